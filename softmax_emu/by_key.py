@@ -88,23 +88,19 @@ class KeySoftmax:
 
         maxima, factors: register tensors of Float32, one of each row; maxima alike in all threads.
         """
+        scale = self.row.scale_log2
         for row in range(self.rows):
-            factors[row] = self.raise_maximum(row, maxima[row])
-
-    def raise_maximum(self, row: int, maximum: Float32) -> Float32:
-        """`raise_maxima` for one of the rows; its factor."""
-        old = self.offsets[row]
-        # As in `exceeds`: rounding is monotone, so that this is the largest of its exponents.
-        exponent = cute.math.fma(maximum, self.row.scale_log2, old)
-        moves = exponent > Float32(self.row.rescale_threshold)
-        offset = self.row.offset_of(maximum)
-        if self.headroom:
-            offset = offset + Float32(self.headroom)
-        new = cutlass.select_(moves, offset, old)
-        factor = exp2_row_factor(new - old)
-        self.offsets[row] = new
-        self.sums[row] = self.sums[row] * factor
-        return factor
+            old = self.offsets[row]
+            # As in `exceeds`: rounding is monotone, so that this is the largest of its exponents.
+            exponent = cute.math.fma(maxima[row], scale, old)
+            moves = exponent > Float32(self.row.rescale_threshold)
+            offset = self.row.offset_of(maxima[row])
+            if self.headroom:
+                offset = offset + Float32(self.headroom)
+            new = cutlass.select_(moves, offset, old)
+            factor = exp2_row_factor(new - old)
+            self.offsets[row], factors[row] = new, factor
+            self.sums[row] = self.sums[row] * factor
 
     def exponentiate(
         self, scores: cute.Tensor, probabilities: cute.Tensor | None, weight: Float32 | None = None

@@ -27,29 +27,22 @@ class NoState(SharedByReference):
     """What a kernel carries that waits for nothing at a tile's begin."""
 
 
-def any_of_softmax(value: Boolean, threads: int, barrier: Int32 | None = None) -> Boolean:
-    """Whether it holds in some thread of the softmax; barrier.cta.red (PTX ISA 9.7.13.1).
-
-    barrier: None for that of all threads, which `threads` then are; see `synchronise`.
-    """
-    name, arguments = str(BARRIER), [Int32(value)]
-    if barrier is not None:
-        name, arguments = "{$r1}", [*arguments, barrier]
+def any_of_softmax(value: Boolean, threads: int) -> Boolean:
+    """Whether it holds in some thread of the softmax; barrier.cta.red (PTX ISA 9.7.13.1)."""
     found = cute.arch.inline_ptx(
         "{.reg .pred own, any;\n"
         "setp.ne.b32 own, {$r0}, 0;\n"
-        f"barrier.cta.red.or.pred any, {name}, {threads}, own;\n"
+        f"barrier.cta.red.or.pred any, {BARRIER}, {threads}, own;\n"
         "selp.b32 {$w0}, 1, 0, any;}",
         write_only_types=[Int32],
-        read_only_args=arguments,
+        read_only_args=[Int32(value)],
     )
     return found != 0
 
 
-def synchronise(threads: int, barrier: Int32 | None = None) -> None:
-    """All threads of the softmax; with a barrier of their own, past `BARRIER`, some of them."""
-    own = BARRIER if barrier is None else barrier
-    cute.arch.barrier(barrier_id=own, number_of_threads=threads)
+def synchronise(threads: int) -> None:
+    """All threads of the softmax."""
+    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=threads)
 
 
 class DecodeSoftmax:

@@ -51,8 +51,8 @@ def test_machine_code(config, name):
     opcodes = [i.opcode.split(".")[0] + "." * ("ARRIVE" in i.opcode) for i in function.instructions]
     loops = 2 + ("bounded_left" in CLASSES[name])
     assert opcodes.count("HGMMA") == 32 * loops
-    # Of the parts of QK, and of both halves of PV.
-    assert opcodes.count("WARPGROUP.") == (config.qk_parts + 2) * loops
+    # Of four parts of QK, and of PV.
+    assert opcodes.count("WARPGROUP.") == 5 * loops
 
 
 @pytest.mark.parametrize(

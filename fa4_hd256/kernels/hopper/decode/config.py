@@ -9,17 +9,10 @@ transposed, so K and V become f16, which holds every e4m3 exactly.  What a step 
     S^T = K Q^T, K and V^T in registers     512 to bring, 512 to read, and B of 16 rows: 16 bytes a
                                             clock of 32 products of a warpgroup, 256: 1,280
 
-So keys are M, and rows of Q are N: two warpgroups have 64 keys each of S^T and of P^T.  A needs no
-buffer beside that of the bytes, and what a product costs follows the rows that there are.  Q is
-brought to [2^14, 2^15) by a power of two a row and rounded to f16: an element as small as
-2^-31 of its row's largest keeps all bits of a bf16.
-
-NOTE [warpgroups by themselves].  O^T = V^T P^T of all columns is summed by each warpgroup over its
-own keys, with maxima of its own, so that neither waits for the other but at a tile's begin and end
-(`merge`): while one makes P, or brings V to f16, the other has the tensor core.  Columns shared out
-instead, both need all of P, and the tensor core is idle in every softmax.  O then takes twice the
-registers, 128 of a thread with 64 rows: offsets are read from shared memory in each step, K becomes
-f16 by parts of 32 columns, V by 128.
+So keys are M, and rows of Q are N: two warpgroups have 64 keys each of S^T, and 128 columns of the
+head each of O^T = V^T P^T.  A needs no buffer beside that of the bytes, and what a product costs
+follows the rows that there are.  Q is brought to [2^14, 2^15) by a power of two a row and rounded
+to f16: an element as small as 2^-31 of its row's largest keeps all bits of a bf16.
 
 NOTE [order of columns].  A sum may take its terms in any order: a thread reads 16 bytes of a row of
 K at once, which are 4 elements each of 4 slices of QK, and Q lies in shared memory in that order
@@ -44,7 +37,7 @@ from fa4_hd256.kernels.timeline import describe_roles
 from schedulers import CounterScheduler
 from softmax_emu.pattern import Ex2Pattern
 
-from .steps import decode_steps
+from .steps import QK_PARTS, decode_steps
 
 __all__ = ["BLOCK_KV", "DECODE_E4M3", "ROWS", "E4m3Config", "E4m3WarpPlan"]
 
@@ -78,8 +71,8 @@ class E4m3WarpPlan(WarpPlan):
     load: int = 8
     scheduler: int = 9
     queries: int = 10
-    registers_consumers: int = 232
-    registers_other: int = 40
+    registers_consumers: int = 224
+    registers_other: int = 56
 
     WARPGROUPS = (
         ("the first 64 keys", "registers_consumers"),
@@ -171,19 +164,9 @@ class E4m3Config:
         return self.rows < 64
 
     @property
-    def qk_parts(self) -> int:
-        """Parts of the columns by which K becomes f16 and is multiplied."""
-        return 4 if self.is_roomy else 8
-
-    @property
     def part_buffers(self) -> int:
         """Parts of K in f16 that a thread has at once."""
-        return self.qk_parts if self.is_roomy else 3
-
-    @property
-    def pieces_ahead(self) -> int:
-        """Of the four groups of pieces of K how many a thread has in registers as bytes."""
-        return 4 if self.is_roomy else 1
+        return QK_PARTS if self.is_roomy else 2
 
     @property
     def tile_bytes(self) -> int:
@@ -206,11 +189,11 @@ class E4m3Config:
                 SmemRegion("q", self.q_stages, self.q_bytes, SWIZZLE_ALIGNMENT,
                            f"{rows} rows x 256, then in f16"),
                 SmemRegion("p", 1, rows * BLOCK_KV * ELEMENT_BYTES, 128,
-                           f"P^T, 128 keys x {rows} rows; then parts of O^T"),
+                           f"P^T, 128 keys x {rows} rows"),
                 SmemRegion("factors", self.q_stages, of_rows, 16, "of each row of Q"),
                 SmemRegion("maxima", warps, of_rows, 16, "of each row, by warp"),
                 SmemRegion("sums", warps, of_rows, 16, "of each row, by warp"),
-                SmemRegion("offsets", 2, of_rows, 16, "of each row, by warpgroup"),
+                SmemRegion("offsets", 1, of_rows, 16, "of each row"),
                 SmemRegion("inverses", 1, of_rows, 16, "1/sum of each row"),
                 SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
                 SmemRegion("scheduler", 1, CounterScheduler.smem_bytes, 16,
@@ -236,7 +219,7 @@ class E4m3Config:
 
     @property
     def steps(self) -> StepTable:
-        return decode_steps(self)
+        return decode_steps(self.kv_stages, self.q_stages, self.part_buffers)
 
     @classmethod
     def tuned(
@@ -248,7 +231,7 @@ class E4m3Config:
 
     def score_elements(self, products: int) -> int:
         """Elements of S that so many wgmma instructions, of all warps, stand for."""
-        per_step = len(self.warps.consumers) * (HEAD_DIM // 16 + 4 * BLOCK_KV // 2 // 16)
+        per_step = len(self.warps.consumers) * (HEAD_DIM // 16 + 2 * BLOCK_KV // 16)
         return products // per_step * self.rows * BLOCK_KV
 
     def describe(self) -> str:

@@ -6,18 +6,16 @@ warp, in A and in S^T: keys.  Of a row of K it reads the pieces 2 t and 2 t + 1 
 read at the same time have rows g and g + 1, so that the 128-byte swizzle gives them pieces that
 differ in the bit that their rows do: no two meet in a bank.
 
-Of V it reads the four bytes 4 g of the 32 columns of its warp of each 128, of the keys 2 t and
-2 t + 1 of every eight of its warpgroup: swizzled, each pair of rows has its own pair of pieces.
-They are the rows g and g + 8 of both products of O^T over these 128 columns.
+Of V it reads the four bytes 4 g of the 32 columns of its warp, of the keys 2 t and 2 t + 1 of every
+eight: swizzled, each pair of rows has its own pair of pieces.  They are the rows g and g + 8 of
+both products of O^T.
 
-NOTE [barriers of a step].  The threads of a warpgroup meet twice: to ask whether a maximum moves,
-when each has seen its last PV done, which read P; and when P is written.  Warpgroups meet at a
-tile's begin and end alone, `config` NOTE [warpgroups by themselves].
+NOTE [barriers of a step].  All threads meet twice: to ask whether a maximum moves, when each has
+seen its last PV done, which read P; and when P is written.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -46,20 +44,16 @@ from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 
 from .config import BLOCK_KV
-from .merge import MergedHalves
 from .queries import QueryRows
-from .steps import PIECE_GROUPS
+from .steps import QK_PARTS
 
 __all__ = ["E4m3Consumer", "P_CORE", "halves_of", "pair_of"]
 
 WORD = 4  # bytes
 PIECE = 16  # bytes that a thread reads of K at once
 COLUMN_RUN = 8  # columns of an accumulator of which a quad has two each
-KEY_STEPS = (0, 8)  # how far a thread's keys are from its first one
-KEYS = len(KEY_STEPS)
-WARPGROUP_WARPS = WARPGROUP_THREADS // WARP_SIZE
+KEYS = 2  # of a thread
 WARPGROUP_KEYS = 64
-BLOCKS = 2  # of 128 columns each
 BLOCK_WORDS = BLOCK_KV * ROW_BYTES // WORD  # of 128 columns of a tile
 #: P^T lies by core matrices of 8 keys x 8 rows, 16 bytes a key.
 P_CORE = 8
@@ -89,7 +83,7 @@ def pair_of(number: int, first: Any, second: Any) -> Any:
 class KeyFragments(ScaledSoftmax):
     """The softmax of a thread's keys and rows, and what else it works on in registers.
 
-    keys, values: A of the parts of QK and of all PV.  o: the accumulators, 64 of the columns x
+    keys, values: A of the parts of QK and of both PV.  o: both accumulators, 64 of the columns x
     rows each.  stage: (1,) Q's buffer.  k_scale: (1,) of K of the tile, and the sign of the scale.
     """
 
@@ -100,8 +94,10 @@ class KeyFragments(ScaledSoftmax):
     k_scale: cute.Tensor
 
 
-class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
+class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
     """Mixed into the decode kernel; the shared state is its `Context`."""
+
+    key_steps = (0, 8)
 
     @property
     def softmax_warps(self) -> int:
@@ -125,9 +121,9 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
         )  # fmt: skip
         self._make_room(softmax)
         buffers = range(config.part_buffers)
-        softmax.keys = [self.qk.a_fragment(HEAD_DIM // config.qk_parts) for _ in buffers]
-        softmax.values = [self.pv.a_fragment(WARPGROUP_KEYS) for _ in range(2 * BLOCKS)]
-        softmax.o = [self.pv.accumulator() for _ in range(2 * BLOCKS)]
+        softmax.keys = [self.qk.a_fragment(HEAD_DIM // QK_PARTS) for _ in buffers]
+        softmax.values = [self.pv.a_fragment(BLOCK_KV) for _ in range(2)]
+        softmax.o = [self.pv.accumulator() for _ in range(2)]
         softmax.stage = cute.make_rmem_tensor(1, Int32)
         softmax.k_scale = cute.make_rmem_tensor(1, Float32)
         return softmax
@@ -149,7 +145,6 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
     def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any):
         """Q in f16, and the scales of the tile, or of the first step's keys."""
         context.barriers["q_loaded"].wait(state)
-        self._share_offsets(context, softmax)
         self._bring_queries(context, state.index)
         softmax.stage[0] = state.index
         softmax.k_scale[0] = Float32(-1.0 if self.problem_class.negative_scale else 1.0)
@@ -176,112 +171,89 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
         softmax, kv, step = running
         nodes = self._nodes(context, place[0], is_masked)
         scores, kv = self._multiply_keys(context, softmax, kv)
-        if cutlass.const_expr(self.config.is_roomy):
-            words, kv = self._load_values(context, kv)
-            self._convert_values(softmax, words, range(BLOCKS))
-            wait(0)
-            self._exponentiate(context, softmax, scores, (place, nodes, step), is_masked)
-        else:
-            wait(0)
-            self._exponentiate(context, softmax, scores, (place, nodes, step), is_masked)
-            words, kv = self._load_values(context, kv)
-            self._convert_values(softmax, words, range(1))
-        self._meet(context)
-        self._multiply_values(context, softmax, words)
-        return kv
-
-    def _multiply_values(self, context: Any, softmax: Any, words: list) -> None:
-        """O^T += V^T P^T, by 128 columns; words: of those that are not in f16 yet."""
-        probabilities = context.p[None, None, None, self._warpgroup()]
-        for block in range(BLOCKS):
-            if block and not self.config.is_roomy:
-                # ptxas has no registers for more of V while products are under way.
-                wait(0)
-                self._convert_values(softmax, words, range(block, block + 1))
-            fence()
-            for number in (2 * block, 2 * block + 1):
-                values, result = softmax.values[number], softmax.o[number]
-                multiply(self.pv, result, values, probabilities, True)
-            commit()
+        words, kv = self._load_values(context, kv)
+        if self.config.is_roomy:
+            self._convert_values(softmax, words)
         wait(0)
+        self._exponentiate(context, softmax, scores, (place, nodes, step), is_masked)
+        if not self.config.is_roomy:
+            self._convert_values(softmax, words)
+        fence()
+        for values, result in zip(softmax.values, softmax.o, strict=True):
+            multiply(self.pv, result, values, context.p, True)
+        commit()
+        wait(0)
+        return kv
 
     def _end_steps(self, context: Any, softmax: Any, states: Any) -> Any:
         context.barriers["q_free"].arrive(RingState(1, softmax.stage[0], Int32(0)))
-        self._merge(context, softmax)
         return states
 
     def _multiply_keys(self, context: Any, softmax: Any, kv: Any) -> tuple[cute.Tensor, Any]:
         """Issue S^T = K Q^T, part by part as K becomes f16, NOTE [fragments of bytes]; S."""
         context.barriers["kv_loaded"].wait(kv)
-        parts, buffers = self.config.qk_parts, len(softmax.keys)
-        slices, ahead = HEAD_DIM // parts // 16, self.config.pieces_ahead
-        tile, words = self._keys_at(kv), []
+        words = self._load_keys(context, kv)
+        context.barriers["kv_free"].arrive(kv)
+        kv.advance()
         scores = self.qk.accumulator()
         queries = context.q[None, None, None, softmax.stage[0]]
-        for part in range(parts):
+        slices = HEAD_DIM // QK_PARTS // 16
+        buffers = len(softmax.keys)
+        for part, of_rows in enumerate(words):
             buffer = softmax.keys[part % buffers]
-            group, first = divmod(part * slices, PIECE // WORD)
-            while len(words) < min(group + ahead, PIECE_GROUPS):
-                words.append(self._load_keys(context, tile, len(words)))
-                if len(words) == PIECE_GROUPS:
-                    context.barriers["kv_free"].arrive(kv)
             if part >= buffers:
                 wait(buffers - 1)
             fragment = cute.recast_tensor(buffer, Uint32)
-            for own, pieces in enumerate(words[group]):
-                for i in range(slices):
+            for own, pieces in enumerate(of_rows):
+                for i in range(PIECE // WORD):
                     at = 4 * i + own
-                    fragment[at], fragment[at + 2] = halves_of(pieces[first + i])
+                    fragment[at], fragment[at + 2] = halves_of(pieces[i])
             fence()
             multiply(self.qk, scores, buffer, queries, part > 0, part * slices)
-            if part == parts - 1 or buffers < parts:
+            if part == QK_PARTS - 1 or buffers < QK_PARTS:
                 commit()
-        kv.advance()
         return scores, kv
 
-    def _keys_at(self, kv: Any) -> list[Int32]:
-        """Where a thread's first key lies, of even and of odd groups of pieces."""
+    def _load_keys(self, context: Any, kv: Any) -> list[list[cute.Tensor]]:
+        """A tile of K in registers: a piece of each part of the columns and of both rows."""
         thread = cute.arch.thread_idx()[0]
         piece = (2 * (thread % QUAD)) ^ (thread % WARP_SIZE // QUAD)
         tile = kv.index * (2 * BLOCK_WORDS) + self._own_key() * (ROW_BYTES // WORD)
-        return [tile + ((piece ^ odd) * (PIECE // WORD)) for odd in range(2)]
-
-    def _load_keys(self, context: Any, tile: list[Int32], group: int) -> list[cute.Tensor]:
-        """Of K a piece of 64 columns, of each of this thread's keys.  tile: of `_keys_at`."""
-        block, odd = divmod(group, 2)
-        far = [block * BLOCK_WORDS + step * (ROW_BYTES // WORD) for step in KEY_STEPS]
-        return [self._words(context, tile[odd] + f, PIECE // WORD) for f in far]
+        pieces = [tile + ((piece ^ odd) * (PIECE // WORD)) for odd in range(2)]
+        found = []
+        for part in range(QK_PARTS):
+            block, odd = divmod(part, 2)
+            far = [block * BLOCK_WORDS + step * (ROW_BYTES // WORD) for step in self.key_steps]
+            found.append([self._words(context, pieces[odd] + f, PIECE // WORD) for f in far])
+        return found
 
     def _load_values(self, context: Any, kv: Any) -> tuple[list, Any]:
-        """A tile of V in registers, NOTE [fragments of bytes], by 128 columns, eight keys and the
-        two of each pair."""
+        """A tile of V in registers, NOTE [fragments of bytes], by eight keys and the two of each
+        pair."""
         context.barriers["kv_loaded"].wait(kv)
         thread = cute.arch.thread_idx()[0]
         warpgroup, warp = thread // WARPGROUP_THREADS, thread // WARP_SIZE % 4
         quad, first_key = thread % WARP_SIZE // QUAD, thread % QUAD * 2
         piece = (2 * warp + quad // 4) ^ first_key
-        tile = kv.index * (2 * BLOCK_WORDS) + quad % 4
-        tile = tile + (warpgroup * WARPGROUP_KEYS + first_key) * (ROW_BYTES // WORD)
+        tile = kv.index * (2 * BLOCK_WORDS) + warpgroup * BLOCK_WORDS
+        tile = tile + first_key * (ROW_BYTES // WORD) + quad % 4
         pieces = [
             tile + (own * (ROW_BYTES // WORD) + (piece ^ own) * (PIECE // WORD))
             for own in range(2)
         ]
         found = []
-        for block in range(BLOCKS):
-            # First the columns that the warpgroup keeps, `merge` NOTE [merge].
-            of_block = (warpgroup ^ block) * BLOCK_WORDS
-            starts = [piece + of_block for piece in pieces]
-            far = [eight * 8 * (ROW_BYTES // WORD) for eight in range(WARPGROUP_KEYS // 8)]
-            found.append([[self._words(context, start + f, 1)[0] for start in starts] for f in far])
+        for eight in range(BLOCK_KV // 8):
+            far = eight * 8 * (ROW_BYTES // WORD)
+            found.append([self._words(context, pieces[own] + far, 1)[0] for own in range(2)])
         context.barriers["kv_free"].arrive(kv)
         kv.advance()
         return found, kv
 
-    def _convert_values(self, softmax: Any, words: list, blocks: range) -> None:
-        """A of both PV over 128 columns, of some of them.  words: of `_load_values`."""
-        for block, number in itertools.product(blocks, range(2)):
-            fragment = cute.recast_tensor(softmax.values[2 * block + number], Uint32)
-            for eight, pair in enumerate(words[block]):
+    def _convert_values(self, softmax: Any, words: list) -> None:
+        """A of both PV.  words: of `_load_values`."""
+        for number, values in enumerate(softmax.values):
+            fragment = cute.recast_tensor(values, Uint32)
+            for eight, pair in enumerate(words):
                 at = 4 * (eight // 2) + 2 * (eight % 2)
                 fragment[at], fragment[at + 1] = halves_of(pair_of(number, *pair))
 
@@ -300,7 +272,7 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
         self, context: Any, softmax: Any, scores: cute.Tensor, where: tuple, is_masked: bool
     ):
         """S -> P in shared memory; maxima where they move, sums.  where: (place of `_step`, nodes,
-        number of the step).  Before P is read the warpgroup meets."""
+        number of the step)."""
         place, nodes, step = where
         keys = rows_of(scores)
         self._scale(context, softmax, keys, place[0])
@@ -309,44 +281,37 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
         self._weigh(context, softmax, keys)
         if cutlass.const_expr(is_masked):
             self._mask(context.visibility(place[0], BLOCK_KV), keys, place, nodes)
-        if cutlass.const_expr(not self.config.is_roomy):
-            # No registers for factors and offsets at once: these are not read before that.
-            cute.arch.sync_warp()
-        self._take_offsets(context, softmax)
         exceeds = softmax.exceeds(keys[0]) | softmax.exceeds(keys[1])
-        barrier = self._own_barrier()
-        if any_of_softmax(exceeds, WARPGROUP_THREADS, barrier):
+        if any_of_softmax(exceeds, self.softmax_threads):
             self._raise_maxima(context, softmax, keys)
-        (weight,) = softmax.weights
-        for values in keys:
-            softmax.exponentiate(values, None, weight)
+        for number, values in enumerate(keys):
+            softmax.exponentiate(values, None, softmax.weights[number])
         self._store_probabilities(context, scores)
         # The tensor core reads through the async proxy what was written here.
         cute.arch.fence_view_async_shared()
+        synchronise(self.softmax_threads)
 
     def _scale(self, context: Any, softmax: Any, keys: tuple, work: Any) -> None:
         """Scores of the rows as they were: by their factors, which K's scale of the tile is among,
         those of a key by its page's scale."""
-        k_scale = None
-        if self.of_pages:
-            # Both keys are among 16 that begin at a multiple of 16, hence of one page.
-            (k_scale,) = self._take_scales(context, softmax, work)
         factors = self._read(context.smem["factors"], softmax.stage[0])
         if self.problem_class.descale or self.problem_class.negative_scale:
             self._multiply_all(factors, softmax.k_scale[0])
-        for values in keys:
+        k_scales: list = [None] * KEYS
+        if self.of_pages:
+            k_scales = self._take_scales(context, softmax, work)
+        for values, k_scale in zip(keys, k_scales, strict=True):
             for row in range(self.own_rows):
                 values[row] = values[row] * factors[row]
             if k_scale is not None:
                 self._multiply_all(values, k_scale)
 
     def _weigh(self, context: Any, softmax: Any, keys: tuple) -> None:
-        """V's scale of the keys' page, into the exponents of 2."""
+        """A key's own scale of V, into the exponents of 2."""
         if not self.of_pages:
             return
         scale = context.scalars.scale_log2
-        (logarithm,) = softmax.log2_v
-        for values in keys:
+        for values, logarithm in zip(keys, softmax.log2_v, strict=True):
             for row in range(self.own_rows):
                 values[row] = cute.math.fma(values[row], scale, logarithm)
 
@@ -367,7 +332,7 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
         for number in range(self.own_rows):
             row = self._query_of(work, number)
             first, limit = visibility.first(row), visibility.limit(row)
-            for values, distance in zip(keys, KEY_STEPS, strict=True):
+            for values, distance in zip(keys, self.key_steps, strict=True):
                 key = first_key + distance
                 is_visible = (key >= first) & (key < limit)
                 if cutlass.const_expr(nodes is not None):
@@ -376,23 +341,17 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
 
     @traced("maxima")
     def _raise_maxima(self, context: Any, softmax: Any, keys: tuple):
-        """Maxima over the warpgroup's keys of the step; O and sums rescaled."""
+        """Maxima over all keys of the step; O and sums rescaled."""
+        largest = cute.make_rmem_tensor(self.own_rows, Float32)
         for row in range(self.own_rows):
-            largest = cute.arch.fmax(keys[0][row], keys[1][row])
-            self._share_row(context, "maxima", row, largest, cute.arch.fmax)
-        self._meet(context)
-        shared, first = context.smem["maxima"], self._warpgroup() * WARPGROUP_WARPS
-        columns = [values for accumulator in softmax.o for values in rows_of(accumulator)]
-        # Row by row: beside O and S there are no registers for all of them.
-        for number in range(self.own_rows):
-            row = self._row(number)
-            maximum = shared[row, first]
-            for warp in range(1, WARPGROUP_WARPS):
-                maximum = cute.arch.fmax(maximum, shared[row, first + warp])
-            factor = softmax.raise_maximum(number, maximum)
-            for values in columns:
-                values[number] = values[number] * factor
-        self._share_offsets(context, softmax)
+            largest[row] = cute.arch.fmax(keys[0][row], keys[1][row])
+        self._share(context, "maxima", largest, cute.arch.fmax)
+        synchronise(self.softmax_threads)
+        maxima = self._combined(context, "maxima", cute.arch.fmax)
+        factors = cute.make_rmem_tensor(self.own_rows, Float32)
+        softmax.raise_maxima(maxima, factors)
+        for accumulator in softmax.o:
+            self._multiply_columns(accumulator, factors)
 
     def _multiply_columns(self, accumulator: cute.Tensor, factors: cute.Tensor) -> None:
         """O^T *= factor, by column: a thread's rows of the tile."""
@@ -405,23 +364,21 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
         operation: Callable[[Float32, Float32], Float32],
     ) -> None:  # fmt: skip
         """Each warp's values, combined over the lanes that have the same rows, to shared memory."""
+        shared, warp = context.smem[name], cute.arch.thread_idx()[0] // WARP_SIZE
         for number in range(self.own_rows):
-            self._share_row(context, name, number, values[number], operation)
+            value = values[number]
+            for distance in (4, 8, 16):
+                value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
+            # Lanes that have the same row write the same.
+            shared[self._row(number), warp] = value
 
-    def _share_row(
-        self, context: Any, name: str, number: int, value: Float32,
-        operation: Callable[[Float32, Float32], Float32],
-    ) -> None:  # fmt: skip
-        for distance in (4, 8, 16):
-            value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
-        # Lanes that have the same row write the same.
-        warp = cute.arch.thread_idx()[0] // WARP_SIZE
-        context.smem[name][self._row(number), warp] = value
-
+    @cute.jit
     def _share_sums(self, context: Any, softmax: Any):
         self._share(context, "sums", softmax.sums, lambda a, b: a + b)
-        # Alike in both warpgroups.
-        self._share_offsets(context, softmax)
+        if cute.arch.thread_idx()[0] < WARP_SIZE:
+            # Alike in all warps.
+            for number in cutlass.range_constexpr(self.own_rows):
+                context.smem["offsets"][self._row(number), 0] = softmax.offsets[number]
         synchronise(self.softmax_threads)
 
     def _offset_of(self, context: Any, softmax: Any, row: Int32) -> Float32:
@@ -441,7 +398,7 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
         lane = cute.arch.thread_idx()[0] % QUAD
         for number in range(cute.size(words)):
             run, own = divmod(number, KEYS)
-            target[lane, self._own_key() + KEY_STEPS[own], run] = words[number]
+            target[lane, self._own_key() + self.key_steps[own], run] = words[number]
 
     # ------------------------------------------------------------ results
 
@@ -449,10 +406,9 @@ class E4m3Consumer(MergedHalves, QueryRows, KeyScales, DecodeSoftmax):
     def _store_sums(self, context: Any, running: tuple, work: Any, inverses: cute.Tensor):
         """O / sum to global memory, in the type of `out`."""
         softmax, _ = running
-        merged = softmax.o[:2]
-        for accumulator in merged:
+        for accumulator in softmax.o:
             self._multiply_columns(accumulator, inverses)
-        columns = [values for accumulator in merged for values in rows_of(accumulator)]
+        columns = [values for accumulator in softmax.o for values in rows_of(accumulator)]
         self._store(context, work, columns)
 
     def _store_zeros(self, context: Any, work: Any):

@@ -4,15 +4,15 @@ One tile is 16, 32 or 64 query rows, those of all heads that share a KV head, of
 step multiplies 128 keys with it, S^T = K Q^T and O^T += V^T P^T, K and V^T from registers, to which
 they come from e4m3 to f16.  Why so: `config` NOTE [keys as M].
 
-Timeline of a CTA; two warpgroups have 64 keys each (`config` NOTE [warpgroups by themselves])::
+Timeline of a CTA; two warpgroups have 64 keys of S^T each, and 128 columns of O^T::
 
-    queries       Q
-    load          K(1) V(1) K(2) V(2) ..
-    warpgroup 0   Q' | K(0)  QK(0)  S(0)->P(0)  V(0)  PV(0)  K(1)  QK(1)  S(1)->P(1) .. | O
-    warpgroup 1   Q' |       K(0)  QK(0)  S(0)->P(0)  V(0)  PV(0)  K(1)  QK(1) ..       | O
+    queries     Q
+    load        K(1) V(1) K(2) V(2) ..
+    warpgroups  Q' | K(0)  QK(0)  | S(0)->P(0) | PV(0)  K(1)  QK(1)  | S(1)->P(1) | PV(1) ..
+                   |       V(0)   |            |              V(1)   |            |
 
-Q', K(i) and V(i) stand for the conversions; with 16 and 32 rows V's runs beside QK.  At the bars
-both meet; O: `merge`.
+Q', K(i) and V(i) stand for the conversions, of which the last runs beside QK; at the bars all
+threads meet (`consumers` NOTE [barriers of a step]).
 
 The tables of roles, barriers and SMEM: `E4m3Config`.  NOTE [packed heads] and NOTE [split keys]:
 `kernels.forward_common`.
@@ -31,7 +31,7 @@ from cutlass.memory import SmemAllocator
 
 from fa4_hd256.kernels.context import KernelContext
 from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
-from fa4_hd256.kernels.hopper.instructions import WARPGROUP_THREADS, WgmmaShape
+from fa4_hd256.kernels.hopper.instructions import WgmmaShape
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
@@ -42,7 +42,6 @@ from schedulers import TileOrder, scheduler_class
 
 from .config import BLOCK_KV, E4m3Config
 from .consumers import P_CORE, E4m3Consumer
-from .merge import VECTOR, WARPGROUPS
 from .producers import E4m3Producer
 
 __all__ = ["DecodeE4m3Kernel"]
@@ -57,7 +56,7 @@ class Context(ForwardEntries, KernelContext):
     sink: (heads,) or None.  k_descale, v_descale: (entries, heads_kv) float32, or None.
     num_splits: see `ForwardEntries`.  smem: "q" and "kv" with their stages, the former also in
     f16, "q_halves", the latter also by words, "kv_words"; "factors", "p_words", "maxima", "sums",
-    "offsets", "inverses", "halves".  q, p: descriptors of the operands, of Q by stage.
+    "offsets", "inverses".  q, p: descriptors of the operands, of Q by stage.
     """
 
     sink: Any = None
@@ -165,22 +164,19 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         )
 
     def _smem(self, memory: SharedMemory) -> tuple[dict[str, cute.Tensor], cute.Tensor]:
-        """(buffers by name, P^T as rows x keys x warpgroups of an operand)."""
+        """(buffers by name, P^T as rows x keys of an operand)."""
         config = self.config
         rows, runs, half = config.rows, config.rows // P_CORE, cutlass.Float16
-        group, keys = P_CORE * BLOCK_KV, BLOCK_KV // WARPGROUPS
+        group = P_CORE * BLOCK_KV
         p_layout = cute.make_layout(
-            ((P_CORE, runs), (P_CORE, keys // P_CORE), WARPGROUPS),
-            stride=((1, group), (P_CORE, P_CORE * P_CORE), P_CORE * keys),
+            ((P_CORE, runs), (P_CORE, BLOCK_KV // P_CORE)),
+            stride=((1, group), (P_CORE, P_CORE * P_CORE)),
         )
-        # What a thread gives the other warpgroup at once, `merge` NOTE [merge].
-        places = VECTOR, WARPGROUP_THREADS, rows // P_CORE // 2, WARPGROUPS
         # Two neighbouring rows of a key are a word.
         words = cute.make_layout((P_CORE // 2, BLOCK_KV, runs), stride=(1, P_CORE // 2, group // 2))
         shapes = {
             "factors": (rows, config.q_stages), "maxima": (rows, self.softmax_warps),
-            "sums": (rows, self.softmax_warps), "offsets": (rows, WARPGROUPS),
-            "inverses": (rows, 1),
+            "sums": (rows, self.softmax_warps), "offsets": (rows, 1), "inverses": (rows, 1),
         }  # fmt: skip
         found = {
             "q": memory.operand("q", rows, HEAD_DIM, config.q_stages),
@@ -188,7 +184,6 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
             "kv": memory.operand("kv", BLOCK_KV, TILE_COLUMNS, config.kv_stages),
             "kv_words": cute.make_tensor(memory.region("kv", Uint32, 1024), cute.make_layout(1)),
             "p_words": cute.make_tensor(memory.region("p", Uint32, 128), words),
-            "halves": cute.make_tensor(memory.region("p", Float32, 128), cute.make_layout(places)),
         } | {
             name: cute.make_tensor(memory.region(name, Float32, 16), cute.make_layout(shape))
             for name, shape in shapes.items()
