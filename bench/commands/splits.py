@@ -22,6 +22,7 @@ from bench.measure.providers import FlashAttention4, Frost, Ours, Provider
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
+from bench.model.calibrate import ROW_ERROR
 from bench.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
 from bench.model.flash_attn_4 import split_numbers
 from bench.model.machines import B200, gpu_of
@@ -32,9 +33,11 @@ from bench.model.predictor import (
     add_model_options,
     printing_predictor,
 )
+from bench.model.published import paged_decode
+from bench.model.published.rows import CUDNN, FROST
 from bench.peers import flash_attn_4, frost
 from bench.suite import FORWARD, Case
-from bench.tables.comparison import OURS, RESOLUTION
+from bench.tables.comparison import OURS, RESOLUTION, standing, standing_figures, verdict
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit
@@ -50,6 +53,8 @@ NUMBERS = (1, 2, 4, 8, 16, 32)
 THEIRS = flash_attn_4.PACKAGE
 #: Columns of its calls: num_splits=1, its default, and 0, where its rule decides.
 THEIR_DEFAULT, THEIR_RULE = "theirs, num_splits=1", "theirs, num_splits=0"
+#: Column -> project whose published time it has, of keys in pages of 16.
+PUBLISHED = {"cuDNN, as published": CUDNN, "FROST, as published": FROST}
 
 
 def default_cases() -> list[Case]:
@@ -93,7 +98,31 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     return (
         _row(case, chosen, seconds, calls) | _of_frost(third, seconds[chosen]) | paths | origin
         | _of_kernel(case, gpu, seconds[chosen]) | {"forward": beside}
+        | _standing(seconds[chosen], calls, third, predictor.ratio_error)
+        | _published(predictor.machine.name, case)
     )
+
+
+def _standing(
+    ours: np.ndarray, calls: dict[int, np.ndarray], third: np.ndarray | None, error: float
+) -> dict[str, Any]:
+    """Ours against the best of both peers under each set of constants; calls: flash-attn-4's by
+    number of parts, of which it takes the best, third: FROST's."""
+    peers = {} if third is None else {frost.NAME: third}
+    if calls:
+        peers[THEIRS] = np.min(list(calls.values()), axis=0)
+    found = standing({OURS: ours, **peers}, error)
+    figures = {f"peer_{name}": value for name, value in standing_figures(found).items()}
+    return figures | {"faster": verdict(found)}
+
+
+def _published(machine: str, case: Case) -> dict[str, Any]:
+    """Microseconds of the same call over pages, as published; None where nobody has."""
+    rows = paged_decode(machine, case)
+    return {
+        column: rows[project].seconds * 1e6 if project in rows else None
+        for column, project in PUBLISHED.items()
+    }
 
 
 def _tried(case: Case, gpu: Gpu) -> list[int]:
@@ -221,6 +250,18 @@ COLUMNS = (
     Column("frost_ratio", format=".2f", title=f"{frost.NAME} / choice"),
 )  # fmt: skip
 
+#: Of modelled rows alone.
+STANDING_COLUMNS = (
+    Column("peer_peer", title="best peer"),
+    Column("peer_ratio", format=".2f", title="best peer / choice"),
+    Column("peer_ratio_low", format=".2f", title="best peer, low"),
+    Column("peer_ratio_high", format=".2f", title="best peer, high"),
+    Column("peer_probability", format=".0%", title="probability"),
+    Column("peer_gain", format="+.0%", title="gain"),
+    Column("faster"),
+    *(Column(name, "us", ".1f") for name in PUBLISHED),
+)  # fmt: skip
+
 
 def table(rows: list[dict[str, Any]]) -> Table:
     columns: tuple[Column, ...] = COLUMNS
@@ -234,8 +275,13 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "rows: our forward's kernel with the parts of its own rule.",
     )
     if rows[0][BASIS] == "modelled":
-        columns += PATH_COLUMNS
+        columns += STANDING_COLUMNS + PATH_COLUMNS
         notes += (
+            "Best peer: the faster of both under each set of constants, of which a tenth lie below "
+            "\"low\" and a tenth above \"high\". Probability: that ours is faster; it counts "
+            f"{ROW_ERROR:.0%} that the model may be off in a ratio. As published: the same queries "
+            "and keys on such a GPU, its keys in pages of 16 (attention_inference); no replay, and "
+            "no peer of the ratio, since ours has its keys in one piece here.",
             "The kernels that make one result of the parts are taken at a launch and HBM's rate.",
             path_note(f"the replays behind the choice, and behind {THEIRS} at best"),
         )

@@ -168,7 +168,13 @@ DOCUMENTS = {
         "What calls decide for themselves",
         ("defaults", *_DECIDED, "--draws", "32"), "bench.md",
     ),
-    "splits": Document("Keys divided among CTA pairs", ("splits", "--modelled"), "bench.md"),
+    "splits": Document(
+        "Keys divided among CTA pairs", ("splits", "--modelled", "--draws", "32"), "bench.md"
+    ),
+    "splits_gb200": Document(
+        "Keys divided among a GB200's CTA pairs",
+        ("splits", "--modelled", "--machine", "gb200", "--draws", "32"), "serving.md",
+    ),
     "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "bench.md"),
     "accuracy": Document("Error by degree and emulated share", ("accuracy",), "softmax.md"),
     "fp8": Document("Keys and values in e4m3, by method", ("fp8",), "serving.md"),

@@ -67,7 +67,7 @@ def test_the_second_kernel_is_a_launch_and_its_bytes():
 class FakePredictor:
     """A step takes a microsecond, the second kernel four; there are 16 tiles."""
 
-    machine, draws = MACHINE, 1
+    machine, draws, ratio_error = MACHINE, 1, 0.0
 
     def note(self, text):
         pass
@@ -104,10 +104,37 @@ def test_a_modelled_row():
     # Two KV heads' 2,048 keys and values of 8 sequences in 16 microseconds of 8 TB/s.
     assert row["hbm"] == pytest.approx(8 * 2 * 2048 * 1024 / (16e-6 * 8e12))
     assert row["rows"] == 256 and row["forward"] == pytest.approx(40)
+    # flash-attn-4 in 5 parts takes 20 and 22 us where ours takes 16 and 17, FROST 40 and 44.
+    assert row["peer_peer"] == splits.THEIRS and row["faster"] == "ours"
+    assert 20 / 16 < row["peer_ratio"] < 22 / 17 and row["peer_probability"] == 1
     few = splits.modelled_row(DECODING, FakePredictor())
     assert few["rows"] == 16 and few["parts"] == 9
     text = splits.table([row]).as_markdown()
     assert "not divided (us)" in text and "flash-attn-4 at best" in text
+
+
+def test_the_best_peer_is_the_faster_one_under_each_set():
+    """FROST is ahead of ours in one set of two, flash-attn-4's best call in none."""
+    ours, third = np.array([10.0, 10.0]), np.array([9.0, 14.0])
+    calls = {1: np.array([20.0, 12.0]), 4: np.array([12.0, 20.0])}
+    found = splits._standing(ours, calls, third, 0.0)
+    assert found["peer_peer"] == "FROST" and found["peer_probability"] == 0.5
+    assert found["faster"] == "open"
+    assert splits._standing(ours, calls, None, 0.0)["peer_peer"] == splits.THEIRS
+    nobody = splits._standing(ours, {}, None, 0.0)
+    assert nobody["peer_peer"] is None and nobody["faster"] is None
+
+
+def test_published_times_stand_beside_the_same_call_alone():
+    few = Case("few queries", ((2, 131072),) * 128, 32, 2, True)
+    found = splits._published("gb200", few)
+    assert found == {
+        "cuDNN, as published": pytest.approx(193252.527),
+        "FROST, as published": pytest.approx(5407.654),
+    }
+    for other in (replace(few, heads=16), replace(few, causal=False), DECODING):
+        assert set(splits._published("gb200", other).values()) == {None}
+    assert set(splits._published("h200", few).values()) == {None}
 
 
 @pytest.mark.simulator
