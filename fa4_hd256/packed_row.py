@@ -100,6 +100,10 @@ def _check(offsets: dict[str, Any], refused: dict[str, Any], block_mask: Any) ->
         )
 
 
+#: Joined masks that are kept of a mask, for so many cu_seqlens_q and as many cu_seqlens_k of each:
+#: those of a data set may all be alive, and a joined mask of 16,384 tokens takes up to 32 MiB.
+MOST_JOINED = 8
+
 #: By masks that are alive, then cu_seqlens_q, then cu_seqlens_k.
 _known: weakref.WeakKeyDictionary[TileMask, UntilChanged] = weakref.WeakKeyDictionary()
 
@@ -111,8 +115,8 @@ def _joined(
     with the same tensors, unless somebody writes to these; in a CUDA graph at each replay."""
     if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _made(mask, offsets)
-    of_mask = _known.setdefault(mask, UntilChanged())
-    of_queries = of_mask.get(offsets[0]) or UntilChanged()
+    of_mask = _known.setdefault(mask, UntilChanged(MOST_JOINED))
+    of_queries = of_mask.get(offsets[0]) or UntilChanged(MOST_JOINED)
     found = of_queries.get(offsets[1])
     if found is None:
         found = _made(mask, offsets)

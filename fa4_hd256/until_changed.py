@@ -13,10 +13,15 @@ __all__ = ["UntilChanged"]
 class UntilChanged:
     """A value by tensor, while this lives and is not changed in place."""
 
-    def __init__(self) -> None:
-        self._kept = WeakTensorKeyDictionary()
+    def __init__(self, most: int | None = None) -> None:
+        """most: values that are kept, of which the oldest goes first; None: of all tensors."""
+        self._kept, self._most = WeakTensorKeyDictionary(), most
 
     def __setitem__(self, tensor: torch.Tensor, value: Any) -> None:
+        self._kept.pop(tensor, None)
+        if self._most is not None:
+            while len(self._kept) >= self._most:
+                del self._kept[next(iter(self._kept.keys()))]
         self._kept[tensor] = _version(tensor), value
 
     def get(self, tensor: torch.Tensor) -> Any:

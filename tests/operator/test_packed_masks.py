@@ -147,6 +147,24 @@ BUGS = {
 }
 
 
+def test_joined_masks_that_are_kept_have_a_bound(device, monkeypatch):
+    """A data set's offsets are alive all the time; the oldest joined mask goes, and comes again."""
+    made = []
+    true_made = packed_row._made
+    monkeypatch.setattr(packed_row, "_made", lambda *given: made.append(1) or true_made(*given))
+    mask = packed_row.as_tile_mask(block_mask_of(near, device), with_bits=True)
+    rows = [
+        (offsets_of([130 + n, 0, 170 - n], device), offsets_of(OF_K, device))
+        for n in range(packed_row.MOST_JOINED + 1)
+    ]
+    first = packed_row._joined(mask, rows[0])[0].tiles
+    for offsets in (*rows, *rows[1:]):
+        packed_row._joined(mask, offsets)
+    assert len(made) == len(rows), "those within the bound are made once"
+    assert torch.equal(packed_row._joined(mask, rows[0])[0].tiles, first)
+    assert len(made) == len(rows) + 1
+
+
 @pytest.mark.simulator
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_refused(bug, monkeypatch):
