@@ -348,6 +348,27 @@ def dies(rank: int) -> None:
     ring_attention(q, q, q)
 
 
+def dies_inside(rank: int, way: str, in_backward: bool) -> None:
+    """Rank 1 ends when it is to exchange tensors, in its call or in the backward of it."""
+    from fa4_hd256.integrations import context_parallel
+    from fa4_hd256.integrations.context_parallel.exchange import Ranks
+
+    def end(*given: Any) -> None:
+        os._exit(3)
+
+    def prepare() -> None:
+        if rank == 1:
+            for name in ("start", "gather", "exchange"):
+                setattr(Ranks, name, end)
+
+    q = torch.randn(1, 32, 2, 256).bfloat16().requires_grad_()
+    if not in_backward:
+        prepare()
+    out = getattr(context_parallel, way)(q, q, q)
+    prepare()
+    out.sum().backward()
+
+
 def refusals(rank: int, arguments: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Of calls with these options, what each raises."""
     from fa4_hd256.integrations import context_parallel

@@ -5,8 +5,9 @@ Everything that one rank does here all ranks of the group do, in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -30,14 +31,21 @@ _on_cpu: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 class Transfer:
     """Sends and receives under way."""
 
-    def __init__(self, works: Sequence[Any], kept: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        works: Sequence[Any] = (),
+        kept: Sequence[torch.Tensor] = (),
+        ranks: tuple[int, int] = (0, 1),
+    ) -> None:
+        """ranks: this one's number, and how many there are, for errors."""
         # Kept until they are sent.
-        self._works, self._kept = works, kept
+        self._works, self._kept, self._ranks = works, kept, ranks
 
     def wait(self) -> None:
         """The current stream, on the CPU the caller, waits for them."""
-        for work in self._works:
-            work.wait()
+        with _heard(*self._ranks):
+            for work in self._works:
+                work.wait()
         self._kept = ()
 
 
@@ -93,13 +101,8 @@ class Ranks:
         group = _cpu_group(self.group)
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.count)]
-        try:
+        with _heard(self.own, self.count):
             dist.all_gather(found, own, group=group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.own} of {self.count} heard nothing of another rank, which has ended, "
-                f"or did not call in time: {error}"
-            ) from error
         return [bytes(tensor.tolist()) for tensor in found]
 
     def start(
@@ -114,23 +117,39 @@ class Ranks:
             for function, given in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, rank in given
         ]
+        ranks = self.own, self.count
         if not operations:
-            return Transfer((), ())
-        return Transfer(
-            dist.batch_isend_irecv(operations), [operation.tensor for operation in operations]
-        )
+            return Transfer()
+        with _heard(*ranks):
+            works = dist.batch_isend_irecv(operations)
+        return Transfer(works, [operation.tensor for operation in operations], ranks)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """(ranks, ...) of every rank's tensor."""
         found = own.new_empty((self.count, *own.shape))
-        _all_gather(found.flatten(0, 1), own.contiguous(), group=self.group)
+        with _heard(self.own, self.count):
+            _all_gather(found.flatten(0, 1), own.contiguous(), group=self.group)
         return found
 
     def exchange(self, given: torch.Tensor) -> torch.Tensor:
         """(ranks, ...), rank by rank what it has for this one; given: likewise for the others."""
         found = torch.empty_like(given, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(found, given.contiguous(), group=self.group)
+        with _heard(self.own, self.count):
+            dist.all_to_all_single(found, given.contiguous(), group=self.group)
         return found
+
+
+@contextlib.contextmanager
+def _heard(own: int, count: int) -> Iterator[None]:
+    """Inside, an error of the backend's says what it means: another rank has ended, or is late.
+    NCCL tells of it later, by its watchdog."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {own} of {count} heard nothing of another rank, which has ended, or did not "
+            f"call in time: {error}"
+        ) from error
 
 
 def _cpu_group(group: Any) -> Any:

@@ -239,7 +239,7 @@ class Ring:
         dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
         transfer, held = self.pass_on(self.first(kv), 0, k)
         add_gradients(own, kv, (dq, dkv), self.parts(self.own), settings)
-        summing, before, homes = Transfer((), ()), _NOTHING, _NOTHING
+        summing, before, homes = Transfer(), _NOTHING, _NOTHING
         for hop in range(1, self.hops + 1):
             transfer.wait()
             arrived = held

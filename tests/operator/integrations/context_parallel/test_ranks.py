@@ -169,6 +169,18 @@ def test_a_rank_that_ends_is_an_error_and_no_hang():
 
 
 @pytest.mark.simulator
+@pytest.mark.parametrize(
+    "way, in_backward",
+    [("ring_attention", False), ("ring_attention", True), ("ulysses_attention", False)],
+)
+def test_a_rank_that_ends_inside_a_call_is_an_error_and_no_hang(way, in_backward):
+    with Pool(2) as pool:
+        other, ended = pool.run(context_cases.dies_inside, way, in_backward)
+    assert ended is None
+    assert other.kind == "RuntimeError" and "heard nothing of another rank" in other.text
+
+
+@pytest.mark.simulator
 def test_refused(pools):
     alibi = context_cases.score_mod_on("alibi", "cpu")
     cases = {
