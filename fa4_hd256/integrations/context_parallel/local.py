@@ -96,6 +96,7 @@ class Attended:
         batch, rows, heads, _ = q.shape
         self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         self.lse = torch.full((batch, heads, rows), -math.inf, device=q.device)
+        self._is_empty = True
 
     def add(
         self, q: torch.Tensor, held: Held, parts: Sequence[Part],
@@ -106,6 +107,11 @@ class Attended:
             own, own_lse = _forward(q, held, part, settings)
             rows = slice(part.queries.start, part.queries.stop)
             out, lse = self.out[:, rows], self.lse[..., rows]
+            if self._is_empty:
+                out.copy_(own)
+                lse.copy_(own_lse)
+                self._is_empty = False
+                continue
             total = torch.logaddexp(lse, own_lse)
             # Of rows that have seen nothing yet total and own_lse may both be -inf.
             share = torch.exp(own_lse - total).nan_to_num_(nan=0.0)

@@ -4,7 +4,8 @@ At hop t rank r works on the rows of rank r - t, which it has from rank r - 1, a
 hands them on to r + 1. Rows that no rank further on sees are not sent, and nobody is asked for
 rows that nobody sees; under a window of both sides, whose far ranks are those just ahead, rows go
 the other way round, too. In the backward the sums of dK and dV follow their rows in float32, and
-from the last rank that sees these go home.
+from the last rank that sees these go home; a part of a rank's own rows is left for then, so that
+this, too, goes on beside a kernel.
 
 Sums are made in the order of the hops, so that results have the same bits in every run.
 """
@@ -19,7 +20,7 @@ import torch
 
 from .exchange import Ranks, Transfer
 from .local import Attended, Held, OwnRows, Settings, add_gradients
-from .spans import Mask, Part, Rows, local_rows, parts_of, placed
+from .spans import Mask, Part, Rows, local_rows, own_parts, parts_of, placed
 
 __all__ = ["Ring", "Route", "routes"]
 
@@ -237,8 +238,12 @@ class Ring:
         k = kv[0]
         dq = torch.zeros(own.q.shape, dtype=torch.float32, device=k.device)
         dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
+        # Without a hop there is nothing to work beside.
+        at_begin, at_end = (
+            own_parts(self.own, self.mask) if self.hops else (self.parts(self.own), ())
+        )
         transfer, held = self.pass_on(self.first(kv), 0, k)
-        add_gradients(own, kv, (dq, dkv), self.parts(self.own), settings)
+        add_gradients(own, kv, (dq, dkv), at_begin, settings)
         summing, before, homes = Transfer(), _NOTHING, _NOTHING
         for hop in range(1, self.hops + 1):
             transfer.wait()
@@ -255,6 +260,7 @@ class Ring:
                     total += earlier
             self._bring_home(dkv, homes)
             summing, before, homes = self.send_sums(sums, hop, k)
+        add_gradients(own, kv, (dq, dkv), at_end, settings)
         transfer.wait()
         summing.wait()
         self._bring_home(dkv, homes)

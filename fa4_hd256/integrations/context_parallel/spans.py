@@ -12,7 +12,10 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["ORDERS", "Mask", "Part", "Rows", "Units", "local_rows", "parts_of", "placed", "unit"]
+__all__ = [
+    "ORDERS", "Mask", "Part", "Rows", "Units", "local_rows", "own_parts", "parts_of", "placed",
+    "unit",
+]  # fmt: skip
 
 #: How a sequence is divided. contiguous: one span a rank, in order. zigzag: of twice as many spans
 #: as ranks the rank's first and, from the end, its last, so that causal work is equal.
@@ -120,6 +123,36 @@ def parts_of(queries: Rows, keys: Rows, mask: Mask) -> tuple[Part, ...]:
     return tuple(found if mask.has_places else _joined(found))
 
 
+@functools.lru_cache(maxsize=64)
+def own_parts(own: Rows, mask: Mask) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """`parts_of` a rank's own rows, in two: work for the begin and for the end of a walk.
+
+    One part is cut between its queries, but where documents are packed, each of whose pieces would
+    be a call, or the mask is by units, which are not cut: then it is for the begin.
+    """
+    parts = parts_of(own, own, mask)
+    if len(parts) == 1 and mask.documents is None and mask.units is None:
+        middle = sum(map(len, own)) // 2
+        parts = tuple(
+            part._replace(queries=_moved(part.queries, rows.start))
+            for rows in (range(middle), range(middle, sum(map(len, own))))
+            for part in parts_of(_cut_out(own, rows), own, mask)
+        )
+    middle = (len(parts) + 1) // 2
+    return parts[:middle], parts[middle:]
+
+
+def _cut_out(held: Rows, rows: range) -> Rows:
+    """The positions of some rows of a tensor of all spans."""
+    found, begin = [], 0
+    for span in held:
+        common = _common(rows, range(begin, begin + len(span)))
+        if common:
+            found.append(_moved(common, span.start - begin))
+        begin += len(span)
+    return tuple(found)
+
+
 def _pieces(queries: range, keys: range, mask: Mask) -> list[Part]:
     """`parts_of` of two spans; rows are positions."""
     if mask.units is not None:
@@ -205,7 +238,7 @@ def _cut(queries: range, keys: range, mask: Mask) -> Part | None:
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Parts in which every query sees every key are one where their rows lie side by side."""
+    """Parts that one call can do, where their rows lie side by side, as one."""
     done: list[Part] = []
     for part in parts:
         for index, other in enumerate(done):
@@ -219,13 +252,25 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def _union(one: Part, two: Part) -> Part | None:
-    everything = (None, None, None)
-    if (*one.window, one.documents) != everything or (*two.window, two.documents) != everything:
+    """Both as one, rows of `two` behind those of `one`; None where one call does not mean both."""
+    if one.documents is not None or two.documents is not None:
         return None
-    if one.keys == two.keys and one.queries.stop == two.queries.start:
-        return one._replace(queries=range(one.queries.start, two.queries.stop))
+    sees_all, is_causal = (None, None), (None, 0)
     if one.queries == two.queries and one.keys.stop == two.keys.start:
-        return one._replace(keys=range(one.keys.start, two.keys.stop))
+        # Keys before those of a mask without a bound on the left: all queries see them.
+        if one.window == sees_all and two.window[0] is None:
+            return two._replace(keys=range(one.keys.start, two.keys.stop))
+    if one.queries.stop == two.queries.start:
+        queries = range(one.queries.start, two.queries.stop)
+        if one.keys == two.keys and one.window == two.window == sees_all:
+            return one._replace(queries=queries)
+        # Later queries that see all keys of the earlier ones, and as many more as they are.
+        if (
+            one.window == two.window == is_causal
+            and one.keys.start == two.keys.start
+            and two.keys.stop - one.keys.stop == len(two.queries)
+        ):
+            return two._replace(queries=queries)
     return None
 
 

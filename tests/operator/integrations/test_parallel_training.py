@@ -21,11 +21,12 @@ def pool(request):
 
 @pytest.fixture(scope="module")
 def expected(pool, request):
-    return answers(pool, request, training_block.whole)[0]
+    return answers(pool, request, "one GPU")[0]
 
 
-def answers(pool, request, function, *arguments):
-    found = pool.run(function, request.config.getoption("--device"), *arguments)
+def answers(pool, request, *arguments):
+    device = request.config.getoption("--device")
+    found = pool.run(training_block.divided, device, *arguments)
     for one in found:
         assert not isinstance(one, Failed) and one is not None, getattr(one, "trace", "a rank died")
     return found
@@ -37,14 +38,14 @@ def errors(found, expected):
     return {name: ((found[name] - e).norm() / e.norm()).item() for name, e in expected.items()}
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", "fully_sharded"])
+@pytest.mark.parametrize("name", ["tensor parallel", "FSDP2"])
 def test_gradients_are_those_of_one_process(pool, request, expected, name):
-    for found in answers(pool, request, getattr(training_block, name)):
+    for found in answers(pool, request, name):
         worst = errors(found, expected)
         assert max(worst.values()) < TOLERANCE, worst
 
 
 def test_gradients_of_some_heads_are_seen(pool, request, expected):
     """Norms of a rank's own heads are not those of all."""
-    found = answers(pool, request, training_block.tensor_parallel, False)[0]
+    found = answers(pool, request, "tensor parallel", False)[0]
     assert errors(found, expected)["q_norm.weight"] > 10 * TOLERANCE

@@ -14,6 +14,7 @@ from fa4_hd256.integrations.context_parallel.spans import (
     Part,
     Units,
     local_rows,
+    own_parts,
     parts_of,
     placed,
     unit,
@@ -76,6 +77,25 @@ def test_parts_are_the_mask(order, mask):
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@given(mask=masks)
+def test_own_parts_are_the_mask(order, mask):
+    """Both halves together; there is work for the end but in packed documents of a single call."""
+    seen = dense(32, mask)
+    for own in placed(order, RANKS, 8):
+        at_begin, at_end = own_parts(own, mask)
+        found = counted((*at_begin, *at_end), 8, 8)
+        assert torch.equal(found, seen[positions(own)][:, positions(own)].long())
+        assert at_end or (mask.documents and len(at_begin) == 1)
+
+
+def test_own_parts_of_units_are_not_cut():
+    """A part of one unit has nothing for the end."""
+    one = Mask(units=Units(8, ((True,) * RANKS,) * RANKS))
+    own = placed("contiguous", RANKS, 8)[1]
+    assert own_parts(own, one) == (parts_of(own, own, one), ())
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @given(bits=st.integers(0, (1 << 16) - 1))
 def test_parts_of_units_hold_what_is_seen(order, bits):
     """Once, and know where they lie; of spans that see nothing there is none. Rows that ring
@@ -115,7 +135,7 @@ def test_causal_parts_of_a_zigzag_are_one_call_a_hop():
     causal = Mask(None, 0)
     assert parts_of(places[2], places[1], causal) == (Part(range(8), range(4), (None, None)),)
     assert parts_of(places[1], places[2], causal) == (Part(range(4, 8), range(8), (None, None)),)
-    assert len(parts_of(places[1], places[1], causal)) == 3
+    assert parts_of(places[1], places[1], causal) == (Part(range(8), range(8), (None, 0)),)
 
 
 def test_zigzag_divides_causal_work_evenly():

@@ -1,0 +1,122 @@
+"""`python -m bench parallel`: training steps of a Gemma-shaped block over several GPUs, measured.
+
+Forward and backward in bf16, by one GPU, under tensor parallelism and under FSDP2, the tokens of a
+step being the same, with this project's attention and with PyTorch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.measure.parallel_block import DIVISIONS, Attention, Block, BlockShape, causal_attention
+from bench.measure.rank_processes import each_job, rank_count
+from bench.measure.ranks import ONE_GPU, Times, sampled
+from bench.measure.time_limit import TimeLimit, add_time_limit
+from bench.tables.comparison import OURS
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Table
+
+#: Of the size of Gemma 3 12B's blocks, with all keys before a query.
+SHAPES = (
+    BlockShape(3840, 15360, 16, 8, 4, 4096),
+    BlockShape(3840, 15360, 16, 8, 2, 32768),
+)  # fmt: skip
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch's with cuDNN."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+ATTENTIONS: dict[str, Attention] = {OURS: causal_attention, "SDPA, cuDNN": _sdpa}
+
+#: Shape, attention, division.
+Job = tuple[BlockShape, str, str]
+
+COLUMNS = (
+    Column("block"), Column("attention"), Column("division"), Column("status"),
+    Column("ms", "ms", ".2f", "median"), Column("low", "ms", ".2f", "20 %"),
+    Column("high", "ms", ".2f", "80 %"), Column("speedup", "", ".2f", f"over {ONE_GPU}"),
+)  # fmt: skip
+
+
+def timed(job: Job, sampling: tuple[int, int]) -> Times:
+    """What a rank's process runs. sampling: steps before, steps that count."""
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape, attention, division = job
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(7)
+    block = Block(shape, ATTENTIONS[attention]).to(device, torch.bfloat16)
+    x = torch.randn(
+        shape.batch, shape.tokens, shape.hidden, device=device, dtype=torch.bfloat16
+    )
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    divided, own = DIVISIONS[division](block, x, mesh)
+
+    def step() -> None:
+        divided.zero_grad()
+        divided(own).float().square().mean().backward()
+
+    return sampled(step, sampling, device)
+
+
+def table(found: Mapping[Job, Times | str], ranks: int, machine: str) -> Table:
+    """found: times of every job, or why there are none."""
+    rows: list[dict[str, Any]] = []
+    for (shape, attention, division), times in found.items():
+        row: dict[str, Any] = dict.fromkeys(column.name for column in COLUMNS)
+        row |= {
+            "block": str(shape), "attention": attention, "division": division, "status": times,
+            BASIS: "measured", MACHINE: machine,
+        }  # fmt: skip
+        if not isinstance(times, str):
+            low, ms, high = (float(np.quantile(times, share)) for share in (0.2, 0.5, 0.8))
+            row |= {"status": "ok", "ms": ms, "low": low, "high": high}
+            one = found.get((shape, attention, ONE_GPU))
+            if one is not None and not isinstance(one, str) and division != ONE_GPU:
+                row["speedup"] = float(np.median(one)) / ms
+        rows.append(row)
+    note = "Forward and backward of one block, from a barrier to the end of the slowest rank."
+    return Table("parallel", f"Training steps over {ranks} GPUs", COLUMNS, rows, (note,))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--ranks", type=int, help="GPUs; all that there are unless chosen")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before, of each")
+    parser.add_argument("--runs", type=int, default=16, help="timed steps of each")
+    add_time_limit(parser)
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Exit status 1 if ours broke."""
+    limit = TimeLimit(arguments.within)
+    ranks = rank_count(arguments.ranks, "parallel")
+    jobs = [(s, name, division) for s in SHAPES for division in DIVISIONS for name in ATTENTIONS]
+    found: dict[Job, Times | str] = {}
+
+    def heard(job: Job, times: Times | str) -> None:
+        found[job] = times
+        shown = times if isinstance(times, str) else f"{np.median(times):.2f} ms"
+        print(f"  {', '.join(map(str, job))}: {shown}", file=sys.stderr, flush=True)
+
+    timing = partial(timed, sampling=(arguments.warmup, arguments.runs))
+    each_job(timing, limit.begun(jobs), ranks, heard)
+    machine = f"{ranks} x {torch.cuda.get_device_name(0)}"
+    emit(limit.noted(table(found, ranks, machine)), arguments)
+    return int(any(isinstance(t, str) for (_, name, _), t in found.items() if name == OURS))

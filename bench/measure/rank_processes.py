@@ -1,0 +1,92 @@
+"""A process a GPU, the ranks of a group of torch.distributed, all of which do the same jobs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .providers import attempt
+
+__all__ = ["LONGEST", "each_job", "rank_count"]
+
+Job = TypeVar("Job")
+Found = TypeVar("Found")
+
+#: Seconds that a job may take, compiling included: a rank that fails alone leaves others waiting.
+LONGEST = 240.0
+
+
+def rank_count(asked: int | None, command: str) -> int:
+    """Of ranks, by default of GPUs. Raises ValueError for fewer than 2, or more than GPUs."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = there if asked is None else asked
+    if not 2 <= count <= there:
+        raise ValueError(
+            f"{count} ranks on {there} CUDA devices; accepted: 2 or more, no more than there are; "
+            f"`{command}` has no modelled figures"
+        )
+    return count
+
+
+def each_job(
+    function: Callable[[Job], Found], jobs: Iterable[Job], ranks: int,
+    heard: Callable[[Job, Found | str], None],
+) -> None:  # fmt: skip
+    """Call function(job) on the first `ranks` GPUs, job by job, NCCL being initialised.
+
+    heard: called with a job and what rank 0's function returned, or why a rank's raised. Raises
+    RuntimeError where a process ends, or says nothing for `LONGEST` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            here, there = context.Pipe()
+            place = str(Path(folder, "store")), rank, ranks
+            process = context.Process(target=_serve, args=(function, place, there), daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            for job in jobs:
+                for pipe in pipes:
+                    pipe.send(job)
+                answers = [_answer(pipe, rank, job) for rank, pipe in enumerate(pipes)]
+                failed = [answer for answer in answers if isinstance(answer, str)]
+                heard(job, failed[0] if failed else answers[0])
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _answer(pipe: Any, rank: int, job: Any) -> Any:
+    if not pipe.poll(LONGEST):
+        raise RuntimeError(f"nothing in {LONGEST:.0f} s from rank {rank} at {job}")
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"the process of rank {rank} has ended at {job}") from None
+
+
+def _serve(function: Callable[[Any], Any], place: tuple[str, int, int], pipe: Any) -> None:
+    """A rank's process, until it is killed."""
+    store, rank, count = place
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=count, device_id=device
+    )
+    while True:
+        found, reason = attempt(partial(function, pipe.recv()))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        pipe.send(reason or found)

@@ -1,0 +1,53 @@
+"""In which order a rank sends and works in ring attention's backward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.integrations.context_parallel import ring
+from fa4_hd256.integrations.context_parallel.exchange import Transfer
+from fa4_hd256.integrations.context_parallel.local import OwnRows, Settings
+
+RANKS, ROWS = 2, 16
+
+
+def walked(monkeypatch, order, window):
+    """What rank 0 does: ("send",) or ("work", queries, keys)."""
+    done = []
+
+    def start(sends, receives):
+        done.append(("send",))
+        for tensor, _ in receives:
+            tensor.zero_()
+        return Transfer()
+
+    def work(own, held, sums, parts, settings):
+        done.extend(("work", len(part.queries), len(part.keys)) for part in parts)
+
+    monkeypatch.setattr(ring, "add_gradients", work)
+    settings = Settings(Options(1.0, window, 0.0), None, None, "", None, RANKS * ROWS)
+    ranks = SimpleNamespace(own=0, count=RANKS, start=start)
+    rows = torch.zeros(1, ROWS, 1, 8, dtype=torch.bfloat16)
+    own = OwnRows(rows, rows, rows, torch.zeros(1, 1, ROWS), None)
+    ring.Ring(ranks, order, ROWS, settings).gradients(own, (rows, rows), settings)
+    return done
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (40, 9)])
+def test_every_transfer_has_work_beside_it(monkeypatch, order, window):
+    """That of keys, and of sums of dK and dV on their way home."""
+    kinds = [event[0] for event in walked(monkeypatch, order, window)]
+    sent = [number for number, kind in enumerate(kinds) if kind == "send"]
+    assert sent[0] == 0 and kinds[1] == "work"
+    assert "work" in kinds[sent[-1] :]
+
+
+def test_one_rank_that_sees_itself_alone_is_one_call(monkeypatch):
+    """Without an exchange nothing is left for its end."""
+    done = walked(monkeypatch, "contiguous", (0, 0))
+    assert [event for event in done if event[0] == "work"] == [("work", ROWS, ROWS)]
