@@ -14,8 +14,9 @@ section the block is the slow index and the head the fast one::
   first, so the short ones fill the end (longest-processing-time-first scheduling).  A section of
   one KV group gives the best reuse; a section of all heads gives the best balance;
   `section_heads_for` chooses the widest section whose K and V stay in L2.
-* `num_blocks` and the number of pairs may be any positive numbers; the last section may be
-  narrower than the others.
+* `num_blocks` and the number of pairs may be any positive numbers.  The last section takes in what
+  is left over, so it is less than twice as wide as the others: in a narrower one the longest tiles
+  of a few heads would begin when little is left to do beside them.
 
 NOTE [blocks in a row].  Of packed sequences each would have blocks for the longest one, most of
 them empty where lengths differ much.  The host does not know the lengths, which are on the device,
@@ -132,11 +133,11 @@ class TileProblem:
     `num_blocks` (of query rows or of keys, as the kernel's tiles are), `num_heads`, `num_batches`
     and `section_heads` are Python integers or Int32 values of the host function; the sizes of one
     launch must give fewer than 2**31 tiles.  `section_heads` is the width of a section in (batch,
-    head) pairs (see the module's docstring).  `later_blocks_first` is static: the compiled kernel
-    depends on it.  The longest tiles go first if it says whether the mask bounds the keys to the
-    right of the diagonal, as a causal one does: then later rows see as many keys as earlier ones or
-    more, with a bound on the left alone as many or fewer.  packed: of sequences whose blocks may be
-    in a row (`in_a_row`).
+    head) pairs, of all but the last (see the module's docstring).  `later_blocks_first` is static:
+    the compiled kernel depends on it.  The longest tiles go first if it says whether the mask
+    bounds the keys to the right of the diagonal, as a causal one does: then later rows see as many
+    keys as earlier ones or more, with a bound on the left alone as many or fewer.  packed: of
+    sequences whose blocks may be in a row (`in_a_row`).
 
     Raises ValueError for Python integers below 1.
     """
@@ -192,9 +193,8 @@ class TileProblem:
         """
         pairs = self.num_heads * self.num_batches
         width = _minimum(self.section_heads, pairs)
-        last_width = pairs % width
-        last_width = _select(last_width == 0, width, last_width)
-        num_sections = (pairs + width - 1) // width
+        num_sections = pairs // width
+        last_width = pairs - (num_sections - 1) * width
         section_tiles = width * self.num_blocks
         divisors = (section_tiles, width, last_width, self.num_heads)
         if not self.python_integers:
@@ -274,7 +274,9 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
     `index` must be in [0, order.num_tiles).  The same statements run on Python integers and on
     Int32 values; a bijection for every order.
     """
-    section, in_section = divmod(index, order.per_section)
+    section, _ = divmod(index, order.per_section)
+    section = _minimum(section, order.last_section)
+    in_section = index - section * (order.section_heads * order.num_blocks)
     in_last = section == order.last_section
     rank, in_block = divmod(in_section, order.per_block)
     last_rank, last_in_block = divmod(in_section, order.per_block_of_last_section)
