@@ -314,10 +314,11 @@ def section_heads_for(
 ) -> Any:
     """How many (batch, head) pairs to put into one section.
 
-    `kv_bytes_per_head` is the size of K and V of one KV head of one batch entry, `l2_bytes` the
-    part of the L2 cache they may fill, `num_pairs` query heads times batches.  With tiles of
-    equal length one KV group is the best section.  With unequal lengths (causal, windowed,
-    ragged) the widest multiple of a KV group whose K and V fit gives the best balance.
+    `kv_bytes_per_head` is the size of K and V of one KV head of one batch entry, of packed
+    sequences the longest; `l2_bytes` the part of the L2 cache they may fill, `num_pairs` query
+    heads times batches.  With tiles of equal length one KV group is the best section.  With unequal
+    lengths (causal, windowed, ragged) the widest multiple of a KV group whose K and V fit gives the
+    best balance.
     least: no fewer pairs than that, rounded up to whole groups, as far as there are so many.
     Integers may be Python integers or Int32 values of the host function.
     """
