@@ -52,10 +52,12 @@ class ProductOrder(SharedByReference):
         return _select(self.blocks_k < of_queries, self.blocks_k, of_queries)
 
     def parts_at_once(self, clusters: Any) -> Any:
-        """Parts whose tiles have their turns together, on so many CTA pairs: so many that every
-        pair has one of those that take turns.  A tile of dK may be as long as several of dQ; with
-        fewer parts the last ones' would begin late."""
-        return (clusters + 2 * self._both - 1) // (2 * self._both)
+        """Parts whose tiles have their turns together, on so many CTA pairs: as many as are at work
+        at once with all that take turns.  With more, tiles of a part would begin when others of it
+        are done, and what both read of dS came from HBM twice.  A tile of dK may be as long as
+        several of dQ; with fewer parts the last ones' would begin late."""
+        of_part = 2 * self._both
+        return _select(of_part < clusters, clusters, of_part) // of_part
 
     def tile(self, number: Any) -> tuple[Any, Any, Any]:
         """(whether it is of dK, block of its rows, if it is of dQ which query head of the part).
