@@ -137,7 +137,8 @@ class TileProblem:
     the compiled kernel depends on it.  The longest tiles go first if it says whether the mask
     bounds the keys to the right of the diagonal, as a causal one does: then later rows see as many
     keys as earlier ones or more, with a bound on the left alone as many or fewer.  packed: of
-    sequences whose blocks may be in a row (`in_a_row`).
+    sequences whose blocks may be in a row (`in_a_row`).  last_heads: no fewer pairs in the last
+    section, as far as there are so many.
 
     Raises ValueError for Python integers below 1.
     """
@@ -148,9 +149,10 @@ class TileProblem:
     section_heads: Any = 1
     later_blocks_first: bool = False
     packed: PackedBlocks | None = None
+    last_heads: Any = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "num_heads", "num_batches", "section_heads"):
+        for name in ("num_blocks", "num_heads", "num_batches", "section_heads", "last_heads"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(
@@ -164,7 +166,7 @@ class TileProblem:
     def python_integers(self) -> bool:
         """Whether every size is a Python integer."""
         sizes = (self.num_blocks, self.num_heads, self.num_batches, self.section_heads)
-        return all(isinstance(size, int) for size in sizes)
+        return all(isinstance(size, int) for size in (*sizes, self.last_heads))
 
     @property
     def num_tiles(self) -> Any:
@@ -193,7 +195,8 @@ class TileProblem:
         """
         pairs = self.num_heads * self.num_batches
         width = _minimum(self.section_heads, pairs)
-        num_sections = pairs // width
+        least = _maximum(width, _minimum(self.last_heads, pairs))
+        num_sections = (pairs - least) // width + 1
         last_width = pairs - (num_sections - 1) * width
         section_tiles = width * self.num_blocks
         divisors = (section_tiles, width, last_width, self.num_heads)
@@ -213,6 +216,7 @@ class TileProblem:
             Int32(self.section_heads),
             self.later_blocks_first,
             self.packed,
+            Int32(self.last_heads),
         ).order()
 
 

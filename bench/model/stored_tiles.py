@@ -119,7 +119,8 @@ def product_tiles(
     if tiling.order.even_products:
         pairs = grid[1] * grid[2]
         section = -(-pairs // max(1, pairs // section))
-    for number, head, batch in indices(grid, section, False):
+    last = order.parts_at_last(tiling.gpu.pairs)
+    for number, head, batch in indices(grid, section, False, last=last):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         # Beside dS: those of dK read Q of the part's heads and no K, those of dQ K and no Q.
         of_keys, block, _ = order.tile(number)

@@ -425,16 +425,17 @@ def _blocks_of(case: Case, side: int, rows: int) -> PackedBlocks | None:
 
 def indices(
     grid: tuple[int, int, int], section: int | None, later_first: bool,
-    packed: PackedBlocks | None = None,
+    packed: PackedBlocks | None = None, last: int = 1,
 ) -> Iterator[tuple[int, int, int]]:
     """(block, head, batch) of every tile of the grid in order. later_first: whether later blocks
-    come first. packed: what may be numbered in a row, where there are sections."""
+    come first. packed: what may be numbered in a row, where there are sections. last: pairs of the
+    last section, at least."""
     blocks, heads, batch = grid
     if section is None:
         for index in range(blocks * heads * batch):
             yield index % blocks, index // blocks % heads, index // blocks // heads
         return
-    problem = TileProblem(*grid, section, later_first)
+    problem = TileProblem(*grid, section, later_first, last_heads=last)
     if packed is not None:
         problem = problem.in_a_row(packed, packed.offsets[-1])
     places = problem.order()

@@ -119,7 +119,8 @@ class ProductTiles:
             Int32(order.parts_at_once(scalars.clusters)),
             least_section(self.problem_class, scalars.clusters),
         )
-        return TileProblem(order.num_tiles, heads, batch, section)
+        last = order.parts_at_last(scalars.clusters)
+        return TileProblem(order.num_tiles, heads, batch, section, last_heads=last)
 
     def _order(self, scalars: Any, heads_per_kv: Any) -> ProductOrder:
         lengths = scalars.max_seqlen_k, scalars.max_seqlen_q

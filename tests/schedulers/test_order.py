@@ -16,6 +16,7 @@ problems = st.builds(
     num_batches=st.integers(1, 5),
     section_heads=st.integers(1, 70),
     later_blocks_first=st.booleans(),
+    last_heads=st.integers(1, 70),
 )
 
 
@@ -28,7 +29,8 @@ def _section(problem, head, batch):
     """Which section a pair is in: the last one takes in what is left over."""
     pairs = problem.num_heads * problem.num_batches
     width = min(problem.section_heads, pairs)
-    return min((batch * problem.num_heads + head) // width, pairs // width - 1)
+    last = (pairs - max(width, min(problem.last_heads, pairs))) // width
+    return min((batch * problem.num_heads + head) // width, last)
 
 
 def _lost(counts, clusters):
@@ -154,7 +156,9 @@ def test_packed_sequences(lengths, rows, heads, section, later_first):
             assert of_head == sorted(of_head, reverse=later_first)
 
 
-@pytest.mark.parametrize("name", ["num_blocks", "num_heads", "num_batches", "section_heads"])
+@pytest.mark.parametrize(
+    "name", ["num_blocks", "num_heads", "num_batches", "section_heads", "last_heads"]
+)
 def test_empty_problems_are_refused(name):
     sizes = {"num_blocks": 1, "num_heads": 1, "num_batches": 1, "section_heads": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
