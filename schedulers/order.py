@@ -14,8 +14,9 @@ section the block is the slow index and the head the fast one::
   first, so the short ones fill the end (longest-processing-time-first scheduling).  A section of
   one KV group gives the best reuse; a section of all heads gives the best balance;
   `section_heads_for` chooses the widest section whose K and V stay in L2.
-* `num_blocks` and the number of pairs may be any positive numbers; the last section may be
-  narrower than the others.
+* `num_blocks` and the number of pairs may be any positive numbers.  The last section takes in what
+  is left over, so it is less than twice as wide as the others: in a narrower one the longest tiles
+  of a few heads would begin when little is left to do beside them.
 
 NOTE [blocks in a row].  Of packed sequences each would have blocks for the longest one, most of
 them empty where lengths differ much.  The host does not know the lengths, which are on the device,
@@ -132,11 +133,12 @@ class TileProblem:
     `num_blocks` (of query rows or of keys, as the kernel's tiles are), `num_heads`, `num_batches`
     and `section_heads` are Python integers or Int32 values of the host function; the sizes of one
     launch must give fewer than 2**31 tiles.  `section_heads` is the width of a section in (batch,
-    head) pairs (see the module's docstring).  `later_blocks_first` is static: the compiled kernel
-    depends on it.  The longest tiles go first if it says whether the mask bounds the keys to the
-    right of the diagonal, as a causal one does: then later rows see as many keys as earlier ones or
-    more, with a bound on the left alone as many or fewer.  packed: of sequences whose blocks may be
-    in a row (`in_a_row`).
+    head) pairs, of all but the last (see the module's docstring).  `later_blocks_first` is static:
+    the compiled kernel depends on it.  The longest tiles go first if it says whether the mask
+    bounds the keys to the right of the diagonal, as a causal one does: then later rows see as many
+    keys as earlier ones or more, with a bound on the left alone as many or fewer.  packed: of
+    sequences whose blocks may be in a row (`in_a_row`).  last_heads: no fewer pairs in the last
+    section, as far as there are so many.
 
     Raises ValueError for Python integers below 1.
     """
@@ -147,9 +149,10 @@ class TileProblem:
     section_heads: Any = 1
     later_blocks_first: bool = False
     packed: PackedBlocks | None = None
+    last_heads: Any = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "num_heads", "num_batches", "section_heads"):
+        for name in ("num_blocks", "num_heads", "num_batches", "section_heads", "last_heads"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(
@@ -163,7 +166,7 @@ class TileProblem:
     def python_integers(self) -> bool:
         """Whether every size is a Python integer."""
         sizes = (self.num_blocks, self.num_heads, self.num_batches, self.section_heads)
-        return all(isinstance(size, int) for size in sizes)
+        return all(isinstance(size, int) for size in (*sizes, self.last_heads))
 
     @property
     def num_tiles(self) -> Any:
@@ -192,9 +195,9 @@ class TileProblem:
         """
         pairs = self.num_heads * self.num_batches
         width = _minimum(self.section_heads, pairs)
-        last_width = pairs % width
-        last_width = _select(last_width == 0, width, last_width)
-        num_sections = (pairs + width - 1) // width
+        least = _maximum(width, _minimum(self.last_heads, pairs))
+        num_sections = (pairs - least) // width + 1
+        last_width = pairs - (num_sections - 1) * width
         section_tiles = width * self.num_blocks
         divisors = (section_tiles, width, last_width, self.num_heads)
         if not self.python_integers:
@@ -213,6 +216,7 @@ class TileProblem:
             Int32(self.section_heads),
             self.later_blocks_first,
             self.packed,
+            Int32(self.last_heads),
         ).order()
 
 
@@ -274,7 +278,9 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
     `index` must be in [0, order.num_tiles).  The same statements run on Python integers and on
     Int32 values; a bijection for every order.
     """
-    section, in_section = divmod(index, order.per_section)
+    section, _ = divmod(index, order.per_section)
+    section = _minimum(section, order.last_section)
+    in_section = index - section * (order.section_heads * order.num_blocks)
     in_last = section == order.last_section
     rank, in_block = divmod(in_section, order.per_block)
     last_rank, last_in_block = divmod(in_section, order.per_block_of_last_section)
@@ -312,10 +318,11 @@ def section_heads_for(
 ) -> Any:
     """How many (batch, head) pairs to put into one section.
 
-    `kv_bytes_per_head` is the size of K and V of one KV head of one batch entry, `l2_bytes` the
-    part of the L2 cache they may fill, `num_pairs` query heads times batches.  With tiles of
-    equal length one KV group is the best section.  With unequal lengths (causal, windowed,
-    ragged) the widest multiple of a KV group whose K and V fit gives the best balance.
+    `kv_bytes_per_head` is the size of K and V of one KV head of one batch entry, of packed
+    sequences the longest; `l2_bytes` the part of the L2 cache they may fill, `num_pairs` query
+    heads times batches.  With tiles of equal length one KV group is the best section.  With unequal
+    lengths (causal, windowed, ragged) the widest multiple of a KV group whose K and V fit gives the
+    best balance.
     least: no fewer pairs than that, rounded up to whole groups, as far as there are so many.
     Integers may be Python integers or Int32 values of the host function.
     """

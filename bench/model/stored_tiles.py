@@ -22,7 +22,6 @@ from .tiles import (
     grouped,
     indices,
     key_steps,
-    section_of,
     shared_by,
     tiles_of_keys,
 )
@@ -116,13 +115,12 @@ def product_tiles(
         return Tile(PRODUCT * steps, 0, 0.0, writes + read, 0.0, 0.0, writes)
 
     found = []
-    rows_k, rows_q = (min(blocks * ROWS, 1 << 14) for blocks in (order.blocks_k, order.blocks_q))
-    section = section_of(case, tiling, grid, 1, rows_k * rows_q * 2) or 1
-    section = max(section, order.parts_at_once(tiling.gpu.pairs))
+    section = order.parts_at_once(tiling.gpu.pairs)
     if tiling.order.even_products:
         pairs = grid[1] * grid[2]
         section = -(-pairs // max(1, pairs // section))
-    for number, head, batch in indices(grid, section, False):
+    last = order.parts_at_last(tiling.gpu.pairs)
+    for number, head, batch in indices(grid, section, False, last=last):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         # Beside dS: those of dK read Q of the part's heads and no K, those of dQ K and no Q.
         of_keys, block, _ = order.tile(number)

@@ -263,10 +263,10 @@ def grouped(tile: Tile, group: int, shared: float) -> Tile:
 def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
     queries, heads = tiling.tile_of_queries(case.heads, case.heads_kv)
     blocks = -(-case.seqlen_q // queries)
-    keys = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
     entries = case.batch * tiling.num_splits
     section = 1 if not tiling.ordered else tiling.order.section(
-        case, tiling.gpu, heads // case.heads_kv, entries * heads, 4 * tiling.head_dim * keys
+        case, tiling.gpu, heads // case.heads_kv, entries * heads,
+        4 * tiling.head_dim * case.seqlen_k,
     )
     later_first = tiling.ordered and tiling.order.later(case.bounds[1] is not None)
     problem = TileProblem(blocks, heads, entries, section, later_first)
@@ -330,7 +330,6 @@ def dkdv_units(
 def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
     """The tiles of dQ in order."""
     ratio = case.heads // case.heads_kv
-    rows_k = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
     grid = -(-case.seqlen_q // ROWS), case.heads, case.batch
     # K and V are shared; Q, dO and dQ are not.
     shared = stays = 2 * ROW
@@ -347,7 +346,7 @@ def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
 
     found = []
     # As the kernels count them, both alike: K and V.
-    section = section_of(case, tiling, grid, ratio, 2 * ROW * rows_k)
+    section = section_of(case, tiling, grid, ratio, 2 * ROW * case.seqlen_k)
     later_first = tiling.order.later(case.bounds[1] is not None)
     for block, head, batch in indices(grid, section, later_first, _blocks_of(case, 0, ROWS)):
         lengths = case.lengths[batch]
@@ -393,10 +392,9 @@ def tiles_of_keys(
     """
     ratio, heads = case.heads // case.heads_kv, case.heads_kv * head_parts
     part = -(-ratio // head_parts)
-    rows_q = sum(q for q, _ in case.lengths) if case.packed else case.seqlen_q
     grid, shared = (-(-case.seqlen_k // rows), heads, case.batch), 2 * ROW * part
     found = []
-    section = section_of(case, tiling, grid, 1, shared * rows_q)
+    section = section_of(case, tiling, grid, 1, shared * case.seqlen_q)
     later_first = tiling.order.later(case.bounds[0] is not None)
     for block, head, batch in indices(grid, section, later_first, packed):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
@@ -427,16 +425,17 @@ def _blocks_of(case: Case, side: int, rows: int) -> PackedBlocks | None:
 
 def indices(
     grid: tuple[int, int, int], section: int | None, later_first: bool,
-    packed: PackedBlocks | None = None,
+    packed: PackedBlocks | None = None, last: int = 1,
 ) -> Iterator[tuple[int, int, int]]:
     """(block, head, batch) of every tile of the grid in order. later_first: whether later blocks
-    come first. packed: what may be numbered in a row, where there are sections."""
+    come first. packed: what may be numbered in a row, where there are sections. last: pairs of the
+    last section, at least."""
     blocks, heads, batch = grid
     if section is None:
         for index in range(blocks * heads * batch):
             yield index % blocks, index // blocks % heads, index // blocks // heads
         return
-    problem = TileProblem(*grid, section, later_first)
+    problem = TileProblem(*grid, section, later_first, last_heads=last)
     if packed is not None:
         problem = problem.in_a_row(packed, packed.offsets[-1])
     places = problem.order()

@@ -37,7 +37,8 @@ class KeyTiles:
         q, k = operands
         heads = cute.size(k, mode=[2])
         heads_per_kv = cute.size(q, mode=[2]) // heads
-        rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part(scalars, heads_per_kv)
+        longest = cutlass.min(cute.size(q, mode=[0]), scalars.max_seqlen_q)
+        rows = cutlass.min(longest, 1 << 16) * heads_per_part(scalars, heads_per_kv)
         tile_keys = self.plan.tile_rows
         return TileProblem(
             (scalars.max_seqlen_k + tile_keys - 1) // tile_keys,

@@ -52,10 +52,21 @@ class ProductOrder(SharedByReference):
         return _select(self.blocks_k < of_queries, self.blocks_k, of_queries)
 
     def parts_at_once(self, clusters: Any) -> Any:
-        """Parts whose tiles have their turns together, on so many CTA pairs: so many that every
-        pair has one of those that take turns.  A tile of dK may be as long as several of dQ; with
-        fewer parts the last ones' would begin late."""
-        return (clusters + 2 * self._both - 1) // (2 * self._both)
+        """Parts whose tiles have their turns together, on so many CTA pairs: as many as are at work
+        at once with all that take turns.  With more, tiles of a part would begin when others of it
+        are done, and what both read of dS came from HBM twice.  A tile of dK may be as long as
+        several of dQ; with fewer parts the last ones' would begin late.  With one query head a part
+        all tiles take turns, and those of a part begin closest together by themselves.
+        """
+        of_part = 2 * self._both
+        of_all = _select(of_part < clusters, clusters, of_part)
+        return _select(self.heads == 1, of_part, of_all) // of_part
+
+    def parts_at_last(self, clusters: Any) -> Any:
+        """Parts that end together, at least: every CTA pair has a tile of those that take turns, or
+        the long ones of the last part would be waited for."""
+        of_part = 2 * self._both
+        return (clusters + of_part - 1) // of_part
 
     def tile(self, number: Any) -> tuple[Any, Any, Any]:
         """(whether it is of dK, block of its rows, if it is of dQ which query head of the part).

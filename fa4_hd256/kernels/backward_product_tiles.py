@@ -6,7 +6,9 @@ head; one step a tile of dS and 128 rows of Q or K.
 NOTE [dS is read once].  Every element of dS belongs to a tile of dK and to one of dQ.  Both begin
 at the diagonal, dK with rising queries, dQ with falling keys: t steps later keys b meet queries
 b + t in either.  Tiles of the two kinds take turns in the order of the launch, so those of a head
-run side by side, and the second reading finds in L2 what the first brought.
+run side by side, and the second reading finds in L2 what the first brought.  L2 holds what all
+tiles read in some ten steps, so heads take turns only as far as they begin together
+(`ProductOrder.parts_at_once`).
 """
 
 from __future__ import annotations
@@ -18,14 +20,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from schedulers import TileProblem, section_heads_for
+from schedulers import TileProblem
 
 from .backward_block_mask import BlockList, least_section
 from .backward_common import heads_of_part, heads_per_part
 from .backward_ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs
 from .backward_product_order import ProductOrder
 from .edges import SharedByReference
-from .limits import ELEMENT_BYTES
 
 __all__ = ["ProductTiles", "ResultTile", "Walk"]
 
@@ -114,20 +115,12 @@ class ProductTiles:
         heads_kv = cute.size(k, mode=[2])
         order = self._order(scalars, cute.size(q, mode=[2]) // heads_kv)
         heads = heads_kv * scalars.head_parts
-        # What the tiles of a part share is its dS; from 16384 rows on it is more than any L2.
-        keys, queries = (
-            cutlass.min(blocks * DS_BLOCK, 1 << 14) for blocks in (order.blocks_k, order.blocks_q)
+        section = cutlass.max(
+            Int32(order.parts_at_once(scalars.clusters)),
+            least_section(self.problem_class, scalars.clusters),
         )
-        section = section_heads_for(
-            num_heads_per_kv=1,
-            num_pairs=heads * batch,
-            kv_bytes_per_head=keys * queries * ELEMENT_BYTES,
-            l2_bytes=scalars.l2_bytes,
-            unequal_lengths=self.problem_class.has_unequal_tiles,
-            least=least_section(self.problem_class, scalars.clusters),
-        )
-        section = cutlass.max(Int32(section), order.parts_at_once(scalars.clusters))
-        return TileProblem(order.num_tiles, heads, batch, section)
+        last = order.parts_at_last(scalars.clusters)
+        return TileProblem(order.num_tiles, heads, batch, section, last_heads=last)
 
     def _order(self, scalars: Any, heads_per_kv: Any) -> ProductOrder:
         lengths = scalars.max_seqlen_k, scalars.max_seqlen_q

@@ -30,6 +30,7 @@ class QueryTiles:
         """The tiles: some query rows of a head each."""
         q, k = operands
         heads, rows = cute.size(q, mode=[2]), self.plan.tile_rows
+        longest = cutlass.min(cute.size(k, mode=[0]), scalars.max_seqlen_k)
         return TileProblem(
             (scalars.max_seqlen_q + rows - 1) // rows,
             heads,
@@ -37,7 +38,7 @@ class QueryTiles:
             section_heads_for(
                 num_heads_per_kv=heads // cute.size(k, mode=[2]),
                 num_pairs=heads * batch,
-                kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (4 * HEAD_DIM),
+                kv_bytes_per_head=cutlass.min(longest, 1 << 20) * (4 * HEAD_DIM),
                 l2_bytes=scalars.l2_bytes,
                 unequal_lengths=self.problem_class.has_unequal_tiles,
             ),

@@ -225,13 +225,15 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             else:
                 batch = num_splits
             sizes = (*sizes, num_splits)
+        # Of packed sequences the tiles at work are of one, or of a few shorter ones in a row.
+        longest = cutlass.min(seqlen_k, scalars.max_seqlen_k)
         section_heads, later_blocks_first = 1, False
         if cutlass.const_expr(self.config.ordered_tiles):
             section_heads = section_heads_for(
                 num_heads_per_kv=heads_per_kv,
                 num_pairs=heads * batch,
                 # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
-                kv_bytes_per_head=cutlass.min(seqlen_k, 1 << 20) * (2 * HEAD_DIM * self.kv_bytes),
+                kv_bytes_per_head=cutlass.min(longest, 1 << 20) * (2 * HEAD_DIM * self.kv_bytes),
                 l2_bytes=scalars.l2_bytes,
                 unequal_lengths=self.problem_class.has_unequal_tiles,
             )

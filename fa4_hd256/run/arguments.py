@@ -123,7 +123,7 @@ def scalar_types(
     if not fixed_parts:
         types["part_keys"] = None
     if not backward:
-        types |= dict.fromkeys(("softmax_scale", "max_seqlen_k", "head_parts"))
+        types |= dict.fromkeys(("softmax_scale", "head_parts"))
     return CallScalars(**types)
 
 
@@ -157,7 +157,7 @@ def call_scalars(
         window_left=cutlass.Int32(left),
         window_right=cutlass.Int32(right),
         max_seqlen_q=cutlass.Int32(problem.max_seqlen_q),
-        max_seqlen_k=cutlass.Int32(problem.max_seqlen_k) if backward else None,
+        max_seqlen_k=cutlass.Int32(problem.max_seqlen_k),
         head_parts=cutlass.Int32(head_parts) if backward else None,
         clusters=cutlass.Int32(gpu.grid_clusters(cluster or problem.tiles.cluster)),
         l2_bytes=cutlass.Int32(gpu.l2_bytes_for_tiles),

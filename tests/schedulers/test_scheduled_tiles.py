@@ -85,8 +85,8 @@ def _check_exactly_once(record):
 
 
 # (blocks, heads, batches, section): one tile; odd counts; single heads and batches; a last
-# section that is narrower; one section wider than all pairs.
-PROBLEMS = [(1, 1, 1, 1), (5, 3, 2, 4), (7, 1, 1, 1), (1, 8, 3, 8), (3, 6, 1, 100)]
+# section that is wider, or the only one; one section wider than all pairs.
+PROBLEMS = [(1, 1, 1, 1), (5, 3, 3, 4), (5, 3, 2, 4), (7, 1, 1, 1), (1, 8, 3, 8), (3, 6, 1, 100)]
 
 
 @pytest.mark.parametrize("scheduler_class", SCHEDULERS)

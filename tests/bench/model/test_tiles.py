@@ -156,6 +156,16 @@ def test_tiles_of_a_window_read_what_they_see(order):
         assert 0.99 * least <= shared <= sum(tile.work for tile in tiles) / step * asked
 
 
+def test_packed_sequences_of_a_length_are_worked_on_as_others():
+    """Heads that take turns are as many as fit into L2 by what a sequence has, not all of them."""
+    dense = Case("dense", ((1024, 1024),) * 16, 16, 16, True)
+    packed, backward = replace(dense, packed=True), BackwardTiling("static", True, True, ROWS)
+    assert [*TILING.places(packed)] == [*TILING.places(dense)]
+    for tiles in (dq_tiles, dkdv_tiles, dv_tiles):
+        rest = () if tiles is dq_tiles else (1,)
+        assert tiles(packed, backward, *rest) == tiles(dense, backward, *rest)
+
+
 def test_a_tile_of_a_causal_backward_shares_what_its_rows_see():
     """K and V of a prefix, Q and dO of a suffix; of the products K or Q alone. FROST's, whose
     queries begin at multiples of 256, too."""

@@ -14,7 +14,9 @@ from fa4_hd256 import BackwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.kernels.backward_product_order import ProductOrder
 from fa4_hd256.kernels.blackwell.forward.config import TILES
+from fa4_hd256.kernels.masking import MaskKind
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
@@ -199,3 +201,15 @@ def test_what_is_executed_is_the_closed_form(name):
     report = sm100_sim.last_reports()[-1]
     assert report.warps("tcgen05.mma") == steps(case) * 8
     assert report.tma == {"load_bytes": steps(case) * 2 * 2 * 128 * 128 * 2, "store_bytes": 0}
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 16, 33, 34, 64])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_tiles_that_share_ds_are_at_work_at_once(blocks, heads):
+    """Those of one more part would begin when others of it are done."""
+    order = ProductOrder.of(256 * blocks, 256 * blocks, heads, MaskKind(False, False))
+    take_turns = {number for number in range(order.num_tiles) if order.tile(number)[2] == 0}
+    parts = order.parts_at_once(66)
+    assert parts == 1 or parts * len(take_turns) <= 66
+    assert (parts + 1) * len(take_turns) > 66 or heads == 1
+    assert order.parts_at_last(66) * len(take_turns) >= 66
