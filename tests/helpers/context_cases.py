@@ -71,6 +71,10 @@ def _seen_of_torch(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
     return ((q * 7 + k * 3 + TURNS.long()[h]) % 5 > 1) & (k < LIMITS[b, q])
 
 
+def no_truth(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
+    return "seen"
+
+
 def mask_mod_on(device: str) -> MaskMod:
     return MaskMod.of(seen_by_places, (LIMITS.to(device), TURNS.to(device)))
 
@@ -465,6 +469,8 @@ def refusals(rank: int, arguments: list[dict[str, Any]]) -> list[tuple[str, str]
     found = []
     for given in arguments:
         options = dict(given)
+        if isinstance(given.get("mask_mod"), MaskMod):  # of which this process knows no key yet
+            options["mask_mod"] = MaskMod.of(given["mask_mod"].function, given["mask_mod"].tensors)
         heads, heads_kv = options.pop("heads", (2, 1))
         attention = getattr(context_parallel, options.pop("way", "ring_attention"))
         q = torch.randn(1, 32, heads, 256).bfloat16()

@@ -13,6 +13,7 @@ from context_cases import Case
 from ranks import Failed, Pool
 
 from fa4_hd256 import masks
+from fa4_hd256.mask_mods import MaskMod
 
 CAUSAL = {"causal": True}
 
@@ -248,6 +249,11 @@ def test_refused(pools):
         },
         "mask_mod with cu_seqlens; .* beside a mask_mod that is True inside documents": {
             "block_mask": masks.prefix_lm(3, 64), "mask_mod": seen, "cu_seqlens": (0, 40, 64),
+        },
+        # By the kernel that is traced, of a part.
+        "a mask_mod returns str; accepted: a Boolean of CuTe DSL": {
+            "way": "all_gather_attention", "block_mask": masks.prefix_lm(3, 64),
+            "mask_mod": MaskMod.of(context_cases.no_truth),
         },
         "has no bits; accepted: .* or mask_mod, too": {"block_mask": masks.prefix_lm(3, 64).lists},
     }  # fmt: skip
