@@ -12,6 +12,7 @@ import torch
 
 from .function_keys import check_function, key_of, read_of
 from .kernels.mask_function import MASK_MOD
+from .kernels.part_places import key_in_part
 from .kernels.user_functions import Functions
 
 __all__ = ["MaskMod"]
@@ -58,3 +59,19 @@ def read_by(mask_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
             "function of PyTorch goes into a BlockMask, which alone is enough"
         )
     return read_of(MASK_MOD, mask_mod)
+
+
+def in_part(mask_mod: MaskMod, place: torch.Tensor) -> MaskMod:
+    """The same in a call that is a part of another one, with the places of that (`key_in_part`).
+
+    place: int32, where the part lies: fields of a `ScoreOrigin`, (6,), or `part_tiles` where tiles
+    of the part are not tiles of the whole.
+    """
+    key = key_in_part(mask_mod.key)
+    return MaskMod(MASK_MOD.functions_of(key).function, key, (*mask_mod.tensors, place))
+
+
+def part_tiles(origin: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """Both as kernels read them (`PartTiles`). origin: (6,) int32 fields of a `ScoreOrigin`. tiles:
+    of a block mask without bits, those that the part meets."""
+    return torch.cat((origin.expand(*tiles.shape[:3], -1), tiles), dim=-1)

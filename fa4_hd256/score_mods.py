@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .function_keys import check_function, key_of, read_of
-from .kernels.score_change import ALIBI, SCORE_MOD, Scored, key_in_part
+from .kernels.part_places import key_in_part
+from .kernels.score_change import ALIBI, SCORE_MOD, Scored
 from .kernels.user_functions import Functions
 
 __all__ = ["ScoreMod", "Scored", "alibi"]

@@ -171,10 +171,10 @@ class TileMask:
         return self._of_bits["key_bits"]
 
     def part(self, queries: range, keys: range, heads: range) -> TileMask:
-        """The mask of some queries, keys and heads, which has bits; made once.
+        """The mask of some queries, keys and heads; made once.
 
         Where tiles of the part are tiles of this mask, they share their bits; else those that are
-        partial are evaluated again.
+        partial are evaluated again. Without bits a tile that meets several kinds is partial then.
         """
         heads = heads if self.tiles.shape[1] > 1 else range(1)
         place = queries, keys, heads
@@ -189,10 +189,7 @@ class TileMask:
             for rows, length in zip((queries, keys), self.lengths, strict=True)
         )
         if is_aligned:
-            (top, bottom), (left, right) = (
-                (rows.start // MASK_TILE, count_mask_tiles(rows.stop)) for rows in (queries, keys)
-            )
-            own = tiles[:, :, top:bottom, left:right].contiguous()
+            own = self.met(queries, keys)[:, heads.start : heads.stop].contiguous()
             made = TileMask(lengths, own, self.bits)
             made._of_bits = self._of_bits
             return made
@@ -200,6 +197,8 @@ class TileMask:
         kinds = torch.where(tiles == FULL, WHOLE, kinds).to(torch.int8)
         for dimension, rows in ((2, queries), (3, keys)):
             kinds = _kinds_from(kinds, dimension, rows)
+        if self.bits is None:
+            return TileMask.of_kinds(lengths, kinds)
 
         def evaluate(
             batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -207,6 +206,13 @@ class TileMask:
             return self.sees(batch, head + heads.start, query + queries.start, key + keys.start)
 
         return TileMask.of(lengths, kinds, evaluate)
+
+    def met(self, queries: range, keys: range) -> torch.Tensor:
+        """Of `tiles` those that hold some of these queries and keys."""
+        (top, bottom), (left, right) = (
+            (rows.start // MASK_TILE, count_mask_tiles(rows.stop)) for rows in (queries, keys)
+        )
+        return self.tiles[:, :, top:bottom, left:right]
 
     def units(self, rows: int) -> tuple[tuple[bool, ...], ...]:
         """Of each `rows` queries, and each `rows` keys, whether tiles that they meet are not empty.

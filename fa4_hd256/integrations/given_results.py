@@ -12,6 +12,8 @@ from fa4_hd256.call.forward_problem import Options, uneven_gradients
 from fa4_hd256.call.operator_arguments import BackwardTensors, BackwardValues
 from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
+from fa4_hd256.mask_mods import MaskMod
+from fa4_hd256.mask_mods import read_by as read_by_mask
 from fa4_hd256.score_mods import ScoreMod, read_by
 
 __all__ = ["gradients_of_results"]
@@ -26,7 +28,7 @@ def gradients_of_results(
     dlse: torch.Tensor | None = None,
     use_clc: bool | None = None,
     backward_config: str = named_configs.DEFAULT,
-    functions: tuple[ScoreMod | None, TileMask | None] = (None, None),
+    functions: tuple[ScoreMod | None, TileMask | None, MaskMod | None] = (None, None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped and typed like q, k and v.
 
@@ -34,12 +36,12 @@ def gradients_of_results(
     keys that are not among k and v, and a sink. offsets: cu_seqlens_q and cu_seqlens_k, longest:
     the bounds of their lengths, None where sequences are not packed. dlse: gradient of lse, None
     for 0. use_clc, backward_config, functions: as `flash_attn_func` takes them, the second by name,
-    the third score_mod and block_mask.
+    the third score_mod, block_mask and mask_mod.
 
     Raises as `flash_attn_varlen_func` does.
     """
     q, k, v, out, dout, lse = tensors
-    score_mod, block_mask = functions
+    score_mod, block_mask, mask_mod = functions
     masks: dict[str, Any] = {}
     if block_mask is not None:
         masks = {MASK_BLOCKS: block_mask.blocks, MASK_KEY_BITS: block_mask.key_bits}
@@ -47,11 +49,12 @@ def gradients_of_results(
     uneven = uneven_gradients(q.shape, k.shape)
     dynamic = options.backward_use_clc(use_clc, is_ragged, uneven)
     scores, key = ({}, None) if score_mod is None else read_by(score_mod)
+    asked, key_of_mask = ({}, None) if mask_mod is None else read_by_mask(mask_mod)
     dq, dk, dv, _ = call_backward(
-        BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **(masks | scores)),
+        BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **(masks | scores | asked)),
         BackwardValues(
             options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
-            backward_config, key, None, (True, True, False),
+            backward_config, key, key_of_mask, (True, True, False),
         ),
     )  # fmt: skip
     return dq, dk, dv

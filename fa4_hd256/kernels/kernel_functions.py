@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import row_places  # noqa: F401, for its derived keys
+from . import part_places, row_places  # noqa: F401, for their derived keys
 from .mask_function import MASK_MOD, MASK_TENSORS, MaskFunction
 from .score_change import SCORE_MOD, SCORE_TENSORS, ScoreChange, ScorePlaces
 from .user_functions import FunctionKind

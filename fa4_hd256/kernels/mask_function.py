@@ -21,7 +21,7 @@ from .masking import WORD_BITS
 from .score_change import ScorePlaces
 from .user_functions import FunctionClass, FunctionKind
 
-__all__ = ["MASK_MOD", "MASK_TENSORS", "MaskFunction"]
+__all__ = ["MASK_MOD", "MASK_TENSORS", "MaskFunction", "truth_of"]
 
 MASK_MOD = FunctionKind("mask_mod", "MaskMod", "(batch, head, query, key, tensors)")
 #: Names of the tensors that a mask_mod reads, in the order in which kernels get them.
@@ -53,21 +53,23 @@ class MaskFunction:
             for i in numbers:
                 place = places.at(i)
                 given = place.batch, place.head, place.query, place.key, places.tensors
-                is_seen = self._truth(self._function(*given)) & (places.key(i) < limit)
+                truth = truth_of(self._function(*given), f"the mask_mod {self._key!r}")
+                is_seen = truth & (places.key(i) < limit)
                 word = cutlass.select_(is_seen, word | Uint32(1 << (i - first)), word)
             word = _as_it_is(word)
             for i in numbers:
                 is_seen = (word & Uint32(1 << (i - first))) != 0
                 scores[i] = cutlass.select_(is_seen, scores[i], Float32(-math.inf))
 
-    def _truth(self, value: Any) -> Boolean:
-        try:
-            return Boolean(value)
-        except Exception as error:
-            raise TypeError(
-                f"the mask_mod {self._key!r} returns {type(value).__name__}; accepted: a Boolean "
-                "of CuTe DSL"
-            ) from error
+
+def truth_of(value: Any, name: str = "a mask_mod") -> Boolean:
+    """What a mask_mod of this name returns. Raises TypeError for another kind."""
+    try:
+        return Boolean(value)
+    except Exception as error:
+        raise TypeError(
+            f"{name} returns {type(value).__name__}; accepted: a Boolean of CuTe DSL"
+        ) from error
 
 
 def _as_it_is(word: Uint32) -> Uint32:

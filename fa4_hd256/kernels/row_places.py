@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean
 
-from .mask_function import MASK_MOD
+from .mask_function import MASK_MOD, truth_of
 from .score_change import SCORE_MOD, Scored
 
 __all__ = ["SequenceOfQuery", "key_in_row"]
@@ -64,7 +63,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
         of_query = SequenceOfQuery.at(rows, query)
         behind = key - of_query.begin_k
         inside = (behind >= 0) & (behind < of_query.seqlen_k)
-        return Boolean(function(batch, head, query, key, tuple(own))) & inside
+        return truth_of(function(batch, head, query, key, tuple(own))) & inside
 
     return seen
 

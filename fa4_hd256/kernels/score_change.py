@@ -4,10 +4,6 @@ With s = softmax_scale * q k a score becomes softcap * tanh(s / softcap), or f(s
 a function that the user wrote in CuTe DSL.  The softmax, the mask and LSE are those of what comes
 of it; dS of the gradients takes the slope, its derivative with respect to s, as a factor.
 
-NOTE [parts].  A call that is a part of another one, such as a rank's of a sequence over several,
-has other places than the whole.  `key_in_part` makes the key of a function that sees those of the
-whole: it reads where the part lies from one more tensor, so that one kernel does for all parts.
-
 NOTE [places].  A score_mod gets the place of each score as Int32.  Rows of a tile past the end of a
 sequence have that of the sequence's last row, so that tensors may be read by it; nobody sees what
 comes of these.
@@ -28,7 +24,6 @@ from .user_functions import FunctionClass, FunctionKind, Functions
 
 __all__ = [
     "ALIBI", "SCORE_MOD", "SCORE_TENSORS", "ScoreChange", "ScoreOrigin", "ScorePlaces", "Scored",
-    "key_in_part",
 ]  # fmt: skip
 
 SCORE_MOD = FunctionKind("score_mod", "ScoreMod", "(score, place, tensors)")
@@ -83,35 +78,6 @@ def _alibi(score: Float32, place: Scored, tensors: tuple) -> Float32:
 #: The key of ALiBi (arXiv 2108.12409), as the alibi_slopes of flash-attention.
 ALIBI = "alibi"
 SCORE_MOD.register(ALIBI, Functions(_alibi))
-
-#: What keys of functions that see places of a whole begin with.
-_IN_PART = "in a part: "
-
-
-def key_in_part(key: str) -> str:
-    """Of the same functions in a part of a call, NOTE [parts].
-
-    They have one more tensor, the last: int32 fields of a `ScoreOrigin`, (6,) or of each of the
-    part's sequences (sequences, 6).
-    """
-    return _IN_PART + key
-
-
-def _in_part(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of_whole(score: Float32, place: Scored, tensors: tuple) -> Any:
-        *own, origins = tensors
-        fields = range(len(ScoreOrigin._fields))
-        if cute.rank(origins) == 1:
-            origin = ScoreOrigin(*(origins[field] for field in fields))
-        else:
-            origin = ScoreOrigin(*(origins[place.batch, field] for field in fields))
-        return function(score, origin.of_whole(place), tuple(own))
-
-    return of_whole
-
-
-SCORE_MOD.derive(_IN_PART, _in_part)
-
 
 class ScorePlaces:
     """Where the scores of a register tensor lie.

@@ -13,9 +13,13 @@ import numpy as np
 import torch
 
 from fa4_hd256 import masks
+from fa4_hd256.call.tile_mask import ASKED
 from fa4_hd256.check import reference
-from fa4_hd256.integrations.context_parallel import local, ring
+from fa4_hd256.integrations.context_parallel import heads, local, ring
 from fa4_hd256.integrations.context_parallel.spans import Mask, Units, parts_of, placed, unit
+from fa4_hd256.kernels.block_mask import FULL
+from fa4_hd256.mask_mods import MaskMod
+from fa4_hd256.run import compile
 from fa4_hd256.score_mods import ScoreMod, alibi
 
 #: By batch entry, or document, and head; by head and key; by query.
@@ -51,6 +55,30 @@ SCORE_MODS: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: By batch entry and query, of more queries than any call here has; by head.
+LIMITS = (torch.arange(2 * 512, dtype=torch.int32) * 577 % 513).view(2, 512)
+TURNS = torch.tensor([0.0, 2.0, 1.0, 3.0])
+
+
+def seen_by_places(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
+    """By all that a mask_mod gets."""
+    limits, turns = tensors
+    turn = cutlass.Int32(turns[head])
+    return ((query * 7 + key * 3 + turn) % 5 > 1) & (key < limits[batch, query])
+
+
+def _seen_of_torch(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+    return ((q * 7 + k * 3 + TURNS.long()[h]) % 5 > 1) & (k < LIMITS[b, q])
+
+
+def no_truth(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
+    return "seen"
+
+
+def mask_mod_on(device: str) -> MaskMod:
+    return MaskMod.of(seen_by_places, (LIMITS.to(device), TURNS.to(device)))
+
+
 def _images(rows: int) -> torch.Tensor:
     """Numbers of blocks: one across the middle, one at the end."""
     blocks = torch.full((rows,), -1)
@@ -75,6 +103,13 @@ def _of_heads(rows: int) -> masks.TileMask:
     return masks.from_dense(seen)
 
 
+def _lists(rows: int) -> masks.TileMask:
+    """Full, partial and empty tiles at random, of each of two heads, for a mask_mod."""
+    tiles = -(-rows // 128)
+    kinds = torch.randint(0, 3, (1, 2, tiles, tiles), generator=torch.Generator().manual_seed(5))
+    return masks.TileMask.of_kinds((rows, rows), kinds.to(torch.int8))
+
+
 #: Of so many rows.
 MASKS: dict[str, Any] = {
     "prefix": lambda rows: masks.prefix_lm(torch.tensor([rows // 3, 9]), rows),
@@ -83,6 +118,7 @@ MASKS: dict[str, Any] = {
     "documents": lambda rows: masks.documents(torch.arange(rows) // 40),
     "of heads": _of_heads,
     "BlockMask": _flex,
+    "lists": _lists,
 }
 
 
@@ -90,7 +126,7 @@ MASKS: dict[str, Any] = {
 class Case:
     """A call over ranks. rows: of the whole sequence. options: of `ring_attention`. sink, lse:
     whether there is one, whether its gradient is given. score_mod: of `SCORE_MODS`, mask: of
-    `MASKS`, "" for none."""
+    `MASKS`, "" for none. mask_mod: whether there is one, `seen_by_places`."""
 
     way: str = "ring_attention"
     order: str = "contiguous"
@@ -102,6 +138,7 @@ class Case:
     lse: bool = False
     score_mod: str = ""
     mask: str = ""
+    mask_mod: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -118,10 +155,30 @@ class Case:
         return q, k, v, dout, dlse, torch.randn(heads, generator=generator).bfloat16()
 
 
+    @property
+    def tiles(self) -> masks.TileMask:
+        """Of its mask."""
+        return masks.as_tile_mask(MASKS[self.mask](self.rows), with_bits=not self.mask_mod)
+
+    def dense(self) -> torch.Tensor:
+        """What is seen under its mask and mask_mod, for every batch entry and head where there is
+        the latter."""
+        if not self.mask_mod:
+            return self.tiles.dense()
+        rows, wide = self.rows, self.tiles.tiles
+        for dimension in (2, 3):
+            wide = wide.repeat_interleave(128, dimension).narrow(dimension, 0, rows)
+        wide = wide.expand(self.batch, self.heads[0], rows, rows)
+        places = torch.meshgrid(*map(torch.arange, wide.shape), indexing="ij")
+        return (wide == FULL) | ((wide == ASKED) & _seen_of_torch(*places))
+
+
 def on_device(mask: Any, device: str) -> Any:
     """A mask made on the CPU."""
     if device == "cpu":
         return mask
+    if isinstance(mask, masks.TileMask) and mask.bits is None:
+        return masks.TileMask(mask.lengths, mask.tiles.to(device), None)
     return masks.from_dense(masks.as_tile_mask(mask).dense().to(device))
 
 
@@ -149,6 +206,8 @@ def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
         options["score_mod"] = score_mod_on(case.score_mod, device, sequences, q.shape[-2])
     if case.mask:
         options["block_mask"] = on_device(MASKS[case.mask](case.rows), device)
+    if case.mask_mod:
+        options["mask_mod"] = mask_mod_on(device)
     attention = getattr(context_parallel, case.way)
     out, lse = attention(q, k, v, return_lse=True, **options)
     results, wanted = ((out, lse), (dout, dlse)) if case.lse else ((out,), (dout,))
@@ -174,7 +233,7 @@ def most_parts(case: Case, ranks: int) -> int:
     units = None
     if case.mask:
         rows = unit(case.order, case.rows // ranks)
-        units = Units(rows, masks.as_tile_mask(MASKS[case.mask](case.rows)).units(rows))
+        units = Units(rows, case.tiles.units(rows))
     mask = Mask(*options.window, case.documents, case.score_mod != "", units)
     places = placed(case.order, ranks, case.rows // ranks)
     gathers = case.way == "all_gather_attention"
@@ -204,7 +263,7 @@ def errors(case: Case, found: list[dict[str, np.ndarray]]) -> dict[str, float]:
     if case.sink:
         options["learnable_sink"] = sink
     if case.mask:
-        options["mask"] = masks.as_tile_mask(MASKS[case.mask](case.rows)).dense()
+        options["mask"] = case.dense()
     worst: dict[str, float] = {}
     documents = case.documents or (0, case.rows)
     sinks = torch.zeros(case.heads[0], dtype=torch.float64), 0.0
@@ -247,6 +306,13 @@ def errors(case: Case, found: list[dict[str, np.ndarray]]) -> dict[str, float]:
 _OF_REFERENCE = ("softmax_scale", "causal", "window_size", "softcap")
 
 
+def kernels_got(rank: int, case: Case) -> int:
+    """How many kernels `run` compiles, or loads, which the process did not have."""
+    before = compile.counters["compiled"] + compile.counters["disk"]
+    run(rank, case)
+    return compile.counters["compiled"] + compile.counters["disk"] - before
+
+
 def planted(rank: int, name: str, case: Case) -> dict[str, np.ndarray]:
     """`run` with a mistake in the integration, one of `PLANTED`."""
     with PLANTED[name]():
@@ -283,6 +349,18 @@ def _places_of_the_part() -> Any:
     return mock.patch.object(local.Settings, "score_mod_of", lambda self, *part: self.score_mod)
 
 
+def _mask_places_of_the_part() -> Any:
+    return mock.patch.object(local.Settings, "mask_mod_of", lambda self, *part: self.mask_mod)
+
+
+def _heads_of_the_part() -> Any:
+    return mock.patch.object(heads, "mask_in_part", lambda mask_mod, place: mask_mod)
+
+
+def _tiles_of_the_part_alone() -> Any:
+    return mock.patch.object(local, "MASK_TILE", 1)
+
+
 def _tiles_of_the_first_keys() -> Any:
     right = masks.TileMask.part
 
@@ -308,6 +386,9 @@ PLANTED = {
     "a sink takes part in LSE alone": _a_sink_that_takes_nothing,
     "places of scores count in a part": _places_of_the_part,
     "a block mask's keys are the first ones": _tiles_of_the_first_keys,
+    "places of a mask_mod count in a part": _mask_places_of_the_part,
+    "a mask_mod is asked in whole tiles of a part": _tiles_of_the_part_alone,
+    "heads of a mask_mod are this rank's": _heads_of_the_part,
 }
 
 
@@ -328,6 +409,18 @@ def other_options(rank: int) -> None:
 
     q = torch.randn(1, 32, 2, 256).bfloat16()
     ring_attention(q, q, q, causal=rank != 1)
+
+
+def other_mask_mod(rank: int) -> None:
+    """Rank 1 gives fewer numbers."""
+    from fa4_hd256.integrations.context_parallel import ring_attention
+
+    q = torch.randn(1, 16, 2, 256).bfloat16()
+    limits = LIMITS[:1, : 512 if rank == 0 else 32]
+    ring_attention(
+        q, q, q, block_mask=_lists(32), score_mod=score_mod_on("places", "cpu"),
+        mask_mod=MaskMod.of(seen_by_places, (limits, TURNS)),
+    )  # fmt: skip
 
 
 def bad_call(rank: int) -> None:
@@ -376,6 +469,8 @@ def refusals(rank: int, arguments: list[dict[str, Any]]) -> list[tuple[str, str]
     found = []
     for given in arguments:
         options = dict(given)
+        if isinstance(given.get("mask_mod"), MaskMod):  # of which this process knows no key yet
+            options["mask_mod"] = MaskMod.of(given["mask_mod"].function, given["mask_mod"].tensors)
         heads, heads_kv = options.pop("heads", (2, 1))
         attention = getattr(context_parallel, options.pop("way", "ring_attention"))
         q = torch.randn(1, 32, heads, 256).bfloat16()

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fa4_hd256.call.checks import with_batch
+from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod
 
 from .checks import Given, check_heads, settings_of, text_of
@@ -42,6 +43,7 @@ def ring_attention(
     use_clc: bool | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: Any = None,
+    mask_mod: MaskMod | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` of a sequence whose rows are divided among the ranks of a group.
 
@@ -57,6 +59,8 @@ def ring_attention(
         the whole sequence and of all heads. Every rank gives the same tensors, whole.
     block_mask: as of `flash_attn_func`, of the whole sequence, the same on every rank; instead of
         causal, window_size and cu_seqlens. A GPU is waited for at the first call with one.
+    mask_mod: as of `flash_attn_func`, beside a block_mask: of places in the whole sequence and of
+        all heads. Every rank gives the same tensors, whole.
     The other arguments are those of `flash_attn_func`; masks are of the whole sequence. Partial
     results are rounded to q's type and summed in float32. The same bits in every run.
 
@@ -70,7 +74,7 @@ def ring_attention(
     """
     given = Given(
         softmax_scale, causal, window_size, softcap, config, backward_config, use_clc, score_mod,
-        block_mask,
+        block_mask, mask_mod,
     )  # fmt: skip
     tensors = q, k, v, learnable_sink
     return _attend(tensors, given, Ranks(group), ("ring", order, cu_seqlens), return_lse)
@@ -161,9 +165,8 @@ class _OverRanks(torch.autograd.Function):
         if sink is not None:
             attended.add_sink(sink)
         out, lse = attended.out.to(q.dtype), attended.lse
-        # Those of the score_mod, so that autograd finds out where they have changed.
-        read = () if settings.score_mod is None else settings.score_mod.tensors
-        ctx.save_for_backward(q, k, v, sink, out, lse, *read)
+        # Those of functions, so that autograd finds out where they have changed.
+        ctx.save_for_backward(q, k, v, sink, out, lse, *settings.read)
         ctx.walk, ctx.settings = walk, settings
         ctx.set_materialize_grads(False)
         return out, lse

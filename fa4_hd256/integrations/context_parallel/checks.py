@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fa4_hd256.call import named_configs
-from fa4_hd256.call.checks import check_mask_options
+from fa4_hd256.call.checks import check_lists, check_mask_options
 from fa4_hd256.call.forward_problem import ForwardCall, Options
 from fa4_hd256.call.function_tensors import functions_of_keys
 from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.mask_mods import MaskMod
+from fa4_hd256.mask_mods import read_by as read_by_mask
 from fa4_hd256.masks import as_tile_mask
-from fa4_hd256.score_mods import read_by
+from fa4_hd256.score_mods import ScoreMod, read_by
 
 from .exchange import Ranks
 from .local import Settings
@@ -38,6 +40,7 @@ class Given(NamedTuple):
     use_clc: Any
     score_mod: Any
     block_mask: Any
+    mask_mod: Any
 
 
 def settings_of(
@@ -48,11 +51,12 @@ def settings_of(
     q, k, v, sink = tensors
     options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
     read, key = ({}, None) if given.score_mod is None else read_by(given.score_mod)
+    asked, mask_key = ({}, None) if given.mask_mod is None else read_by_mask(given.mask_mod)
     order, offsets = divided
     counted = {} if offsets is None else {"cu_seqlens_q": torch.empty(_count(offsets))}
-    score_mod, _ = functions_of_keys((key, None), read | counted, q)
-    asked = replace(options, score_mod=score_mod)
-    ForwardCall(q, k, v, sink, read).describe(asked, None, None, given.config)
+    score_mod, _ = functions_of_keys((key, mask_key), read | asked | counted, q)
+    with_scores = replace(options, score_mod=score_mod)
+    ForwardCall(q, k, v, sink, read).describe(with_scores, None, None, given.config)
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"a rank has {q.shape[1]} rows of q and {k.shape[1]} of k; accepted: as many of both"
@@ -63,24 +67,32 @@ def settings_of(
     backward = named_configs.encode(given.backward_config, *kinds)
     rows = ranks.count * q.shape[1]
     mask = None
-    if given.block_mask is not None:
+    if given.block_mask is not None or given.mask_mod is not None:
         check_mask_options(options.window, 0)
-        own = _mask_of(given.block_mask, q, rows, offsets)
+        own = _mask_of((given.block_mask, given.mask_mod), q, rows, offsets)
         in_units = unit(order, q.shape[1])
         mask = own, Units(in_units, own.units(in_units))
     return Settings(
-        options, documents, given.config, backward, given.use_clc, rows, given.score_mod, mask
-    )
+        options, documents, given.config, backward, given.use_clc, rows, given.score_mod, mask,
+        given.mask_mod,
+    )  # fmt: skip
 
 
-def _mask_of(block_mask: Any, q: torch.Tensor, rows: int, offsets: Any) -> TileMask:
-    """The block mask of a sequence of so many rows. Raises TypeError or ValueError."""
+def _mask_of(
+    masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any
+) -> TileMask:
+    """The block mask of a sequence of so many rows. masks: it and the mask_mod. Raises TypeError or
+    ValueError."""
+    block_mask, mask_mod = masks
     if offsets is not None:
+        beside = ", beside a mask_mod that is True inside documents alone" if mask_mod else ""
         raise ValueError(
-            "block_mask with cu_seqlens; accepted: one of them: fa4_hd256.masks.in_sequences, or "
-            "masks.documents, makes a mask that says both"
+            f"{'mask_mod' if mask_mod else 'block_mask'} with cu_seqlens; accepted: one of them: "
+            "fa4_hd256.masks.in_sequences, or masks.documents, makes a block_mask that says both"
+            f"{beside}"
         )
-    mask = as_tile_mask(block_mask)
+    check_lists(block_mask)
+    mask = as_tile_mask(block_mask, with_bits=mask_mod is None)
     batch, heads = mask.tiles.shape[:2]
     if mask.lengths != (rows, rows):
         raise ValueError(
@@ -141,10 +153,11 @@ def text_of(tensors: tuple, settings: Settings, name: str, order: str) -> str:
     has_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors
     )
-    options, scores = settings.options, "no score_mod"
-    if settings.score_mod is not None:
-        read = [[str(t.dtype), *t.shape] for t in settings.score_mod.tensors]
-        scores = f"score_mod {settings.score_mod.key} of {read}"
+    options = settings.options
+    scores, seen = (
+        _told(name, given)
+        for name, given in (("score_mod", settings.score_mod), ("mask_mod", settings.mask_mod))
+    )
     mask = "no block_mask"
     if settings.block_mask is not None:
         whole, units = settings.block_mask
@@ -153,8 +166,15 @@ def text_of(tensors: tuple, settings: Settings, name: str, order: str) -> str:
     return (
         f"{name}, order {order}, q {list(q.shape)}, k {list(k.shape)}, {q.dtype}, softmax_scale "
         f"{options.softmax_scale}, window {options.window}, softcap {options.softcap}, "
-        f"{'a' if sink is not None else 'no'} sink, {scores}, {mask}, "
+        f"{'a' if sink is not None else 'no'} sink, {scores}, {mask}, {seen}, "
         f"{'with' if has_gradient else 'without'} gradients, cu_seqlens "
         f"{settings.documents and _shortened(settings.documents)}, "
         f"checksum {zlib.crc32(repr(settings.documents).encode()):08x}"
     )
+
+
+def _told(name: str, given: ScoreMod | MaskMod | None) -> str:
+    """A function that is given as an argument of a name, and what it reads."""
+    if given is None:
+        return f"no {name}"
+    return f"{name} {given.key} of {[[str(t.dtype), *t.shape] for t in given.tensors]}"

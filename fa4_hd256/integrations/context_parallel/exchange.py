@@ -22,7 +22,7 @@ Checked = TypeVar("Checked")
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 #: Bytes of what a rank says of its call: whether it is accepted, a digest, a text.
-_DIGEST, _SAID = 32, 512
+_DIGEST, _SAID = 32, 768
 
 #: Of groups whose backend moves GPU memory alone, one of the same ranks on the CPU.
 _on_cpu: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fa4_hd256.kernels.score_change import ScoreOrigin
+from fa4_hd256.mask_mods import in_part as mask_in_part
 from fa4_hd256.score_mods import in_part
 
 from .exchange import Ranks
@@ -57,6 +58,15 @@ def _by_rows(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torc
     return torch.cat([*found], dim=2)
 
 
+def _origin(head: int, device: torch.device) -> torch.Tensor:
+    """`ScoreOrigin` of the heads from this one on."""
+    fields = ScoreOrigin._fields
+    origin = torch.zeros(len(fields), dtype=torch.int32, device=device)
+    # Filled in place: a copy from the host would wait for the device.
+    origin[fields.index("head")].fill_(head)
+    return origin
+
+
 def attend_by_heads(
     tensors: tuple, settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,16 +80,14 @@ def attend_by_heads(
     if sink is not None:
         sink = sink.chunk(ranks.count)[ranks.own]
     own = {**given, "learnable_sink": sink, "block_mask": None}
+    first = ranks.own * q.shape[2]
     if settings.block_mask is not None:
         whole, rows = settings.block_mask[0], range(settings.rows)
-        first = ranks.own * q.shape[2]
         own["block_mask"] = whole.part(rows, rows, range(first, first + q.shape[2]))
     if settings.score_mod is not None:
-        # Filled in place: a copy from the host would wait for the device.
-        fields = ScoreOrigin._fields
-        origin = torch.zeros(len(fields), dtype=torch.int32, device=q.device)
-        origin[fields.index("head")].fill_(ranks.own * q.shape[2])
-        own["score_mod"] = in_part(settings.score_mod, origin)
+        own["score_mod"] = in_part(settings.score_mod, _origin(first, q.device))
+    if settings.mask_mod is not None:
+        own["mask_mod"] = mask_in_part(settings.mask_mod, _origin(first, q.device))
     out, lse = attend((q, k, v), settings.documents, own)
     by_row = lse.transpose(1, 2)
     return to_rows(out, ranks, places), to_rows(by_row, ranks, places).transpose(1, 2)

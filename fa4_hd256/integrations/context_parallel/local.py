@@ -22,7 +22,10 @@ from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.integrations.given_results import gradients_of_results
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.kernels.block_mask import MASK_TILE
 from fa4_hd256.kernels.score_change import ScoreOrigin
+from fa4_hd256.mask_mods import MaskMod, part_tiles
+from fa4_hd256.mask_mods import in_part as mask_in_part
 from fa4_hd256.score_mods import ScoreMod, in_part
 
 from .spans import Mask, Part, Units
@@ -41,9 +44,9 @@ class Settings:
     """What a call asks for beside tensors and ranks.
 
     options: softmax_scale, the window of the whole sequence, softcap. documents: of packed
-    sequences, offsets in the whole one. rows: of that. config, use_clc, score_mod: as
+    sequences, offsets in the whole one. rows: of that. config, use_clc, score_mod, mask_mod: as
     `flash_attn_func` takes them. backward_config: by name. block_mask: of the whole sequence, with
-    the units in which it is divided.
+    the units in which it is divided; without bits where there is a mask_mod.
     """
 
     options: Options
@@ -54,6 +57,12 @@ class Settings:
     rows: int
     score_mod: ScoreMod | None = None
     block_mask: tuple[TileMask, Units] | None = None
+    mask_mod: MaskMod | None = None
+
+    @property
+    def read(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that functions of the call read."""
+        return tuple(t for f in (self.score_mod, self.mask_mod) if f is not None for t in f.tensors)
 
     @property
     def mask(self) -> Mask:
@@ -64,19 +73,25 @@ class Settings:
         """That of a part."""
         if self.block_mask is None:
             return None
-        assert part.first is not None
-        rows, keys = (
-            range(first, first + len(of_part))
-            for first, of_part in zip(part.first, (part.queries, part.keys), strict=True)
-        )
         whole = self.block_mask[0]
-        return whole.part(rows, keys, range(whole.tiles.shape[1]))
+        return whole.part(*part.positions, range(whole.tiles.shape[1]))
 
     def score_mod_of(self, part: Part, device: torch.device) -> ScoreMod | None:
         """That of a part, which sees places of the whole."""
         if self.score_mod is None:
             return None
         return in_part(self.score_mod, _origins(part, self.documents or (0, self.rows), device))
+
+    def mask_mod_of(self, part: Part, device: torch.device) -> MaskMod | None:
+        """That of a part, which sees places of the whole."""
+        if self.mask_mod is None:
+            return None
+        assert self.block_mask is not None
+        (whole, units), place = self.block_mask, _origins(part, (0, self.rows), device)
+        # The same for all parts of a call, so that these have one kernel.
+        if units.rows % MASK_TILE:
+            place = part_tiles(place, whole.met(*part.positions))
+        return mask_in_part(self.mask_mod, place)
 
 
 class OwnRows(NamedTuple):
@@ -140,6 +155,7 @@ def _forward(
         "use_clc": settings.use_clc,
         "score_mod": settings.score_mod_of(part, q.device),
         "block_mask": settings.block_mask_of(part),
+        "mask_mod": settings.mask_mod_of(part, q.device),
     }
     return attend((of_q, of_k, of_v), part.documents, given)
 
@@ -223,7 +239,10 @@ def add_gradients(
         found = gradients_of_results(
             tensors, asked, *_lengths_of(part.documents, q.device), dlse=own_dlse,
             use_clc=settings.use_clc, backward_config=settings.backward_config,
-            functions=(settings.score_mod_of(part, q.device), settings.block_mask_of(part)),
+            functions=(
+                settings.score_mod_of(part, q.device), settings.block_mask_of(part),
+                settings.mask_mod_of(part, q.device),
+            ),
         )  # fmt: skip
         for total, gradient in zip((dq[:, rows], *dkv[:, :, keys]), found, strict=True):
             total += gradient

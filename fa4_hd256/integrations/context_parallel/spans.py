@@ -92,6 +92,13 @@ class Part(NamedTuple):
     documents: tuple[int, ...] | None = None
     first: tuple[int, int] | None = None
 
+    @property
+    def positions(self) -> tuple[range, range]:
+        """Of its queries and keys, where it has a `first`."""
+        assert self.first is not None
+        query, key = self.first
+        return range(query, query + len(self.queries)), range(key, key + len(self.keys))
+
 
 def local_rows(held: Rows, wanted: range) -> range:
     """Where positions that are in one of the spans lie in a tensor of all of them."""

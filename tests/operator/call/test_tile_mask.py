@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.call import tile_mask
-from fa4_hd256.call.tile_mask import ABSENT
+from fa4_hd256.call.tile_mask import ABSENT, ASKED
 from fa4_hd256.kernels.block_mask import FULL, NOTHING
 
 
@@ -351,6 +351,21 @@ def test_a_part(queries, keys, shares):
         assert torch.equal(tiles.clamp(max=1), part.tiles.clamp(max=1))
     of_all = masks.from_dense(dense[:, :1])
     assert of_all.part(queries, keys, range(2, 3)).tiles.shape[1] == 1
+
+
+@pytest.mark.parametrize("queries", [range(128, 384), range(60, 310)])
+def test_a_part_without_bits(queries):
+    """A tile of the part is full, or empty, where all that it meets is; `met` says what that is."""
+    kinds = torch.randint(0, 3, (2, 3, 4, 4), dtype=torch.int8)
+    whole, keys = masks.TileMask.of_kinds((500, 512), kinds), range(128, 512)
+    part, met = whole.part(queries, keys, range(1, 3)), whole.met(queries, keys)
+    assert part.bits is None and part is whole.part(queries, keys, range(1, 3))
+    top = queries.start // 128
+    assert torch.equal(met, whole.tiles[:, :, top : -(-queries.stop // 128), 1:])
+    for row, first in enumerate(range(queries.start, queries.stop, 128)):
+        last = min(first + 128, queries.stop) - 1
+        above, below = (met[:, 1:, place // 128 - top] for place in (first, last))
+        assert torch.equal(part.tiles[:, :, row], torch.where(above == below, above, ASKED))
 
 
 def test_units():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import context_cases
 import numpy as np
@@ -12,6 +13,7 @@ from context_cases import Case
 from ranks import Failed, Pool
 
 from fa4_hd256 import masks
+from fa4_hd256.mask_mods import MaskMod
 
 CAUSAL = {"causal": True}
 
@@ -68,6 +70,26 @@ TWO = {
     "gathered, prefix": Case("all_gather_attention", batch=2, mask="prefix"),
     "heads, of heads": Case("ulysses_attention", heads=(2, 2), mask="of heads"),
     "heads, zigzag, a BlockMask": Case("ulysses_attention", "zigzag", mask="BlockMask"),
+    # Tiles of the parts are not tiles of the whole, the last of which the end cuts.
+    "mask_mod, sink, gradient of LSE": Case(
+        rows=300, batch=2, mask="lists", mask_mod=True, sink=True, lse=True
+    ),
+    "zigzag, mask_mod, ALiBi": Case(
+        order="zigzag", rows=304, mask="lists", mask_mod=True, score_mod="alibi"
+    ),
+    "zigzag, whole tiles, mask_mod, softcap": Case(
+        order="zigzag", rows=512, mask="lists", mask_mod=True, options={"softcap": 5.0}
+    ),
+    "gathered, zigzag, mask_mod beside a mask with bits": Case(
+        "all_gather_attention", "zigzag", mask="of heads", mask_mod=True
+    ),
+    "gathered, mask_mod beside a BlockMask, by place": Case(
+        "all_gather_attention", mask="BlockMask", mask_mod=True, score_mod="places"
+    ),
+    "heads, zigzag, mask_mod": Case(
+        "ulysses_attention", "zigzag", rows=300, batch=2, heads=(2, 2), mask="lists",
+        mask_mod=True, sink=True,
+    ),
 }
 FOUR = {
     "zigzag, documents by tiles": Case(order="zigzag", mask="documents"),
@@ -129,12 +151,24 @@ def test_the_same_bits_again(pools, device):
 
 
 @pytest.mark.simulator
+@pytest.mark.parametrize("rows", [304, 512])
+def test_parts_have_the_same_kernels(pools, rows):
+    """In both orders, whose parts lie elsewhere, of spans that tiles divide, and of others."""
+    pool, case = pools(2), Case(rows=rows, mask="lists", mask_mod=True)
+    pool.run(context_cases.kernels_got, case)
+    assert pool.run(context_cases.kernels_got, replace(case, order="zigzag")) == [0, 0]
+
+
+@pytest.mark.simulator
 @pytest.mark.parametrize("name", context_cases.PLANTED)
 def test_planted_mistakes_are_found(pools, name):
     alibi = ", ALiBi" if "scores" in name else ""
     case = TWO[f"causal{alibi}, sink, gradient of LSE"]
     if "block mask" in name:
         case = TWO["prefix"]
+    if "mask_mod" in name:
+        way = "heads, zigzag, mask_mod" if "heads" in name else "mask_mod, sink, gradient of LSE"
+        case = TWO[way]
     found = pools(2).run(context_cases.planted, name, case)
     assert max(context_cases.errors(case, found).values()) > 2, name
 
@@ -145,6 +179,7 @@ def test_planted_mistakes_are_found(pools, name):
     [
         (context_cases.other_rows, r"ValueError.*calls differ.*\[1, 16, 2, 256\]"),
         (context_cases.other_options, r"ValueError.*calls differ.*window \(None, None\)"),
+        (context_cases.other_mask_mod, r"calls differ.*mask_mod seen_by.*'torch.int32', 1, 32\]"),
     ],
 )
 def test_calls_that_differ_are_an_error_on_all(pools, function, expected):
@@ -182,7 +217,7 @@ def test_a_rank_that_ends_inside_a_call_is_an_error_and_no_hang(way, in_backward
 
 @pytest.mark.simulator
 def test_refused(pools):
-    alibi = context_cases.score_mod_on("alibi", "cpu")
+    alibi, seen = context_cases.score_mod_on("alibi", "cpu"), context_cases.mask_mod_on("cpu")
     cases = {
         "order is 'striped'": {"order": "striped"},
         "32 rows of q and 16 of k": {"keys": 16},
@@ -208,6 +243,19 @@ def test_refused(pools):
             "block_mask": masks.prefix_lm(3, 64), "cu_seqlens": (0, 40, 64),
         },
         "block_mask is int; accepted": {"block_mask": 3},
+        "mask_mod is given without block_mask": {"mask_mod": seen},
+        "mask_mod is builtin_function_or_method; accepted: a MaskMod": {
+            "block_mask": masks.prefix_lm(3, 64), "mask_mod": max,
+        },
+        "mask_mod with cu_seqlens; .* beside a mask_mod that is True inside documents": {
+            "block_mask": masks.prefix_lm(3, 64), "mask_mod": seen, "cu_seqlens": (0, 40, 64),
+        },
+        # By the kernel that is traced, of a part.
+        "a mask_mod returns str; accepted: a Boolean of CuTe DSL": {
+            "way": "all_gather_attention", "block_mask": masks.prefix_lm(3, 64),
+            "mask_mod": MaskMod.of(context_cases.no_truth),
+        },
+        "has no bits; accepted: .* or mask_mod, too": {"block_mask": masks.prefix_lm(3, 64).lists},
     }  # fmt: skip
     for found in pools(2).run(context_cases.refusals, list(cases.values())):
         assert not isinstance(found, Failed), found
