@@ -50,7 +50,7 @@ CHECK_PAGES = Variable(
 )
 DS_BYTES = Variable(
     "FA4_HD256_DS_BYTES",
-    "the configuration's: 8 GiB, on Hopper 4",
+    "the configuration's: 8 GiB, on Hopper 9",
     "bytes that dS of a backward may take at a time, for calls without backward_config; 0: none is "
     "stored, and dQ computes it anew",
 )

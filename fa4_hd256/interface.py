@@ -20,8 +20,8 @@ from .call.checks import (
     check_mask_options,
     check_out,
 )
-from .call.forward_problem import Options, tiles_for_masks, uneven_gradients
-from .call.operator_arguments import RAGGED, ForwardTensors, ForwardValues
+from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
+from .call.operator_arguments import ForwardTensors, ForwardValues
 from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
@@ -442,13 +442,10 @@ def _resolve(
     offsets = ragged.get("cu_seqlens_q")
     # Packed queries have a batch of 1.
     rows = 1 if offsets is None else q.shape[1]
-    uneven = uneven_gradients(q.shape, k.shape)
-    is_ragged = any(name in RAGGED for name in ragged)
-    backward_use_clc = options.backward_use_clc(use_clc, is_ragged, uneven)
     options = options.scheduled(use_clc, rows, offsets, longest[0], masked)
     return ForwardValues(
         options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
-        *names, num_splits, backward_use_clc, *keys,
+        *names, num_splits, backward_use_clc(use_clc), *keys,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 them a call uses; `protocol` is what a kernel programs against.
 """
 
-from .choice import backward_prefers_clc, clc_requested, prefers_clc, scheduler_class
+from .choice import BACKWARD_PREFERS_CLC, clc_requested, prefers_clc, scheduler_class
 from .clc import ClcScheduler
 from .counter import CounterScheduler
 from .order import (
@@ -18,6 +18,7 @@ from .protocol import CLUSTER_SIZE, TileScheduler, WorkTile, of_clusters
 from .static import StaticPersistentScheduler, StaticSingleTileScheduler
 
 __all__ = [
+    "BACKWARD_PREFERS_CLC",
     "CLUSTER_SIZE",
     "ClcScheduler",
     "CounterScheduler",
@@ -28,7 +29,6 @@ __all__ = [
     "TileProblem",
     "TileScheduler",
     "WorkTile",
-    "backward_prefers_clc",
     "clc_requested",
     "of_clusters",
     "prefers_clc",

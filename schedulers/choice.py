@@ -9,11 +9,15 @@ from typing import Any
 from .protocol import CLUSTER_SIZE, of_clusters
 
 __all__ = [
-    "backward_prefers_clc", "clc_requested", "grid_rows", "prefers_clc", "scheduler_class",
+    "BACKWARD_PREFERS_CLC", "clc_requested", "grid_rows", "prefers_clc", "scheduler_class",
 ]  # fmt: skip
 
 VARIABLE = "FA_CLC"
 
+#: The default of every backward. Where tiles are equal, too, CTA pairs with a share of their own
+#: fall apart by their speeds, and what tiles of dK and of dQ read of dS at the same time they then
+#: read from HBM twice (docs/backward.md has it measured).
+BACKWARD_PREFERS_CLC = True
 
 #: Tiles of the grid for each one that holds rows, up to which the dynamic scheduler is preferred.
 MOST_EMPTY = 6
@@ -45,20 +49,6 @@ def grid_rows(rows: int, sequences: int, longest: int, block: int) -> int:
     block: rows of the largest tile.
     """
     return min(sequences * longest, rows + sequences * block)
-
-
-def backward_prefers_clc(
-    bounded: bool, ragged: bool, shared: bool = False, uneven: bool = False
-) -> bool:
-    """The default of the backward: the dynamic scheduler where tiles may differ in length, and
-    wherever SMs are shared.
-
-    bounded, shared: as for `prefers_clc`. ragged: whether sequences have lengths of their own.
-    uneven: whether tiles of dK differ in length from those of dQ in the same launch: query heads
-    share a KV head, or the call goes in ranges of queries. A launch has few tiles for each CTA
-    pair: a bad order costs more than asking for empty ones. By the same model.
-    """
-    return shared or bounded or ragged or uneven
 
 
 def clc_requested(

@@ -16,14 +16,14 @@ from bench.suite import BACKWARD, Case
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.call import portions
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles, uneven_gradients
+from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import of_capability
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.sequences import PADDING
-from schedulers.choice import backward_prefers_clc, grid_rows, prefers_clc
+from schedulers.choice import BACKWARD_PREFERS_CLC, grid_rows, prefers_clc
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,9 @@ def default_splits(case: Case, gpu: Gpu, config: Any = None) -> int:
 
 def defaults_to_clc(case: Case, direction: str) -> bool:
     """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
-    bounded = case.bounds != (None, None)
     if direction == BACKWARD:
-        shapes = (
-            (rows, heads, HEAD_DIM)
-            for rows, heads in ((case.seqlen_q, case.heads), (case.seqlen_k, case.heads_kv))
-        )
-        uneven = uneven_gradients(*shapes)
-        return backward_prefers_clc(bounded, case.packed, uneven=uneven)
-    return prefers_clc(bounded, *filling(case))
+        return BACKWARD_PREFERS_CLC
+    return prefers_clc(case.bounds != (None, None), *filling(case))
 
 
 def filling(case: Case) -> tuple[int, int]:

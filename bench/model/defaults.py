@@ -24,7 +24,7 @@ from fa4_hd256.kernels.blackwell.architecture import STORED
 from fa4_hd256.kernels.blackwell.backward.config import DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.steps import CLAIM_STEPS
-from schedulers.choice import MOST_EMPTY, backward_prefers_clc, prefers_clc
+from schedulers.choice import MOST_EMPTY, prefers_clc
 from sm100_sim.timing import BURST, Late
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
@@ -160,17 +160,16 @@ ORDERS = {
 }
 
 
-#: Of either direction alone.
+#: Of the forward alone.
 FORWARD_ORDERS = ORDERS | {
     f"half of L2, 1 of {n} blocks, the shortest, last": Order(short_last=1 / n) for n in (8, 16)
 }
-BACKWARD_ORDERS = ORDERS | {"half of L2, products in even sections": Order(even_products=True)}
 
 
 def _order(case: Case, predictor: Predictor, direction: str) -> Decided:
     """By the scheduler that the call takes."""
     clc, seconds = defaults_to_clc(case, direction), {}
-    orders = FORWARD_ORDERS if direction == FORWARD else BACKWARD_ORDERS
+    orders = FORWARD_ORDERS if direction == FORWARD else ORDERS
     for name, order in orders.items():
         kernel: Any = (
             predictor.forward(OURS, case, clc) if direction == FORWARD
@@ -180,9 +179,6 @@ def _order(case: Case, predictor: Predictor, direction: str) -> Decided:
     return Decided(case, direction, seconds, {name: name for name in orders})
 
 
-DEFAULT_BACKWARD = "bounded, ragged or uneven"
-
-
 def _scheduler(case: Case, predictor: Predictor, direction: str) -> Decided:
     predict = predictor.forward if direction == FORWARD else predictor.backward
     seconds = {clc: predict(OURS, case, clc).seconds(case) for clc in (False, True)}
@@ -190,11 +186,8 @@ def _scheduler(case: Case, predictor: Predictor, direction: str) -> Decided:
     picks = {"static": False, "CLC": True, "CLC where the mask is bounded": bounded}
     if direction == BACKWARD:
         picks |= {
-            "bounded or ragged": backward_prefers_clc(bounded, case.packed),
-            "bounded, ragged or grouped": backward_prefers_clc(
-                bounded, case.packed, uneven=case.heads > case.heads_kv
-            ),
-            DEFAULT_BACKWARD: defaults_to_clc(case, direction),
+            "bounded or ragged": bounded or case.packed,
+            "bounded, ragged or grouped": bounded or case.packed or case.heads > case.heads_kv,
         }
     else:
         rows, capacity = filling(case)
@@ -442,7 +435,7 @@ def choices() -> Iterator[Choice]:
         "scheduler, forward", _by_emptiness(MOST_EMPTY), sparse_cases, forward(_scheduler)
     )
     yield Choice(
-        "scheduler, backward", DEFAULT_BACKWARD, all_cases, backward(_scheduler)
+        "scheduler, backward", "CLC", all_cases, backward(_scheduler)
     )
     yield Choice("claims, forward", DEFAULT_CLAIM, unequal_cases, forward(_claims))
     yield Choice("claims, backward", DEFAULT_CLAIM, unequal_cases, backward(_claims))

@@ -116,9 +116,6 @@ def product_tiles(
 
     found = []
     section = order.parts_at_once(tiling.gpu.pairs)
-    if tiling.order.even_products:
-        pairs = grid[1] * grid[2]
-        section = -(-pairs // max(1, pairs // section))
     last = order.parts_at_last(tiling.gpu.pairs)
     for number, head, batch in indices(grid, section, False, last=last):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)

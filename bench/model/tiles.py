@@ -49,15 +49,13 @@ class Order:
     turns may fill: 0 for one KV head at a time, infinity for all heads. equal_too: heads take turns
     also where tiles are of equal length. later_first: whether later blocks come first, None: as
     the mask says. short_last: where they do, the share of a forward's blocks, the first and
-    shortest, that come behind those of all other heads. even_products: whether sections of the
-    products of dS are widened so that all are about as wide.
+    shortest, that come behind those of all other heads.
     """
 
     l2_share: float = 1.0
     equal_too: bool = False
     later_first: bool | None = None
     short_last: float = 0.0
-    even_products: bool = False
 
     def section(self, case: Case, gpu: Gpu, heads: int, pairs: int, nbytes: float) -> int:
         """Pairs of head and batch, of so many, that take turns. heads: of a KV head; nbytes: of

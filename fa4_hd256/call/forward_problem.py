@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
 from fa4_hd256.kernels.sequences import PADDING, PAGE_TABLE, PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass
-from schedulers.choice import backward_prefers_clc, clc_requested, grid_rows, prefers_clc
+from schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 
 from . import checks, descales
 from .layouts import without_expanded_heads
@@ -93,30 +92,11 @@ class Options:
         default = prefers_clc(bounded, *filling, sms_are_shared())
         return replace(self, use_clc=clc_requested(use_clc, default))
 
-    def backward_use_clc(self, use_clc: bool | None, ragged: bool, uneven: bool) -> bool:
-        """Whether the backward of a user who passes `use_clc` takes the dynamic tile scheduler.
 
-        ragged: whether sequences have lengths of their own. uneven: see `uneven_gradients`. Raises
-        as `clc_requested` does.
-        """
-        bounded = self.window != (None, None)
-        default = backward_prefers_clc(bounded, ragged, sms_are_shared(), uneven)
-        return clc_requested(use_clc, default)
-
-
-#: Pairs of a query and a key of a head from which on its dS, of two bytes each, may be more than
-#: `BackwardConfig.ds_bytes` allows by default: beyond 4 GiB on Hopper. Then portions of a call are
-#: ranges of queries. Blackwell keeps twice as much; where it needs none, either scheduler does.
-MOST_PAIRS = 1 << 31
-
-
-def uneven_gradients(q: Sequence[int], k: Sequence[int]) -> bool:
-    """Whether tiles of dK and of dQ of one launch differ in length. q, k: shapes, (.., rows of a
-    sequence, heads, 256); no for those of fewer dimensions, which are refused with the tensors."""
-    if min(len(q), len(k)) < 3:
-        return False
-    (queries, heads), (keys, heads_kv) = q[-3:-1], k[-3:-1]
-    return heads > heads_kv or queries * keys > MOST_PAIRS
+def backward_use_clc(use_clc: bool | None) -> bool:
+    """Whether the backward of a user who passes `use_clc` takes the dynamic tile scheduler. Raises
+    as `clc_requested` does."""
+    return clc_requested(use_clc, BACKWARD_PREFERS_CLC)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from fa4_hd256.autograd import call_backward
 from fa4_hd256.call import named_configs
-from fa4_hd256.call.forward_problem import Options, uneven_gradients
+from fa4_hd256.call.forward_problem import Options, backward_use_clc
 from fa4_hd256.call.operator_arguments import BackwardTensors, BackwardValues
 from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
@@ -45,9 +45,7 @@ def gradients_of_results(
     masks: dict[str, Any] = {}
     if block_mask is not None:
         masks = {MASK_BLOCKS: block_mask.blocks, MASK_KEY_BITS: block_mask.key_bits}
-    is_ragged = bool(masks) or any(offset is not None for offset in offsets)
-    uneven = uneven_gradients(q.shape, k.shape)
-    dynamic = options.backward_use_clc(use_clc, is_ragged, uneven)
+    dynamic = backward_use_clc(use_clc)
     scores, key = ({}, None) if score_mod is None else read_by(score_mod)
     asked, key_of_mask = ({}, None) if mask_mod is None else read_by_mask(mask_mod)
     dq, dk, dv, _ = call_backward(

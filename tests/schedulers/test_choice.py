@@ -6,7 +6,6 @@ from schedulers import (
     ClcScheduler,
     CounterScheduler,
     StaticPersistentScheduler,
-    backward_prefers_clc,
     clc_requested,
     of_clusters,
     prefers_clc,
@@ -54,20 +53,10 @@ def test_the_default(bounded, rows, capacity, expected):
     assert prefers_clc(bounded, rows, capacity) is expected
 
 
-@pytest.mark.parametrize(
-    ("bounded", "ragged", "expected"),
-    [(False, False, False), (True, False, True), (False, True, True), (True, True, True)],
-)
-def test_the_default_of_the_backward(bounded, ragged, expected):
-    assert backward_prefers_clc(bounded, ragged) is expected
-
-
 @pytest.mark.parametrize("bounded", [False, True])
 def test_shared_sms_are_the_dynamic_schedulers(bounded):
     """Many empty tiles cost less than a static grid that does not fit."""
     assert prefers_clc(bounded, 1, 100, shared=True)
-    assert backward_prefers_clc(bounded, False, shared=True)
-    assert backward_prefers_clc(bounded, False, uneven=True)
 
 
 def test_the_process_environment_is_read_at_each_call(monkeypatch):

@@ -10,10 +10,9 @@ import torch
 from backward_cases import check, gradients, inputs
 from gpus import gpu
 
-from fa4_hd256 import BackwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem, uneven_gradients
+from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.portions import Portion, divide
 from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES, count_tiles
 from fa4_hd256.kernels.blackwell.forward.config import TILES
@@ -122,25 +121,6 @@ def test_ranges_without_a_mask_are_equal():
     for fitting, expected in ((6, [1024, 676]), (4, [1024, 676]), (3, [768, 768, 164])):
         found = divide(whole, 2 * fitting * 256 * 256, GPU).portions
         assert [len(p.queries) for p in found] == expected
-
-
-@pytest.mark.architecture("sm_100a")
-@pytest.mark.parametrize("length", [32768, 46080, 46592, 65536, 66048])
-def test_ranges_of_queries_are_what_the_scheduler_is_chosen_for(length):
-    """Of bf16; tiles of the last ranges are shorter. Exactly with 4 GiB, Hopper's default; with
-    Blackwell's none is missed."""
-    whole = problem((length, length), (2, 2), 1)
-
-    def ranges(ds_bytes: int) -> bool:
-        portions = divide(whole, ds_bytes, GPU).portions
-        return any(len(one.queries) < length for one in portions)
-
-    def uneven(keys: int, heads: int) -> bool:
-        return uneven_gradients((length, heads, 256), (keys, 2, 256))
-
-    assert uneven(length, 2) is ranges(4 << 30)
-    assert ranges(BackwardConfig().ds_bytes) is (length > 65536)
-    assert uneven(1, 4) and not uneven(1, 2)
 
 
 def test_portions_are_as_large_as_fits():

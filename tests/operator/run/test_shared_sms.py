@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
-from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.call.forward_problem import Options, backward_use_clc
 from fa4_hd256.gpus.devices import sms_are_shared
 from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
 from fa4_hd256.kernels.combine_config import CombineConfig
@@ -40,13 +40,14 @@ def _no_choice_by_the_environment(monkeypatch):
 
 def choices(use_clc=None):
     """(forward, backward) of full attention, whose tiles are equal."""
-    return FULL.scheduled(use_clc).use_clc, FULL.backward_use_clc(use_clc, False, False)
+    return FULL.scheduled(use_clc).use_clc, backward_use_clc(use_clc)
 
 
 def test_one_process_keeps_the_static_scheduler():
-    assert not sms_are_shared() and choices() == (False, False)
+    """In the forward; a backward has the dynamic one."""
+    assert not sms_are_shared() and choices() == (False, True)
     ranks(1)
-    assert not sms_are_shared() and choices() == (False, False)
+    assert not sms_are_shared() and choices() == (False, True)
 
 
 def test_one_of_several_processes_takes_the_dynamic_one():
@@ -62,7 +63,7 @@ def test_who_decides_otherwise(monkeypatch):
     assert choices() == (False, False)
     monkeypatch.delenv("FA_CLC")
     monkeypatch.setenv("FA4_HD256_RESERVED_SMS", "16")
-    assert choices() == (False, False)
+    assert choices() == (False, True)
 
 
 @pytest.mark.simulator
@@ -71,10 +72,12 @@ def test_the_same_bits():
     tensors = inputs((40, 200), (2, 2))
     dout = torch.randn_like(tensors[0])
     expected = gradients(tensors, dout)
+    alone = flash_attn_func(*tensors)
     assert sm100_sim.last_reports()[-1].clc["try_cancel"] == 0
     ranks(2)
-    found = gradients(tensors, dout)
+    assert torch.equal(flash_attn_func(*tensors), alone)
     assert sm100_sim.last_reports()[-1].clc["try_cancel"] > 0
+    found = gradients(tensors, dout)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     layer = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
     assert torch.equal(layer(*tensors), flash_attn_func(*tensors))
