@@ -137,6 +137,12 @@ DOCUMENTS = {
         "Keys and values in e4m3 on an H200", ("kv-types",), "serving.md"
     ),
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
+    "ranks_h100": Document(
+        "One sequence over two H100s", ("ranks",), "context_parallel.md"
+    ),
+    "parallel_h100": Document(
+        "Training steps of a block over two H100s", ("parallel",), "context_parallel.md"
+    ),
     "training_h200": Document(
         "A training with each attention",
         ("training", "--seed", "0", "--seed", "1"), "hopper.md",
