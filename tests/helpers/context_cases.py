@@ -374,7 +374,7 @@ def _a_sink_that_takes_nothing() -> Any:
     def wrong(self: Any, sink: torch.Tensor) -> None:
         self.lse = torch.logaddexp(self.lse, sink.float()[:, None])
 
-    return mock.patch.object(local.Attended, "add_sink", wrong)
+    return mock.patch.object(local.Attended, "_add_sink", wrong)
 
 
 #: Mistakes, by what is wrong.

@@ -161,10 +161,7 @@ class _OverRanks(torch.autograd.Function):
         v: torch.Tensor,
         sink: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attended = walk.attend(q, (k, v), settings)
-        if sink is not None:
-            attended.add_sink(sink)
-        out, lse = attended.out.to(q.dtype), attended.lse
+        out, lse = walk.attend(q, (k, v), settings).results(sink, q.dtype)
         # Those of functions, so that autograd finds out where they have changed.
         ctx.save_for_backward(q, k, v, sink, out, lse, *settings.read)
         ctx.walk, ctx.settings = walk, settings

@@ -105,12 +105,14 @@ class OwnRows(NamedTuple):
 
 
 class Attended:
-    """out and lse of a rank's queries over the keys seen so far."""
+    """out and lse of a rank's queries over the keys seen so far; what was found last is taken in
+    when the next part begins: NOTE [room for a transfer] in `ring.py`."""
 
     def __init__(self, q: torch.Tensor) -> None:
         batch, rows, heads, _ = q.shape
         self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         self.lse = torch.full((batch, heads, rows), -math.inf, device=q.device)
+        self._found: tuple[torch.Tensor, torch.Tensor, slice] | None = None
         self._is_empty = True
 
     def add(
@@ -119,22 +121,37 @@ class Attended:
     ) -> None:  # fmt: skip
         """Attend to parts of keys that no part before had. held: k, v."""
         for part in parts:
-            own, own_lse = _forward(q, held, part, settings)
+            self._take_in()
             rows = slice(part.queries.start, part.queries.stop)
-            out, lse = self.out[:, rows], self.lse[..., rows]
-            if self._is_empty:
-                out.copy_(own)
-                lse.copy_(own_lse)
-                self._is_empty = False
-                continue
-            total = torch.logaddexp(lse, own_lse)
-            # Of rows that have seen nothing yet total and own_lse may both be -inf.
-            share = torch.exp(own_lse - total).nan_to_num_(nan=0.0)
-            out.lerp_(own.float(), share.transpose(1, 2).unsqueeze(-1))
-            lse.copy_(total)
+            self._found = *_forward(q, held, part, settings), rows
 
-    def add_sink(self, sink: torch.Tensor) -> None:
-        """Count a logit of each head that takes part in the softmax with a value of 0."""
+    def _take_in(self) -> None:
+        if self._found is None:
+            return
+        (own, own_lse, rows), self._found = self._found, None
+        out, lse = self.out[:, rows], self.lse[..., rows]
+        if self._is_empty:
+            out.copy_(own)
+            lse.copy_(own_lse)
+            self._is_empty = False
+            return
+        total = torch.logaddexp(lse, own_lse)
+        # Of rows that have seen nothing yet total and own_lse may both be -inf.
+        share = torch.exp(own_lse - total).nan_to_num_(nan=0.0)
+        out.lerp_(own.float(), share.transpose(1, 2).unsqueeze(-1))
+        lse.copy_(total)
+
+    def results(
+        self, sink: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out in this type, lse); sink: of each head a logit that takes part in the softmax with
+        a value of 0, or None."""
+        self._take_in()
+        if sink is not None:
+            self._add_sink(sink)
+        return self.out.to(dtype), self.lse
+
+    def _add_sink(self, sink: torch.Tensor) -> None:
         total = torch.logaddexp(self.lse, sink.float()[:, None])
         left = torch.exp(self.lse - total).nan_to_num_(nan=0.0)
         self.out *= left.transpose(1, 2).unsqueeze(-1)

@@ -8,6 +8,12 @@ from the last rank that sees these go home; a part of a rank's own rows is left 
 this, too, goes on beside a kernel.
 
 Sums are made in the order of the hops, so that results have the same bits in every run.
+
+NOTE [room for a transfer].  A transfer on GPUs is a kernel, too, which needs some SMs; attention's
+takes all there are until its last tiles.  Both may begin at the same moment, when what was issued
+before is done.  So short kernels stand between: after the begin of a transfer and before the next
+attention sums are filled with zeros, what the attention before has found is taken in, or the
+backward's rows are prepared.
 """
 
 from __future__ import annotations
@@ -217,8 +223,9 @@ class Ring:
 
     def attend(self, q: torch.Tensor, kv: Held, settings: Settings) -> Attended:
         """out and lse of this rank's queries over all keys. kv: k and v of this rank."""
-        k, attended = kv[0], Attended(q)
+        k = kv[0]
         transfer, held = self.pass_on(self.first(kv), 0, k)
+        attended = Attended(q)
         attended.add(q, kv, self.parts(self.own), settings)
         for hop in range(1, self.hops + 1):
             transfer.wait()
@@ -236,13 +243,13 @@ class Ring:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 (dq, dkv) of this rank's rows; dkv: (2, batch, rows, heads_kv, 256)."""
         k = kv[0]
-        dq = torch.zeros(own.q.shape, dtype=torch.float32, device=k.device)
-        dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
         # Without a hop there is nothing to work beside.
         at_begin, at_end = (
             own_parts(self.own, self.mask) if self.hops else (self.parts(self.own), ())
         )
         transfer, held = self.pass_on(self.first(kv), 0, k)
+        dq = torch.zeros(own.q.shape, dtype=torch.float32, device=k.device)
+        dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
         add_gradients(own, kv, (dq, dkv), at_begin, settings)
         summing, before, homes = Transfer(), _NOTHING, _NOTHING
         for hop in range(1, self.hops + 1):

@@ -1,4 +1,4 @@
-"""In which order a rank sends and works in ring attention's backward."""
+"""In which order a rank sends and works in ring attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fa4_hd256.call.forward_problem import Options
-from fa4_hd256.integrations.context_parallel import ring
+from fa4_hd256.integrations.context_parallel import local, ring
 from fa4_hd256.integrations.context_parallel.exchange import Transfer
 from fa4_hd256.integrations.context_parallel.local import OwnRows, Settings
 
@@ -51,3 +51,37 @@ def test_one_rank_that_sees_itself_alone_is_one_call(monkeypatch):
     """Without an exchange nothing is left for its end."""
     done = walked(monkeypatch, "contiguous", (0, 0))
     assert [event for event in done if event[0] == "work"] == [("work", ROWS, ROWS)]
+
+
+def test_short_work_stands_between_a_transfer_and_the_next_attention(monkeypatch):
+    """NOTE [room for a transfer]: sums are filled, or what was found last is taken in."""
+    done = []
+
+    def start(sends, receives):
+        done.append("send")
+        return Transfer()
+
+    def attention(q, held, part, settings):
+        done.append("attention")
+        return q[:, : len(part.queries)], torch.zeros(1, 1, len(part.queries))
+
+    class Sums(local.Attended):
+        def __init__(self, q):
+            done.append("fill")
+            super().__init__(q)
+
+        def _take_in(self):
+            if self._found is not None:
+                done.append("sum")
+            super()._take_in()
+
+    monkeypatch.setattr(local, "_forward", attention)
+    monkeypatch.setattr(ring, "Attended", Sums)
+    settings = Settings(Options(1.0, (None, None), 0.0), None, None, "", None, 4 * ROWS)
+    ranks = SimpleNamespace(own=0, count=4, start=start)
+    rows = torch.zeros(1, ROWS, 1, 8, dtype=torch.bfloat16)
+    walk = ring.Ring(ranks, "contiguous", ROWS, settings)
+    out, _ = walk.attend(rows, (rows, rows), settings).results(None, rows.dtype)
+    between = ["send", "sum", "attention"]
+    assert done == ["send", "fill", "attention", *between * 3, "sum"]
+    assert torch.equal(out, rows)
