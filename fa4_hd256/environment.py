@@ -40,7 +40,8 @@ PROGRESS = Variable(
 RESERVED_SMS = Variable(
     "FA4_HD256_RESERVED_SMS",
     "0",
-    "SMs that grids of the static tile scheduler leave to other kernels (NCCL's, say); same bits",
+    "SMs that grids of the static tile scheduler, and on Hopper of the dynamic one, leave to other "
+    "kernels (NCCL's, say); FA_CLC=0 makes all static; same bits",
 )
 CHECK_PAGES = Variable(
     "FA4_HD256_CHECK_PAGES",
@@ -87,8 +88,8 @@ VARIABLES = (
         "FA_CLC",
         "by mask and lengths",
         "1 selects the dynamic tile scheduler (cluster launch control, or a counter in "
-        "memory), 0 the static one; unset: "
-        "a rule for each direction, from the timing model (docs/bench.md)",
+        "memory), 0 the static one; unset: the dynamic one in a backward, and a rule of mask and "
+        "lengths in a forward (docs/bench.md)",
     ),
     Variable(
         "SM100_SIM_REPORT",

@@ -15,8 +15,9 @@ section the block is the slow index and the head the fast one::
   one KV group gives the best reuse; a section of all heads gives the best balance;
   `section_heads_for` chooses the widest section whose K and V stay in L2.
 * `num_blocks` and the number of pairs may be any positive numbers.  The last section takes in what
-  is left over, so it is less than twice as wide as the others: in a narrower one the longest tiles
-  of a few heads would begin when little is left to do beside them.
+  is left over, so it is less than twice as wide as the others, unless `last_heads` asks for more:
+  in a narrower one the longest tiles of a few heads would begin when little is left to do beside
+  them.
 
 NOTE [blocks in a row].  Of packed sequences each would have blocks for the longest one, most of
 them empty where lengths differ much.  The host does not know the lengths, which are on the device,

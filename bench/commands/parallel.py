@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.measure.parallel_block import DIVISIONS, Attention, Block, BlockShape, causal_attention
-from bench.measure.rank_processes import each_job, rank_count
-from bench.measure.ranks import ONE_GPU, Times, sampled
+from bench.measure.rank_processes import ONE_GPU, each_job, rank_count
+from bench.measure.ranks import Times, sampled
 from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.tables.comparison import OURS
 from bench.tables.results import add_output_options, emit

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.measure.rank_processes import each_job, rank_count
+from bench.measure.rank_processes import ONE_GPU, each_job, rank_count
 from bench.measure.ranks import (
     KERNELS,
-    ONE_GPU,
     RING,
     TRANSFERS,
     WAITS,

@@ -12,6 +12,8 @@ from torch import nn
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.kernels.limits import HEAD_DIM
 
+from .rank_processes import ONE_GPU
+
 __all__ = ["DIVISIONS", "Block", "BlockShape", "causal_attention"]
 
 #: (q, k, v) -> out, causal: (batch, tokens, heads, 256).
@@ -101,7 +103,7 @@ def _fully_sharded(block: Block, x: torch.Tensor, mesh: Any) -> tuple[nn.Module,
 #: (block, its input, mesh) -> this rank's. Under tensor parallelism ranks have some heads and inner
 #: columns, under FSDP2 sequences of their own and parts of each parameter.
 DIVISIONS: dict[str, Callable[[Block, torch.Tensor, Any], tuple[nn.Module, torch.Tensor]]] = {
-    "one GPU": _whole,
+    ONE_GPU: _whole,
     "tensor parallel": _tensor_parallel,
     "FSDP2": _fully_sharded,
 }

@@ -14,7 +14,10 @@ import torch.distributed as dist
 
 from .providers import attempt
 
-__all__ = ["LONGEST", "each_job", "rank_count"]
+__all__ = ["LONGEST", "ONE_GPU", "each_job", "rank_count"]
+
+#: What several GPUs are compared with.
+ONE_GPU = "one GPU"
 
 Job = TypeVar("Job")
 Found = TypeVar("Found")
@@ -41,8 +44,8 @@ def each_job(
 ) -> None:  # fmt: skip
     """Call function(job) on the first `ranks` GPUs, job by job, NCCL being initialised.
 
-    heard: called with a job and what rank 0's function returned, or why a rank's raised. Raises
-    RuntimeError where a process ends, or says nothing for `LONGEST` seconds.
+    heard: called with a job and what rank 0's function returned, or why a rank's raised. A process
+    that ends, or says nothing for `LONGEST` seconds, is the reason of its job, and the last one.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as folder:
@@ -59,22 +62,28 @@ def each_job(
             for job in jobs:
                 for pipe in pipes:
                     pipe.send(job)
-                answers = [_answer(pipe, rank, job) for rank, pipe in enumerate(pipes)]
+                answers = [_answer(pipe, rank) for rank, pipe in enumerate(pipes)]
                 failed = [answer for answer in answers if isinstance(answer, str)]
                 heard(job, failed[0] if failed else answers[0])
+        except _RankLost as error:
+            heard(job, str(error))
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _answer(pipe: Any, rank: int, job: Any) -> Any:
+class _RankLost(RuntimeError):
+    """A rank's process answers no more; says which."""
+
+
+def _answer(pipe: Any, rank: int) -> Any:
     if not pipe.poll(LONGEST):
-        raise RuntimeError(f"nothing in {LONGEST:.0f} s from rank {rank} at {job}")
+        raise _RankLost(f"nothing in {LONGEST:.0f} s from rank {rank}")
     try:
         return pipe.recv()
     except EOFError:
-        raise RuntimeError(f"the process of rank {rank} has ended at {job}") from None
+        raise _RankLost(f"the process of rank {rank} has ended") from None
 
 
 def _serve(function: Callable[[Any], Any], place: tuple[str, int, int], pipe: Any) -> None:

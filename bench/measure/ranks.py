@@ -24,10 +24,13 @@ from fa4_hd256.integrations import context_parallel, sdpa
 from fa4_hd256.integrations.context_parallel import exchange, local, ring
 from fa4_hd256.kernels.limits import HEAD_DIM
 
+from .rank_processes import ONE_GPU
+
 __all__ = [
-    "KERNELS", "ONE_GPU", "RING", "TRANSFERS", "WAITS", "WAYS", "Job", "RanksCase", "Times",
+    "KERNELS", "RING", "TRANSFERS", "WAITS", "WAYS", "Job", "RanksCase", "Times",
     "sampled", "timed",
 ]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class RanksCase:
@@ -182,7 +185,7 @@ def _pytorch(
             attention.restore_flash_attention_impl()
 
 
-ONE_GPU, RING = "one GPU", "ring"
+RING = "ring"
 KERNELS, TRANSFERS = "ring, kernels alone", "ring, transfers alone"
 WAITS = "ring, waits for transfers"
 

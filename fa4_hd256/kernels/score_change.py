@@ -79,6 +79,7 @@ def _alibi(score: Float32, place: Scored, tensors: tuple) -> Float32:
 ALIBI = "alibi"
 SCORE_MOD.register(ALIBI, Functions(_alibi))
 
+
 class ScorePlaces:
     """Where the scores of a register tensor lie.
 

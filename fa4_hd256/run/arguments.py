@@ -39,8 +39,9 @@ __all__ = [
     "vector_type",
 ]
 
-#: The largest window passed on.
+#: The largest window passed on, and the largest bound of lengths, which may be any number.
 LARGEST_WINDOW = 1 << 29
+LARGEST_LENGTH = (1 << 31) - 1
 WORD = 4  # bytes of a float32 or int32
 
 
@@ -157,7 +158,7 @@ def call_scalars(
         window_left=cutlass.Int32(left),
         window_right=cutlass.Int32(right),
         max_seqlen_q=cutlass.Int32(problem.max_seqlen_q),
-        max_seqlen_k=cutlass.Int32(problem.max_seqlen_k),
+        max_seqlen_k=cutlass.Int32(min(problem.max_seqlen_k, LARGEST_LENGTH)),
         head_parts=cutlass.Int32(head_parts) if backward else None,
         clusters=cutlass.Int32(gpu.grid_clusters(cluster or problem.tiles.cluster)),
         l2_bytes=cutlass.Int32(gpu.l2_bytes_for_tiles),

@@ -4,8 +4,8 @@ At hop t rank r works on the rows of rank r - t, which it has from rank r - 1, a
 hands them on to r + 1. Rows that no rank further on sees are not sent, and nobody is asked for
 rows that nobody sees; under a window of both sides, whose far ranks are those just ahead, rows go
 the other way round, too. In the backward the sums of dK and dV follow their rows in float32, and
-from the last rank that sees these go home; a part of a rank's own rows is left for then, so that
-this, too, goes on beside a kernel.
+from the last rank that sees these go home; a part of a rank's own rows is left for then
+(`own_parts`), so that this, too, goes on beside a kernel.
 
 Sums are made in the order of the hops, so that results have the same bits in every run.
 

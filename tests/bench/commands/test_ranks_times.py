@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
 
 from bench.__main__ import main
 from bench.commands import parallel
 from bench.commands import ranks as command
-from bench.measure.ranks import KERNELS, ONE_GPU, RING, TRANSFERS, WAITS, WAYS
+from bench.measure import rank_processes
+from bench.measure.rank_processes import ONE_GPU
+from bench.measure.ranks import KERNELS, RING, TRANSFERS, WAITS, WAYS
 from bench.suite import BACKWARD, FORWARD
 from bench.tables.comparison import OURS
 
@@ -71,9 +75,16 @@ def test_gpus_are_needed(name, capsys):
 def test_steps_are_beside_those_of_one_gpu():
     shape, name = parallel.SHAPES[0], OURS
     found = {
-        (shape, name, "one GPU"): (30.0,), (shape, name, "tensor parallel"): (20.0,),
+        (shape, name, ONE_GPU): (30.0,), (shape, name, "tensor parallel"): (20.0,),
         (shape, name, "FSDP2"): "RuntimeError: no",
     }  # fmt: skip
     rows = parallel.table(found, 2, "2 x GPU").rows
     assert [row["speedup"] for row in rows] == [None, 1.5, None]
     assert [row["status"] for row in rows] == ["ok", "ok", "RuntimeError: no"]
+
+
+def test_a_rank_that_ended_is_the_reason():
+    here, there = multiprocessing.Pipe()
+    there.close()
+    with pytest.raises(rank_processes._RankLost, match="the process of rank 1 has ended"):
+        rank_processes._answer(here, 1)

@@ -71,7 +71,7 @@ def test_the_same_bits():
     """Alone and as one of several, plain and in a graph of torch.compile."""
     tensors = inputs((40, 200), (2, 2))
     dout = torch.randn_like(tensors[0])
-    expected = gradients(tensors, dout)
+    expected = gradients(tensors, dout, use_clc=False)
     alone = flash_attn_func(*tensors)
     assert sm100_sim.last_reports()[-1].clc["try_cancel"] == 0
     ranks(2)
