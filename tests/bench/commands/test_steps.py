@@ -36,8 +36,8 @@ def test_every_kernel_of_every_provider_has_a_row():
     assert [row["provider"] for row in found] == 2 * ["ours"] + 2 * ["FROST"] + 8 * ["ours"] + [
         "FROST"
     ] * 6
-    # By the scheduler of a call: dynamic for causal ones.
-    assert [("ours", causal, causal, kernel) for kernel in ("dv", "products")
+    # By the scheduler of a call, which is the dynamic one.
+    assert [("ours", causal, True, kernel) for kernel in ("dv", "products")
             for causal in (False, True)] == asked[:4]  # fmt: skip
     forward = [row for row in found if row["direction"] == FORWARD]
     assert {row["step_high"] for row in forward} == {2560}

@@ -265,15 +265,14 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
 
     monkeypatch.setattr(Ours, "backward", ours)
     predictor = Predictor(load("b200"), 1)
-    ungrouped = replace(DENSE, heads_kv=DENSE.heads)
-    for case in (CAUSAL, CAUSAL, PACKED, ungrouped, DENSE):
+    for case in (CAUSAL, CAUSAL, PACKED, DENSE):
         found = predictor.predict("ours", case, BACKWARD)
+    predictor.backward("ours", DENSE, False)
     assert asked == [
         (Kind(CAUSAL.causal), True, "b200", 1),
-        (Kind.of(PACKED), PACKED.causal, "b200", 1),
-        (Kind(DENSE.causal), False, "b200", 1),
-        # Query heads share KV heads.
+        (Kind.of(PACKED), True, "b200", 1),
         (Kind(DENSE.causal), True, "b200", 1),
+        (Kind(DENSE.causal), False, "b200", 1),
     ]
     assert list(found.seconds) == [DENSE.seqlen_q * 1e-6, 1.0] and found.bound is None
     assert found.paths == Paths(1, DENSE.seqlen_q)
