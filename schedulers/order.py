@@ -197,13 +197,14 @@ class TileProblem:
         pairs = self.num_heads * self.num_batches
         width = _minimum(self.section_heads, pairs)
         least = _maximum(width, _minimum(self.last_heads, pairs))
-        num_sections = (pairs - least) // width + 1
-        last_width = pairs - (num_sections - 1) * width
-        section_tiles = width * self.num_blocks
+        last_width = least + (pairs - least) % width
+        section_tiles, last_pair = width * self.num_blocks, pairs - last_width
         divisors = (section_tiles, width, last_width, self.num_heads)
         if not self.python_integers:
             divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(d)) for d in divisors)
-        sizes = (self.num_tiles, self.num_blocks, num_sections - 1, width)
+        sizes = (
+            self.num_tiles, self.num_blocks, last_pair * self.num_blocks, last_pair, width
+        )  # fmt: skip
         if not self.python_integers:
             sizes = tuple(Int32(size) for size in sizes)
         return TileOrder(*sizes, *divisors, self.later_blocks_first, self.packed)
@@ -225,13 +226,15 @@ class TileProblem:
 class TileOrder:
     """The precomputed parameters of `tile_coordinates`; a kernel parameter on the device.
 
-    Made by `TileProblem.order`.  The `per_*` fields are divisors: Python integers on the host,
-    `cute.FastDivmodDivisorV2` on the device, so that decoding costs no integer division.
+    Made by `TileProblem.order`.  last_tile, last_pair: the first of the last section.  The `per_*`
+    fields are divisors: Python integers on the host, `cute.FastDivmodDivisorV2` on the device, so
+    that decoding costs no integer division.
     """
 
     num_tiles: Any
     num_blocks: Any
-    last_section: Any
+    last_tile: Any
+    last_pair: Any
     section_heads: Any
     per_section: Any
     per_block: Any
@@ -243,7 +246,8 @@ class TileOrder:
     _DYNAMIC = (
         "num_tiles",
         "num_blocks",
-        "last_section",
+        "last_tile",
+        "last_pair",
         "section_heads",
         "per_section",
         "per_block",
@@ -279,15 +283,15 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
     `index` must be in [0, order.num_tiles).  The same statements run on Python integers and on
     Int32 values; a bijection for every order.
     """
-    section, _ = divmod(index, order.per_section)
-    section = _minimum(section, order.last_section)
-    in_section = index - section * (order.section_heads * order.num_blocks)
-    in_last = section == order.last_section
+    section, in_section = divmod(index, order.per_section)
+    in_last = index >= order.last_tile
+    first = _select(in_last, order.last_pair, section * order.section_heads)
+    in_section = _select(in_last, index - order.last_tile, in_section)
     rank, in_block = divmod(in_section, order.per_block)
     last_rank, last_in_block = divmod(in_section, order.per_block_of_last_section)
     rank = _select(in_last, last_rank, rank)
     in_block = _select(in_last, last_in_block, in_block)
-    batch, head = divmod(section * order.section_heads + in_block, order.per_batch)
+    batch, head = divmod(first + in_block, order.per_batch)
     block = order.num_blocks - 1 - rank if order.later_blocks_first else rank
     if order.packed is not None:
         block, batch = _of_row(block, batch, order.packed)

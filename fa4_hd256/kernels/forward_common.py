@@ -166,6 +166,8 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         sizes, problem = self.tile_problem(operands, optional, scalars)
         tensors = self.kernel_tensors(operands, lse, optional)
         grid = self.scheduler.grid_shape(problem, scalars.clusters)
+        # What orders the tiles no kernel reads.
+        scalars = scalars._replace(max_seqlen_k=None)
         self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
             grid=grid,
             block=(self.warps.num_threads, 1, 1),

@@ -20,7 +20,8 @@ class CallScalars(NamedTuple):
     head are divided.  clusters: of a static grid.  l2_bytes: of L2, for what the tiles of
     a section share.
 
-    softmax_scale and head_parts are the backward's, and None in the forward.
+    softmax_scale and head_parts are the backward's, and None in the forward, whose kernels have no
+    max_seqlen_k.
     part_keys: of each part of a sequence's keys, where parts are fixed; None for others.
     tile_counter: (1,) int32 tensor of the dynamic scheduler that counts in memory; None for others.
     score_origin: `score_change.ScoreOrigin` of the backward with a score_mod or mask_mod; None for
@@ -33,7 +34,7 @@ class CallScalars(NamedTuple):
     window_left: Int32
     window_right: Int32
     max_seqlen_q: Int32
-    max_seqlen_k: Int32
+    max_seqlen_k: Int32 | None
     head_parts: Int32 | None
     clusters: Int32
     l2_bytes: Int32
