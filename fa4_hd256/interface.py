@@ -91,9 +91,8 @@ def flash_attn_func(
         the architecture's own classes (on Blackwell `ForwardConfig` and `BackwardConfig`); if None
         the default one, whose exp2 mix in the forward is that of the tuning table.
     use_clc: whether the dynamic tile scheduler is used; None: what the environment variable
-        FA_CLC says, and where it is not set True in the backward, and in the forward a rule of mask
-        and lengths, or True where the process is one of several ranks, whose communication may hold
-        SMs meanwhile.
+        FA_CLC says, else True in the backward, and in the forward a rule of mask and lengths, or
+        True where the process is one of several ranks, whose communication may hold SMs meanwhile.
     out: a tensor like q to which the result is written, and which is returned; any layout that is
         read in place. Not with gradients.
     block_mask: which keys queries see, instead of causal and window_size: PyTorch's `BlockMask` or
