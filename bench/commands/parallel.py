@@ -7,19 +7,17 @@ step being the same, with this project's attention and with PyTorch's.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.measure.parallel_block import DIVISIONS, Attention, Block, BlockShape, causal_attention
-from bench.measure.rank_processes import ONE_GPU, each_job, rank_count
-from bench.measure.ranks import Times, sampled
+from bench.measure.rank_processes import ONE_GPU, Times, each_job, figures, rank_count, say
+from bench.measure.ranks import sampled
 from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.tables.comparison import OURS
 from bench.tables.results import add_output_options, emit
@@ -80,16 +78,11 @@ def table(found: Mapping[Job, Times | str], ranks: int, machine: str) -> Table:
     for (shape, attention, division), times in found.items():
         row: dict[str, Any] = dict.fromkeys(column.name for column in COLUMNS)
         row |= {
-            "block": str(shape), "attention": attention, "division": division, "status": times,
+            "block": str(shape), "attention": attention, "division": division,
             BASIS: "measured", MACHINE: machine,
         }  # fmt: skip
-        if not isinstance(times, str):
-            low, ms, high = (float(np.quantile(times, share)) for share in (0.2, 0.5, 0.8))
-            row |= {"status": "ok", "ms": ms, "low": low, "high": high}
-            one = found.get((shape, attention, ONE_GPU))
-            if one is not None and not isinstance(one, str) and division != ONE_GPU:
-                row["speedup"] = float(np.median(one)) / ms
-        rows.append(row)
+        one = None if division == ONE_GPU else found.get((shape, attention, ONE_GPU))
+        rows.append(row | figures(times, one))
     note = "Forward and backward of one block, from a barrier to the end of the slowest rank."
     return Table("parallel", f"Training steps over {ranks} GPUs", COLUMNS, rows, (note,))
 
@@ -112,8 +105,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     def heard(job: Job, times: Times | str) -> None:
         found[job] = times
-        shown = times if isinstance(times, str) else f"{np.median(times):.2f} ms"
-        print(f"  {', '.join(map(str, job))}: {shown}", file=sys.stderr, flush=True)
+        say(job, times)
 
     timing = partial(timed, sampling=(arguments.warmup, arguments.runs))
     each_job(timing, limit.begun(jobs), ranks, heard)

@@ -9,7 +9,6 @@ kernels. On two CUDA GPUs or more.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.measure.rank_processes import ONE_GPU, each_job, rank_count
+from bench.measure.rank_processes import ONE_GPU, Times, each_job, figures, rank_count, say
 from bench.measure.ranks import (
     KERNELS,
     RING,
@@ -26,7 +25,6 @@ from bench.measure.ranks import (
     WAYS,
     Job,
     RanksCase,
-    Times,
     timed,
 )
 from bench.measure.time_limit import TimeLimit, add_time_limit
@@ -102,20 +100,17 @@ def _figures(
     case: RanksCase, direction: str, way: str, of_row: Mapping[str, Times | str], ranks: int
 ) -> dict[str, Any]:
     """Columns of one way. Those that leave something out have no rate."""
-    figures: dict[str, Any] = dict.fromkeys(column.name for column in COLUMNS[3:])
-    times, one = of_row[way], of_row.get(ONE_GPU)
+    row: dict[str, Any] = dict.fromkeys(column.name for column in COLUMNS[3:])
+    times, is_whole = of_row[way], way not in (KERNELS, TRANSFERS, WAITS)
+    row |= figures(times, of_row.get(ONE_GPU) if is_whole and way != ONE_GPU else None)
     if isinstance(times, str):
-        return figures | {"status": times}
-    low, ms, high = (float(np.quantile(times, share)) for share in (0.2, 0.5, 0.8))
-    figures |= {"status": "ok", "ms": ms, "low": low, "high": high, "milliseconds": list(times)}
-    if way in (KERNELS, TRANSFERS, WAITS):
-        return figures
-    gpus = 1 if way == ONE_GPU else ranks
-    figures["tflops"] = case.flop(direction) / gpus / ms / 1e9
-    if one is not None and not isinstance(one, str) and way != ONE_GPU:
-        figures["speedup"] = float(np.median(one)) / ms
-        figures["efficiency"] = figures["speedup"] / ranks
-    return figures
+        return row
+    row["milliseconds"] = list(times)
+    if is_whole:
+        row["tflops"] = case.flop(direction) / (1 if way == ONE_GPU else ranks) / row["ms"] / 1e9
+    if row["speedup"] is not None:
+        row["efficiency"] = row["speedup"] / ranks
+    return row
 
 
 def _hidden(ring: float, kernels: float, transfers: float, waits: float) -> dict[str, float]:
@@ -166,8 +161,7 @@ def main(arguments: argparse.Namespace) -> int:
     def heard(job: Job, times: Times | str) -> None:
         case, direction, way = job
         found[(case, direction), way] = times
-        shown = times if isinstance(times, str) else f"{np.median(times):.2f} ms"
-        print(f"  {case}, {direction}, {way}: {shown}", file=sys.stderr, flush=True)
+        say(job, times)
 
     timing = partial(timed, sampling=(arguments.warmup, arguments.runs))
     each_job(timing, limit.begun(chosen), ranks, heard)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from .providers import attempt
 
-__all__ = ["LONGEST", "ONE_GPU", "each_job", "rank_count"]
+__all__ = ["LONGEST", "ONE_GPU", "Times", "each_job", "figures", "rank_count", "say"]
+
+#: Of runs in milliseconds, each the slowest rank's.
+Times = tuple[float, ...]
 
 #: What several GPUs are compared with.
 ONE_GPU = "one GPU"
@@ -36,6 +41,24 @@ def rank_count(asked: int | None, command: str) -> int:
             f"`{command}` has no modelled figures"
         )
     return count
+
+
+def figures(times: Times | str, one: Times | str | None = None) -> dict[str, Any]:
+    """Columns of a row: status, ms, low and high of its times, or why it has none; speedup over
+    those of one GPU, where these are given and known."""
+    if isinstance(times, str):
+        return {"status": times}
+    low, ms, high = (float(np.quantile(times, share)) for share in (0.2, 0.5, 0.8))
+    found: dict[str, Any] = {"status": "ok", "ms": ms, "low": low, "high": high}
+    if one is not None and not isinstance(one, str):
+        found["speedup"] = float(np.median(one)) / ms
+    return found
+
+
+def say(job: tuple, times: Times | str) -> None:
+    """A line of a job's result, as soon as it is known."""
+    shown = times if isinstance(times, str) else f"{np.median(times):.2f} ms"
+    print(f"  {', '.join(map(str, job))}: {shown}", file=sys.stderr, flush=True)
 
 
 def each_job(

@@ -24,11 +24,11 @@ from fa4_hd256.integrations import context_parallel, sdpa
 from fa4_hd256.integrations.context_parallel import exchange, local, ring
 from fa4_hd256.kernels.limits import HEAD_DIM
 
-from .rank_processes import ONE_GPU
+from .rank_processes import ONE_GPU, Times
 
 __all__ = [
-    "KERNELS", "RING", "TRANSFERS", "WAITS", "WAYS", "Job", "RanksCase", "Times",
-    "sampled", "timed",
+    "KERNELS", "RING", "TRANSFERS", "WAITS", "WAYS", "Job", "RanksCase", "sampled",
+    "timed",
 ]  # fmt: skip
 
 
@@ -67,9 +67,6 @@ class RanksCase:
         ]  # fmt: skip
 
 
-#: Of runs in milliseconds, each the slowest rank's.
-Times = tuple[float, ...]
-
 #: What runs a forward, its inputs, and the gradient of its result.
 _Prepared = tuple[Callable[[], torch.Tensor], Sequence[torch.Tensor], torch.Tensor]
 _Prepare = Callable[[RanksCase, torch.device], contextlib.AbstractContextManager[_Prepared]]
@@ -100,7 +97,6 @@ def _ours(
 @contextlib.contextmanager
 def _kernels_alone(case: RanksCase, device: torch.device) -> Iterator[_Prepared]:
     """The ring with a copy on the GPU in the place of each transfer, of random numbers."""
-
     stored: dict[Any, torch.Tensor] = {}
 
     def copied(
@@ -163,7 +159,6 @@ def _pytorch(
     from torch.nn import attention
 
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    # In PyTorch 2.13 by a function, before it as an attribute of the options.
     experimental.set_rotate_method("alltoall")
     buffers = [tensor.transpose(1, 2).contiguous() for tensor in case.tensors(device)]
     if is_ours:

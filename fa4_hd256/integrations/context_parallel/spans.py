@@ -139,10 +139,10 @@ def own_parts(own: Rows, mask: Mask) -> tuple[tuple[Part, ...], tuple[Part, ...]
     """
     parts = parts_of(own, own, mask)
     if len(parts) == 1 and mask.documents is None and mask.units is None:
-        middle = sum(map(len, own)) // 2
+        count = sum(map(len, own))
         parts = tuple(
             part._replace(queries=_moved(part.queries, rows.start))
-            for rows in (range(middle), range(middle, sum(map(len, own))))
+            for rows in (range(count // 2), range(count // 2, count))
             for part in parts_of(_cut_out(own, rows), own, mask)
         )
     middle = (len(parts) + 1) // 2
