@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import math
 import os
 import threading
@@ -38,10 +39,9 @@ from .translate.kernel import CompiledKernel, translate
 #: Bytes that the state of the clusters resident by default may take.
 STATE_LIMIT = 1 << 30
 
-#: Kernels of this process: parsed, by PTX text; translated, by PTX text, name and whether for the
-#: sanitizer.
-_parsed: dict[str, dict[str, Kernel]] = {}
-_translated: dict[tuple[str, str, bool], CompiledKernel] = {}
+#: Modules, and translated kernels, that a process keeps of those it has run; those used least
+#: recently go.  Each takes some 10 MB; to read one again from the disk takes half a second.
+KEPT_KERNELS = 64
 _lock = threading.RLock()
 
 
@@ -176,37 +176,42 @@ def run_host_code(
 
 
 def parsed_kernel(ptx: str, name: str) -> Kernel:
-    """The kernel `name` of a PTX module, which is parsed once in this process.
+    """The kernel `name` of a PTX module, which is parsed once while it is kept.
 
     Raises LaunchError if the module has no such kernel.
     """
     with _lock:
-        if ptx not in _parsed:
-            load_table()
-            _parsed[ptx] = parse_module(ptx)
-        kernels = _parsed[ptx]
-        if name not in kernels:
-            raise LaunchError(f"the PTX has no kernel {name!r}; it has {sorted(kernels)}")
-        return kernels[name]
+        kernels = _parsed(ptx)
+    if name not in kernels:
+        raise LaunchError(f"the PTX has no kernel {name!r}; it has {sorted(kernels)}")
+    return kernels[name]
 
 
 def translated_kernel(ptx: str, name: str, sanitize: bool = False) -> CompiledKernel:
-    """The kernel `name` of a PTX module in native code, translated once in this process.
+    """The kernel `name` of a PTX module in native code, translated once while it is kept.
 
     sanitize: the variant that logs memory accesses. Both variants share the parsed kernel.
     """
-    key = (ptx, name, sanitize)
     with _lock:
-        if key not in _translated:
-            _translated[key] = translate(parsed_kernel(ptx, name), sanitize=sanitize, ptx=ptx)
-        return _translated[key]
+        return _translated(ptx, name, sanitize)
+
+
+@functools.lru_cache(maxsize=KEPT_KERNELS)
+def _parsed(ptx: str) -> dict[str, Kernel]:
+    load_table()
+    return parse_module(ptx)
+
+
+@functools.lru_cache(maxsize=KEPT_KERNELS)
+def _translated(ptx: str, name: str, sanitize: bool) -> CompiledKernel:
+    return translate(parsed_kernel(ptx, name), sanitize=sanitize, ptx=ptx)
 
 
 def forget_kernels() -> None:
     """Let go of the kernels that this process has parsed and translated."""
     with _lock:
-        _parsed.clear()
-        _translated.clear()
+        _parsed.cache_clear()
+        _translated.cache_clear()
 
 
 def run_kernel(

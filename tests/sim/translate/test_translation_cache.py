@@ -38,8 +38,7 @@ def directory(tmp_path, monkeypatch):
 
 def run():
     """Result and counts of the kernel, translated anew as in a second process."""
-    launcher._parsed.clear()
-    launcher._translated.clear()
+    launcher.forget_kernels()
     out = np.zeros(32, np.uint32)
     report = run_kernel_text(BODY, [out])
     return out.tolist(), report.opcodes
@@ -148,8 +147,7 @@ def test_a_launch_translates_what_it_runs_and_nothing_else(directory, monkeypatc
 
     count("parse_module")
     count("translate")
-    monkeypatch.setattr(launcher, "_parsed", {})
-    monkeypatch.setattr(launcher, "_translated", {})
+    launcher.forget_kernels()
     out = np.zeros(32, np.uint32)
     pointer = ctypes.c_uint64(out.__array_interface__["data"][0])
     config = LaunchConfig("test", (1, 1, 1), (32, 1, 1), (1, 1, 1), 0,
@@ -160,6 +158,21 @@ def test_a_launch_translates_what_it_runs_and_nothing_else(directory, monkeypatc
         run_host_code(lambda on_launch: on_launch(config), ranges, Options(**choice))
         assert out.tolist() == [3 * i + 100 * (i < 7) for i in range(32)]
     assert calls == ["parse_module", *["translate"] * variants]
+
+
+def test_a_process_keeps_the_kernels_used_last():
+    """So that one which runs a thousand, as a test worker does, does not hold them all."""
+
+    def keep(*numbers):
+        return [launcher.parsed_kernel(kernel_text(f"{BODY}// {n}\n", 1), "test") for n in numbers]
+
+    launcher.forget_kernels()
+    (first,) = keep(0)
+    keep(*range(1, launcher.KEPT_KERNELS))
+    assert keep(0)[0] is first
+    keep(*range(1, launcher.KEPT_KERNELS + 1))
+    assert keep(0)[0] is not first
+    launcher.forget_kernels()
 
 
 def test_the_directory(monkeypatch):
