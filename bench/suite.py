@@ -211,6 +211,15 @@ def _head_groups() -> Iterator[Case]:
         yield Case("head groups", _equal(4, 4096), heads, heads_kv, True)
 
 
+def _prompts() -> Iterator[Case]:
+    for heads in (16, 8, 4):
+        for seqlen in (2048, 8192, 32768):
+            yield Case("prompts", _equal(1, seqlen), heads, 1, True)
+        for queries in (512, 1024):
+            for keys in (65536, 131072):
+                yield Case("prompts", _equal(1, queries, keys), heads, 1, True)
+
+
 def _chunked_prefill() -> Iterator[Case]:
     for heads in (16, 8, 4):
         yield Case("chunked prefill", _equal(1, 512, 65536), heads, 1, True)
@@ -233,20 +242,22 @@ GROUPS = {
     "unequal": _unequal,
 }
 
-#: What docs/hopper.md has of an H200: chosen by name, no parts of the whole suite.
-MEASURED = {
+#: Chosen by name, no parts of the whole suite: what docs/hopper.md has of an H200, and prompts of
+#: which NVIDIA has published cuDNN's rates.
+BY_NAME = {
     "h200 dense": _h200_dense,
     "h200 window": _h200_window,
     "h200 varlen": _h200_varlen,
     "head groups": _head_groups,
     "chunked prefill": _chunked_prefill,
     "decode": _decode,
+    "prompts": _prompts,
 }
 
 
 def cases(groups: Iterable[str] | None = None) -> list[Case]:
     """The suite, or some of its groups. Raises ValueError for a group that is not known."""
-    names, known = list(GROUPS) if groups is None else list(groups), GROUPS | MEASURED
+    names, known = list(GROUPS) if groups is None else list(groups), GROUPS | BY_NAME
     for name in names:
         if name not in known:
             raise ValueError(f"group {name!r}; accepted are {', '.join(known)}")
@@ -256,7 +267,7 @@ def cases(groups: Iterable[str] | None = None) -> list[Case]:
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Options that choose cases, as `selected` reads them."""
     group = parser.add_argument_group("cases", "the whole suite, unless chosen here")
-    names = ", ".join(GROUPS | MEASURED)
+    names = ", ".join(GROUPS | BY_NAME)
     group.add_argument("--group", action="append", help=f"one of {names}; repeatable")
     group.add_argument("--heads", action="append", metavar="Q/KV", help="such as 32/2; repeatable")
     group.add_argument("--max-tokens", type=int, help="leave out cases with more query tokens")

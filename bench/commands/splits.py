@@ -22,7 +22,6 @@ from bench.measure.providers import FlashAttention4, Frost, Ours, Provider
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
-from bench.model.calibrate import ROW_ERROR
 from bench.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
 from bench.model.flash_attn_4 import split_numbers
 from bench.model.machines import B200, gpu_of
@@ -35,6 +34,7 @@ from bench.model.predictor import (
 )
 from bench.model.published import paged_decode
 from bench.model.published.rows import CUDNN, FROST
+from bench.model.stated_errors import stated_errors
 from bench.peers import flash_attn_4, frost
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS, RESOLUTION, standing, standing_figures, verdict
@@ -98,7 +98,7 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     return (
         _row(case, chosen, seconds, calls) | _of_frost(third, seconds[chosen]) | paths | origin
         | _of_kernel(case, gpu, seconds[chosen]) | {"forward": beside}
-        | _standing(seconds[chosen], calls, third, predictor.ratio_error)
+        | _standing(seconds[chosen], calls, third, predictor.ratio_error(case, FORWARD))
         | _published(predictor.machine.name, case)
     )
 
@@ -279,9 +279,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
         notes += (
             "Best peer: the faster of both under each set of constants, of which a tenth lie below "
             "\"low\" and a tenth above \"high\". Probability: that ours is faster; it counts "
-            f"{ROW_ERROR:.0%} that the model may be off in a ratio. As published: the same queries "
-            "and keys on such a GPU, its keys in pages of 16 (attention_inference); no replay, and "
-            "no peer of the ratio, since ours has its keys in one piece here.",
+            f"what the model may be off in a ratio ({stated_errors()}). As published: the same "
+            "queries and keys on such a GPU, its keys in pages of 16 (attention_inference); no "
+            "replay, and no peer of the ratio, since ours has its keys in one piece here.",
             "The kernels that make one result of the parts are taken at a launch and HBM's rate.",
             path_note(f"the replays behind the choice, and behind {THEIRS} at best"),
         )

@@ -24,8 +24,8 @@ from bench.measure.timer import (
     Sampling,
     add_sampling_options,
 )
-from bench.model.calibrate import ROW_ERROR
 from bench.model.predictor import add_model_options
+from bench.model.stated_errors import stated_errors
 from bench.model.throughput import Predictions
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS, FORWARD, Case
@@ -147,10 +147,10 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     ]
     if not measured:
         notes.append(
-            f"A modelled probability also counts {ROW_ERROR:.0%} that the model may be off under "
-            "any set of constants. TFLOPS and the first ratio: of a burst, a few launches on a GPU "
-            "at rest; sustained: when the clock has given way to the power that the products need "
-            "(docs/timing.md)."
+            "A modelled probability also counts what the model may be off under any set of "
+            f"constants, by class ({stated_errors()}). TFLOPS and the first ratio: of a burst, a "
+            "few launches on a GPU at rest; sustained: when the clock has given way to the power "
+            "that the products need (docs/timing.md)."
         )
         if _has_published(rows):
             notes.append(

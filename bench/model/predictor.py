@@ -20,7 +20,6 @@ from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 
 from . import flash_attn_4, frost, hopper_providers
 from .backward import Backward
-from .calibrate import ROW_ERROR
 from .flash_attn_4 import FlashAttention4, FlashAttention4Divided
 from .flash_attn_4_five import FlashAttention4FiveProducts
 from .forward import Kernel
@@ -29,6 +28,7 @@ from .frost_backward import FrostBackward
 from .hopper_attention import hopper
 from .ours import Ours
 from .published.rows import Build, Published
+from .stated_errors import ratio_error
 
 
 class Provider(Protocol):
@@ -118,13 +118,13 @@ class Predicted:
 
 @dataclass
 class Predictor:
-    """The timing model for one machine. draws: replays beside the central one. ratio_error: of the
-    logarithm of two kernels' ratio, beside what the draws show (`bench.tables.comparison`). note:
-    is told what is being replayed, which takes a while."""
+    """The timing model for one machine. draws: replays beside the central one. ratio_error: as
+    `stated_errors.ratio_error`, None for none. note: is told what is being replayed, which takes a
+    while."""
 
     machine: Machine
     draws: int = 4
-    ratio_error: float = 0.0
+    ratio_error: Callable[..., float] = lambda case, direction, **load: 0.0
     note: Callable[[str], None] = lambda text: None
     _kernels: dict = field(default_factory=dict)
 
@@ -204,10 +204,8 @@ class Predictor:
 
 
 def printing_predictor(machine: str, draws: int) -> Predictor:
-    """A predictor for the machine of that name that says on stderr what it replays.
-
-    A ratio of two projects' kernels counts with the error of a row: no published rate is of both.
-    """
+    """A predictor for the machine of that name that says on stderr what it replays; ratios count
+    with the error of their class."""
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -215,7 +213,7 @@ def printing_predictor(machine: str, draws: int) -> Predictor:
     chosen = load(machine)
     if chosen.architecture == "sm_90a":
         chosen = hopper(machine)
-    return Predictor(chosen, draws, ROW_ERROR, note)
+    return Predictor(chosen, draws, ratio_error, note)
 
 
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:

@@ -55,26 +55,30 @@ def modelled_rows(
             else {"status": "ok", "tflops": closed.tflops, "median_ms": closed.seconds * 1e3,
                   "source": closed.source}
         )  # fmt: skip
-        rows.append(_row((case, direction), details, predicted, predictor.ratio_error) | origin)
+        errors = [
+            predictor.ratio_error(case, direction, sustained=sustained)
+            for sustained in (False, True)
+        ]
+        rows.append(_row((case, direction), details, predicted, errors) | origin)
     return rows
 
 
 def _row(
     case: tuple[Case, str], details: dict[str, dict[str, Any]], predicted: dict[str, Predicted],
-    error: float,
+    errors: Sequence[float],
 ) -> dict[str, Any]:
-    """case: with its direction. error: see `standing`."""
+    """case: with its direction. errors: see `standing`, of a burst and under load."""
     seconds = {name: found.seconds for name, found in predicted.items()}
     published = details[AS_PUBLISHED].get("median_ms")
     if published and OURS in seconds:
         seconds[AS_PUBLISHED] = np.full_like(seconds[OURS], published * 1e-3)
-    row = comparison_row(*case, details, seconds, error)
+    row = comparison_row(*case, details, seconds, errors[0])
     peer = predicted.get(row["peer"] or "")
     row |= path_figures(
         *(None if found is None else found.paths for found in (predicted.get(OURS), peer))
     )
     lasting = {name: found.sustained for name, found in predicted.items()}
-    figures = standing_figures(standing(lasting, error))
+    figures = standing_figures(standing(lasting, errors[1]))
     return row | {f"sustained_{name}": value for name, value in figures.items()}
 
 

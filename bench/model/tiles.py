@@ -197,7 +197,6 @@ def key_steps(
     return limit - first, limit - first - max(0, unmasked)
 
 
-@functools.cache
 @functools.lru_cache(maxsize=1 << 16)
 def shared_by(
     begin: int, rows: int, lengths: tuple[int, int], bounds: Bounds

@@ -18,6 +18,7 @@ from .predictor import Provider, replayable
 from .published.rows import BURST, FIT, TEST, Build, Published
 from .replays import Replayed
 from .samples import Samples
+from .stated_errors import lengths_of
 from .tiles import KEYS, ROWS
 
 DRAWS = 4
@@ -171,9 +172,7 @@ def chunks(rows: Iterable[Published]) -> Iterator[tuple[Published, Published, in
 
 def class_of(row: Published) -> tuple[str, ...]:
     """(GPU, direction, mask, lengths, protocol)."""
-    lengths = "1k-2k" if row.seqlen <= 2048 else "4k-32k" if row.seqlen <= 32768 else "64k-128k"
-    if row.keys:
-        lengths = "chunks"
+    lengths = lengths_of(row.seqlen, row.longest)
     return row.gpu, row.direction, row.mask, lengths, row.kind
 
 
