@@ -1,4 +1,4 @@
-"""Figures that docs/throughput.md repeats are those of the tables beside it."""
+"""Figures that docs/throughput.md and docs/timing.md repeat are those of the tables beside them."""
 
 import re
 
@@ -8,6 +8,7 @@ from checkout import ROOT
 from bench.tables.documents import FOLDER
 
 PAGE = ROOT / "docs" / "throughput.md"
+TIMING = ROOT / "docs" / "timing.md"
 
 
 def rows_of(text):
@@ -117,3 +118,43 @@ def test_another_figure_is_seen(check, planted):
     assert old in text
     with pytest.raises(AssertionError):
         check(text.replace(old, new))
+
+
+#: Of docs/timing.md: as its table names an aim, and as docs/tables/validate_aims.md does.
+AIMS = {
+    "rows that count within 10 %": "rows at 1k to 32k within 10 %, rms 5 %, at the machine's clock",
+    "the same at clocks fitted": "the same at fitted clocks",
+    "of these the half of the test": "the same, the half of the test alone",
+    "cuDNN's CuTe DSL forward": "cuDNN's CuTe DSL forward within 8 %, at the machine's clock",
+    "ratios of builds": "ratios of kernels on one machine within 2 points rms",
+    "GB300 over GB200": "GB300 over GB200 within 4 points",
+}
+
+
+def in_words(row):
+    """What was found as the page has it: 107 of 109, 3.8 %."""
+    found = row["found"].replace("%", " %").replace("rms ", "")
+    inside, _, spread = found.rpartition(", ")
+    return f"{inside.split()[0]} of {row['rows']}, {spread}" if inside else spread
+
+
+def check_aims(text):
+    printed = {row["aim"]: row for row in table("validate_aims")}
+    shown = page_rows(text, "aim")
+    for begin, aim in AIMS.items():
+        (cells,) = [cells for name, cells in shown.items() if name.startswith(begin)]
+        assert cells["now"].removesuffix(" rms").removesuffix(" %") == in_words(
+            printed[aim]
+        ).removesuffix(" %"), begin
+
+
+def test_the_aims_are_those_of_the_table():
+    check_aims(TIMING.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("figure", ["107 of 109, 3.8 %", "36 of 38", "| 2.3 |", "14 of 20"])
+def test_another_aim_is_seen(figure):
+    text = TIMING.read_text("utf-8")
+    assert figure in text
+    with pytest.raises(AssertionError):
+        check_aims(text.replace(figure, figure.replace("3", "9").replace("14", "15")))
