@@ -63,9 +63,9 @@ class Kernel:
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
         """A call for each of the drawn machines, the central one first. Where keys are divided,
         with the kernel that makes one result of the parts."""
-        parts = self.tiling.num_splits
+        parts, early = self.tiling.num_splits, self.tiling.dependent
         return [
-            Call([(1, found)], combine_seconds(case, parts, values) if parts > 1 else 0.0)
+            Call([(1, found)], combine_seconds(case, parts, values, early) if parts > 1 else 0.0)
             for found, values in zip(self.run(case, room), self.values)
         ]
 
@@ -85,8 +85,10 @@ def _tiles(case: Case, tiling: ForwardTiling) -> Tiles:
     return Tiles.of(forward_tiles(case, tiling))
 
 
-def combine_seconds(case: Case, splits: int, values: Values) -> float:
-    """Of the kernel that makes one result of the parts."""
+def combine_seconds(case: Case, splits: int, values: Values, dependent: bool = False) -> float:
+    """Of the kernel that makes one result of the parts.  dependent: launched as one."""
+    if dependent:
+        values = values._replace(launch_us=values.dependent_launch_us)
     rows = sum(q for q, _ in case.lengths) * case.heads
     nbytes = rows * (splits * (4 * HEAD_DIM + 4) + 2 * HEAD_DIM + 4)
     return memory_seconds(nbytes, values)

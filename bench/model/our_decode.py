@@ -127,7 +127,7 @@ class DecodeVariant:
             self.policy, rows=self.rows, cluster=1, packs_heads=True,
             ordered=self.config.ordered_tiles, prefetches=self.config.q_stages > 1,
             claims=Late((CLAIM_STEPS + LOADS_AHEAD) * self.step_work) if self.use_clc else 0,
-            gpu=gpu_of(machine),
+            dependent=True, gpu=gpu_of(machine),
         )  # fmt: skip
 
 

@@ -203,7 +203,7 @@ class Ours(OurProvider):
         # Q is there twice: the load warp asks for the next tile's when a tile's S are done with it.
         tiling = ForwardTiling(
             variant.policy, ordered=config.ordered_tiles, packs_heads=True, in_a_row=True,
-            prefetches=True, claims=variant.claims, gpu=gpu_of(machine),
+            dependent=True, prefetches=True, claims=variant.claims, gpu=gpu_of(machine),
         )  # fmt: skip
         costs = fitted(found, variant.policy)
         if variant.short:

@@ -89,10 +89,10 @@ class ForwardTiling:
     follows their queries; otherwise each has blocks for the longest one, or, `in_a_row`, they may
     be numbered as `schedulers.order.PackedBlocks` says. num_splits: parts into which the keys of a
     tile are divided; equal_parts: of equal size but for the last ones, which may be empty, else as
-    even as can be. prefetches: whether the queries of the next tile are asked for while a tile is
-    worked on, claims: how many tiles a cluster has claimed ahead, both as
-    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2 the
-    order is made for; order: how.
+    even as can be; dependent: what makes one result of them is launched as a dependent. prefetches:
+    whether the queries of the next tile are asked for while a tile is worked on, claims: how many
+    tiles a cluster has claimed ahead, both as `sm100_sim.timing.schedule` takes them; O leaves
+    behind the tile in any case. gpu: whose L2 the order is made for; order: how.
     """
 
     policy: str
@@ -107,6 +107,7 @@ class ForwardTiling:
     in_a_row: bool = False
     num_splits: int = 1
     equal_parts: bool = False
+    dependent: bool = False
     prefetches: bool = False
     claims: int | Late | None = None
     gpu: Gpu = B200

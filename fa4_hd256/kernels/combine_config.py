@@ -20,9 +20,9 @@ SLICES = 4, 2, 1
 @dataclass(frozen=True)
 class CombineConfig:
     """num_warps: warps of a CTA. parts_at_once: parts whose loads a lane has in flight together.
-    starts_early: NOTE [before the forward ends]. row_warps: of a row, NOTE [warps of a row]; all
-    parts are then in flight together. lane_parts: parts whose weights a lane makes. slices: CTAs
-    that have columns of a row. alone: an SM holds one CTA.
+    row_warps: of a row, NOTE [warps of a row]; all parts are then in flight together. lane_parts:
+    parts whose weights a lane makes. slices: CTAs that have columns of a row. alone: an SM holds
+    one CTA, NOTE [before the forward ends].
 
     Raises ValueError where the parts of a turn do not divide the lanes of a warp, or `row_warps`
     does not divide the warps of a CTA, or is no power of two.
@@ -30,7 +30,6 @@ class CombineConfig:
 
     num_warps: int = 4
     parts_at_once: int = 4
-    starts_early: bool = False
     row_warps: int = 1
     lane_parts: int = 1
     slices: int = 1
@@ -74,12 +73,10 @@ class CombineConfig:
 class CombineRule:
     """Which configuration calls get.
 
-    config: of a warp a row. shares: several warps may share a row, by `of`. ctas: as many as a GPU
-    has SMs, about.
+    config: of a warp a row. ctas: as many as a GPU has SMs, about.
     """
 
     config: CombineConfig = field(default_factory=CombineConfig)
-    shares: bool = False
     ctas: int = 128
 
     def of(self, parts: int, rows: int) -> CombineConfig:
@@ -89,8 +86,6 @@ class CombineRule:
         if not 1 <= parts <= MOST_PARTS:
             raise ValueError(f"{parts} parts of the keys; accepted: 1 to {MOST_PARTS}")
         lane_parts = -(-parts // WARP_SIZE)
-        if not self.shares:
-            return replace(self.config, lane_parts=lane_parts)
         slices = next(n for n in SLICES if n == 1 or rows * n <= self.ctas)
         turns = -(-parts // (self.config.parts_at_once * slices))
         warps = 1 << (turns - 1).bit_length()

@@ -77,7 +77,7 @@ class CombineKernel:
             grid=((count + rows - 1) // rows, 1, 1),
             block=(num_warps * WARP_SIZE, 1, 1),
             stream=stream,
-            use_pdl=self.config.starts_early,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -97,8 +97,7 @@ class CombineKernel:
             part_of_row, index = index % config.slices, index // config.slices
         place = (index // heads % seqlen, index % heads, index // heads // seqlen)
         source = (*place[:2], place[2] * splits, splits)
-        if cutlass.const_expr(config.starts_early):
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(config.shares_rows):
             self._combine_together(parts, results, source, (*place, part_of_row, is_row))
         else:

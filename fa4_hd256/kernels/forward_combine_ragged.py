@@ -56,7 +56,7 @@ class RaggedCombineKernel(CombineKernel):
             grid=((count + rows - 1) // rows, 1, 1),
             block=(self.config.num_warps * WARP_SIZE, 1, 1),
             stream=stream,
-            use_pdl=self.config.starts_early,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -66,8 +66,7 @@ class RaggedCombineKernel(CombineKernel):
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         index = block * self.config.cta_rows + warp
-        if cutlass.const_expr(self.config.starts_early):
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()
         if index < batch * seqlen * heads:
             row, head, entry = index // heads % seqlen, index % heads, index // heads // seqlen
             first, count = PartList(lists[0], num_parts).of_sequence(entry)

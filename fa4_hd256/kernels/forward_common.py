@@ -139,6 +139,12 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
     warps: Any
     kernel: Any
 
+    def allow_next(self) -> None:
+        """With split keys, a CTA's consent to the combining kernel: `forward_combine` NOTE [before
+        the forward ends]."""
+        if self.problem_class.split:
+            cute.arch.griddepcontrol_launch_dependents()
+
     @cute.jit
     def __call__(
         self,

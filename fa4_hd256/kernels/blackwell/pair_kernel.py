@@ -81,6 +81,10 @@ class PairKernel(RaggedKernel, SchedulerRole):
         """The ragged tensors among a kernel's tensors, None if there are none."""
         return tensors.ragged
 
+    def allow_next(self) -> None:
+        """Consent to the next kernel's begin, where it need not wait for this one's end: none by
+        default."""
+
     @property
     def scheduled_warps(self) -> int:
         """Warps of all CTAs of a cluster that run the tile loop."""
@@ -89,6 +93,7 @@ class PairKernel(RaggedKernel, SchedulerRole):
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
         """Set-up, then each warp runs its role, then tear-down."""
+        self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.warps.load:
             for tma in self.descriptors(tensors):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK
-from fa4_hd256.kernels.combine_config import CombineConfig, CombineRule
 from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 
 from .decode.config import DECODE_E4M3
@@ -53,6 +52,4 @@ KERNELS = KernelSet(
         cluster=BACKWARD_CTAS,
     ),
     counts_tiles=True,
-    # A decoding step has few rows, of many parts.
-    combine=CombineRule(CombineConfig(starts_early=True), shares=True),
 )

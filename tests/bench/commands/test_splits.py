@@ -62,6 +62,9 @@ def test_the_second_kernel_is_a_launch_and_its_bytes():
     nbytes = 8 * 16 * (4 * 1028 + 516)
     assert seconds[0] - launch == pytest.approx(nbytes / VALUES.hbm_terabytes / 1e12)
     assert seconds[1] > seconds[0] > launch
+    early = combine_seconds(DECODING, 4, VALUES, dependent=True)
+    assert seconds[0] - early == pytest.approx(launch - VALUES.dependent_launch_us * 1e-6)
+    assert launch > VALUES.dependent_launch_us * 1e-6
 
 
 class FakePredictor:

@@ -233,24 +233,22 @@ def test_resources(dtype, splits, rows, name):
 
 
 def test_warps_of_a_row():
-    """A warp for each four parts where rows are shared, one for any number elsewhere; of a CTA as
-    many rows as an SM gets, up to sixteen warps."""
-    shares = CombineRule(shares=True)
+    """A warp for each four parts; of a CTA as many rows as an SM gets, up to sixteen warps."""
+    rule = CombineRule()
     numbers = (1, 4, 5, 8, 9, 16, 17, 32, 33, 64)
-    assert [shares.of(n, 128).row_warps for n in numbers] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
-    assert {shares.of(n, 128).cta_rows for n in numbers} == {1}
+    assert [rule.of(n, 128).row_warps for n in numbers] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    assert {rule.of(n, 128).cta_rows for n in numbers} == {1}
     # Fewer rows than SMs: slices of 64 or 128 columns, and a warp has as many times the parts.
-    assert [shares.of(n, 32).row_warps for n in numbers] == [1, 1, 1, 1, 1, 1, 2, 2, 4, 4]
-    assert [shares.of(64, rows).slices for rows in (1, 32, 33, 64, 65, 512)] == [4, 4, 2, 2, 1, 1]
-    found = [shares.of(8, rows) for rows in (128, 129, 512, 1024, 1025, 8192)]
+    assert [rule.of(n, 32).row_warps for n in numbers] == [1, 1, 1, 1, 1, 1, 2, 2, 4, 4]
+    assert [rule.of(64, rows).slices for rows in (1, 32, 33, 64, 65, 512)] == [4, 4, 2, 2, 1, 1]
+    found = [rule.of(8, rows) for rows in (128, 129, 512, 1024, 1025, 8192)]
     assert [(c.cta_rows, c.alone) for c in found] == [
         (1, True), (2, True), (4, True), (8, True), (2, False), (2, False)
     ]
-    assert [CombineRule().of(n, 32) for n in numbers[:8]] == [CombineConfig()] * 8
-    assert [shares.of(n, 32).lane_parts for n in (32, 33)] == [1, 2]
+    assert [rule.of(n, 32).lane_parts for n in (32, 33)] == [1, 2]
     for parts in (0, 65):
         with pytest.raises(ValueError, match=f"{parts} parts of the keys; accepted: 1 to 64"):
-            shares.of(parts, 32)
+            rule.of(parts, 32)
     for warps in (3, 8):
         with pytest.raises(ValueError, match=f"row_warps is {warps}; accepted: powers of two"):
             CombineConfig(row_warps=warps)
@@ -259,17 +257,19 @@ def test_warps_of_a_row():
 @pytest.mark.simulator
 @pytest.mark.architecture("sm_100a")
 def test_parts_are_read_once_32_bytes_a_lane():
-    """A load of a warp for 256 float32, and a store for the row of out."""
+    """A load of a warp for 256 float32, and a store for the row of out, where a row is one
+    warp's."""
     import sm100_sim
 
-    run(random_parts(8, (1, 4, 3), "cpu"), 8)
+    parts, rows = 4, 129
+    run(random_parts(parts, (1, rows // 3, 3), "cpu"), parts)
     opcodes = sm100_sim.last_reports()[-1].opcodes
 
     def warps(start):
         return sum(c["warps"] for name, c in opcodes.items() if name.startswith(start))
 
-    assert warps("ld.global.v8") == 8 * 12
-    assert warps("st.global.v4") == 12
+    assert warps("ld.global.v8") == parts * rows
+    assert warps("st.global.v4") == rows
 
 
 def test_weights_that_are_not_normalised_are_noticed(planted, device):

@@ -519,3 +519,20 @@ def test_planted_bugs_are_noticed(planted, device):
         check(tensors, 3, learnable_sink=torch.full((3,), 5.0, device=device))
     with pytest.raises(AssertionError, match="max_error"):
         check(tensors, 2, **no_sink(device))
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("seqlen_q", [1, 40], ids=["decode", "tiles"])
+def test_the_combining_kernel_begins_early(seqlen_q):
+    """Each warp of the forward consents, each of the other waits (PTX ISA 9.7.13.13); a forward
+    without parts has nothing to consent to."""
+    import sm100_sim
+
+    flash_attn_func(*inputs((seqlen_q, 520), HEADS), num_splits=3)
+    forward, combine = sm100_sim.last_reports()[-2:]
+    for report, name in ((forward, "launch_dependents"), (combine, "wait")):
+        warps = math.prod(report.grid) * math.prod(report.block) // 32
+        assert report.opcodes[f"griddepcontrol.{name}"]["warps"] == warps
+        assert report.warps("griddepcontrol") == warps
+    flash_attn_func(*inputs((seqlen_q, 520), HEADS), num_splits=1)
+    assert sm100_sim.last_reports()[-1].warps("griddepcontrol") == 0

@@ -107,9 +107,7 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
         """Set-up, then each warp runs its role."""
-        if cutlass.const_expr(self.problem_class.split):
-            # `forward_combine` NOTE [before the forward ends].
-            cute.arch.griddepcontrol_launch_dependents()
+        self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.warps.load:
             for tma in (tensors.q, tensors.k, tensors.v):
