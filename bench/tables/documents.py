@@ -81,6 +81,16 @@ DOCUMENTS = {
         "Throughput of one causal sequence, B200",
         ("throughput", "--modelled", "--group", "'few KV heads'"), "throughput.md", (0,),
     ),
+    **{
+        f"throughput_prompts{suffix}": Document(
+            f"Throughput of a prompt and of its chunks, {(suffix or '_b200')[1:].upper()}",
+            ("throughput", "--modelled", *machine, "--direction", "forward", "--group", "prompts"),
+            "throughput.md", (0,),
+        )
+        for suffix, machine in (
+            ("", ()), ("_gb200", ("--machine", "gb200")), ("_gb300", ("--machine", "gb300")),
+        )
+    },
     "throughput_summary": Document("Throughput, by group", _DENSE, "throughput.md", (1,)),
     **{
         f"throughput_{machine}": Document(
