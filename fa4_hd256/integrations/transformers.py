@@ -386,19 +386,30 @@ def _dense(
 
     batch_size, q_length, kv_length, q_offset, kv_offset = lengths
     seen = _evaluated(mask_function or known.causal_mask_function, lengths, options)
-    seen = seen.expand(batch_size, 1, q_length, kv_length)
     if attention_mask is not None:
         end = max(q_offset + q_length, kv_offset + kv_length)
         padded = torch.nn.functional.pad(attention_mask, (0, max(0, end - attention_mask.shape[1])))
         keys = padded[:, kv_offset : kv_offset + kv_length].bool()
         queries = padded[:, q_offset : q_offset + q_length].bool()
         seen = seen & keys[:, None, None] & queries[:, None, :, None]
+    seen = _counted(seen).expand(batch_size, 1, q_length, kv_length)
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     _log.info(
         "%s: the mask %s of %d queries and %d keys is no interval of keys; it is evaluated and "
         "goes to the kernels by tiles (block_mask)", NAME, name, q_length, kv_length,
     )  # fmt: skip
     return seen
+
+
+def _counted(seen: torch.Tensor) -> torch.Tensor:
+    """A mask with a batch of 1 where it is expanded, whose changes PyTorch counts in inference
+    mode, too: layers share what is made of such ones."""
+    if seen.stride(0) == 0:
+        seen = seen[:1]
+    if not seen.is_inference():
+        return seen
+    with torch.inference_mode(False):
+        return seen.clone()
 
 
 def _without_packing(

@@ -256,6 +256,31 @@ def test_layers_share_a_mask(device, monkeypatch):
     assert len(made) == 2
 
 
+def test_layers_share_a_mask_in_inference_mode(device, monkeypatch):
+    """One that `mask` made; of a user's nothing is kept, since writing to it would not be seen."""
+    made = []
+    monkeypatch.setattr(integration, "from_dense", lambda mask: made.append(mask) or mask)
+    monkeypatch.setattr(integration, "flash_attn_func", lambda q, *_, block_mask, **__: block_mask)
+    rows, layer = torch.zeros(2, 2, 5, 256), torch.nn.Module()
+    with torch.inference_mode():
+        given = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+        integration.attention(layer, rows, rows, rows, given)
+        given[0, 0, 0, 1] = False
+        integration.attention(layer, rows, rows, rows, given)
+        assert len(made) == 2
+        holes = torch.tensor([[True, False, True, True, True], [True] * 5])
+        for padding, entries in ((holes, 2), (None, 1)):
+            own = integration.mask(
+                2, 5, 5, mask_function=lambda b, h, q, k: (k <= q) & (k != 1),
+                attention_mask=padding, config=None,
+            )  # fmt: skip
+            assert own.shape == (2, 1, 5, 5)
+            assert own.untyped_storage().nbytes() == entries * 25
+            for _ in range(2):
+                integration.attention(layer, rows, rows, rows, own)
+    assert len(made) == 4
+
+
 def test_training_step_with_images(device):
     """Parameter gradients of one step against SDPA in float64."""
     model, exact = gemma(device)
