@@ -196,12 +196,32 @@ def test_refusals(device):
 
 
 def test_padding_between_tokens(device, caplog):
-    caplog.set_level("INFO", logger=integration.__name__)
+    integration._warn_once.cache_clear()
     ids = tokens(2, 10, device)
     holes = torch.ones_like(ids)
     holes[0, 3:5] = holes[1, 0] = holes[1, 6] = 0
     compared(gemma(device), ids, holes.bool(), attention_mask=holes)
-    assert "of 10 queries and 10 keys is no interval of keys" in caplog.text
+    assert "padding between tokens" in caplog.text
+
+
+def test_a_line_in_the_log_once_for_each_reason(caplog):
+    """At the level that is shown where nobody has set one, whatever the lengths."""
+    integration._warn_once.cache_clear()
+
+    def hidden_first(b, h, q, k):
+        return (k <= q) & (k != 1)
+
+    def hidden_second(b, h, q, k):
+        return (k <= q) & (k != 2)
+
+    for mask_function in (hidden_first, hidden_second):
+        for length in (5, 6):
+            padding = torch.ones(1, length, dtype=torch.bool)
+            integration.mask(
+                1, length, length, mask_function=mask_function, attention_mask=padding, config=None
+            )
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "hidden_first" in caplog.text and "hidden_second" in caplog.text
 
 
 def with_images(model, implementation, ids, images, **kwargs):
