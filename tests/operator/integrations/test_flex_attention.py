@@ -122,6 +122,15 @@ def test_auxiliary_results(tensors):
         )
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("function", [flex_attention, pytorch.flex_attention])
+def test_lse_is_asked_for_in_one_way(function, tensors):
+    """As PyTorch has it."""
+    arguments = {"return_lse": True, "return_aux": pytorch.AuxRequest(), "enable_gqa": True}
+    with pytest.raises(ValueError, match="both return_lse and return_aux"):
+        function(*tensors[:3], **arguments)
+
+
 def test_fewer_heads_must_be_asked_for(tensors):
     with pytest.raises(ValueError, match="query has 4 heads, key 2; accepted: as many"):
         flex_attention(*tensors[:3])
