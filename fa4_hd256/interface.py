@@ -284,7 +284,8 @@ def mask_tables(
     """
     check_lists(block_mask)
     check_kinds({"q": q, "k": k}, {}, BY_RULE)
-    mask = as_tile_mask(block_mask, with_bits=with_bits)
+    sizes = {"batch": q.shape[0], "heads": q.shape[2]} if q.ndim == 4 else {}
+    mask = as_tile_mask(block_mask, with_bits=with_bits, **sizes)
     check_mask_of(mask.lengths, mask.device, q, k)
     found = {MASK_STEPS: mask.steps(_halves(q.device))}
     if gradients:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
 from .call.tile_mask import (
@@ -150,10 +151,14 @@ def from_dense(mask: torch.Tensor) -> TileMask:
     return TileMask.of(lengths, kinds, lambda b, h, q, k: mask[b, h, q, k])
 
 
-def from_block_mask(block_mask: Any, *, with_bits: bool = True) -> TileMask:
+def from_block_mask(
+    block_mask: Any, *, with_bits: bool = True, batch: int | None = None, heads: int | None = None
+) -> TileMask:
     """From PyTorch's `BlockMask`, of blocks that are multiples of 128. Its partial blocks are
     evaluated by its own mask_mod, on its device; what that reads must not change afterwards.
-    with_bits: False where they are not, for calls with `mask_mod=`.
+    with_bits: False where they are not, for calls with `mask_mod=`. batch, heads: of the calls,
+    which have bits for each where the `BlockMask` has 1 and its mask_mod reads which one it is;
+    with None these are of the first one, and calls of more refuse them.
 
     Raises TypeError for anything else, ValueError for other blocks.
     """
@@ -180,7 +185,14 @@ def from_block_mask(block_mask: Any, *, with_bits: bool = True) -> TileMask:
     kinds = kinds[:, :, : tiles[0], : tiles[1]].contiguous()
     if not with_bits:
         return TileMask.of_kinds(lengths, kinds)
-    return TileMask.of(lengths, kinds, _evaluator(block_mask.mask_mod))
+    apart = _apart(block_mask)
+    own_of = [
+        size if is_apart and size is not None else -1
+        for is_apart, size in zip(apart, (batch, heads), strict=True)
+    ]
+    of_first = apart[0] and batch is None, apart[1] and heads is None
+    kinds = kinds.expand(*own_of, -1, -1).contiguous()
+    return TileMask.of(lengths, kinds, _evaluator(block_mask.mask_mod), of_first)
 
 
 def in_sequences(
@@ -213,7 +225,7 @@ def in_sequences(
     ) -> torch.Tensor:
         return mask.sees(batch, head, query, key) & inside(batch * 0, head, query, key)
 
-    return TileMask.of(mask.lengths, kinds, evaluate)
+    return TileMask.of(mask.lengths, kinds, evaluate, mask.of_first)
 
 
 def keys_of_rows(
@@ -233,29 +245,52 @@ def keys_of_rows(
     return numbers, cu_seqlens_k.long()[numbers], counts
 
 
-def as_tile_mask(block_mask: Any, *, with_bits: bool = True) -> TileMask:
+def as_tile_mask(
+    block_mask: Any, *, with_bits: bool = True, batch: int | None = None, heads: int | None = None
+) -> TileMask:
     """What a user gives as `block_mask=`; of a `BlockMask` what `from_block_mask` made of it first.
-    with_bits: False beside `mask_mod=`. Raises as that does, and ValueError for bits of a mask that
-    has none."""
+    with_bits: False beside `mask_mod=`. batch, heads: of the call, None where they are not known.
+    Raises as that does, and ValueError for bits of a mask that has none, or has those of the first
+    batch entry or head alone."""
     if isinstance(block_mask, TileMask):
-        if with_bits and block_mask.bits is None:
+        if not with_bits:
+            return block_mask.lists
+        if block_mask.bits is None:
             raise ValueError(
                 "block_mask has no bits; accepted: one made with_bits, or mask_mod, too, which "
                 "takes their place"
             )
-        return block_mask if with_bits else block_mask.lists
-    known = _known[with_bits]
-    try:
-        return known[block_mask]
-    except (KeyError, TypeError):
-        made = from_block_mask(block_mask, with_bits=with_bits)
-    known[block_mask] = made
-    return made
+        if any(block_mask.of_first):
+            _check_first(block_mask, batch, heads)
+        return block_mask
+    if not _is_block_mask(block_mask):
+        return from_block_mask(block_mask)  # which says what is accepted
+    known = _known.setdefault(block_mask, {})
+    asked = with_bits, batch, heads
+    if asked not in known:
+        apart = _apart(block_mask) if with_bits else (False, False)
+        needed = with_bits, batch if apart[0] else None, heads if apart[1] else None
+        if needed not in known:
+            sizes = {"batch": needed[1], "heads": needed[2]}
+            known[needed] = from_block_mask(block_mask, with_bits=with_bits, **sizes)
+        known[asked] = known[needed]
+    return known[asked]
 
 
-_Known = weakref.WeakKeyDictionary[Any, TileMask]
-#: Made of masks of PyTorch's that are alive, without bits and with them.
-_known: tuple[_Known, _Known] = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+#: Made of masks of PyTorch's that are alive, by (with_bits, batch, heads) of calls.
+_known: weakref.WeakKeyDictionary[Any, dict[tuple, TileMask]] = weakref.WeakKeyDictionary()
+
+
+def _check_first(mask: TileMask, batch: int | None, heads: int | None) -> None:
+    """A call of more than the first batch entry or head may not read bits of that alone."""
+    of_call = {"batch": batch, "heads": heads}
+    for is_first, (name, size) in zip(mask.of_first, of_call.items(), strict=True):
+        if is_first and size is not None and size > 1:
+            raise ValueError(
+                f"block_mask is of {name}=1, whose mask_mod sees something else in others, and q "
+                f"has {size}; accepted: the BlockMask itself, or masks.from_block_mask of it with "
+                f"{name}={size}"
+            )
 
 
 def _is_block_mask(given: Any) -> bool:
@@ -296,6 +331,59 @@ def _evaluator(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
             return of_tiles(batch[:, 0, 0], head[:, 0, 0], query[:, :, 0], key[:, 0])
 
     return evaluate
+
+
+def _apart(block_mask: Any) -> tuple[bool, bool]:
+    """Whether a `BlockMask` has one batch entry, and one head, for all, of which its mask_mod may
+    see each otherwise."""
+    tables = block_mask.kv_num_blocks
+    sizes = [*(1,) * (3 - tables.ndim), *tables.shape[:-1]]
+    batch, head = (
+        size == 1 and _reads(block_mask.mask_mod, number, tables.device)
+        for number, size in enumerate(sizes)
+    )
+    return batch, head
+
+
+def _reads(
+    mask_mod: Callable[..., torch.Tensor], number: int, device: torch.device
+) -> bool:
+    """Whether the result of a mask_mod may depend on its argument of this number.
+
+    It is asked once, with that one alone mapped over by vmap, which knows of each value whether it
+    depends on what is mapped, and refuses to return one that does in the place of a common one.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    place = torch.zeros((), dtype=torch.int64, device=device)
+    numbers = [place] * number + [place[None]] + [place] * (3 - number)
+    in_dims = tuple(0 if i == number else None for i in range(4))
+    try:
+        with TransformGetItemToIndex(), _KindAlone():
+            torch.vmap(mask_mod, in_dims=in_dims, out_dims=None)(*numbers)
+    # Also where a mask_mod cannot be asked so: then it is asked for each, which is always right.
+    except Exception:
+        return True
+    return False
+
+
+class _KindAlone(TorchFunctionMode):
+    """What a tensor is made of that takes another one's shape and type, not its values, does not
+    depend on it: PyTorch's `and_masks` begins with `b.new_ones`."""
+
+    _FUNCTIONS = (
+        torch.Tensor.new_ones, torch.Tensor.new_zeros, torch.Tensor.new_full,
+        torch.Tensor.new_empty, torch.Tensor.new_tensor, torch.ones_like, torch.zeros_like,
+        torch.full_like, torch.empty_like,
+    )  # fmt: skip
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if function in self._FUNCTIONS and args:
+            like = args[0]
+            args = (torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:])
+        return function(*args, **(kwargs or {}))
 
 
 class _Levels:

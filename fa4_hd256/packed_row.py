@@ -69,7 +69,8 @@ def packed_row(
         raise ValueError("cu_seqlens_q and cu_seqlens_k hold no sequence; accepted: 1 or more")
     if q.device.type == "cpu":
         check_contents(q, k, ragged)
-    mask = as_tile_mask(block_mask, with_bits=mask_mod is None)
+    sizes = {"batch": 1, "heads": q.shape[2]}
+    mask = as_tile_mask(block_mask, with_bits=mask_mod is None, **sizes)
     check_mask_of(mask.lengths, mask.device, q, k)
     joined, table = _joined(mask, offsets)
     # What is of another kind, `flash_attn_func` refuses.
@@ -112,7 +113,8 @@ def _joined(
     mask: TileMask, offsets: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[TileMask, torch.Tensor]:
     """(the mask with sequences, of each query what functions read of its own), made once for calls
-    with the same tensors, unless somebody writes to these; in a CUDA graph at each replay."""
+    with the same tensors, unless somebody writes to these (`UntilChanged`); in a CUDA graph at each
+    replay."""
     if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _made(mask, offsets)
     of_mask = _known.setdefault(mask, UntilChanged(MOST_JOINED))
@@ -120,10 +122,8 @@ def _joined(
     found = of_queries.get(offsets[1])
     if found is None:
         found = _made(mask, offsets)
-        # Of inference tensors PyTorch does not say whether they were written to.
-        if not any(tensor.is_inference() for tensor in offsets):
-            of_queries[offsets[1]] = found
-            of_mask[offsets[0]] = of_queries
+        of_queries[offsets[1]] = found
+        of_mask[offsets[0]] = of_queries
     made: tuple[TileMask, torch.Tensor] = found
     return made
 

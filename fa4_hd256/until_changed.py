@@ -11,7 +11,8 @@ __all__ = ["UntilChanged"]
 
 
 class UntilChanged:
-    """A value by tensor, while this lives and is not changed in place."""
+    """A value by tensor, while this lives and is not changed in place. Nothing is kept of inference
+    tensors: PyTorch does not count the changes of these."""
 
     def __init__(self, most: int | None = None) -> None:
         """most: values that are kept, of which the oldest goes first; None: of all tensors."""
@@ -19,17 +20,16 @@ class UntilChanged:
 
     def __setitem__(self, tensor: torch.Tensor, value: Any) -> None:
         self._kept.pop(tensor, None)
+        if tensor.is_inference():
+            return
         if self._most is not None:
             while len(self._kept) >= self._most:
                 del self._kept[next(iter(self._kept.keys()))]
-        self._kept[tensor] = _version(tensor), value
+        self._kept[tensor] = tensor._version, value
 
     def get(self, tensor: torch.Tensor) -> Any:
         """None where nothing is known, or no longer."""
-        version, value = self._kept.get(tensor, (None, None))
-        return value if version == _version(tensor) else None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Grows with each in-place change; -1 where PyTorch does not count them."""
-    return -1 if tensor.is_inference() else tensor._version
+        if tensor not in self._kept:
+            return None
+        version, value = self._kept[tensor]
+        return value if version == tensor._version else None

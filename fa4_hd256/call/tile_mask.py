@@ -46,15 +46,18 @@ class TileMask:
     lengths: (seqlen_q, seqlen_k). tiles: (1 or batch, 1 or heads, tiles of queries, tiles of keys)
     int32: `ABSENT`, `FULL`, or the number of a tile of bits. bits: (tiles of bits, 128, 4) int32,
     see `kernels.block_mask`; None where a mask_mod takes their place, whose tiles are `ASKED`.
+    of_first: whether these are bits of the first batch entry, and of the first head, alone, and no
+    others may read them, although `tiles` has one of these.
 
     It is never written to again: call after call may read it, also from other streams once what
     made it is done.
     """
 
     def __init__(
-        self, lengths: tuple[int, int], tiles: torch.Tensor, bits: torch.Tensor | None
-    ) -> None:
-        self.lengths, self.tiles, self.bits = lengths, tiles, bits
+        self, lengths: tuple[int, int], tiles: torch.Tensor, bits: torch.Tensor | None,
+        of_first: tuple[bool, bool] = (False, False),
+    ) -> None:  # fmt: skip
+        self.lengths, self.tiles, self.bits, self.of_first = lengths, tiles, bits, of_first
         self._made: dict[Any, torch.Tensor] = {}
         self._parts: dict[tuple[range, range, range], TileMask] = {}
         self._units: dict[int, tuple[tuple[bool, ...], ...]] = {}
@@ -64,8 +67,9 @@ class TileMask:
 
     @classmethod
     def of(
-        cls, lengths: tuple[int, int], kinds: torch.Tensor, evaluate: Evaluate
-    ) -> TileMask:
+        cls, lengths: tuple[int, int], kinds: torch.Tensor, evaluate: Evaluate,
+        of_first: tuple[bool, bool] = (False, False),
+    ) -> TileMask:  # fmt: skip
         """From the kinds of tiles, (1 or batch, 1 or heads, tiles of queries, tiles of keys).
 
         Tiles that turn out to be full, or empty, when they are evaluated, are so. Waits for a GPU
@@ -90,7 +94,7 @@ class TileMask:
             whole, some = seen.flatten(1).all(1), seen.flatten(1).any(1)
             found = torch.where(whole, FULL, torch.where(some, numbers, ABSENT)).int()
             flat[chosen] = torch.where(is_partial[chosen], found, flat[chosen])
-        return cls(lengths, tiles, bits)
+        return cls(lengths, tiles, bits, of_first)
 
     @classmethod
     def of_kinds(cls, lengths: tuple[int, int], kinds: torch.Tensor) -> TileMask:
@@ -190,7 +194,7 @@ class TileMask:
         )
         if is_aligned:
             own = self.met(queries, keys)[:, heads.start : heads.stop].contiguous()
-            made = TileMask(lengths, own, self.bits)
+            made = TileMask(lengths, own, self.bits, self.of_first)
             made._of_bits = self._of_bits
             return made
         kinds = torch.where(tiles == ABSENT, EMPTY, PARTIAL)
@@ -205,7 +209,7 @@ class TileMask:
         ) -> torch.Tensor:
             return self.sees(batch, head + heads.start, query + queries.start, key + keys.start)
 
-        return TileMask.of(lengths, kinds, evaluate)
+        return TileMask.of(lengths, kinds, evaluate, self.of_first)
 
     def met(self, queries: range, keys: range) -> torch.Tensor:
         """Of `tiles` those that hold some of these queries and keys."""

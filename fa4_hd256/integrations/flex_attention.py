@@ -56,11 +56,16 @@ def flex_attention(
     no gradients.
 
     Raises NotImplementedError for functions that kernels cannot evaluate (`score_mod_of`,
-    `mask_mod_of`) and for max_scores in return_aux, ValueError for fewer KV heads without
-    enable_gqa, TypeError for traces_mask without a `BlockMask`, and otherwise as `flash_attn_func`
-    does.
+    `mask_mod_of`) and for max_scores in return_aux, ValueError for both return_lse and return_aux
+    and for fewer KV heads without enable_gqa, TypeError for traces_mask without a `BlockMask`, and
+    otherwise as `flash_attn_func` does.
     """
     del kernel_options
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "both return_lse and return_aux are given; accepted: one of them, "
+            "return_aux=AuxRequest(lse=True) for lse"
+        )
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("max_scores in return_aux is True; accepted: False")
     heads, heads_kv = query.shape[1], key.shape[1]

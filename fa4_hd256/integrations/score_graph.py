@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,18 @@ def _remainder(a: Any, b: Any) -> Any:
     return a - _floor_quotient(a, b) * b
 
 
+def _shifted_left(a: Any, b: Any) -> Int32:
+    """0 where b is no number of a bit; the instruction's own result is not defined there."""
+    a, b = Int32(a), Int32(b)
+    return _select((b >= 0) & (b < _BITS), a << (b & (_BITS - 1)), Int32(0))
+
+
+def _shifted_right(a: Any, b: Any) -> Int32:
+    """With the sign of a; that alone is left where b is no number of a bit."""
+    a, b = Int32(a), Int32(b)
+    return a >> _select((b >= 0) & (b < _BITS), b, Int32(_BITS - 1))
+
+
 def _power(base: Any, exponent: Any) -> Any:
     if isinstance(exponent, (int, float)) and exponent == int(exponent) and 0 < exponent <= 4:
         product = base
@@ -128,6 +141,23 @@ def _sigmoid(x: Float32) -> Float32:
     return Float32(1.0) / (Float32(1.0) + cute.math.exp(-x))
 
 
+#: 2 pi, the first part of so few bits that its multiples below 2^16 are exact.
+_TURN = 6.28125, 2 * math.pi - 6.28125
+
+
+def _of_angle(function: Callable[..., Any]) -> Callable[[Float32], Float32]:
+    """sin or cos by the hardware's approximation, within a few 2^-20 of angles up to 2^16: it is as
+    exact from -pi to pi alone. The exact functions would give every thread a stack, for angles
+    beyond."""
+
+    def computed(x: Float32) -> Float32:
+        turns = cute.math.floor(x * Float32(0.5 / math.pi) + Float32(0.5))
+        within = x - turns * Float32(_TURN[0]) - turns * Float32(_TURN[1])
+        return Float32(function(within, approx=True))
+
+    return computed
+
+
 def _negated(x: Any) -> Any:
     return _select(x, Boolean(False), Boolean(True))
 
@@ -136,7 +166,12 @@ def _first(x: Any, *_: Any, **__: Any) -> Any:
     return x
 
 
+#: Of an Int32.
+_BITS = 32
+
 _LOGICAL_AND, _LOGICAL_OR = Operation(operator.and_), Operation(operator.or_)
+_LOGICAL_XOR = Operation(operator.xor)
+_SHIFT_LEFT, _SHIFT_RIGHT = Operation(_shifted_left), Operation(_shifted_right)
 _SAME = Operation(_first)
 
 #: By the operator's name. What has no row here is refused.
@@ -162,7 +197,10 @@ OPERATIONS: dict[str, Operation] = {
     "log": Operation(cute.math.log),
     "log1p": Operation(cute.math.log1p),
     "log2": Operation(cute.math.log2),
+    "sin": Operation(_of_angle(cute.math.sin)),
+    "cos": Operation(_of_angle(cute.math.cos)),
     "tanh": Operation(cute.math.tanh),
+    "erf": Operation(cute.math.erf),
     "sigmoid": Operation(_sigmoid),
     "floor": Operation(lambda x: cute.math.floor(x) if isinstance(x, Float32) else x),
     "ceil": Operation(lambda x: cute.math.ceil(x) if isinstance(x, Float32) else x),
@@ -174,9 +212,15 @@ OPERATIONS: dict[str, Operation] = {
     "ge": Operation(operator.ge, "common"),
     "logical_and": _LOGICAL_AND,
     "logical_or": _LOGICAL_OR,
+    "logical_xor": _LOGICAL_XOR,
     "logical_not": Operation(_negated),
     "bitwise_and": _LOGICAL_AND,
     "bitwise_or": _LOGICAL_OR,
+    "bitwise_xor": _LOGICAL_XOR,
+    "bitwise_left_shift": _SHIFT_LEFT,
+    "bitwise_right_shift": _SHIFT_RIGHT,
+    "__lshift__": _SHIFT_LEFT,
+    "__rshift__": _SHIFT_RIGHT,
     "bitwise_not": Operation(lambda x: _negated(x) if isinstance(x, Boolean) else -x - 1),
     "where": Operation(_select, "branches"),
     "_to_copy": _SAME,

@@ -347,7 +347,7 @@ def mask(
     options = {**options, "device": device}
     is_full = _is_full(mask_function, window, lengths, options)
     if is_full is None:
-        return _dense(given, lengths, attention_mask, options)
+        return _dense(f"mask {_name_of(mask_function)}", given, lengths, attention_mask, options)
     if sequences is not None:
         return _packed_mask(sequences)
     # Cross-attention: keys are another sequence, so their padding says nothing about queries.
@@ -370,35 +370,53 @@ def mask(
         in_use = in_use & torch.nn.functional.pad(padding, (0, missing))
     ranges = _ranges(in_use, None if unaligned else used - q_length, q_length)
     if not tracing and not _are_contiguous(in_use, ranges):
-        return _dense(given, lengths, attention_mask, options)
+        return _dense("padding between tokens", given, lengths, attention_mask, options)
     return ranges[:, None, None]
 
 
 def _dense(
+    reason: str,
     mask_function: Callable | None,
     lengths: tuple[int, int, int, Any, int],
     attention_mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """(batch, 1, q_length, kv_length) bool, True where a key is seen, for patterns that no kernel
-    computes, and a line in the log; queries that are padding see nothing."""
+    computes, for this reason, which the log says; queries that are padding see nothing."""
     from transformers import masking_utils as known
 
+    _warn_once(reason)
     batch_size, q_length, kv_length, q_offset, kv_offset = lengths
     seen = _evaluated(mask_function or known.causal_mask_function, lengths, options)
-    seen = seen.expand(batch_size, 1, q_length, kv_length)
     if attention_mask is not None:
         end = max(q_offset + q_length, kv_offset + kv_length)
         padded = torch.nn.functional.pad(attention_mask, (0, max(0, end - attention_mask.shape[1])))
         keys = padded[:, kv_offset : kv_offset + kv_length].bool()
         queries = padded[:, q_offset : q_offset + q_length].bool()
         seen = seen & keys[:, None, None] & queries[:, None, :, None]
-    name = getattr(mask_function, "__qualname__", repr(mask_function))
-    _log.info(
-        "%s: the mask %s of %d queries and %d keys is no interval of keys; it is evaluated and "
-        "goes to the kernels by tiles (block_mask)", NAME, name, q_length, kv_length,
-    )  # fmt: skip
+    seen = _counted(seen).expand(batch_size, 1, q_length, kv_length)
     return seen
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    """A line in the log, at the level that is shown where nobody has set one, that a pass evaluates
+    its mask."""
+    _log.warning(
+        "%s: keys that queries see are no interval (%s); their mask is evaluated in every pass, "
+        "for each query and key, and goes to the kernels by tiles (block_mask)", NAME, reason,
+    )  # fmt: skip
+
+
+def _counted(seen: torch.Tensor) -> torch.Tensor:
+    """A mask with a batch of 1 where it is expanded, whose changes PyTorch counts in inference
+    mode, too: layers share what is made of such ones."""
+    if seen.stride(0) == 0:
+        seen = seen[:1]
+    if not seen.is_inference():
+        return seen
+    with torch.inference_mode(False):
+        return seen.clone()
 
 
 def _without_packing(
@@ -531,11 +549,16 @@ def _is_bidirectional(config: Any) -> bool:
     return asked is True or asked == "all" or not getattr(config, "is_causal", True)
 
 
+def _name_of(mask_function: Callable | None) -> str:
+    """The same for all of one kind, so without an address."""
+    return getattr(mask_function, "__qualname__", type(mask_function).__name__)
+
+
 def _unknown_pattern(mask_function: Callable) -> str:
-    name = getattr(mask_function, "__qualname__", repr(mask_function))
     return (
-        f"the model asks for a mask that {NAME} does not offer ({name}); accepted under "
-        "torch.compile: full, causal, sliding window, each with padding or of packed sequences"
+        f"the model asks for a mask that {NAME} does not offer ({_name_of(mask_function)}); "
+        "accepted under torch.compile: full, causal, sliding window, each with padding or of "
+        "packed sequences"
     )
 
 

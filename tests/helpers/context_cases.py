@@ -87,13 +87,15 @@ def _images(rows: int) -> torch.Tensor:
 
 
 def _flex(rows: int) -> Any:
-    """A `BlockMask`: documents, and the keys before a query."""
+    """A `BlockMask` for all heads, whose function tells them apart: documents, and the keys before
+    a query, of the second head not the last ones."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     ids = torch.arange(rows) // 45
     return create_block_mask(
-        lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q), None, None, rows, rows, device="cpu"
-    )
+        lambda b, h, q, k: (ids[q] == ids[k]) & (k + 9 * h <= q), None, None, rows, rows,
+        device="cpu",
+    )  # fmt: skip
 
 
 def _of_heads(rows: int) -> masks.TileMask:
@@ -158,7 +160,13 @@ class Case:
     @property
     def tiles(self) -> masks.TileMask:
         """Of its mask."""
-        return masks.as_tile_mask(MASKS[self.mask](self.rows), with_bits=not self.mask_mod)
+        mask = MASKS[self.mask](self.rows)
+        return masks.as_tile_mask(mask, with_bits=not self.mask_mod, **self.sizes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """As `as_tile_mask` takes them."""
+        return {"batch": self.batch, "heads": self.heads[0]}
 
     def dense(self) -> torch.Tensor:
         """What is seen under its mask and mask_mod, for every batch entry and head where there is
@@ -173,13 +181,14 @@ class Case:
         return (wide == FULL) | ((wide == ASKED) & _seen_of_torch(*places))
 
 
-def on_device(mask: Any, device: str) -> Any:
-    """A mask made on the CPU."""
+def mask_on(case: Case, device: str) -> Any:
+    """The mask of a case, which is made on the CPU."""
+    mask = MASKS[case.mask](case.rows)
     if device == "cpu":
         return mask
     if isinstance(mask, masks.TileMask) and mask.bits is None:
         return masks.TileMask(mask.lengths, mask.tiles.to(device), None)
-    return masks.from_dense(masks.as_tile_mask(mask).dense().to(device))
+    return masks.from_dense(masks.as_tile_mask(mask, **case.sizes).dense().to(device))
 
 
 def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
@@ -205,7 +214,7 @@ def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
         sequences = case.batch if case.documents is None else len(case.documents) - 1
         options["score_mod"] = score_mod_on(case.score_mod, device, sequences, q.shape[-2])
     if case.mask:
-        options["block_mask"] = on_device(MASKS[case.mask](case.rows), device)
+        options["block_mask"] = mask_on(case, device)
     if case.mask_mod:
         options["mask_mod"] = mask_mod_on(device)
     attention = getattr(context_parallel, case.way)

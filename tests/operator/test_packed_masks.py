@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_score_mods import OF_ENTRIES
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks, packed_row
 from fa4_hd256.check import reference
@@ -80,6 +80,18 @@ def test_a_block_mask(device):
     tensors = leaves(device)
     assert not OWN.any(1).logical_not().any() and not OWN.any(0).all()
     check(tensors, attend(tensors, device, block_mask=block_mask_of(near, device)), dense_of(near))
+
+
+def test_a_block_mask_for_all_heads(device):
+    """Whose function tells them apart."""
+    shape = 1, 1, -(-sum(OF_Q) // 128)
+    blocks = -(-sum(OF_K) // 128)
+    indices = torch.arange(blocks, dtype=torch.int32, device=device).expand(*shape, -1)
+    counts = torch.full(shape, blocks, dtype=torch.int32, device=device)
+    lengths = {"BLOCK_SIZE": 128, "seq_lengths": (sum(OF_Q), sum(OF_K))}
+    mask = BlockMask.from_kv_blocks(counts, indices, mask_mod=near, **lengths)
+    tensors = leaves(device)
+    check(tensors, attend(tensors, device, block_mask=mask), dense_of(near))
 
 
 def test_a_function(device):

@@ -92,7 +92,8 @@ def _mask_of(
             f"{beside}"
         )
     check_lists(block_mask)
-    mask = as_tile_mask(block_mask, with_bits=mask_mod is None)
+    sizes = {"batch": q.shape[0], "heads": q.shape[2]}
+    mask = as_tile_mask(block_mask, with_bits=mask_mod is None, **sizes)
     batch, heads = mask.tiles.shape[:2]
     if mask.lengths != (rows, rows):
         raise ValueError(

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from operator_calls import forward_arguments
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+)
 
 from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.call import tile_mask
@@ -142,6 +148,65 @@ def test_blocks_alone():
     absent = tile_mask.ABSENT
     assert tiles[1].tolist() == [FULL, FULL, absent]
     assert tiles[0, :2].tolist() == [absent] * 2 and tiles[0, 2] > 0
+
+
+def one_for_all(mask_mod):
+    """A `BlockMask` of 300 x 300 in one batch entry and one head, all of whose blocks are
+    partial."""
+    counts = torch.full((1, 1, 3), 3, dtype=torch.int32)
+    indices = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
+    return BlockMask.from_kv_blocks(
+        counts, indices, mask_mod=mask_mod, BLOCK_SIZE=128, seq_lengths=(300, 300)
+    )
+
+
+#: A function, and in how many batch entries and heads of 2 and 3 it sees something else.
+READERS = {
+    "neither": (lambda b, h, q, k: q >= k, (1, 1)),
+    "head": (lambda b, h, q, k: q >= k + h * 40, (1, 3)),
+    "batch entry": (lambda b, h, q, k: q >= k + b * 40, (2, 1)),
+    "tensors of both": (of_documents, (2, 3)),
+    "branch by head": (lambda b, h, q, k: torch.where(h == 1, q >= k, q < k), (1, 3)),
+    "type of b": (noop_mask, (1, 1)),
+    "joined": (and_masks(lambda b, h, q, k: q >= k, noop_mask), (1, 1)),
+    "joined with one of heads": (and_masks(noop_mask, lambda b, h, q, k: q >= k + h), (1, 3)),
+    "size of h": (lambda b, h, q, k: (q >= k) & torch.ones_like(h, dtype=torch.bool), (1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READERS.values(), ids=READERS)
+def test_a_block_mask_for_all_heads(case):
+    """Its function is asked for each head, and each batch entry, whose bits may be its own; and
+    once where they are those of all."""
+    mask_mod, apart = case
+    mask = one_for_all(mask_mod)
+    found = masks.as_tile_mask(mask, batch=2, heads=3)
+    dense = create_mask(mask_mod, 2, 3, 300, 300, device="cpu")
+    assert torch.equal(found.dense().expand(2, 3, -1, -1), dense)
+    assert found.tiles.shape[:2] == apart
+    assert masks.as_tile_mask(mask, batch=2, heads=3) is found
+    assert (masks.as_tile_mask(mask, batch=2, heads=4) is found) == (apart[1] == 1)
+    assert masks.as_tile_mask(mask, batch=2, heads=3, with_bits=False).tiles.shape[:2] == (1, 1)
+
+
+def test_a_mask_of_the_first_head_alone():
+    """Made without calls' numbers of heads, it goes with one head; so do those made of it."""
+    mask = one_for_all(READERS["head"][0])
+    found = masks.from_block_mask(mask)
+    assert torch.equal(found.dense()[0, 0], places(300)[0] >= places(300)[1])
+    cu = torch.tensor([0, 100, 300], dtype=torch.int32)
+    everything = range(300)
+    for one in (found, masks.in_sequences(mask, cu, cu), found.part(*(everything,) * 2, range(1)),
+                found.part(range(40, 300), everything, range(1))):  # fmt: skip
+        assert masks.as_tile_mask(one, batch=2, heads=1) is one
+        with pytest.raises(ValueError, match="heads=1, whose mask_mod .* accepted: .*heads=3"):
+            masks.as_tile_mask(one, batch=2, heads=3)
+    assert masks.as_tile_mask(found, heads=3, with_bits=False) is found.lists
+    with pytest.raises(ValueError, match="block_mask is of heads=1"):
+        flash_attn_func(*tensors(300, 300), block_mask=found)
+    of_entries = masks.from_block_mask(one_for_all(READERS["batch entry"][0]))
+    with pytest.raises(ValueError, match="of batch=1, whose mask_mod .* accepted: .*batch=2"):
+        masks.as_tile_mask(of_entries, batch=2, heads=3)
 
 
 def test_bits_of_every_tile(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as pytorch
 
-from fa4_hd256 import masks
+from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.check import reference
 from fa4_hd256.integrations.flex_attention import flex_attention, mask_mod_of, score_mod_of
 
@@ -122,6 +122,15 @@ def test_auxiliary_results(tensors):
         )
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("function", [flex_attention, pytorch.flex_attention])
+def test_lse_is_asked_for_in_one_way(function, tensors):
+    """As PyTorch has it."""
+    arguments = {"return_lse": True, "return_aux": pytorch.AuxRequest(), "enable_gqa": True}
+    with pytest.raises(ValueError, match="both return_lse and return_aux"):
+        function(*tensors[:3], **arguments)
+
+
 def test_fewer_heads_must_be_asked_for(tensors):
     with pytest.raises(ValueError, match="query has 4 heads, key 2; accepted: as many"):
         flex_attention(*tensors[:3])
@@ -157,6 +166,31 @@ def test_traced_masks(name, tensors, device):
         out = flex_attention(
             *leaves, block_mask=mask, scale=SCALE, enable_gqa=True, traces_mask=traces_mask
         )
+        found.append((out, *torch.autograd.grad(out, leaves, tensors[3])))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("ways", ["flex_attention", "flash_attn_func"])
+def test_a_mask_for_all_heads_whose_function_tells_them_apart(ways, tensors, device):
+    """The bits of a mask that has each batch entry and head, forward and backward."""
+    def seen(b, h, q, k):
+        return q + 60 >= k + h * 30 + b * 5
+
+    shape = 1, 1, -(-QUERIES // 128)
+    blocks = -(-KEYS // 128)
+    counts = torch.full(shape, blocks, dtype=torch.int32, device=device)
+    indices = torch.arange(blocks, dtype=torch.int32, device=device).expand(*shape, -1)
+    lengths = {"BLOCK_SIZE": 128, "seq_lengths": (QUERIES, KEYS)}
+    for_all = pytorch.BlockMask.from_kv_blocks(counts, indices, mask_mod=seen, **lengths)
+    of_each = pytorch.create_block_mask(seen, 2, HEADS, QUERIES, KEYS, device=device)
+    found = []
+    for mask in (for_all, of_each):
+        leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+        if ways == "flex_attention":
+            out = flex_attention(*leaves, block_mask=mask, scale=SCALE, enable_gqa=True)
+        else:
+            rows = (t.transpose(1, 2) for t in leaves)
+            out = flash_attn_func(*rows, SCALE, block_mask=mask).transpose(1, 2)
         found.append((out, *torch.autograd.grad(out, leaves, tensors[3])))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

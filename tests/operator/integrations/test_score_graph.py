@@ -53,6 +53,16 @@ FUNCTIONS = {
         s * torch.sigmoid(s) + torch.exp(-s.abs()) + torch.log(s * s + 1)
         + torch.log2(s.abs() + 1) + torch.log1p(s.abs()) + torch.exp2(-s.abs())
     ),
+    "bits": lambda s, b, h, q, k: (
+        s + (q ^ k) + ((q > 100) ^ (k > 100)) + torch.logical_xor(b, h > 1)
+        # Shifts by more than a number has bits, and by less than none, have a result, too.
+        + ((q << 2) + (1 << h) + (q - 150 >> 3) + (k - 150 >> h)) * 1.0
+        + (torch.bitwise_left_shift(q, k % 50 - 9) % 64)
+        + torch.bitwise_right_shift(q - 150, k % 50 - 9)
+    ),
+    "waves": lambda s, b, h, q, k: (
+        torch.sin(s) * 2 + torch.cos(s - 0.1 * q) + torch.erf(s / 3) + torch.sin(q * 217.3)
+    ),
     "no score": lambda s, b, h, q, k: q * 1.5,
 }  # fmt: skip
 

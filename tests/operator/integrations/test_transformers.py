@@ -196,12 +196,32 @@ def test_refusals(device):
 
 
 def test_padding_between_tokens(device, caplog):
-    caplog.set_level("INFO", logger=integration.__name__)
+    integration._warn_once.cache_clear()
     ids = tokens(2, 10, device)
     holes = torch.ones_like(ids)
     holes[0, 3:5] = holes[1, 0] = holes[1, 6] = 0
     compared(gemma(device), ids, holes.bool(), attention_mask=holes)
-    assert "of 10 queries and 10 keys is no interval of keys" in caplog.text
+    assert "padding between tokens" in caplog.text
+
+
+def test_a_line_in_the_log_once_for_each_reason(caplog):
+    """At the level that is shown where nobody has set one, whatever the lengths."""
+    integration._warn_once.cache_clear()
+
+    def hidden_first(b, h, q, k):
+        return (k <= q) & (k != 1)
+
+    def hidden_second(b, h, q, k):
+        return (k <= q) & (k != 2)
+
+    for mask_function in (hidden_first, hidden_second):
+        for length in (5, 6):
+            padding = torch.ones(1, length, dtype=torch.bool)
+            integration.mask(
+                1, length, length, mask_function=mask_function, attention_mask=padding, config=None
+            )
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "hidden_first" in caplog.text and "hidden_second" in caplog.text
 
 
 def with_images(model, implementation, ids, images, **kwargs):
@@ -254,6 +274,31 @@ def test_layers_share_a_mask(device, monkeypatch):
     seen[0, 0, 0, 1] = False
     integration.attention(torch.nn.Module(), rows, rows, rows, seen)
     assert len(made) == 2
+
+
+def test_layers_share_a_mask_in_inference_mode(device, monkeypatch):
+    """One that `mask` made; of a user's nothing is kept, since writing to it would not be seen."""
+    made = []
+    monkeypatch.setattr(integration, "from_dense", lambda mask: made.append(mask) or mask)
+    monkeypatch.setattr(integration, "flash_attn_func", lambda q, *_, block_mask, **__: block_mask)
+    rows, layer = torch.zeros(2, 2, 5, 256), torch.nn.Module()
+    with torch.inference_mode():
+        given = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+        integration.attention(layer, rows, rows, rows, given)
+        given[0, 0, 0, 1] = False
+        integration.attention(layer, rows, rows, rows, given)
+        assert len(made) == 2
+        holes = torch.tensor([[True, False, True, True, True], [True] * 5])
+        for padding, entries in ((holes, 2), (None, 1)):
+            own = integration.mask(
+                2, 5, 5, mask_function=lambda b, h, q, k: (k <= q) & (k != 1),
+                attention_mask=padding, config=None,
+            )  # fmt: skip
+            assert own.shape == (2, 1, 5, 5)
+            assert own.untyped_storage().nbytes() == entries * 25
+            for _ in range(2):
+                integration.attention(layer, rows, rows, rows, own)
+    assert len(made) == 4
 
 
 def test_training_step_with_images(device):
