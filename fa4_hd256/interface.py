@@ -236,8 +236,7 @@ def flash_attn_varlen_func(
     given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key)
     longest = max_seqlen_q, max_seqlen_k
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
-        rows = q.shape[0] if words is None else min(q.shape[0], words.shape[1])
-        longest = bounds_of(longest, rows, splits == FIXED_PARTS)
+        longest = bounds_of(longest, q, words, splits == FIXED_PARTS)
     tensors = ForwardTensors(
         q, k, v, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
         scheduler_metadata, tree_words=words, k_descale=k_descale, v_descale=v_descale, **scores,

@@ -15,6 +15,7 @@ from .call.function_tensors import functions_of_keys
 from .call.new_rows import NewRows, Rotary, cache_places, codes_of
 from .call.splits import (
     BY_RULE,
+    FIXED_PARTS,
     asked_splits,
     check_beside_list,
     check_num_splits,
@@ -47,7 +48,7 @@ def flash_attn_with_kvcache(
     page_table: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
+    max_seqlen_q: int | torch.Tensor | None = None,
     rotary_seqlens: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -59,7 +60,7 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     *,
     scheduler_metadata: torch.Tensor | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_k: int | torch.Tensor | None = None,
     batch_invariant: bool = False,
     config: Any = None,
     use_clc: bool | None = None,
@@ -70,7 +71,8 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over a cache, after k and v, if given, were written to it in place.
 
-    q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q and max_seqlen_q.
+    q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q and max_seqlen_q,
+        which may be a tensor as of `flash_attn_varlen_func`.
     k_cache, v_cache: (batch, rows, heads_kv, 256), or with page_table (pages, page_size, heads_kv,
         256), page_size a multiple of 16; any strides that `flash_attn_func` reads in place.
     k, v: (batch, seqlen_new, heads_kv, 256), or (total_new, heads_kv, 256) with cu_seqlens_k_new:
@@ -163,8 +165,8 @@ class _Places:
     cu_seqlens_q: torch.Tensor | None
     page_table: torch.Tensor | None
     lengths: torch.Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
+    max_seqlen_q: int | torch.Tensor | None
+    max_seqlen_k: int | torch.Tensor | None
     scheduler_metadata: torch.Tensor | None = None
 
     @property
@@ -209,8 +211,13 @@ class _Places:
         }  # fmt: skip
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
-    def longest(self) -> dict[str, Any]:
-        return {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_k": self.max_seqlen_k}
+    def longest(self, words: torch.Tensor | None, splits: Any) -> tuple[Any, Any]:
+        """(max_seqlen_q, max_seqlen_k) without tensors. words: of a tree, or None; splits: the
+        operator's number of parts."""
+        given = self.max_seqlen_q, self.max_seqlen_k
+        if any(isinstance(longest, torch.Tensor) for longest in given):
+            return checks.bounds_of(given, self.q, words, splits == FIXED_PARTS)
+        return given
 
     def check(self, options: dict[str, Any], others: dict[str, Any]) -> str:
         """Raise what the attention would, so that nothing is written before; whose scales keys and
@@ -229,14 +236,15 @@ class _Places:
             ragged |= tensors
             own, _ = functions_of_keys((key, None), ragged, q)
             checked = replace(checked, score_mod=own)
+        longest = self.longest(others["tree_mask"], splits)
         if self.cu_seqlens_q is not None:
-            checks.check_longest("q", self.max_seqlen_q)
+            checks.check_longest("q", longest[0])
             q = checks.with_batch("q", q)
         if is_intercepted():
             check_call(q, self.k_cache, self.v_cache, sink, ragged)
             return descale_of(ragged, self.k_cache, self.batch, self.page_table is not None)
         call = ForwardCall(q, self.k_cache, self.v_cache, sink, ragged)
-        problem = call.describe(checked, **self.longest())
+        problem = call.describe(checked, *longest)
         check_list(call, divided(problem, splits, gpu_of(problem.device)))
         return problem.descale
 

@@ -277,11 +277,13 @@ def check_longest(side: str, longest: Any) -> None:
         )
 
 
-def bounds_of(longest: tuple[Any, Any], rows: int, fixed_parts: bool) -> tuple[Any, Any]:
+def bounds_of(
+    longest: tuple[Any, Any], q: torch.Tensor, words: torch.Tensor | None, fixed_parts: bool
+) -> tuple[Any, Any]:
     """(max_seqlen_q, max_seqlen_k) without tensors, which are never read: that would synchronise
-    with the device, and their contents would be in the key of a call. rows: of packed queries,
-    which then bound each sequence; keys have no bound, which is None. fixed_parts: whether keys
-    are divided by it.
+    with the device, and their contents would be in the key of a call. The rows of q, packed, then
+    bound each sequence, and the nodes of a tree's words, where there are any; keys have no bound,
+    which is None. fixed_parts: whether keys are divided by it.
 
     Raises TypeError for a tensor that is not one integer, ValueError with fixed_parts.
     """
@@ -299,6 +301,7 @@ def bounds_of(longest: tuple[Any, Any], rows: int, fixed_parts: bool) -> tuple[A
                 "same for all batches, since keys are divided by it"
             )
     of_q, of_k = (isinstance(given, torch.Tensor) for given in longest)
+    rows = q.shape[0] if words is None else min(q.shape[0], words.shape[1])
     return max(1, rows) if of_q else longest[0], None if of_k else longest[1]
 
 

@@ -133,6 +133,29 @@ def test_packed_queries_and_new_rows(device):
     check(q, dense_cache(device), LENGTHS, new, counts, rotary, causal=True)
 
 
+def test_a_bound_on_the_queries_that_is_a_tensor(device):
+    """With new rows as without: not read, so that the rows of q bound each sequence; with a tree
+    its nodes do."""
+    q = randn(3, 2, 256, device=device)
+    new = tuple(randn(2, 2, 1, 256, device=device) for _ in "kv")
+    options = {"cu_seqlens_q": int32([0, 1, 3], device), "cache_seqlens": int32([3, 20], device)}
+    caches = dense_cache(device, 2)
+    tree = torch.ones(2, 2, dtype=torch.bool, device=device).tril()
+    for more in ({"causal": True}, {"tree_mask": tree, "causal": True}):
+        expected = flash_attn_with_kvcache(q, *caches, *new, max_seqlen_q=2, **options, **more)
+        got = flash_attn_with_kvcache(
+            q, *caches, *new, max_seqlen_q=torch.tensor(2), max_seqlen_k=torch.tensor(64),
+            **options, **more,
+        )  # fmt: skip
+        assert torch.equal(got, expected)
+    with pytest.raises(TypeError, match=r"max_seqlen_q is a tensor of shape \(2,\)"):
+        flash_attn_with_kvcache(q, *caches, *new, max_seqlen_q=torch.ones(2).int(), **options)
+    with pytest.raises(ValueError, match="max_seqlen_q is a tensor with batch_invariant=True"):
+        flash_attn_with_kvcache(
+            q, *caches, *new, max_seqlen_q=torch.tensor(2), batch_invariant=True, **options
+        )
+
+
 def test_without_new_rows(device):
     """Lengths as a tensor, as a number for all, and all rows; offsets of new rows mean nothing."""
     q, caches = randn(3, 2, 2, 256, device=device), dense_cache(device)
