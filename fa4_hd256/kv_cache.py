@@ -3,6 +3,7 @@ written to it first."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -68,6 +69,7 @@ def flash_attn_with_kvcache(
     v_descale: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over a cache, after k and v, if given, were written to it in place.
 
@@ -98,6 +100,7 @@ def flash_attn_with_kvcache(
     score_mod: as of `flash_attn_varlen_func`, new rows among the keys.
     tree_mask: as of `flash_attn_varlen_func`; the last keys are the new rows where k and v are
         given. Not with rotary_cos, since rows have positions one after the other there.
+    out: as of `flash_attn_varlen_func`; not where the caches lie.
     scheduler_metadata: of `get_scheduler_metadata`, for the rows in use with the new ones among
         them, in place of num_splits.
     qv, cache_leftpad: not offered; None.
@@ -119,7 +122,8 @@ def flash_attn_with_kvcache(
         cache_checks.refuse({"qv": qv, "cache_leftpad": cache_leftpad})
     if torch.is_grad_enabled():
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-        cache_checks.check_no_gradients({**tensors, "learnable_sink": learnable_sink})
+        others_given = {"learnable_sink": learnable_sink, "out": out}
+        cache_checks.check_no_gradients(tensors | others_given)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
         "softcap": softcap,
@@ -127,7 +131,7 @@ def flash_attn_with_kvcache(
     others: dict[str, Any] = {
         "learnable_sink": learnable_sink, "num_splits": num_splits,
         "batch_invariant": batch_invariant, "k_descale": k_descale, "v_descale": v_descale,
-        "tree_mask": tree_mask, "score_mod": score_mod,
+        "tree_mask": tree_mask, "score_mod": score_mod, "out": out,
     }  # fmt: skip
     # Engines write their caches themselves: a call without new rows is one of the attention.
     plain = cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)
@@ -230,6 +234,7 @@ class _Places:
         check_num_splits(splits)
         if PART_LIST in ragged:
             check_beside_list(splits)
+        self._check_out(others["out"], (sink, *ragged.values()))
         checked = Options.check(**options)
         if others["score_mod"] is not None:
             tensors, key = read_by(others["score_mod"])
@@ -247,6 +252,15 @@ class _Places:
         problem = call.describe(checked, *longest)
         check_list(call, divided(problem, splits, gpu_of(problem.device)))
         return problem.descale
+
+
+    def _check_out(self, out: Any, tensors: Iterable[Any]) -> None:
+        """tensors: that the attention reads beside q and the caches."""
+        if out is None:
+            return
+        checks.check_out(out, self.q)
+        if not is_intercepted():
+            checks.check_writable(out, (self.q, self.k_cache, self.v_cache, *tensors))
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,22 @@ def test_pages_packed_and_turned(device):
     check(q, caches, [14, 31, 0], new, counts, rotary, table, causal=True)
 
 
+@pytest.mark.parametrize("with_rows", [True, False], ids=["new rows", "none"])
+def test_results_in_memory_that_is_given(device, with_rows):
+    """out=, with rotated queries where there are new rows."""
+    q, caches = randn(3, 2, 2, 256, device=device), dense_cache(device)
+    new, options = (), {"cache_seqlens": int32([0, 21, 59], device), "causal": True}
+    if with_rows:
+        new = tuple(randn(3, 2, 1, 256, device=device) for _ in "kv")
+        options |= dict(zip(("rotary_cos", "rotary_sin"), tables(device)))
+    again = tuple(t.clone() for t in caches)
+    expected = flash_attn_with_kvcache(q, *caches, *new, **options)
+    out = torch.full_like(q, torch.nan)
+    assert flash_attn_with_kvcache(q, *again, *new, **options, out=out) is out
+    assert torch.equal(out, expected)
+    assert all(torch.equal(one, other) for one, other in zip(caches, again))
+
+
 def test_entries_of_a_larger_cache(device):
     """cache_batch_idx: an entry is a page of all its rows."""
     caches = dense_cache(device, batch=5)
@@ -304,6 +320,10 @@ WRONG = {
     "a window": ({"window_size": (-2, 0)}, ValueError, "window_size"),
     "causal": ({"causal": 1}, TypeError, "causal"),
     "parts": ({"num_splits": 1.0}, TypeError, "num_splits"),
+    "out of another dtype": ({"out": randn(2, 1, 2, 256).half()}, TypeError, "out has dtype"),
+    "out of another shape": ({"out": randn(3, 2, 1, 2, 256)}, ValueError, "out has shape"),
+    "out that is no tensor": ({"out": 3}, TypeError, "out must be a torch.Tensor or None"),
+    "out of a stride": ({"out": randn(2, 1, 2, 512)[..., ::2]}, ValueError, "out has strides"),
     "heads": ({"q": randn(2, 1, 3, 128)}, ValueError, "head_dim 128"),
     "a function of scores": ({"score_mod": lambda score: score}, TypeError, "a ScoreMod of"),
     "two changes of scores": (
@@ -319,6 +339,20 @@ def test_errors_leave_the_cache_as_it_was(wrong):
     given = call("cpu", **changed)
     before = [given[name].clone() for name in ("k_cache", "v_cache")]
     with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**given)
+    for cache, name in zip(before, ("k_cache", "v_cache")):
+        assert torch.equal(cache, given[name])
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("name", ["q", "k_cache"])
+def test_out_that_the_call_reads_leaves_the_cache_as_it_was(name):
+    given = call("cpu", q=randn(2, 1, 2, 256))
+    given["out"] = given["q"].view(-1).as_strided((2, 1, 2, 256), (512, 512, 256, 1))
+    if name == "k_cache":
+        given["out"] = given[name].view(2, 8, 2, 256)[:, :1]
+    before = [given[name].clone() for name in ("k_cache", "v_cache")]
+    with pytest.raises(ValueError, match="out lies in memory that the call reads"):
         flash_attn_with_kvcache(**given)
     for cache, name in zip(before, ("k_cache", "v_cache")):
         assert torch.equal(cache, given[name])
