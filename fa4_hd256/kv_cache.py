@@ -82,7 +82,8 @@ def flash_attn_with_kvcache(
         room for them, and no two sequences may be given the same rows. cache_seqlens stays as it
         is.
     cache_seqlens: rows in use before the call: an int, or (batch,) int32; None for all, which k, v
-        and page_table do not allow.
+        and page_table do not allow. No more than the cache has: an int, or a tensor on the CPU,
+        that says more is an error; one on a GPU, which is not read, is taken for all rows.
     cache_batch_idx: (batch,) int32, the entry of the cache that a sequence has; the cache then has
         any batch, and a number of rows that is a multiple of 16.
     page_table: (batch, pages) int32 numbers of the pages of each sequence.
@@ -91,7 +92,8 @@ def flash_attn_with_kvcache(
         of the first rotary_dim elements of k, at the positions cache_seqlens + i, and of q: at
         cache_seqlens + i if causal or with a window, else at cache_seqlens. Only with k and v.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, or i and i + rotary_dim / 2.
-    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions.
+    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions. Only with
+        rotary_cos and rotary_sin.
     max_seqlen_k: a bound on the rows in use with page_table, new ones included, for the choice of
         num_splits; None for as many as a row of page_table holds.
     k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
@@ -134,8 +136,12 @@ def flash_attn_with_kvcache(
         "tree_mask": tree_mask, "score_mod": score_mod, "out": out,
     }  # fmt: skip
     # Engines write their caches themselves: a call without new rows is one of the attention.
-    plain = cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)
-    given = k, v, rotary_cos, rotary_sin, cache_batch_idx
+    # Lengths on the CPU are looked at, which costs nothing there.
+    plain = cache_seqlens is None or (
+        isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
+    )
+    cache_checks.check_lengths_of_pages(cache_seqlens, page_table)
+    given = k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_seqlens
     if not plain or any(tensor is not None for tensor in given):
         cache_checks.check_caches(q, k_cache, v_cache, page_table, cu_seqlens_q)
         places = _Places(
@@ -205,6 +211,8 @@ class _Places:
         if cache_seqlens is None:
             return places
         found = cache_checks.lengths_of(cache_seqlens, self.batch, places.capacity, device)
+        if self.read_back:
+            cache_checks.check_lengths(found, places.capacity)
         return replace(places, lengths=found)
 
     def ragged(self) -> dict[str, Any]:
@@ -278,6 +286,7 @@ class _NewRows:
     def check(self, places: _Places) -> bool:
         """Whether there are any. Raises TypeError or ValueError for what is not accepted."""
         given = self.k is not None or self.v is not None
+        cache_checks.check_positions(self.rotary_seqlens, (self.rotary_cos, self.rotary_sin))
         if self.rotary_cos is not None or self.rotary_sin is not None:
             cache_checks.check_rotary(
                 self.rotary_cos, self.rotary_sin, self.interleaved, places.q, given
@@ -304,13 +313,13 @@ class _NewRows:
         lengths = cast(torch.Tensor, places.lengths)
         rows = NewRows.of(self.k, self.cu_seqlens)
         added = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
-        after = replace(places, lengths=lengths + added)
-        descale = after.check(options, others)
         positions = rows.positions(lengths)
         if places.read_back:
             cache_checks.check_within(
                 "a new row would be row", positions, places.capacity, "the rows of the cache"
             )
+        after = replace(places, lengths=lengths + added)
+        descale = after.check(options, others)
         into = cache_places(rows, positions, places.page_table, places.k_cache.shape[1])
         if places.read_back:
             cache_checks.check_within(

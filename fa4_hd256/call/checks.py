@@ -503,8 +503,9 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
 
 
 def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
-    """Offsets ascend from 0 to the total; lengths in use are not negative. Only for the CPU, where
-    reading them costs no synchronisation."""
+    """Offsets ascend from 0 to the total; lengths in use are not negative, nor more than there are
+    rows (of keys in pages: `check_page_numbers`). Only for the CPU, where reading them costs no
+    synchronisation; kernels take what is beyond for all rows."""
     for side, tensor in (("q", q), ("k", k)):
         offsets = ragged.get(f"cu_seqlens_{side}")
         if offsets is not None and offsets.numel():
@@ -515,8 +516,18 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
                     f"0 to {tensor.shape[1]}, the number of rows of {side}"
                 )
         used = ragged.get(f"seqused_{side}")
-        if used is not None and (used < 0).any():
+        if used is None:
+            continue
+        if (used < 0).any():
             raise ValueError(f"seqused_{side} is {used.tolist()}; accepted: 0 or more")
+        if side == "k" and PAGE_TABLE in ragged:
+            continue
+        rows = torch.full_like(used, tensor.shape[1]) if offsets is None else offsets.diff()
+        if (used > rows).any():
+            raise ValueError(
+                f"seqused_{side} is {used.tolist()}; accepted: up to {rows.tolist()}, the rows of "
+                "each sequence"
+            )
 
 
 def check_page_numbers(

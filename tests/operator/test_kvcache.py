@@ -283,6 +283,31 @@ WRONG = {
     "lengths of int64": ({"cache_seqlens": torch.tensor([3, 4])}, TypeError, "int64"),
     "a bool": ({"cache_seqlens": True}, TypeError, "an int or"),
     "too many rows": ({"cache_seqlens": 17}, ValueError, "accepted: 0 to 16"),
+    "too many rows of one": (
+        {"cache_seqlens": int32([3, 17], "cpu")}, ValueError,
+        r"cache_seqlens is \[3, 17\]; accepted: 0 to 16",
+    ),
+    "fewer than none": ({"cache_seqlens": int32([3, -1], "cpu")}, ValueError, "accepted: 0 to 16"),
+    "too many rows, none new": (
+        {"cache_seqlens": int32([3, 17], "cpu"), "k": None, "v": None}, ValueError,
+        r"cache_seqlens is \[3, 17\]; accepted: 0 to 16",
+    ),
+    "too many rows in pages": (
+        {"cache_seqlens": int32([3, 17], "cpu"), "page_table": int32([[0], [1]], "cpu")},
+        ValueError, r"cache_seqlens is \[3, 17\]; accepted: 0 to 16",
+    ),
+    "no lengths of pages": (
+        {"cache_seqlens": None, "page_table": int32([[0], [1]], "cpu"), "k": None, "v": None},
+        ValueError, "cache_seqlens is None; accepted with page_table: an int or",
+    ),
+    "positions of nothing": (
+        {"rotary_seqlens": int32([0, 1], "cpu")}, ValueError,
+        "rotary_seqlens is given without rotary_cos and rotary_sin",
+    ),
+    "positions of nothing, no rows": (
+        {"rotary_seqlens": int32([0, 1], "cpu"), "k": None, "v": None}, ValueError,
+        "rotary_seqlens is given without rotary_cos and rotary_sin",
+    ),
     "no room": ({"cache_seqlens": 16}, ValueError, "new row would be row 16; accepted: 0 to 15"),
     "k alone": ({"v": None}, TypeError, "v is None"),
     "another batch": ({"k": randn(1, 1, 1, 256)}, ValueError, r"\(2, any, 1, 256\)"),
