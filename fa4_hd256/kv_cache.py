@@ -124,8 +124,8 @@ def flash_attn_with_kvcache(
         cache_checks.refuse({"qv": qv, "cache_leftpad": cache_leftpad})
     if torch.is_grad_enabled():
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-        others_given = {"learnable_sink": learnable_sink, "out": out}
-        cache_checks.check_no_gradients(tensors | others_given)
+        tensors |= {"learnable_sink": learnable_sink, "out": out}
+        cache_checks.check_no_gradients(tensors)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
         "softcap": softcap,
@@ -136,13 +136,8 @@ def flash_attn_with_kvcache(
         "tree_mask": tree_mask, "score_mod": score_mod, "out": out,
     }  # fmt: skip
     # Engines write their caches themselves: a call without new rows is one of the attention.
-    # Lengths on the CPU are looked at, which costs nothing there.
-    plain = cache_seqlens is None or (
-        isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
-    )
-    cache_checks.check_lengths_of_pages(cache_seqlens, page_table)
     given = k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_seqlens
-    if not plain or any(tensor is not None for tensor in given):
+    if not _are_plain(cache_seqlens, page_table) or any(tensor is not None for tensor in given):
         cache_checks.check_caches(q, k_cache, v_cache, page_table, cu_seqlens_q)
         places = _Places(
             q, k_cache, v_cache, cu_seqlens_q, page_table, None, max_seqlen_q, max_seqlen_k,
@@ -162,6 +157,15 @@ def flash_attn_with_kvcache(
         return_lse=return_lse, scheduler_metadata=scheduler_metadata, config=config,
         use_clc=use_clc,
     )  # fmt: skip
+
+
+def _are_plain(cache_seqlens: Any, page_table: Any) -> bool:
+    """Whether the attention takes lengths as they are; those on the CPU are looked at first, which
+    costs nothing there. Raises ValueError for pages without lengths."""
+    cache_checks.check_lengths_of_pages(cache_seqlens, page_table)
+    if cache_seqlens is None:
+        return True
+    return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
 
 
 @dataclass(frozen=True)
