@@ -22,6 +22,7 @@ from .call.checks import (
 )
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
 from .call.operator_arguments import ForwardTensors, ForwardValues
+from .call.part_lists import marked
 from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
@@ -191,7 +192,8 @@ def flash_attn_varlen_func(
         so nothing waits and nothing is compiled anew; max_seqlen_q is then the rows of q, and
         max_seqlen_k as if it were None (docs/serving.md).
     seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them
-        may hold anything, rows of q past them get out = 0 and lse = -inf.
+        may hold anything, rows of q past them get out = 0 and lse = -inf. More than a sequence has
+        is an error on the CPU; on a GPU, where nobody reads them, all its rows.
     page_table: (batch, pages) int32, any row stride: the pages of k and v that hold each sequence's
         keys, in order; needs seqused_k, refuses cu_seqlens_k. page_size: any multiple of 16; pages
         of any strides that TMA takes, never copied. No gradients. See docs/serving.md.
@@ -236,13 +238,16 @@ def flash_attn_varlen_func(
     given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key)
     longest = max_seqlen_q, max_seqlen_k
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
-        rows = q.shape[0] if words is None else min(q.shape[0], words.shape[1])
-        longest = bounds_of(longest, rows, splits == FIXED_PARTS)
+        longest = bounds_of(longest, q, words, splits == FIXED_PARTS)
     tensors = ForwardTensors(
         q, k, v, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
         scheduler_metadata, tree_words=words, k_descale=k_descale, v_descale=v_descale, **scores,
     )  # fmt: skip
-    form = *[t is None for t in tensors[_FIRST_OPTIONAL:]], cu_seqlens_k is cu_seqlens_q
+    form = (
+        *[t is None for t in tensors[_FIRST_OPTIONAL:]], cu_seqlens_k is cu_seqlens_q,
+        # In graphs tensors have no marks.
+        None if scheduler_metadata is None or is_intercepted() else marked(scheduler_metadata),
+    )  # fmt: skip
     configs = config, backward_config
     if out is None:
         out, lse = _attend(tensors, given, longest, configs, form, return_lse)

@@ -3,6 +3,7 @@ written to it first."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from .call.function_tensors import functions_of_keys
 from .call.new_rows import NewRows, Rotary, cache_places, codes_of
 from .call.splits import (
     BY_RULE,
+    FIXED_PARTS,
     asked_splits,
     check_beside_list,
     check_num_splits,
@@ -47,7 +49,7 @@ def flash_attn_with_kvcache(
     page_table: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
+    max_seqlen_q: int | torch.Tensor | None = None,
     rotary_seqlens: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -59,7 +61,7 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     *,
     scheduler_metadata: torch.Tensor | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_k: int | torch.Tensor | None = None,
     batch_invariant: bool = False,
     config: Any = None,
     use_clc: bool | None = None,
@@ -67,10 +69,12 @@ def flash_attn_with_kvcache(
     v_descale: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over a cache, after k and v, if given, were written to it in place.
 
-    q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q and max_seqlen_q.
+    q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q and max_seqlen_q,
+        which may be a tensor as of `flash_attn_varlen_func`.
     k_cache, v_cache: (batch, rows, heads_kv, 256), or with page_table (pages, page_size, heads_kv,
         256), page_size a multiple of 16; any strides that `flash_attn_func` reads in place.
     k, v: (batch, seqlen_new, heads_kv, 256), or (total_new, heads_kv, 256) with cu_seqlens_k_new:
@@ -78,7 +82,8 @@ def flash_attn_with_kvcache(
         room for them, and no two sequences may be given the same rows. cache_seqlens stays as it
         is.
     cache_seqlens: rows in use before the call: an int, or (batch,) int32; None for all, which k, v
-        and page_table do not allow.
+        and page_table do not allow. No more than the cache has: an int, or a tensor on the CPU,
+        that says more is an error; one on a GPU, which is not read, is taken for all rows.
     cache_batch_idx: (batch,) int32, the entry of the cache that a sequence has; the cache then has
         any batch, and a number of rows that is a multiple of 16.
     page_table: (batch, pages) int32 numbers of the pages of each sequence.
@@ -87,7 +92,8 @@ def flash_attn_with_kvcache(
         of the first rotary_dim elements of k, at the positions cache_seqlens + i, and of q: at
         cache_seqlens + i if causal or with a window, else at cache_seqlens. Only with k and v.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, or i and i + rotary_dim / 2.
-    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions.
+    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions. Only with
+        rotary_cos and rotary_sin.
     max_seqlen_k: a bound on the rows in use with page_table, new ones included, for the choice of
         num_splits; None for as many as a row of page_table holds.
     k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
@@ -96,6 +102,7 @@ def flash_attn_with_kvcache(
     score_mod: as of `flash_attn_varlen_func`, new rows among the keys.
     tree_mask: as of `flash_attn_varlen_func`; the last keys are the new rows where k and v are
         given. Not with rotary_cos, since rows have positions one after the other there.
+    out: as of `flash_attn_varlen_func`; not where the caches lie.
     scheduler_metadata: of `get_scheduler_metadata`, for the rows in use with the new ones among
         them, in place of num_splits.
     qv, cache_leftpad: not offered; None.
@@ -117,7 +124,8 @@ def flash_attn_with_kvcache(
         cache_checks.refuse({"qv": qv, "cache_leftpad": cache_leftpad})
     if torch.is_grad_enabled():
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-        cache_checks.check_no_gradients({**tensors, "learnable_sink": learnable_sink})
+        tensors |= {"learnable_sink": learnable_sink, "out": out}
+        cache_checks.check_no_gradients(tensors)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
         "softcap": softcap,
@@ -125,12 +133,11 @@ def flash_attn_with_kvcache(
     others: dict[str, Any] = {
         "learnable_sink": learnable_sink, "num_splits": num_splits,
         "batch_invariant": batch_invariant, "k_descale": k_descale, "v_descale": v_descale,
-        "tree_mask": tree_mask, "score_mod": score_mod,
+        "tree_mask": tree_mask, "score_mod": score_mod, "out": out,
     }  # fmt: skip
     # Engines write their caches themselves: a call without new rows is one of the attention.
-    plain = cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)
-    given = k, v, rotary_cos, rotary_sin, cache_batch_idx
-    if not plain or any(tensor is not None for tensor in given):
+    given = k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_seqlens
+    if not _are_plain(cache_seqlens, page_table) or any(tensor is not None for tensor in given):
         cache_checks.check_caches(q, k_cache, v_cache, page_table, cu_seqlens_q)
         places = _Places(
             q, k_cache, v_cache, cu_seqlens_q, page_table, None, max_seqlen_q, max_seqlen_k,
@@ -152,6 +159,15 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
+def _are_plain(cache_seqlens: Any, page_table: Any) -> bool:
+    """Whether the attention takes lengths as they are; those on the CPU are looked at first, which
+    costs nothing there. Raises ValueError for pages without lengths."""
+    cache_checks.check_lengths_of_pages(cache_seqlens, page_table)
+    if cache_seqlens is None:
+        return True
+    return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
+
+
 @dataclass(frozen=True)
 class _Places:
     """Queries, and where the keys of each sequence are; lengths: (batch,) int32 rows in use, None
@@ -163,8 +179,8 @@ class _Places:
     cu_seqlens_q: torch.Tensor | None
     page_table: torch.Tensor | None
     lengths: torch.Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
+    max_seqlen_q: int | torch.Tensor | None
+    max_seqlen_k: int | torch.Tensor | None
     scheduler_metadata: torch.Tensor | None = None
 
     @property
@@ -199,6 +215,8 @@ class _Places:
         if cache_seqlens is None:
             return places
         found = cache_checks.lengths_of(cache_seqlens, self.batch, places.capacity, device)
+        if self.read_back:
+            cache_checks.check_lengths(found, places.capacity)
         return replace(places, lengths=found)
 
     def ragged(self) -> dict[str, Any]:
@@ -209,8 +227,13 @@ class _Places:
         }  # fmt: skip
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
-    def longest(self) -> dict[str, Any]:
-        return {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_k": self.max_seqlen_k}
+    def longest(self, words: torch.Tensor | None, splits: Any) -> tuple[Any, Any]:
+        """(max_seqlen_q, max_seqlen_k) without tensors. words: of a tree, or None; splits: the
+        operator's number of parts."""
+        given = self.max_seqlen_q, self.max_seqlen_k
+        if any(isinstance(longest, torch.Tensor) for longest in given):
+            return checks.bounds_of(given, self.q, words, splits == FIXED_PARTS)
+        return given
 
     def check(self, options: dict[str, Any], others: dict[str, Any]) -> str:
         """Raise what the attention would, so that nothing is written before; whose scales keys and
@@ -223,22 +246,33 @@ class _Places:
         check_num_splits(splits)
         if PART_LIST in ragged:
             check_beside_list(splits)
+        self._check_out(others["out"], (sink, *ragged.values()))
         checked = Options.check(**options)
         if others["score_mod"] is not None:
             tensors, key = read_by(others["score_mod"])
             ragged |= tensors
             own, _ = functions_of_keys((key, None), ragged, q)
             checked = replace(checked, score_mod=own)
+        longest = self.longest(others["tree_mask"], splits)
         if self.cu_seqlens_q is not None:
-            checks.check_longest("q", self.max_seqlen_q)
+            checks.check_longest("q", longest[0])
             q = checks.with_batch("q", q)
         if is_intercepted():
             check_call(q, self.k_cache, self.v_cache, sink, ragged)
             return descale_of(ragged, self.k_cache, self.batch, self.page_table is not None)
         call = ForwardCall(q, self.k_cache, self.v_cache, sink, ragged)
-        problem = call.describe(checked, **self.longest())
+        problem = call.describe(checked, *longest)
         check_list(call, divided(problem, splits, gpu_of(problem.device)))
         return problem.descale
+
+
+    def _check_out(self, out: Any, tensors: Iterable[Any]) -> None:
+        """tensors: that the attention reads beside q and the caches."""
+        if out is None:
+            return
+        checks.check_out(out, self.q)
+        if not is_intercepted():
+            checks.check_writable(out, (self.q, self.k_cache, self.v_cache, *tensors))
 
 
 @dataclass(frozen=True)
@@ -256,6 +290,7 @@ class _NewRows:
     def check(self, places: _Places) -> bool:
         """Whether there are any. Raises TypeError or ValueError for what is not accepted."""
         given = self.k is not None or self.v is not None
+        cache_checks.check_positions(self.rotary_seqlens, (self.rotary_cos, self.rotary_sin))
         if self.rotary_cos is not None or self.rotary_sin is not None:
             cache_checks.check_rotary(
                 self.rotary_cos, self.rotary_sin, self.interleaved, places.q, given
@@ -282,13 +317,13 @@ class _NewRows:
         lengths = cast(torch.Tensor, places.lengths)
         rows = NewRows.of(self.k, self.cu_seqlens)
         added = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
-        after = replace(places, lengths=lengths + added)
-        descale = after.check(options, others)
         positions = rows.positions(lengths)
         if places.read_back:
             cache_checks.check_within(
                 "a new row would be row", positions, places.capacity, "the rows of the cache"
             )
+        after = replace(places, lengths=lengths + added)
+        descale = after.check(options, others)
         into = cache_places(rows, positions, places.page_table, places.k_cache.shape[1])
         if places.read_back:
             cache_checks.check_within(

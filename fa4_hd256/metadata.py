@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from .call.cache_checks import check_int32, check_lengths, of_batch
 from .call.forward_problem import Options, Problem
-from .call.part_lists import list_of_parts
+from .call.part_lists import list_of_parts, mark, marked
+from .eager import is_intercepted
 from .run.launch import gpu_of
 
 __all__ = ["get_scheduler_metadata", "is_ours"]
-
-_MARK = "_fa4_hd256_part_list"
 
 
 def get_scheduler_metadata(
@@ -39,6 +39,10 @@ def get_scheduler_metadata(
 
     Raises TypeError or ValueError as the calls do.
     """
+    check_int32("cache_seqlens", cache_seqlens)
+    of_batch("cache_seqlens", cache_seqlens, cache_seqlens.numel(), cache_seqlens.device)
+    if cache_seqlens.device.type == "cpu" and not is_intercepted():
+        check_lengths(cache_seqlens, max_seqlen_k)
     number = torch.zeros((), dtype=torch.bfloat16, device=cache_seqlens.device)
     batch = cache_seqlens.shape[0]
     q, k = (
@@ -48,13 +52,14 @@ def get_scheduler_metadata(
     k = k if kv_dtype is None else k.to(kv_dtype)
     options = Options.check(None, causal, window_size, 0.0)
     problem = Problem.describe((q, k, k), options, None, {"seqused_k": cache_seqlens})
-    made = list_of_parts(problem, gpu_of(cache_seqlens.device), cache_seqlens)
+    gpu = gpu_of(cache_seqlens.device)
+    made = list_of_parts(problem, gpu, cache_seqlens)
     if not torch.compiler.is_compiling():
-        setattr(made, _MARK, True)
+        mark(made, problem, gpu)
     return made
 
 
 def is_ours(value: Any) -> bool:
     """Whether `get_scheduler_metadata` made this tensor itself, no copy or part of it. Engines have
     plans of other kernels under the same name."""
-    return isinstance(value, torch.Tensor) and hasattr(value, _MARK)
+    return isinstance(value, torch.Tensor) and marked(value) is not None

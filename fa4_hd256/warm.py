@@ -48,6 +48,7 @@ def warm_up(
     kv_dtypes: Sequence[torch.dtype | None] = (None,),
     scheduler_metadata: bool = False,
     tree_mask: bool = False,
+    alibi: bool = False,
     tensor_parallel: int = 1,
     device: torch.device | str | None = None,
 ) -> WarmUp:
@@ -65,7 +66,7 @@ def warm_up(
     for; None for both. batch_invariant: whether calls ask for that, too. page_sizes: of the paged
     forms.
     scheduler_metadata: whether calls with seqused_k are given one, too. tree_mask: whether calls of
-        up to 32 queries are.
+        up to 32 queries are. alibi: whether calls have that as their score_mod, too.
     tensor_parallel: ranks over which the heads are divided. device: whose GPU runs the calls, None
     for the current one, or for the simulator where there is none.
 
@@ -78,7 +79,7 @@ def warm_up(
     place = _device(device)
     also = {
         "batch_invariant": batch_invariant, "scheduler_metadata": scheduler_metadata,
-        "tree_mask": tree_mask,
+        "tree_mask": tree_mask, "alibi": alibi,
     }  # fmt: skip
     needs = _needs((uses, forms, dtypes, kv_dtypes), use_clc, page_sizes, also)
     sharded = _model(model).sharded(tensor_parallel)
@@ -111,8 +112,8 @@ def _needs(
     page_sizes: Sequence[int],
     also: dict[str, bool],
 ) -> Needs:
-    """asked: uses, forms, dtypes, kv_dtypes. also: batch_invariant, scheduler_metadata and
-    tree_mask by name."""
+    """asked: uses, forms, dtypes, kv_dtypes. also: batch_invariant, scheduler_metadata, tree_mask
+    and alibi by name."""
     uses, forms, dtypes, kv_dtypes = map(tuple, asked)
     schedulers = (False, True) if use_clc is None else (use_clc,)
     return Needs(
@@ -164,6 +165,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also kernels of calls that are given one")  # fmt: skip
     parser.add_argument("--tree-mask", action="store_true",
                         help="also kernels of calls that are given one")  # fmt: skip
+    parser.add_argument("--alibi", action="store_true",
+                        help="also kernels of calls with ALiBi")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
 
@@ -184,7 +187,7 @@ def main(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     also = {
         name: getattr(arguments, name)
-        for name in ("batch_invariant", "scheduler_metadata", "tree_mask")
+        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi")
     }
     needs = _needs(asked, use_clc, arguments.page_size, also)
     models = [model.sharded(arguments.tensor_parallel) for model in models]

@@ -74,11 +74,33 @@ def lengths_of(
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
 
 
-def of_batch(name: str, tensor: Any, batch: int, device: torch.device) -> torch.Tensor:
-    """The same, a (batch,) int32 tensor."""
+def check_lengths(lengths: torch.Tensor, capacity: int) -> None:
+    """Rows in use are those of the cache. Waits for the device."""
+    if ((lengths < 0) | (lengths > capacity)).any():
+        raise ValueError(
+            f"cache_seqlens is {lengths.tolist()}; accepted: 0 to {capacity}, the rows of the cache"
+        )
+
+
+def check_lengths_of_pages(cache_seqlens: Any, page_table: Any) -> None:
+    """Raise ValueError for pages without lengths."""
+    if cache_seqlens is None and page_table is not None:
+        raise ValueError(
+            "cache_seqlens is None; accepted with page_table: an int or a (batch,) int32 tensor, "
+            "the rows in use of each sequence"
+        )
+
+
+def check_int32(name: str, tensor: Any) -> None:
+    """Raise TypeError for what is no int32 tensor."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a (batch,) int32 tensor, got {kind}")
+
+
+def of_batch(name: str, tensor: Any, batch: int, device: torch.device) -> torch.Tensor:
+    """The same, a (batch,) int32 tensor."""
+    check_int32(name, tensor)
     if tuple(tensor.shape) != (batch,) or tensor.device != device:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} on {tensor.device}; accepted: ({batch},), one "
@@ -153,6 +175,15 @@ def check_new_rows(
                 f"{name} is {tensor.dtype} on {tensor.device}; accepted: {accepted} on "
                 f"{cache.device}, like the cache"
             )
+
+
+def check_positions(rotary_seqlens: Any, given: tuple[Any, Any]) -> None:
+    """Raise ValueError for positions of nothing. given: rotary_cos and rotary_sin."""
+    if rotary_seqlens is not None and all(table is None for table in given):
+        raise ValueError(
+            "rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them, or "
+            "None"
+        )
 
 
 def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends: bool) -> None:

@@ -277,11 +277,13 @@ def check_longest(side: str, longest: Any) -> None:
         )
 
 
-def bounds_of(longest: tuple[Any, Any], rows: int, fixed_parts: bool) -> tuple[Any, Any]:
+def bounds_of(
+    longest: tuple[Any, Any], q: torch.Tensor, words: torch.Tensor | None, fixed_parts: bool
+) -> tuple[Any, Any]:
     """(max_seqlen_q, max_seqlen_k) without tensors, which are never read: that would synchronise
-    with the device, and their contents would be in the key of a call. rows: of packed queries,
-    which then bound each sequence; keys have no bound, which is None. fixed_parts: whether keys
-    are divided by it.
+    with the device, and their contents would be in the key of a call. The rows of q, packed, then
+    bound each sequence, and the nodes of a tree's words, where there are any; keys have no bound,
+    which is None. fixed_parts: whether keys are divided by it.
 
     Raises TypeError for a tensor that is not one integer, ValueError with fixed_parts.
     """
@@ -299,6 +301,7 @@ def bounds_of(longest: tuple[Any, Any], rows: int, fixed_parts: bool) -> tuple[A
                 "same for all batches, since keys are divided by it"
             )
     of_q, of_k = (isinstance(given, torch.Tensor) for given in longest)
+    rows = q.shape[0] if words is None else min(q.shape[0], words.shape[1])
     return max(1, rows) if of_q else longest[0], None if of_k else longest[1]
 
 
@@ -500,8 +503,9 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
 
 
 def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
-    """Offsets ascend from 0 to the total; lengths in use are not negative. Only for the CPU, where
-    reading them costs no synchronisation."""
+    """Offsets ascend from 0 to the total; lengths in use are not negative, nor more than there are
+    rows (of keys in pages: `check_page_numbers`). Only for the CPU, where reading them costs no
+    synchronisation; kernels take what is beyond for all rows."""
     for side, tensor in (("q", q), ("k", k)):
         offsets = ragged.get(f"cu_seqlens_{side}")
         if offsets is not None and offsets.numel():
@@ -512,8 +516,18 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
                     f"0 to {tensor.shape[1]}, the number of rows of {side}"
                 )
         used = ragged.get(f"seqused_{side}")
-        if used is not None and (used < 0).any():
+        if used is None:
+            continue
+        if (used < 0).any():
             raise ValueError(f"seqused_{side} is {used.tolist()}; accepted: 0 or more")
+        if side == "k" and PAGE_TABLE in ragged:
+            continue
+        rows = torch.full_like(used, tensor.shape[1]) if offsets is None else offsets.diff()
+        if (used > rows).any():
+            raise ValueError(
+                f"seqused_{side} is {used.tolist()}; accepted: up to {rows.tolist()}, the rows of "
+                "each sequence"
+            )
 
 
 def check_page_numbers(

@@ -14,6 +14,8 @@ sequence has all keys that are left, also of a sequence that has grown since.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fa4_hd256.gpus.devices import Gpu
@@ -22,7 +24,21 @@ from fa4_hd256.kernels.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED
 from .forward_problem import Problem
 from .splits import LARGEST, longest_row, room_for_parts, rows_a_step
 
-__all__ = ["list_of_parts"]
+__all__ = ["list_of_parts", "mark", "marked"]
+
+#: The attribute of a list that says what it was made for. A call reads no contents, and sizes that
+#: differ can come to the same number of words. Copies have none.
+_MARK = "_fa4_hd256_part_list"
+
+
+def mark(words: torch.Tensor, problem: Problem, gpu: Gpu) -> None:
+    """Note on a list what it was made for."""
+    setattr(words, _MARK, (room_for_parts(problem, gpu) or 0, problem.sequences))
+
+
+def marked(words: Any) -> tuple[int, int] | None:
+    """(parts that a list has room for, sequences); None where it has no mark."""
+    return getattr(words, _MARK, None)
 
 
 def list_of_parts(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Tensor:

@@ -135,9 +135,9 @@ def _in_listed_parts(problem: Problem, gpu: Gpu) -> Problem:
 
 def room_for_parts(problem: Problem, gpu: Gpu) -> int | None:
     """Of a list of parts: one for each sequence, and as many that every cluster has `TURNS` parts.
-    None where queries have several tiles, which are not divided. Follows from the bounds of a call
-    alone."""
-    if problem.max_seqlen_q > problem.tile_queries:
+    None where queries have several tiles, which are not divided, and where there is no sequence.
+    Follows from the bounds of a call alone."""
+    if problem.max_seqlen_q > problem.tile_queries or not problem.sequences:
         return None
     tiles = problem.num_tiles // problem.sequences
     return problem.sequences + -(-TURNS * gpu.clusters(problem.tiles.cluster) // tiles)

@@ -15,7 +15,7 @@ import torch
 from fa4_hd256 import metadata
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES
 
-__all__ = ["METADATA", "EngineOptions", "finished", "scaled_alone"]
+__all__ = ["METADATA", "EngineOptions", "scaled_alone"]
 
 #: An engine's own plan has this name, too.
 METADATA = "scheduler_metadata"
@@ -71,12 +71,3 @@ def scaled_alone(options: dict[str, Any], k: torch.Tensor) -> dict[str, Any]:
     if isinstance(k, torch.Tensor) and k.dtype in KV_DTYPES:
         return options
     return {name: value for name, value in options.items() if name not in DESCALES}
-
-
-def finished(result: Any, out: torch.Tensor | None, wants_lse: bool) -> Any:
-    """out, or (out, lse), with the result written to `out` if that is given. result: as of the
-    attention functions."""
-    got, *lse = result if wants_lse else (result,)
-    if out is not None:
-        got = out.copy_(got)
-    return (got, *lse) if wants_lse else got

@@ -12,6 +12,8 @@ which is an error; torch.nn.attention.restore_flash_attention_impl() ends that.
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from fa4_hd256.interface import flash_attn_varlen_func
 from fa4_hd256.until_changed import UntilChanged
 
 from .backward_memory import backward_config_of, check_ds_bytes
+from .given_out import written_to
 from .given_results import gradients_of_results
 
 NAME = "fa4_hd256"
@@ -100,11 +103,10 @@ def _flash_attn_fwd(
     if options.get("cu_seqlens_q") is not None and options.get("max_seqlen_q") is None:
         options["max_seqlen_q"] = q.shape[0]
     window = (window_size_left, window_size_right)
-    result, lse = flash_attn_varlen_func(
-        q, k, v, window_size=window, return_lse=True, **options
-    )
-    if out is not None:
-        result = out.copy_(result)
+    attend = partial(flash_attn_varlen_func, q, k, v, window_size=window, **options)
+    # PyTorch records gradients above its adapter, whose tensors may require them still.
+    with contextlib.nullcontext() if out is None else torch.no_grad():
+        result, lse = written_to(out, q, attend, True)
     return result, lse if return_lse else None
 
 

@@ -13,13 +13,15 @@ decoding with several drafts a step) are refused.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from fa4_hd256 import interface, kv_cache
 
-from .engine_options import METADATA, EngineOptions, finished, scaled_alone
+from .engine_options import METADATA, EngineOptions, scaled_alone
+from .given_out import written_to
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -80,10 +82,8 @@ def flash_attn_with_kvcache(
     out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
     places = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
     ours = OPTIONS.translated(scaled_alone(options, k_cache))
-    result = kv_cache.flash_attn_with_kvcache(
-        q, k_cache, v_cache, **places, return_lse=wants_lse, **ours
-    )
-    return finished(result, out, wants_lse)
+    attend = partial(kv_cache.flash_attn_with_kvcache, q, k_cache, v_cache, **places, **ours)
+    return written_to(out, q, attend, wants_lse)
 
 
 def flash_attn_varlen_func(
@@ -108,8 +108,8 @@ def flash_attn_varlen_func(
     places = {name: options.pop(name) for name in others if name in options}
     # SGLang's own default is not to divide keys.
     ours = {"num_splits": 1, **OPTIONS.translated(scaled_alone(options, k))}
-    result = interface.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **places,
-        return_lse=wants_lse, **ours,
+    attend = partial(
+        interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, **places, **ours,
     )  # fmt: skip
-    return finished(result, out, wants_lse)
+    return written_to(out, q, attend, wants_lse)

@@ -10,6 +10,7 @@ of that module in vLLM 0.33.0. vLLM writes its cache itself, before the call.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ import torch
 from fa4_hd256 import interface
 from fa4_hd256.score_mods import alibi
 
-from .engine_options import METADATA, EngineOptions, finished, scaled_alone
+from .engine_options import METADATA, EngineOptions, scaled_alone
+from .given_out import written_to
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
@@ -84,11 +86,11 @@ def flash_attn_varlen_func(
         del ours["window_size"]
     if ours.get("score_mod") is not None:
         ours["score_mod"] = alibi(ours["score_mod"])
-    result = interface.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k,
-        return_lse=wants_lse, **ours,
+    attend = partial(
+        interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, seqused_k=seqused_k, **ours,
     )  # fmt: skip
-    return finished(result, out, wants_lse)
+    return written_to(out, q, attend, wants_lse)
 
 
 def get_scheduler_metadata(*args: Any, **options: Any) -> None:

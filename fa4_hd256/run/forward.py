@@ -18,6 +18,7 @@ from fa4_hd256.call.descales import scale_operand
 from fa4_hd256.call.forward_problem import ForwardCall, Problem
 from fa4_hd256.call.function_tensors import function_operand
 from fa4_hd256.call.operator_arguments import OTHERS, ForwardTensors
+from fa4_hd256.call.part_lists import marked
 from fa4_hd256.call.splits import divided
 from fa4_hd256.kernels.part_list import list_length
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
@@ -67,8 +68,14 @@ def check_list(call: ForwardCall, problem: Problem) -> None:
     if words.numel() != length:
         raise ValueError(
             f"scheduler_metadata has {words.numel()} words; accepted here: {length}, as "
-            "get_scheduler_metadata makes for the batch, the lengths' bounds, the heads and the "
-            "window of this call"
+            "get_scheduler_metadata makes for the batch, the heads and the queries of this call"
+        )
+    sizes = marked(words)
+    if sizes is not None and sizes != (problem.num_splits, problem.sequences):
+        raise ValueError(
+            f"scheduler_metadata is a list for {sizes[1]} sequences in up to {sizes[0]} "
+            f"parts; accepted: {problem.sequences} in up to {problem.num_splits}, as "
+            "get_scheduler_metadata makes for the batch, the heads and the queries of this call"
         )
 
 

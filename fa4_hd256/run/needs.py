@@ -9,7 +9,7 @@ by the keys, both schedulers, keys divided or not. More may be counted up than a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,9 @@ from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from fa4_hd256.kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
+from fa4_hd256.kernels.score_change import ALIBI
 from fa4_hd256.kernels.sequences import PART_LIST, TREE_WORDS
+from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.models import AttentionModel, Mask
 
 from .catalogue import KernelSpec, backward_specs, combine_spec, forward_spec
@@ -44,6 +46,9 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 #: The tensor of which a list of parts is made.
 _LISTS_OF = "seqused_k"
+
+#: ALiBi as it is compiled in.
+_SLOPES = tuple(FunctionClass(ALIBI, (f"float32 {dimensions}",)) for dimensions in (1, 2))
 
 #: What a model is used for: name -> the most queries of a sequence, None for any number. Training
 #: takes the backward, too.
@@ -68,7 +73,8 @@ class Needs:
     batch_invariant: also those of calls that ask for that. page_sizes: of calls with a page table.
     kv_dtypes: of k and v, None for that of q; others with any form of scales.
     scheduler_metadata: also those of calls with a list of parts, of the forms with seqused_k.
-    tree_mask: also those of calls with one, of any number of nodes.
+    tree_mask: also those of calls with one, of any number of nodes. alibi: also those of calls with
+    ALiBi, k and v of q's dtype.
     """
 
     uses: tuple[str, ...] = ("prefill", "decode")
@@ -80,6 +86,7 @@ class Needs:
     kv_dtypes: tuple[torch.dtype | None, ...] = (None,)
     scheduler_metadata: bool = False
     tree_mask: bool = False
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         for what, given, known in (("use", self.uses, USES), ("form", self.forms, FORMS)):
@@ -106,6 +113,10 @@ class Needs:
                 f"forms are {self.forms} with scheduler_metadata; accepted: one of those with "
                 f"{_LISTS_OF}, of which a list of parts is made"
             )
+        if self.alibi and None not in self.kv_dtypes:
+            raise ValueError(
+                f"alibi with kv_dtypes {self.kv_dtypes}; accepted: None, the dtype of q, among them"
+            )
 
 
 def specs_of(
@@ -120,6 +131,10 @@ def specs_of(
             f"{model.heads_q} query heads over {model.heads_kv} key/value heads; accepted: a "
             "number of query heads that is a multiple of the number of key/value heads"
         )
+    if needs.alibi and model.softcap:
+        raise ValueError(
+            f"softcap is {model.softcap} with alibi; accepted: one of them, as calls take one"
+        )
     found: dict[KernelSpec, None] = {}
     for problem in _forward_problems(model, needs, architecture):
         found |= dict.fromkeys(_forwards(problem, gpu, needs.batch_invariant))
@@ -130,7 +145,7 @@ def specs_of(
     if TRAINING in needs.uses:
         forms = tuple(form for form in needs.forms if PAGE_TABLE not in FORMS[form])
         own = replace(needs, uses=(TRAINING,), forms=forms, page_sizes=(), kv_dtypes=(None,))
-        for problem in _problems(model, own, architecture, _LONGEST):
+        for problem in _changed(_problems(model, own, architecture, _LONGEST), needs):
             found |= dict.fromkeys(_backwards(problem, model))
     return list(found)
 
@@ -141,10 +156,19 @@ def _forward_problems(
     """One of each kind of forward, trees among them where these are asked for."""
     most = [USES[use] for use in needs.uses]
     longest = _LONGEST if None in most else max(m for m in most if m is not None)
-    yield from _problems(model, needs, architecture, longest)
+    yield from _changed(_problems(model, needs, architecture, longest), needs)
     if needs.tree_mask:
-        for problem in _problems(model, needs, architecture, MOST_NODES):
+        for problem in _changed(_problems(model, needs, architecture, MOST_NODES), needs):
             yield replace(problem, ragged=(*problem.ragged, TREE_WORDS))
+
+
+def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
+    """Each, and where that is asked for with ALiBi: slopes of heads, and of sequences and heads."""
+    for problem in problems:
+        yield problem
+        if needs.alibi and problem.kv_dtype is None:
+            for slopes in _SLOPES:
+                yield replace(problem, options=replace(problem.options, score_mod=slopes))
 
 
 def _problems(

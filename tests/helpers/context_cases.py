@@ -440,6 +440,25 @@ def bad_call(rank: int) -> None:
     ring_attention(q, q, q, softcap=-1.0 if rank == 1 else 1.0)
 
 
+def other_dtype(rank: int, names: str) -> None:
+    """Rank 1 gives k and v, or one of them, in e4m3."""
+    from fa4_hd256.integrations.context_parallel import ring_attention
+
+    q = torch.randn(1, 32, 2, 256).bfloat16()
+    given = {"k": q, "v": q}
+    if rank == 1:
+        given |= dict.fromkeys(names, q.to(torch.float8_e4m3fn))
+    ring_attention(q, **given)
+
+
+def no_tensor(rank: int, cu_seqlens: Any) -> None:
+    """Rank 1 gives a list as v."""
+    from fa4_hd256.integrations.context_parallel import ring_attention
+
+    q = torch.randn(*(1, 32)[cu_seqlens is not None :], 2, 256).bfloat16()
+    ring_attention(q, q, q.tolist() if rank == 1 else q, cu_seqlens=cu_seqlens)
+
+
 def dies(rank: int) -> None:
     """Rank 1 ends before its call."""
     from fa4_hd256.integrations.context_parallel import ring_attention
@@ -483,7 +502,8 @@ def refusals(rank: int, arguments: list[dict[str, Any]]) -> list[tuple[str, str]
         heads, heads_kv = options.pop("heads", (2, 1))
         attention = getattr(context_parallel, options.pop("way", "ring_attention"))
         q = torch.randn(1, 32, heads, 256).bfloat16()
-        k = torch.randn(1, options.pop("keys", 32), heads_kv, 256).bfloat16()
+        k = torch.randn(1, options.pop("keys", 32), heads_kv, 256)
+        k = k.to(options.pop("kv_dtype", torch.bfloat16))
         if "cu_seqlens" in options:
             q, k = q.squeeze(0), k.squeeze(0)
         try:

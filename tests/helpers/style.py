@@ -23,17 +23,17 @@ MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
     ("fa4_hd256/interface.py", "flash_attn_func"): 22,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 30,
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 33,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 34,
     ("fa4_hd256/integrations/context_parallel/attention.py", "ring_attention"): 19,
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 11,
     # What calls may be like, by the names of those calls' own arguments.
-    ("fa4_hd256/warm.py", "warm_up"): 12,
+    ("fa4_hd256/warm.py", "warm_up"): 13,
 }
 
 # Likewise -> lines.
 MORE_LINES = {
     # The same: a line a parameter, and what each of them means.
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 118,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 124,
     ("fa4_hd256/interface.py", "flash_attn_func"): 100,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 110,
 }

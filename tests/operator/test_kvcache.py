@@ -133,6 +133,29 @@ def test_packed_queries_and_new_rows(device):
     check(q, dense_cache(device), LENGTHS, new, counts, rotary, causal=True)
 
 
+def test_a_bound_on_the_queries_that_is_a_tensor(device):
+    """With new rows as without: not read, so that the rows of q bound each sequence; with a tree
+    its nodes do."""
+    q = randn(3, 2, 256, device=device)
+    new = tuple(randn(2, 2, 1, 256, device=device) for _ in "kv")
+    options = {"cu_seqlens_q": int32([0, 1, 3], device), "cache_seqlens": int32([3, 20], device)}
+    caches = dense_cache(device, 2)
+    tree = torch.ones(2, 2, dtype=torch.bool, device=device).tril()
+    for more in ({"causal": True}, {"tree_mask": tree, "causal": True}):
+        expected = flash_attn_with_kvcache(q, *caches, *new, max_seqlen_q=2, **options, **more)
+        got = flash_attn_with_kvcache(
+            q, *caches, *new, max_seqlen_q=torch.tensor(2), max_seqlen_k=torch.tensor(64),
+            **options, **more,
+        )  # fmt: skip
+        assert torch.equal(got, expected)
+    with pytest.raises(TypeError, match=r"max_seqlen_q is a tensor of shape \(2,\)"):
+        flash_attn_with_kvcache(q, *caches, *new, max_seqlen_q=torch.ones(2).int(), **options)
+    with pytest.raises(ValueError, match="max_seqlen_q is a tensor with batch_invariant=True"):
+        flash_attn_with_kvcache(
+            q, *caches, *new, max_seqlen_q=torch.tensor(2), batch_invariant=True, **options
+        )
+
+
 def test_without_new_rows(device):
     """Lengths as a tensor, as a number for all, and all rows; offsets of new rows mean nothing."""
     q, caches = randn(3, 2, 2, 256, device=device), dense_cache(device)
@@ -208,6 +231,22 @@ def test_pages_packed_and_turned(device):
     check(q, caches, [14, 31, 0], new, counts, rotary, table, causal=True)
 
 
+@pytest.mark.parametrize("with_rows", [True, False], ids=["new rows", "none"])
+def test_results_in_memory_that_is_given(device, with_rows):
+    """out=, with rotated queries where there are new rows."""
+    q, caches = randn(3, 2, 2, 256, device=device), dense_cache(device)
+    new, options = (), {"cache_seqlens": int32([0, 21, 59], device), "causal": True}
+    if with_rows:
+        new = tuple(randn(3, 2, 1, 256, device=device) for _ in "kv")
+        options |= dict(zip(("rotary_cos", "rotary_sin"), tables(device)))
+    again = tuple(t.clone() for t in caches)
+    expected = flash_attn_with_kvcache(q, *caches, *new, **options)
+    out = torch.full_like(q, torch.nan)
+    assert flash_attn_with_kvcache(q, *again, *new, **options, out=out) is out
+    assert torch.equal(out, expected)
+    assert all(torch.equal(one, other) for one, other in zip(caches, again))
+
+
 def test_entries_of_a_larger_cache(device):
     """cache_batch_idx: an entry is a page of all its rows."""
     caches = dense_cache(device, batch=5)
@@ -244,6 +283,31 @@ WRONG = {
     "lengths of int64": ({"cache_seqlens": torch.tensor([3, 4])}, TypeError, "int64"),
     "a bool": ({"cache_seqlens": True}, TypeError, "an int or"),
     "too many rows": ({"cache_seqlens": 17}, ValueError, "accepted: 0 to 16"),
+    "too many rows of one": (
+        {"cache_seqlens": int32([3, 17], "cpu")}, ValueError,
+        r"cache_seqlens is \[3, 17\]; accepted: 0 to 16",
+    ),
+    "fewer than none": ({"cache_seqlens": int32([3, -1], "cpu")}, ValueError, "accepted: 0 to 16"),
+    "too many rows, none new": (
+        {"cache_seqlens": int32([3, 17], "cpu"), "k": None, "v": None}, ValueError,
+        r"cache_seqlens is \[3, 17\]; accepted: 0 to 16",
+    ),
+    "too many rows in pages": (
+        {"cache_seqlens": int32([3, 17], "cpu"), "page_table": int32([[0], [1]], "cpu")},
+        ValueError, r"cache_seqlens is \[3, 17\]; accepted: 0 to 16",
+    ),
+    "no lengths of pages": (
+        {"cache_seqlens": None, "page_table": int32([[0], [1]], "cpu"), "k": None, "v": None},
+        ValueError, "cache_seqlens is None; accepted with page_table: an int or",
+    ),
+    "positions of nothing": (
+        {"rotary_seqlens": int32([0, 1], "cpu")}, ValueError,
+        "rotary_seqlens is given without rotary_cos and rotary_sin",
+    ),
+    "positions of nothing, no rows": (
+        {"rotary_seqlens": int32([0, 1], "cpu"), "k": None, "v": None}, ValueError,
+        "rotary_seqlens is given without rotary_cos and rotary_sin",
+    ),
     "no room": ({"cache_seqlens": 16}, ValueError, "new row would be row 16; accepted: 0 to 15"),
     "k alone": ({"v": None}, TypeError, "v is None"),
     "another batch": ({"k": randn(1, 1, 1, 256)}, ValueError, r"\(2, any, 1, 256\)"),
@@ -281,6 +345,10 @@ WRONG = {
     "a window": ({"window_size": (-2, 0)}, ValueError, "window_size"),
     "causal": ({"causal": 1}, TypeError, "causal"),
     "parts": ({"num_splits": 1.0}, TypeError, "num_splits"),
+    "out of another dtype": ({"out": randn(2, 1, 2, 256).half()}, TypeError, "out has dtype"),
+    "out of another shape": ({"out": randn(3, 2, 1, 2, 256)}, ValueError, "out has shape"),
+    "out that is no tensor": ({"out": 3}, TypeError, "out must be a torch.Tensor or None"),
+    "out of a stride": ({"out": randn(2, 1, 2, 512)[..., ::2]}, ValueError, "out has strides"),
     "heads": ({"q": randn(2, 1, 3, 128)}, ValueError, "head_dim 128"),
     "a function of scores": ({"score_mod": lambda score: score}, TypeError, "a ScoreMod of"),
     "two changes of scores": (
@@ -296,6 +364,20 @@ def test_errors_leave_the_cache_as_it_was(wrong):
     given = call("cpu", **changed)
     before = [given[name].clone() for name in ("k_cache", "v_cache")]
     with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**given)
+    for cache, name in zip(before, ("k_cache", "v_cache")):
+        assert torch.equal(cache, given[name])
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("name", ["q", "k_cache"])
+def test_out_that_the_call_reads_leaves_the_cache_as_it_was(name):
+    given = call("cpu", q=randn(2, 1, 2, 256))
+    given["out"] = given["q"].view(-1).as_strided((2, 1, 2, 256), (512, 512, 256, 1))
+    if name == "k_cache":
+        given["out"] = given[name].view(2, 8, 2, 256)[:, :1]
+    before = [given[name].clone() for name in ("k_cache", "v_cache")]
+    with pytest.raises(ValueError, match="out lies in memory that the call reads"):
         flash_attn_with_kvcache(**given)
     for cache, name in zip(before, ("k_cache", "v_cache")):
         assert torch.equal(cache, given[name])

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fa4_hd256.call.checks import with_batch
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod
 
-from .checks import Given, check_heads, settings_of, text_of
+from .checks import Given, batched, check_heads, settings_of, text_of
 from .exchange import Ranks
 from .gathered import Gathered
 from .heads import attend_by_heads
@@ -48,7 +47,8 @@ def ring_attention(
     """`flash_attn_func` of a sequence whose rows are divided among the ranks of a group.
 
     q: (batch, rows, heads, 256); k, v: (batch, rows, heads_kv, 256): this rank's rows, as many on
-    every rank; with cu_seqlens (rows, heads, 256) and (rows, heads_kv, 256).
+    every rank; with cu_seqlens (rows, heads, 256) and (rows, heads_kv, 256). bfloat16 or float16,
+    all alike: no keys and values in float8_e4m3fn.
 
     group: of torch.distributed; None: all ranks.
     order: one of `ORDERS`, which `shard` takes, too: "contiguous", or "zigzag", in which ranks have
@@ -128,13 +128,11 @@ def _attend(
     is_packed = offsets is not None
 
     def check() -> tuple[str, tuple[tuple, Settings]]:
-        batched = tensors
-        if is_packed:
-            batched = *map(with_batch, "qkv", tensors[:3]), tensors[3]
-        settings = settings_of(batched, given, ranks, (order, offsets))
+        found = batched(tensors, is_packed)
+        settings = settings_of(found, given, ranks, (order, offsets))
         if name == "ulysses":
-            check_heads(batched, ranks.count)
-        return text_of(batched, settings, name, order), (batched, settings)
+            check_heads(found, ranks.count)
+        return text_of(found, settings, name, order), (found, settings)
 
     (q, k, v, sink), settings = ranks.agree(check)
     if name == "ulysses":

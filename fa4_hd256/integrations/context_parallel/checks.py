@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fa4_hd256.call import named_configs
-from fa4_hd256.call.checks import check_lists, check_mask_options
+from fa4_hd256.call.checks import check_kinds, check_lists, check_mask_options, with_batch
 from fa4_hd256.call.forward_problem import ForwardCall, Options
 from fa4_hd256.call.function_tensors import functions_of_keys
+from fa4_hd256.call.splits import BY_RULE
 from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import kernels_of
@@ -25,7 +26,7 @@ from .exchange import Ranks
 from .local import Settings
 from .spans import Units, placed, unit
 
-__all__ = ["Given", "check_heads", "settings_of", "text_of"]
+__all__ = ["Given", "batched", "check_heads", "settings_of", "text_of"]
 
 
 class Given(NamedTuple):
@@ -41,6 +42,26 @@ class Given(NamedTuple):
     score_mod: Any
     block_mask: Any
     mask_mod: Any
+
+
+def batched(tensors: tuple, is_packed: bool) -> tuple:
+    """q, k, v with a batch, and the sink. tensors: as users give them; is_packed: with cu_seqlens.
+
+    Raises TypeError for what is no tensor, and for k or v of another dtype than q's: bytes that a
+    rank sends are taken for q's dtype, and no scales of e4m3 go with them.
+    """
+    named = dict(zip(("q", "k", "v", "learnable_sink"), tensors, strict=True))
+    check_kinds(named, {}, BY_RULE)
+    q, k, v, sink = tensors
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype}; accepted over ranks: {q.dtype}, like q. Convert "
+                "it before the call"
+            )
+    if is_packed:
+        q, k, v = (with_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
+    return q, k, v, sink
 
 
 def settings_of(
@@ -149,7 +170,7 @@ def check_heads(tensors: tuple, count: int) -> None:
 
 
 def text_of(tensors: tuple, settings: Settings, name: str, order: str) -> str:
-    """What all ranks' calls have in common."""
+    """What all ranks' calls have in common; k and v have q's dtype (`batched`)."""
     q, k, _, sink = tensors
     has_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors

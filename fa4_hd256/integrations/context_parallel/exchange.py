@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -14,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-__all__ = ["Ranks", "Transfer"]
+__all__ = ["Ranks", "Transfer", "heard"]
 
 Checked = TypeVar("Checked")
 
@@ -43,7 +44,7 @@ class Transfer:
 
     def wait(self) -> None:
         """The current stream, on the CPU the caller, waits for them."""
-        with _heard(*self._ranks):
+        with heard(*self._ranks):
             for work in self._works:
                 work.wait()
         self._kept = ()
@@ -101,7 +102,7 @@ class Ranks:
         group = _cpu_group(self.group)
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.count)]
-        with _heard(self.own, self.count):
+        with heard(self.own, self.count):
             dist.all_gather(found, own, group=group)
         return [bytes(tensor.tolist()) for tensor in found]
 
@@ -120,36 +121,47 @@ class Ranks:
         ranks = self.own, self.count
         if not operations:
             return Transfer()
-        with _heard(*ranks):
+        with heard(*ranks):
             works = dist.batch_isend_irecv(operations)
         return Transfer(works, [operation.tensor for operation in operations], ranks)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """(ranks, ...) of every rank's tensor."""
         found = own.new_empty((self.count, *own.shape))
-        with _heard(self.own, self.count):
+        with heard(self.own, self.count):
             _all_gather(found.flatten(0, 1), own.contiguous(), group=self.group)
         return found
 
     def exchange(self, given: torch.Tensor) -> torch.Tensor:
         """(ranks, ...), rank by rank what it has for this one; given: likewise for the others."""
         found = torch.empty_like(given, memory_format=torch.contiguous_format)
-        with _heard(self.own, self.count):
+        with heard(self.own, self.count):
             dist.all_to_all_single(found, given.contiguous(), group=self.group)
         return found
 
 
 @contextlib.contextmanager
-def _heard(own: int, count: int) -> Iterator[None]:
-    """Inside, an error of the backend's says what it means: another rank has ended, or is late.
-    NCCL tells of it later, by its watchdog."""
+def heard(own: int, count: int) -> Iterator[None]:
+    """Inside, an error of the transport's says what it means: another rank has ended, or is late.
+    NCCL tells of it later, by its watchdog. Other errors, of a tensor's type for one, pass as they
+    are."""
     try:
         yield
     except RuntimeError as error:
+        if not _is_of_transport(error):
+            raise
         raise RuntimeError(
             f"rank {own} of {count} heard nothing of another rank, which has ended, or did not "
             f"call in time: {error}"
         ) from error
+
+
+def _is_of_transport(error: RuntimeError) -> bool:
+    """Whether the other ranks are the reason, and not the call. gloo's errors have no type of their
+    own, but begin with the place in its source."""
+    if isinstance(error, dist.DistError):
+        return "ncclInvalid" not in str(error)
+    return re.search(r"gloo[/\\]transport", str(error)) is not None
 
 
 def _cpu_group(group: Any) -> Any:

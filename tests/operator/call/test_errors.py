@@ -201,6 +201,21 @@ def test_varlen(changes, error, message):
         flash_attn_varlen_func(**packed(**changes))
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_lengths_beyond_the_rows(side):
+    """Of a batch entry, and of a packed sequence; as many are accepted."""
+    name = f"seqused_{side}"
+    q, k = torch.zeros(2, 5, 2, 256).bfloat16(), torch.zeros(2, 5, 1, 256).bfloat16()
+    padded = {"q": q, "k": k, "v": k}
+    for call, rows in ((padded, (5, 5)), (packed(), (3, 5))):
+        expected = rf"{name} is \[3, 6\]; accepted: up to \[{rows[0]}, 5\], the rows of each"
+        with pytest.raises(ValueError, match=expected):
+            flash_attn_varlen_func(**call, **{name: ints(3, 6)})
+        ragged = {key: value for key, value in call.items() if key.startswith("cu_")}
+        batched = {n: call[n] if call[n].ndim == 4 else call[n][None] for n in "qk"}
+        checks.check_contents(batched["q"], batched["k"], {**ragged, name: ints(*rows)})
+
+
 def paged(pages=4, page_size=16, **changes):
     """Arguments of a call on keys in pages that would be accepted, with changes."""
     q, k = torch.zeros(2, 3, 2, 256).bfloat16(), torch.zeros(pages, page_size, 1, 256).bfloat16()

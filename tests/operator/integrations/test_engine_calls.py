@@ -17,7 +17,7 @@ import pytest
 import torch
 from checkout import ROOT
 
-from fa4_hd256 import get_scheduler_metadata
+from fa4_hd256 import get_scheduler_metadata, interface, kv_cache
 from fa4_hd256.check import reference
 from fa4_hd256.integrations import sglang, vllm
 
@@ -340,6 +340,50 @@ def test_sglang_without_a_cache(device, site):
     out, lse = got if site == "parts of a prefix" else (got, None)
     assert out.data_ptr() == batch.out.data_ptr()
     batch.accurate_packed(out, k, v, batch.keys, lse, causal=True)
+
+
+def three_calls(batch):
+    """Functions of both engines with `out`: vLLM's, SGLang's with a cache and without."""
+    k, v = vllm_cache(batch)
+    values = vllm_values(batch) | {"k": k, "v": v}
+    yield vllm.flash_attn_varlen_func, {n: values[n] for n in names_of(VLLM["cache"])}
+    k, v = sglang_cache(batch)
+    values = sglang_values(batch) | {"k_cache": k, "v_cache": v}
+    yield sglang.flash_attn_with_kvcache, {n: values[n] for n in names_of(SGLANG["extend"])}
+    k, v = (batch.both(sum(batch.keys), batch.heads_kv, 256) for _ in "kv")
+    values |= {"k": k, "v": v, "cu_seqlens_k": offsets(batch.keys, batch.device)}
+    yield sglang.flash_attn_varlen_func, {n: values[n] for n in names_of(SGLANG["without a cache"])}
+
+
+@pytest.mark.parametrize("which", range(3), ids=["vllm", "sglang", "sglang, no cache"])
+def test_out_is_written_by_the_kernels(device, monkeypatch, which):
+    """Where its layout lets them; else it is copied to."""
+    batch, seen = Batch(device, [1, 3], [20, 5]), []
+    forward = interface.flash_attn_varlen_func
+
+    def attend(*call, **options):
+        seen.append(options.get("out"))
+        return forward(*call, **options)
+
+    for module in (interface, kv_cache):
+        monkeypatch.setattr(module, "flash_attn_varlen_func", attend)
+    call, given = list(three_calls(batch))[which]
+    assert call(**given) is batch.out
+    wide = batch.q.new_full((4, 4, 512), torch.nan)
+    assert call(**given | {"out": wide[..., ::2]}).data_ptr() == wide.data_ptr()
+    assert seen[0] is batch.out and seen[1] is None
+    assert torch.equal(wide[..., ::2], batch.out) and wide[..., 1::2].isnan().all()
+    wrong = {
+        "out has dtype torch.float16; accepted: torch.bfloat16": batch.out.half(),
+        r"out has shape \(5, 4, 4, 256\); accepted: \(4, 4, 256\)": batch.q.new_empty(5, 4, 4, 256),
+        r"out has shape \(6, 4, 256\)": batch.q.new_empty(6, 4, 256),
+        "out has dtype torch.float32": batch.q.new_empty(4, 4, 512).float()[..., ::2],
+        r"out has shape \(6, 4, 256\); ": batch.q.new_empty(6, 4, 512)[..., ::2],
+        "out must be a torch.Tensor or None, got list": [batch.out],
+    }
+    for message, out in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(**given | {"out": out})
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])

@@ -133,6 +133,27 @@ def test_out_is_written_in_place(device, adapted):
     assert integration._flash_attn_fwd(q, k, v, return_lse=False)[1] is None
 
 
+def test_out_that_is_given(device, monkeypatch):
+    """The kernels write to it, also where gradients are recorded elsewhere; one of another type or
+    shape is refused."""
+    seen, forward = [], integration.flash_attn_varlen_func
+    monkeypatch.setattr(
+        integration, "flash_attn_varlen_func",
+        lambda *call, **options: seen.append(options.get("out")) or forward(*call, **options),
+    )  # fmt: skip
+    q, k, v = (x.transpose(1, 2) for x in inputs(device))
+    out = torch.empty_like(q)
+    result, _ = integration._flash_attn_fwd(q.clone().requires_grad_(), k, v, out=out)
+    assert result is out and seen == [out] and not out.requires_grad
+    assert torch.equal(out, integration._flash_attn_fwd(q, k, v)[0])
+    for wrong, message in (
+        (out.half(), "out has dtype torch.float16; accepted: torch.bfloat16"),
+        (out.new_empty(3, *out.shape), r"out has shape \(3, 2, 9, 2, 256\); accepted"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            integration._flash_attn_fwd(q, k, v, out=wrong)
+
+
 def test_a_head_dim_that_is_not_offered(device, adapted):
     with pytest.raises(ValueError, match="head_dim 64"):
         adapted._fa4_scaled_dot_product_flash_attention_forward_impl(

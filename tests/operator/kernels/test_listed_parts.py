@@ -12,6 +12,7 @@ from backward_cases import inputs
 from gpus import gpu
 from operator_calls import forward_arguments
 
+from bench.measure import host
 from fa4_hd256 import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -230,6 +231,51 @@ def test_what_is_refused(device):
         flash_attn_varlen_func(q.requires_grad_(), k, v, **options)
     with pytest.raises(TypeError, match="seqused_k must be an int32 tensor|int32"):
         get_scheduler_metadata(used.long(), 1, 600, *HEADS)
+    with pytest.raises(TypeError, match="cache_seqlens must be a .batch,. int32 tensor, got list"):
+        get_scheduler_metadata([3, 4], 1, 600, *HEADS)
+    with pytest.raises(ValueError, match=r"cache_seqlens has shape \(2, 1\)"):
+        get_scheduler_metadata(used[:, None], 1, 600, *HEADS)
+
+
+@pytest.mark.simulator
+def test_a_list_for_more_keys_than_there_are():
+    with pytest.raises(ValueError, match=r"cache_seqlens is \[600, 601\]; accepted: 0 to 600"):
+        get_scheduler_metadata(ints([600, 601]), 1, 600, *HEADS)
+
+
+@pytest.mark.simulator
+def test_a_list_with_as_many_words_by_chance():
+    """Of another batch over other heads, also where a call of those shapes came before. Of other
+    bounds and another window a list serves."""
+    listed = get_scheduler_metadata(ints([600, 5]), 1, 600, 8, 1)
+    one = get_scheduler_metadata(ints([5]), 1, 600, 16, 2)
+    batch = 1 + (listed.numel() - one.numel()) // 2
+    q, k, v = inputs((1, 16), (16, 2), batch)
+    used = ints([5] * batch)
+    right = get_scheduler_metadata(used, 1, 16, 16, 2)
+    assert right.numel() == listed.numel()
+    with host.stand_in():
+        flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=right)
+        with pytest.raises(ValueError, match=f"is a list for 2 sequences in .*; accepted: {batch}"):
+            flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=listed)
+    q, k, v = inputs((1, 700), (8, 1), 2)
+    options = {"seqused_k": ints([700, 5]), "window_size": (300, 0), "return_lse": True}
+    out, lse = flash_attn_varlen_func(q, k, v, scheduler_metadata=listed, **options)
+    for b, n in enumerate((700, 5)):
+        seen = q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]
+        accurate(out[b : b + 1], lse[b : b + 1], seen, window_size=(300, 0))
+
+
+def test_an_empty_batch(device):
+    """Has a list, and an empty result, with new rows and without."""
+    q, k, v = inputs((1, 600), HEADS, 2, device=device)
+    q, k, v, used = q[:0], k[:0], v[:0], ints([], device)
+    listed = get_scheduler_metadata(used, 1, 600, *HEADS)
+    out = flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=listed)
+    assert out.shape == q.shape
+    new = k[:, :1], v[:, :1]
+    options = {"cache_seqlens": used, "scheduler_metadata": listed}
+    assert flash_attn_with_kvcache(q, k, v, *new, **options).shape == q.shape
 
 
 def test_the_operator_is_one_of_pytorch(device):

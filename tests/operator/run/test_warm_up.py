@@ -18,6 +18,7 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem, choose_tiles
 from fa4_hd256.call.portions import divide
 from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.models import MODELS
 from fa4_hd256.run import compile, launch
 from fa4_hd256.run.build import TARGETS
@@ -104,6 +105,42 @@ def test_trees(arch):
         )  # fmt: skip
         found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
     assert found <= known and others <= known and not found & others
+
+
+@pytest.mark.parametrize("arch", sorted(GPUS))
+def test_alibi(arch):
+    """Slopes of heads, and of sequences and heads; trees and training among the calls, e4m3 not."""
+    target, model = TARGETS[arch], AttentionModel("biased", 8, 2, (Mask(True),))
+    needs = Needs(
+        ("decode", "training"), ("dense",), kv_dtypes=(None, torch.float8_e4m3fn), tree_mask=True,
+        alibi=True,
+    )  # fmt: skip
+    known, others = (
+        set(specs_of(model, n, target.architecture, target.gpu))
+        for n in (needs, replace(needs, alibi=False))
+    )
+    where, tiles = gpu(*GPUS[arch][0]), kernels_of(target.architecture).forward_tiles()
+    found = set()
+    for slopes, ragged in itertools.product(("float32 1", "float32 2"), ((), ("tree_words",))):
+        chosen = choose_tiles(tiles, 4, 3, ragged)
+        options = replace(
+            _options(model, model.masks[0], False), score_mod=FunctionClass("alibi", (slopes,))
+        )
+        problem = Problem(
+            (1, 3, 8, 256), 3, 1000, 1, torch.bfloat16, torch.device("cpu"), options, model.sink,
+            ragged, target.architecture, *chosen,
+        )  # fmt: skip
+        found.add(forward_spec(problem, where))
+        if not ragged:
+            backward = BackwardProblem(problem, (1, 1000, 2, 256), False, 1)
+            config = problem.kernels.config("backward")()
+            found |= set(backward_specs(backward, config).values())
+    changed = {spec for spec in found if "alibi" in str(spec.problem_class)}
+    assert len(changed) > 4 and found <= known and others <= known and not changed & others
+    with pytest.raises(ValueError, match="softcap is 5.0 with alibi"):
+        specs_of(replace(model, softcap=5.0), needs, target.architecture, target.gpu)
+    with pytest.raises(ValueError, match="alibi with kv_dtypes"):
+        replace(needs, kv_dtypes=(torch.float8_e4m3fn,))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from context_cases import Case
 from ranks import Failed, Pool
+from torch.distributed import DistBackendError, DistNetworkError
 
 from fa4_hd256 import masks
+from fa4_hd256.integrations.context_parallel import exchange
 from fa4_hd256.mask_mods import MaskMod
 
 CAUSAL = {"causal": True}
@@ -196,6 +198,40 @@ def test_a_call_that_one_refuses_is_an_error_on_all(pools):
 
 
 @pytest.mark.simulator
+@pytest.mark.parametrize(
+    ("function", "given", "expected"),
+    [
+        (context_cases.other_dtype, "kv", "k has dtype torch.float8_e4m3fn; accepted over ranks: "),
+        (context_cases.other_dtype, "v", "v has dtype torch.float8_e4m3fn; accepted over ranks: "),
+        (context_cases.no_tensor, None, "v must be a torch.Tensor, got list"),
+        (context_cases.no_tensor, (0, 64), "v must be a torch.Tensor, got list"),
+    ],
+    ids=["k and v in e4m3", "v in e4m3", "a list", "a list, packed"],
+)
+def test_tensors_that_one_refuses_are_an_error_on_all(pools, function, given, expected):
+    other, own = pools(2).run(function, given)
+    assert own.kind == "TypeError" and re.search(expected, own.text), own
+    assert other.kind == "RuntimeError" and re.search(f"rank 1 .*TypeError: {expected}", other.text)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_transport"),
+    [
+        (RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (DistNetworkError("the client socket has timed out"), True),
+        (DistBackendError("NCCL error: ncclRemoteError: remote process exited"), True),
+        (DistBackendError("NCCL error: ncclInvalidUsage: mixed types"), False),
+        (RuntimeError("Invalid scalar type"), False),
+    ],
+)
+def test_a_lost_rank_is_told_from_a_wrong_call(error, is_of_transport):
+    with pytest.raises(RuntimeError) as found, exchange.heard(0, 2):
+        raise error
+    assert (found.value is not error) == is_of_transport
+    assert ("heard nothing of another rank" in str(found.value)) == is_of_transport
+
+
+@pytest.mark.simulator
 def test_a_rank_that_ends_is_an_error_and_no_hang():
     with Pool(2) as pool:
         other, ended = pool.run(context_cases.dies)
@@ -223,6 +259,15 @@ def test_refused(pools):
         "32 rows of q and 16 of k": {"keys": 16},
         "3 heads and 1 key/value heads do not divide among 2": {
             "way": "ulysses_attention", "heads": (3, 1),
+        },
+        "k has dtype torch.float8_e4m3fn; accepted over ranks: torch.bfloat16": {
+            "kv_dtype": torch.float8_e4m3fn,
+        },
+        "k has dtype torch.float8_e4m3fn; accepted over": {
+            "kv_dtype": torch.float8_e4m3fn, "way": "all_gather_attention",
+        },
+        "k has dtype torch.float8_e4m3fn; accepted": {
+            "kv_dtype": torch.float8_e4m3fn, "way": "ulysses_attention",
         },
         "rising offsets from 0 to 64": {"cu_seqlens": (0, 40, 30, 64)},
         "cu_seqlens is a tuple": {"cu_seqlens": (0, 1.5, 64)},
