@@ -131,6 +131,8 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
             )
     if page_table is not None and getattr(page_table, "ndim", None) != 2:
         raise ValueError("page_table must be a (batch, pages of a sequence) int32 tensor")
+    if page_table is not None:
+        checks.check_pages(k_cache.shape)
     if offsets is not None and getattr(offsets, "ndim", None) != 1:
         raise ValueError("cu_seqlens_q must be a (batch + 1,) int32 tensor")
 

@@ -216,7 +216,7 @@ def check_shapes(
     if tuple(k) != tuple(v):
         raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}")
     if paged:
-        _check_pages(k)
+        check_pages(k)
     elif q[0] != k[0] and packed_q == packed_k:
         raise ValueError(f"q, k and v must have the same batch; got q {q[0]}, k and v {k[0]}")
     for name, shape, packed in (("q", q, packed_q), ("k", k, packed_k)):
@@ -231,7 +231,7 @@ def check_shapes(
         )
 
 
-def _check_pages(k: Sequence[int]) -> None:
+def check_pages(k: Sequence[int]) -> None:
     """There are pages, of an accepted size."""
     pages, page_size = k[:2]
     if pages < 1:
