@@ -16,6 +16,7 @@ from fa4_hd256.kernels.combine_config import CombineConfig
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
+from sm100_sim.isa import load_table
 from sm100_sim.ptx.parser import parse_module
 from sm100_sim.run.grid import clusters_are_independent
 
@@ -100,6 +101,7 @@ def test_no_cluster_waits_for_another(use_clc):
     """So a grid of which only some clusters are resident ends, whatever holds the other SMs: of a
     kernel nothing communicates beyond its cluster but requests of launch control, which the
     hardware answers."""
+    load_table()
     for spec in kernels(use_clc):
         (kernel,) = parse_module(compile_kernel(spec).ptx).values()
         launch_control = [i for i in kernel.instructions if i.name.startswith("clusterlaunch")]
