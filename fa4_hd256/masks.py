@@ -271,14 +271,17 @@ def as_tile_mask(
         apart = _apart(block_mask) if with_bits else (False, False)
         needed = with_bits, batch if apart[0] else None, heads if apart[1] else None
         if needed not in known:
-            sizes = {"batch": needed[1], "heads": needed[2]}
-            known[needed] = from_block_mask(block_mask, with_bits=with_bits, **sizes)
+            known[needed] = from_block_mask(
+                block_mask, with_bits=with_bits, batch=needed[1], heads=needed[2]
+            )
         known[asked] = known[needed]
     return known[asked]
 
 
 #: Made of masks of PyTorch's that are alive, by (with_bits, batch, heads) of calls.
 _known: weakref.WeakKeyDictionary[Any, dict[tuple, TileMask]] = weakref.WeakKeyDictionary()
+#: What `_apart` has found of such masks.
+_known_apart: weakref.WeakKeyDictionary[Any, tuple[bool, bool]] = weakref.WeakKeyDictionary()
 
 
 def _check_first(mask: TileMask, batch: int | None, heads: int | None) -> None:
@@ -335,13 +338,16 @@ def _evaluator(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 def _apart(block_mask: Any) -> tuple[bool, bool]:
     """Whether a `BlockMask` has one batch entry, and one head, for all, of which its mask_mod may
-    see each otherwise."""
+    see each otherwise. Its function is asked once."""
+    if block_mask in _known_apart:
+        return _known_apart[block_mask]
     tables = block_mask.kv_num_blocks
     sizes = [*(1,) * (3 - tables.ndim), *tables.shape[:-1]]
     batch, head = (
         size == 1 and _reads(block_mask.mask_mod, number, tables.device)
         for number, size in enumerate(sizes)
     )
+    _known_apart[block_mask] = batch, head
     return batch, head
 
 

@@ -69,8 +69,7 @@ def packed_row(
         raise ValueError("cu_seqlens_q and cu_seqlens_k hold no sequence; accepted: 1 or more")
     if q.device.type == "cpu":
         check_contents(q, k, ragged)
-    sizes = {"batch": 1, "heads": q.shape[2]}
-    mask = as_tile_mask(block_mask, with_bits=mask_mod is None, **sizes)
+    mask = as_tile_mask(block_mask, with_bits=mask_mod is None, batch=1, heads=q.shape[2])
     check_mask_of(mask.lengths, mask.device, q, k)
     joined, table = _joined(mask, offsets)
     # What is of another kind, `flash_attn_func` refuses.

@@ -282,7 +282,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
             f"what the model may be off in a ratio ({stated_errors()}). As published: the same "
             "queries and keys on such a GPU, its keys in pages of 16 (attention_inference); no "
             "replay, and no peer of the ratio, since ours has its keys in one piece here.",
-            "The kernels that make one result of the parts are taken at a launch and HBM's rate.",
+            "The kernels that make one result of the parts are taken at a launch, ours as a "
+            "dependent, and HBM's rate.",
             path_note(f"the replays behind the choice, and behind {THEIRS} at best"),
         )
     plot = Plot(("shape", "mask"), ("1", "chosen", THEIRS, frost.NAME), panel="group")

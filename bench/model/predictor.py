@@ -119,8 +119,8 @@ class Predicted:
 @dataclass
 class Predictor:
     """The timing model for one machine. draws: replays beside the central one. ratio_error: as
-    `stated_errors.ratio_error`, None for none. note: is told what is being replayed, which takes a
-    while."""
+    `stated_errors.ratio_error`, by default none. note: is told what is being replayed, which takes
+    a while."""
 
     machine: Machine
     draws: int = 4
@@ -196,7 +196,7 @@ class Predictor:
         self, provider: str, case: Case, use_clc: bool = False, splits: int = 1
     ) -> Predicted:
         """A forward; use_clc, splits: see `forward`. Where keys are divided, with the kernel that
-        makes one result of the parts, at a launch and HBM's rate."""
+        makes one result of the parts, at a launch (`ForwardTiling.dependent`) and HBM's rate."""
         kernel = self.forward(provider, case, use_clc, splits)
         calls = kernel.calls(case)
         bound = calls[0].schedules[0][1].bound

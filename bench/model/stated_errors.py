@@ -38,9 +38,11 @@ def class_of(case: Case, direction: str, *, sustained: bool = False) -> str:
     lengths = lengths_of(queries, keys)
     if sustained or lengths == LONGER:
         return "forward, longer or under load"
-    if lengths == UP_TO_32K:
-        return f"forward, {'causal' if case.causal else 'full'}, to 32k"
-    return {CHUNKS: "forward, fewer queries than keys", UP_TO_2K: "forward, up to 2k"}[lengths]
+    if lengths == CHUNKS:
+        return "forward, fewer queries than keys"
+    if lengths == UP_TO_2K:
+        return "forward, up to 2k"
+    return f"forward, {'causal' if case.causal else 'full'}, to 32k"
 
 
 def ratio_error(case: Case, direction: str, *, sustained: bool = False) -> float:

@@ -83,12 +83,13 @@ DOCUMENTS = {
     ),
     **{
         f"throughput_prompts{suffix}": Document(
-            f"Throughput of a prompt and of its chunks, {(suffix or '_b200')[1:].upper()}",
+            f"Throughput of a prompt and of its chunks, {gpu}",
             ("throughput", "--modelled", *machine, "--direction", "forward", "--group", "prompts"),
             "throughput.md", (0,),
         )
-        for suffix, machine in (
-            ("", ()), ("_gb200", ("--machine", "gb200")), ("_gb300", ("--machine", "gb300")),
+        for gpu, suffix, machine in (
+            ("B200", "", ()), ("GB200", "_gb200", ("--machine", "gb200")),
+            ("GB300", "_gb300", ("--machine", "gb300")),
         )
     },
     "throughput_summary": Document("Throughput, by group", _DENSE, "throughput.md", (1,)),

@@ -68,18 +68,20 @@ def lengths_of(
             f"cache_seqlens must be an int or a (batch,) int32 tensor, got {cache_seqlens!r}"
         )
     if not 0 <= cache_seqlens <= capacity:
-        raise ValueError(
-            f"cache_seqlens is {cache_seqlens}; accepted: 0 to {capacity}, the rows of the cache"
-        )
+        raise _beyond(cache_seqlens, capacity)
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
 
 
 def check_lengths(lengths: torch.Tensor, capacity: int) -> None:
     """Rows in use are those of the cache. Waits for the device."""
     if ((lengths < 0) | (lengths > capacity)).any():
-        raise ValueError(
-            f"cache_seqlens is {lengths.tolist()}; accepted: 0 to {capacity}, the rows of the cache"
-        )
+        raise _beyond(lengths.tolist(), capacity)
+
+
+def _beyond(given: int | list[int], capacity: int) -> ValueError:
+    return ValueError(
+        f"cache_seqlens is {given}; accepted: 0 to {capacity}, the rows of the cache"
+    )
 
 
 def check_lengths_of_pages(cache_seqlens: Any, page_table: Any) -> None:

@@ -113,8 +113,9 @@ def _mask_of(
             f"{beside}"
         )
     check_lists(block_mask)
-    sizes = {"batch": q.shape[0], "heads": q.shape[2]}
-    mask = as_tile_mask(block_mask, with_bits=mask_mod is None, **sizes)
+    mask = as_tile_mask(
+        block_mask, with_bits=mask_mod is None, batch=q.shape[0], heads=q.shape[2]
+    )
     batch, heads = mask.tiles.shape[:2]
     if mask.lengths != (rows, rows):
         raise ValueError(
