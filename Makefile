@@ -21,7 +21,7 @@ CUDA_TESTS ?= -n 8 tests/operator
 HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo check check-tests test test-static test-clc test-hopper lint types clean \
+.PHONY: demo check check-tests test test-all test-static test-clc test-hopper lint types clean \
     test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
 demo: $(DEMO_STAMP)
@@ -38,6 +38,10 @@ check-tests: $(STAMP)
 # All parts run whatever the first one says; one that fails makes the whole fail.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-clc test-hopper types
+
+# The same with all cases of tests that are marked sampled.
+test-all:
+	@$(MAKE) --no-print-directory test TESTS="$(TESTS) --all-cases"
 
 # Everything under the static scheduler, and a part of it under the dynamic one.
 test-static: $(STAMP)

@@ -10,6 +10,7 @@ two GPUs.
 from __future__ import annotations
 
 import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 # Each xdist worker has one core; set before numpy and torch are imported.
@@ -62,6 +63,11 @@ def pytest_addoption(parser):
         choices=[architecture.name for architecture in ARCHITECTURES],
         help="architecture whose kernels run in the simulator",
     )
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="all cases of tests marked sampled, as on a GPU and where a test is named by ::",
+    )
 
 
 def pytest_configure(config):
@@ -73,6 +79,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if not takes_all_cases(config):
+        items[:], left_out = sampled_cases(items)
+        config.hook.pytest_deselected(items=left_out)
     on_gpu, name = config.getoption("--device") == "cuda", tested_architecture(config)
     skip = pytest.mark.skip(reason="tests the simulator; not run with --device cuda")
     for item in items:
@@ -84,6 +93,35 @@ def pytest_collection_modifyitems(config, items):
         mark = item.get_closest_marker("cuda")
         if mark is not None and (missing := missing_gpus(on_gpu, *mark.args)):
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def takes_all_cases(config) -> bool:
+    """Whether nothing is left out: where that is asked for, or tests are named, and on a GPU."""
+    named = any("::" in argument for argument in config.args)
+    return named or config.getoption("--all-cases") or config.getoption("--device") == "cuda"
+
+
+def sampled_cases(items):
+    """(items that run, those left out): of a test with the mark `sampled` the cases whose ids match
+    one of its patterns.
+
+    Raises pytest.UsageError where no case of a test matches a pattern.
+    """
+    kept, left_out = [], []
+    unseen: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None:
+            kept.append(item)
+            continue
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        named = {pattern for pattern in mark.args if fnmatchcase(case, pattern)}
+        unseen.setdefault(item.nodeid.split("[")[0], set(mark.args)).difference_update(named)
+        (kept if named else left_out).append(item)
+    for test, patterns in unseen.items():
+        if patterns:
+            raise pytest.UsageError(f"{test} has no case like {patterns}, which its mark samples")
+    return kept, left_out
 
 
 def missing_gpus(on_gpu: bool, wanted: int = 1) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.call.backward_problem import BackwardProblem
@@ -18,19 +18,22 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
 from fa4_hd256.kernels.backward_sum import SumConfig
 from fa4_hd256.kernels.combine_config import MOST_PARTS
-from fa4_hd256.kernels.kernel_set import KernelSet, kernels_of, kinds
+from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of, kinds
 from fa4_hd256.kernels.limits import WARP_SIZE
 from fa4_hd256.kernels.problem_class import CombineClass, ProblemClass
 
 __all__ = [
     "KINDS",
     "KernelSpec",
+    "TuningKey",
     "backward_specs",
     "build",
     "combine_spec",
+    "configured",
     "forward_spec",
     "preprocess_spec",
     "sum_spec",
+    "tuning_key",
 ]
 
 
@@ -63,16 +66,43 @@ class KernelSpec:
         return problem_class.use_clc and self.kernels.counts_tiles
 
 
+class TuningKey(NamedTuple):
+    """All that the forward's default configuration depends on but the number of keys.
+
+    causal: the mask bounds the keys on the right. gpu: rows of the tuning table
+    (`Gpu.tuning_name`).
+    """
+
+    architecture: Architecture
+    tiles: ForwardTiles
+    causal: bool
+    paged: bool
+    gpu: str
+
+    def config(self, keys: int) -> Any:
+        """That of calls with so many keys in the longest sequence."""
+        known = kernels_of(self.architecture).config_of(self.tiles)
+        return known.tuned(self.causal, keys, self.gpu, self.tiles, paged=self.paged)
+
+
+def tuning_key(problem: Problem, gpu: str) -> TuningKey:
+    """Of a call on a GPU of these rows of the tuning table."""
+    causal, paged = problem.options.window[1] is not None, problem.page_size is not None
+    return TuningKey(problem.architecture, problem.tiles, causal, paged, gpu)
+
+
 def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
     """The forward's kernel; config: None for the default one of the call on this GPU."""
-    kernels = problem.kernels
     if config is None:
-        causal = problem.options.window[1] is not None
-        config = kernels.config_of(problem.tiles).tuned(
-            causal, problem.max_seqlen_k, gpu.tuning_name, problem.tiles,
-            paged=problem.page_size is not None,
-        )  # fmt: skip
-    return KernelSpec(problem.tiles.kind, config, problem.problem_class, kernels.architecture)
+        config = tuning_key(problem, gpu.tuning_name).config(problem.max_seqlen_k)
+    return configured(problem, config)
+
+
+def configured(problem: Problem, config: Any) -> KernelSpec:
+    """The forward's kernel in a configuration."""
+    return KernelSpec(
+        problem.tiles.kind, config, problem.problem_class, problem.kernels.architecture
+    )
 
 
 def combine_spec(problem: Problem) -> KernelSpec:

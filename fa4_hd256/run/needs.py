@@ -8,6 +8,7 @@ by the keys, both schedulers, keys divided or not. More may be counted up than a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +31,14 @@ from fa4_hd256.kernels.sequences import PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.models import AttentionModel, Mask
 
-from .catalogue import KernelSpec, backward_specs, combine_spec, forward_spec
+from .catalogue import (
+    KernelSpec,
+    TuningKey,
+    backward_specs,
+    combine_spec,
+    configured,
+    tuning_key,
+)  # fmt: skip
 
 __all__ = ["FORMS", "USES", "Needs", "specs_of"]
 
@@ -223,28 +231,25 @@ def _options(model: AttentionModel, mask: Mask, use_clc: bool) -> Options:
 def _forwards(problem: Problem, gpu: str, fixed: bool) -> Iterator[KernelSpec]:
     """Undivided and divided, also into `fixed` parts, in each configuration that a number of keys
     gets."""
-    where: Any = _Tuned(gpu)
     for parts, part_keys in ((1, None), (2, None), *([(2, 1)] if fixed else [])):
         divided = replace(problem, num_splits=parts, part_keys=part_keys)
-        for keys in _LENGTHS:
-            yield forward_spec(replace(divided, max_seqlen_k=keys), where)
+        for config in _configs(tuning_key(problem, gpu)):
+            yield configured(divided, config)
 
 
 def _listed(problem: Problem, gpu: str) -> Iterator[KernelSpec]:
     """With a list of parts, and the kernel that combines these; without where it is ignored."""
-    where: Any = _Tuned(gpu)
     ragged = tuple(name for name in RAGGED if name in (*problem.ragged, PART_LIST))
     listed = replace(problem, ragged=ragged, num_splits=2)
-    for keys in _LENGTHS:
-        yield forward_spec(replace(listed, max_seqlen_k=keys), where)
+    for config in _configs(tuning_key(listed, gpu)):
+        yield configured(listed, config)
     yield combine_spec(listed)
 
 
-@dataclass(frozen=True)
-class _Tuned:
-    """All that `forward_spec` asks of a GPU."""
-
-    tuning_name: str
+@functools.cache
+def _configs(key: TuningKey) -> tuple[Any, ...]:
+    """Those that calls get by their number of keys, each once."""
+    return tuple(dict.fromkeys(key.config(keys) for keys in _LENGTHS))
 
 
 def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[KernelSpec]:

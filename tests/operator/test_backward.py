@@ -97,7 +97,6 @@ def test_rows_without_a_visible_key(device):
     assert (found["q"][:, :260] == 0).all() and found["q"][:, 260:].any()
 
 
-@pytest.mark.slow
 def test_keys_that_no_query_sees(device):
     """A window of 20 keys to the left of 30 queries: the first keys have no gradient at all."""
     found = check(inputs((30, 500), device=device), window_size=(20, None), softcap=50.0)
@@ -284,6 +283,7 @@ def test_offsets_beyond_32_bits(device, dimension):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_ds_beyond_32_bits(monkeypatch, backward_config):
     """Packed sequences said to be long, of which few keys are in use: the dS of the last query head
     begins beyond 2^31 elements, which less than half of the default memory has room for."""

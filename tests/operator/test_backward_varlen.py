@@ -69,7 +69,6 @@ def lengths_of(lengths, device):
 
 
 @pytest.mark.parametrize("lengths", RAGGED, ids=str)
-@pytest.mark.slow
 def test_packed_sequences(lengths, device):
     tensors = packed(lengths, (2, 1), torch.bfloat16, device)
     dout = torch.randn_like(tensors[0])
@@ -77,7 +76,6 @@ def test_packed_sequences(lengths, device):
     check_each(found, tensors, dout, lengths, causal=True)
 
 
-@pytest.mark.slow
 def test_every_option_at_once(device):
     """Packed fp16 with windows, softcap, negative scale, a sink and the gradient of LSE."""
     lengths = ((150, 0, 300), (150, 20, 280))
@@ -133,7 +131,6 @@ def test_the_longest_key_sequence_need_not_be_given(device):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
-@pytest.mark.slow
 def test_grids_follow_the_longest_sequence():
     """64 sequences of 34 tokens: one block of queries and one of keys each, not the total's."""
 
@@ -228,7 +225,6 @@ def test_nothing_to_do(device):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
-@pytest.mark.slow
 def test_schedulers_give_the_same_bits(monkeypatch):
     """FA_CLC and use_clc select the same kernels; clusters really take tiles from others."""
     monkeypatch.setattr(backward_problem, "choose_head_parts", lambda work, group, *rest: group)

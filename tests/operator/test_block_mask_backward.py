@@ -50,6 +50,7 @@ def check(tensors, mask, with_lse=False, sink=None, use_clc=False, config=None, 
     ("lengths", "batch", "heads", "own_heads"),
     [((1, 1), 1, (1, 1), 1), ((600, 500), 1, (2, 1), 2), ((300, 700), 2, (2, 2), 1)],
 )
+@pytest.mark.sampled("static-lengths1-*", "clc-lengths0-*")
 def test_holes(lengths, batch, heads, own_heads, use_clc, device):
     tensors = inputs(*lengths, heads, batch, device=device)
     check(tensors, holes(*lengths, batch, own_heads, device), use_clc=use_clc)
@@ -149,6 +150,7 @@ BUGS = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sampled("bits of the other half", "a full tile taken as partial")
 def test_a_planted_bug_is_refused(bug, planted):
     tensors, mask = inputs(300, 600), holes(300, 600)
     planted.setattr(LIST, *BUGS[bug])

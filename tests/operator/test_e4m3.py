@@ -42,6 +42,7 @@ MASKS = [{}, {"causal": True}, {"window_size": (100, 0)}, {"window_size": (70, 5
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.sampled("1-*(100, 0)*", "1-*None, 9*", "3-*causal*")
 def test_masks(mask, num_splits):
     """Scales of sequences and KV heads."""
     q, *keys = dense(3, 333, (8, 2))
@@ -56,6 +57,7 @@ def test_masks(mask, num_splits):
      ({"softmax_scale": 0.0}, torch.float16), ({"window_size": (90, 0)}, torch.float16)],
     ids=str,
 )  # fmt: skip
+@pytest.mark.sampled("*-0.1*", "*softcap*")
 def test_options(options, dtype):
     """With a sink; one scale for all."""
     q, *keys = dense(2, 260, (16, 2), dtype=dtype)
@@ -73,6 +75,7 @@ def test_options(options, dtype):
      (20, (6, 2), 32), (70, (2, 2), 64)],
     ids=str,
 )  # fmt: skip
+@pytest.mark.sampled("1-(8, 1)-16", "3-(12, 2)-32", "70-(2, 2)-64")
 def test_rows_and_tiles(queries, heads, rows, architecture):
     q, *keys = dense(queries, 290, heads, batch=1)
     given = scales(1, heads[1])
@@ -137,6 +140,7 @@ def check_paged(q, paged, given, of_pages, lengths_q=None, **options):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("of_pages", [False, True], ids=["sequences", "pages"])
+@pytest.mark.sampled("sequences-16-*", "pages-48-*", "pages-64-*")
 def test_pages(page_size, options, of_pages):
     """Scales of pages that nobody has are NaN, those of others far apart."""
     paged = paged_of((700, 0, 130, 1), page_size, 2)
@@ -162,6 +166,7 @@ def test_chunks_of_prompts_and_decoding_in_one_batch():
 
 
 @pytest.mark.parametrize("of_pages", [False, True])
+@pytest.mark.sampled("True")
 def test_scales_of_any_size(of_pages):
     """Of V's pages tiny beside huge ones; K's so that scores stay what they are."""
     paged = paged_of((300,), 16, 1)
@@ -225,6 +230,7 @@ def test_maxima_that_grow():
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.sampled("4")
 def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch, architecture):
     monkeypatch.setenv("SM100_SIM_DEVICE", f"{named(architecture).simulated}:3")
     given, scales_of_both = dense(5, 400, (8, 2)), scales(2, 2)
@@ -238,6 +244,7 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch, architectur
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.sampled("16-None-static", "64-1-clc")
 def test_no_findings(use_clc, seed, rows, sanitize, architecture):
     sanitize(seed, clusters=2)
     config = config_of(architecture, rows)

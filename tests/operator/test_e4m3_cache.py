@@ -42,6 +42,7 @@ def nearest(values, scale):
 
 
 @pytest.mark.parametrize("form", ["one", "sequences", "entries", "pages", None])
+@pytest.mark.sampled("pages", "None")
 def test_new_rows_are_rounded_to_nearest(form):
     q = torch.randn(3, NEW, 4, 256).bfloat16()
     k, v = (torch.randn(3, NEW, 2, 256).bfloat16() for _ in "kv")

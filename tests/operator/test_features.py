@@ -51,6 +51,7 @@ def check(tensors, use_clc, **options):
         ((300, 300), (10**9, 10**9)),
     ],
 )
+@pytest.mark.sampled("static-*", "clc-lengths3-window3")
 def test_windows(lengths, window, use_clc, device):
     check(inputs(*lengths, device=device), use_clc, window_size=window)
 
@@ -62,6 +63,7 @@ def test_causal_with_a_left_window(use_clc, device):
 
 # 50 is Gemma 2's; 3 bends nearly every score; with scale -1 the tensor core negates first.
 @pytest.mark.parametrize(("softcap", "scale"), [(50.0, None), (3.0, 0.0625), (20.0, -1.0)])
+@pytest.mark.sampled("static-*")
 def test_softcap(softcap, scale, use_clc, device):
     tensors = inputs(200, 300, device=device)
     check(tensors, use_clc, softcap=softcap, softmax_scale=scale, causal=True)
@@ -72,6 +74,7 @@ def test_softcap(softcap, scale, use_clc, device):
 @pytest.mark.parametrize(
     "logits", [(0.5, -2.0), (200.0, 90.0), (-300.0, -40.0), (-math.inf, 0.5)]
 )
+@pytest.mark.sampled("static-*")
 def test_sinks(logits, use_clc, device):
     sink = torch.tensor(logits, device=device)
     check(inputs(200, 130, device=device), use_clc, causal=True, learnable_sink=sink)
@@ -115,6 +118,7 @@ RAGGED = [
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", RAGGED)
+@pytest.mark.sampled("static-*", "clc-lengths0-causal")
 def test_packed_sequences(lengths, causal, use_clc, device):
     check_packed(*lengths, use_clc, device, causal=causal)
 

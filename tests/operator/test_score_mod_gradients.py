@@ -45,6 +45,7 @@ def leaves(*given, **named):
     [("alibi", {"causal": True}), ("bounded", {"softmax_scale": -0.3}),
      ("everything", {"window_size": (70, 20)})],
 )  # fmt: skip
+@pytest.mark.sampled("alibi-*-stored", "everything-*-anew")
 def test_gradients(name, options, stored, device, backward_config):
     lengths, case = (150, 200), CASES[name]
     tensors = leaves(*lengths, (2, 1), 2, device)
@@ -93,6 +94,7 @@ def test_gradients_of_a_block_mask(device):
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "anew"])
+@pytest.mark.sampled("stored")
 def test_gradients_of_packed_sequences(stored, device, backward_config):
     of_q, of_k, case = [130, 0, 70], [150, 40, 200], CASES["everything"]
     q, cu_q, _ = packed(of_q, 2, device)

@@ -31,7 +31,6 @@ def test_every_kernel_has_been_measured():
      "relaxed arrive, peer; bulk loads, 4 KB in flight", "fence.acq_rel.cluster; idle",
      "async fence and relaxed arrive, peer; 8 own stores"],
 )  # fmt: skip
-@pytest.mark.slow
 def test_modelled_within_a_tenth_of_measured(name):
     kernel = next(k for k in hopper_cubins.kernels() if k.name.startswith(name))
     assert kernel.sets == ""

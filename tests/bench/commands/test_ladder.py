@@ -98,7 +98,6 @@ class Clock:
 
 
 @pytest.mark.simulator
-@pytest.mark.slow
 def test_measured():
     """Correctness is checked on the inputs that are timed; PyTorch is timed with them."""
     rung = of_rungs.Rung("default", ForwardConfig())

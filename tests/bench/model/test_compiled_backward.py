@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.model import compiled_backward
 from bench.peers import flash_attn_4
 
-pytestmark = [pytest.mark.simulator, pytest.mark.slow]
+pytestmark = pytest.mark.simulator
 
 pytest.importorskip("cutlass")
 

@@ -138,7 +138,7 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
     options = SimpleNamespace(window=(None, 0))
     problem = SimpleNamespace(
         options=options, max_seqlen_k=4, problem_class=None, kernels=KERNELS, tiles=TILES,
-        page_size=None,
+        page_size=None, architecture=KERNELS.architecture,
     )
     for name in ("b200", "gb200", "b300", "gb300"):
         forward_spec(problem, gpu(name=name), None)

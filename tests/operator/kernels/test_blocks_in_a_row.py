@@ -68,6 +68,7 @@ def gradients(heads, device, **options):
 
 
 @pytest.mark.parametrize("memory", ["0", None], ids=["anew", "stored"])
+@pytest.mark.sampled("stored")
 def test_gradients_have_the_bits_of_those_of_a_grid(device, planted, tmp_path, memory):
     """As many blocks for each sequence as the longest one has; and numbers that leave a long
     sequence too few are seen, wherever a kernel has numbers: some kernels that store dS have none.

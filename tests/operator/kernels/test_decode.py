@@ -44,6 +44,7 @@ def accurate(found, given, **options):
     ids=lambda value: str(getattr(value, "rows", value)),
 )  # fmt: skip
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.sampled("1-16-2-*", "1-64-8-*", "3-32-*")
 def test_rows_and_tiles(config, queries, heads, num_splits):
     given = tensors(queries, 450, heads)
     found = flash_attn_func(
@@ -161,6 +162,7 @@ def test_polynomial_exponentials(rows):
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.sampled("4")
 def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
     monkeypatch.setenv("SM100_SIM_DEVICE", "b200:3")
     given = tensors(5, 400, (8, 2))
@@ -176,6 +178,7 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("config", DECODE, ids=lambda config: str(config.rows))
+@pytest.mark.sampled("16-None-static", "64-1-clc")
 def test_no_findings(use_clc, seed, config, sanitize):
     sanitize(seed, clusters=2)
     lengths = torch.tensor([500, 0, 300], dtype=torch.int32)
@@ -275,6 +278,7 @@ def test_configurations_that_are_refused(fields, message):
      (64, {"batch_invariant": True})],
     ids=str,
 )  # fmt: skip
+@pytest.mark.sampled("16-*", "64-*")
 def test_keys_in_pages(page_size, options):
     paged = Paged.of((700, 0, 130, 1), page_size, 2)
     q = torch.randn(4, 2, 16, 256).bfloat16()

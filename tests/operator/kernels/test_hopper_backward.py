@@ -53,6 +53,7 @@ def function_of(kind: str, name: str):
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled("*-packed", "dv-capped", "products-capped")
 def test_no_register_is_spilled_and_every_role_has_those_it_names(kind, name):
     if kind == "products" and name == "capped":
         pytest.skip("has no scores")
@@ -92,6 +93,7 @@ def test_products_stay_in_flight_and_hide_the_arithmetic(name):
 @pytest.mark.parametrize("config", [STORED, ANEW], ids=["stored", "anew"])
 @pytest.mark.parametrize(("seed", "sms"), [(None, 132), (1, 2), (2, 4)])
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "counted"])
+@pytest.mark.sampled("static-None-132-stored", "counted-1-2-anew")
 def test_no_findings(config, seed, sms, use_clc, monkeypatch, sanitize):
     """No race, lifetime error or missing fence that the sanitizer sees, whatever the schedule."""
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")

@@ -40,6 +40,7 @@ def accurate(found, given, **options):
     ids=str,
 )
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.sampled("1-4-*", "1-8-*", "3-5-*")
 def test_rows_of_one_warpgroup(queries, heads, rows, num_splits):
     given = tensors(queries, 300, heads)
     problem = Problem.describe(given, Options(1.0))
@@ -126,6 +127,7 @@ def test_lengths_on_the_device():
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.sampled("4")
 def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
     monkeypatch.setenv("SM100_SIM_DEVICE", "h200:3")
     given = tensors(2, 400, (8, 2))
@@ -138,6 +140,7 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "counter"])
 @pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.sampled("None-static", "1-counter")
 def test_no_findings(use_clc, seed, sanitize):
     sanitize(seed, clusters=2)
     given = tensors(2, 500, (8, 1))

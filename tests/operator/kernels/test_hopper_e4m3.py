@@ -40,6 +40,7 @@ def compiled(config, name):
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("config", DECODE_E4M3, ids=lambda config: str(config.rows))
+@pytest.mark.sampled("16-pages", "64-causal")
 def test_machine_code(config, name):
     """Registers within the budgets, nothing spilled; and products are under way together: where
     ptxas cannot tell registers apart it fences and awaits each by itself."""

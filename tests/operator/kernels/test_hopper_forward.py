@@ -56,6 +56,7 @@ def function_of(name: str):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.sampled("window", "*everything")
 def test_no_register_is_spilled_and_every_role_has_those_it_names(name):
     kernel, function = function_of(name)
     plan = ForwardConfig().warps.registers

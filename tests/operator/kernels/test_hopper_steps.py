@@ -79,6 +79,7 @@ def reports(monkeypatch):
         ((300, 150), False, {"softcap": 20.0}),
     ],
 )
+@pytest.mark.sampled("lengths0-*-anew", "lengths1-*-stored", "lengths2-*-stored")
 def test_the_backward_does_what_its_tables_say(lengths, causal, options, config, reports):
     seen = attend(lengths, causal, backward=config, **options)
     capped = "softcap" in options
@@ -174,6 +175,7 @@ def test_the_forward_does_what_its_table_says(lengths, causal, options, config, 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("config", [DECODE_E4M3[0], DECODE_E4M3[-1]], ids=lambda c: str(c.rows))
 @pytest.mark.parametrize(("lengths", "q_stages"), [((100, 330), 2), ((60, 40), 1)])
+@pytest.mark.sampled("lengths0-2-16-static", "lengths1-1-64-dynamic")
 def test_the_decode_kernel_of_e4m3_does_what_its_table_says(
     lengths, q_stages, config, use_clc, monkeypatch
 ):

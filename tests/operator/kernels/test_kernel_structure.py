@@ -61,6 +61,9 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("pattern", [Ex2Pattern(), Ex2Pattern(4, 3)], ids=["hardware", "mixed"])
+@pytest.mark.sampled(
+    "hardware-window, sink, *", "hardware-varlen, clc", "mixed-softcap, *", "mixed-split *, sink"
+)
 def test_no_spills_and_no_local_memory(variant, pattern):
     """By the compiler's own report, for every kind of kernel."""
     spec = KernelSpec("forward", ForwardConfig(ex2_pattern=pattern), variant)

@@ -63,7 +63,6 @@ def declared(ptx: str) -> set[str]:
     return set(re.findall(r"__iket_evt_decl_(\w+?)_\d+_attrs", ptx))
 
 
-@pytest.mark.slow
 def test_under_the_option_every_role_has_its_ranges():
     path = os.pathsep.join(sys.path)
     found = subprocess.run(

@@ -215,7 +215,7 @@ def test_ranks_begin_with_kernels_of_their_own(monkeypatch):
 @pytest.fixture
 def warm_model(monkeypatch):
     """A small model that is warm; from then on nothing compiles."""
-    model = AttentionModel("of this test", 2, 1, (Mask(True), Mask(True, (63, None))))
+    model = AttentionModel("of this test", 2, 1, (Mask(True, (63, None)),))
     compile.forget()
     loaded = []
     monkeypatch.setattr(warm, "prepare", lambda compiled, device: loaded.append(compiled))
@@ -232,7 +232,7 @@ def warm_model(monkeypatch):
 
 
 def test_a_warm_model_compiles_nothing(warm_model):
-    """Prefill and decode, with a window and without, undivided and in parts."""
+    """Prefill and decode, undivided and in parts."""
     for mask, (queries, keys), parts in itertools.product(
         warm_model.masks, ((1, 200), (70, 70)), (1, 3)
     ):
@@ -243,9 +243,11 @@ def test_a_warm_model_compiles_nothing(warm_model):
         )
     offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
     q, k = torch.randn(70, 2, 256).bfloat16(), torch.randn(70, 1, 256).bfloat16()
-    flash_attn_varlen_func(q, k, k, offsets, offsets, 40, 40, causal=True)
+    bounds, window = (offsets, offsets, 40, 40), warm_model.masks[0].window_size
+    flash_attn_varlen_func(q, k, k, *bounds, causal=True, window_size=window)
     with pytest.raises(AssertionError, match="a call needs KernelSpec.*float16"):
-        flash_attn_varlen_func(q.half(), k.half(), k.half(), offsets, offsets, 40, 40, causal=True)
+        half = q.half(), k.half(), k.half()
+        flash_attn_varlen_func(*half, *bounds, causal=True, window_size=window)
 
 
 def test_what_launches_need_is_made_before(monkeypatch):

@@ -99,6 +99,24 @@ FOUR = {
     "window": Case(options={"window_size": (40, 9)}),
     "gathered, causal": Case("all_gather_attention", options=CAUSAL),
 }
+#: Those that others of `TWO` and `FOUR` cover, each with its kernels, taken together.
+LEFT_OUT = {
+    "zigzag, window, by place",
+    "zigzag, documents, by place",
+    "zigzag, images on a window, ALiBi",
+    "window and first tokens, softcap",
+    "zigzag, mask_mod, ALiBi",
+    "zigzag, whole tiles, mask_mod, softcap",
+    "gathered, mask_mod beside a BlockMask, by place",
+    "zigzag, documents by tiles",
+}
+
+
+def sampled(names):
+    return [
+        pytest.param(name, marks=pytest.mark.sampled) if name in LEFT_OUT else name
+        for name in names
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +153,12 @@ def check(pool, case, device):
     assert all(ratio <= 1 for ratio in worst.values()), worst
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", sampled(TWO))
 def test_two(pools, device, name):
     check(pools(2), TWO[name], device)
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", sampled(FOUR))
 def test_four(pools, device, name):
     check(pools(4), FOUR[name], device)
 
