@@ -58,9 +58,10 @@ def warm_up(
     model: a name in `fa4_hd256.models.MODELS`, or an `AttentionModel`: heads, masks of its layers,
     softcap, sink.
     uses: "prefill" (any number of queries), "decode" (1 to 16), "training" (with the backward).
-    forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "cache" (seqused_k, a
-    static cache); "packed-cache" (cu_seqlens_q and seqused_k); "paged" and "packed-paged" (with a
-    page_table).
+    forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "padded" (seqused_q and
+    _k); "cache" (seqused_k, a static cache); "packed-cache" (cu_seqlens_q and seqused_k); "paged"
+    and "packed-paged" (with a page_table); "block-mask" (dense ones with a block_mask, no
+    mask_mod).
     dtypes: of q. kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn, for which
     kernels for every form of scales are compiled. use_clc: the tile scheduler that calls ask
     for; None for both. batch_invariant: whether calls ask for that, too. page_sizes: of the paged

@@ -19,9 +19,16 @@ import torch
 from fa4_hd256.architectures import Architecture
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.checks import PAGE_TABLE
-from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
+from fa4_hd256.call.forward_problem import (
+    Options,
+    Problem,
+    choose_tiles,
+    is_masked,
+    tiles_for_masks,
+)
 from fa4_hd256.call.operator_arguments import RAGGED
 from fa4_hd256.call.tree_mask import MOST_NODES
+from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
@@ -29,7 +36,7 @@ from fa4_hd256.kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
 from fa4_hd256.kernels.score_change import ALIBI
 from fa4_hd256.kernels.sequences import PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass
-from fa4_hd256.models import AttentionModel, Mask
+from fa4_hd256.models import FULL, AttentionModel, Mask
 
 from .catalogue import (
     KernelSpec,
@@ -38,7 +45,7 @@ from .catalogue import (
     combine_spec,
     configured,
     tuning_key,
-)  # fmt: skip
+)
 
 __all__ = ["FORMS", "USES", "Needs", "specs_of"]
 
@@ -46,10 +53,13 @@ __all__ = ["FORMS", "USES", "Needs", "specs_of"]
 FORMS: dict[str, tuple[str, ...]] = {
     "dense": (),
     "packed": ("cu_seqlens_q", "cu_seqlens_k"),
+    "padded": ("seqused_q", "seqused_k"),
     "cache": ("seqused_k",),
     "packed-cache": ("cu_seqlens_q", "seqused_k"),
     "paged": ("seqused_k", "page_table"),
     "packed-paged": ("cu_seqlens_q", "seqused_k", "page_table"),
+    # Dense ones; nothing but the mask of tiles bounds the keys.
+    "block-mask": (MASK_STEPS, MASK_BITS),
 }
 
 #: The tensor of which a list of parts is made.
@@ -154,6 +164,8 @@ def specs_of(
         forms = tuple(form for form in needs.forms if PAGE_TABLE not in FORMS[form])
         own = replace(needs, uses=(TRAINING,), forms=forms, page_sizes=(), kv_dtypes=(None,))
         for problem in _changed(_problems(model, own, architecture, _LONGEST), needs):
+            if is_masked(problem.ragged):
+                problem = replace(problem, ragged=MASK_GRADIENTS)
             found |= dict.fromkeys(_backwards(problem, model))
     return list(found)
 
@@ -167,7 +179,8 @@ def _forward_problems(
     yield from _changed(_problems(model, needs, architecture, longest), needs)
     if needs.tree_mask:
         for problem in _changed(_problems(model, needs, architecture, MOST_NODES), needs):
-            yield replace(problem, ragged=(*problem.ragged, TREE_WORDS))
+            if not is_masked(problem.ragged):
+                yield replace(problem, ragged=(*problem.ragged, TREE_WORDS))
 
 
 def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
@@ -187,13 +200,18 @@ def _problems(
     kernels, group = kernels_of(architecture), model.heads_q // model.heads_kv
     for form, kv_dtype in itertools.product(needs.forms, needs.kv_dtypes):
         ragged, known = FORMS[form], kernels.forward_tiles(kv_dtype=kv_dtype)
+        masks = model.masks
+        if is_masked(ragged):
+            if kv_dtype is not None:
+                continue  # no such call is accepted
+            known, masks = tiles_for_masks(known, architecture), (FULL,)
         pages = needs.page_sizes if PAGE_TABLE in ragged else (None,)
         descales = _descales(kv_dtype, PAGE_TABLE in ragged)
         tilings: dict[Any, int] = {}
         for length in queries:
             tilings.setdefault(choose_tiles(known, group, length, ragged), length)
         choices = itertools.product(
-            tilings.items(), needs.dtypes, model.masks, needs.schedulers, pages, descales
+            tilings.items(), needs.dtypes, masks, needs.schedulers, pages, descales
         )
         for ((tiles, packed), length), dtype, mask, use_clc, page_size, descale in choices:
             yield Problem(
@@ -264,10 +282,12 @@ def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[Kernel
 
 
 def _backwards(forward: Problem, model: AttentionModel) -> Iterator[KernelSpec]:
-    """With a stored dS and without, dK and dV in parts and not, the LSE's gradient given or not."""
+    """With a stored dS and without, where a block mask does not ask for one, dK and dV in parts and
+    not, the LSE's gradient given or not."""
     k_shape = (1, forward.max_seqlen_k, model.heads_kv, HEAD_DIM)
     config = forward.kernels.config("backward")()
-    choices = itertools.product((True, False), (1, 2), (False, True))
+    stored = (True,) if is_masked(forward.ragged) else (True, False)
+    choices = itertools.product(stored, (1, 2), (False, True))
     for keeps_ds, head_parts, lse_gradient in choices:
         problem = BackwardProblem(forward, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds)
         yield from backward_specs(problem, config).values()

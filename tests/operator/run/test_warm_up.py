@@ -11,11 +11,19 @@ import pytest
 import torch
 from gpus import gpu
 
-from fa4_hd256 import AttentionModel, Mask, flash_attn_func, flash_attn_varlen_func, warm, warm_up
+from fa4_hd256 import (
+    AttentionModel,
+    Mask,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    masks,
+    warm,
+    warm_up,
+)
 from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.call import splits
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Problem, choose_tiles
+from fa4_hd256.call.forward_problem import Problem, choose_tiles, is_masked, tiles_for_masks
 from fa4_hd256.call.portions import divide
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.user_functions import FunctionClass
@@ -44,7 +52,10 @@ def calls(model, architecture, generator, count):
         batch, queries = pick((1, 2, 7, 64, 300)), pick((1, 2, 3, 16, 17, 200, 777, 4096, 70000))
         keys = queries if pick((True, False)) else pick((1, 80, 1000, 2049, 9999, 131072, 1 << 20))
         ragged, mask = FORMS[pick(list(FORMS))], pick(model.masks)
-        tiles, packed = choose_tiles(known, group, queries, ragged)
+        usable = known
+        if is_masked(ragged):
+            mask, usable = Mask(False), tiles_for_masks(known, architecture)
+        tiles, packed = choose_tiles(usable, group, queries, ragged)
         is_packed = "cu_seqlens_q" in ragged
         shape = (1, batch * queries) if is_packed else (batch, queries)
         size = pick((16, 128)) if "page_table" in ragged else None
@@ -76,8 +87,12 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
             continue
         k_shape = (problem.q_shape[0], problem.max_seqlen_k, model.heads_kv, 256)
         config = problem.kernels.config("backward")()
+        memory: tuple[int, ...] = (0, config.ds_bytes)
+        if is_masked(problem.ragged):
+            problem = replace(problem, ragged=("mask_blocks", "mask_key_bits"))
+            memory = (1 << 60,)
         asked = BackwardProblem(problem, k_shape, False, 1)
-        for ds_bytes in (0, config.ds_bytes):
+        for ds_bytes in memory:
             divided = divide(asked, ds_bytes, where).problem
             found |= set(backward_specs(divided, config).values())
     assert len({spec.kind for spec in found}) >= 6
@@ -248,6 +263,24 @@ def test_a_warm_model_compiles_nothing(warm_model):
     with pytest.raises(AssertionError, match="a call needs KernelSpec.*float16"):
         half = q.half(), k.half(), k.half()
         flash_attn_varlen_func(*half, *bounds, causal=True, window_size=window)
+
+
+def test_padded_calls_and_those_with_a_block_mask(monkeypatch, architecture):
+    """What real ones take, gradients among them, is counted up."""
+    target, model = TARGETS[architecture], AttentionModel("of this test", 2, 1, (Mask(True),))
+    needs = Needs(("prefill", "decode", "training"), ("padded", "block-mask"))
+    known = specs_of(model, needs, target.architecture, target.gpu)
+    compile.forget()
+    asked, obtain = [], compile._obtain
+    monkeypatch.setattr(compile, "_obtain", lambda spec: asked.append(spec) or obtain(spec))
+    q, k = (torch.randn(2, 150, n, 256).bfloat16().requires_grad_() for n in (2, 1))
+    used = torch.tensor([150, 30], dtype=torch.int32)
+    flash_attn_varlen_func(q, k, k, seqused_q=used, seqused_k=used, causal=True).sum().backward()
+    flash_attn_func(q, k, k, block_mask=masks.prefix_lm(20, 150)).sum().backward()
+    compile.forget()
+    compiled_in = str([spec.problem_class for spec in asked])
+    assert "seqused_q" in compiled_in and "mask_key_bits" in compiled_in
+    assert set(asked) <= set(known)
 
 
 def test_what_launches_need_is_made_before(monkeypatch):
