@@ -16,11 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.tables.age import changed_since, printed_at
 from bench.tables.documents import DOCUMENTS, FOLDER, Document
 from bench.tables.results import add_output_options, emit, read_json
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
 COLUMNS = (Column("name"), Column("command"), Column("page"), Column("state"))
+#: With --age.
+AGE = (Column("printed at"), Column("changed since"))
 
 
 def made(document: Document) -> list[Table]:
@@ -69,6 +72,13 @@ def _row(name: str, write: Path | None, results: Sequence[Path]) -> dict[str, An
     }  # fmt: skip
 
 
+def _age(name: str) -> dict[str, str | None]:
+    """Of a file of docs/tables as it is."""
+    commit = printed_at((FOLDER / f"{name}.md").read_text("utf-8"))
+    since = "unknown" if commit is None else changed_since(commit)
+    return dict(zip((column.name for column in AGE), (commit, since), strict=True))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="of tables; all unless chosen")
     parser.add_argument(
@@ -79,6 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, nargs="+", default=[], metavar="JSON",
         help="of the one table's command, run elsewhere, in place of a run here",
     )
+    parser.add_argument(
+        "--age", action="store_true",
+        help="also the commit that printed each, and files that mean something else since",
+    )  # fmt: skip
     add_output_options(parser)
 
 
@@ -98,5 +112,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.results and (len(arguments.names) != 1 or not arguments.write):
         raise ValueError("--results are of one command: name its table, and --write")
     rows = [_row(name, arguments.write, arguments.results) for name in arguments.names or DOCUMENTS]
-    emit(Table("tables", "Tables of docs/tables", COLUMNS, rows), arguments)
+    columns = COLUMNS
+    if arguments.age:
+        columns = COLUMNS + AGE
+        rows = [row | _age(row["name"]) for row in rows]
+    emit(Table("tables", "Tables of docs/tables", columns, rows), arguments)
     return 0
