@@ -112,7 +112,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.results and (len(arguments.names) != 1 or not arguments.write):
         raise ValueError("--results are of one command: name its table, and --write")
     rows = [_row(name, arguments.write, arguments.results) for name in arguments.names or DOCUMENTS]
-    columns = COLUMNS
+    columns: tuple[Column, ...] = COLUMNS
     if arguments.age:
         columns = COLUMNS + AGE
         rows = [row | _age(row["name"]) for row in rows]
