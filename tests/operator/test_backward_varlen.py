@@ -173,6 +173,7 @@ def test_rows_past_the_used_ones_may_hold_anything(device):
         assert (found["k"][b, m:] == 0).all() and (found["v"][b, m:] == 0).all()
 
 
+@pytest.mark.sampled
 def test_packed_queries_with_padded_keys(device):
     """cu_seqlens on one side only, as a prefill against a cache has it."""
     lengths = (60, 130)

@@ -273,6 +273,7 @@ REAL_SCALE = e4m3_scales.scale_of
 
 
 @pytest.mark.parametrize("bug", [_wrong_head, _logical_page, "swapped"])
+@pytest.mark.sampled("_logical_page", "_wrong_head")
 def test_planted_bugs_are_noticed(bug, planted, architecture):
     """A scale of the wrong head; one of another page; K's and V's exchanged."""
     paged = paged_of((300, 77), 16, 2)

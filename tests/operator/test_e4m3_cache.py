@@ -150,6 +150,7 @@ def test_a_list_of_parts():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.sampled("vllm")
 def test_engines(engine):
     """Scales expanded from one value; bf16 caches without."""
     q = torch.randn(2, 4, 256).bfloat16()
@@ -201,6 +202,7 @@ def test_what_a_model_needs(architecture):
         needs(kv_dtypes=(torch.float8_e5m2,))
 
 
+@pytest.mark.sampled
 def test_calls_take_those_kernels(monkeypatch, architecture):
     """Of one query and of sixteen, with scales of pages: a kernel that `warm_up` compiles."""
     own = named(architecture)

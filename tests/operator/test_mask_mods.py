@@ -290,6 +290,7 @@ BUGS = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sampled("another head", "the key before", "halves *")
 def test_a_planted_bug_is_refused(bug, planted):
     lists, dense = tiles_and_dense((270, 390), 2, 2)
     tensors = leaves(270, 390, (2, 1), 2)

@@ -29,6 +29,7 @@ def queries(*shape, device="cpu", dtype=torch.bfloat16):
 # Packed queries, two heads of which share tiles; sequences without queries, without keys, that end
 # with a page, inside one, and behind their first tile of keys.
 @pytest.mark.parametrize("page_size", SIZES)
+@pytest.mark.sampled("16", "48", "256", "784")
 def test_page_sizes(page_size, device):
     paged = Paged.of((300, 40, 0, 128, 16), page_size, device=device)
     lengths = (3, 0, 5, 1, 20)

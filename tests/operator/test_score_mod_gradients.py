@@ -58,6 +58,7 @@ def test_gradients(name, options, stored, device, backward_config):
     check(found, tensors, given, score_mod=case.of_reference(*lengths), **options)
 
 
+@pytest.mark.sampled
 def test_gradients_of_portions(device, backward_config, monkeypatch):
     """Places count in the whole call, wherever a portion of dS begins."""
     lengths, case, origins = (300, 420), CASES["everything"], []
@@ -130,6 +131,7 @@ def test_a_wrong_slope_is_seen():
         check(found, tensors, given, score_mod=case.of_reference(64, 64))
 
 
+@pytest.mark.sampled
 def test_one_gradient_alone(device):
     """Kernels of one gradient give what those of all do, but for rounding."""
     lengths, case, options = (100, 130), CASES["bounded"], {"softmax_scale": -0.3}

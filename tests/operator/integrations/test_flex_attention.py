@@ -46,6 +46,7 @@ def dense(score_mod, tensors, mask):
     ("name", "masked"),
     [("bias by distance", False), ("capped by head", True), ("documents", False)],
 )
+@pytest.mark.sampled("bias by distance-*", "capped by head-*")
 def test_results_and_gradients(name, masked, tensors, device):
     score_mod, block_mask, mask = functions(device)[name], None, None
     if masked:
@@ -154,6 +155,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", ["documents", "prefix or window"])
+@pytest.mark.sampled("documents")
 def test_traced_masks(name, tensors, device):
     """The bits of a call whose mask was made before, forward and backward."""
     ids = torch.arange(2 * KEYS, device=device).reshape(2, KEYS) // 60

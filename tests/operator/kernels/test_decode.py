@@ -193,6 +193,7 @@ def test_no_findings(use_clc, seed, config, sanitize):
         assert report.findings == []
 
 
+@pytest.mark.sampled
 def test_a_configuration_that_is_given_decides():
     given = tensors(2, 130, (4, 1))
     for config in (*DECODE, ForwardConfig()):

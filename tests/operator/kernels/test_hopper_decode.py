@@ -85,6 +85,7 @@ def test_padding_of_a_group():
         assert torch.equal(packed[first:last], alone[0])
 
 
+@pytest.mark.sampled
 def test_a_configuration_that_is_given_decides():
     given = tensors(2, 130, (4, 1))
     problem = Problem.describe(given, Options(1.0), config=ForwardConfig())

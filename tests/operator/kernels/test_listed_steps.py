@@ -105,6 +105,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sampled("the step before", "bits of the next row")
 def test_a_planted_bug_is_refused(bug, planted):
     planted.setattr(*BUGS[bug])
     with pytest.raises(AssertionError):
@@ -113,6 +114,7 @@ def test_a_planted_bug_is_refused(bug, planted):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize("bug", AHEAD)
+@pytest.mark.sampled("stale bits", "a full *")
 def test_a_planted_bug_of_pairs_is_refused(bug, planted):
     planted.setattr(*AHEAD[bug])
     with pytest.raises(AssertionError):

@@ -73,6 +73,7 @@ def test_no_role_names_a_register_that_its_budget_lacks(kind):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
+@pytest.mark.sampled("*-clc")
 def test_no_arrival_waits_for_the_whole_gpu(kind, use_clc):
     """MEMBAR.ALL.GPU, hundreds of clocks, stands before two cluster barriers and nowhere else: the
     one after tensor memory is allocated and the one before the CTAs exit."""
@@ -103,6 +104,7 @@ def test_stores_of_the_first_half_of_p_are_hidden_by_exponentials(use_clc):
 
 
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
+@pytest.mark.sampled("forward", "backward_dv")
 def test_no_step_looks_up_where_a_packed_sequence_lies(kind):
     """Nor is anything spilled for that."""
     kernel, plan = compiled(kind, True, ("cu_seqlens_q", "cu_seqlens_k"))
@@ -122,6 +124,7 @@ def test_a_plan_that_the_launch_cannot_serve_is_refused(plan):
 
 
 @pytest.mark.parametrize("kind", ["dv", "products", "dkdv", "dq"])
+@pytest.mark.sampled("dv", "products")
 def test_budgets_of_the_whole_register_file_hang(kind, monkeypatch):
     """Warpgroups that together want all 65,536 registers wait for the last 1,024."""
     monkeypatch.setattr(RegisterPlan, "__post_init__", lambda self: None)
