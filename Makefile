@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/installed-demo
 STAMP := $(VENV)/installed
 DEMO ?=
-TESTS ?= -n 2 --durations 10
-CLC_TESTS ?= -n 2 tests/operator/test_forward.py tests/operator/test_backward.py \
+TESTS ?= -n 2 --dist worksteal --durations 10
+CLC_TESTS ?= -n 2 --dist worksteal tests/operator/test_forward.py tests/operator/test_backward.py \
     -k "(lengths or batch or tiles or visible or fp16) and not negative"
 CUDA_TESTS ?= -n 8 tests/operator
 HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS)
