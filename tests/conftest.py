@@ -9,6 +9,7 @@ two GPUs.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -159,6 +160,16 @@ def forward_config(architecture) -> type:
 def backward_config(architecture) -> type:
     """The class of the backward's configurations."""
     return kernels_of(named(architecture)).config("backward")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_is_given_back():
+    """What compilers and the simulator have freed lies in pieces all over the heap: gigabytes of a
+    worker, until the C library is asked to return them."""
+    yield
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture(autouse=True)
