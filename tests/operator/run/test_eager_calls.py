@@ -382,6 +382,33 @@ def test_what_may_be_intercepted_goes_through_the_operator(long_way, monkeypatch
     assert repeats(flash_attn_func, *given)
 
 
+def resized(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("without", [
+    lambda q: torch._efficientzerotensor(q.shape, dtype=q.dtype), resized,
+], ids=["zeros", "resized"])  # fmt: skip
+def test_elements_without_memory_are_not_launched_on(without, long_way, monkeypatch):
+    """Of a call that came before everything is alike but the address, which is 0."""
+    from fa4_hd256 import interface
+
+    class Refused(Exception):
+        pass
+
+    def refuse(tensors, scalars):
+        raise Refused
+
+    for _ in range(3):
+        flash_attn_func(*small())
+    monkeypatch.setattr(interface, "_operator", refuse)
+    q, k, v = small()
+    with pytest.raises(Refused):
+        flash_attn_func(without(q), k, v)
+    assert repeats(flash_attn_func, *small())
+
+
 def test_without_guards_calls_are_found_by_their_key(long_way, monkeypatch):
     from fa4_hd256 import eager
 
