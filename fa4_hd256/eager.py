@@ -70,7 +70,8 @@ def is_intercepted() -> bool:
 
 def key_of(tensors: Tensors, facts: tuple[Any, ...]) -> tuple[tuple, list[int]] | None:
     """(key, addresses of the tensors) of a call that nothing intercepts; None where a tensor is
-    no plain one.
+    no plain one, or has elements and no memory: PyTorch's zeros, which its dispatcher fills in, and
+    storage that was resized to nothing, which it refuses.
 
     tensors: None for one not given. facts: all that the call depends on beside these and the
     environment. NOTE [key of a call].
@@ -92,6 +93,8 @@ def key_of(tensors: Tensors, facts: tuple[Any, ...]) -> tuple[tuple, list[int]] 
         ):
             return None
         address = tensor.data_ptr()
+        if not address and not tensor.is_meta and tensor.numel():
+            return None
         addresses.append(address)
         key += (
             tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % ALIGNMENT,
@@ -180,10 +183,11 @@ class OperatorCalls:
                     addresses = [0] * len(tensors)
                     for number, tensor in zip(places, present):
                         addresses[number] = address = tensor.data_ptr()
-                        bits |= address
+                        bits |= address or 1  # without memory: see `key_of`
                     if not bits % ALIGNMENT:
                         return entry, addresses
-        except (AttributeError, TypeError):  # no tensor, or an argument that cannot be hashed
+        # No tensor, or one without a shape, or an argument that cannot be hashed.
+        except (AttributeError, IndexError, RuntimeError, TypeError):
             pass
         found = key_of(tensors, facts)
         if found is None:

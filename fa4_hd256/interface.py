@@ -20,6 +20,7 @@ from .call.checks import (
     check_mask_options,
     check_out,
 )
+from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
 from .call.operator_arguments import ForwardTensors, ForwardValues
 from .call.part_lists import marked
@@ -320,6 +321,8 @@ def _attend(
     All as users give it. longest: max_seqlen_q, max_seqlen_k; configs: of the forward and of the
     backward. form: which tensors are given, and are the same.
     """
+    if tensors.k_descale is not None:
+        refuse_gradients(tensors.k_descale, tensors.v_descale)
     if is_intercepted():
         return _through_dispatcher(tensors, given, longest, configs)
     found = forward_calls.find(
@@ -366,6 +369,7 @@ def _attend_into(
 ) -> torch.Tensor:
     """lse of `_attend`; tensors: of the call, and that to which out is written."""
     inputs, out = tensors
+    refuse_gradients(inputs.k_descale, inputs.v_descale)
     if are_differentiated((inputs.q, inputs.k, inputs.v, inputs.sink, out)):
         raise NotImplementedError(
             "out= has no gradients, but one of q, k, v, learnable_sink and out requires them; call "

@@ -125,6 +125,7 @@ def flash_attn_with_kvcache(
     if torch.is_grad_enabled():
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
         tensors |= {"learnable_sink": learnable_sink, "out": out}
+        tensors |= {"k_descale": k_descale, "v_descale": v_descale}
         cache_checks.check_no_gradients(tensors)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,

@@ -181,6 +181,7 @@ class BackwardCall:
         forward = ForwardCall(self.q, self.k, self.v, self.sink, self.ragged).describe(
             options, max_seqlen_q, max_seqlen_k
         )
+        forward = self._bounded(forward)
         check_gradients(
             {"out": self.out, "dout": self.dout, "lse": self.lse, "dlse": self.dlse},
             self.q,
@@ -192,6 +193,16 @@ class BackwardCall:
         # the query heads that read it.
         copies = self.k.shape[2] // k.shape[2]
         return BackwardProblem(forward, tuple(k.shape), self.dlse is not None, copies, copies)
+
+    def _bounded(self, forward: Problem) -> Problem:
+        """The same with bounds of lengths, which grids follow, of no more rows than there are: a
+        user's, of the keys above all, may be any number."""
+        rows = max(1, self.q.shape[1]), max(1, self.k.shape[1])
+        return replace(
+            forward,
+            max_seqlen_q=min(forward.max_seqlen_q, rows[0]),
+            max_seqlen_k=min(forward.max_seqlen_k, rows[1]),
+        )
 
 
 def count_key_tiles(problem: Problem, k_shape: tuple[int, ...], keys: int) -> int:

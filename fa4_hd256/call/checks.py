@@ -38,13 +38,24 @@ from .layouts import tma_can_take
 
 DTYPES = tuple(ELEMENT_TYPES)
 
+#: Beyond which an operator's schema carries no int, of 64 bits.
+_CARRIED = 1 << 63
+#: Of queries of a sequence: kernels count them, and round them up to tiles, in 32 bits.
+LARGEST_QUERIES = 1 << 30
+
 
 def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any) -> None:
-    """Tensors and an int. tensors: None for one not given, which q, k and v are."""
+    """Tensors, which are not nested, and an int. tensors: None for one not given, which q, k and v
+    are."""
     for name, tensor in tensors.items():
         is_none = tensor is None and name not in ("q", "k", "v")
         if not is_none and not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if not is_none and tensor.is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor; accepted: a dense one; sequences of different lengths "
+                "are those of flash_attn_varlen_func, its values and offsets as cu_seqlens"
+            )
     for name, tensor in ragged.items():
         if not isinstance(tensor, torch.Tensor):
             if name in DESCALES:
@@ -53,6 +64,12 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
             raise TypeError(_NOT_INT32.format(name))
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits must be an int, got {num_splits!r}")
+    _carried("num_splits", num_splits)
+
+
+def _carried(name: str, value: int) -> None:
+    if not -_CARRIED <= value < _CARRIED:
+        raise ValueError(f"{name} is {value}; accepted: a number that fits into 64 bits")
 
 
 def causal_of(causal: Any) -> bool:
@@ -69,6 +86,8 @@ def window_of(window_size: Any) -> tuple[int | None, int | None]:
     for side in window_size:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size is {window_size!r}; each side must be an int or None")
+        if side is not None:
+            _carried("a side of window_size", side)
     left, right = (None if side == -1 else side for side in window_size)
     return left, right
 
@@ -88,7 +107,12 @@ def softcap_of(softcap: Any) -> float:
 def _real(name: str, value: Any, accepted: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{name} is too large for a float; accepted: {accepted} that is finite in float32"
+        ) from None
 
 
 def check_options(
@@ -181,8 +205,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
     packed: which of them are packed sequences with a batch of 1, which users pass without.
     """
     for name, tensor in tensors.items():
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense (strided) tensor, got {tensor.layout}")
+        require_dense(name, tensor)
         dtypes = DTYPES if name == "q" else (*DTYPES, *KV_DTYPES)
         if tensor.dtype not in dtypes:
             accepted = " or ".join(map(str, dtypes))
@@ -199,6 +222,12 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
     alike = {name: t.dtype for name, t in tensors.items() if name != "q" or of_q}
     _check_equal("dtype", alike, TypeError)
     _check_equal("device", {name: t.device for name, t in tensors.items()}, ValueError)
+
+
+def require_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError for a tensor of another layout."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {tensor.layout}")
 
 
 def _check_equal(what: str, values: Mapping[str, object], error: type[Exception]) -> None:
@@ -257,6 +286,7 @@ def check_pages_in_place(tensors: dict[str, torch.Tensor]) -> None:
 
 def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
     """One logit per query head."""
+    require_dense("learnable_sink", sink)
     if sink.dtype not in (torch.float32, *DTYPES):
         accepted = ", ".join(map(str, (torch.float32, *DTYPES)))
         raise TypeError(f"learnable_sink has dtype {sink.dtype}; accepted: {accepted}")
@@ -275,6 +305,7 @@ def check_longest(side: str, longest: Any) -> None:
             f"max_seqlen_{side} must be an int with cu_seqlens_{side}, or a tensor of one integer, "
             f"which is not read; got {longest!r}"
         )
+    _carried(f"max_seqlen_{side}", longest)
 
 
 def bounds_of(
@@ -312,6 +343,7 @@ def check_out(out: Any, q: torch.Tensor) -> None:
     """
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
+    require_dense("out", out)
     if out.dtype != q.dtype:
         raise TypeError(f"out has dtype {out.dtype}; accepted: {q.dtype}, like q")
     if out.shape != q.shape:
@@ -321,9 +353,10 @@ def check_out(out: Any, q: torch.Tensor) -> None:
 
 
 def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
-    """That kernels write to it in place. Raises ValueError for another layout, and as
-    `check_apart`."""
-    if out.layout != torch.strided or not tma_can_take(out):
+    """That kernels write to it in place. Raises TypeError for a sparse one, ValueError for other
+    strides, and as `check_apart`."""
+    require_dense("out", out)
+    if not tma_can_take(out):
         raise ValueError(
             f"out has strides {out.stride()} from an address that is "
             f"{out.data_ptr() % TMA_ALIGNMENT} past a multiple of {TMA_ALIGNMENT}; accepted: a "
@@ -334,6 +367,8 @@ def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
 
 def check_apart(out: torch.Tensor, inputs: Sequence[Any]) -> None:
     """Raises ValueError for a result that lies where the call reads. inputs: its arguments."""
+    if out.is_meta:
+        return
     begin, end = _span(out)
     for tensor in inputs:
         if isinstance(tensor, torch.Tensor) and tensor.device == out.device:
@@ -358,6 +393,7 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
     for name, tensor in ragged.items():
         if tensor.dtype != torch.int32:
             raise TypeError(_NOT_INT32.format(name))
+        require_dense(name, tensor)
         if name == PAGE_TABLE:
             _check_page_table(tensor)
         elif name in MASK_TABLES:
@@ -584,6 +620,8 @@ def check_max_seqlen(
         return tensor.shape[1]
     if longest is None or longest < 1:
         raise ValueError(f"max_seqlen_{side} is {longest}; accepted: 1 or more")
+    if side == "q" and longest > LARGEST_QUERIES:
+        raise ValueError(f"max_seqlen_q is {longest}; accepted: up to {LARGEST_QUERIES}")
     if tensor.device.type == "cpu":
         if offsets is not None:
             lengths = offsets.diff()

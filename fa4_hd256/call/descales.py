@@ -8,7 +8,19 @@ import torch
 
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SEQUENCES
 
-__all__ = ["check_given", "descale_of", "scale_operand", "scales_among"]
+from .checks import are_differentiated, require_dense
+
+__all__ = ["check_given", "descale_of", "refuse_gradients", "scale_operand", "scales_among"]
+
+
+def refuse_gradients(*scales: Any) -> None:
+    """Raise NotImplementedError where gradients of these may be asked for. At every call: what is
+    kept of calls alike does not say."""
+    if are_differentiated(scales):
+        raise NotImplementedError(
+            "k_descale or v_descale requires gradients, and there are none to them; accepted: "
+            "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
+        )
 
 
 def scales_among(given: dict[str, Any]) -> dict[str, Any]:
@@ -20,7 +32,7 @@ def check_given(k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
     """Both or none of `DESCALES`, of float32, where k and v are e4m3, on their device. given: those
     that are.
 
-    Raises TypeError for another dtype, ValueError for all else.
+    Raises TypeError for another dtype or layout, ValueError for all else.
     """
     scales = scales_among(given)
     if not scales:
@@ -35,6 +47,7 @@ def check_given(k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
     if len(scales) < len(DESCALES):
         raise ValueError(f"{names} given alone; accepted: k_descale and v_descale, or neither")
     for name, tensor in scales.items():
+        require_dense(name, tensor)
         if tensor.dtype != torch.float32:
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.float32")
         if tensor.device != k.device:

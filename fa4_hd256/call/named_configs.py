@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, is_dataclass
+import math
+import numbers
 from dataclasses import fields as fields_of
-from typing import Any, get_type_hints
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_type_hints
 
 __all__ = ["DEFAULT", "decode", "encode"]
 
@@ -36,7 +38,24 @@ def encode(config: Any, *kinds: type) -> str:
 
 @functools.lru_cache
 def _encode(config: Any) -> str:
-    return json.dumps(asdict(config))
+    return json.dumps(_canonical(type(config), config))
+
+
+def _canonical(hint: Any, value: Any) -> Any:
+    """A value as its field's type has it. Configurations are equal whose fields are 3, 3.0 or a
+    NumPy integer, and calls are known by them: equal ones need one name, which kernels can be made
+    of. Numbers that are not of that type, 2.5 for an int, stay as they are."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = get_type_hints(hint)
+        names = (field.name for field in fields_of(hint))
+        return {name: _canonical(hints[name], getattr(value, name)) for name in names}
+    if isinstance(value, tuple):
+        own, *_ = get_args(hint) or (None,)
+        return [_canonical(own, part) for part in value]
+    if hint in (bool, int, float) and isinstance(value, numbers.Real) and math.isfinite(value):
+        converted = hint(value)
+        return converted if converted == value else value
+    return value
 
 
 @functools.lru_cache

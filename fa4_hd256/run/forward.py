@@ -31,6 +31,9 @@ from .recording import Allocate, Make, Tensors, give_up, in_place, made_for, ope
 
 __all__ = ["check_list", "combine", "empty_results", "launch_forward", "run_forward"]
 
+#: CTAs of a grid, which kernels count in 32 bits.
+LARGEST_GRID = (1 << 31) - 1
+
 #: Places of the sink, and of what is written to behind all others, among a call's tensors.
 SINK, OUT = ForwardTensors._fields.index("sink"), len(ForwardTensors._fields)
 _BETWEEN = (None,) * len(OTHERS)
@@ -52,11 +55,23 @@ def run_forward(
     gpu = gpu_of(problem.device)
     problem = divided(problem, num_splits, gpu)
     check_list(call, problem)
+    _check_grid(problem)
     compiled = compile_kernel(forward_spec(problem, gpu, config))
     if PAGE_TABLE in call.ragged and environment.checks_pages():
         _check_pages(call, problem)
     ragged = tuple(call.ragged[name] for name in problem.tables)
     return launch_forward(compiled, problem, call.inputs, call.sink, ragged, out)
+
+
+def _check_grid(problem: Problem) -> None:
+    """Raise ValueError for more tiles than a grid can have. problem: divided."""
+    ctas = problem.num_tiles * problem.num_splits * problem.tiles.cluster
+    if ctas > LARGEST_GRID:
+        raise ValueError(
+            f"max_seqlen_q is {problem.max_seqlen_q}: {problem.sequences} sequences of as many "
+            f"queries take {ctas} CTAs; accepted: up to {LARGEST_GRID}; as max_seqlen_q the "
+            "longest sequence's, or a tensor, for the rows of q"
+        )
 
 
 def check_list(call: ForwardCall, problem: Problem) -> None:

@@ -76,6 +76,18 @@ def test_packed_sequences(lengths, device):
     check_each(found, tensors, dout, lengths, causal=True)
 
 
+@pytest.mark.parametrize("longest", [1000, (1 << 31) - 1, 1 << 40])
+def test_bounds_beyond_all_rows(longest, device):
+    """A bound of keys may be any number; grids have room for the rows that there are."""
+    lengths = (5, 3), (4, 4)
+    tensors = packed(lengths, (2, 1), torch.bfloat16, device)
+    dout, options = torch.randn_like(tensors[0]), lengths_of(lengths, device)
+    expected = gradients(tensors, dout, **options | {"max_seqlen_q": 8, "max_seqlen_k": 8})
+    found = gradients(tensors, dout, **options | {"max_seqlen_q": 1000, "max_seqlen_k": longest})
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
 def test_every_option_at_once(device):
     """Packed fp16 with windows, softcap, negative scale, a sink and the gradient of LSE."""
     lengths = ((150, 0, 300), (150, 20, 280))

@@ -9,7 +9,13 @@ import pytest
 import torch
 from operator_calls import forward_arguments
 
-from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func, interface
+from fa4_hd256 import (
+    ForwardConfig,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    interface,
+)
 from fa4_hd256.call import checks
 from fa4_hd256.call.splits import LARGEST
 from fa4_hd256.gpus.family import architecture_of
@@ -72,10 +78,72 @@ def test_not_a_tensor():
         flash_attn_func(q, k, [1.0])
 
 
+@pytest.mark.parametrize("given", ["", "q", "k"])
+@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
+def test_no_tensors(given, function):
+    """None in the place of several of them, in whichever order they are looked at."""
+    tensors = [tensor if name == given else None for name, tensor in zip("qkv", inputs())]
+    with pytest.raises(TypeError, match="[qk] must be a torch.Tensor, got NoneType"):
+        function(*tensors)
+
+
 def test_sparse_tensor():
     q, k, v = inputs()
     with pytest.raises(TypeError, match="q must be a dense"):
         flash_attn_func(q.to_sparse(), k, v)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout):
+    nested = torch.nested.nested_tensor([torch.zeros(4, 2, 256).bfloat16()], layout=layout)
+    with pytest.raises(TypeError, match="q is a nested tensor; accepted: .*_varlen_func"):
+        flash_attn_func(nested, nested, nested)
+
+
+@pytest.mark.parametrize("name", ["learnable_sink", "k_descale", "out"])
+def test_sparse_tensors_beside(name):
+    q, k, v = inputs()
+    given = {"learnable_sink": torch.zeros(2)}
+    if name == "out":
+        given = {"out": torch.zeros_like(q)}
+    elif name == "k_descale":
+        k = v = k.to(torch.float8_e4m3fn)
+        given = {"k_descale": torch.ones(1, 1), "v_descale": torch.ones(1, 1)}
+    given[name] = given[name].to_sparse()
+    with pytest.raises(TypeError, match=f"{name} must be a dense"):
+        flash_attn_func(q, k, v, **given)
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_numbers_that_no_float_is_as_large_as(name):
+    with pytest.raises(ValueError, match=f"{name} is too large for a float"):
+        flash_attn_func(*inputs(), **{name: 10**400})
+
+
+@pytest.mark.parametrize("value", [1 << 63, 1 << 70, -1 << 70])
+@pytest.mark.parametrize("name", ["num_splits", "window_size", "max_seqlen_q", "max_seqlen_k"])
+def test_ints_that_no_operator_takes(name, value):
+    """Its schema has 64 bits for an int."""
+    given = {"max_seqlen_q": 5, name: (value, None) if name == "window_size" else value}
+    with pytest.raises(ValueError, match="fits into 64 bits"):
+        flash_attn_varlen_func(**packed(**given))
+
+
+@pytest.mark.parametrize("which", ["k_descale", "v_descale"])
+def test_scales_that_require_gradients(which):
+    """They are refused before anything is compiled, and after calls alike without."""
+    q, k, _ = inputs()
+    k = k.to(torch.float8_e4m3fn)
+    scales = {"k_descale": torch.ones(1), "v_descale": torch.ones(1)}
+    scales[which].requires_grad_()
+    calls = {
+        flash_attn_func: (q, k, k),
+        flash_attn_varlen_func: (q, k, k),
+        flash_attn_with_kvcache: (q, k, k),
+    }
+    for function, tensors in calls.items():
+        with pytest.raises(NotImplementedError, match="requires? gradients.*torch.no_grad"):
+            function(*tensors, **scales)
 
 
 def test_device_mix():
@@ -180,6 +248,8 @@ def packed(**changes):
         ({"max_seqlen_q": torch.tensor([5, 6])}, TypeError, "max_seqlen_q is a tensor of shape"),
         ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q is 4, but a sequence has 5"),
         ({"max_seqlen_q": 0}, ValueError, "max_seqlen_q is 0"),
+        ({"max_seqlen_q": 1 << 31}, ValueError, "2147483648; accepted: up to 1073741824"),
+        ({"max_seqlen_q": 1 << 40}, ValueError, "1099511627776; accepted: up to 1073741824"),
         ({"max_seqlen_k": torch.tensor(5.0)}, TypeError, "float32; accepted: an int, or"),
         ({"max_seqlen_k": 4}, ValueError, "max_seqlen_k is 4, but a sequence has 5 key rows"),
         ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k is 0"),
@@ -199,6 +269,21 @@ def packed(**changes):
 def test_varlen(changes, error, message):
     with pytest.raises(error, match=message):
         flash_attn_varlen_func(**packed(**changes))
+
+
+def test_more_tiles_than_a_grid_has():
+    """Of sequences that are all taken for as long as the longest one."""
+    offsets = torch.cat([torch.zeros(1000), torch.tensor([8])]).int()
+    many = packed(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=1 << 30)
+    with pytest.raises(ValueError, match="1000 sequences .* CTAs; accepted: up to 2147483647"):
+        flash_attn_varlen_func(**many, max_seqlen_k=8)
+
+
+def test_out_without_memory():
+    """Tensors that only have a shape share none."""
+    q, k, v = (tensor.to("meta") for tensor in inputs())
+    out = torch.empty_like(q)
+    assert flash_attn_func(q, k, v, out=out) is out
 
 
 @pytest.mark.parametrize("side", ["q", "k"])

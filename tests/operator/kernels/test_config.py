@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from checkout import ROOT
 
 from fa4_hd256.call import named_configs
-from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig, DkdvPlan
+from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig, DkdvPlan, DvPlan
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig, ForwardWarpPlan
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
 from fa4_hd256.kernels.limits import SMEM_CAPACITY
@@ -88,6 +91,28 @@ def test_names_say_everything(config):
     kind = type(config)
     named_configs.decode.cache_clear()
     assert named_configs.decode(named_configs.encode(config, kind), kind) == config
+
+
+@pytest.mark.parametrize("equal", [
+    {"ring_stages": 6.0}, {"ring_stages": np.int64(6)},
+    {"warps": replace(DvPlan().warps, gradient=(0.0, *range(1, 8)))},
+], ids=["float", "numpy", "tuple"])  # fmt: skip
+def test_equal_configurations_have_one_name(equal):
+    """Whichever came first: caches take one for the other, and kernels are made of ints."""
+    named_configs._encode.cache_clear()
+    config = BackwardConfig(dv=replace(DvPlan(), **equal), ds_bytes=8e9)
+    plain = BackwardConfig(ds_bytes=8_000_000_000)
+    assert config == plain
+    names = [named_configs.encode(given, BackwardConfig) for given in (config, plain)]
+    assert names[0] == names[1]
+    assert repr(named_configs.decode(names[0], BackwardConfig)) == repr(plain)
+
+
+def test_numbers_of_another_kind_stay_as_they_are():
+    """And are no other configuration's."""
+    odd = BackwardConfig(ds_bytes=0.5)
+    name = named_configs.encode(odd, BackwardConfig)
+    assert named_configs.decode(name, BackwardConfig).ds_bytes == 0.5
 
 
 @pytest.mark.parametrize("name", ["default", "[]", '{"q_stages": 3}', '{"stages": 2}'])

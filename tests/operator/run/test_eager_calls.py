@@ -342,6 +342,20 @@ def test_gradients_are_kept_apart(long_way):
             assert flash_attn_func(wanted, k, v).is_inference()
 
 
+def test_scales_that_require_gradients_are_refused_as_ever(long_way):
+    """Beside calls alike whose scales do not, with which they share what is kept."""
+    q, k, v = small()
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    scales = {"k_descale": torch.ones(1), "v_descale": torch.ones(1)}
+    for _ in range(3):
+        flash_attn_func(q, k, v, **scales)
+    scales["v_descale"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="there are none to them"):
+        flash_attn_func(q, k, v, **scales)
+    with torch.no_grad():
+        assert repeats(flash_attn_func, q, k, v, **scales)
+
+
 def test_what_may_be_intercepted_goes_through_the_operator(long_way, monkeypatch):
     """Subclasses, modes and transforms see the operator."""
     from torch.overrides import TorchFunctionMode
@@ -380,6 +394,33 @@ def test_what_may_be_intercepted_goes_through_the_operator(long_way, monkeypatch
         flash_attn_func(*given)
     assert len(seen) == 5
     assert repeats(flash_attn_func, *given)
+
+
+def resized(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("without", [
+    lambda q: torch._efficientzerotensor(q.shape, dtype=q.dtype), resized,
+], ids=["zeros", "resized"])  # fmt: skip
+def test_elements_without_memory_are_not_launched_on(without, long_way, monkeypatch):
+    """Of a call that came before everything is alike but the address, which is 0."""
+    from fa4_hd256 import interface
+
+    class Refused(Exception):
+        pass
+
+    def refuse(tensors, scalars):
+        raise Refused
+
+    for _ in range(3):
+        flash_attn_func(*small())
+    monkeypatch.setattr(interface, "_operator", refuse)
+    q, k, v = small()
+    with pytest.raises(Refused):
+        flash_attn_func(without(q), k, v)
+    assert repeats(flash_attn_func, *small())
 
 
 def test_without_guards_calls_are_found_by_their_key(long_way, monkeypatch):
