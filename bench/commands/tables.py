@@ -76,7 +76,7 @@ def _age(name: str) -> dict[str, str | None]:
     """Of a file of docs/tables as it is."""
     commit = printed_at((FOLDER / f"{name}.md").read_text("utf-8"))
     since = "unknown" if commit is None else changed_since(commit)
-    return dict(zip((column.name for column in AGE), (commit, since), strict=True))
+    return {"printed at": commit, "changed since": since}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,9 +112,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.results and (len(arguments.names) != 1 or not arguments.write):
         raise ValueError("--results are of one command: name its table, and --write")
     rows = [_row(name, arguments.write, arguments.results) for name in arguments.names or DOCUMENTS]
-    columns: tuple[Column, ...] = COLUMNS
     if arguments.age:
-        columns = COLUMNS + AGE
         rows = [row | _age(row["name"]) for row in rows]
+    columns = COLUMNS + (AGE if arguments.age else ())
     emit(Table("tables", "Tables of docs/tables", columns, rows), arguments)
     return 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from pathlib import Path
 
 from fa4_hd256.run.native_cache import meaning_of
 
-ROOT = Path(__file__).resolve().parents[2]
+from .origin import ROOT, git
 
 #: What figures may depend on: name -> folders.
 PARTS = {
@@ -33,7 +32,7 @@ def changed_since(commit: str, root: Path = ROOT) -> str:
     """
     folders = sorted({folder for part in PARTS.values() for folder in part})
     patterns = [f":(glob){folder}/**/*.{kind}" for folder in folders for kind in ("py", "json")]
-    listed = _git(root, "diff", "--name-only", "--no-renames", commit, "--", *patterns)
+    listed = git(root, "diff", "--name-only", "--no-renames", commit, "--", *patterns)
     if listed is None:
         return f"{commit} is not in this checkout"
     changed = [path for path in listed.decode().splitlines() if _differs(root, commit, path)]
@@ -50,7 +49,7 @@ def _part(path: str) -> str:
 
 
 def _differs(root: Path, commit: str, path: str) -> bool:
-    before, file = _git(root, "show", f"{commit}:{path}"), root / path
+    before, file = git(root, "show", f"{commit}:{path}"), root / path
     if before is None or not file.exists():
         return True
     if not path.endswith(".py"):
@@ -59,12 +58,3 @@ def _differs(root: Path, commit: str, path: str) -> bool:
         return meaning_of([(path, before)]) != meaning_of([(path, file.read_bytes())])
     except SyntaxError:
         return True
-
-
-def _git(root: Path, *arguments: str) -> bytes | None:
-    """What git prints; None where it fails, or is not there."""
-    try:
-        asked = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True)
-    except OSError:
-        return None
-    return asked.stdout if asked.returncode == 0 else None

@@ -11,6 +11,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def git(root: Path, *arguments: str) -> bytes | None:
+    """What git prints in a directory; None where it fails, or is not there."""
+    try:
+        asked = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True)
+    except OSError:
+        return None
+    return asked.stdout if asked.returncode == 0 else None
+
 
 def environment() -> dict[str, str]:
     """Versions of what results depend on, the commit of a checkout, the time in UTC."""
@@ -21,17 +32,11 @@ def environment() -> dict[str, str]:
         theirs = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         theirs = "not installed"
-    root = Path(__file__).resolve().parents[2]
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True)
-        commit = asked.stdout.strip() if asked.returncode == 0 else ""
-    except OSError:
-        commit = ""
+    described = git(ROOT, "describe", "--always", "--dirty", "--abbrev=12") or b""
     return {
         **versions(),
         PACKAGE: theirs,
-        "commit": commit or "not a git checkout",
+        "commit": described.decode().strip() or "not a git checkout",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
