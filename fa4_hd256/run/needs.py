@@ -249,9 +249,10 @@ def _options(model: AttentionModel, mask: Mask, use_clc: bool) -> Options:
 def _forwards(problem: Problem, gpu: str, fixed: bool) -> Iterator[KernelSpec]:
     """Undivided and divided, also into `fixed` parts, in each configuration that a number of keys
     gets."""
+    configs = _configs(tuning_key(problem, gpu))
     for parts, part_keys in ((1, None), (2, None), *([(2, 1)] if fixed else [])):
         divided = replace(problem, num_splits=parts, part_keys=part_keys)
-        for config in _configs(tuning_key(problem, gpu)):
+        for config in configs:
             yield configured(divided, config)
 
 
