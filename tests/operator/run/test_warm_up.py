@@ -227,10 +227,14 @@ def test_ranks_begin_with_kernels_of_their_own(monkeypatch):
     assert all(sorted(order) == specs for order in orders)
 
 
+#: Layers of a small model.
+LAYERS = {"window": (Mask(True, (63, None)),), "both": (Mask(True), Mask(True, (63, None)))}
+
+
 @pytest.fixture
-def warm_model(monkeypatch):
+def warm_model(monkeypatch, layers):
     """A small model that is warm; from then on nothing compiles."""
-    model = AttentionModel("of this test", 2, 1, (Mask(True, (63, None)),))
+    model = AttentionModel("of this test", 2, 1, LAYERS[layers])
     compile.forget()
     loaded = []
     monkeypatch.setattr(warm, "prepare", lambda compiled, device: loaded.append(compiled))
@@ -246,8 +250,10 @@ def warm_model(monkeypatch):
     compile.forget()
 
 
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.sampled("window")
 def test_a_warm_model_compiles_nothing(warm_model):
-    """Prefill and decode, undivided and in parts."""
+    """Prefill and decode, with a window and without, undivided and in parts."""
     for mask, (queries, keys), parts in itertools.product(
         warm_model.masks, ((1, 200), (70, 70)), (1, 3)
     ):

@@ -168,9 +168,9 @@ def test_four(pools, device, name):
     check(pools(4), FOUR[name], device)
 
 
-def test_the_same_bits_again(pools, device):
-    case = TWO["zigzag, causal"]
-    once, again = (results(pools(2), case, device) for _ in range(2))
+@pytest.mark.parametrize("name", sampled(["zigzag, causal", "zigzag, window"]))
+def test_the_same_bits_again(pools, device, name):
+    once, again = (results(pools(2), TWO[name], device) for _ in range(2))
     for one, other in zip(once, again, strict=True):
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
