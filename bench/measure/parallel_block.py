@@ -96,6 +96,11 @@ def _tensor_parallel(block: Block, x: torch.Tensor, mesh: Any) -> tuple[nn.Modul
 def _fully_sharded(block: Block, x: torch.Tensor, mesh: Any) -> tuple[nn.Module, torch.Tensor]:
     from torch.distributed.fsdp import fully_shard
 
+    if x.shape[0] % mesh.size():
+        raise ValueError(
+            f"{x.shape[0]} sequences over {mesh.size()} ranks; accepted under FSDP2: as many "
+            "sequences for each rank"
+        )
     fully_shard(block, mesh=mesh)
     return block, x.chunk(mesh.size())[mesh.get_local_rank()]
 
