@@ -8,6 +8,7 @@ clusters (`sm100_sim.timing.problem`). Nothing here is measured.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,7 +37,8 @@ from .tiles import ForwardTiling, forward_tiles
 class Kernel:
     """A forward kernel and what its tiles cost.
 
-    values, costs: one of each replay, the central one first. paths: of the replays.
+    values, costs: one of each replay, the central one first. paths: of the replays. last_turn: of a
+    case whose last tiles are a launch of their own, their keys divided, else None.
     """
 
     name: str
@@ -44,10 +46,12 @@ class Kernel:
     values: list[Values]
     costs: list[TileCosts]
     paths: Paths = Paths()
+    last_turn: Callable[[Case], InTwo | None] = lambda case: None
 
     def divided(self, num_splits: int) -> Kernel:
         """The same with the keys of each tile in that many parts."""
-        return replace(self, tiling=replace(self.tiling, num_splits=num_splits))
+        tiling = replace(self.tiling, num_splits=num_splits)
+        return replace(self, tiling=tiling, last_turn=lambda case: None)
 
     def run(self, case: Case, room: Room = ALONE) -> list[Schedule]:
         """The case under each of the drawn machines, the central one first. room: of the machine
@@ -63,11 +67,23 @@ class Kernel:
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
         """A call for each of the drawn machines, the central one first. Where keys are divided,
         with the kernel that makes one result of the parts."""
+        in_two = self.last_turn(case)
+        if in_two is not None:
+            behind = in_two.kernel.calls(in_two.rest, room)
+            return [
+                Call([(1, found), *one.schedules], one.beside)
+                for found, one in zip(self.run(in_two.first, room), behind)
+            ]
         parts, early = self.tiling.num_splits, self.tiling.dependent
         return [
             Call([(1, found)], combine_seconds(case, parts, values, early) if parts > 1 else 0.0)
             for found, values in zip(self.run(case, room), self.values)
         ]
+
+    def paths_of(self, case: Case) -> Paths:
+        """Of the replays behind a call."""
+        in_two = self.last_turn(case)
+        return self.paths if in_two is None else self.paths + in_two.kernel.paths
 
     def seconds(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
         """float64, predicted for each of the drawn machines, the central one first."""
@@ -77,6 +93,15 @@ class Kernel:
     def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
         """The same as TFLOPS by `Case.flop`, at the kernel's head_dim."""
         return case.flop(FORWARD, self.tiling.head_dim) / self.seconds(case, conditions) / 1e12
+
+
+@dataclass(frozen=True)
+class InTwo:
+    """Two launches of a case: its first queries, then the rest by a kernel that divides keys."""
+
+    first: Case
+    rest: Case
+    kernel: Kernel
 
 
 @functools.lru_cache(maxsize=64)

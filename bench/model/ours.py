@@ -18,7 +18,8 @@ from bench.tables.paths import Paths
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.splits import divided
+from fa4_hd256.call.last_turn import last_turn
+from fa4_hd256.call.splits import BY_RULE, divided
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -35,7 +36,7 @@ from sm100_sim.timing import Late, Machine, TileCosts
 from . import our_decode
 from .backward import Backward
 from .calls import Kind, default_splits, defaults_to_clc, forward_problem
-from .forward import Kernel
+from .forward import InTwo, Kernel
 from .machines import ONE_PAIR, compiling_ours, gpu_of
 from .our_decode import DecodeVariant, in_pages
 from .published.rows import Build
@@ -210,7 +211,25 @@ class Ours(OurProvider):
             short = few, many = replays(variant.short, machine, draws)
             costs = with_least(costs, few, many, STEP_WORK)
             found = [*found, *short]
-        return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
+
+        def in_two(case: Case) -> InTwo | None:
+            return self._in_two(case, variant.use_clc, machine, draws)
+
+        return Kernel(
+            self.name, tiling, machine.sampled(draws), costs, Paths.of(found), in_two
+        )
+
+    def _in_two(self, case: Case, use_clc: bool, machine: Machine, draws: int) -> InTwo | None:
+        """A case of which the operator divides the last turn of tiles, else None."""
+        last = last_turn(self._problem(case), BY_RULE, gpu_of(machine))
+        if last is None:
+            return None
+        first, rest = (
+            replace(case, lengths=((rows, case.seqlen_k),) * case.batch)
+            for rows in (last.queries, case.seqlen_q - last.queries)
+        )
+        variant = self.variant(case, FORWARD, use_clc, divided=True)
+        return InTwo(first, rest, self.forward(variant, machine, draws).divided(last.parts))
 
     def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
         """Our kernels under the static or the CLC scheduler."""

@@ -199,8 +199,9 @@ class Predictor:
         makes one result of the parts, at a launch (`ForwardTiling.dependent`) and HBM's rate."""
         kernel = self.forward(provider, case, use_clc, splits)
         calls = kernel.calls(case)
-        bound = calls[0].schedules[0][1].bound
-        return Predicted(*self._seconds(calls, kernel.values), bound, kernel.paths)
+        schedules = calls[0].schedules
+        bound = schedules[0][1].bound if len(schedules) == 1 else None
+        return Predicted(*self._seconds(calls, kernel.values), bound, kernel.paths_of(case))
 
 
 def printing_predictor(machine: str, draws: int) -> Predictor:

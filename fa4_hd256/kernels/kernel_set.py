@@ -43,8 +43,9 @@ class ForwardTiles:
     same time: HBM then bounds all clusters together; 0 where tiles share them.  most_parts: into
     which keys are divided where nobody asks for more.  pads: query heads of any group share tiles,
     each query with rows of padding up to a power of two.  takes_lists: a block mask may name its
-    steps.  kind: of the kernel.  kv_dtype: of K and V, of `problem_class.KV_DTYPES`; None for that
-    of Q.
+    steps.  launch_steps: what one launch more takes, in steps, where the last turn of equal tiles
+    may be one (`call.last_turn`); None where it is not.  kind: of the kernel.  kv_dtype: of K and
+    V, of `problem_class.KV_DTYPES`; None for that of Q.
     """
 
     cta_rows: int
@@ -59,6 +60,7 @@ class ForwardTiles:
     most_parts: int = 32
     pads: bool = False
     takes_lists: bool = False
+    launch_steps: float | None = None
     kind: str = "forward"
     kv_dtype: torch.dtype | None = None
 

@@ -17,9 +17,11 @@ from fa4_hd256.call.checks import check_page_numbers
 from fa4_hd256.call.descales import scale_operand
 from fa4_hd256.call.forward_problem import ForwardCall, Problem
 from fa4_hd256.call.function_tensors import function_operand
+from fa4_hd256.call.last_turn import LastTurn, last_turn
 from fa4_hd256.call.operator_arguments import OTHERS, ForwardTensors
 from fa4_hd256.call.part_lists import marked
 from fa4_hd256.call.splits import divided
+from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.part_list import list_length
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
 
@@ -53,6 +55,10 @@ def run_forward(
         made, lse = empty_results(problem)
         return made if out is None else out, lse
     gpu = gpu_of(problem.device)
+    last = last_turn(problem, num_splits, gpu)
+    if last is not None:
+        _check_grid(problem)
+        return _run_in_two(call, problem, last, gpu, config, out)
     problem = divided(problem, num_splits, gpu)
     check_list(call, problem)
     _check_grid(problem)
@@ -61,6 +67,29 @@ def run_forward(
         _check_pages(call, problem)
     ragged = tuple(call.ragged[name] for name in problem.tables)
     return launch_forward(compiled, problem, call.inputs, call.sink, ragged, out)
+
+
+def _run_in_two(
+    call: ForwardCall,
+    problem: Problem,
+    last: LastTurn,
+    gpu: Gpu,
+    config: Any,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, the queries of the last turn behind the others and their keys divided."""
+    first, rest = last.problems(problem)
+    # All kernels are there before any is launched.
+    compiled = [compile_kernel(forward_spec(one, gpu, config)) for one in (first, rest)]
+    compile_kernel(combine_spec(rest))
+    q, k, v = call.inputs
+    q = operand(q)
+    made, (out, lse) = _make((q, k, v), call.sink, out, problem, rest)
+    before, behind = slice(last.queries), slice(last.queries, None)
+    for one, kernel, rows in zip((first, rest), compiled, (before, behind), strict=True):
+        results = out[:, rows], lse[..., rows]
+        _launch(kernel, one, (q[:, rows], k, v), made, results)
+    return out, lse
 
 
 def _check_grid(problem: Problem) -> None:
@@ -123,14 +152,38 @@ def launch_forward(
     ragged: those of `problem.tables`, in their order. out has the shape and dtype of q; lse is
     (batch, heads_q, seqlen_q) float32, natural log.
     """
-    is_split = problem.num_splits > 1
+    made, results = _make(inputs, sink, out, problem, problem)
+    _launch(compiled, problem, inputs, made, results, ragged)
+    return results
+
+
+def _make(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sink: torch.Tensor | None,
+    out: torch.Tensor | None,
+    problem: Problem,
+    divided: Problem,
+) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """(what is made for a call, by role; its results). divided: of the queries whose keys may be in
+    parts, those of the problem or some of them."""
     if out is None:
-        made = made_for((*inputs, sink), _allocation(problem), _results)
-        results = made["out"], made["lse"]
-    else:
-        given = (*inputs, sink, *_BETWEEN, out)
-        made = made_for(given, _allocation(problem, into=True), _written)
-        results = operand(out), made["lse"]
+        made = made_for((*inputs, sink), _allocation(problem, divided), _results)
+        return made, (made["out"], made["lse"])
+    given = (*inputs, sink, *_BETWEEN, out)
+    made = made_for(given, _allocation(problem, divided, into=True), _written)
+    return made, (operand(out), made["lse"])
+
+
+def _launch(
+    compiled: CompiledKernel,
+    problem: Problem,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    made: dict[str, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+    ragged: tuple[torch.Tensor, ...] = (),
+) -> None:
+    """One launch, and where keys are divided that of the combining kernel. made: by `_make`."""
+    is_split = problem.num_splits > 1
     parts = (made["out_parts"], made["lse_parts"]) if is_split else results
     if is_split:
         # Both kernels are there before either is launched.
@@ -144,18 +197,17 @@ def launch_forward(
         # Bytes in twos: CuTe DSL takes no tensor of single ones from PyTorch.
         k, v = k.view(problem.dtype), v.view(problem.dtype)
     tables = _operands_of_tables(problem, ragged)
-    optional = (() if sink is None else (made["sink_operand"],)) + tables
-    tensors = CallTensors(q, k, v, *parts, optional)
+    sink = () if not problem.sink else (made["sink_operand"],)
+    tensors = CallTensors(q, k, v, *parts, sink + tables)
     roles = ("out_parts", "lse_parts") if is_split else ("out", "lse")
     launch(
         compiled,
         problem.device,
         lambda gpu, stream: call_arguments(tensors, problem, gpu, stream),
-        ("q", "k", "v", *roles, *(() if sink is None else ("sink_operand",)), *problem.tables),
+        ("q", "k", "v", *roles, *(("sink_operand",) if sink else ()), *problem.tables),
     )
     if is_split:
         combine(problem, parts, results, tables[: len(problem.ragged)])
-    return results
 
 
 def _operands_of_tables(
@@ -188,18 +240,18 @@ def _written(
     return tensors[OUT], made[0]
 
 
-def _allocation(problem: Problem, into: bool = False) -> Allocate:
+def _allocation(problem: Problem, divided: Problem, into: bool = False) -> Allocate:
     """All that a forward makes beside its arguments, of which q is the first, the sink the
-    fourth. into: out is an argument, too."""
+    fourth. divided: as `_make`'s. into: out is an argument, too."""
     roles: tuple[str, ...] = ("lse",) if into else ("out", "lse")
-    if problem.num_splits > 1:
+    if divided.num_splits > 1:
         roles = (*roles, "out_parts", "lse_parts")
     if problem.sink:
         roles = (*roles, "sink_operand")
     if into:
-        return Allocate(roles, _all_of(problem, _lse_maker(problem)))
+        return Allocate(roles, _all_of(divided, _lse_maker(problem)))
     unread = _unread(problem)
-    make = _all_of(problem, _maker(problem))
+    make = _all_of(divided, _maker(problem))
     if unread is None:
         return Allocate(roles, make)
     q_shape, dtype, device = problem.q_shape, problem.dtype, problem.device
@@ -210,15 +262,15 @@ def _allocation(problem: Problem, into: bool = False) -> Allocate:
             return torch.empty_like(q, memory_format=torch.contiguous_format), unread
         return torch.empty(q_shape, dtype=dtype, device=device), unread
 
-    return Allocate(roles, make, _all_of(problem, out_alone))
+    return Allocate(roles, make, _all_of(divided, out_alone))
 
 
-def _all_of(problem: Problem, results: Make) -> Make:
+def _all_of(divided: Problem, results: Make) -> Make:
     """What makes the results and all else of a forward."""
     makers = [results]
-    if problem.num_splits > 1:
-        makers.append(_maker(problem, parts=True))
-    if problem.sink:
+    if divided.num_splits > 1:
+        makers.append(_maker(divided, parts=True))
+    if divided.sink:
         makers.append(_sink_operand)
     if len(makers) == 1:
         return results

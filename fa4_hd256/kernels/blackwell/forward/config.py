@@ -38,7 +38,7 @@ __all__ = ["TILES", "ForwardConfig", "ForwardWarpPlan"]
 #: steps, four where a launch takes as long as it may.
 TILES = ForwardTiles(
     BLOCK_Q, TILE_Q, BLOCK_KV, CTAS, step_seconds=1.152e-6, least_saved=2, most_parts=64,
-    takes_lists=True,
+    takes_lists=True, launch_steps=4,
 )  # fmt: skip
 
 
