@@ -136,24 +136,32 @@ DOCUMENTS = {
              ("--direction", "forward", "--group", "'chunked prefill'"), "cuDNN"),
         )
     },
-    "decode_h200": Document(
-        "Decoding on an H200 beside its peers",
-        ("throughput", "--direction", "forward", "--group", "decode",
-         *_beside("ours", "flash-attn-4", "cuDNN", "'flash-attn-4, num_splits=0'",
-                  "FlashAttention-2")),
-        "hopper.md", (0,),
-    ),
-    "pages_h200": Document("Keys and values in pages on an H200", ("pages",), "serving.md"),
-    "kv_types_h200": Document(
-        "Keys and values in e4m3 on an H200", ("kv-types",), "serving.md"
-    ),
+    **{
+        f"decode_{gpu.lower()}": Document(
+            f"Decoding on an {gpu} beside its peers",
+            ("throughput", "--direction", "forward", "--group", "decode",
+             *_beside("ours", "flash-attn-4", "cuDNN", "'flash-attn-4, num_splits=0'",
+                      "FlashAttention-2")),
+            "hopper.md", (0,),
+        )
+        for gpu in ("H200", "H100")
+    },
+    **{
+        f"{name}_{gpu.lower()}": Document(f"{title} on an {gpu}", (command,), "serving.md")
+        for gpu in ("H200", "H100")
+        for name, title, command in (
+            ("pages", "Keys and values in pages", "pages"),
+            ("kv_types", "Keys and values in e4m3", "kv-types"),
+        )
+    },
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
-    "ranks_h100": Document(
-        "One sequence over two H100s", ("ranks",), "context_parallel.md"
-    ),
-    "parallel_h100": Document(
-        "Training steps of a block over two H100s", ("parallel",), "context_parallel.md"
-    ),
+    **{
+        f"{name}_h100{suffix}": Document(
+            f"{title} over {gpus} H100s", (name,), "context_parallel.md"
+        )
+        for gpus, suffix in (("two", ""), ("four", "x4"))
+        for name, title in (("ranks", "One sequence"), ("parallel", "Training steps of a block"))
+    },
     "training_h200": Document(
         "A training with each attention",
         ("training", "--seed", "0", "--seed", "1"), "hopper.md",
