@@ -85,9 +85,8 @@ def flash_attn_func(
     softcap: scores become softcap * tanh(score / softcap); 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
-        1 to 64, or 0 for the operator's choice (`call.splits.splits_for`; of the last tiles of a
-        call alone `call.last_turn`). Results for different numbers differ by rounding; the parts
-        take num_splits times out in float32.
+        1 to 64, or 0 for the operator's choice (`call.splits.splits_for`, `call.last_turn`).
+        Results differ by rounding; the parts take num_splits times out in float32.
     batch_invariant: out and lse of a sequence have the same bits in every batch of the same
         seqlen_q and seqlen_k (of packed sequences max_seqlen_q and max_seqlen_k).
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward, of
