@@ -1,8 +1,9 @@
-"""`python -m bench masks`: forward and backward under masks that people train with, measured.
+"""`python -m bench masks`: forward and backward under masks that people train with.
 
 Ours with `block_mask=` beside what training takes without it: SDPA with a dense mask, and
 FlexAttention; ours under the causal mask alone says how fast it may get, and ours with the mask_mod
-evaluated in the kernels what bits spare. On a CUDA GPU only.
+evaluated in the kernels what bits spare. Measured on a CUDA GPU; without one the timing model has
+our forward on Blackwell, and what making the mask takes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ from bench.measure.providers import Provider, attempt
 from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
-from bench.suite import BACKWARD, DIRECTIONS
+from bench.model import masked
+from bench.model.predictor import Predictor, add_model_options, printing_predictor
+from bench.suite import BACKWARD, DIRECTIONS, FORWARD
 from bench.tables.comparison import BOUND, FUNCTION, OURS
+from bench.tables.origin import modelled_machine
+from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit
-from bench.tables.table import Column, Plot, Table
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 
 #: Of all rounds of a row: SDPA takes tens of times as long as ours.
 SECONDS = 3.0
@@ -65,6 +70,57 @@ NOTES = (
     f"{SDPA}: a bool mask that is there before, KV heads repeated as transformers does where there "
     "is a mask. FlexAttention: compiled for the shape, its BlockMask made before.",
 )  # fmt: skip
+
+MODELLED_COLUMNS = (
+    Column("shape"), Column("heads"), Column("mask"),
+    Column("visible", format=".1%", title="pairs seen"),
+    Column("listed", format=".1%", title="steps listed"),
+    Column("partial", format=".1%", title="of them with bits"),
+    Column("ours_ms", "ms", ".3f", OURS), Column("range", title="ours, range"),
+    Column("causal_ms", "ms", ".3f", BOUND), Column(OURS, "TFLOPS", ".0f", OURS),
+    Column("mask_us", "us", ".0f", "making the mask"),
+    Column("gradients_us", "us", ".0f", "the same with gradients"), *PATH_COLUMNS,
+)  # fmt: skip
+MODELLED_NOTES = (
+    "Forward, bf16, bits made before. Steps: of 256 queries and 128 keys, all that there are 100%.",
+    f"Making the mask: {masked.OPERATION_US} us of the host for each operation of PyTorch, as an "
+    "H200's five forward rows have on average, or HBM's time for what they read and write, where "
+    "that is longer; once for all layers, and in no other column.",
+    path_note("the block-mask kernel's replays"),
+)
+
+
+def modelled(cases: Sequence[MaskedCase], predictor: Predictor) -> Table:
+    """Every case's forward on Blackwell. Raises ValueError for a Hopper machine."""
+    machine = predictor.machine
+    if machine.architecture == "sm_90a":
+        raise ValueError(
+            f"{machine.name} is of {machine.architecture}; accepted: a machine of Blackwell, since "
+            "its block-mask kernel alone is replayed"
+        )
+    rows = []
+    for case in cases:
+        kernel = masked.forward(machine, predictor.draws, masked.uses_clc(case))
+        calls = zip(masked.calls(case, kernel), kernel.values, strict=True)
+        seconds = [call.seconds(values) for call, values in calls]
+        plain = predictor.predict(OURS, case.plain, FORWARD)
+        making, with_gradients = (masked.making(case, both) for both in (False, True))
+        listed, partial = masked.shares(case)
+        rows.append({
+            "shape": case.shape, "heads": case.heads_text, "mask": case.mask,
+            "visible": case.pairs / (case.batch * case.seqlen_q * case.seqlen_k),
+            "listed": listed, "partial": partial, "ours_ms": seconds[0] * 1e3,
+            "range": f"{min(seconds) * 1e3:.3f}..{max(seconds) * 1e3:.3f}",
+            "causal_ms": float(plain.seconds[0]) * 1e3,
+            OURS: case.flop(FORWARD) / seconds[0] / 1e12,
+            "mask_us": making.seconds(kernel.values[0]) * 1e6,
+            "gradients_us": with_gradients.seconds(kernel.values[0]) * 1e6,
+            **path_figures(kernel.paths),
+            BASIS: "modelled", MACHINE: modelled_machine(machine),
+        })  # fmt: skip
+    plot = Plot(("shape", "heads", "mask"), ("ours_ms", "causal_ms"))
+    title = "Attention under masks at head_dim 256, forward"
+    return Table("masks", title, MODELLED_COLUMNS, rows, MODELLED_NOTES, plot)
 
 
 def measure(
@@ -135,6 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=SECONDS,
         help="of all runs of a row: where they take longer there are fewer",
     )
+    add_model_options(parser)
     add_sampling_options(parser)
     add_time_limit(parser)
     add_output_options(parser)
@@ -160,10 +217,14 @@ def main(arguments: argparse.Namespace) -> int:
     limit = TimeLimit(arguments.within)
     cases, providers = chosen(arguments.only, arguments.provider)
     sampling = Sampling(arguments.warmup, arguments.runs, arguments.seconds)
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "no CUDA device to measure on; accepted: a GPU, since `masks` has no modelled figures"
-        )
+    if arguments.modelled or not torch.cuda.is_available():
+        if arguments.direction == BACKWARD:
+            raise ValueError(
+                "--direction backward has no modelled figures; accepted: forward, or a CUDA device"
+            )
+        predictor = printing_predictor(arguments.machine, arguments.draws)
+        emit(modelled(cases, predictor), arguments)
+        return 0
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
     jobs = [(case, direction) for direction in directions for case in cases]
     table = measure(limit.begun(jobs), providers, CudaTimer(), sampling)

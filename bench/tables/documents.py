@@ -155,6 +155,7 @@ DOCUMENTS = {
         )
     },
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
+    "masks": Document("Attention under masks on a B200", ("masks", "--modelled"), "masks.md"),
     **{
         f"{name}_h100{suffix}": Document(
             f"{title} over {gpus} H100s", (name,), "context_parallel.md"

@@ -88,7 +88,13 @@ class StepList(SharedByReference):
 
     def row(self, half: Int32, row: Int32) -> RowBits:
         """What a row sees in the first step, of a list that has one.  half: of the tile's rows,
-        that of a CTA; row: in it."""
+        that of a CTA; row: in it, a thread's own.
+
+        NOTE [numbers of a thread].  All threads read the same numbers.  Where ptxas knows it, it
+        moves them to a uniform register as soon as they are asked for, and the warp waits for them
+        in every step; so their address depends on the row, by what is 0.
+        """
+        half += row // MASK_TILE
         numbers = self.bit_tile(Int32(0), half), self.bit_tile(Int32(1), half)
         return RowBits(self, (half, row), Int32(0), numbers, self.words(numbers[0], row))
 
@@ -167,6 +173,8 @@ class RowBits:
         """Set the scores of keys that the row does not see to -inf.  scores: register tensor of
         Float32 of the row, of all keys of the step."""
         if self._numbers[0] != FULL:
+            # Which ptxas cannot execute under a predicate: it would in every step, for all scores.
+            cute.arch.sync_warp()
             hide_unseen(scores, self._words, range(cute.size(scores)))
 
     def __extract_mlir_values__(self) -> list:

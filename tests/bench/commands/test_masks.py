@@ -207,8 +207,10 @@ def test_rounds_fit_into_a_time():
 
 def test_what_is_not_accepted(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["masks"]) == 2
-    assert "no CUDA device to measure on; accepted: a GPU" in capsys.readouterr().err
+    assert main(["masks", "--direction", "backward"]) == 2
+    assert "no modelled figures; accepted: forward, or a CUDA" in capsys.readouterr().err
+    assert main(["masks", "--machine", "h200"]) == 2
+    assert "accepted: a machine of Blackwell" in capsys.readouterr().err
     for given, message in (
         (["--only", "chess"], "no case has 'chess' in its line; there are masks: 4x4096"),
         (["--provider", "flex"], "provider 'flex'; accepted are ours; ours, mask_mod; ours, c"),

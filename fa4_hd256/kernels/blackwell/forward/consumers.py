@@ -114,13 +114,11 @@ class ForwardConsumers:
             context.barriers["scale_free"].wait(states[1])
             bits = steps.row(context.cta_rank, cute.arch.thread_idx()[0])
             for _ in cutlass.range(num_tiles, unroll=1):
-                following = bits.next()
                 key = Int32(0)
                 if cutlass.const_expr(self.asks_places):
                     key = bits.kv_tile * self.config.block_kv
-                place = work, row, key
-                softmax, states = self._softmax_step(context, softmax, states, place, bits)
-                bits = following
+                scores = self._masked_scores(context, states[0], (work, row, key), bits)
+                softmax, states, bits = self._probabilities(context, softmax, states, scores, bits)
         return num_tiles, softmax, states
 
     @property
@@ -141,20 +139,34 @@ class ForwardConsumers:
                 found[end // FRAGMENT_COLUMNS] = self.steps.ring(product.a.ring).full
         return found
 
-    @traced("softmax")
     @cute.jit
     def _softmax_step(self, context: Any, softmax: Any, states: tuple, place: tuple, mask: Any):
         """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
 
         place: (tile, (row, head), first key).  mask: (the row's word or None,) where some key may
-        be invisible, None in interior tiles; of a listed step its `RowBits`.
+        be invisible, None in interior tiles.
         """
-        s_done, scale_free = states
-        barriers = context.barriers
+        scores = self._masked_scores(context, states[0], place, mask)
+        softmax, states, _ = self._probabilities(context, softmax, states, scores)
+        return softmax, states
+
+    def _score_address(self, context: Any, s_done: Any) -> Int32:
+        """Of a step's S in tensor memory, the rows of a warp, and of its P."""
+        return context.own_lanes + (
+            self.tmem_plan["s0"].start + s_done.index * self.config.block_kv
+        )
+
+    @traced("scores")
+    @cute.jit
+    def _masked_scores(self, context: Any, s_done: Any, place: tuple, mask: Any):
+        """The row's scores of a step once they are there, -inf where it does not see the key.
+
+        place, mask: as `_softmax_step`'s; mask of a listed step: its `RowBits`.
+        """
         columns = self.config.block_kv
-        barriers["s_done"].wait(s_done)
+        context.barriers["s_done"].wait(s_done)
         fence_after_thread_sync()
-        address = context.own_lanes + (self.tmem_plan["s0"].start + s_done.index * columns)
+        address = self._score_address(context, s_done)
         scores = cute.make_rmem_tensor(columns, Float32)
         tmem_load(address, scores, LOAD_COLUMNS)
         cute.arch.fence_view_async_tmem_load()
@@ -168,6 +180,20 @@ class ForwardConsumers:
         elif cutlass.const_expr(mask is not None):
             work, (row, _), key = place
             context.visibility(work, columns).apply(scores, row, key, nodes=mask[0])
+        return scores
+
+    @traced("softmax")
+    @cute.jit
+    def _probabilities(
+        self, context: Any, softmax: Any, states: tuple, scores: cute.Tensor, bits: Any = None
+    ):
+        """P of a step's scores, to tensor memory: maximum, exp2, row sum.
+
+        bits: of a listed step; those of the next one are returned behind the others.
+        """
+        s_done, scale_free = states
+        barriers, columns = context.barriers, self.config.block_kv
+        address = self._score_address(context, s_done)
         factor = softmax.update_max(scores)
         scale_free = self._send_scale(context, factor, scale_free)
         num_fragments = columns // FRAGMENT_COLUMNS
@@ -178,6 +204,10 @@ class ForwardConsumers:
             softmax.exponentiate(
                 fragments[None, fragment], probabilities, fragment, num_fragments
             )
+            if cutlass.const_expr(fragment == 1 and bits is not None):
+                # Asked for where registers of scores are free, and there by the end of the step:
+                # ptxas copies what comes earlier, and waits for it to do so.
+                bits = bits.next()
             if cutlass.const_expr(fragment == num_fragments // 2):
                 # For what is sent next; NOTE [stores hidden by exponentials].
                 barriers["scale_free"].wait(scale_free)
@@ -191,7 +221,7 @@ class ForwardConsumers:
         # Off the critical path: the tensor core already works on P.
         softmax.accumulate_sum(scores)
         s_done.advance()
-        return softmax, (s_done, scale_free)
+        return softmax, (s_done, scale_free), bits
 
     def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
         """Of the scores of a step; place: see `_softmax_step`."""
