@@ -12,7 +12,7 @@ import sys
 
 #: Command and its line of help; the module has the command's name, with _ for -.
 COMMANDS = {
-    "accuracy": "error of out for each degree and share of emulated exp2, simulated",
+    "accuracy": "error of out by degree and share of emulated exp2, or of gradients, simulated",
     "calibrate": "sets of the timing model's constants that published rates do not contradict",
     "contention": "the tile schedulers while another kernel (NCCL's) holds SMs, modelled",
     "defaults": "what a call decides for itself against its alternatives, over all constants",

@@ -34,3 +34,8 @@ def each(
     # The compiler's state must not be forked.
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer) as pool:
         return list(pool.map(function, items))
+
+
+def one_simulator_thread() -> None:
+    """For `each` of what the simulator runs: the processes share the cores already."""
+    os.environ.setdefault("SM100_SIM_THREADS", "1")

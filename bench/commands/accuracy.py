@@ -1,22 +1,29 @@
-"""`python -m bench accuracy`: what the polynomial exp2 costs in out, against float64.
+"""`python -m bench accuracy`: errors of out, or of gradients, against float64.
 
-The compiled forward runs in the simulator, once for every degree, mix and dtype, on the same
-inputs. The share of emulated exp2 is counted while it runs and must be that of the pattern.
+Forward: what the polynomial exp2 costs in out. The compiled kernel runs in the simulator, once for
+every degree, mix and dtype, on the same inputs. The share of emulated exp2 is counted while it runs
+and must be that of the pattern. Backward: dQ, dK and dV by kind of call, on every architecture.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from bench.measure import accuracy as measured
+from bench.measure import gradient_accuracy
 from bench.measure.accuracy import Accuracy
+from bench.measure.gradient_accuracy import GradientAccuracy
 from bench.processes import add_jobs_option
+from bench.suite import DIRECTIONS, FORWARD
 from bench.tables.origin import simulator_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from fa4_hd256.check.reference import GradientComparison
 from softmax_emu.pattern import Ex2Pattern
 
 COLUMNS = (
@@ -29,6 +36,30 @@ COLUMNS = (
     Column("rel_l2", format=".3e", title="out, relative L2"),
     Column("lse_max_error", format=".2e", title="LSE, max error"),
 )
+#: Names of gradients in `GradientAccuracy.comparisons`, and of their columns.
+_GRADIENTS = {"q": "dQ", "k": "dK", "v": "dV"}
+#: Makers of gradients: where dS is stored, and where it is computed anew.
+_KERNELS = {
+    True: {"q": "products", "k": "products", "v": "dV"},
+    False: {"q": "dQ", "k": "dK/dV", "v": "dK/dV"},
+}
+GRADIENT_COLUMNS = (
+    Column("architecture"), Column("dtype"), Column("call"),
+    *(
+        Column(f"{name}_{key}", format=".2e", title=f"{name}, {title}")
+        for name in _GRADIENTS.values()
+        for key, title in (
+            ("max_error", "max error"), ("pytorch_max_error", "of same-dtype PyTorch"),
+            ("rel_l2", "relative L2"),
+        )
+    ),
+)  # fmt: skip
+WORST_COLUMNS = (
+    Column("architecture"), Column("dtype"), Column("gradient"), Column("kernel"), Column("calls"),
+    Column("ratio", format=".2f", title="max error over PyTorch's, most"), Column("call"),
+    Column("of_tolerance", format=".0%", title="of what tests accept, most"),
+    Column("rel_l2", format=".2e", title="relative L2, most"),
+)  # fmt: skip
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -71,11 +102,78 @@ def _mix(pattern: Ex2Pattern) -> str:
     return f"{pattern.ex2_emu_freq}, {pattern.ex2_emu_res}"
 
 
+def gradient_tables(results: list[GradientAccuracy]) -> list[Table]:
+    """A row for each case; then the worst of each gradient and kernel."""
+    rows = [_gradient_row(result) for result in results]
+    title = "Error of the backward against float64, standard normal inputs"
+    note = (
+        "256 queries and 300 keys, two heads, unless the call says otherwise; packed: three "
+        "sequences of as many rows in all but ten. Where dS is not computed anew it is stored. "
+        "PyTorch: autograd of matmul and softmax in the same dtype."
+    )
+    noted = (
+        "products: dK and dQ of a stored dS. Tests accept twice PyTorch's own largest error, twice "
+        "the rounding of the result, and what cancellation leaves of a gradient that vanishes."
+    )
+    plot = Plot("call", tuple(f"{name}_rel_l2" for name in _GRADIENTS.values()), panel="panel")
+    return [
+        Table("accuracy", title, GRADIENT_COLUMNS, rows, (note,), plot),
+        Table("accuracy", "The worst of each", WORST_COLUMNS, _worst(results), (noted,)),
+    ]
+
+
+def _gradient_row(result: GradientAccuracy) -> dict[str, Any]:
+    case, found = result.case, result.comparisons
+    errors = {
+        f"{_GRADIENTS[name]}_{key}": value
+        for name, one in found.items()
+        for key, value in (asdict(one) | {"tolerance": one.tolerance}).items()
+    }
+    return {
+        **_place(case), "call": case.call.name, "of_call": asdict(case.call), **errors,
+        "panel": f"{case.architecture}, {_name(case.dtype)}", "accurate": result.accurate,
+        BASIS: "measured", MACHINE: simulator_machine(),
+    }  # fmt: skip
+
+
+def _place(case: gradient_accuracy.Case) -> dict[str, str]:
+    return {"architecture": case.architecture, "dtype": _name(case.dtype)}
+
+
+def _worst(results: list[GradientAccuracy]) -> list[dict[str, Any]]:
+    """By architecture, dtype, gradient and the kernel that makes it."""
+    groups: dict[tuple[str, ...], list[tuple[str, GradientComparison]]] = defaultdict(list)
+    for result in results:
+        case = result.case
+        for name, found in result.comparisons.items():
+            kernel = _KERNELS[case.call.stores_ds][name]
+            group = (*_place(case).values(), _GRADIENTS[name], kernel)
+            groups[group].append((case.call.name, found))
+    rows = []
+    for (architecture, dtype, gradient, kernel), of_group in groups.items():
+        ratio, call = max((one.max_error / one.pytorch_max_error, call) for call, one in of_group)
+        rows.append({
+            "architecture": architecture, "dtype": dtype, "gradient": gradient, "kernel": kernel,
+            "calls": len(of_group), "ratio": ratio, "call": call,
+            "of_tolerance": max(one.max_error / one.tolerance for _, one in of_group),
+            "rel_l2": max(one.rel_l2 for _, one in of_group),
+            BASIS: "measured", MACHINE: simulator_machine(),
+        })  # fmt: skip
+    return rows
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
     add_jobs_option(parser)
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    emit(table(measured.measure_all(measured.default_cases(), arguments.jobs)), arguments)
-    return 0
+    """Exit status 1 if the error of a gradient is above its tolerance."""
+    if arguments.direction == FORWARD:
+        emit(table(measured.measure_all(measured.default_cases(), arguments.jobs)), arguments)
+        return 0
+    cases = gradient_accuracy.default_cases()
+    results = gradient_accuracy.measure_all(cases, arguments.jobs)
+    emit(gradient_tables(results), arguments)
+    return 0 if all(result.accurate for result in results) else 1

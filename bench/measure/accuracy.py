@@ -7,14 +7,13 @@ pattern.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 import sm100_sim
-from bench.processes import each
+from bench.processes import each, one_simulator_thread
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
@@ -93,14 +92,9 @@ def _executed_share(config: ForwardConfig, shape: Shape) -> float:
     return 1 - hardware / elements
 
 
-def _one_thread() -> None:
-    """The processes share the cores already."""
-    os.environ.setdefault("SM100_SIM_THREADS", "1")
-
-
 def measure_all(cases: Iterable[Case], jobs: int) -> list[Accuracy]:
     """Every case, on `jobs` processes."""
-    return each(measure, list(cases), jobs, _one_thread)
+    return each(measure, list(cases), jobs, one_simulator_thread)
 
 
 def default_cases() -> list[Case]:

@@ -203,6 +203,10 @@ DOCUMENTS = {
     ),
     "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "bench.md"),
     "accuracy": Document("Error by degree and emulated share", ("accuracy",), "softmax.md"),
+    "accuracy_gradients": Document(
+        "Errors of gradients by kind of call", ("accuracy", "--direction", "backward"),
+        "backward.md",
+    ),
     "fp8": Document("Keys and values in e4m3, by method", ("fp8",), "serving.md"),
     "validate_aims": Document(
         "Aims, fitted clocks and errors by class of row", _VALIDATE, "timing.md", (0, 4, 5)

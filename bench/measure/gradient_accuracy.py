@@ -1,0 +1,229 @@
+"""The backward's errors by kind of call, in the simulator, on every architecture.
+
+Which kernels ran is read from the simulator's reports and must be what a case says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+import sm100_sim
+from bench.measure.accuracy import DTYPES
+from bench.processes import each, one_simulator_thread
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256.architectures import ARCHITECTURES, named
+from fa4_hd256.check import reference
+from fa4_hd256.environment import ARCHITECTURE
+from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.score_mods import alibi
+
+__all__ = ["CALLS", "Call", "Case", "GradientAccuracy", "default_cases", "measure", "measure_all"]
+
+#: Edges of a dense mask's tiles.
+_TILE = 128
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kind of call; q, k, v, the gradient of out and sinks are standard normal.
+
+    lengths: (queries, keys) of each sequence, several are packed. heads: of q, then of k and v.
+    options: those that our calls and `reference.attention` both have. sink, slopes, holes: whether
+    a sink a head, ALiBi's slopes, or a block mask with full, empty and partial tiles are given.
+    stores_ds: or dS is computed anew. parts: whether query heads of a group are divided.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    lengths: tuple[tuple[int, int], ...] = ((256, 300),)
+    heads: tuple[int, int] = (2, 2)
+    sink: bool = False
+    slopes: bool = False
+    holes: bool = False
+    stores_ds: bool = True
+    parts: bool = False
+
+
+#: Keys end inside a tile everywhere; a window has both of its edges inside of tiles.
+CALLS = (
+    Call("full"),
+    Call("causal", (("causal", True),)),
+    Call("window (100, 20)", (("window_size", (100, 20)),)),
+    Call("softcap 20", (("softcap", 20.0),)),
+    Call("heads 4/1, in parts", heads=(4, 1), parts=True),
+    Call("packed, causal", (("causal", True),), ((130, 150), (70, 40), (56, 110))),
+    Call("sink", sink=True),
+    Call("block mask", holes=True),
+    Call("ALiBi", slopes=True),
+    Call("full, dS anew", stores_ds=False),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. architecture: as FA4_HD256_ARCH names it."""
+
+    call: Call
+    dtype: torch.dtype
+    architecture: str
+
+
+@dataclass(frozen=True)
+class GradientAccuracy:
+    """Errors of one case, by name of the tensor: "q", "k", "v"."""
+
+    case: Case
+    comparisons: dict[str, reference.GradientComparison]
+
+    @property
+    def accurate(self) -> bool:
+        return all(found.max_error <= found.tolerance for found in self.comparisons.values())
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Of a call: q, k, v and dout, (rows of all sequences, heads, 256) each; and its options, as
+    our functions take them and as the reference does."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    dout: torch.Tensor
+    ours: dict[str, Any]
+    of_reference: dict[str, Any]
+
+    @classmethod
+    def of(cls, call: Call, dtype: torch.dtype) -> _Inputs:
+        generator = torch.Generator().manual_seed(0)
+        of_q, of_k = (sum(lengths) for lengths in zip(*call.lengths, strict=True))
+        heads, heads_kv = call.heads
+        q, k, v, dout = (
+            torch.randn(rows, h, HEAD_DIM, generator=generator).to(dtype)
+            for rows, h in ((of_q, heads), (of_k, heads_kv), (of_k, heads_kv), (of_q, heads))
+        )
+        ours, of_reference = dict(call.options), dict(call.options)
+        if call.sink:
+            sink = torch.randn(heads, generator=generator)
+            ours["learnable_sink"] = of_reference["learnable_sink"] = sink
+        if call.slopes:
+            slopes = 2.0 ** -torch.arange(1, heads + 1)
+            ours["score_mod"] = alibi(slopes)
+            of_reference["score_mod"] = _alibi(slopes, of_k - of_q)
+        if call.holes:
+            mask = _holes(of_q, of_k, generator)
+            ours["block_mask"], of_reference["mask"] = masks.from_dense(mask), mask
+        return cls((q, k, v), dout, ours, of_reference)
+
+
+def _alibi(slopes: torch.Tensor, shift: int) -> Any:
+    """score_mod of the reference. shift: keys of a sequence less its queries."""
+
+    def changed(score, batch, head, query, key):  # type: ignore[no-untyped-def]
+        distance = (query + shift - key).abs()
+        return score - slopes[head].to(score.dtype) * distance.to(score.dtype)
+
+    return changed
+
+
+def _holes(of_q: int, of_k: int, generator: torch.Generator) -> torch.Tensor:
+    """Dense mask whose tiles are in turns full, empty and partial."""
+    tiles = torch.arange(-(-of_q // _TILE))[:, None] + torch.arange(-(-of_k // _TILE))
+    kinds = (tiles % 3).repeat_interleave(_TILE, 0).repeat_interleave(_TILE, 1)[:of_q, :of_k]
+    seen = torch.rand(of_q, of_k, generator=generator) > 0.5
+    return ((kinds == 0) | ((kinds == 2) & seen))[None, None]
+
+
+def measure(case: Case) -> GradientAccuracy:
+    """Run one case in the simulator.
+
+    Raises RuntimeError if other kernels ran than those the case is of.
+    """
+    given = _Inputs.of(case.call, case.dtype)
+    with mock.patch.dict(os.environ, {ARCHITECTURE.name: case.architecture}):
+        found = _gradients(case, given)
+    _check_kernels(case.call)
+    return GradientAccuracy(case, _expected(case.call, given).compare(found))
+
+
+def _gradients(case: Case, given: _Inputs) -> dict[str, torch.Tensor]:
+    """Ours, by autograd, (1, rows, heads, 256) each."""
+    config = kernels_of(named(case.architecture)).config("backward")
+    config = config() if case.call.stores_ds else config(ds_bytes=0)
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in given.tensors)
+    q, k, v = leaves
+    options = given.ours | {"backward_config": config}
+    if len(case.call.lengths) == 1:
+        dense = flash_attn_func(q[None], k[None], v[None], **options)
+        assert isinstance(dense, torch.Tensor)
+        out = dense[0]
+    else:
+        packed = flash_attn_varlen_func(q, k, v, **_sequences(case.call), **options)
+        assert isinstance(packed, torch.Tensor)
+        out = packed
+    found = torch.autograd.grad(out, leaves, given.dout)
+    return {name: gradient[None] for name, gradient in zip("qkv", found, strict=True)}
+
+
+def _starts(call: Call) -> tuple[list[int], list[int]]:
+    """Of each sequence its first query and its first key, and the ends of the last one."""
+    of_q, of_k = (
+        [0, *itertools.accumulate(lengths)] for lengths in zip(*call.lengths, strict=True)
+    )
+    return of_q, of_k
+
+
+def _sequences(call: Call) -> dict[str, Any]:
+    """What a packed call says of its sequences."""
+    of_q, of_k = (torch.tensor(starts, dtype=torch.int32) for starts in _starts(call))
+    longest_q, longest_k = (max(lengths) for lengths in zip(*call.lengths, strict=True))
+    return {
+        "cu_seqlens_q": of_q, "cu_seqlens_k": of_k,
+        "max_seqlen_q": longest_q, "max_seqlen_k": longest_k,
+    }  # fmt: skip
+
+
+def _expected(call: Call, given: _Inputs) -> reference.ExpectedGradients:
+    """Of each sequence by itself, put together: PyTorch's error is the largest of any."""
+    parts = []
+    of_q, of_k = (list(itertools.pairwise(starts)) for starts in _starts(call))
+    q, k, v = given.tensors
+    for of_sequence in zip(of_q, of_k, strict=True):
+        rows, keys = (slice(*ends) for ends in of_sequence)
+        own = (q[None, rows], k[None, keys], v[None, keys])
+        parts.append(
+            reference.ExpectedGradients.of(own, given.dout[None, rows], **given.of_reference)
+        )
+    return reference.ExpectedGradients(
+        {name: torch.cat([part.exact[name] for part in parts], dim=1) for name in "qkv"},
+        {name: max(part.pytorch_max_error[name] for part in parts) for name in "qkv"},
+        {name: max(part.cancellation.get(name, 0.0) for part in parts) for name in "qkv"},
+    )
+
+
+def _check_kernels(call: Call) -> None:
+    """Of the last backward: whether products of a stored dS ran, and a sum of parts."""
+    kernels = [report.kernel for report in sm100_sim.last_reports()]
+    first = max(i for i, name in enumerate(kernels) if "PreprocessKernel" in name)
+    ran = tuple(
+        any(kind in name for name in kernels[first:]) for kind in ("ProductsKernel", "SumKernel")
+    )
+    if ran != (call.stores_ds, call.parts):
+        raise RuntimeError(f"{call.name}: stored dS and parts are {ran}; ran {kernels[first:]}")
+
+
+def measure_all(cases: Iterable[Case], jobs: int) -> list[GradientAccuracy]:
+    """Every case, on `jobs` processes."""
+    return each(measure, list(cases), jobs, one_simulator_thread)
+
+
+def default_cases() -> list[Case]:
+    names = [architecture.name for architecture in ARCHITECTURES]
+    return [
+        Case(call, dtype, name) for name, dtype, call in itertools.product(names, DTYPES, CALLS)
+    ]
