@@ -17,7 +17,13 @@ from unittest import mock
 import torch
 
 from bench.peers import flash_attn_4
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256 import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    get_scheduler_metadata,
+    masks,
+)
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod
@@ -26,6 +32,8 @@ from sm100_sim.tools import mutants
 
 #: Name the GPU that the simulator stands for, and whose kernels CPU tensors take.
 DEVICE, ARCHITECTURE = "SM100_SIM_DEVICE", "FA4_HD256_ARCH"
+#: Keys of a step of Blackwell's kernels.
+KEY_TILE = 128
 #: GPUs of one CTA pair, and of one CTA, which do all tiles of a call.
 BLACKWELL = {DEVICE: "b200:2", ARCHITECTURE: "sm_100a"}
 HOPPER = {DEVICE: "h200:2", ARCHITECTURE: "sm_90a"}
@@ -56,6 +64,9 @@ CAUSAL_SHAPES = (Shape(600, 300, batch=2),)
 FLASH_ATTN_SHAPES = (Shape(512, 520, heads_q=2), Shape(300, 256), Shape(520, 100))
 #: Under a block mask: tiles without keys between others, more than there are buffers of Q.
 MASK_SHAPES = (Shape(520, 300, batch=2),)
+#: Of the backward: also key tiles of one step, and without queries, before and behind others.
+STEPS_OF_KEYS = (1, 0, 2, 1, 0, 1, 2, 0)
+MASK_BACKWARD_SHAPES = (*MASK_SHAPES, Shape(256, len(STEPS_OF_KEYS) * DS_BLOCK))
 #: Packed sequences: tiles without keys first, between others and last, and two with keys in
 #: succession.
 LENGTHS = ((50, 0), (270, 290), (0, 130), (260, 0), (70, 130), (40, 60), (30, 0))
@@ -68,19 +79,36 @@ BACKWARD_LENGTHS = (
 SHORT_LENGTHS = ((260, 100), (40, 60))
 #: And with a tile without queries first.
 EMPTY_FIRST_LENGTHS = ((0, 50), (40, 60))
-#: Of the kernel for a few query rows: several tiles of one step and of more.
-TREE_SHAPES = (Shape(4, 300, heads_q=8, batch=3), Shape(4, 60, heads_q=8, batch=2))
+#: Rows of a page.
+PAGE_SIZE = 64
+#: Keys in use of a cache's sequences, those of two CTAs in turn: for each of them none first,
+#: between others and last; one step and several, in succession and not.
+USED = (0, 300, 60, 0, 0, 130, 300, 60, 130, 0, 40, 40, 0)
+#: With a cache; of the kernel for a few query rows, and of several query tiles.
+CACHE_SHAPES = (Shape(4, 5 * PAGE_SIZE, heads_q=8, batch=len(USED)),)
+CACHE_TILES = (Shape(270, 5 * PAGE_SIZE, batch=len(USED)),)
+#: More parts of a row than a warp of the combining kernel adds up.
+COMBINED_PARTS = 40
+COMBINED_SHAPES = (Shape(4, 300, heads_q=8),)
 
 
-def alternating(tiles: torch.Tensor) -> torch.Tensor:
-    """Factors of the key tiles: every second one has larger scores, so that the softmax moves its
-    maximum and O is rescaled, in whichever order the tiles are visited."""
-    return 1 + 6 * (tiles % 2)
+def alternating(keys: torch.Tensor) -> torch.Tensor:
+    """Factors of keys by their places: every second tile has larger scores, so that the softmax
+    moves its maximum and O is rescaled, in whichever order the tiles are visited."""
+    return 1 + 6 * (keys // KEY_TILE % 2)
 
 
-def falling(tiles: torch.Tensor) -> torch.Tensor:
+def falling(keys: torch.Tensor) -> torch.Tensor:
     """Visited from the last one, each key tile has larger scores than those before."""
+    tiles = keys // KEY_TILE
     return 1 + 6 * (tiles.max() - tiles)
+
+
+def falling_in_one_warp(keys: torch.Tensor) -> torch.Tensor:
+    """The same, of 32 keys of each tile alone: warps that share a tile's keys do not agree whether
+    the maximum moves."""
+    tiles = keys // KEY_TILE
+    return torch.where(keys % KEY_TILE // 32 == 1, 6 ** (tiles.max() - tiles), 1)
 
 
 def inputs(
@@ -94,7 +122,7 @@ def inputs(
             (shape.seqlen_q, shape.heads_q), (shape.seqlen_k, 1), (shape.seqlen_k, 1)
         )
     )
-    k *= factors(torch.arange(shape.seqlen_k) // 128).reshape(1, -1, 1, 1)
+    k *= factors(torch.arange(shape.seqlen_k)).reshape(1, -1, 1, 1)
     return [t.bfloat16() for t in (q, k, v)]
 
 
@@ -139,21 +167,46 @@ def _masked(
     tensors: list[torch.Tensor], mask_mod: MaskMod | None = None, **options: Any
 ) -> torch.Tensor:
     """Under a block mask: of tiles of 128 x 128 every third is seen by nobody, rows behind 400 see
-    nothing, others a random half, or what mask_mod says."""
+    nothing, others a random half, or what mask_mod says.  With more keys than queries: each
+    block is seen from `STEPS_OF_KEYS` tiles of rows."""
     queries, keys = (tensors[i].shape[1] for i in (0, 1))
     rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
     generator = torch.Generator().manual_seed(2)
     seen = torch.rand(queries, keys, generator=generator) < 0.5
-    seen &= ((rows // 128 + columns // 128) % 3 > 0) & (rows < 400)
+    if keys > queries:
+        seen &= rows // DS_TILE < torch.tensor(STEPS_OF_KEYS)[columns // DS_BLOCK]
+    else:
+        seen &= ((rows // KEY_TILE + columns // KEY_TILE) % 3 > 0) & (rows < 400)
     mask = masks.from_dense(seen)
     return _dense(tensors, block_mask=mask, mask_mod=mask_mod, **options)
 
 
-def _tree(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+def _tree(nodes: int) -> torch.Tensor:
     """A tree of drafted tokens: of each node the one before the last is its parent."""
-    nodes = torch.arange(tensors[0].shape[1])
-    seen = (nodes[:, None] >= nodes) & ((nodes[:, None] - nodes) % 2 == 0)
-    return _dense(tensors, tree_mask=seen, **options)
+    places = torch.arange(nodes)
+    return (places[:, None] >= places) & ((places[:, None] - places) % 2 == 0)
+
+
+def _cached(
+    shape: Shape, pages: bool = False, e4m3: bool = False, listed: bool = False, **options: Any
+) -> None:
+    """K and V are a cache with `USED` keys.  pages: in pages, in reverse order.  e4m3: with scales
+    of the sequences, or of the pages.  listed: parts of the keys are."""
+    q, k, v = tensors = inputs(shape, falling_in_one_warp)
+    used = torch.tensor(USED[: len(k)], dtype=torch.int32)
+    if pages:
+        k, v = (t.reshape(-1, PAGE_SIZE, *t.shape[2:]).flip(0).contiguous() for t in (k, v))
+        numbers = torch.arange(len(k), dtype=torch.int32).flip(0)
+        options["page_table"] = numbers.reshape(len(used), -1).contiguous()
+    if e4m3:
+        scales = torch.linspace(0.5, 1.5, len(k))[:, None].contiguous()
+        options |= {"k_descale": scales, "v_descale": scales.flip(0).contiguous()}
+        k, v = (t.to(torch.float8_e4m3fn) for t in (k, v))
+    if listed:
+        bounds = q.shape[1], tensors[1].shape[1], q.shape[2], tensors[1].shape[2]
+        dtype = k.dtype if e4m3 else None
+        options["scheduler_metadata"] = get_scheduler_metadata(used, *bounds, kv_dtype=dtype)
+    flash_attn_varlen_func(q, k, v, seqused_k=used, **options)
 
 
 def _biased(score: Any, place: Any, tensors: tuple) -> Any:
@@ -215,13 +268,10 @@ def _targets() -> Iterator[Target]:
             ("varlen, causal, score_mod", _packed, _CHANGED, packed),
             ("block mask", _masked, {}, MASK_SHAPES),
             ("mask_mod", _masked, {"mask_mod": _FUNCTION}, MASK_SHAPES),
-            ("few rows, tree mask", _tree, {}, TREE_SHAPES),
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=clc)
-            # Under the strict reading the decode kernel itself is not clean: its last loads of
-            # tensor memory have no wait::ld of their own before that is freed.
-            reading = "strict" if call is not _tree else True
-            yield Target(f"forward, {name}, {scheduler}", run, shapes, reading)
+            yield Target(f"forward, {name}, {scheduler}", run, shapes)
+        yield from _of_caches("", clc, BLACKWELL)
         backward = BACKWARD_LENGTHS, SHORT_LENGTHS, EMPTY_FIRST_LENGTHS
         call = functools.partial(_packed, lengths=backward)
         for name, kernel, wanted in (
@@ -238,6 +288,8 @@ def _targets() -> Iterator[Target]:
         yield Target(name, run, of_all, kernels="DvKernel")
         yield from _masked_backwards("", clc, BLACKWELL)
     yield from _hopper_targets()
+    parts = functools.partial(_forward, call=_dense, num_splits=COMBINED_PARTS)
+    yield Target("forward combine", parts, COMBINED_SHAPES, kernels="CombineKernel")
     for causal in (False, True):
         name = f"{flash_attn_4.PACKAGE} forward, {'causal' if causal else 'full'}"
         run = functools.partial(_flash_attention_4, causal=causal)
@@ -256,12 +308,12 @@ def _hopper_targets() -> Iterator[Target]:
             ("varlen, causal, score_mod", _packed, _CHANGED, packed),
             ("block mask", _masked, {}, MASK_SHAPES),
             ("mask_mod", _masked, {"mask_mod": _FUNCTION}, MASK_SHAPES),
-            ("few rows, tree mask", _tree, {}, TREE_SHAPES),
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=counted)
             yield Target(
                 f"Hopper forward, {name}, {scheduler}", run, shapes, environment=HOPPER
             )
+        yield from _of_caches("Hopper ", counted, HOPPER)
         backward = BACKWARD_LENGTHS, EMPTY_FIRST_LENGTHS
         of_all = tuple(map(_packed_shape, backward))
         call = functools.partial(_packed, lengths=backward)
@@ -287,6 +339,32 @@ def _hopper_targets() -> Iterator[Target]:
         yield from _masked_backwards("Hopper ", counted, HOPPER)
 
 
+def _of_caches(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterator[Target]:
+    """Of a cache with pages, and of keys in parts; for a few query rows also in e4m3."""
+    scheduler = "dynamic" if clc else "static"
+    for name, few, options in (
+        ("keys in pages", False, {"pages": True}),
+        ("keys in parts", False, {"num_splits": 2}),
+        ("few rows", True, {"causal": True}),
+        ("few rows, tree mask", True, {"tree_mask": _tree(CACHE_SHAPES[0].seqlen_q)}),
+        ("few rows, keys in pages", True, {"pages": True}),
+        ("few rows, keys in parts", True, {"num_splits": 2}),
+        ("few rows, listed parts", True, {"listed": True}),
+        ("few rows, e4m3", True, {"e4m3": True, "causal": True}),
+        ("few rows, e4m3, keys in pages", True, {"e4m3": True, "pages": True}),
+    ):
+        run = functools.partial(_cached, **options, use_clc=clc)
+        # Hopper's kernel for a few rows is that for many but in e4m3. Under the strict reading
+        # Blackwell's itself is not clean: its last loads of tensor memory have no wait::ld of their
+        # own before that is freed.
+        decodes = few and (environment is BLACKWELL or "e4m3" in options)
+        reading = True if few and environment is BLACKWELL else "strict"
+        yield Target(
+            f"{prefix}forward, {name}, {scheduler}", run, CACHE_SHAPES if few else CACHE_TILES,
+            reading, kernels="Decode" if decodes else "ForwardKernel", environment=environment,
+        )
+
+
 def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterator[Target]:
     """Under a block mask, by bits and by a function."""
     scheduler = "dynamic" if clc else "static"
@@ -299,7 +377,7 @@ def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) ->
             _backward, call=_masked, wanted="qkv", mask_mod=mask_mod, use_clc=clc
         )
         yield Target(
-            f"{prefix}{name}, {scheduler}", run, MASK_SHAPES, kernels=kernel,
+            f"{prefix}{name}, {scheduler}", run, MASK_BACKWARD_SHAPES, kernels=kernel,
             environment=environment,
         )
 

@@ -7,6 +7,7 @@ waiting.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -340,30 +341,47 @@ def _named_barrier(warp: Warp, lanes: int, number: int) -> barriers.NamedBarrier
 
 def _bind_reduction(instruction, parts: list[str]):
     """red.{and,or}.pred p, a{, b}, {!}c and red.popc.u32 d, a{, b}, {!}c."""
-    if parts not in (["and", "pred"], ["or", "pred"], ["popc", "u32"]):
-        raise unknown(instruction, "a barrier reduces with .and.pred, .or.pred or .popc.u32")
-    target, number_op, *counts, vote_op = instruction.operands
-    number, vote = uniform(number_op, 32), predicate_reader(vote_op)
+    own, write = _votes(instruction, parts)
+    _, number_op, *counts, _ = instruction.operands
+    number = uniform(number_op, 32)
     count = uniform(counts[0], 32) if counts else None
-    operation = parts[0]
-    write = writer(target, 32) if operation == "popc" else predicate_writer(target)
 
     def execute(warp: Warp, lanes: int) -> Waiting | None:
         barrier = _named_barrier(warp, lanes, number(warp, lanes))
-
-        def result(ayes: int, votes: int) -> None:
-            if operation == "popc":
-                write(warp, lanes, ayes)
-            else:
-                holds = ayes == votes if operation == "and" else ayes > 0
-                write(warp, lanes, lanes if holds else 0)
-
-        barrier.vote((vote(warp) & lanes).bit_count(), lanes.bit_count(), result)
+        result = functools.partial(write, warp, lanes)
+        barrier.vote(own(warp, lanes), lanes.bit_count(), result)
         if barrier.come(warp, lanes, count(warp, lanes) if count else None):
             return None
         return Waiting("the other threads", barrier, retry=False)
 
     return execute
+
+
+def _votes(instruction, parts: list[str]) -> tuple[Callable, Callable]:
+    """(how many lanes of a warp are for it, what writes the result of so many of so many)."""
+    if parts not in (["and", "pred"], ["or", "pred"], ["popc", "u32"]):
+        raise unknown(instruction, "a barrier reduces with .and.pred, .or.pred or .popc.u32")
+    target, vote, operation = instruction.operands[0], instruction.operands[-1], parts[0]
+    holds = predicate_reader(vote)
+    write = writer(target, 32) if operation == "popc" else predicate_writer(target)
+
+    def result(warp: Warp, lanes: int, ayes: int, votes: int) -> None:
+        if operation == "popc":
+            write(warp, lanes, ayes)
+        else:
+            agreed = ayes == votes if operation == "and" else ayes > 0
+            write(warp, lanes, lanes if agreed else 0)
+
+    return lambda warp, lanes: (holds(warp) & lanes).bit_count(), result
+
+
+def own_vote(instruction) -> Callable[[Warp, int], None] | None:
+    """What leaves a warp with the result of its own lanes, of a reduction; None of any other."""
+    name, *parts = [p for p in instruction.name.split(".") if p not in ("cta", "aligned")]
+    if name not in ("bar", "barrier") or parts[0] != "red":
+        return None
+    own, write = _votes(instruction, parts[1:])
+    return lambda warp, lanes: write(warp, lanes, own(warp, lanes), lanes.bit_count())
 
 
 # ---------------------------------------------------------------- cluster barrier

@@ -18,7 +18,7 @@ import numpy as np
 
 from sm100_sim.errors import SimulationError
 from sm100_sim.isa.columns import Rule
-from sm100_sim.isa.sync import barrier_groups
+from sm100_sim.isa.sync import barrier_groups, own_vote
 from sm100_sim.isa.table import row_of
 from sm100_sim.sanitizer.clocks import BULK, MMA, STORE
 from sm100_sim.sanitizer.findings import Finding
@@ -141,11 +141,13 @@ class OmittingSanitizer(Sanitizer):
             return self._arrive(instruction)
         if rule is Rule.WAIT:
             return self._wait(instruction)
-        analyse = _ANALYSES.get(rule)
+        analyse, vote = _ANALYSES.get(rule), own_vote(instruction)
 
         def run(warp: Any, lanes: int) -> None:
             state = self.begin(warp, instruction)
             self.ledger.executed += 1
+            if vote is not None:
+                vote(warp, lanes)
             if analyse is not None:
                 analyse(self, state, instruction)
 

@@ -153,6 +153,31 @@ def test_two_processes_give_the_same_score():
     ]
 
 
+#: The second of two warps is for it; those who find that it holds meet.
+VOTE = """
+mov.u32 %r0, %tid.x;  shr.u32 %r1, %r0, 5;  setp.ne.u32 %p0, %r1, 0;
+{}
+@!%p1 bra END;
+bar.sync 2, 64;
+END:
+"""
+
+
+@pytest.mark.parametrize(
+    "vote",
+    ["barrier.cta.red.or.pred %p1, 1, 64, %p0;", "bar.red.and.pred %p1, 1, 64, %p0;",
+     "bar.red.popc.u32 %r4, 1, 64, %p0; setp.ne.u32 %p1, %r4, 0;"],
+)  # fmt: skip
+def test_without_a_vote_each_warp_goes_by_its_own(vote):
+    def votes(found):
+        return [i for i in found if ".red." in i.name]
+
+    total = score(VOTE.format(vote), only=votes, block=(64, 1, 1))
+    (mutant,) = total.mutants.values()
+    assert mutant.outcome == "caught"
+    assert "Hang" in mutant.why or "BarrierError" in mutant.why
+
+
 #: Thread 0 of warp 1 waits for thread 0 of warp 0 twice; a launch without an array stops between.
 TWICE = """
 ld.global.u32 %r8, [%rd8];
