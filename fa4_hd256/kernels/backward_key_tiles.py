@@ -20,7 +20,52 @@ from .backward_common import Step, heads_of_part, heads_per_part
 from .block_mask import MASK_TILE
 from .limits import HEAD_DIM
 
-__all__ = ["KeyTiles"]
+__all__ = ["KeyTiles", "ListedStep"]
+
+
+class ListedStep(Step):
+    """A step of a list with as many steps as tiles of queries, which knows this tile and has asked
+    for the next one's.
+
+    listed: what the list says at a place.
+    """
+
+    def __init__(self, step: Step, listed: Any, tiles: tuple[Int32, Int32]) -> None:
+        super().__init__(step.head, step.index, step.span)
+        self._listed, self._tiles = listed, tiles
+
+    @classmethod
+    def first(cls, step: Step, block_list: BlockList) -> ListedStep:
+        """From the first step of a tile.
+
+        The list is read at places that depend on the lane, by what is 0: NOTE [numbers of a thread]
+        of `block_mask`.
+        """
+        zero = cute.arch.shuffle_sync(Int32(0), cute.arch.lane_idx())
+
+        def listed(place: Int32) -> Int32:
+            return block_list.tile(place + zero)
+
+        return cls(step, listed, (listed(step.index), listed(step.following().index)))
+
+    @property
+    def tile(self) -> Int32:
+        """The tile of queries."""
+        return self._tiles[0]
+
+    def following(self) -> ListedStep:
+        step = super().following()
+        tiles = self._tiles[1], self._listed(step.following().index)
+        return ListedStep(step, self._listed, tiles)
+
+    def __extract_mlir_values__(self) -> list:
+        tiles = [ir for tile in self._tiles for ir in cutlass.extract_mlir_values(tile)]
+        return [*super().__extract_mlir_values__(), *tiles]
+
+    def __new_from_mlir_values__(self, values: list) -> ListedStep:
+        step = super().__new_from_mlir_values__(values[:2])
+        this, following = (cutlass.new_from_mlir_values(Int32(0), [ir]) for ir in values[2:])
+        return ListedStep(step, self._listed, (this, following))
 
 
 class KeyTiles:
@@ -67,6 +112,8 @@ class KeyTiles:
 
     def query_tile(self, context: Any, work: Any, step: Step) -> Int32:
         """Which queries a step has, counted in the kernel's steps."""
+        if isinstance(step, ListedStep):
+            return step.tile
         if self.problem_class.lists_steps:
             return self.block_list(context, work).steps_tile(step.index, self.tile_steps)
         return step.index

@@ -47,7 +47,7 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     tile_of,
     tiles_of_head,
 )
-from fa4_hd256.kernels.backward_key_tiles import KeyTiles
+from fa4_hd256.kernels.backward_key_tiles import KeyTiles, ListedStep
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
     TmemOperand,
@@ -134,6 +134,12 @@ class DvKernel(KeyTiles, RowResult):
     def result_rows(self, context: Any, work: Any) -> Any:
         return context.sequences.key(work.batch)
 
+    def first_position(self, context: Any, work: Any) -> Step:
+        step = super().first_position(context, work)
+        if not self.problem_class.lists_steps:
+            return step
+        return ListedStep.first(step, self.block_list(context, work))
+
     def places(self, context: Any, content: str, work: Any, step: Step) -> tuple:
         """See `tma_tile`: this CTA's 128 keys of K and V; its 64 rows of Q and dO; its half of the
         columns of dO.  (tile, step) for LSE and delta."""
@@ -178,7 +184,8 @@ class DvKernel(KeyTiles, RowResult):
                 tile = (work.block * TILE_KEYS, TILE_KEYS)
                 tiles = visibility.tile_range(tile, (first_key, OWN_ROWS))
                 has_rest = first_key + OWN_ROWS > visibility.seqlen_q
-                step = self.first_position(context, work)
+                # Without what the list says, for which there are no registers.
+                step = super().first_position(context, work)
                 row = row_of_block(context, work)
                 number = self._number_of_ds(context, work, step, row)
                 if cutlass.const_expr(not self.problem_class.lists_steps):
@@ -193,6 +200,9 @@ class DvKernel(KeyTiles, RowResult):
                 if undrained.is_valid:
                     states = self.drain(context, undrained, states, (0, self.later_columns))
                 for _ in cutlass.range(1, num_steps, unroll=1):
+                    if cutlass.const_expr(self.problem_class.lists_steps):
+                        # Two loads, the second where the first says, beside dS of this step.
+                        mask = self._listed_mask(context, work, step.following())
                     states = self._publish(context, (factors, p, ds), undrained, states)
                     if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
                         undrained = self.no_work()
@@ -200,9 +210,7 @@ class DvKernel(KeyTiles, RowResult):
                     if cutlass.const_expr(self.counts_tiles):
                         number = self._following_number(context, step, number)
                     step = step.following()
-                    if cutlass.const_expr(self.problem_class.lists_steps):
-                        mask = self._listed_mask(context, work, step)
-                    else:
+                    if cutlass.const_expr(not self.problem_class.lists_steps):
                         index = step.index
                         is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
                         mask = (is_masked | has_rest, visibility, key, index)
