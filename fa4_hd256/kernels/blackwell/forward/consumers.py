@@ -117,8 +117,8 @@ class ForwardConsumers:
                 key = Int32(0)
                 if cutlass.const_expr(self.asks_places):
                     key = bits.kv_tile * self.config.block_kv
-                scores = self._masked_scores(context, states[0], (work, row, key), bits)
-                softmax, states, bits = self._probabilities(context, softmax, states, scores, bits)
+                place = work, row, key
+                softmax, states, bits = self._listed_step(context, softmax, states, place, bits)
         return num_tiles, softmax, states
 
     @property
@@ -139,6 +139,7 @@ class ForwardConsumers:
                 found[end // FRAGMENT_COLUMNS] = self.steps.ring(product.a.ring).full
         return found
 
+    @traced("softmax")
     @cute.jit
     def _softmax_step(self, context: Any, softmax: Any, states: tuple, place: tuple, mask: Any):
         """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
@@ -150,18 +151,25 @@ class ForwardConsumers:
         softmax, states, _ = self._probabilities(context, softmax, states, scores)
         return softmax, states
 
+    @traced("softmax")
+    @cute.jit
+    def _listed_step(self, context: Any, softmax: Any, states: tuple, place: tuple, bits: Any):
+        """The same of a step that a block mask lists, with its `RowBits`; returns those of the next
+        step, too."""
+        scores = self._masked_scores(context, states[0], place, bits)
+        return self._probabilities(context, softmax, states, scores, bits)
+
     def _score_address(self, context: Any, s_done: Any) -> Int32:
         """Of a step's S in tensor memory, the rows of a warp, and of its P."""
         return context.own_lanes + (
             self.tmem_plan["s0"].start + s_done.index * self.config.block_kv
         )
 
-    @traced("scores")
     @cute.jit
     def _masked_scores(self, context: Any, s_done: Any, place: tuple, mask: Any):
         """The row's scores of a step once they are there, -inf where it does not see the key.
 
-        place, mask: as `_softmax_step`'s; mask of a listed step: its `RowBits`.
+        place, mask: as `_softmax_step`'s, or `RowBits`.
         """
         columns = self.config.block_kv
         context.barriers["s_done"].wait(s_done)
@@ -182,7 +190,6 @@ class ForwardConsumers:
             context.visibility(work, columns).apply(scores, row, key, nodes=mask[0])
         return scores
 
-    @traced("softmax")
     @cute.jit
     def _probabilities(
         self, context: Any, softmax: Any, states: tuple, scores: cute.Tensor, bits: Any = None
