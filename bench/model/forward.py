@@ -8,7 +8,7 @@ clusters (`sm100_sim.timing.problem`). Nothing here is measured.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from sm100_sim.timing import (
     Conditions,
     Room,
     Schedule,
+    Tile,
     TileCosts,
     Tiles,
     Values,
@@ -56,7 +57,11 @@ class Kernel:
     def run(self, case: Case, room: Room = ALONE) -> list[Schedule]:
         """The case under each of the drawn machines, the central one first. room: of the machine
         that the launch gets."""
-        tiles, how = _tiles(case, self.tiling), self.tiling
+        return self.placed(_tiles(case, self.tiling), room)
+
+    def placed(self, tiles: Sequence[Tile] | Tiles, room: Room = ALONE) -> list[Schedule]:
+        """The same of tiles in their order."""
+        how = self.tiling
         return [
             schedule(
                 tiles, costs, values, how.cluster, how.policy, room, how.prefetches, how.claims

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.measure.masks import MaskedCase
-from bench.suite import FORWARD, Case
+from bench.suite import Case
 from bench.tables.comparison import OURS
 from bench.tables.paths import Paths
 from fa4_hd256 import masks
@@ -26,19 +26,14 @@ from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.block_mask import FULL, MASK_BITS, MASK_STEPS, MASK_TILE
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.steps import CLAIM_STEPS
-from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.forward import empty_results
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from schedulers.choice import prefers_clc
 from sm100_sim import timing
-from sm100_sim.timing import Call, Late, Machine, Tile, Values, schedule
+from sm100_sim.timing import Call, Machine, Tile, Values
 
-from .calls import filling
+from .calls import Kind, filling
 from .forward import Kernel
-from .machines import ONE_PAIR, compiling_ours, gpu_of
-from .ours import LOADS_AHEAD
+from .machines import compiling_ours, gpu_of
+from .ours import Variant, forward_call
 from .replays import SEED, Traced, digest, fitted, kept
 from .tiles import KEYS, ROWS, STEP_WORK, ForwardTiling, Order
 
@@ -94,13 +89,18 @@ def forward(machine: Machine, draws: int, use_clc: bool) -> Kernel:
 
     compiled, _ = call_on(machine, SAMPLES[0], use_clc)
     found = kept((digest(compiled.cubin), "block mask", SAMPLES), trace, machine, draws)
-    policy = "dynamic" if use_clc else "static"
+    like = _like(use_clc)
     tiling = ForwardTiling(
-        policy, prefetches=True, gpu=gpu_of(machine), order=Order(equal_too=True),
-        claims=Late((CLAIM_STEPS + LOADS_AHEAD) * STEP_WORK) if use_clc else 0,
+        like.policy, prefetches=True, gpu=gpu_of(machine), order=Order(equal_too=True),
+        claims=like.claims,
     )  # fmt: skip
-    costs = fitted(found, policy)
+    costs = fitted(found, like.policy)
     return Kernel(OURS, tiling, machine.sampled(draws), costs, Paths.of(found))
+
+
+def _like(use_clc: bool) -> Variant:
+    """The forward without a mask, which shares tiles out in the same way."""
+    return Variant(Kind(causal=False), use_clc)
 
 
 def uses_clc(case: MaskedCase) -> bool:
@@ -110,20 +110,12 @@ def uses_clc(case: MaskedCase) -> bool:
 
 def calls(case: MaskedCase, kernel: Kernel) -> list[Call]:
     """A call for each of the drawn machines, the central one first."""
-    found, how = tiles(case, kernel.tiling), kernel.tiling
-    return [
-        Call([(1, schedule(
-            found, costs, values, how.cluster, how.policy, prefetches=how.prefetches,
-            claims=how.claims,
-        ))])
-        for costs, values in zip(kernel.costs, kernel.values, strict=True)
-    ]  # fmt: skip
+    return [Call([(1, found)]) for found in kernel.placed(tiles(case, kernel.tiling))]
 
 
 def tiles(case: MaskedCase, tiling: ForwardTiling) -> list[Tile]:
     """The tiles of a case in order, by the lists of its mask."""
-    steps = case.tile_mask(torch.device("cpu")).steps(HALVES)
-    listed, partial = _counts(steps)
+    listed, partial, _ = _lists(case)
     plain = Case(case.group, case.lengths, case.heads, case.heads_kv, False)
     ratio, found = case.heads // case.heads_kv, []
     for block, head, batch in tiling.places(plain):
@@ -144,20 +136,19 @@ def tiles(case: MaskedCase, tiling: ForwardTiling) -> list[Tile]:
 
 def shares(case: MaskedCase) -> tuple[float, float]:
     """(of all steps those that are listed, of these those with bits), of a head's queries."""
+    listed, partial, most = _lists(case)
+    return float(listed.mean() / most), float(partial.sum() / listed.sum())
+
+
+@functools.cache
+def _lists(case: MaskedCase) -> tuple[np.ndarray, np.ndarray, int]:
+    """(steps, those of them in which a half has bits, each (batch, heads, tiles of queries); steps
+    of a tile at most), by the lists of the case's mask."""
     steps = case.tile_mask(torch.device("cpu")).steps(HALVES)
-    listed, partial = _counts(steps)
-    return float(listed.mean() / (steps.shape[3] - 1)), float(partial.sum() / listed.sum())
-
-
-def _counts(steps: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, those of them in which a half has bits), each (batch, heads, tiles of queries).
-
-    steps: as `TileMask.steps` makes them.
-    """
     count = steps[..., 0, 0]
     is_listed = torch.arange(steps.shape[3] - 1) < count[..., None]
     has_bits = (steps[..., 1:, 1 : 1 + HALVES] != FULL).any(-1) & is_listed
-    return count.numpy(), has_bits.sum(-1).numpy()
+    return count.numpy(), has_bits.sum(-1).numpy(), steps.shape[3] - 1
 
 
 def call_on(machine: Machine, sample: MaskSample, use_clc: bool) -> tuple[Any, tuple]:
@@ -172,11 +163,8 @@ def call_on(machine: Machine, sample: MaskSample, use_clc: bool) -> tuple[Any, t
     ragged = {MASK_STEPS: mask.steps(HALVES), MASK_BITS: mask.bits}
     with compiling_ours(machine):
         problem = Problem.describe((q, k, v), options, None, ragged, config=ForwardConfig())
-        compiled = compile_kernel(KernelSpec(FORWARD, ForwardConfig(), problem.problem_class))
         given = tuple(ragged[name] for name in problem.ragged)
-        out, lse = empty_results(problem)
-        tensors = CallTensors(q, k, v, out, lse, given)
-        return compiled, call_arguments(tensors, problem, ONE_PAIR, 0)
+        return forward_call(_like(use_clc), problem, (q, k, v), given)
 
 
 @dataclass(frozen=True)

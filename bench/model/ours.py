@@ -339,13 +339,15 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
     problem = Problem.describe(tensors[:3], options, None, ragged, limits[0], limits[1], config)
     if variant.kernel == FORWARD:
         problem = divided(problem, variant.num_splits(sample), ONE_PAIR)
-        return _forward_call(variant, problem, tensors, tuple(ragged[n] for n in problem.ragged))
+        return forward_call(variant, problem, tensors, tuple(ragged[n] for n in problem.ragged))
     return _backward_call(variant, problem, tensors, tuple(ragged.values()))
 
 
-def _forward_call(
+def forward_call(
     variant: Variant, problem: Problem, tensors: Any, ragged: tuple
 ) -> tuple[Any, tuple]:
+    """(compiled kernel, arguments of a call on one CTA pair). tensors: q, k, v first; ragged: those
+    of the problem, in its order."""
     config: Any = variant.config or ForwardConfig()
     compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
     results = empty_results(problem, parts=problem.num_splits > 1)
