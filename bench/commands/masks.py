@@ -98,9 +98,11 @@ def modelled(cases: Sequence[MaskedCase], predictor: Predictor) -> Table:
             f"{machine.name} is of {machine.architecture}; accepted: a machine of Blackwell, since "
             "its block-mask kernel alone is replayed"
         )
+    schedulers = {masked.uses_clc(case) for case in cases}
+    kernels = {clc: masked.forward(machine, predictor.draws, clc) for clc in schedulers}
     rows = []
     for case in cases:
-        kernel = masked.forward(machine, predictor.draws, masked.uses_clc(case))
+        kernel = kernels[masked.uses_clc(case)]
         calls = zip(masked.calls(case, kernel), kernel.values, strict=True)
         seconds = [call.seconds(values) for call, values in calls]
         plain = predictor.predict(OURS, case.plain, FORWARD)
