@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,13 @@ LOADS = {"no loads": 0, "loads for both": 1, "loads for itself": 2}
 #: Steps after which stores of dS begin again: none, such that L2 keeps them, such that it does not.
 STORES = {"no stores": 0, "stores to L2": 4, "stores to HBM": 1024}
 ACTIVE = (2, 132)
+DELAYS = (0, 200, 400, 600, 800, 1000, 1200, 1400, 1536, 1800)
 
 
 @dataclass(frozen=True)
 class Row:
     """One measurement: names of PRODUCTS, LOADS and STORES, whether P and dS are computed, how many
-    warpgroups multiply, on how many SMs."""
+    warpgroups multiply, on how many SMs, and by how many clocks the second one begins later."""
 
     products: tuple[str, ...]
     loads: str = "no loads"
@@ -44,13 +45,15 @@ class Row:
     arithmetic: bool = False
     warpgroups: int = 2
     active: int = 132
+    delay: int = 0
 
     @property
     def name(self) -> str:
         arithmetic = "arithmetic" if self.arithmetic else "no arithmetic"
+        later = f", the second {self.delay} clocks later" if self.delay else ""
         return (
             f"{' '.join(self.products)}; {self.loads}; {self.stores}; {arithmetic}; "
-            f"{self.warpgroups} warpgroups, {self.active} SMs"
+            f"{self.warpgroups} warpgroups{later}, {self.active} SMs"
         )
 
 
@@ -68,6 +71,9 @@ def measured_rows() -> list[Row]:
             ACTIVE, LOADS, STORES, (False, True)
         )
     ]
+    for stores, arithmetic in itertools.product(("no stores", "stores to L2"), (False, True)):
+        one = Row(every, stores=stores, arithmetic=arithmetic, warpgroups=1, active=2)
+        found += [one, *(replace(one, warpgroups=2, delay=delay) for delay in DELAYS)]
     return list(dict.fromkeys(found))
 
 
@@ -129,14 +135,16 @@ __device__ __forceinline__ void passing(u32 barrier, u32 parity) {
 #define WAIT(n) asm volatile("wgmma.wait_group.sync.aligned " #n ";" ::: "memory")
 // Shared memory: barriers; K, V of 128 keys; Q of 64 queries; two of dO.
 extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
-    char* from, char* to, u64* out, u32* gate, u32 loads, u32 stores, u32 warpgroups, u32 steps) {
+    char* from, char* to, u64* out, u32* gate, u32 loads, u32 stores, u32 warpgroups, u32 steps,
+    u32 delay) {
   extern __shared__ __align__(1024) char pool[];
   u32 base = (u32)__cvta_generic_to_shared(pool);
   u32 k = base + 1024, v = k + 65536, q = v + 65536, dout = q + 32768;
   u32 warp = threadIdx.x / 32, lane = threadIdx.x %% 32, rank = blockIdx.x %% 2;
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.init.shared.b64 [%%0], 1;" :: "r"(base));
-    asm volatile("mbarrier.init.shared.b64 [%%0], %%1;" :: "r"(base + 8), "r"(warpgroups));
+    asm volatile("mbarrier.init.shared.b64 [%%0], 1;" :: "r"(base + 8));
+    asm volatile("st.shared.b32 [%%0], %%1;" :: "r"(base + 24), "r"(0));
     asm volatile("mbarrier.init.shared.b64 [%%0], 1;" :: "r"(base + 16));
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
@@ -157,10 +165,12 @@ extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
     if (warp == 8 && lane == 0 && loads) {
       char* mine = from + (u64)blockIdx.x * 4 * 65536;
       for (u32 step = 0; step < steps; ++step) {
-        if (step) passing(base + 8, (step - 1) & 1);
-        // Nobody arrives at this barrier: bytes are expected so that its count stays small.
-        asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%%0], 65536;"
-                     :: "r"(base) : "memory");
+        for (u32 reached = 0; reached < step; )
+          asm volatile("ld.volatile.shared.b32 %%0, [%%1];" : "=r"(reached) : "r"(base + 24)
+                       : "memory");
+        if (step >= 2) passing(base + 8 * (step & 1), (step / 2 - 1) & 1);
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%%0], 65536;"
+                     :: "r"(base + 8 * (step & 1)) : "memory");
         u32 pieces = loads == 1 ? 4 : 8;
         for (u32 i = 0; i < pieces; ++i) {
           u32 part = loads == 1 ? 4 * (i / 2) + 2 * rank + i %% 2 : i;
@@ -169,11 +179,12 @@ extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
           if (loads == 1)
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                          ".multicast::cluster [%%0], [%%1], 8192, [%%2], %%3;"
-                         :: "r"(place), "l"(source), "r"(base), "h"((short)3) : "memory");
+                         :: "r"(place), "l"(source), "r"(base + 8 * (step & 1)), "h"((short)3)
+                         : "memory");
           else
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                          " [%%0], [%%1], 8192, [%%2];"
-                         :: "r"(place), "l"(source), "r"(base) : "memory");
+                         :: "r"(place), "l"(source), "r"(base + 8 * (step & 1)) : "memory");
         }
       }
     }
@@ -190,6 +201,7 @@ extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
       #pragma unroll
       for (u32 i = 0; i < 16; ++i) p[i] = 0x3c003c00u + lane;
       u32* place = (u32*)to + ((u64)blockIdx.x * 8 + warp) * (stores ? stores : 1) * 512 + lane;
+      if (group == 1) for (u64 since = now(); now() - since < delay;);
       u64 begin = now();
       #pragma unroll 1
       for (u32 step = 0; step < steps; ++step) {
@@ -254,8 +266,9 @@ extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
           asm volatile("cvt.rn.bf16x2.f32 %%0, %%1, %%2;"
                        : "=r"(p[i]) : "f"(s[2 * i + 1]), "f"(s[2 * i]));
 #endif
-        if (threadIdx.x %% 128 == 0)
-          asm volatile("mbarrier.arrive.shared.b64 _, [%%0];" :: "r"(base + 8) : "memory");
+        if (threadIdx.x == 0)
+          asm volatile("st.volatile.shared.b32 [%%0], %%1;"
+                       :: "r"(base + 24), "r"(step + 1) : "memory");
       }
       u64 end = now();
       float sum = 0;
@@ -289,7 +302,7 @@ def clocks(device: Device, row: Row) -> float:
         arguments = (
             (source.data_ptr(), 8), (target.data_ptr(), 8), (out.data_ptr(), 8),
             (gate.data_ptr(), 8), (LOADS[row.loads], 4), (STORES[row.stores], 4),
-            (row.warpgroups, 4), (STEPS, 4),
+            (row.warpgroups, 4), (STEPS, 4), (row.delay, 4),
         )  # fmt: skip
         device.launch("products", row.active, THREADS, arguments, shared=SHARED, cluster=2)
         torch.cuda.synchronize()

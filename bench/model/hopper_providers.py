@@ -37,14 +37,14 @@ class HopperOurs(OurProvider):
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
     ) -> Variant:
         if direction == BACKWARD:
-            return Variant(Kind.of(case), use_clc, BACKWARD)
+            return Variant(Kind.of(case), use_clc, BACKWARD, case.seqlen_k)
         return model.forward_variant(case, model.hopper(), 1 + divided, use_clc)
 
     def forward(self, variant: Variant, machine: Machine, draws: int) -> Kernel:
         return model.forward(variant, machine, draws)
 
     def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
-        return model.backward(variant.kind, variant.use_clc, machine, draws)
+        return model.backward(variant.kind, variant.use_clc, machine, variant.keys, draws)
 
 
 class HopperFlashAttention4:

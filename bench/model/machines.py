@@ -73,6 +73,23 @@ def simulating(machine: Machine) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.dict(os.environ, {_DEVICE: _device_of(machine).name})
 
 
+def with_load(machine: Machine, nbytes: int, clocks: float) -> Machine:
+    """The same GPU where a load of so many bytes takes so many clocks from its issue to its
+    arrival, as it does beside other traffic.
+
+    Raises ValueError for fewer clocks than the bytes alone take.
+    """
+    values = machine.values()
+    latency = clocks - values.tma_issue - nbytes / values.l2_bytes_per_clock_sm
+    if latency <= 0:
+        raise ValueError(
+            f"{machine.name}: a load of {nbytes} bytes in {clocks:.0f} clocks; accepted are more "
+            f"than {clocks - latency:.0f}, which its issue and its bytes take"
+        )
+    one = replace(machine.constants["tma_load_l2"], value=latency, low=latency, high=latency)
+    return replace(machine, constants={**machine.constants, "tma_load_l2": one})
+
+
 def held_at(machine: Machine, ghz: float) -> Machine:
     """The same GPU at that clock of its SMs: L2 follows it in part, HBM and launches do not.
 

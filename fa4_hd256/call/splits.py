@@ -51,6 +51,8 @@ TURNS = 2
 LARGEST = MOST_PARTS
 #: That HBM takes in and gives back for a row of a part, in float32.
 ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
+#: Parts for each SM up to which they are spread evenly over pairs of SMs.
+EVEN_SHARE = 0.36
 #: How sharply the slower of two things that overlap hides the other: of a sum of powers.
 SHARPNESS = 8
 
@@ -191,13 +193,14 @@ def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -
 
 
 def _unevenness(parts: int, sms: int) -> float:
-    """Time from HBM where some pairs of SMs have two parts and some have one, over that where all
-    are alike: a pair shares a port, so that those with two are behind.
+    """Time from HBM where some pairs of SMs have two parts and some have one or none, over that
+    where all are alike: a pair shares a port, so that those with two are behind.
 
-    parts: of all tiles. Fitted to an H200, 56 to 128 parts on 132 SMs, where four idle SMs did not
-    show (docs/hopper.md).
+    parts: of all tiles. Fitted to an H100 and an H200, 48 to 128 parts on 132 SMs: 7 % at 64 and
+    0 % at 112 on the first, 4 % at 66 and 11 % at 88 on the second (docs/hopper.md). Four idle SMs
+    did not show.
     """
     if parts >= sms - sms // 32:
         return 1.0
-    twos = max(2 * parts / sms - 1, 0.0)
-    return 1 + twos * (1 - twos) ** 2
+    share = max((parts / sms - EVEN_SHARE) / (1 - EVEN_SHARE), 0.0)
+    return 1 + share * (1 - share) ** 2

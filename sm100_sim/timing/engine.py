@@ -417,11 +417,13 @@ def _bulk_groups(m, warp, now, event):
 
 @_compiled
 def _warpgroup_products(m, warp, now, event):
-    """A warp's part of a product, or when a wait for groups of them lets it go on, if that is
-    known; else it blocks."""
+    """A warp's part of a product, or when a wait for groups of them lets it go on. It blocks where
+    that is not known, and where it is too far ahead of the tensor core."""
     fields, action = m.warp[warp], m.action[event]
     if action[0] == _product:
         products.issue(m, warp, fields[_SM], now, event)
+        if products.is_ahead(m, warp):
+            fields[_BLOCKED], fields[_WAIT_EVENT] = _PRODUCT_BLOCK, event
         return now
     until = products.done(m, warp, action[1])
     if until == FAR:
@@ -433,17 +435,22 @@ def _warpgroup_products(m, warp, now, event):
 
 @_compiled
 def _run_products(m, sm, now):
-    """Begin the products that can up to `now`, and wake who waits for a group that they close."""
+    """Begin the products that can up to `now`, and wake who waits for a group that they close, or
+    was too far ahead of them."""
     while products.begin(m, sm, now):
         for warp in range(m.warp.shape[0]):
             fields = m.warp[warp]
             if fields[_BLOCKED] != _PRODUCT_BLOCK:
                 continue
-            event = fields[_WAIT_EVENT]
-            until = products.done(m, warp, m.action[event, 1])
+            event, until = fields[_WAIT_EVENT], now
+            if m.action[event, 0] == _product_wait:
+                until = products.done(m, warp, m.action[event, 1])
+                if until < FAR:
+                    m.event[event, _DONE] = until
+            elif products.is_ahead(m, warp):
+                until = FAR
             if until < FAR:
                 fields[_BLOCKED] = _NOT
-                m.event[event, _DONE] = until
                 _set_ready(m, warp, max(fields[_EARLIEST], until), _PRODUCTS)
 
 

@@ -1,8 +1,9 @@
 """The replay's products of warpgroups (wgmma): an SM's tensor core takes them in turn.
 
 A product begins when all four warps of its warpgroup have issued it, the one that was complete
-first goes first, and products of one warpgroup stay in order. A warp that waits until at most so
-many of its groups are under way goes on when the last product of the group before them is done.
+first goes first, and products of one warpgroup stay in order. A warp runs ahead of the tensor core
+by `AHEAD` products, no further. One that waits until at most so many of its groups are under way
+goes on when the last product of the group before them is done.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from .signals import compiled as _compiled
 
 #: Products of an SM that may wait for its tensor core; groups of a warpgroup that are remembered.
 WAITING, GROUPS = 1024, 64
+#: Products of a warp that have not begun as soon as it goes on from issuing one. One warpgroup with
+#: the products of a step of Hopper's dV takes 1,808 clocks a step and 2,100 with arithmetic behind
+#: them; replays with 0, 1, 2 and any number give 1,968, 1,806, 1,716 and 1,716, and 2,258, 2,125,
+#: 1,997 and 1,716 (bench/measure/products_beside.py).
+AHEAD = 1
 # Columns of Model.crew: the warp's warpgroup, products and groups that it has issued.
 WARPGROUP, _ISSUED, _GROUPS, CREW_COLUMNS = range(4)
 # Columns of Model.warpgroup: warps that have issued the product with a number (a ring), groups that
-# are done or will be at a time known, and these times (a ring).
+# are done or will be at a time known, these times (a ring), products that have begun.
 _CLOSED = WAITING
-WARPGROUP_COLUMNS = WAITING + 1 + GROUPS
+_STARTED = WAITING + 1 + GROUPS
+WARPGROUP_COLUMNS = _STARTED + 1
 # Columns of Model.lined_up: clock from which it may begin, event, warpgroup. Of Model.taken: how
 # many have begun and have come, the clock from which the tensor core is free, clocks used.
 _FROM, _EVENT, _WHOSE, LINED_UP_COLUMNS = range(4)
@@ -67,6 +74,7 @@ def begin(m, sm, now):
     line = m.taken[sm]
     first = m.lined_up[sm, line[_BEGUN] % WAITING]
     line[_BEGUN] += 1
+    m.warpgroup[first[_WHOSE], _STARTED] += 1
     event = first[_EVENT]
     compute, operands, latency = m.action[event, 1], m.action[event, 2], m.action[event, 3]
     through = shared_port.access(m, sm, start, operands)
@@ -91,3 +99,10 @@ def done(m, warp, pending):
     if warpgroup[_CLOSED] < asked:
         return _FAR
     return warpgroup[_CLOSED + 1 + (asked - 1) % GROUPS]
+
+
+@_compiled
+def is_ahead(m, warp):
+    """Whether more than `AHEAD` of the products that a warp has issued have not begun."""
+    crew = m.crew[warp]
+    return crew[_ISSUED] - m.warpgroup[crew[WARPGROUP], _STARTED] > AHEAD

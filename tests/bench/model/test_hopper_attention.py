@@ -119,7 +119,7 @@ def test_rows_have_names_of_their_own_and_every_measured_one_is_a_row():
 
 
 def test_an_unknown_kernel_of_the_backward_is_refused():
-    found = model.backward(Kind(False), False, MACHINE)
+    found = model.backward(Kind(False), False, MACHINE, 4096)
     with pytest.raises(ValueError, match="no replay of the Hopper kernel 'dq'"):
         found.costs("dq")
 
@@ -140,9 +140,9 @@ def test_who_is_predicted_on_a_hopper_gpu():
 
 @pytest.mark.simulator
 def test_a_step_takes_the_clocks_of_its_products():
-    """80 keys, full attention: 2,560 clocks of the tensor core for two warpgroups, nothing between
-    them; what the replay lacks is said in docs/timing.md."""
+    """80 keys, full attention: 2,560 clocks of the tensor core for two warpgroups, and 3 % of them
+    between products; calls of 16,384 queries are counted 1 % below the model (docs/timing.md)."""
     variant = model.forward_variant(case(4096), MACHINE)
     (costs,) = model.forward(variant, MACHINE).costs
-    assert costs.rate == pytest.approx(2.0, rel=0.01)
+    assert costs.rate == pytest.approx(2.06, rel=0.01)
     assert 1000 < costs.each < 4000

@@ -80,14 +80,37 @@ def test_a_product_begins_with_the_last_of_its_warps():
 
 
 def test_a_wait_lets_so_many_groups_be():
-    """The first of two groups of eight is done after half of the clocks."""
-    group = chain(FROM_REGISTERS, 128, 8)[:-1]
+    """The first of a group of 14 and one of two is done two products before the second."""
+    first, second = (chain(FROM_REGISTERS, 128, count)[:-1] for count in (14, 2))
     ends = []
     for pending in (2, 1, 0):
-        compiled = with_products(program((*group, *group, f"WARPGROUP.DEPBAR.LE gsb0, {pending}")))
+        compiled = with_products(program((*first, *second, f"WARPGROUP.DEPBAR.LE gsb0, {pending}")))
         ends.append(replay_program(compiled, VALUES).clocks)
-    assert ends[0] < 40
-    assert ends[1:] == pytest.approx([8 * 64 + LATENCY, 16 * 64 + LATENCY], abs=6)
+    # The last of 16 is issued when the one before it begins.
+    assert ends[0] == pytest.approx(14 * 64, abs=6)
+    assert ends[1:] == pytest.approx([14 * 64 + LATENCY, 16 * 64 + LATENCY], abs=6)
+
+
+def step_clocks(instructions: int) -> float:
+    """Of one warpgroup's step as Hopper's kernel of dV has it: 16 products of n64 twice, four of
+    n256, and instructions behind them that wait for the first group alone."""
+    score = [FROM_MEMORY.format(n=64, group=", gsb0" if i == 15 else "") for i in range(16)]
+    total = [FROM_REGISTERS.format(n=256, group=", gsb0" if i == 3 else "") for i in range(4)]
+    step = (
+        *score, *score, *total, "WARPGROUP.DEPBAR.LE gsb0, 0x2", *["NOP"] * instructions,
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+    )  # fmt: skip
+    return (clocks(step * 12) - clocks(step * 4)) / 8
+
+
+def test_a_warp_is_one_product_ahead_and_no_further():
+    """What follows a step's products overlaps with the last two of them alone: 500 instructions
+    behind 1,536 clocks of products take 1,536 + 500 - 256 and the start; with products that are
+    queued without a limit they would take none (measured: 1,808 clocks a step with few
+    instructions, 2,100 with more, `bench/measure/products_beside.py`)."""
+    few, many = step_clocks(10), step_clocks(500)
+    assert few == pytest.approx(1536 + LATENCY, abs=20)
+    assert many == pytest.approx(1536 + 500 - 256, abs=40)
 
 
 def test_two_warpgroups_take_turns_in_the_order_in_which_they_are_complete():
