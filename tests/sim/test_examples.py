@@ -150,6 +150,24 @@ def test_decoding_over_pages(plain, monkeypatch):
         plain("decode.py", *options)
 
 
+def test_continuous_batching(plain, monkeypatch):
+    """The same answers as SDPA's; another attention is an error."""
+    pytest.importorskip("transformers")
+    from fa4_hd256.integrations import transformers as integration
+
+    options = ("--requests", 2, "--longest", 18, "--new-tokens", 2)
+    head, sdpa, ours, error = plain("continuous_batching.py", *options).splitlines()
+    assert head.startswith("2 requests of 9 to 18 tokens, 16 a pass")
+    assert sdpa.startswith("SDPA") and ours.startswith("fa4_hd256")
+    assert error.startswith("largest difference")
+    exact = integration.flash_attn_varlen_func
+    monkeypatch.setattr(
+        integration, "flash_attn_varlen_func", lambda q, *rest, **more: exact(-q, *rest, **more)
+    )
+    with pytest.raises(AssertionError, match="the results differ"):
+        plain("continuous_batching.py", *options)
+
+
 def test_every_command_of_the_pages_names_a_script():
     for page in ("docs/findings.md", "examples/README.md", "sm100_sim/README.md"):
         commands = re.findall(r"(?<![\w/])examples/\w+\.py", (ROOT / page).read_text())
