@@ -117,14 +117,25 @@ def latencies(device: Device, period: int, stores: int, sharing: int) -> dict[st
     }
 
 
+def names() -> dict[str, tuple[int, int, int]]:
+    """Name of a row -> (period, periods after which stores begin again, clusters that share)."""
+    return {
+        f"{name}; {sharing} clusters read the same; every {period} clocks": (
+            period, stores, sharing
+        )
+        for (name, stores), sharing, period in itertools.product(
+            STORES.items(), (1, SHARING), PERIODS
+        )
+    }  # fmt: skip
+
+
 def measure() -> dict[str, Any]:
     """Everything by name."""
     device = Device(_SOURCE)
     found: dict[str, Any] = {"device": torch.cuda.get_device_properties(0).name}
-    for (name, stores), sharing, period in itertools.product(STORES.items(), (1, SHARING), PERIODS):
-        key = f"{name}; {sharing} clusters read the same; every {period} clocks"
-        found[key] = latencies(device, period, stores, sharing)
-        print(key, found[key], file=sys.stderr, flush=True)
+    for name, row in names().items():
+        found[name] = latencies(device, *row)
+        print(name, found[name], file=sys.stderr, flush=True)
     return found
 
 

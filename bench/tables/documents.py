@@ -190,6 +190,10 @@ DOCUMENTS = {
     "pages": Document(
         "Keys and values in pages", ("pages", "--modelled"), "serving.md"
     ),
+    "pages_gb200": Document(
+        "Keys and values in pages, on a GB200", ("pages", "--modelled", "--machine", "gb200"),
+        "serving.md",
+    ),
     "defaults": Document(
         "What calls decide for themselves",
         ("defaults", *_DECIDED, "--draws", "32"), "bench.md",
