@@ -85,9 +85,10 @@ def build(
     versions and sources, and goes otherwise. jobs: processes that compile. progress: called after
     each kernel.
 
-    Raises ValueError for a directory that others may write, RuntimeError where it cannot be
-    written, and what the compiler raises.
+    Raises ValueError for a directory that others may write and where this package is not installed,
+    RuntimeError where it cannot be written, and what the compiler raises.
     """
+    identity()  # known before anything is compiled
     place = Path(directory).expanduser()
     place.mkdir(mode=0o755, parents=True, exist_ok=True)
     read_manifest(place)  # refuses a directory that must not be used

@@ -139,13 +139,25 @@ def _why_unreadable(path: Path) -> str:
 
 
 def identity() -> dict[str, Any]:
-    """What all kernels of a directory have in common with the process that uses them."""
+    """What all kernels of a directory have in common with the process that uses them.
+
+    Raises ValueError where this package runs from its sources without being installed.
+    """
     return {
         "format": FORMAT,
-        _PACKAGE: importlib.metadata.version(_PACKAGE),
-        COMPILER: importlib.metadata.version(COMPILER),
+        **{name: _version_of(name) for name in (_PACKAGE, COMPILER)},
         "machine": platform.machine(),
     }
+
+
+def _version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            f"{name} is not installed, so its version, by which prebuilt kernels are known, is not "
+            "known; install it: `pip install -e .` beside the sources will do"
+        ) from None
 
 
 #: First words of the command that makes a directory.

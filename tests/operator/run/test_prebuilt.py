@@ -269,6 +269,19 @@ def test_keys_tell_targets_sources_and_compilers_apart(spec, monkeypatch):
     assert keys.prebuilt_key(spec) == first
 
 
+def test_nothing_is_built_from_sources_that_are_not_installed(tmp_path, monkeypatch):
+    """Whoever waits for many kernels is told before the first."""
+    absent = prebuilt.importlib.metadata.PackageNotFoundError("fa4-hd256")
+
+    def version(name):
+        raise absent
+
+    monkeypatch.setattr(prebuilt.importlib.metadata, "version", version)
+    with pytest.raises(ValueError, match="fa4-hd256 is not installed.*pip install -e"):
+        build({}, tmp_path / "kernels")
+    assert not (tmp_path / "kernels").exists()
+
+
 def kernel_file(directory):
     return next(path for path in directory.iterdir() if path.suffix == ".kernel")
 
