@@ -416,39 +416,40 @@ def _bulk_groups(m, warp, now, event):
 
 
 @_compiled
+def _goes_on(m, warp, now, event):
+    """When a warp goes on behind its part of a product, or behind a wait for groups of them; FAR if
+    it is too far ahead of the tensor core, or that is not known."""
+    if m.action[event, 0] == _product:
+        return FAR if products.is_ahead(m, warp) else now
+    until = products.done(m, warp, m.action[event, 1])
+    if until < FAR:
+        until = max(now, until)
+        m.event[event, _DONE] = until
+    return until
+
+
+@_compiled
 def _warpgroup_products(m, warp, now, event):
-    """A warp's part of a product, or when a wait for groups of them lets it go on. It blocks where
-    that is not known, and where it is too far ahead of the tensor core."""
-    fields, action = m.warp[warp], m.action[event]
-    if action[0] == _product:
+    """A warp's part of a product, or a wait for groups of them: when it goes on, or it blocks."""
+    fields = m.warp[warp]
+    if m.action[event, 0] == _product:
         products.issue(m, warp, fields[_SM], now, event)
-        if products.is_ahead(m, warp):
-            fields[_BLOCKED], fields[_WAIT_EVENT] = _PRODUCT_BLOCK, event
-        return now
-    until = products.done(m, warp, action[1])
+    until = _goes_on(m, warp, now, event)
     if until == FAR:
         fields[_BLOCKED], fields[_WAIT_EVENT] = _PRODUCT_BLOCK, event
         return now
-    m.event[event, _DONE] = max(now, until)
-    return m.event[event, _DONE]
+    return until
 
 
 @_compiled
 def _run_products(m, sm, now):
-    """Begin the products that can up to `now`, and wake who waits for a group that they close, or
-    was too far ahead of them."""
+    """Begin the products that can up to `now`, and wake who waited for that."""
     while products.begin(m, sm, now):
         for warp in range(m.warp.shape[0]):
             fields = m.warp[warp]
             if fields[_BLOCKED] != _PRODUCT_BLOCK:
                 continue
-            event, until = fields[_WAIT_EVENT], now
-            if m.action[event, 0] == _product_wait:
-                until = products.done(m, warp, m.action[event, 1])
-                if until < FAR:
-                    m.event[event, _DONE] = until
-            elif products.is_ahead(m, warp):
-                until = FAR
+            until = _goes_on(m, warp, now, fields[_WAIT_EVENT])
             if until < FAR:
                 fields[_BLOCKED] = _NOT
                 _set_ready(m, warp, max(fields[_EARLIEST], until), _PRODUCTS)
