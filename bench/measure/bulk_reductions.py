@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .cuda_c import PREAMBLE
 from .whole_gpu_measure import Device
 
 #: Bytes of a bulk operation, and how many each SM has under way.
@@ -25,11 +26,6 @@ ACTIVE = (1, 33, 66, 132)
 PLACES = (8 << 20, 32 << 20)
 
 SOURCE = r"""
-typedef unsigned long long u64;
-typedef unsigned u32;
-__device__ __forceinline__ u64 now() {
-  u64 v; asm volatile("mov.u64 %%0, %%%%clock64;" : "=l"(v) :: "memory"); return v;
-}
 // adds: 0 stores. shared: all SMs go through all of the place, else each through its part.
 extern "C" __global__ void __launch_bounds__(32, 1) leave(
     char* to, u64 bytes, u64* out, u32* gate, u32 adds, u32 shared) {
@@ -84,7 +80,7 @@ def rate(device: Device, active: int, adds: bool, place: int, shared: bool) -> d
 
 def measure() -> dict[str, Any]:
     """Bytes a clock by what is done, how many SMs do it, and where to."""
-    source = SOURCE % {"depth": DEPTH, "piece": PIECE, "count": COUNT, "warm": WARM,
+    source = PREAMBLE + SOURCE % {"depth": DEPTH, "piece": PIECE, "count": COUNT, "warm": WARM,
                        "open": DEPTH - 1}  # fmt: skip
     device = Device(source)
     found: dict[str, Any] = {"device": torch.cuda.get_device_properties(0).name}

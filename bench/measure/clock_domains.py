@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .cuda_c import PREAMBLE
 from .whole_gpu_measure import Device
 
 #: SMs at work beside the one that asks.
@@ -30,11 +31,6 @@ LAST = 400_000
 
 _ACCUMULATORS = 128
 _HEAD = r"""
-typedef unsigned long long u64;
-typedef unsigned u32;
-__device__ __forceinline__ u64 now() {
-  u64 v; asm volatile("mov.u64 %0, %%clock64;" : "=l"(v) :: "memory"); return v;
-}
 __device__ __forceinline__ u64 timer() {
   u64 v; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v) :: "memory"); return v;
 }
@@ -47,12 +43,6 @@ __device__ __forceinline__ void ask(u32 in, const char* from, u32 bar) {
   for (u32 i = 0; i < BYTES; i += 8192)
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
                  "8192, [%2];" :: "r"(in + i), "l"(from + i), "r"(bar) : "memory");
-}
-__device__ __forceinline__ void wait(u32 bar, u32 parity) {
-  u32 done = 0;
-  while (!done)
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2;"
-                 " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
 }
 """
 
@@ -153,7 +143,7 @@ def source() -> str:
     product = _PRODUCT % {
         "names": names, "registers": registers, "a": _ACCUMULATORS, "b": _ACCUMULATORS + 1,
     }  # fmt: skip
-    return _HEAD + product + _DOMAINS
+    return PREAMBLE + _HEAD + product + _DOMAINS
 
 
 def _chain() -> torch.Tensor:

@@ -7,10 +7,14 @@ fills the GPU, percentiles of the clocks of an SM.  Needs a Hopper GPU and the c
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from functools import partial
+import tempfile
+from collections.abc import Iterator
 from typing import Any, cast
+from unittest import mock
 
 import cutlass
 import cutlass.cute as cute
@@ -20,8 +24,11 @@ from cutlass import Int32, Int64
 
 from bench.suite import Case
 from fa4_hd256 import flash_attn_func
-from fa4_hd256.kernels.hopper.backward.dv import DvKernel
+from fa4_hd256.environment import CACHE_DIR, PREBUILT
+from fa4_hd256.kernels.hopper.backward import dv
+from fa4_hd256.kernels.hopper.backward.dv import STEP_QUERIES, DvKernel
 
+from .loads_under_traffic import summary
 from .providers import Inputs
 
 #: (sequences, queries and keys of each), heads 16/16.
@@ -29,7 +36,7 @@ SHAPES = ((4, 4096), (16, 1024))
 STEPS, SMS = 1024, 256
 #: What is noted of a step: Q asked for, Q there, dO asked for, dO there.
 ASKED_Q, HAS_Q, ASKED_DOUT, HAS_DOUT, KINDS = range(5)
-PERCENTILES = (5, 25, 50, 75, 95)
+ASKED = {"q": ASKED_Q, "dout": ASKED_DOUT}
 
 
 @cute.jit
@@ -49,19 +56,10 @@ class _Watched(DvKernel):
 
     log = 0
 
-    @cute.jit
-    def _fill(self, context: Any, load: Any, which: tuple, states: Any) -> Any:
-        ring = self.steps.ring(load.ring)
-        state, loaded = states[ring.freed], context.barriers[ring.full]
-        context.barriers[ring.freed].wait(state)
-        loaded.expect_bytes(state)
-        buffer = 0 if cutlass.const_expr(loaded.edge.stages == 1) else state.index
-        if cutlass.const_expr(load.ring in ("q", "dout")):
-            _note(self.log, ASKED_Q if load.ring == "q" else ASKED_DOUT, which[1].index)
-        for copy in load.copies:
-            self.copy(context, copy, which, (loaded.pointer(state), buffer))
-        states.advance(ring.freed)
-        return states
+    def copy(self, context: Any, copy: Any, which: tuple, target: tuple) -> None:
+        if copy.box in ASKED:
+            _note(self.log, ASKED[copy.box], which[1].index)
+        super().copy(context, copy, which, target)
 
     @cute.jit
     def schedule(self, context: Any) -> None:
@@ -84,36 +82,48 @@ class _Watched(DvKernel):
             work = scheduler.advance_to_next_work()
 
 
-def _summary(clocks: np.ndarray) -> dict[str, float]:
-    found = {str(q): float(np.percentile(clocks, q)) for q in PERCENTILES}
-    return found | {"mean": round(float(clocks.mean()), 1)}
+@contextlib.contextmanager
+def _watched(log: int) -> Iterator[None]:
+    """Calls compile the watched kernel, and keep it where no other process finds it: it writes to
+    memory that is this process's alone."""
+    with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
+        own = {CACHE_DIR.name: directory, PREBUILT.name: ""}
+        with mock.patch.dict(os.environ, own), mock.patch.object(_Watched, "log", log), (
+            mock.patch.object(dv, "DvKernel", _Watched)
+        ):
+            yield
 
 
 def measure() -> dict[str, Any]:
-    """Of each shape: clocks from asking to having, and from step to step."""
+    """Of each shape: clocks from asking to having, and from step to step.
+
+    Raises RuntimeError if the calls did not run the watched kernel.
+    """
     log = torch.zeros(SMS, KINDS, STEPS, dtype=torch.int64, device="cuda")
-    found: dict[str, Any] = {"device": torch.cuda.get_device_properties(0).name}
-    _Watched.log = log.data_ptr()
-    for name in ("_fill", "schedule", "log"):
-        setattr(DvKernel, name, getattr(_Watched, name))
-    for batch, length in SHAPES:
-        case = Case("loads", ((length, length),) * batch, 16, 16, False)
-        inputs = Inputs.random(case, torch.device("cuda"), torch.bfloat16)
-        for leaf in inputs.leaves:
-            leaf.requires_grad_()
-        out = cast(torch.Tensor, flash_attn_func(*inputs.leaves, use_clc=False))
-        backward = partial(out.backward, torch.ones_like(out), retain_graph=True)
-        for _ in range(2):
-            backward()
-        torch.cuda.synchronize()
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
-        noted = log.cpu().numpy()[:sms, :, 2 : length // 64]
-        found[f"{batch} x {length}"] = {
-            "Q": _summary(noted[:, HAS_Q] - noted[:, ASKED_Q]),
-            "dO": _summary(noted[:, HAS_DOUT] - noted[:, ASKED_DOUT]),
-            "step": _summary(np.diff(noted[:, HAS_Q], axis=1)),
-        }
-    return found
+    with _watched(log.data_ptr()):
+        found = {f"{batch} x {length}": _of(log, batch, length) for batch, length in SHAPES}
+    return {"device": torch.cuda.get_device_properties(0).name, **found}
+
+
+def _of(log: torch.Tensor, batch: int, length: int) -> dict[str, Any]:
+    log.zero_()
+    case = Case("loads", ((length, length),) * batch, 16, 16, False)
+    inputs = Inputs.random(case, torch.device("cuda"), torch.bfloat16)
+    for leaf in inputs.leaves:
+        leaf.requires_grad_()
+    out = cast(torch.Tensor, flash_attn_func(*inputs.leaves, use_clc=False))
+    for _ in range(2):
+        out.backward(torch.ones_like(out), retain_graph=True)
+    torch.cuda.synchronize()
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    noted = log.cpu().numpy()[:sms, :, 2 : length // STEP_QUERIES]
+    if not noted.all():
+        raise RuntimeError("a kernel without notes ran in the place of the watched one")
+    return {
+        "Q": summary(noted[:, HAS_Q] - noted[:, ASKED_Q]),
+        "dO": summary(noted[:, HAS_DOUT] - noted[:, ASKED_DOUT]),
+        "step": summary(np.diff(noted[:, HAS_Q], axis=1)),
+    }
 
 
 if __name__ == "__main__":

@@ -16,29 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from .cuda_c import PREAMBLE
 from .whole_gpu_measure import Device
 
 #: Clocks from one load to the next of a CTA, as far as the load itself allows.
 PERIODS = (16000, 8000, 4400, 3300, 2200, 1500)
-#: Of a CTA and period: bytes that arrive, and bytes that its warps store.
-LOADED, STORED = 32 << 10, 16 << 10
 ROUNDS, SKIPPED = 120, 20
 #: Periods after which stores begin again: none are made, L2 keeps them, it does not.
 STORES = {"no stores": 0, "stores to L2": 4, "stores to HBM": ROUNDS}
 #: Bytes that a group of clusters reads in turns, and clusters that read the same at other times.
 SPAN, SHARING = 2 << 20, 16
 THREADS, SHARED = 288, 1024 + (200 << 10)
+PERCENTILES = (5, 25, 50, 75, 95)
 
-_SOURCE = r"""
-typedef unsigned long long u64;
-typedef unsigned u32;
-__device__ __forceinline__ u64 now() {
-  u64 v; asm volatile("mov.u64 %0, %%clock64;" : "=l"(v) :: "memory"); return v;
-}
-__device__ __forceinline__ void together() {
-  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
-extern "C" __global__ void loads(
+_SOURCE = PREAMBLE + r"""extern "C" __global__ void loads(
     char* from, char* to, u64* out, u32* gate, u32 period, u32 stores, u32 rounds, u32 sharing,
     u32 span) {
   extern __shared__ __align__(1024) char pool[];
@@ -53,7 +44,7 @@ extern "C" __global__ void loads(
     while (*(volatile u32*)gate < gridDim.x);
   }
   __syncthreads();
-  together();
+  cluster_barrier();
   // Clusters that share what they read are apart from each other, as tiles of a head are.
   u64 begin = now() + cluster % sharing * (u64)(period / sharing);
   if (warp == 8) {
@@ -61,7 +52,7 @@ extern "C" __global__ void loads(
       char* mine = from + (u64)(cluster / sharing) * span;
       for (u32 n = 0; n < rounds; ++n) {
         while (now() < begin + (u64)n * period);
-        u32 bar = base + 8 * (n & 1), done = 0;
+        u32 bar = base + 8 * (n & 1);
         char* source = mine + (u64)(n * 32768) % span;
         u64 asked = now();
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], 32768;" :: "r"(bar) : "memory");
@@ -72,10 +63,7 @@ extern "C" __global__ void loads(
                        :: "r"(data + (n & 1) * 32768 + part * 8192), "l"(source + part * 8192),
                           "r"(bar), "h"((short)3) : "memory");
         }
-        while (!done)
-          asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2;"
-                       " selp.u32 %0, 1, 0, p; }"
-                       : "=r"(done) : "r"(bar), "r"(n / 2 & 1) : "memory");
+        wait(bar, n / 2 & 1);
         out[(u64)blockIdx.x * rounds + n] = now() - asked;
       }
     }
@@ -91,13 +79,19 @@ extern "C" __global__ void loads(
     }
   }
   __syncthreads();
-  together();
+  cluster_barrier();
 }
 """
 
 
+def summary(clocks: np.ndarray) -> dict[str, float]:
+    """The mean, and percentiles by their names."""
+    found = {str(q): float(np.percentile(clocks, q)) for q in PERCENTILES}
+    return found | {"mean": round(float(clocks.mean()), 1)}
+
+
 def latencies(device: Device, period: int, stores: int, sharing: int) -> dict[str, float]:
-    """Clocks of a load, quartiles and the mean of all but the first, by `SKIPPED`."""
+    """`summary` of the clocks of all loads but the first `SKIPPED`."""
     active = torch.cuda.get_device_properties(0).multi_processor_count
     source = torch.zeros(-(-active // 2 // sharing) * SPAN, dtype=torch.int8, device="cuda")
     target = torch.zeros(active * 8 * max(1, stores) * 512, dtype=torch.int32, device="cuda")
@@ -111,10 +105,7 @@ def latencies(device: Device, period: int, stores: int, sharing: int) -> dict[st
         device.launch("loads", active, THREADS, arguments, shared=SHARED, cluster=2)
         torch.cuda.synchronize()
     found = out.cpu().numpy().reshape(active, ROUNDS)[:, SKIPPED:].astype(float)
-    return {
-        "mean": round(float(found.mean()), 1),
-        **{str(q): float(np.percentile(found, q)) for q in (5, 25, 50, 75, 95)},
-    }
+    return summary(found)
 
 
 def names() -> dict[str, tuple[int, int, int]]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .cuda_c import PREAMBLE
 from .whole_gpu_measure import Device
 
 STEPS = 400
@@ -103,7 +104,7 @@ def _source(products: int, arithmetic: bool) -> str:
         for k in range(16)
     )  # fmt: skip
     head = f"#define PRODUCTS {products}\n#define ARITHMETIC {int(arithmetic)}\n"
-    return head + _KERNEL % {
+    return PREAMBLE + head + _KERNEL % {
         "s": score.replace("{result}", "s"),
         "dp": score.replace("{result}", "dp"),
         "dv": _multiply(256, "dv", "", "c + i * 128"),
@@ -112,23 +113,8 @@ def _source(products: int, arithmetic: bool) -> str:
 
 
 _KERNEL = r"""
-typedef unsigned long long u64;
-typedef unsigned u32;
-__device__ __forceinline__ u64 now() {
-  u64 v; asm volatile("mov.u64 %%0, %%%%clock64;" : "=l"(v) :: "memory"); return v;
-}
-__device__ __forceinline__ void together() {
-  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
 __device__ __forceinline__ u64 matrix(u32 at, u64 leading, u64 stride) {
   return (u64)((at & 0x3FFFF) >> 4) | (leading >> 4) << 16 | (stride >> 4) << 32 | 1ull << 62;
-}
-__device__ __forceinline__ void passing(u32 barrier, u32 parity) {
-  u32 done = 0;
-  while (!done)
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%%1], %%2;"
-                 " selp.u32 %%0, 1, 0, p; }"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 }
 #define COMMIT asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory")
 #define FENCE asm volatile("wgmma.fence.sync.aligned;" ::: "memory")
@@ -159,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
   if (threadIdx.x == 0)
     asm volatile("mbarrier.arrive.shared.b64 _, [%%0];" :: "r"(base + 16) : "memory");
   __syncthreads();
-  together();
+  cluster_barrier();
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == 8 && lane == 0 && loads) {
@@ -168,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
         for (u32 reached = 0; reached < step; )
           asm volatile("ld.volatile.shared.b32 %%0, [%%1];" : "=r"(reached) : "r"(base + 24)
                        : "memory");
-        if (step >= 2) passing(base + 8 * (step & 1), (step / 2 - 1) & 1);
+        if (step >= 2) wait(base + 8 * (step & 1), (step / 2 - 1) & 1);
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%%0], 65536;"
                      :: "r"(base + 8 * (step & 1)) : "memory");
         u32 pieces = loads == 1 ? 4 : 8;
@@ -246,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
                          :: "l"(row + i * 32), "r"(words[i]) : "memory");
 #endif
         // Passes at once; ptxas moves no arithmetic across it.
-        passing(base + 16, 0);
+        wait(base + 16, 0);
 #if PRODUCTS == 7
         WAIT(1);
 #else
@@ -259,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
             asm volatile("ex2.approx.ftz.f32 %%0, %%1;"
                          : "=f"(s[i]) : "f"(s[i] * 0.01f - 3.0f));
         }
-        passing(base + 16, 0);
+        wait(base + 16, 0);
         WAIT(0);
         #pragma unroll
         for (u32 i = 0; i < 16; ++i)
@@ -285,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(%(threads)d, 1) products(
   }
   // What is still under way to this CTA has long arrived.
   for (u64 begin = now(); now() - begin < 30000;);
-  together();
+  cluster_barrier();
 }
 """
 

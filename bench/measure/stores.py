@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .cuda_c import PREAMBLE
 from .whole_gpu_measure import Device
 
 #: Stores of each warp, in turns over the rows of its own part of memory.
@@ -41,11 +42,6 @@ BESIDE = (
 )
 
 _HEAD = r"""
-typedef unsigned long long u64;
-typedef unsigned u32;
-__device__ __forceinline__ u64 now() {
-  u64 v; asm volatile("mov.u64 %0, %%clock64;" : "=l"(v) :: "memory"); return v;
-}
 __device__ __forceinline__ void together(u32* gate) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -236,7 +232,7 @@ def key_of_traffic(active: int, name: str, beside: str, warps: int) -> str:
 
 def measure() -> dict[str, Any]:
     """Everything: rows, then traffic, by name."""
-    device = Device(_HEAD + _ROWS + _TRAFFIC % {"piece": PIECE, "depth": DEPTH})
+    device = Device(PREAMBLE + _HEAD + _ROWS + _TRAFFIC % {"piece": PIECE, "depth": DEPTH})
     found: dict[str, Any] = {"device": torch.cuda.get_device_properties(0).name}
     for active, warps, pattern in itertools.product(ACTIVE, WARPS, PATTERNS):
         found[key_of_rows(active, warps, pattern)] = rows(device, active, warps, pattern)

@@ -8,6 +8,8 @@ tiles as an attention kernel does: a bulk load, some work, a bulk store that nob
 
 from __future__ import annotations
 
+from .cuda_c import PREAMBLE
+
 #: Bytes of one bulk copy, and of the buffer that loads and stores of `tiles` have each.
 COPY, BUFFER = 16 << 10, 64 << 10
 #: Clocks of work of a tile, and how many tiles each SM goes through.
@@ -18,11 +20,6 @@ TILE_WORDS, FOLLOWER_WORDS = 4, 4
 WAITS, TRIGGERS = 1, 2
 
 _HEAD = r"""
-typedef unsigned long long u64;
-typedef unsigned u32;
-__device__ __forceinline__ u64 now() {
-  u64 v; asm volatile("mov.u64 %0, %%clock64;" : "=l"(v) :: "memory"); return v;
-}
 __device__ __forceinline__ u64 timer() {
   u64 v; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v) :: "memory"); return v;
 }
@@ -183,7 +180,8 @@ extern "C" __global__ void follower(u64* out, u64 clocks, u32 how) {
 
 #: All of it, for nvrtc.
 SOURCE = (
-    _HEAD
+    PREAMBLE
+    + _HEAD
     + _TILES % {"copy": COPY, "buffer": BUFFER, "words": TILE_WORDS}
     + _QUEUE % {"words": TILE_WORDS}
     + _FOLLOWER % {"waits": WAITS, "triggers": TRIGGERS, "words": FOLLOWER_WORDS}

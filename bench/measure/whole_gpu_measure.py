@@ -2,8 +2,8 @@
 
 Parts (all, or those named behind it): own bytes of tiles on all SMs at once, loads behind stores,
 launches, hosts, clock and power over time under load. Needs PyTorch with CUDA, cuda-bindings with
-nvrtc, nvidia-ml-py and numpy, and nothing of this project beside `whole_gpu_kernels`. It changes no
-setting of the GPU.
+nvrtc, nvidia-ml-py and numpy, and nothing of this project beside `whole_gpu_kernels` and `cuda_c`.
+It changes no setting of the GPU.
 """
 
 from __future__ import annotations
