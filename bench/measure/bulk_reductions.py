@@ -1,12 +1,13 @@
 """How fast a Hopper GPU adds float32 to global memory: `python -m bench.measure.bulk_reductions`.
 
 Bulk stores and bulk reductions of the same bytes from shared memory, by one SM and by all, to
-memory that stays in L2: what sums of dQ over CTAs cost (docs/facts.md has the result). Needs what
-`whole_gpu_measure` needs.
+memory that stays in L2, and the same beside as many bytes of bulk loads from there: what sums of dQ
+over CTAs cost (docs/facts.md has the result). Needs what `whole_gpu_measure` needs.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -23,15 +24,22 @@ PIECE, DEPTH = 8 << 10, 4
 COUNT, WARM = 768, 256
 ACTIVE = (1, 33, 66, 132)
 #: Bytes that all SMs write to: once each SM's own part of it, once all of it in turns.
-PLACES = (8 << 20, 32 << 20)
+PLACES = (8 << 20, 16 << 20)
+
+#: What an SM does with a piece of its shared memory, as the kernel counts it.
+LEAVES = {"store": 0, "add": 1, "nothing": 2}
 
 SOURCE = r"""
-// adds: 0 stores. shared: all SMs go through all of the place, else each through its part.
+// leaves: 0 stores, 1 adds, 2 nothing. loads: whether as many bytes are loaded, too. shared: all
+// SMs go through all of the place, else each through its part; loads are of the place `from`.
 extern "C" __global__ void __launch_bounds__(32, 1) leave(
-    char* to, u64 bytes, u64* out, u32* gate, u32 adds, u32 shared) {
+    char* to, char* from, u64 bytes, u64* out, u32* gate, u32 leaves, u32 loads, u32 shared) {
   extern __shared__ __align__(1024) char pool[];
-  u32 from = (u32)__cvta_generic_to_shared(pool);
+  __shared__ __align__(8) u64 barriers[%(depth)d];
+  u32 pieces = (u32)__cvta_generic_to_shared(pool), bars = (u32)__cvta_generic_to_shared(barriers);
   for (u32 i = threadIdx.x * 4; i < %(depth)d * %(piece)d; i += 128) *(u32*)(pool + i) = 0;
+  if (threadIdx.x < %(depth)d)
+    asm volatile("mbarrier.init.shared.b64 [%%0], 1;" :: "r"(bars + 8 * threadIdx.x));
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   if (threadIdx.x) return;
@@ -42,35 +50,52 @@ extern "C" __global__ void __launch_bounds__(32, 1) leave(
   u64 begin = 0;
   for (u32 i = 0; i < %(count)d; ++i) {
     if (i == %(warm)d) begin = now();
-    char* at = to + (shared ? (first + (u64)i * %(piece)d) %% bytes
-                            : first + (u64)i * %(piece)d %% part);
-    u32 source = from + i %% %(depth)d * %(piece)d;
-    if (adds)
+    u32 stage = i %% %(depth)d, piece = pieces + stage * %(piece)d;
+    u64 at = shared ? (first + (u64)i * %(piece)d) %% bytes
+                    : first + (u64)i * %(piece)d %% part;
+    if (loads) {
+      u32 bar = bars + 8 * stage;
+      if (i >= %(depth)d) wait(bar, (i / %(depth)d - 1) & 1);
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%%0], %%1;"
+                   :: "r"(bar), "r"(%(piece)d) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                   " [%%0], [%%1], %%2, [%%3];"
+                   :: "r"(piece + %(depth)d * %(piece)d), "l"(from + at), "r"(%(piece)d), "r"(bar)
+                   : "memory");
+    }
+    if (leaves == 1)
       asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%%0], [%%1], %%2;"
-                   :: "l"(at), "r"(source), "r"(%(piece)d) : "memory");
-    else
+                   :: "l"(to + at), "r"(piece), "r"(%(piece)d) : "memory");
+    if (leaves == 0)
       asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%%0], [%%1], %%2;"
-                   :: "l"(at), "r"(source), "r"(%(piece)d) : "memory");
+                   :: "l"(to + at), "r"(piece), "r"(%(piece)d) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group %(open)d;" ::: "memory");
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (loads)
+    for (u32 i = %(count)d - %(depth)d; i < %(count)d; ++i)
+      wait(bars + 8 * (i %% %(depth)d), i / %(depth)d & 1);
   out[blockIdx.x] = now() - begin;
 }
 """
 
 
-def rate(device: Device, active: int, adds: bool, place: int, shared: bool) -> dict[str, float]:
-    """Bytes a clock that all SMs move together, the median of five runs, and those of the slowest
-    SM alone."""
-    found = []
+def rate(
+    device: Device, active: int, what: tuple[str, bool], place: int, shared: bool
+) -> dict[str, float]:
+    """Bytes a clock that all SMs leave, or load where they leave nothing, the median of five runs,
+    and those of the slowest SM alone. what: (one of `LEAVES`, whether they load as many)."""
+    found, (leaves, loads) = [], what
     for _ in range(5):
-        to = torch.zeros(place, dtype=torch.int8, device="cuda")
+        to, source = (torch.zeros(place, dtype=torch.int8, device="cuda") for _ in range(2))
         out = torch.zeros(active, dtype=torch.int64, device="cuda")
         gate = torch.zeros(1, dtype=torch.int32, device="cuda")
-        arguments = ((to.data_ptr(), 8), (place, 8), (out.data_ptr(), 8), (gate.data_ptr(), 8),
-                     (int(adds), 4), (int(shared), 4))  # fmt: skip
-        device.launch("leave", active, 32, arguments, shared=DEPTH * PIECE)
+        arguments = (
+            (to.data_ptr(), 8), (source.data_ptr(), 8), (place, 8), (out.data_ptr(), 8),
+            (gate.data_ptr(), 8), (LEAVES[leaves], 4), (int(loads), 4), (int(shared), 4),
+        )  # fmt: skip
+        device.launch("leave", active, 32, arguments, shared=2 * DEPTH * PIECE)
         torch.cuda.synchronize()
         found.append(out.cpu().numpy().astype(float))
     clocks = np.median(found, axis=0)
@@ -78,19 +103,27 @@ def rate(device: Device, active: int, adds: bool, place: int, shared: bool) -> d
     return {"all": float((moved / clocks).sum()), "slowest": float((moved / clocks).min())}
 
 
+def names() -> dict[str, tuple[int, tuple[str, bool], int, bool]]:
+    """Name of a row -> (SMs, what they do, bytes of the place, whether all go through all of it).
+    """
+    return {
+        f"{leaves}{' beside loads' * loads}, {active} SMs, {place >> 20} MiB, "
+        f"{'all of it each' if shared else 'a part each'}": (active, (leaves, loads), place, shared)
+        for leaves, loads, active, place, shared in itertools.product(
+            LEAVES, (False, True), ACTIVE, PLACES, (False, True)
+        )
+        if loads or leaves != "nothing"
+    }
+
+
 def measure() -> dict[str, Any]:
-    """Bytes a clock by what is done, how many SMs do it, and where to."""
+    """`rate` by `names`."""
     source = PREAMBLE + SOURCE % {"depth": DEPTH, "piece": PIECE, "count": COUNT, "warm": WARM,
                        "open": DEPTH - 1}  # fmt: skip
     device = Device(source)
     found: dict[str, Any] = {"device": torch.cuda.get_device_properties(0).name}
-    for adds in (False, True):
-        for active in ACTIVE:
-            for place in PLACES:
-                for shared in (False, True):
-                    key = (f"{'add' if adds else 'store'}, {active} SMs, {place >> 20} MiB, "
-                           f"{'all of it each' if shared else 'a part each'}")  # fmt: skip
-                    found[key] = rate(device, active, adds, place, shared)
+    for name, row in names().items():
+        found[name] = rate(device, *row)
     return found
 
 
