@@ -17,7 +17,7 @@ from .limits import SWIZZLE_ALIGNMENT
 from .sequences import tma_tile
 
 __all__ = ["BLOCK_COLUMNS", "ROW_BYTES", "SharedMemory", "TmaTensor", "load_box", "load_tile",
-           "smem_layout"]
+           "prefetch_tile", "smem_layout"]
 
 BLOCK_COLUMNS = 64
 ROW_BYTES = 128  # of a block: 64 16-bit elements
@@ -85,9 +85,22 @@ def load_box(
     multicast: Any = None,
 ) -> None:
     """As `load_tile`, of a tile's coordinates."""
-    to_smem, from_global = cpasync.tma_partition(
+    to_smem, from_global = _partition(source, smem, tile)
+    options = {} if multicast is None else {"mcast_mask": multicast}
+    cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier, **options)
+
+
+def prefetch_tile(source: TmaTensor, smem: cute.Tensor, place: tuple) -> None:
+    """Ask L2 for the tile at `place` (see `tma_tile`), which a load is to bring into a buffer of
+    `smem`: cp.async.bulk.prefetch.tensor (PTX ISA 9.7.9.27)."""
+    shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
+    tile = tma_tile(source.tensor, shape, place, least=1)
+    cute.prefetch(source.atom, _partition(source, smem, tile)[1])
+
+
+def _partition(source: TmaTensor, smem: cute.Tensor, tile: cute.Tensor) -> tuple[Any, Any]:
+    """The buffers and the tile as the TMA operation takes them."""
+    return cpasync.tma_partition(
         source.atom, 0, cute.make_layout(1),
         cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2),
     )  # fmt: skip
-    options = {} if multicast is None else {"mcast_mask": multicast}
-    cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier, **options)

@@ -151,13 +151,15 @@ class Load:
     """Copies that fill one buffer of a ring together.
 
     when: in every step, or in a tile's first one.  pieces: buffers that are filled so, one after
-    the other, with as many parts of the content.
+    the other, with as many parts of the content.  asked_ahead: behind the loads of a step L2 is
+    asked for what the TMA tensors of this one bring in the next.
     """
 
     ring: str
     copies: tuple[Copy, ...]
     when: When = When.EACH
     pieces: int = 1
+    asked_ahead: bool = False
 
     @classmethod
     def one(

@@ -19,6 +19,7 @@ from step_traces import (
     warps_of,
 )
 
+from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import EdgeTable, Signal
 from fa4_hd256.kernels.hopper.backward.config import (
@@ -31,6 +32,7 @@ from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
 from fa4_hd256.kernels.hopper.forward.steps import ByWarpgroup
 from fa4_hd256.kernels.steps import Verb, When, again, done
+from sm100_sim.isa import tma
 
 STORED, ANEW = BackwardConfig(), BackwardConfig(ds_bytes=0)
 DV, PRODUCTS, DQ = DvPlan(), ProductsPlan(), SinglePlan("dq")
@@ -105,6 +107,66 @@ def test_the_backward_does_what_its_tables_say(lengths, causal, options, config,
                     assert_as_declared(report, plan, steps, wrong)
         with pytest.raises(AssertionError):
             assert_as_declared(report, plan, (*steps, 1), table)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """(whether it is a load, address of the descriptor, coordinates) of each box that TMA loads or
+    L2 is asked for, in their order."""
+    found, read, load = [], tma._tensor_map, tma._submit_load
+
+    def of_tensor(machine, pointer, coordinates):
+        found.append((False, pointer, coordinates))
+        return read(machine, pointer, coordinates)
+
+    def of_load(issue, warp, tile, places, pointer):
+        found.append((True, *found.pop()[1:]))
+        load(issue, warp, tile, places, pointer)
+
+    monkeypatch.setattr(tma, "_tensor_map", of_tensor)
+    monkeypatch.setattr(tma, "_submit_load", of_load)
+    return found
+
+
+def assert_asked_ahead(copied, num_tiles):
+    """L2 is asked for all boxes of a tensor but those of a tile's first step, and a box that it was
+    asked for is the next one of these columns that is loaded."""
+    (tensor,) = {pointer for is_load, pointer, _ in copied if not is_load}
+    by_columns = {}
+    for is_load, pointer, coordinates in copied:
+        if pointer == tensor:
+            by_columns.setdefault(coordinates[0], []).append((is_load, coordinates))
+    assert sorted(by_columns) == [0, 64, 128, 192]
+    for boxes in by_columns.values():
+        loads = [box for is_load, box in boxes if is_load]
+        asked = [box for is_load, box in boxes if not is_load]
+        assert len(asked) == len(loads) - num_tiles > 0
+        for (is_load, box), following in itertools.pairwise(boxes):
+            assert is_load or following == (True, box)
+
+
+# Packed rows have another descriptor; several tiles and heads, under both schedulers.
+@pytest.mark.simulator
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+def test_l2_is_asked_for_q_of_the_next_step(use_clc, reports, copied):
+    q = torch.randn(300, 2, 256).bfloat16().requires_grad_()
+    k = torch.randn(520, 1, 256).bfloat16().requires_grad_()
+    offsets = [torch.tensor(values, dtype=torch.int32) for values in ([0, 100, 300], [0, 0, 520])]
+    out = flash_attn_varlen_func(
+        q, k, k, *offsets, 200, 520, causal=True, backward_config=STORED, use_clc=use_clc
+    )
+    copied.clear()
+    out.backward(torch.ones_like(out))
+    num_tiles = 3  # of 256 of the second sequence's keys
+    assert_asked_ahead(copied, num_tiles)
+    last_asked = max(i for i, (is_load, *_) in enumerate(copied) if not is_load)
+    shifted = [
+        (is_load, pointer, box if is_load else (box[0], box[1] + 64, *box[2:]))
+        for is_load, pointer, box in copied
+    ]
+    for wrong in (copied[:last_asked] + copied[last_asked + 1 :], shifted):
+        with pytest.raises(AssertionError):
+            assert_asked_ahead(wrong, num_tiles)
 
 
 def work_of(seen, config, warpgroup, first):

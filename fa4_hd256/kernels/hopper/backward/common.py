@@ -21,7 +21,7 @@ from fa4_hd256.kernels.hopper.instructions import (
     transpose_quad,
 )
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import SharedMemory, load_tile
+from fa4_hd256.kernels.operands import SharedMemory, load_tile, prefetch_tile
 from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
@@ -137,10 +137,12 @@ class HopperBackward(BackwardEntry, SchedulerRole):
             if num_steps > 0:
                 position = self.first_position(own_context, work)
                 states = self._fill_all(own_context, begin, (work, position), states)
-                for _ in cutlass.range(int(not alike), num_steps, unroll=1):
+                self._ask_ahead(own_context, begin, (work, position), num_steps > 1)
+                for step in cutlass.range(int(not alike), num_steps, unroll=1):
                     if cutlass.const_expr(not alike):
                         position = self.next_position(position)
                     states = self._fill_all(own_context, later, (work, position), states)
+                    self._ask_ahead(own_context, later, (work, position), step + 1 < num_steps)
                     if cutlass.const_expr(alike):
                         position = self.next_position(position)
             work = scheduler.advance_to_next_work()
@@ -165,6 +167,26 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         states.advance(ring.freed)
         return states
 
+    @cute.jit
+    def _ask_ahead(self, context: Any, loads: tuple[Load, ...], which: tuple, exists: Boolean):
+        """Ask L2 for what some loads bring in the next step, if it exists.  which: (tile,
+        position)."""
+        asked = [
+            copy
+            for load in loads
+            for copy in load.copies
+            if load.asked_ahead and copy.box in self.boxes
+        ]
+        if cutlass.const_expr(asked):
+            if exists:
+                work, position = which
+                following = self.next_position(position)
+                for copy in asked:
+                    source = context.tensors.loads[list(self.boxes).index(copy.box)]
+                    place = self.places(context, copy.box, work, following)
+                    buffer = context.smem[copy.memory][None, None, 0]
+                    prefetch_tile(source, self._loaded_part(context, copy, buffer), place)
+
     def copy(self, context: Any, copy: Copy, which: tuple, target: tuple) -> None:
         """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
         (work, position, _), (barrier, buffer), smem = which, target, context.smem[copy.memory]
@@ -178,13 +200,18 @@ class HopperBackward(BackwardEntry, SchedulerRole):
     def load_box(self, context: Any, copy: Copy, place: tuple, target: tuple) -> None:
         """One TMA load, of half of the columns for both CTAs where they share it.  place: see
         `tma_tile`.  target: (barrier, tensor of SMEM)."""
-        index, (barrier, smem), mask = list(self.boxes).index(copy.box), target, None
+        index, (barrier, smem) = list(self.boxes).index(copy.box), target
+        mask = Int16(BOTH_CTAS) if copy.is_shared else None
+        own = self._loaded_part(context, copy, smem)
+        load_tile(context.tensors.loads[index], own, place, barrier, 0, 1, mask)
+
+    def _loaded_part(self, context: Any, copy: Copy, buffer: cute.Tensor) -> cute.Tensor:
+        """What this CTA's TMA load fills of a buffer, half of the columns where they share it, as
+        one of one stage."""
         if copy.is_shared:
             _, rows, columns = self.boxes[copy.box]
-            smem = cute.local_tile(smem, (rows, columns), (0, context.cta_rank))
-            mask = Int16(BOTH_CTAS)
-        one = cute.make_tensor(smem.iterator, cute.append(smem.layout, cute.make_layout(1)))
-        load_tile(context.tensors.loads[index], one, place, barrier, 0, 1, mask)
+            buffer = cute.local_tile(buffer, (rows, columns), (0, context.cta_rank))
+        return cute.make_tensor(buffer.iterator, cute.append(buffer.layout, cute.make_layout(1)))
 
     # ---------------------------------------------------------------------------------- results
 

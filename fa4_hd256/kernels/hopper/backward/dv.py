@@ -15,7 +15,9 @@ where > is the write of dS to global memory, straight from registers.  A warpgro
 products at once; it computes dS of the first while the second runs, P of the second while the third
 does.  Nothing ties the warpgroups together but the buffers.
 
-Both CTAs need the same rows of Q and dO: each loads half of their columns for both.
+Both CTAs need the same rows of Q and dO: each loads half of their columns for both.  Q has one
+buffer, so what L2 lacks of it would be waited for, behind the stores of dS on their way to memory:
+with the loads of a step L2 is asked for Q of the next (docs/hopper.md has what that gives).
 
 NOTE [arithmetic before the wait].  ptxas moves arithmetic behind the wait for a product that is
 there to hide it, but not across the loop of an mbarrier wait.  So one for V, which has long been

@@ -60,10 +60,11 @@ def _here(when: When, *actions: Action) -> Act:
     return Act(actions, when)
 
 
-def _passing(content: str, ring: str, *stats: str) -> Load:
+def _passing(content: str, ring: str, *stats: str, asked_ahead: bool = False) -> Load:
     """Rows that pass, half of the columns by each CTA; stats: of the same rows."""
     copies = (Copy(name, name.lower(), name.lower()) for name in stats)
-    return Load(ring, (Copy(content, _box(content), ring, is_shared=True), *copies))
+    rows = Copy(content, _box(content), ring, is_shared=True)
+    return Load(ring, (rows, *copies), asked_ahead=asked_ahead)
 
 
 def _box(content: str) -> str:
@@ -83,7 +84,7 @@ def dv_steps(capped: bool) -> StepTable:
         (_ring("k"), _ring("v"), _ring("q", "q", "lse"), _ring("dout", "dout", "delta")),
         (
             _here(FIRST, fill(Load.one("K", "k", "k", "k"))),
-            _here(When.EACH, fill(_passing("Q", "q", "LSE"))),
+            _here(When.EACH, fill(_passing("Q", "q", "LSE", asked_ahead=True))),
             _here(FIRST, fill(Load.one("V", "v", "v", "v"))),
             _here(When.EACH, fill(_passing("dO", "dout", "delta"))),
         ),
