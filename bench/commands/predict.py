@@ -1,6 +1,7 @@
-"""`python -m bench predict`: what the timing model says of an H200's rows, beside what it measured.
+"""`python -m bench predict`: what the timing model says of rows of an H200, and of an H100's
+backwards, beside what they measured.
 
-Whole calls of our Hopper kernels and of flash-attn-4's SM90 forward, from replays of their machine
+Whole calls of our Hopper kernels and of flash-attn-4's for SM90, from replays of their machine
 code and the machine's constants; no row of this table has set any of them but where it says so.
 """
 
@@ -12,11 +13,10 @@ import sys
 import numpy as np
 
 from bench.model import hopper_rows
-from bench.model.hopper_attention import LOAD_MS, REPLAYED_GHZ, hopper
+from bench.model.hopper_attention import LOAD_MS, MOST_GHZ, REPLAYED_GHZ
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from sm100_sim.timing import Machine
 
 COLUMNS = (
     Column("row"), Column("seen", title="measured before"),
@@ -30,14 +30,14 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def predictions(machine: Machine, chosen: str = "") -> Table:
+def predictions(chosen: str = "") -> Table:
     """Every row with `chosen` in its name."""
     known, found = hopper_rows.measured(), []
     for row in hopper_rows.rows():
         if chosen not in row.name:
             continue
         print(f"replaying {row.name}", file=sys.stderr, flush=True)
-        times = row.times(machine)
+        times = row.times()
         one = known.get(row.name, {})
         seconds = row.predicted(times, one.get("launches", hopper_rows.LAUNCHES_BEFORE))
         measured, counted = one.get("us"), one.get("clocks")
@@ -49,12 +49,13 @@ def predictions(machine: Machine, chosen: str = "") -> Table:
             "late": row.flop / times.for_good / 1e12, "predicted": seconds * 1e6,
             "rate": row.flop / seconds / 1e12, "measured": measured,
             "error": None if measured is None else seconds * 1e6 / measured - 1,
-            BASIS: "modelled", MACHINE: modelled_machine(machine),
+            BASIS: "modelled", MACHINE: modelled_machine(row.machine),
         })  # fmt: skip
     notes = [
-        f"Replayed at {REPLAYED_GHZ} GHz; the clock of first launches follows how busy the tensor "
-        f"cores are, and gives way to the power budget where a row's launches before the median "
-        f"one take more than {LOAD_MS:.0f} ms. FLOP by the field's convention.",
+        f"Replayed at {REPLAYED_GHZ} GHz, flash-attn-4's backward, which L2 holds up, at "
+        f"{MOST_GHZ}; the clock of first launches follows how busy the tensor cores are, and gives "
+        f"way to the power budget where a row's launches before the median one take more than "
+        f"{LOAD_MS:.0f} ms. FLOP by the field's convention.",
     ]
     for seen in ("yes", "no"):
         for key, what in (("error", "times"), ("clock_error", "clocks")):
@@ -65,7 +66,7 @@ def predictions(machine: Machine, chosen: str = "") -> Table:
                     f"10 % {int((np.abs(errors) <= 0.1).sum())}, mean {errors.mean():+.1%}, rms "
                     f"{np.sqrt((errors**2).mean()):.1%}."
                 )
-    title = "Attention on an H200, predicted and measured"
+    title = "Attention on an H200 and an H100, predicted and measured"
     return Table(
         "predict", title, COLUMNS, found, tuple(notes), Plot("row", ("predicted", "measured"))
     )
@@ -73,12 +74,11 @@ def predictions(machine: Machine, chosen: str = "") -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("--machine", default="h200", choices=["h200"], help="of the model")
     parser.add_argument("--row", default="", help="only rows with this in their names")
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status."""
-    emit(predictions(hopper(), arguments.row), arguments)
+    emit(predictions(arguments.row), arguments)
     return 0

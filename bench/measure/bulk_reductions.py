@@ -19,9 +19,9 @@ from .cuda_c import PREAMBLE
 from .whole_gpu_measure import Device
 
 #: Bytes of a bulk operation, and how many each SM has under way.
-PIECE, DEPTH = 8 << 10, 4
+PIECE, DEPTH = 16 << 10, 4
 #: Bulk operations of each SM in a run, the first of which are not counted.
-COUNT, WARM = 768, 256
+COUNT, WARM = 512, 128
 ACTIVE = (1, 33, 66, 132)
 #: Bytes that all SMs write to: once each SM's own part of it, once all of it in turns.
 PLACES = (8 << 20, 16 << 20)
@@ -45,14 +45,15 @@ extern "C" __global__ void __launch_bounds__(32, 1) leave(
   if (threadIdx.x) return;
   atomicAdd(gate, 1u);
   while (*(volatile u32*)gate < gridDim.x);
+  // An SM's place in its part, or in all, comes back to the first; a remainder of 64 bits in each
+  // turn would take longer than what is measured.
   u64 part = shared ? bytes : bytes / gridDim.x / %(piece)d * %(piece)d;
-  u64 first = shared ? (u64)blockIdx.x * 37 * %(piece)d : blockIdx.x * part;
+  u64 first = shared ? 0 : blockIdx.x * part;
+  u64 at = shared ? (u64)blockIdx.x * 37 * %(piece)d %% bytes : first;
   u64 begin = 0;
   for (u32 i = 0; i < %(count)d; ++i) {
     if (i == %(warm)d) begin = now();
     u32 stage = i %% %(depth)d, piece = pieces + stage * %(piece)d;
-    u64 at = shared ? (first + (u64)i * %(piece)d) %% bytes
-                    : first + (u64)i * %(piece)d %% part;
     if (loads) {
       u32 bar = bars + 8 * stage;
       if (i >= %(depth)d) wait(bar, (i / %(depth)d - 1) & 1);
@@ -71,6 +72,8 @@ extern "C" __global__ void __launch_bounds__(32, 1) leave(
                    :: "l"(to + at), "r"(piece), "r"(%(piece)d) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group %(open)d;" ::: "memory");
+    at += %(piece)d;
+    if (at == first + part) at = first;
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   if (loads)

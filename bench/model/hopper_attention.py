@@ -1,4 +1,4 @@
-"""Our Hopper kernels and flash-attn-4's SM90 forward on the timing model, on an H200.
+"""Our Hopper kernels on the timing model, on an H200 or an H100.
 
 Costs of tiles are fitted to replays of a CTA, or of a cluster of our backward, with a few tiles;
 problems are placed on all SMs as Blackwell's are (`forward`, `backward`). Work of a tile is counted
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -37,12 +36,11 @@ from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from sm100_sim import timing
 from sm100_sim.timing import Call, Late, Machine, TileCosts, Values, load
 
-from . import flash_attn_4_traces as traces
 from .backward import Backward
 from .calls import Kind, architecture_on, defaults_to_clc, forward_problem
 from .forward import Kernel
 from .hopper_loads import under_traffic
-from .machines import gpu_of, held_at, simulating
+from .machines import gpu_of, held_at
 from .replays import SEED, Replayed, Traced, digest, fitted, kept
 from .samples import BACKWARD_SAMPLES, Sample, Samples, backward_tiles, parts_of
 from .tiles import ROWS, BackwardTiling, ForwardTiling
@@ -59,14 +57,14 @@ MOST_GHZ = 1.80
 LOAD_MS = 54.0
 WORK_FLOP = float(SM100_FLOP_PER_CLOCK)
 #: Over work as it is counted: clocks of a Hopper SM's tensor core.
-_SM_CLOCKS = SM100_FLOP_PER_CLOCK / FLOP_PER_CLOCK[9, 0]
+SM_CLOCKS = SM100_FLOP_PER_CLOCK / FLOP_PER_CLOCK[9, 0]
 #: Steps that the load warp is ahead of the products, with two buffers of K and of V.
 _LOADS_AHEAD = 1.5
 
 
-def hopper(machine: str = "h200") -> Machine:
+def hopper(machine: str = "h200", ghz: float = REPLAYED_GHZ) -> Machine:
     """The modelled H200, or another of its kind, at the clock of its replays."""
-    return held_at(load(machine), REPLAYED_GHZ)
+    return held_at(load(machine), ghz)
 
 
 def busy_ghz(busy: float) -> float:
@@ -182,7 +180,7 @@ def replays(variant: Variant, machine: Machine, draws: int = 0) -> list[Replayed
 
     cubin = call(variant, samples[0])[0].cubin
     rows = kept((digest(cubin), variant, samples), trace, machine, draws)
-    return [replace(row, work=row.work / _SM_CLOCKS) for row in rows]
+    return [replace(row, work=row.work / SM_CLOCKS) for row in rows]
 
 
 def _tiles_of(variant: Variant, sample: Sample) -> tuple[int, float]:
@@ -241,55 +239,6 @@ def _backward_call(
     return compile_kernel(spec), gradient_call_arguments(given, problem, gpu, 0)
 
 
-# ------------------------------------------------------------ flash-attn-4
-
-
-#: Keys of a step of its SM90 forward at head_dim 256; rows of a tile.
-THEIR_KEYS, THEIR_ROWS = {256: 80, 128: 128}, 128
-
-
-def their_forward(
-    causal: bool, machine: Machine, draws: int = 0, head_dim: int = HEAD_DIM
-) -> Kernel:
-    """flash-attn-4's SM90 forward: one tile a CTA, of a causal call the longest first."""
-    keys = THEIR_KEYS[head_dim]
-    samples = tuple((THEIR_ROWS, 1, None, keys * steps) for steps in (4, 12, 24))
-    problems = [
-        traces.Problem(
-            queries, n, (1, 1), head_dim, (("causal", causal), ("num_splits", 1))
-        )
-        for queries, _, _, n in samples
-    ]  # fmt: skip
-
-    def trace() -> list[Traced]:
-        with simulating(machine), _asked_again():
-            return [Traced(program, 1) for program in traces.forward(problems, False)]
-
-    versions = traces.flash_attn_4.versions()
-    rows = kept((versions, "sm_90a", causal, head_dim, samples), trace, machine, draws)
-    rows = [replace(row, work=row.work / _SM_CLOCKS) for row in rows]
-    tiling = ForwardTiling(
-        "single", head_dim, THEIR_ROWS, 1, keys=keys, ordered=causal, packs_heads=True,
-        exact_grid=True, gpu=gpu_of(machine),
-    )  # fmt: skip
-    return Kernel("flash-attn-4", tiling, machine.sampled(draws), fitted(rows, "single"))
-
-
-@contextlib.contextmanager
-def _asked_again() -> Iterator[None]:
-    """flash-attn-4 remembers which device it has asked; inside and behind it asks anew."""
-    from flash_attn.cute import cute_dsl_utils, interface
-
-    asked = interface._get_device_arch, cute_dsl_utils._get_device_arch_and_num_sms
-    for function in asked:
-        function.cache_clear()
-    try:
-        yield
-    finally:
-        for function in asked:
-            function.cache_clear()
-
-
 # ------------------------------------------------------------ times
 
 
@@ -309,11 +258,11 @@ class Times:
 
 
 def times_of(call: Call, values: Values) -> Times:
-    """Of a call on a machine whose clock is `REPLAYED_GHZ`."""
+    """Of a call on a machine held at the clock of its replays."""
     clocks = sum(count * schedule.clocks for count, schedule in call.schedules)
     flop = sum(count * schedule.work for count, schedule in call.schedules) * WORK_FLOP
     busy = flop / (FLOP_PER_CLOCK[9, 0] * values.sms * clocks)
-    first = busy_ghz(busy) / REPLAYED_GHZ
+    first = busy_ghz(busy) / values.clock_ghz
     return Times(clocks, busy, call.at(first), call.at(min(first, call.clock_share(values))))
 
 

@@ -11,6 +11,7 @@ from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, Case
 from sm100_sim.timing import Call, Machine, Values
 
+from . import flash_attn_4_hopper as theirs
 from . import hopper_attention as model
 from .backward import Backward
 from .calls import Kind
@@ -78,7 +79,7 @@ class HopperFlashAttention4:
         return Kind.of(case)
 
     def forward(self, variant: Kind, machine: Machine, draws: int) -> Kernel:
-        return model.their_forward(variant.causal, machine, draws)
+        return theirs.forward(variant.causal, machine, draws)
 
     def backward(self, variant: Kind, machine: Machine, draws: int) -> Backward:
         raise ValueError(_NO_REPLAY.format("its backward"))
@@ -86,7 +87,7 @@ class HopperFlashAttention4:
 
 def forward_tiles_of(case: Case) -> range:
     """Numbers of flash-attn-4's query tiles."""
-    blocks = -(-case.seqlen_q // model.THEIR_ROWS)
+    blocks = -(-case.seqlen_q // theirs.FORWARD_ROWS)
     return range(blocks * case.heads * case.batch)
 
 

@@ -1,7 +1,9 @@
-"""Rows that an H200 is asked for: what the timing model says of each, and what was measured.
+"""Rows that an H200 or an H100 is asked for: what the timing model says of each, and what was
+measured.
 
-Measured rows are medians of docs/hopper.md; `seen` says that they were known before the model
-predicted them. All have 16,384 tokens but for decoding steps and chunks.
+Measured rows of an H200 are medians of docs/hopper.md; `seen` says that they were known before the
+model predicted them. Backwards are an H100's. All have 16,384 tokens but for decoding steps and
+chunks.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from bench.suite import BACKWARD, FORWARD, H200_TOKENS, Case
 from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim.timing import Call, Machine
 
+from . import flash_attn_4_hopper as theirs
 from . import hopper_attention as model
 from .calls import Kind, default_splits, defaults_to_clc
 from .machines import gpu_of
 
 OURS, THEIRS = "fa4_hd256", "flash-attn-4"
+#: Names of GPUs in those of rows.
+_OTHER_GPUS = {"h200": "", "h100": ", H100"}
 #: What was measured of rows, by `Row.name`.
 MEASURED = Path(__file__).parents[1] / "measure" / "hopper_rows.json"
 #: Launches before the median one: warm-up and half of the timed ones, of three providers in turn.
@@ -30,39 +35,50 @@ EMPTY_GRAPH_US = 5.2
 
 @dataclass(frozen=True)
 class Row:
-    """One row. seen: whether it had been measured before the model said anything of it."""
+    """One row. seen: whether it had been measured before the model said anything of it. gpu: the
+    machine's name."""
 
     provider: str
     direction: str
     case: Case
     seen: bool
     head_dim: int = HEAD_DIM
+    gpu: str = "h200"
 
     @property
     def name(self) -> str:
         dim = "" if self.head_dim == HEAD_DIM else f", head_dim {self.head_dim}"
         what = f"{self.case.shape}, {self.case.heads_text}, {self.case.mask}{dim}"
-        return f"{self.provider} {self.direction}: {what}"
+        return f"{self.provider} {self.direction}: {what}{_OTHER_GPUS[self.gpu]}"
 
     @property
     def flop(self) -> float:
         return self.case.flop(self.direction, self.head_dim)
 
-    def calls(self, machine: Machine) -> list[Call]:
+    @property
+    def machine(self) -> Machine:
+        """At the clock of its replays; where L2 decides, that which the GPU then has."""
+        if (self.provider, self.direction) == (THEIRS, BACKWARD):
+            return model.hopper(self.gpu, model.MOST_GHZ)
+        return model.hopper(self.gpu)
+
+    def calls(self) -> list[Call]:
         """As the timing model has them."""
-        case = self.case
+        case, machine = self.case, self.machine
+        if self.direction == BACKWARD and self.provider == THEIRS:
+            return theirs.backward(case.causal, machine).calls(case)
         if self.direction == BACKWARD:
             use_clc = defaults_to_clc(case, BACKWARD)
             found = model.backward(Kind.of(case), use_clc, machine, case.seqlen_k)
             return found.calls(case)
         if self.provider == THEIRS:
-            return model.their_forward(case.causal, machine, head_dim=self.head_dim).calls(case)
+            return theirs.forward(case.causal, machine, head_dim=self.head_dim).calls(case)
         splits = default_splits(case, gpu_of(machine))
         kernel = model.forward(model.forward_variant(case, machine, splits), machine)
         return (kernel.divided(splits) if splits > 1 else kernel).calls(case)
 
-    def times(self, machine: Machine) -> model.Times:
-        return model.times(self.calls(machine), machine)
+    def times(self) -> model.Times:
+        return model.times(self.calls(), self.machine)
 
     def predicted(self, times: model.Times, launches: int = LAUNCHES_BEFORE) -> float:
         """Seconds of the median launch of a protocol with so many launches before it, by events:
@@ -92,14 +108,21 @@ def rows() -> Iterator[Row]:
     for seqlen, causal in ((4096, False), (16384, False), (1024, True), (4096, True),
                            (16384, True)):  # fmt: skip
         yield Row(OURS, FORWARD, _dense(seqlen, causal, (16, 2)), True)
-    for causal in (False, True):
-        for seqlen in (1024, 4096, 16384):
-            yield Row(OURS, BACKWARD, _dense(seqlen, causal), True)
     for queries in (1, 4):
         yield Row(OURS, FORWARD, _decode(128, queries, 131072, (32, 2)), True)
         yield Row(OURS, FORWARD, _decode(1, queries, 131072, (32, 2)), True)
         yield Row(OURS, FORWARD, _decode(8, queries, 8192, (16, 2)), True)
     yield from _unseen()
+    yield from _backward()
+
+
+def _backward() -> Iterator[Row]:
+    for causal in (False, True):
+        for seqlen in (1024, 2048, 4096, 8192, 16384):
+            # Clocks of these were seen while the kernel of dV and dS was changed.
+            ours = seqlen in (1024, 4096) or (seqlen == 16384 and not causal)
+            yield Row(OURS, BACKWARD, _dense(seqlen, causal), ours, gpu="h100")
+            yield Row(THEIRS, BACKWARD, _dense(seqlen, causal), seqlen != 8192, gpu="h100")
 
 
 def _unseen() -> Iterator[Row]:
@@ -115,8 +138,6 @@ def _unseen() -> Iterator[Row]:
     yield Row(OURS, FORWARD, _decode(32, 1, 32768, (16, 2)), False)
     yield Row(OURS, FORWARD, _decode(4, 1, 65536, (32, 4)), False)
     for causal in (False, True):
-        for seqlen in (2048, 8192):
-            yield Row(OURS, BACKWARD, _dense(seqlen, causal), False)
         for seqlen in (1024, 4096, 16384):
             yield Row(THEIRS, FORWARD, _dense(seqlen, causal), False, 128)
 

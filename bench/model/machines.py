@@ -38,8 +38,8 @@ def gpu_of(machine: Machine) -> Gpu:
     if machine.name in DEVICES:
         return simulated_gpu(replace(DEVICES[machine.name], sms=sms))
     return replace(
-        B200, sms=sms, pairs=sms // 2, l2_bytes=int(values.l2_megabytes * 1e6),
-        hbm_bytes_per_second=values.hbm_terabytes * 1e12,
+        simulated_gpu(_device_of(machine)), sms=sms, pairs=sms // 2,
+        l2_bytes=int(values.l2_megabytes * 1e6), hbm_bytes_per_second=values.hbm_terabytes * 1e12,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def fixed(monkeypatch):
     """Every row takes a millisecond, 1.1 for good, and a million clocks; measured is what is said
     here."""
     times = Times(clocks=1e6, busy=0.9, seconds=1e-3, for_good=1.1e-3)
-    monkeypatch.setattr(hopper_rows.Row, "times", lambda row, machine: times)
+    monkeypatch.setattr(hopper_rows.Row, "times", lambda row: times)
     found = {
         KNOWN: {"us": 1000.0, "from": "a test", "clocks": 800_000},
         UNSEEN: {"us": 1250.0, "from": "a test", "launches": 20},
@@ -26,7 +26,7 @@ def fixed(monkeypatch):
 def test_errors_by_the_load_before_a_row(fixed):
     """72 launches of a millisecond are more than the first clock lasts, 20 are not; an empty graph
     takes 4.25 us beside the launch that the model has."""
-    table = predict.predictions(predict.hopper())
+    table = predict.predictions()
     rows = {row["row"]: row for row in table.rows}
     assert rows[KNOWN]["predicted"] == pytest.approx(1104.25)
     assert rows[KNOWN]["error"] == pytest.approx(0.10425)
@@ -40,5 +40,5 @@ def test_errors_by_the_load_before_a_row(fixed):
 
 
 def test_rows_are_chosen_by_name(fixed):
-    table = predict.predictions(predict.hopper(), "head_dim 128")
+    table = predict.predictions("head_dim 128")
     assert len(table.rows) == 6

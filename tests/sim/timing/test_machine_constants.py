@@ -44,7 +44,7 @@ def test_what_a_machine_is_like_may_be_like_another():
     assert gb300.constants["tmem_load"] == load("b200").constants["tmem_load"]
     found = {name: load(name).architecture for name in machines()}
     assert found == {"b200": "sm_100a", "gb200": "sm_100a", "b300": "sm_103a", "gb300": "sm_103a",
-                     "h200": "sm_90a"}  # fmt: skip
+                     "h100": "sm_90a", "h200": "sm_90a"}  # fmt: skip
 
 
 def test_draws_stay_in_range_and_repeat():
