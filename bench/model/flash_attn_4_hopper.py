@@ -2,15 +2,17 @@
 
 Its backward, at head_dim 256, has 48 keys of a head stay in a CTA, goes through the queries by 64,
 and adds 64 x 256 of dQ in float32 to global memory in each step, by bulk reductions. All SMs
-together add and load no faster than L2 does both: shares of its time add up.
+together add no faster than L2 does while they load as many bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from bench.suite import BACKWARD, Case
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -42,9 +44,10 @@ FORWARD_KEYS, FORWARD_ROWS = {256: 80, 128: 128}, 128
 #: Keys of a tile of its backward at head_dim 256, queries of a step, and its work.
 KEYS, QUERIES = 48, 64
 STEP = 5 * 2.0 * KEYS * QUERIES * HEAD_DIM / WORK_FLOP
-#: Of L2's time, what a byte that is added to float32 there takes over one that is loaded: 8.5 TB/s
-#: of loads at 1.979 GHz (docs/bringup_h200.json), 2,120 bytes a clock added (docs/facts.md).
-ADD_BYTES = 2.03
+#: Bytes that all SMs add to float32 in L2 while they load as many, by `ADDED`'s row, and the clock
+#: of an SM there.
+ADDED = Path(__file__).parents[1] / "measure" / "bulk_reductions_measured.json"
+_ADDED_ROW, _ADDED_GHZ = "add beside loads, 132 SMs, 8 MiB, a part each", 1.98
 #: Steps of the longest tiles of the backward's samples.
 _SAMPLE_STEPS = (4, 8, 16)
 _NAMES = ("flashattentionbackwardsm90",)
@@ -97,9 +100,9 @@ def backward(causal: bool, machine: Machine, draws: int = 0) -> Backward:
             replace(row, work=row.work / SM_CLOCKS) for row in kept(what, trace, machine, draws)
         ]
         few, *_, many = programs(what, trace)
-        moved = _bytes_of_work(few.program, many.program)
+        added = _added_of_work(few.program, many.program)
         return [
-            replace(one, rate=max(one.rate, _l2_clocks(drawn, moved)))
+            replace(one, rate=max(one.rate, _l2_clocks(drawn, added)))
             for one, drawn in zip(fitted(rows, "single"), machine.sampled(draws))
         ]
 
@@ -159,22 +162,24 @@ def tiles_of(case: Case) -> Tiles:
     return Tiles.of(found)
 
 
-def _bytes_of_work(few: StoredProgram, many: StoredProgram) -> float:
-    """Bytes through L2 of a CTA for each of its work: loaded, and added in bytes loaded. By what
-    one program has more than the other, as what belongs to a tile is in its costs."""
+def added_terabytes() -> float:
+    """Of all SMs a second, measured; L2's time does not follow the SMs' clock."""
+    return json.loads(ADDED.read_text())[_ADDED_ROW]["all"] * _ADDED_GHZ / 1e3
 
-    def moved(program: StoredProgram) -> float:
+
+def _added_of_work(few: StoredProgram, many: StoredProgram) -> float:
+    """Bytes that a CTA adds for each of its work, by what one program has more than the other."""
+
+    def added(program: StoredProgram) -> float:
         action = program.program.action
-        loaded = action[action[:, 0] == Action.TMA_LOAD, 3].sum()
-        left = action[action[:, 0] == Action.TMA_STORE, 1].sum()
-        return float(loaded + ADD_BYTES * left)
+        return float(action[action[:, 0] == Action.TMA_STORE, 1].sum())
 
-    return (moved(many) - moved(few)) / ((many.work - few.work) / SM_CLOCKS)
+    return (added(many) - added(few)) / ((many.work - few.work) / SM_CLOCKS)
 
 
-def _l2_clocks(values: Values, moved: float) -> float:
+def _l2_clocks(values: Values, added: float) -> float:
     """Clocks of a tile for each of its work where L2 decides, all SMs at work."""
-    return moved * values.sms / (values.l2_terabytes * 1e3 / values.clock_ghz)
+    return added * values.sms / (added_terabytes() * 1e3 / values.clock_ghz)
 
 
 @contextlib.contextmanager

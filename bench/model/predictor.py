@@ -222,7 +222,7 @@ def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
     parser.add_argument(
         "--machine", default="b200",
-        help="of the model: b200, b300, h200, or a file such as the report of a bringup",
+        help="of the model: b200, b300, h200, h100, or a file such as the report of a bringup",
     )
     parser.add_argument(
         "--draws", type=int, default=draws, help="draws of its uncertain constants"

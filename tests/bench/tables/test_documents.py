@@ -9,7 +9,7 @@ from checkout import ROOT
 
 from bench.__main__ import COMMANDS, main
 from bench.commands import tables as command
-from bench.model import hopper_attention
+from bench.model import hopper_rows
 from bench.tables.documents import DOCUMENTS, FOLDER, Document
 from bench.tables.origin import modelled_machine
 from bench.tables.results import json_text
@@ -37,9 +37,10 @@ def test_a_file_says_what_it_is(name):
 
 @functools.cache
 def todays_constants() -> frozenset[str]:
-    """The digests of every machine of the model, and of an H200 as attention is predicted on it."""
+    """The digests of every machine of the model, and of Hopper GPUs as attention is predicted."""
     machines = [load(name) for name in ("b200", "gb200", "b300", "gb300", "h200")]
-    printed = map(modelled_machine, [*machines, hopper_attention.hopper("h200")])
+    machines += [row.machine for row in hopper_rows.rows()]
+    printed = map(modelled_machine, machines)
     return frozenset(text.rsplit(maxsplit=1)[-1] for text in printed)
 
 
