@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 from bench.model import hopper_rows
-from bench.model.hopper_attention import LOAD_MS, MOST_GHZ, REPLAYED_GHZ
+from bench.model.hopper_attention import LOAD_MS, REPLAYED_GHZ
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
@@ -52,10 +52,9 @@ def predictions(chosen: str = "") -> Table:
             BASIS: "modelled", MACHINE: modelled_machine(row.machine),
         })  # fmt: skip
     notes = [
-        f"Replayed at {REPLAYED_GHZ} GHz, flash-attn-4's backward, which L2 holds up, at "
-        f"{MOST_GHZ}; the clock of first launches follows how busy the tensor cores are, and gives "
-        f"way to the power budget where a row's launches before the median one take more than "
-        f"{LOAD_MS:.0f} ms. FLOP by the field's convention.",
+        f"Replayed at {REPLAYED_GHZ} GHz; the clock of first launches follows how busy the tensor "
+        f"cores are, and gives way to the power budget where a row's launches before the median "
+        f"one take more than {LOAD_MS:.0f} ms. FLOP by the field's convention.",
     ]
     for seen in ("yes", "no"):
         for key, what in (("error", "times"), ("clock_error", "clocks")):

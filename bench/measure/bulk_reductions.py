@@ -107,8 +107,7 @@ def rate(
 
 
 def names() -> dict[str, tuple[int, tuple[str, bool], int, bool]]:
-    """Name of a row -> (SMs, what they do, bytes of the place, whether all go through all of it).
-    """
+    """Name of a row -> (SMs, what they do, bytes of the place, whether all SMs go through it)."""
     return {
         f"{leaves}{' beside loads' * loads}, {active} SMs, {place >> 20} MiB, "
         f"{'all of it each' if shared else 'a part each'}": (active, (leaves, loads), place, shared)

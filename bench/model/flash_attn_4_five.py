@@ -36,7 +36,7 @@ from sm100_sim.timing import (
 )
 
 from . import flash_attn_4_traces as traces
-from .backward import FLOAT_BYTES, Backward
+from .backward import Backward, around_summed_dq
 from .calls import Kind, Portion
 from .flash_attn_4 import FlashAttention4, Variant
 from .flash_attn_4_traces import Problem
@@ -120,9 +120,7 @@ class FiveProducts(Backward):
 
     def _beside(self, case: Case, portions: Sequence[Portion], values: Values) -> float:
         rows, keys = (sum(side) for side in zip(*case.lengths))
-        sums = rows * case.heads * PARTIAL_ROW
-        # out and dout read, LSE read, LSE and delta and the zeros of dQ written; dQ converted.
-        nbytes = [rows * case.heads * (2 * ROW + 3 * FLOAT_BYTES) + sums, sums * 1.5]
+        nbytes = [*around_summed_dq(rows * case.heads)]
         if _which(case) == "partial":
             # Zeros, and both converted.
             nbytes += [keys * case.heads_kv * PARTIAL_ROW * times for times in (1, 1, 1.5, 1.5)]

@@ -31,10 +31,10 @@ from sm100_sim.timing import (
 )
 
 from . import flash_attn_4_traces as traces
-from .backward import FLOAT_BYTES, Backward
+from .backward import Backward, around_summed_dq
 from .calls import Portion
 from .forward import Kernel
-from .hopper_attention import SM_CLOCKS, WORK_FLOP
+from .hopper_attention import MOST_GHZ, SM_CLOCKS, WORK_FLOP
 from .machines import gpu_of, memory_seconds, simulating
 from .replays import SEED, Traced, fitted, kept, programs
 from .tiles import PARTIAL_ROW, ROW, BackwardTiling, ForwardTiling, key_steps
@@ -128,10 +128,7 @@ class OneKernel(Backward):
 
     def _beside(self, case: Case, portions: Sequence[Portion], values: Values) -> float:
         rows = sum(length for length, _ in case.lengths) * case.heads
-        # out and dout read, LSE read, LSE and delta and the zeros of dQ written; dQ converted.
-        sums = rows * PARTIAL_ROW
-        nbytes = rows * (2 * ROW + 3 * FLOAT_BYTES) + sums, sums + rows * ROW
-        return sum(memory_seconds(n, values) for n in nbytes)
+        return sum(memory_seconds(n, values) for n in around_summed_dq(rows))
 
 
 @functools.lru_cache(maxsize=64)
@@ -178,8 +175,9 @@ def _added_of_work(few: StoredProgram, many: StoredProgram) -> float:
 
 
 def _l2_clocks(values: Values, added: float) -> float:
-    """Clocks of a tile for each of its work where L2 decides, all SMs at work."""
-    return added * values.sms / (added_terabytes() * 1e3 / values.clock_ghz)
+    """Clocks of a tile for each of its work where L2 decides, all SMs at work; of the clock that
+    they have then, as their tensor cores are busy for a third of the time."""
+    return added * values.sms / (added_terabytes() * 1e3 / MOST_GHZ)
 
 
 @contextlib.contextmanager

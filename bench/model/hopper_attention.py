@@ -263,7 +263,10 @@ def times_of(call: Call, values: Values) -> Times:
     flop = sum(count * schedule.work for count, schedule in call.schedules) * WORK_FLOP
     busy = flop / (FLOP_PER_CLOCK[9, 0] * values.sms * clocks)
     first = busy_ghz(busy) / values.clock_ghz
-    return Times(clocks, busy, call.at(first), call.at(min(first, call.clock_share(values))))
+    # Of the replays' clock the power budget takes nothing where it leaves the first one.
+    within = call.watts(first, values) <= values.power_watts
+    lasting = first if within else min(first, call.clock_share(values))
+    return Times(clocks, busy, call.at(first), call.at(lasting))
 
 
 def times(calls: list[Call], machine: Machine) -> Times:

@@ -1,5 +1,5 @@
 """Who the timing model predicts on a Hopper GPU, as `predictor.Provider`: our kernels for sm_90a
-and flash-attn-4's SM90 forward."""
+and flash-attn-4's for SM90."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class HopperOurs(OurProvider):
 
 
 class HopperFlashAttention4:
-    """flash-attn-4's SM90 forward, dense attention as long as there are tiles for all SMs."""
+    """flash-attn-4's kernels for SM90: dense attention as long as there are tiles for all SMs,
+    backward without groups of heads."""
 
     name = flash_attn_4.PACKAGE
 
@@ -62,10 +63,11 @@ class HopperFlashAttention4:
     def refuses(self, case: Case, direction: str) -> str | None:
         if flash_attn_4.unavailable():
             return flash_attn_4.unavailable()
-        if direction == BACKWARD:
-            return _NO_REPLAY.format("its backward")
         if case.packed or case.softcap or case.window != (None, None):
             return _NO_REPLAY.format("other than dense attention")
+        if direction == BACKWARD:
+            grouped = case.heads != case.heads_kv
+            return _NO_REPLAY.format("its backward of groups of heads") if grouped else None
         if len(forward_tiles_of(case)) < model.hopper().values().sms:
             return _NO_REPLAY.format("calls that divide keys")
         return None
@@ -82,7 +84,7 @@ class HopperFlashAttention4:
         return theirs.forward(variant.causal, machine, draws)
 
     def backward(self, variant: Kind, machine: Machine, draws: int) -> Backward:
-        raise ValueError(_NO_REPLAY.format("its backward"))
+        return theirs.backward(variant.causal, machine, draws)
 
 
 def forward_tiles_of(case: Case) -> range:

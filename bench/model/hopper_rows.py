@@ -57,9 +57,7 @@ class Row:
 
     @property
     def machine(self) -> Machine:
-        """At the clock of its replays; where L2 decides, that which the GPU then has."""
-        if (self.provider, self.direction) == (THEIRS, BACKWARD):
-            return model.hopper(self.gpu, model.MOST_GHZ)
+        """At the clock of its replays."""
         return model.hopper(self.gpu)
 
     def calls(self) -> list[Call]:

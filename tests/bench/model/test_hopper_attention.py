@@ -84,6 +84,9 @@ def test_times_of_a_call():
     assert ideal.for_good > 1.1 * ideal.seconds
     # What wastes clocks keeps more of them.
     assert slower.for_good / slower.seconds < ideal.for_good / ideal.seconds
+    # What stays within the power budget keeps the clock that it has at first.
+    idle = times_of(8.0)
+    assert idle.for_good == idle.seconds
     assert ideal.after(0.001) == ideal.seconds and ideal.after(1.0) == ideal.for_good
 
 
@@ -135,7 +138,8 @@ def test_who_is_predicted_on_a_hopper_gpu():
     assert "SASS for sm_90a" in predictor.refuses("FROST", case(4096), FORWARD)
     few = Case("test", ((1, 8192),), 16, 2, True)
     assert "divide keys" in predictor.refuses("flash-attn-4", few, FORWARD)
-    assert "its backward" in predictor.refuses("flash-attn-4", case(4096), BACKWARD)
+    assert predictor.refuses("flash-attn-4", case(4096), BACKWARD) is None
+    assert "groups" in predictor.refuses("flash-attn-4", case(4096, heads=(16, 2)), BACKWARD)
 
 
 @pytest.mark.simulator
