@@ -34,17 +34,9 @@ from sm100_sim.timing import (
 from .calls import Portion, backward_portions
 from .machines import memory_seconds
 from .stored_tiles import dv_tiles, product_tiles
-from .tiles import PARTIAL_ROW, ROW, BackwardTiling, dkdv_tiles, dq_tiles
+from .tiles import ROW, BackwardTiling, dkdv_tiles, dq_tiles
 
 FLOAT_BYTES = 4.0
-
-
-def around_summed_dq(rows: float) -> tuple[float, float]:
-    """Bytes that the kernels before and behind a kernel that adds up dQ in float32 read and write.
-    rows: of all query heads."""
-    sums = rows * PARTIAL_ROW
-    # out and dout read, LSE read, LSE and delta and the zeros of dQ written; dQ converted.
-    return rows * (2 * ROW + 3 * FLOAT_BYTES) + sums, sums + rows * ROW
 
 
 class GradientCalls:

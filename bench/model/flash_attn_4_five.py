@@ -13,40 +13,27 @@ a head's dQ in float32 lies in L2 beside its Q and dO, or travels to HBM and bac
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim.timing import (
-    ALONE,
-    Action,
-    Machine,
-    Room,
-    Schedule,
-    StoredProgram,
-    Tile,
-    TileCosts,
-    Tiles,
-    Values,
-    schedule,
-)
+from sm100_sim.timing import Action, Machine, StoredProgram, TileCosts, Values
 
 from . import flash_attn_4_traces as traces
-from .backward import Backward, around_summed_dq
-from .calls import Kind, Portion
+from .backward import Backward
+from .calls import Kind
 from .flash_attn_4 import FlashAttention4, Variant
 from .flash_attn_4_traces import Problem
-from .machines import memory_seconds
 from .replays import SEED, Source, Traced, fitted, kept, programs
 from .samples import BACKWARD_SINGLE_SAMPLES
-from .tiles import KEYS, PARTIAL_ROW, ROW, BackwardTiling, key_steps
+from .summed_dq import PARTIAL, Step, SummedDq
+from .tiles import KEYS, BackwardTiling
 
-#: Queries of a step, and tensor-core clocks of its five products in a CTA of the pair.
-QUERIES, STEP = 128, 5 * 512.0
+#: A CTA pair has 128 keys, a step 128 queries and 512 clocks of the tensor core a product.
+STEP = Step(KEYS, 128, 5 * 512.0, 2)
 #: Bytes that take as long to store to L2 as one that is added to float32 there, by all SMs:
 #: measured on an H200 (`bench.measure.bulk_reductions`), 2,120 bytes a clock added, 2,690 stored.
 #: Nobody has measured it on Blackwell.
@@ -86,7 +73,7 @@ class FlashAttention4FiveProducts(FlashAttention4):
 
         @functools.cache
         def costs(which: str) -> list[TileCosts]:
-            source = _source(variant.kind.causal, which == "partial")
+            source = _source(variant.kind.causal, which == PARTIAL)
             rows = kept(*source, machine, draws)
             paths[which] = Paths.of(rows)
             moved = _bytes_of_work(programs(*source)[-1].program)
@@ -95,70 +82,8 @@ class FlashAttention4FiveProducts(FlashAttention4):
                 for one, drawn in zip(fitted(rows, "single"), values)
             ]
 
-        tiling = BackwardTiling("single", False, False, QUERIES)
-        return FiveProducts(self.name, tiling, values, costs, paths=paths)
-
-
-@dataclass(frozen=True)
-class FiveProducts(Backward):
-    """Its launches. Kernels: "whole", and "partial" where dK and dV are added up, too."""
-
-    def plan(self, case: Case) -> list[Portion]:
-        return [Portion(case, 1, False)]
-
-    def run(self, portion: Portion, room: Room = ALONE) -> dict[str, list[Schedule]]:
-        which, tiles = _which(portion.case), five_product_tiles(portion.case)
-        return {
-            which: [
-                schedule(tiles, costs, values, 2, self.tiling.policy, room)
-                for costs, values in zip(self.costs(which), self.values)
-            ]
-        }
-
-    def paths_of(self, case: Case) -> Paths:
-        return self.paths.get(_which(case), Paths())
-
-    def _beside(self, case: Case, portions: Sequence[Portion], values: Values) -> float:
-        rows, keys = (sum(side) for side in zip(*case.lengths))
-        nbytes = [*around_summed_dq(rows * case.heads)]
-        if _which(case) == "partial":
-            # Zeros, and both converted.
-            nbytes += [keys * case.heads_kv * PARTIAL_ROW * times for times in (1, 1, 1.5, 1.5)]
-        return sum(memory_seconds(n, values) for n in nbytes)
-
-
-def _which(case: Case) -> str:
-    return "whole" if case.heads == case.heads_kv else "partial"
-
-
-@functools.lru_cache(maxsize=64)
-def five_product_tiles(case: Case) -> Tiles:
-    """Its tiles in order: 128 keys each, ascending, one query head after the other."""
-    ratio, added = case.heads // case.heads_kv, _which(case) == "partial"
-
-    @functools.cache
-    def of(block: int, lengths: tuple[int, int]) -> Tile:
-        begin, (seqlen_q, seqlen_k), (left, right) = block * KEYS, lengths, case.bounds
-        rows = min(seqlen_k - begin, KEYS)
-        if rows <= 0:
-            return Tile(0.0)
-        # The mask of the transposed scores is the same one with its sides exchanged.
-        sides = (right, left)
-        steps, _ = key_steps(begin, begin + rows, (seqlen_k, seqlen_q), sides, QUERIES)
-        reads, writes = 2 * ROW * rows, 2 * (PARTIAL_ROW / ratio if added else ROW) * rows
-        return Tile(STEP * steps, own_bytes=reads + writes, reads=reads, writes=writes)
-
-    found = []
-    for batch, lengths in enumerate(case.lengths):
-        # Q and dO, and dQ in float32, read and written.
-        shared = lengths[0] * (2 * ROW + 2 * PARTIAL_ROW)
-        for head in range(case.heads):
-            group = batch * case.heads + head
-            found += [
-                replace(of(block, lengths), group=group, shared_bytes=shared)
-                for block in range(-(-case.seqlen_k // KEYS))
-            ]
-    return Tiles.of(found)
+        tiling = BackwardTiling("single", False, False, STEP.queries)
+        return SummedDq(self.name, tiling, values, costs, paths=paths, step=STEP)
 
 
 def _source(causal: bool, partial: bool) -> Source:

@@ -10,40 +10,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from bench.suite import BACKWARD, Case
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim.timing import (
-    ALONE,
-    Action,
-    Machine,
-    Room,
-    Schedule,
-    StoredProgram,
-    Tile,
-    TileCosts,
-    Tiles,
-    Values,
-    schedule,
-)
+from sm100_sim.timing import Action, Machine, StoredProgram, TileCosts, Values
 
 from . import flash_attn_4_traces as traces
-from .backward import Backward, around_summed_dq
 from .calls import Portion
 from .forward import Kernel
 from .hopper_attention import MOST_GHZ, SM_CLOCKS, WORK_FLOP
-from .machines import gpu_of, memory_seconds, simulating
+from .machines import gpu_of, simulating
 from .replays import SEED, Traced, fitted, kept, programs
-from .tiles import PARTIAL_ROW, ROW, BackwardTiling, ForwardTiling, key_steps
+from .summed_dq import WHOLE, Step, SummedDq, kernel_of
+from .tiles import BackwardTiling, ForwardTiling
 
 #: Keys of a step of its forward; rows of a tile.
 FORWARD_KEYS, FORWARD_ROWS = {256: 80, 128: 128}, 128
-#: Keys of a tile of its backward at head_dim 256, queries of a step, and its work.
-KEYS, QUERIES = 48, 64
-STEP = 5 * 2.0 * KEYS * QUERIES * HEAD_DIM / WORK_FLOP
+#: Of its backward at head_dim 256: five products of 48 keys and 64 queries.
+STEP = Step(48, 64, 5 * 2.0 * 48 * 64 * HEAD_DIM / WORK_FLOP, 1)
 #: Bytes that all SMs add to float32 in L2 while they load as many, by `ADDED`'s row, and the clock
 #: of an SM there.
 ADDED = Path(__file__).parents[1] / "measure" / "bulk_reductions_measured.json"
@@ -78,12 +65,24 @@ def forward(causal: bool, machine: Machine, draws: int = 0, head_dim: int = HEAD
     return Kernel("flash-attn-4", tiling, machine.sampled(draws), fitted(rows, "single"))
 
 
-def backward(causal: bool, machine: Machine, draws: int = 0) -> Backward:
+class _OfWholeHeads(SummedDq):
+    """Its launches where a key/value head has one query head."""
+
+    def plan(self, case: Case) -> list[Portion]:
+        """Raises ValueError for query heads that share keys."""
+        if kernel_of(case) != WHOLE:
+            raise ValueError(
+                f"heads {case.heads_text}: accepted are as many of keys as of queries"
+            )
+        return super().plan(case)
+
+
+def backward(causal: bool, machine: Machine, draws: int = 0) -> SummedDq:
     """Its backward, of as many key/value heads as query heads."""
     # Of its tiles the longest is replayed.
     problems = tuple(
         traces.Problem(
-            QUERIES * steps, QUERIES * steps, (1, 1), HEAD_DIM,
+            STEP.queries * steps, STEP.queries * steps, (1, 1), HEAD_DIM,
             (("causal", causal), ("num_splits", 1)),
         )
         for steps in _SAMPLE_STEPS
@@ -106,57 +105,9 @@ def backward(causal: bool, machine: Machine, draws: int = 0) -> Backward:
             for one, drawn in zip(fitted(rows, "single"), machine.sampled(draws))
         ]
 
-    tiling = BackwardTiling("single", False, False, QUERIES, gpu=gpu_of(machine))
-    return OneKernel(traces.flash_attn_4.PACKAGE, tiling, machine.sampled(draws), costs)
-
-
-@dataclass(frozen=True)
-class OneKernel(Backward):
-    """Its launches: the kernel, "all", and those around it that read and write."""
-
-    def plan(self, case: Case) -> list[Portion]:
-        return [Portion(case, 1, False)]
-
-    def run(self, portion: Portion, room: Room = ALONE) -> dict[str, list[Schedule]]:
-        tiles = tiles_of(portion.case)
-        return {
-            "all": [
-                schedule(tiles, costs, values, 1, self.tiling.policy, room)
-                for costs, values in zip(self.costs("all"), self.values)
-            ]
-        }
-
-    def _beside(self, case: Case, portions: Sequence[Portion], values: Values) -> float:
-        rows = sum(length for length, _ in case.lengths) * case.heads
-        return sum(memory_seconds(n, values) for n in around_summed_dq(rows))
-
-
-@functools.lru_cache(maxsize=64)
-def tiles_of(case: Case) -> Tiles:
-    """The backward's tiles in order: 48 keys each, ascending, one query head after the other.
-
-    Raises ValueError for query heads that share keys.
-    """
-    if case.heads != case.heads_kv:
-        raise ValueError(f"heads {case.heads_text}: accepted are as many of keys as of queries")
-    found = []
-    for batch, (seqlen_q, seqlen_k) in enumerate(case.lengths):
-        # Q and dO, and dQ in float32, read and written.
-        shared = seqlen_q * (2 * ROW + 2 * PARTIAL_ROW)
-        left, right = case.bounds
-        for head in range(case.heads):
-            for begin in range(0, seqlen_k, KEYS):
-                rows = min(seqlen_k - begin, KEYS)
-                # The mask of the transposed scores is the same one with its sides exchanged.
-                steps, _ = key_steps(
-                    begin, begin + rows, (seqlen_k, seqlen_q), (right, left), QUERIES
-                )
-                own = 2 * ROW * rows
-                found.append(Tile(
-                    STEP * steps, own_bytes=2 * own, reads=own, writes=own,
-                    group=batch * case.heads + head, shared_bytes=shared,
-                ))  # fmt: skip
-    return Tiles.of(found)
+    tiling = BackwardTiling("single", False, False, STEP.queries, gpu=gpu_of(machine))
+    name, values = traces.flash_attn_4.PACKAGE, machine.sampled(draws)
+    return _OfWholeHeads(name, tiling, values, costs, step=STEP)
 
 
 def added_terabytes() -> float:

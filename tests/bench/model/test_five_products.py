@@ -11,9 +11,10 @@ from bench.measure import providers as measured
 from bench.model import flash_attn_4_five as five
 from bench.model.calls import Kind
 from bench.model.flash_attn_4 import FlashAttention4Divided
-from bench.model.flash_attn_4_five import FlashAttention4FiveProducts, five_product_tiles
+from bench.model.flash_attn_4_five import FlashAttention4FiveProducts
 from bench.model.predictor import PROVIDERS
 from bench.model.replays import Replayed, programs
+from bench.model.summed_dq import SummedDq, tiles_of
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
 from sm100_sim.timing import Action, TileCosts, load
@@ -25,21 +26,21 @@ _VARIABLE = "FLASH_ATTENTION_HD256_GENERIC_BWD"
 
 
 def test_tiles_are_five_products():
-    tiles = five_product_tiles(FULL)
+    tiles = tiles_of(FULL, five.STEP)
     assert len(tiles) == 2 * 8 * 8 and tiles.work.sum() * 2 * 8192 == FULL.flop(BACKWARD)
-    triangle = five_product_tiles(CAUSAL).work[:8] / five.STEP
+    triangle = tiles_of(CAUSAL, five.STEP).work[:8] / five.STEP.work
     assert triangle.tolist() == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 def test_queries_that_no_key_of_a_tile_sees_are_left_out():
     """Bottom-right alignment: 256 queries are the last of 1024 rows."""
     case = Case("chunk", ((256, 1024),), 1, 1, True)
-    steps = five_product_tiles(case).work / five.STEP
+    steps = tiles_of(case, five.STEP).work / five.STEP.work
     assert steps.tolist() == 7 * [2] + [1]
 
 
 def test_a_head_s_sums_lie_beside_its_rows():
-    tiles = five_product_tiles(GROUPED)
+    tiles = tiles_of(GROUPED, five.STEP)
     assert set(tiles.group) == set(range(8)) and set(tiles.shared_bytes) == {1024 * (1024 + 2048)}
     # K and V read by each query head; dK and dV in float32, once for the group.
     assert tiles.writes.sum() == 2 * 1024 * 1024 * 2 and tiles.reads.sum() == 8 * 1024 * 1024
@@ -67,8 +68,8 @@ def test_what_l2_delivers_bounds_a_tile(monkeypatch, terabytes, bound):
 
 def test_kernels_around_are_counted():
     costs = [TileCosts(0.0, 0.0, 1.0)]
-    found = five.FiveProducts("five", five.BackwardTiling("single", False, False, five.QUERIES),
-                              [MACHINE.values()], lambda which: costs)  # fmt: skip
+    tiling = five.BackwardTiling("single", False, False, five.STEP.queries)
+    found = SummedDq("five", tiling, [MACHINE.values()], lambda which: costs, step=five.STEP)
     alone, grouped = (found._beside(case, found.plan(case), MACHINE.values())
                       for case in (dataclasses.replace(GROUPED, heads_kv=8), GROUPED))  # fmt: skip
     launch = MACHINE.values().launch_us * 1e-6
@@ -123,7 +124,7 @@ def test_the_kernel_adds_what_is_charged(partial):
         steps, left = seqlen / 128, action[action[:, 0] == Action.TMA_STORE, 1].sum()
         results = 2 * 128 * 256 * (4 if partial else 2)
         assert left == steps * 128 * 256 * 4 + results
-        assert one.program.work == steps * five.STEP and one.program.unmatched == 0
+        assert one.program.work == steps * five.STEP.work and one.program.unmatched == 0
 
 
 def test_divided_keys_are_a_provider_where_its_rule_divides():

@@ -9,11 +9,12 @@ import pytest
 
 from bench.model import flash_attn_4_hopper as theirs
 from bench.model import hopper_attention as model
+from bench.model.summed_dq import tiles_of
 from bench.suite import BACKWARD, Case
 from sm100_sim.timing import Action, TileCosts
 
 MACHINE = model.hopper()
-STEP_BYTES = theirs.QUERIES * 256 * 4
+STEP_BYTES = theirs.STEP.queries * 256 * 4
 
 
 def case(seqlen, causal=False, heads=(16, 16)):
@@ -21,7 +22,7 @@ def case(seqlen, causal=False, heads=(16, 16)):
 
 
 def works(problem):
-    return theirs.tiles_of(problem).work.tolist()
+    return tiles_of(problem, theirs.STEP).work.tolist()
 
 
 def test_tiles_of_full_attention_do_its_flop():
@@ -34,12 +35,12 @@ def test_causal_tiles_begin_at_their_keys():
     """Of 192 keys in tiles of 48 and as many queries in steps of 64: all three steps, then those
     from the keys' own row on."""
     found = works(Case("test", ((192, 192),), 1, 1, True))
-    assert found == [theirs.STEP * steps for steps in (3, 3, 2, 1)]
+    assert found == [theirs.STEP.work * steps for steps in (3, 3, 2, 1)]
 
 
 def test_heads_in_groups_are_refused():
     with pytest.raises(ValueError, match="heads 16/2: accepted are as many of keys as of queries"):
-        theirs.tiles_of(case(768, heads=(16, 2)))
+        theirs.backward(False, MACHINE).plan(case(768, heads=(16, 2)))
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def planted(monkeypatch):
         action[:, 0] = Action.TMA_STORE
         action[:, 1] = [STEP_BYTES // 2] * (2 * steps) + [48 << 10]
         program = SimpleNamespace(action=action)
-        work = theirs.STEP * steps * model.SM_CLOCKS
+        work = theirs.STEP.work * steps * model.SM_CLOCKS
         return SimpleNamespace(program=SimpleNamespace(program=program, work=work))
 
     def plant(rate):
@@ -68,7 +69,7 @@ def test_sums_of_dq_take_the_time_that_l2_takes_to_add_them(planted):
     and the SMs' clock is the highest."""
     few, fewer = planted(0.5), planted(2.0)
     assert few == fewer
-    steps = len(works(case(4096))) * 4096 / theirs.QUERIES
+    steps = len(works(case(4096))) * 4096 / theirs.STEP.queries
     adding = steps * STEP_BYTES / (theirs.added_terabytes() * 1e12)
     around = 4 * 16 * 4096 * (1024 + 12 + 1024 + 1536) / (MACHINE.values().hbm_terabytes * 1e12)
     assert few.seconds == pytest.approx(adding + around, rel=0.02)

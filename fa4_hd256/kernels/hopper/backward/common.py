@@ -21,7 +21,7 @@ from fa4_hd256.kernels.hopper.instructions import (
     transpose_quad,
 )
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import SharedMemory, load_tile, prefetch_tile
+from fa4_hd256.kernels.operands import SharedMemory, TmaTensor, load_tile, prefetch_tile
 from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
@@ -182,10 +182,9 @@ class HopperBackward(BackwardEntry, SchedulerRole):
                 work, position = which
                 following = self.next_position(position)
                 for copy in asked:
-                    source = context.tensors.loads[list(self.boxes).index(copy.box)]
                     place = self.places(context, copy.box, work, following)
-                    buffer = context.smem[copy.memory][None, None, 0]
-                    prefetch_tile(source, self._loaded_part(context, copy, buffer), place)
+                    own = self._loaded_part(context, copy, context.smem[copy.memory][None, None, 0])
+                    prefetch_tile(self._source(context, copy), own, place)
 
     def copy(self, context: Any, copy: Copy, which: tuple, target: tuple) -> None:
         """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
@@ -200,10 +199,14 @@ class HopperBackward(BackwardEntry, SchedulerRole):
     def load_box(self, context: Any, copy: Copy, place: tuple, target: tuple) -> None:
         """One TMA load, of half of the columns for both CTAs where they share it.  place: see
         `tma_tile`.  target: (barrier, tensor of SMEM)."""
-        index, (barrier, smem) = list(self.boxes).index(copy.box), target
+        barrier, smem = target
         mask = Int16(BOTH_CTAS) if copy.is_shared else None
         own = self._loaded_part(context, copy, smem)
-        load_tile(context.tensors.loads[index], own, place, barrier, 0, 1, mask)
+        load_tile(self._source(context, copy), own, place, barrier, 0, 1, mask)
+
+    def _source(self, context: Any, copy: Copy) -> TmaTensor:
+        """What a copy of one of `boxes` is of."""
+        return context.tensors.loads[list(self.boxes).index(copy.box)]
 
     def _loaded_part(self, context: Any, copy: Copy, buffer: cute.Tensor) -> cute.Tensor:
         """What this CTA's TMA load fills of a buffer, half of the columns where they share it, as
