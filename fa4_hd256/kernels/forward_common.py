@@ -330,7 +330,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         if self.is_paged:
             load_pages(source, smem, place, target, multicast)
         else:
-            load_tile(source, smem, place, *target, 1, multicast)
+            load_tile(source, smem, place, *target, multicast=multicast)
 
     def sink_log2(self, context: Any, work: Any, head: Int32) -> Any:
         """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only

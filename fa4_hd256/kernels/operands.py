@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
+from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -22,6 +23,9 @@ __all__ = ["BLOCK_COLUMNS", "ROW_BYTES", "SharedMemory", "TmaTensor", "load_box"
 BLOCK_COLUMNS = 64
 ROW_BYTES = 128  # of a block: 64 16-bit elements
 ATOM_ROWS = 8
+#: What createpolicy.fractional.L2::evict_last gives for all of an access (PTX ISA 9.7.9.18), as
+#: ptxas makes it.
+EVICT_LAST = 0x14F0000000000000
 
 
 class TmaTensor(NamedTuple):
@@ -68,25 +72,28 @@ class SharedMemory:
 
 def load_tile(
     source: TmaTensor, smem: cute.Tensor, place: tuple, barrier: cute.Pointer, stage: Any,
-    packed: int = 1, multicast: Any = None,
+    packed: int = 1, **options: Any,
 ) -> None:
-    """One TMA load into `smem[.., .., stage]`, of the tile at `place` (see `tma_tile`).
-
-    multicast: a bit for each CTA of the cluster that gets it, at the same address and on the same
-    barrier of its own, for an operation that can; None for this CTA alone.
-    """
+    """One TMA load into `smem[.., .., stage]`, of the tile at `place` (see `tma_tile`).  options:
+    of `load_box`."""
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
     tile = tma_tile(source.tensor, shape, place, packed, least=1)
-    load_box(source, smem, tile, barrier, stage, multicast)
+    load_box(source, smem, tile, barrier, stage, **options)
 
 
 def load_box(
     source: TmaTensor, smem: cute.Tensor, tile: cute.Tensor, barrier: cute.Pointer, stage: Any,
-    multicast: Any = None,
+    multicast: Any = None, is_kept: bool = False,
 ) -> None:
-    """As `load_tile`, of a tile's coordinates."""
+    """As `load_tile`, of a tile's coordinates.
+
+    multicast: a bit for each CTA of the cluster that gets it, at the same address and on the same
+    barrier of its own, for an operation that can; None for this CTA alone.  is_kept: as in `Copy`.
+    """
     to_smem, from_global = _partition(source, smem, tile)
     options = {} if multicast is None else {"mcast_mask": multicast}
+    if is_kept:
+        options["cache_policy"] = Int64(EVICT_LAST)
     cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier, **options)
 
 

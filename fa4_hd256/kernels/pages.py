@@ -119,4 +119,4 @@ def load_pages(
         page, end, start = tile.box(first_row + row)
         rows = cute.local_tile(smem, (box, columns, cute.size(smem, mode=[2])), (row // box, 0, 0))
         wanted = clipped_box(source.tensor, (box, columns), (start, column_block, end, head, page))
-        load_box(source, rows, wanted, barrier, stage, multicast)
+        load_box(source, rows, wanted, barrier, stage, multicast=multicast)

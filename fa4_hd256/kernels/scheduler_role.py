@@ -6,6 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean
 
 __all__ = ["SchedulerRole"]
 
@@ -26,3 +27,9 @@ class SchedulerRole:
                 scheduler.prefetch_next_work()
                 work = scheduler.advance_to_next_work()
             scheduler.producer_tail()
+
+    @cute.jit
+    def want_next_tile_if(self, scheduler: Any, is_time: Boolean):
+        """Let the scheduler warp ask for the next tile, once in a tile."""
+        if is_time:
+            scheduler.want_next_work()

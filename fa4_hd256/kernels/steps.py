@@ -137,13 +137,15 @@ class Copy:
 
     content: what it brings, in the words of the timeline.  box: the kernel's TMA tensor.  memory:
     the kernel's view of shared memory that it goes to.  is_shared: it goes to both CTAs, each of
-    which copies a part.
+    which copies a part.  is_kept: L2 gives it up after what else it has (evict_last, PTX ISA
+    9.7.9.2).
     """
 
     content: str
     box: str
     memory: str
     is_shared: bool = False
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import Sequences
-from fa4_hd256.kernels.steps import Copy, Load
+from fa4_hd256.kernels.steps import CLAIM_STEPS, Copy, Load
 from schedulers import scheduler_class
 
 from .config import CTAS, GradientConfig
@@ -126,19 +126,20 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         first, later = (self.steps.loads_of("load", is_first) for is_first in (True, False))
         # Where what is loaded once a tile comes before all else, its steps are alike behind that.
         alike = first[-len(later) :] == later
-        begin = first[: -len(later)] if alike else first
+        begin, rest = (first[: -len(later)], 0) if alike else (first, 1)
         states = self.edges.waiter_states(*(ring.freed for ring in self.steps.filled_rings))
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            scheduler.want_next_work()
             own_context = context.of_tile(work)
             num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS + rest)
             if num_steps > 0:
                 position = self.first_position(own_context, work)
                 states = self._fill_all(own_context, begin, (work, position), states)
                 self._ask_ahead(own_context, begin, (work, position), num_steps > 1)
-                for step in cutlass.range(int(not alike), num_steps, unroll=1):
+                for step in cutlass.range(rest, num_steps, unroll=1):
+                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     if cutlass.const_expr(not alike):
                         position = self.next_position(position)
                     states = self._fill_all(own_context, later, (work, position), states)
@@ -202,7 +203,8 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         barrier, smem = target
         mask = Int16(BOTH_CTAS) if copy.is_shared else None
         own = self._loaded_part(context, copy, smem)
-        load_tile(self._source(context, copy), own, place, barrier, 0, 1, mask)
+        options = {"multicast": mask, "is_kept": copy.is_kept}
+        load_tile(self._source(context, copy), own, place, barrier, 0, **options)
 
     def _source(self, context: Any, copy: Copy) -> TmaTensor:
         """What a copy of one of `boxes` is of."""

@@ -277,8 +277,12 @@ class DvKernel(KeyRows, ScoreGradient):
                 ds[i] = weights[i] * (dp[4 * run + i] + own[i % 2])
             rounded = cute.make_rmem_tensor((2, 2), self.dtype)
             pack(ds, rounded)
-            layout = cute.make_layout((2, 2), stride=(1, 8 * RUN))
-            cute.autovec_copy(rounded, cute.make_tensor(place + run * RUN_STRIDE, layout))
+            words = cute.recast_tensor(rounded, Uint32)
+            for row in cutlass.range_constexpr(2):
+                # L2 gives it up first (st.cs, PTX ISA 9.7.9.1): all of dS is more than L2 holds,
+                # and Q and dO are read again.
+                target = cute.recast_ptr(place + (run * RUN_STRIDE + 8 * RUN * row), dtype=Uint32)
+                cute.arch.store(target, words[0, row], cop="cs")
 
     @traced("drain dV")
     @cute.jit

@@ -7,9 +7,8 @@ registers is no operand here; `touch` says when its registers are used.
 
 from __future__ import annotations
 
-import math
-
 from fa4_hd256.kernels.steps import (
+    CLAIM_STEPS,
     Act,
     Action,
     Copy,
@@ -41,11 +40,11 @@ def _ring(name: str, *regions: str) -> Ring:
 
 
 def _table(rings: tuple[Ring, ...], loads: tuple[Act, ...], acts: tuple[Act, ...]) -> StepTable:
-    """loads: of the load warp, which asks for the next tile at once.  acts: of a warpgroup."""
+    """loads: of the load warp.  acts: of a warpgroup."""
     return StepTable(
         rings,
         roles=(
-            Role("load", loads, claims=math.inf),
+            Role("load", loads, claims=CLAIM_STEPS),
             Role("gradient", acts, parts=WARPGROUPS),
         ),
         meets=True,
@@ -114,7 +113,7 @@ def products_steps() -> StepTable:
     )
     first = wait("ds_loaded"), *begin
     end = arrive("rows_free"), arrive("ds_free")
-    rows = Load("rows", (Copy("X", "rows", "rows", is_shared=True),), pieces=PIECES)
+    rows = Load("rows", (Copy("X", "rows", "rows", is_shared=True, is_kept=True),), pieces=PIECES)
     return _table(
         (_ring("ds"), _ring("rows")),
         (_here(When.EACH, fill(Load.one("dS", "ds", "ds", "ds")), fill(rows)),),

@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.steps import CLAIM_STEPS, Load
@@ -44,12 +44,6 @@ class E4m3Producer:
         for _ in range(self.config.kv_stages):
             context.barriers["kv_free"].wait(state)
             state.advance()
-
-    @cute.jit
-    def want_next_tile_if(self, scheduler: Any, is_time: Boolean):
-        """Let the scheduler warp ask for the next tile, once in a tile."""
-        if is_time:
-            scheduler.want_next_work()
 
     @traced("load")
     @cute.jit

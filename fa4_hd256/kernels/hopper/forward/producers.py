@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int16, Int32
+from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from fa4_hd256.kernels.edges import RingState
@@ -63,12 +63,6 @@ class ForwardProducer:
         for _ in range(self.config.v_stages):
             context.barriers["v_free"].wait(v_free)
             v_free.advance()
-
-    @cute.jit
-    def want_next_tile_if(self, scheduler: Any, is_time: Boolean):
-        """Let the scheduler warp ask for the next tile, once in a tile."""
-        if is_time:
-            scheduler.want_next_work()
 
     def _load_q(self, context: Any, work: Any, q_free: Any) -> None:
         """The rows of each warpgroup, once its last product with those before is done."""
