@@ -3,12 +3,13 @@
 Ours with `block_mask=` beside what training takes without it: SDPA with a dense mask, and
 FlexAttention; ours under the causal mask alone says how fast it may get, and ours with the mask_mod
 evaluated in the kernels what bits spare. Measured on a CUDA GPU; without one the timing model has
-our forward on Blackwell, and what making the mask takes.
+ours on Blackwell, with `block_mask=`, and what making the mask takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -29,14 +30,15 @@ from bench.measure.providers import Provider, attempt
 from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
-from bench.model import masked
+from bench.model import masked, masked_backward
 from bench.model.predictor import Predictor, add_model_options, printing_predictor
-from bench.suite import BACKWARD, DIRECTIONS, FORWARD
+from bench.suite import BACKWARD, DIRECTIONS
 from bench.tables.comparison import BOUND, FUNCTION, OURS
 from bench.tables.origin import modelled_machine
-from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
+from bench.tables.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from sm100_sim.timing import Call
 
 #: Of all rounds of a row: SDPA takes tens of times as long as ours.
 SECONDS = 3.0
@@ -72,57 +74,76 @@ NOTES = (
 )  # fmt: skip
 
 MODELLED_COLUMNS = (
-    Column("shape"), Column("heads"), Column("mask"),
+    Column("direction"), Column("shape"), Column("heads"), Column("mask"),
     Column("visible", format=".1%", title="pairs seen"),
-    Column("listed", format=".1%", title="steps listed"),
+    Column("listed", format=".1%", title="listed"),
     Column("partial", format=".1%", title="of them with bits"),
     Column("ours_ms", "ms", ".3f", OURS), Column("range", title="ours, range"),
     Column("causal_ms", "ms", ".3f", BOUND), Column(OURS, "TFLOPS", ".0f", OURS),
-    Column("mask_us", "us", ".0f", "making the mask"),
-    Column("gradients_us", "us", ".0f", "the same with gradients"), *PATH_COLUMNS,
+    Column("mask_us", "us", ".0f", "making the mask"), *PATH_COLUMNS,
 )  # fmt: skip
 MODELLED_NOTES = (
-    "Forward, bf16, bits made before. Steps: of 256 queries and 128 keys, all that there are 100%.",
+    "bf16, bits made before. Listed: of the forward's steps of 256 queries and 128 keys; of the "
+    "backward's blocks of 256 x 256, two steps of dV each. With bits: of the steps of the forward, "
+    "or of dV, those of which either half of a tile's rows or keys has bits.",
     f"Making the mask: {masked.OPERATION_US} us of the host for each operation of PyTorch, as an "
     "H200's five forward rows have on average, or HBM's time for what they read and write, where "
-    "that is longer; once for all layers, and in no other column.",
-    path_note("the block-mask kernel's replays"),
+    "that is longer; with those of the backward in rows of it; once for all layers, and in no "
+    "other column.",
+    path_note("the replays of the kernels that read lists"),
 )
 
 
-def modelled(cases: Sequence[MaskedCase], predictor: Predictor) -> Table:
-    """Every case's forward on Blackwell. Raises ValueError for a Hopper machine."""
-    machine = predictor.machine
+def modelled(jobs: Sequence[tuple[MaskedCase, str]], predictor: Predictor) -> Table:
+    """Every (case, direction) on Blackwell. Raises ValueError for a Hopper machine."""
+    machine, values = predictor.machine, predictor.machine.values()
     if machine.architecture == "sm_90a":
         raise ValueError(
             f"{machine.name} is of {machine.architecture}; accepted: a machine of Blackwell, since "
-            "its block-mask kernel alone is replayed"
+            "its block-mask kernels alone are replayed"
         )
-    schedulers = {masked.uses_clc(case) for case in cases}
-    kernels = {clc: masked.forward(machine, predictor.draws, clc) for clc in schedulers}
-    rows = []
-    for case in cases:
-        kernel = kernels[masked.uses_clc(case)]
-        calls = zip(masked.calls(case, kernel), kernel.values, strict=True)
-        seconds = [call.seconds(values) for call, values in calls]
-        plain = predictor.predict(OURS, case.plain, FORWARD)
-        making, with_gradients = (masked.making(case, both) for both in (False, True))
-        listed, partial = masked.shares(case)
+    rows, calls_of = [], _Modelled(predictor)
+    for case, direction in jobs:
+        calls, (listed, partial), paths = calls_of(case, direction)
+        sampled = zip(calls, machine.sampled(predictor.draws), strict=True)
+        seconds = [call.seconds(drawn) for call, drawn in sampled]
+        plain = predictor.predict(OURS, case.plain, direction)
         rows.append({
-            "shape": case.shape, "heads": case.heads_text, "mask": case.mask,
+            "direction": direction, "shape": case.shape, "heads": case.heads_text,
+            "mask": case.mask,
             "visible": case.pairs / (case.batch * case.seqlen_q * case.seqlen_k),
             "listed": listed, "partial": partial, "ours_ms": seconds[0] * 1e3,
             "range": f"{min(seconds) * 1e3:.3f}..{max(seconds) * 1e3:.3f}",
             "causal_ms": float(plain.seconds[0]) * 1e3,
-            OURS: case.flop(FORWARD) / seconds[0] / 1e12,
-            "mask_us": making.seconds(kernel.values[0]) * 1e6,
-            "gradients_us": with_gradients.seconds(kernel.values[0]) * 1e6,
-            **path_figures(kernel.paths),
+            OURS: case.flop(direction) / seconds[0] / 1e12,
+            "mask_us": masked.making(case, direction == BACKWARD).seconds(values) * 1e6,
+            **path_figures(paths),
             BASIS: "modelled", MACHINE: modelled_machine(machine),
         })  # fmt: skip
-    plot = Plot(("shape", "heads", "mask"), ("ours_ms", "causal_ms"))
-    title = "Attention under masks at head_dim 256, forward"
+    plot = Plot(("shape", "heads", "mask"), ("ours_ms", "causal_ms"), panel="direction")
+    title = "Attention under masks at head_dim 256"
     return Table("masks", title, MODELLED_COLUMNS, rows, MODELLED_NOTES, plot)
+
+
+class _Modelled:
+    """Calls of cases on the timing model, each kernel replayed where a case first needs it."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        which = predictor.machine, predictor.draws
+        self._forward = functools.cache(lambda clc: masked.forward(*which, clc))
+        self._backward = functools.cache(lambda clc: masked_backward.backward(*which, clc))
+
+    def __call__(
+        self, case: MaskedCase, direction: str
+    ) -> tuple[list[Call], tuple[float, float], Paths]:
+        """(a call for each of the drawn machines, shares that are listed and that have bits, of the
+        replays)."""
+        if direction == BACKWARD:
+            backward = self._backward(masked_backward.uses_clc(case))
+            calls, shares = backward.calls(case), masked_backward.shares(case)
+            return calls, shares, backward.paths_of(case)
+        kernel = self._forward(masked.uses_clc(case))
+        return masked.calls(case, kernel), masked.shares(case), kernel.paths
 
 
 def measure(
@@ -219,16 +240,12 @@ def main(arguments: argparse.Namespace) -> int:
     limit = TimeLimit(arguments.within)
     cases, providers = chosen(arguments.only, arguments.provider)
     sampling = Sampling(arguments.warmup, arguments.runs, arguments.seconds)
-    if arguments.modelled or not torch.cuda.is_available():
-        if arguments.direction == BACKWARD:
-            raise ValueError(
-                "--direction backward has no modelled figures; accepted: forward, or a CUDA device"
-            )
-        predictor = printing_predictor(arguments.machine, arguments.draws)
-        emit(modelled(cases, predictor), arguments)
-        return 0
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
     jobs = [(case, direction) for direction in directions for case in cases]
+    if arguments.modelled or not torch.cuda.is_available():
+        predictor = printing_predictor(arguments.machine, arguments.draws)
+        emit(modelled(jobs, predictor), arguments)
+        return 0
     table = measure(limit.begun(jobs), providers, CudaTimer(), sampling)
     emit(limit.noted(table), arguments)
     failed = (row["details"].get(OURS, {}).get("failed") for row in table.rows)

@@ -87,12 +87,16 @@ class Backward(GradientCalls):
         how = self.tiling
         return {
             kernel: [
-                schedule(_tiles(kernel, portion, how), costs, values, 2, how.policy, room,
+                schedule(self.tiles(kernel, portion), costs, values, 2, how.policy, room,
                          how.prefetches, how.claims)
                 for costs, values in zip(self.costs(which), self.values)
             ]
             for kernel, which in _names(portion).items()
         }  # fmt: skip
+
+    def tiles(self, kernel: str, portion: Portion) -> Tiles:
+        """Of a kernel of a portion, in order."""
+        return _tiles(kernel, portion, self.tiling)
 
     def paths_of(self, case: Case) -> Paths:
         """Of the replays behind a case's prediction, which has been made."""

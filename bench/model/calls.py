@@ -133,14 +133,15 @@ def backward_portions(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
     """
     division = portions.divide(backward_problem(case, architecture_on(gpu)), ds_bytes, gpu)
     whole = division.problem
-    counts = Counter(_case(case, part) for part in division.portions)
+    counts = Counter(case_of(case, part) for part in division.portions)
     return [
         Portion(one, whole.head_parts, whole.keeps_ds, count, whole.adds)
         for one, count in counts.items()
     ]
 
 
-def _case(case: Case, portion: portions.Portion) -> Case:
+def case_of(case: Case, portion: portions.Portion) -> Case:
+    """A portion of a case's backward as a case of its own."""
     heads_kv = len(portion.heads_kv)
     heads = heads_kv * case.heads // case.heads_kv
     if case.packed:

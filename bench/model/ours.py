@@ -340,7 +340,7 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
     if variant.kernel == FORWARD:
         problem = divided(problem, variant.num_splits(sample), ONE_PAIR)
         return forward_call(variant, problem, tensors, tuple(ragged[n] for n in problem.ragged))
-    return _backward_call(variant, problem, tensors, tuple(ragged.values()))
+    return backward_call(variant, problem, tensors, tuple(ragged.values()))
 
 
 def forward_call(
@@ -356,9 +356,11 @@ def forward_call(
     return compiled, call_arguments(given, problem, ONE_PAIR, 0)
 
 
-def _backward_call(
+def backward_call(
     variant: Variant, forward: Problem, tensors: Any, ragged: tuple
 ) -> tuple[Any, tuple]:
+    """(compiled kernel, arguments of a call on one CTA pair). forward: the call whose gradients
+    they are; tensors: q, k, v, dout; ragged: those of that call, in its order."""
     (q, k, *_), which = tensors, variant.kernel
     name, head_parts = which.removesuffix(" partial"), 2 if which.endswith(" partial") else 1
     keeps = name in ("dv", "products")

@@ -57,14 +57,17 @@ class Order:
     later_first: bool | None = None
     short_last: float = 0.0
 
-    def section(self, case: Case, gpu: Gpu, heads: int, pairs: int, nbytes: float) -> int:
+    def section(
+        self, case: Case, gpu: Gpu, heads: int, pairs: int, nbytes: float, least: int = 1
+    ) -> int:
         """Pairs of head and batch, of so many, that take turns. heads: of a KV head; nbytes: of
-        what the tiles of a KV head share."""
+        what the tiles of a KV head share; least: no fewer pairs."""
         l2 = min(self.l2_share * gpu.l2_bytes_for_tiles, 1 << 62)
         return section_heads_for(
             num_heads_per_kv=heads, num_pairs=pairs, kv_bytes_per_head=int(nbytes),
             l2_bytes=int(l2),
             unequal_lengths=self.equal_too or case.packed or case.bounds != (None, None),
+            least=least,
         )  # fmt: skip
 
     def behind(self, places: list[Place], order: TileOrder) -> list[Place]:
@@ -405,13 +408,14 @@ def tiles_of_keys(
 
 
 def section_of(
-    case: Case, tiling: BackwardTiling, grid: tuple[int, int, int], group: int, nbytes: float
-) -> int | None:
+    case: Case, tiling: BackwardTiling, grid: tuple[int, int, int], group: int, nbytes: float,
+    least: int = 1,
+) -> int | None:  # fmt: skip
     """Pairs of head and batch that take turns, None where none do. grid: (blocks, heads, batch);
-    nbytes: of what the tiles of a pair share."""
+    nbytes: of what the tiles of a pair share; least: no fewer pairs."""
     if not tiling.sections:
         return None
-    return tiling.order.section(case, tiling.gpu, group, grid[1] * grid[2], nbytes)
+    return tiling.order.section(case, tiling.gpu, group, grid[1] * grid[2], nbytes, least)
 
 
 def _blocks_of(case: Case, side: int, rows: int) -> PackedBlocks | None:
