@@ -25,9 +25,7 @@ import torch
 
 from bench.measure.masks import MaskedCase
 from bench.suite import BACKWARD, Case
-from bench.tables.comparison import OURS
 from bench.tables.paths import Paths
-from fa4_hd256 import BackwardConfig
 from fa4_hd256.call import portions
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
@@ -44,9 +42,9 @@ from sm100_sim.timing import Machine, Tile, TileCosts, Tiles
 
 from .backward import Backward
 from .calls import Kind, Portion, backward_problem, case_of, defaults_to_clc
-from .machines import compiling_ours, gpu_of
+from .machines import compiling_ours
 from .masked import HALVES, ROW_BYTES, MaskSample
-from .ours import Variant, backward_call
+from .ours import Ours, Variant, backward_call
 from .replays import SEED, Replayed, Traced, digest, fitted, kept
 from .stored_tiles import DS, DV, PRODUCT, ROWS, STEP, product_order
 from .tiles import PARTIAL_ROW, ROW, BackwardTiling, Order, indices, section_of
@@ -267,7 +265,9 @@ def _least_section(case: Case, gpu: Gpu) -> int:
 
 def backward(machine: Machine, draws: int, use_clc: bool) -> MaskedBackward:
     """The backward under block masks with costs fitted to its kernels' replays."""
-    variant, paths = Variant(Kind(causal=False), use_clc), {}
+    variant = Variant(Kind(causal=False), use_clc, kernel=BACKWARD)
+    # Which shares tiles out in the same way.
+    like, paths = Ours().backward(variant, machine, draws), {}
 
     @functools.cache
     def costs(which: str) -> list[TileCosts]:
@@ -275,12 +275,8 @@ def backward(machine: Machine, draws: int, use_clc: bool) -> MaskedBackward:
         paths[which] = Paths.of(rows)
         return fitted(rows, variant.policy)
 
-    tiling = BackwardTiling(
-        variant.policy, True, True, ROWS, claims=variant.claims, gpu=gpu_of(machine),
-        order=Order(equal_too=True),
-    )  # fmt: skip
-    ds_bytes = BackwardConfig().ds_bytes
-    return MaskedBackward(OURS, tiling, machine.sampled(draws), costs, ds_bytes, paths)
+    tiling = replace(like.tiling, order=Order(equal_too=True))
+    return MaskedBackward(like.name, tiling, like.values, costs, like.ds_bytes, paths)
 
 
 def uses_clc(case: MaskedCase) -> bool:

@@ -13,11 +13,11 @@ from bench.model import masked_backward, stored_tiles
 from bench.model.machines import B200
 from bench.model.masked import MaskSample
 from bench.model.masked_backward import ListedPortion, dv_tiles, gradient_problem, product_tiles
-from bench.model.ours import Kind, Variant
+from bench.model.ours import Kind, Ours, Variant
 from bench.model.replays import fitted
 from bench.model.stored_tiles import DS, DV, PRODUCT
 from bench.model.tiles import PARTIAL_ROW, ROW, BackwardTiling, Order
-from bench.suite import Case
+from bench.suite import BACKWARD, Case
 from fa4_hd256 import masks
 from fa4_hd256.call import tile_mask
 from fa4_hd256.call.backward_problem import BackwardCall
@@ -154,6 +154,17 @@ def test_long_tiles_of_many_heads_begin_first():
     assert [tile.work == longest for tile in tiles[: section + 1]] == [True] * section + [False]
     groups = [tile.group for tile in tiles[:section]]
     assert len(set(groups)) == section
+
+
+def test_tiles_are_shared_out_as_without_a_mask():
+    found, plain = (
+        make(load("b200"), 0).tiling for make in (
+            lambda *machine: masked_backward.backward(*machine, use_clc=True),
+            lambda *machine: Ours().backward(variant(BACKWARD), *machine),
+        )
+    )  # fmt: skip
+    assert found == replace(plain, order=Order(equal_too=True))
+    assert found.claims != variant("forward").claims
 
 
 def test_rows_that_some_tile_lists_come_from_memory():
