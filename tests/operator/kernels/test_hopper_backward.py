@@ -24,6 +24,7 @@ from fa4_hd256.kernels.hopper.backward.config import (
     ProductsPlan,
     SinglePlan,
 )
+from fa4_hd256.kernels.operands import EVICT_LAST
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -87,6 +88,25 @@ def test_products_stay_in_flight_and_hide_the_arithmetic(name):
         code = letters(function_of(kind, name)[1].instructions, LETTERS)
         (exponentials,) = SINGLE_STEP.findall(code)
         assert exponentials.count("x") == 32, kind
+
+
+def hints(ptx: str) -> set[int]:
+    """Cache hints of the TMA loads of boxes, each of which has one; 0 says nothing."""
+    loads = re.findall(r"cp\.async\.bulk\.tensor[^;]*;", ptx)
+    registers = {re.search(r"L2::cache_hint.*, (%rd\d+);", load)[1] for load in loads}
+    return {int(re.search(rf"mov\.b64\s+{name}, (\d+);", ptx)[1]) for name in registers}
+
+
+def test_what_l2_gives_up_first_and_last():
+    """First dS as it is stored, and it alone; last Q and K of the products, and no dS of theirs."""
+    dv, products = (function_of(kind, "causal")[0].ptx for kind in ("dv", "products"))
+    stores = set(re.findall(r"st\.global[.\w]*", dv))
+    of_ds = [name for name in stores if ".b32" in name and ".v" not in name]
+    assert of_ds == ["st.global.cs.b32"] == [name for name in stores if ".cs" in name]
+    assert "st.global.cs" not in products
+    assert (hints(dv), hints(products)) == ({0}, {EVICT_LAST})
+    (of_tiles,) = re.findall(r"cp\.async\.bulk\.shared[^;]*;", products)
+    assert "L2::cache_hint" not in of_tiles
 
 
 # Several tiles either way, with rests; one cluster works on all of them, or each on its own.

@@ -19,7 +19,7 @@ from step_traces import (
     warps_of,
 )
 
-from fa4_hd256 import flash_attn_varlen_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import EdgeTable, Signal
 from fa4_hd256.kernels.hopper.backward.config import (
@@ -31,7 +31,7 @@ from fa4_hd256.kernels.hopper.backward.config import (
 from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
 from fa4_hd256.kernels.hopper.forward.steps import ByWarpgroup
-from fa4_hd256.kernels.steps import Verb, When, again, done
+from fa4_hd256.kernels.steps import CLAIM_STEPS, Verb, When, again, done
 from sm100_sim.isa import tma
 
 STORED, ANEW = BackwardConfig(), BackwardConfig(ds_bytes=0)
@@ -109,6 +109,51 @@ def test_the_backward_does_what_its_tables_say(lengths, causal, options, config,
             assert_as_declared(report, plan, (*steps, 1), table)
 
 
+def fills_when_claimed(report, plan):
+    """Buffers that the leader's load warp has begun to fill each time that the scheduler counts."""
+    fills, found = 0, []
+    for entry in report.trace:
+        if entry.ctaid[0] == 0:
+            by_load = entry.warp == plan.warps.load
+            fills += by_load and entry.opcode.startswith("mbarrier.arrive.expect_tx")
+            if entry.opcode.startswith("atom.relaxed.gpu.global.inc"):
+                found.append(fills)
+    return found
+
+
+def claimed_late(claimed, steps, once, each):
+    """Whether every tile has all but its last steps begun, of so many, when the next is claimed.
+    once, each: buffers filled for a tile, and for a step."""
+    of_tile, left = once + each * steps, each * CLAIM_STEPS
+    return all(fills >= of_tile * (tile + 1) - left for tile, fills in enumerate(claimed))
+
+
+# Tiles of 256 keys or queries; a step has 64 queries or keys, of the products 128.
+@pytest.mark.simulator
+@pytest.mark.parametrize(
+    ("config", "shapes"),
+    [(STORED, [(2, 8, 2, 2), (4, 4, 0, 3)]), (ANEW, [(2, 8, 1, 2)] * 3)],
+    ids=["stored", "anew"],
+)
+@pytest.mark.sampled("stored")
+def test_the_next_tile_is_claimed_when_few_steps_are_left(config, shapes, reports):
+    """Claimed early, a tile is kept from clusters that have nothing to do.  shapes: of each launch
+    tiles, steps of a tile, buffers that are filled once and in each step."""
+    attend((512, 512), False, backward=config, use_clc=True)
+    plans = (
+        (config.dv, config.products)
+        if config is STORED
+        else (config.single_dk, config.single_dv, config.single_dq)
+    )
+    for report, plan, (tiles, *filled) in zip(reports[2:], plans, shapes, strict=True):
+        claimed = fills_when_claimed(report, plan)
+        assert len(claimed) == tiles
+        assert claimed_late(claimed, *filled)
+        steps, once, each = filled
+        as_tiles_begin = [tile * (once + each * steps) for tile in range(tiles)]
+        assert not claimed_late(as_tiles_begin, *filled)
+
+
 @pytest.fixture
 def copied(monkeypatch):
     """(whether it is a load, address of the descriptor, coordinates) of each box that TMA loads or
@@ -167,6 +212,25 @@ def test_l2_is_asked_for_q_of_the_next_step(use_clc, reports, copied):
     for wrong in (copied[:last_asked] + copied[last_asked + 1 :], shifted):
         with pytest.raises(AssertionError):
             assert_asked_ahead(wrong, num_tiles)
+
+
+# The first tile of each head, whose 256 keys are seen by all queries.
+@pytest.mark.simulator
+@pytest.mark.parametrize(("causal", "falling"), [(True, [0, 2]), (False, [])])
+def test_steps_of_every_second_head_fall(causal, falling, reports, copied):
+    q = torch.randn(1, 512, 3, 256).bfloat16().requires_grad_()
+    out = flash_attn_func(q, q, q, causal=causal, backward_config=STORED)
+    copied.clear()
+    out.backward(torch.ones_like(out))
+    (tensor,) = {pointer for is_load, pointer, _ in copied if not is_load}
+    rows = {head: [] for head in range(3)}
+    for is_load, pointer, (column, row, head, _) in copied:
+        if is_load and pointer == tensor and column == 0:
+            rows[head].append(row)
+    rising = list(range(0, 512, 64))
+    for head, found in rows.items():
+        assert found[:8] == (rising[::-1] if head in falling else rising)
+        assert sorted(found[8:]) == (rising[4:] if causal else rising)
 
 
 def work_of(seen, config, warpgroup, first):
