@@ -104,7 +104,14 @@ def _operator(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.T
     )
 
 
-backward_calls = OperatorCalls("fa4_hd256::backward", _operator, BackwardTensors._fields)
+def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> BackwardValues:
+    """What `call_backward` was given; it puts them first into what a call depends on."""
+    return BackwardValues(*facts[: len(BackwardValues._fields)])
+
+
+backward_calls = OperatorCalls(
+    "fa4_hd256::backward", _operator, _values, BackwardTensors._fields
+)
 
 
 def call_backward(
@@ -119,7 +126,7 @@ def call_backward(
     found = None
     if not torch.is_grad_enabled() and not is_intercepted():
         facts = (*values, *[tensor is None for tensor in tensors])
-        found = backward_calls.find(facts, tensors, lambda: values)
+        found = backward_calls.find(facts, tensors)
     results = _operator(tensors, values) if found is None else backward_calls.run(
         found[0], tensors, found[1]
     )

@@ -14,14 +14,17 @@ alone, where no call is repeated.
 NOTE [guards].  To make a key takes longer than to launch. So each that came before has a guard,
 PyTorch's own of compiled code: one call in C++ that says whether tensors have the classes, dispatch
 keys, dtypes, devices, sizes, strides and requires_grad of those that it was made of. They are found
-by the other arguments and two shapes. Where a PyTorch has none, keys are made.
+by the other arguments: first that which the last such call passed, as a model's layers have it,
+then those of the same two shapes. Where a PyTorch has none, keys are made.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -68,22 +71,23 @@ def is_intercepted() -> bool:
     )
 
 
-def key_of(tensors: Tensors, facts: tuple[Any, ...]) -> tuple[tuple, list[int]] | None:
-    """(key, addresses of the tensors) of a call that nothing intercepts; None where a tensor is
-    no plain one, or has elements and no memory: PyTorch's zeros, which its dispatcher fills in, and
-    storage that was resized to nothing, which it refuses.
+def key_of(
+    tensors: Tensors, facts: tuple[Any, ...], switches: tuple[str, ...]
+) -> tuple[tuple, list[int]] | None:
+    """(key, addresses of the tensors that are given) of a call that nothing intercepts; None where
+    a tensor is no plain one, or has elements and no memory: PyTorch's zeros, which its dispatcher
+    fills in, and storage that was resized to nothing, which it refuses.
 
     tensors: None for one not given. facts: all that the call depends on beside these and the
-    environment. NOTE [key of a call].
+    environment; their types count, too. switches: of the environment. NOTE [key of a call].
     """
     if is_intercepted():
         return None
-    key: list[Any] = [facts, environment.switches()]
+    key: list[Any] = [facts, _types(facts), switches]
     addresses = []
     for tensor in tensors:
         if tensor is None:
             key.append(None)
-            addresses.append(0)
             continue
         if (
             type(tensor) not in _KINDS
@@ -117,12 +121,14 @@ def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     return None
 
 
+def _types(facts: tuple[Any, ...]) -> tuple[type, ...]:
+    """Of equal values some types alone are accepted."""
+    return tuple(map(type, facts))
+
+
 def are_aligned(addresses: Sequence[int]) -> bool:
     """Whether all of them are multiples of `ALIGNMENT`."""
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return not bits % ALIGNMENT
+    return not functools.reduce(operator.or_, addresses) % ALIGNMENT
 
 
 class Entry:
@@ -140,13 +146,47 @@ class Entry:
         self.recorded = False
 
 
-class _Guard(NamedTuple):
-    """check: whether tensors are those of the entry's key; places: of those that are given among a
-    call's tensors."""
+class _Guard:
+    """Finds an entry. switches: the environment's, of its key."""
 
-    check: Callable[..., bool]
-    entry: Entry
-    places: tuple[int, ...]
+    __slots__ = ("_check", "_given", "entry", "switches")
+
+    def __init__(
+        self,
+        check: Callable[..., bool],
+        places: Sequence[int],
+        entry: Entry,
+        switches: tuple[str, ...],
+    ) -> None:
+        """check: whether tensors are those of the entry's key; places: of those that are given
+        among a call's tensors, two or more."""
+        self._check, self.entry, self.switches = check, entry, switches
+        self._given = operator.itemgetter(*places)
+
+    def addresses(self, tensors: Tensors) -> list[int] | None:
+        """Of the tensors that are given, where they are those of the entry's key; else None."""
+        given = self._given(tensors)
+        if not self._check(*given):
+            return None
+        addresses = [tensor.data_ptr() for tensor in given]
+        # Without memory: see `key_of`. Entries that have guards are of the largest alignment.
+        return addresses if 0 not in addresses and are_aligned(addresses) else None
+
+
+class _Alike:
+    """Calls that differ in tensors and environment alone. last: the guard that one of them passed
+    last."""
+
+    __slots__ = ("last",)
+
+    def __init__(self, last: _Guard) -> None:
+        self.last = last
+
+
+def _place(alike: _Alike, tensors: Tensors, switches: tuple[str, ...]) -> Hashable:
+    """Where guards of calls alike are kept whose first two tensors have the same shapes."""
+    first, second, *_ = [tensor for tensor in tensors if tensor is not None]
+    return alike, first.shape, second.shape, switches
 
 
 class OperatorCalls:
@@ -155,82 +195,104 @@ class OperatorCalls:
     Calls that graphs make, through the dispatcher, are none of these.
     """
 
-    def __init__(self, name: str, operator: Callable[..., Any], roles: Sequence[str]) -> None:
-        """name: as profiles have it. operator: (tensors, scalars) -> its results. roles: of its
-        tensors, in order."""
-        self._name, self._operator, self._roles = name, operator, tuple(roles)
+    def __init__(
+        self,
+        name: str,
+        operator: Callable[..., Any],
+        resolve: Callable[[Tensors, tuple[Any, ...]], Any],
+        roles: Sequence[str],
+    ) -> None:
+        """name: as profiles have it. operator: (tensors, scalars) -> its results. resolve:
+        (tensors, facts) -> scalars, its arguments that are no tensors, asked where no such call
+        came before; raises for what is not accepted. roles: of its tensors, in order."""
+        self._name, self._operator, self._resolve = name, operator, resolve
+        self._roles = tuple(roles)
         self._kept: dict[Hashable, Entry] = {}
+        self._alike: dict[Hashable, _Alike] = {}
         self._guarded: dict[Hashable, list[_Guard]] = {}
+        # The same as `_alike`, in C. It keeps nothing of calls that are not there: KeyError.
+        self._alike_of = functools.lru_cache(LARGEST, typed=True)(
+            lambda *facts: self._alike[facts, _types(facts)]
+        )
         self._lock = threading.Lock()
 
     def find(
-        self, facts: tuple[Any, ...], tensors: Tensors, resolve: Callable[[], tuple]
+        self, facts: tuple[Any, ...], tensors: Tensors
     ) -> tuple[Entry, list[int]] | None:
-        """(entry, addresses of the tensors) of a call that nothing intercepts; None where it must
-        go through the dispatcher all the same.
+        """(entry, addresses of the tensors that are given) of a call that nothing intercepts; None
+        where it must go through the dispatcher all the same.
 
         facts: all that the call depends on beside its tensors and the environment, and which
-        tensors are given. resolve: the operator's scalars, asked where no such call came before;
-        raises as it does.
+        tensors are given. Raises as `resolve` does.
         """
-        present = [tensor for tensor in tensors if tensor is not None]
-        place = None
+        switches = environment.switches()
         try:
-            place = facts, present[0].shape, present[1].shape, environment.switches()
-            for check, entry, places in self._guarded.get(place, ()):
-                if check(*present):
-                    bits = 0
-                    addresses = [0] * len(tensors)
-                    for number, tensor in zip(places, present):
-                        addresses[number] = address = tensor.data_ptr()
-                        bits |= address or 1  # without memory: see `key_of`
-                    if not bits % ALIGNMENT:
-                        return entry, addresses
-        # No tensor, or one without a shape, or an argument that cannot be hashed.
-        except (AttributeError, IndexError, RuntimeError, TypeError):
+            alike = self._alike_of(*facts)
+            guard = alike.last
+            if guard.switches is switches:
+                addresses = guard.addresses(tensors)
+                if addresses is not None:
+                    return guard.entry, addresses
+            for guard in self._guarded.get(_place(alike, tensors, switches), ()):
+                addresses = guard.addresses(tensors)
+                if addresses is not None:
+                    alike.last = guard
+                    return guard.entry, addresses
+        # The first call of its kind, or no tensor, or an argument that cannot be hashed.
+        except (AttributeError, KeyError, RuntimeError, TypeError):
             pass
-        found = key_of(tensors, facts)
+        found = key_of(tensors, facts, switches)
         if found is None:
             return None
         key, addresses = found
-        entry = self._entry(key, resolve)
-        if place is not None and entry.replayed is not None and are_aligned(addresses):
-            self._guard(place, tensors, entry)
+        entry = self._entry(key, facts, tensors)
+        if entry.replayed is not None and are_aligned(addresses):
+            self._guard(facts, tensors, entry, switches)
         return entry, addresses
 
-    def _entry(self, key: tuple, resolve: Callable[[], tuple]) -> Entry:
+    def _entry(self, key: tuple, facts: tuple[Any, ...], tensors: Tensors) -> Entry:
         try:
             found = self._kept.get(key)
         except TypeError:  # an argument that cannot be hashed
-            found = Entry(resolve())
+            found = Entry(self._resolve(tensors, facts))
             found.recorded = True  # nobody would find it
             return found
         if found is None:
-            found = Entry(resolve())
+            found = Entry(self._resolve(tensors, facts))
             with self._lock:
                 while len(self._kept) >= LARGEST:
                     del self._kept[next(iter(self._kept))]
                 self._kept[key] = found
         return found
 
-    def _guard(self, place: Hashable, tensors: Tensors, entry: Entry) -> None:
+    def _guard(
+        self, facts: tuple[Any, ...], tensors: Tensors, entry: Entry, switches: tuple[str, ...]
+    ) -> None:
         """Let `find` find an entry by a guard. NOTE [guards]; the alignment is the largest."""
-        given = [(n, tensor) for n, tensor in enumerate(tensors) if tensor is not None]
-        check = _guard_of([tensor for _, tensor in given])
+        places = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        check = _guard_of([tensors[place] for place in places])  # type: ignore[misc]
         if check is None:
             return
+        guard = _Guard(check, places, entry, switches)
         with self._lock:
             if len(self._guarded) >= LARGEST:
-                self._guarded.clear()
+                self._forget_guards()
+            alike = self._alike.setdefault((facts, _types(facts)), _Alike(guard))
+            alike.last = guard
+            place = _place(alike, tensors, switches)
             # The last one first; of many layouts the oldest go.
             kept = self._guarded.get(place, [])
-            guard = _Guard(check, entry, tuple([n for n, _ in given]))
             self._guarded[place] = [guard, *kept[: MOST_GUARDS - 1]]
+
+    def _forget_guards(self) -> None:
+        self._alike.clear()
+        self._alike_of.cache_clear()
+        self._guarded.clear()
 
     def run(
         self, entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """The operator's results; addresses: of the tensors, by `key_of`; first: the first result
+        """The operator's results; addresses: of the tensors that are given; first: the first result
         alone is read, others may be anything."""
         if _is_profiled():
             with torch.profiler.record_function(self._name):
@@ -257,7 +319,7 @@ class OperatorCalls:
         """Let go of all that is kept."""
         with self._lock:
             self._kept.clear()
-            self._guarded.clear()
+            self._forget_guards()
 
 
 def _repeats(tensors: Tensors) -> bool:

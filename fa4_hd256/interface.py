@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from .call.checks import (
 )
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
-from .call.operator_arguments import ForwardTensors, ForwardValues
+from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.part_lists import marked
 from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tree_mask import check_apart as check_masks_apart
@@ -32,7 +32,8 @@ from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
-from .kernels.sequences import PART_LIST
+from .kernels.problem_class import DESCALES
+from .kernels.sequences import PART_LIST, TREE_WORDS
 from .mask_mods import MaskMod
 from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask
@@ -119,30 +120,26 @@ def flash_attn_func(
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
     """
-    masks, (asked, key_of_mask) = _NONE, _NO_FUNCTION
-    if mask_mod is not None:
-        asked, key_of_mask = read_by_mask(mask_mod)
+    others, key, key_of_mask = _NONE, None, None
     if block_mask is not None or mask_mod is not None:
-        check_masks_apart(tree_mask, block_mask)
-        gradients = are_differentiated((q, k, v, learnable_sink))
-        masks = mask_tables(block_mask, q, k, gradients, mask_mod is None)
-    words = None if tree_mask is None else words_of(tree_mask)
-    scores, key = _NO_FUNCTION if score_mod is None else read_by(score_mod)
-    tensors = ForwardTensors(
-        q, k, v, learnable_sink, tree_words=words, k_descale=k_descale, v_descale=v_descale,
-        **masks, **scores, **asked,
+        inputs = q, k, v, learnable_sink
+        others, key_of_mask = _read_masks(inputs, block_mask, mask_mod, tree_mask)
+    if not (tree_mask is score_mod is k_descale is v_descale is None):
+        read, key = _read_options(tree_mask, score_mod, k_descale, v_descale)
+        others = {**others, **read}
+    given = (
+        softmax_scale, causal, window_size, softcap, use_clc,
+        asked_splits(num_splits, batch_invariant), None, None, config, backward_config, key,
+        key_of_mask,
     )  # fmt: skip
-    splits = asked_splits(num_splits, batch_invariant)
-    given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key, key_of_mask)
-    form = (
-        learnable_sink is None, k_descale is None, v_descale is None, words is None, len(masks),
-        len(scores), len(asked),
-    )  # fmt: skip
-    configs = config, backward_config
+    tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *_NO_OTHERS)
+    if others:
+        tensors = ForwardTensors(q, k, v, learnable_sink, **others)
+    form = learnable_sink is None, *others
     if out is None:
-        out, lse = _attend(tensors, given, _NO_BOUNDS, configs, form, return_lse)
+        out, lse = _attend(tensors, given, form, return_lse)
     else:
-        lse = _attend_into((tensors, out), given, _NO_BOUNDS, configs, form)
+        lse = _attend_into((*tensors, out), given, form)
     return (out, lse) if return_lse else out
 
 
@@ -233,42 +230,42 @@ def flash_attn_varlen_func(
         )  # fmt: skip
         out = found.squeeze(0) if out is None else out
         return (out, lse.squeeze(0)) if return_lse else out
-    words = None if tree_mask is None else words_of(tree_mask)
-    scores, key = _NO_FUNCTION if score_mod is None else read_by(score_mod)
+    others, key = _NONE, None
+    if not (tree_mask is score_mod is k_descale is v_descale is None):
+        others, key = _read_options(tree_mask, score_mod, k_descale, v_descale)
     splits = asked_splits(num_splits, batch_invariant)
-    given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key)
-    longest = max_seqlen_q, max_seqlen_k
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
-        longest = bounds_of(longest, q, words, splits == FIXED_PARTS)
-    tensors = ForwardTensors(
-        q, k, v, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
-        scheduler_metadata, tree_words=words, k_descale=k_descale, v_descale=v_descale, **scores,
+        longest, words = (max_seqlen_q, max_seqlen_k), others.get(TREE_WORDS)
+        max_seqlen_q, max_seqlen_k = bounds_of(longest, q, words, splits == FIXED_PARTS)
+    given = (
+        softmax_scale, causal, window_size, softcap, use_clc, splits, max_seqlen_q, max_seqlen_k,
+        config, backward_config, key, None,
     )  # fmt: skip
-    form = (
-        *[t is None for t in tensors[_FIRST_OPTIONAL:]], cu_seqlens_k is cu_seqlens_q,
-        # In graphs tensors have no marks.
-        None if scheduler_metadata is None or is_intercepted() else marked(scheduler_metadata),
-    )  # fmt: skip
-    configs = config, backward_config
+    sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
+    tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *sequences, *_NO_OTHERS[len(sequences) :])
+    if others:
+        tensors = ForwardTensors(q, k, v, learnable_sink, *sequences, **others)
+    form = learnable_sink is None, *_form(sequences), *others
     if out is None:
-        out, lse = _attend(tensors, given, longest, configs, form, return_lse)
+        out, lse = _attend(tensors, given, form, return_lse)
     else:
-        lse = _attend_into((tensors, out), given, longest, configs, form)
+        lse = _attend_into((*tensors, out), given, form)
     return (out, lse) if return_lse else out
 
 
 #: Tensors by name, of calls that have none.
 _NONE: dict[str, torch.Tensor] = {}
-#: What a function reads, and its key, of calls without.
-_NO_FUNCTION: tuple[dict[str, torch.Tensor], str | None] = _NONE, None
-#: max_seqlen_q and max_seqlen_k of calls that have none.
-_NO_BOUNDS = None, None
-#: Of `ForwardTensors`, behind q, k and v.
-_FIRST_OPTIONAL = 3
+#: Of `ForwardTensors` behind the sink, of calls that have none.
+_NO_OTHERS = (None,) * len(OTHERS)
+#: Whether queries are packed, and whether there are scales, say these places of it.
+_CU_SEQLENS_Q, _K_DESCALE = map(ForwardTensors._fields.index, ("cu_seqlens_q", DESCALES[0]))
 
 
 class _Given(NamedTuple):
-    """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one."""
+    """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one.
+
+    Calls make a tuple of these in this order, which takes half the time.
+    """
 
     softmax_scale: Any
     causal: Any
@@ -276,8 +273,46 @@ class _Given(NamedTuple):
     softcap: Any
     use_clc: Any
     num_splits: Any
+    max_seqlen_q: Any
+    max_seqlen_k: Any
+    config: Any
+    backward_config: Any
     score_mod: str | None
-    mask_mod: str | None = None
+    mask_mod: str | None
+
+
+_WINDOW_SIZE = _Given._fields.index("window_size")
+
+
+def _form(sequences: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Which of these tensors are given, whether cu_seqlens_k is cu_seqlens_q, and what a list of
+    parts, the last of them, is known to be for."""
+    offsets_q, offsets_k, *_, metadata = sequences
+    # In graphs tensors have no marks.
+    mark = None if metadata is None or is_intercepted() else marked(metadata)
+    return (*[tensor is None for tensor in sequences], offsets_k is offsets_q, mark)
+
+
+def _read_masks(
+    tensors: tuple[Any, Any, Any, Any], block_mask: Any, mask_mod: Any, tree_mask: Any
+) -> tuple[dict[str, torch.Tensor], str | None]:
+    """(tensors by name, the key of mask_mod) of a call with block_mask or mask_mod; tensors: q, k,
+    v, the sink."""
+    asked, key = (_NONE, None) if mask_mod is None else read_by_mask(mask_mod)
+    check_masks_apart(tree_mask, block_mask)
+    q, k, *_ = tensors
+    masks = mask_tables(block_mask, q, k, are_differentiated(tensors), mask_mod is None)
+    return {**masks, **asked}, key
+
+
+def _read_options(
+    tree_mask: Any, score_mod: Any, *scales: Any
+) -> tuple[dict[str, torch.Tensor], str | None]:
+    """(tensors by name, the key of score_mod) of a call with some of these."""
+    found = {} if tree_mask is None else {TREE_WORDS: words_of(tree_mask)}
+    scores, key = (_NONE, None) if score_mod is None else read_by(score_mod)
+    given = {name: scale for name, scale in zip(DESCALES, scales, strict=True) if scale is not None}
+    return {**found, **scores, **given}, key
 
 
 def mask_tables(
@@ -309,29 +344,20 @@ def _halves(device: torch.device) -> int:
 
 
 def _attend(
-    tensors: ForwardTensors,
-    given: _Given,
-    longest: tuple[Any, Any],
-    configs: tuple[Any, Any],
-    form: Hashable,
-    wants_lse: bool,
+    tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...], wants_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), the latter anything where it is not wanted.
 
-    All as users give it. longest: max_seqlen_q, max_seqlen_k; configs: of the forward and of the
-    backward. form: which tensors are given, and are the same.
+    All as users give it. tensors: fields of `ForwardTensors`; given: of `_Given`. form: which
+    tensors are given, and are the same.
     """
-    if tensors.k_descale is not None:
-        refuse_gradients(tensors.k_descale, tensors.v_descale)
+    if tensors[_K_DESCALE] is not None:
+        refuse_gradients(*tensors[_K_DESCALE : _K_DESCALE + len(DESCALES)])
     if is_intercepted():
-        return _through_dispatcher(tensors, given, longest, configs)
-    found = forward_calls.find(
-        _facts(given, longest, configs, form),
-        tensors,
-        lambda: _resolve(tensors, given, longest, configs),
-    )
+        return _through_dispatcher(tensors, given)
+    found = forward_calls.find(_facts(given, form), tensors)
     if found is None:
-        return _through_dispatcher(tensors, given, longest, configs)
+        return _through_dispatcher(tensors, given)
     entry, addresses = found
     q, k, v, sink = tensors[:4]
     # Plain tensors, or none would have been found. Written out: `any` takes three times as long.
@@ -339,58 +365,51 @@ def _attend(
         q.requires_grad or k.requires_grad or v.requires_grad
         or (sink is not None and sink.requires_grad)
     ):  # fmt: skip
-        check_differentiable(tensors)
+        check_differentiable(ForwardTensors(*tensors))
         return _apply((entry, addresses, tensors), q, k, v, sink)
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
-    if tensors.cu_seqlens_q is None:
+    if tensors[_CU_SEQLENS_Q] is None:
         return out, lse
     return _without_batch(tensors, out, lse)
 
 
-def _facts(
-    given: _Given, longest: tuple[Any, Any], configs: tuple[Any, Any], form: Hashable
-) -> tuple[Any, ...]:
-    """What a call depends on beside its tensors; arguments as for `_attend`."""
-    window = given.window_size
-    # Of equal values the types count, too: only some are accepted.
+def _facts(given: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call depends on beside its tensors, and their types; arguments as for `_attend`."""
+    window = given[_WINDOW_SIZE]
     sides = None
     if window is not _UNBOUNDED and type(window) is tuple:
         sides = tuple(map(type, window))
-    facts = (given, *map(type, given), sides, configs, sms_are_shared(), form)
-    return facts if longest is _NO_BOUNDS else (*facts, longest, *map(type, longest))
+    return (*given, sides, sms_are_shared(), *form)
 
 
 def _attend_into(
-    tensors: tuple[ForwardTensors, torch.Tensor],
-    given: _Given,
-    longest: tuple[Any, Any],
-    configs: tuple[Any, Any],
-    form: Hashable,
+    tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...]
 ) -> torch.Tensor:
-    """lse of `_attend`; tensors: of the call, and that to which out is written."""
-    inputs, out = tensors
-    refuse_gradients(inputs.k_descale, inputs.v_descale)
-    if are_differentiated((inputs.q, inputs.k, inputs.v, inputs.sink, out)):
+    """lse of `_attend`; tensors: of the call, and behind them that to which out is written."""
+    *inputs, out = tensors
+    named = ForwardTensors(*inputs)
+    refuse_gradients(named.k_descale, named.v_descale)
+    if are_differentiated((*inputs[:4], out)):
         raise NotImplementedError(
             "out= has no gradients, but one of q, k, v, learnable_sink and out requires them; call "
             "without out=, or inside torch.no_grad()"
         )
-
-    def resolve() -> ForwardValues:
-        values = _resolve(inputs, given, longest, configs)
-        check_out(out, inputs.q)
-        return values
-
-    facts = _facts(given, longest, configs, form)
-    every = *inputs, out
-    found = None if is_intercepted() else out_calls.find(facts, every, resolve)
+    found = None if is_intercepted() else out_calls.find(_facts(given, form), tensors)
     if found is None:
-        lse = _operator_into(every, resolve())
+        lse = _operator_into(tensors, _resolve_into(tensors, given))
     else:
         # Addresses are no part of a key.
         check_apart(out, inputs)
-        _, lse = out_calls.run(found[0], every, found[1])
-    return lse if inputs.cu_seqlens_q is None else lse.squeeze(0)
+        _, lse = out_calls.run(found[0], tensors, found[1])
+    return lse if named.cu_seqlens_q is None else lse.squeeze(0)
+
+
+def _resolve_into(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
+    """`_resolve`; arguments as for `_operator_into` and `_resolve`."""
+    *inputs, out = tensors
+    values = _resolve(inputs, facts)
+    check_out(out, inputs[0])
+    return values
 
 
 def _operator_into(tensors: Sequence[Any], values: ForwardValues) -> torch.Tensor:
@@ -402,41 +421,33 @@ def _operator_into(tensors: Sequence[Any], values: ForwardValues) -> torch.Tenso
 
 
 def _through_dispatcher(
-    tensors: ForwardTensors,
-    given: _Given,
-    longest: tuple[Any, Any],
-    configs: tuple[Any, Any],
+    tensors: Sequence[Any], given: tuple[Any, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_attend` as PyTorch's dispatcher does it."""
-    out, lse = _operator(tensors, _resolve(tensors, given, longest, configs))
+    out, lse = _operator(tensors, _resolve(tensors, given))
     return _without_batch(tensors, out, lse)
 
 
 def _without_batch(
-    tensors: ForwardTensors, out: torch.Tensor, lse: torch.Tensor
+    tensors: Sequence[Any], out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results for packed queries lose the batch of 1."""
-    if tensors.cu_seqlens_q is None:
+    if tensors[_CU_SEQLENS_Q] is None:
         return out, lse
     return out.squeeze(0), lse.squeeze(0)
 
 
-def _resolve(
-    tensors: ForwardTensors,
-    given: _Given,
-    longest: tuple[Any, Any],
-    configs: tuple[Any, Any],
-) -> ForwardValues:
-    """The operator's arguments that are no tensors; arguments as for `_attend`.
+def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
+    """The operator's arguments that are no tensors; facts: those of `_Given` first.
 
     Checks what its schema, which takes plain values only, cannot carry.
     """
-    softmax_scale, causal, window_size, softcap, use_clc, num_splits, *keys = given
-    options = Options.check(softmax_scale, causal, window_size, softcap)
-    ragged = tensors.others()
+    given, inputs = _Given(*facts[: len(_Given._fields)]), ForwardTensors(*tensors)
+    options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
+    ragged, num_splits = inputs.others(), given.num_splits
     named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
     check_kinds(named, ragged, num_splits)
-    longest = _longest(ragged, *longest)
+    longest = _longest(ragged, given.max_seqlen_q, given.max_seqlen_k)
     if num_splits == FIXED_PARTS and "cu_seqlens_k" in ragged and longest[1] is None:
         raise ValueError(
             "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an int, "
@@ -447,21 +458,21 @@ def _resolve(
     masked = MASK_STEPS in ragged
     if masked:
         check_mask_options(options.window, num_splits)
-    q, k, *_ = tensors.with_batches()
-    names = _names(q, *configs)
+    q, *_ = inputs.with_batches()
+    names = _names(q, given.config, given.backward_config)
     offsets = ragged.get("cu_seqlens_q")
     # Packed queries have a batch of 1.
     rows = 1 if offsets is None else q.shape[1]
-    options = options.scheduled(use_clc, rows, offsets, longest[0], masked)
+    options = options.scheduled(given.use_clc, rows, offsets, longest[0], masked)
     return ForwardValues(
         options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
-        *names, num_splits, backward_use_clc(use_clc), *keys,
+        *names, num_splits, backward_use_clc(given.use_clc), given.score_mod, given.mask_mod,
     )  # fmt: skip
 
 
-def _operator(tensors: ForwardTensors, values: ForwardValues) -> Any:
+def _operator(tensors: Sequence[Any], values: ForwardValues) -> Any:
     """The operator. tensors: as users give them."""
-    return forward(*tensors.with_batches(), *values)
+    return forward(*ForwardTensors(*tensors).with_batches(), *values)
 
 
 class _Attention(torch.autograd.Function):
@@ -470,7 +481,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        found: tuple[Entry, list[int], ForwardTensors],
+        found: tuple[Entry, list[int], Sequence[Any]],
         *differentiable: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """found: of the call its entry, the addresses by `key_of`, all tensors; differentiable:
@@ -492,11 +503,14 @@ class _Attention(torch.autograd.Function):
 #: `_Attention.apply` without what it does for torch.func, which such calls are none of.
 _apply: Any = super(torch.autograd.Function, _Attention).apply
 
-forward_calls = OperatorCalls("fa4_hd256::forward", _operator, ForwardTensors._fields)
+forward_calls = OperatorCalls(
+    "fa4_hd256::forward", _operator, _resolve, ForwardTensors._fields
+)
 
 out_calls = OperatorCalls(
     "fa4_hd256::forward_out",
     lambda tensors, values: (tensors[-1], _operator_into(tensors, values)),
+    _resolve_into,
     (*ForwardTensors._fields, "out"),
 )
 

@@ -121,6 +121,7 @@ class Recording:
     allocate: Allocate | None = None
     finish: Finish | None = None
     _known: dict[str, int] = field(default_factory=dict)
+    _given: tuple[str, ...] = ()
     _templates: list[LaunchTemplate] = field(default_factory=list)
     _device: torch.device | None = None
 
@@ -128,6 +129,7 @@ class Recording:
         for role, tensor in zip(self.roles, self.tensors, strict=True):
             if tensor is not None:
                 self._known[role] = tensor.data_ptr()
+        self._given = tuple(self._known)
 
     def made(self, allocate: Allocate, finish: Finish, made: tuple[torch.Tensor, ...]) -> None:
         """Note what was made for this call, and how."""
@@ -148,7 +150,7 @@ class Recording:
         if len(leaves) == len(roles) + 1:
             roles = (*roles, COUNTER)
         self._device = device
-        numbers = {role: i for i, role in enumerate((*self.roles, *self.allocate.roles, COUNTER))}
+        numbers = {role: i for i, role in enumerate((*self._given, *self.allocate.roles, COUNTER))}
         bases = [
             (numbers[role], leaf.data_ptr if role == COUNTER else self._known[role])
             for role, leaf in zip(roles, leaves, strict=True)
@@ -184,8 +186,8 @@ class Replayed:
     def run(
         self, tensors: Tensors, addresses: Sequence[int], first: bool = False
     ) -> tuple[Any, ...]:
-        """The results of a call. addresses: of its tensors by role, 0 for one not given. first:
-        only the first result is read."""
+        """The results of a call. addresses: of its tensors that are given. first: only the first
+        result is read."""
         made = self._make_first(tensors) if first else self._make(tensors)
         where = [*addresses, *[tensor.data_ptr() for tensor in made], 0]
         index = self._index

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from replays import forget, simulated
@@ -435,9 +438,9 @@ def test_a_planted_key_without_strides_is_found_out(long_way, monkeypatch):
     """The test above fails where the key lacks something."""
     from fa4_hd256 import eager
 
-    def without_strides(tensors, facts):
+    def without_strides(tensors, facts, switches):
         shapes = tuple(None if t is None else t.shape for t in tensors)
-        return (facts, shapes), [0 if t is None else t.data_ptr() for t in tensors]
+        return (facts, shapes), [t.data_ptr() for t in tensors if t is not None]
 
     monkeypatch.setattr(eager, "key_of", without_strides)
     monkeypatch.setattr(eager, "_guard_of", lambda tensors: None)
@@ -450,6 +453,47 @@ def test_what_cannot_be_hashed_is_not_recorded(long_way):
     for _ in range(3):
         assert not repeats(flash_attn_func, *small(), window_size=[3, None])
     assert len(long_way) == 3
+
+
+def test_what_is_refused_is_not_kept(long_way):
+    """A tensor in the place of an option, which may be large."""
+    scale = torch.ones(1)
+    seen = weakref.ref(scale)
+    for _ in range(3):
+        flash_attn_func(*small())
+    with pytest.raises(TypeError):
+        flash_attn_func(*small(), softmax_scale=scale)
+    del scale
+    gc.collect()
+    assert seen() is None
+
+
+def test_shapes_by_turns_find_their_own_entries(long_way):
+    """The guard that was passed last is that of the other call."""
+    from fa4_hd256 import eager, interface
+
+    longer = tensors((1, 9, 2, 256), (1, 30, 2, 256), (1, 30, 2, 256))
+    for _ in range(3):
+        flash_attn_func(*small())
+        flash_attn_func(*longer)
+    calls = interface.forward_calls
+    with pytest.MonkeyPatch.context() as only_guards:
+        only_guards.setattr(eager, "key_of", None)
+        found = [calls.find(*_asked(calls, each)) for each in (small(), longer, small(), longer)]
+    entries = [entry for entry, _ in found]
+    assert entries[0] is entries[2] is not entries[1] is entries[3]
+    assert [addresses for _, addresses in found[1::2]] == [[t.data_ptr() for t in longer]] * 2
+
+
+def _asked(calls, inputs):
+    """What a call asks for."""
+    asked = []
+    find, calls.find = calls.find, lambda *given: asked.append(given) or find(*given)
+    try:
+        flash_attn_func(*inputs)
+    finally:
+        del calls.find
+    return asked[0]
 
 
 def test_few_keys_are_kept(long_way, monkeypatch):
