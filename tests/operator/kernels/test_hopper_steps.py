@@ -19,7 +19,7 @@ from step_traces import (
     warps_of,
 )
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import EdgeTable, Signal
 from fa4_hd256.kernels.hopper.backward.config import (
@@ -212,25 +212,6 @@ def test_l2_is_asked_for_q_of_the_next_step(use_clc, reports, copied):
     for wrong in (copied[:last_asked] + copied[last_asked + 1 :], shifted):
         with pytest.raises(AssertionError):
             assert_asked_ahead(wrong, num_tiles)
-
-
-# The first tile of each head, whose 256 keys are seen by all queries.
-@pytest.mark.simulator
-@pytest.mark.parametrize(("causal", "falling"), [(True, [0, 2]), (False, [])])
-def test_steps_of_every_second_head_fall(causal, falling, reports, copied):
-    q = torch.randn(1, 512, 3, 256).bfloat16().requires_grad_()
-    out = flash_attn_func(q, q, q, causal=causal, backward_config=STORED)
-    copied.clear()
-    out.backward(torch.ones_like(out))
-    (tensor,) = {pointer for is_load, pointer, _ in copied if not is_load}
-    rows = {head: [] for head in range(3)}
-    for is_load, pointer, (column, row, head, _) in copied:
-        if is_load and pointer == tensor and column == 0:
-            rows[head].append(row)
-    rising = list(range(0, 512, 64))
-    for head, found in rows.items():
-        assert found[:8] == (rising[::-1] if head in falling else rising)
-        assert sorted(found[8:]) == (rising[4:] if causal else rising)
 
 
 def work_of(seen, config, warpgroup, first):

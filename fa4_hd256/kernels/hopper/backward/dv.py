@@ -19,12 +19,6 @@ Both CTAs need the same rows of Q and dO: each loads half of their columns for b
 buffer, so what L2 lacks of it would be waited for, behind the stores of dS on their way to memory:
 with the loads of a step L2 is asked for Q of the next (docs/hopper.md has what that gives).
 
-NOTE [falling steps].  Causal tiles begin at queries of their own, the longest first, and those of
-the next head begin one after the other as these end.  So those of every second head begin at the
-last queries and fall: of all tiles at work the ones then pass the same queries at the same time,
-and L2 has what they read of Q and dO (docs/hopper.md has what that gives).  Which heads fall
-depends on no scheduler, so neither do the sums.
-
 NOTE [arithmetic before the wait].  ptxas moves arithmetic behind the wait for a product that is
 there to hide it, but not across the loop of an mbarrier wait.  So one for V, which has long been
 there, stands between the two.
@@ -39,7 +33,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from fa4_hd256.kernels.backward_common import Step, heads_of_part
 from fa4_hd256.kernels.backward_ds_tiles import (
@@ -76,28 +70,6 @@ TILE_KEYS, STEP_QUERIES = DvPlan.tile_rows, DvPlan.step_columns
 OWN_KEYS = TILE_KEYS // CTAS
 RUNS = STEP_QUERIES // RUN
 BLOCK_STEPS = TILE_KEYS // STEP_QUERIES
-
-
-class DirectedStep(Step):
-    """A step of a tile whose steps rise or fall; span: (first, last) of them."""
-
-    @classmethod
-    def first(cls, head: Int32, span: tuple[Int32, Int32], falls: Boolean) -> DirectedStep:
-        """span: [begin, end) of the steps of each head."""
-        begin, end = span
-        first = cutlass.select_(falls, end - 1, begin)
-        return cls(head, first, (first, cutlass.select_(falls, begin, end - 1)))
-
-    def following(self) -> DirectedStep:
-        first, last = self.span
-        wraps = self.index == last
-        index = self.index + cutlass.select_(first < last, Int32(1), Int32(-1))
-        index = cutlass.select_(wraps, first, index)
-        return DirectedStep(self.head + Int32(wraps), index, self.span)
-
-    def __new_from_mlir_values__(self, values: list) -> DirectedStep:
-        step = super().__new_from_mlir_values__(values)
-        return DirectedStep(step.head, step.index, step.span)
 
 
 class DvKernel(KeyRows, ScoreGradient):
@@ -144,16 +116,7 @@ class DvKernel(KeyRows, ScoreGradient):
         tile = (work.block * TILE_KEYS, TILE_KEYS)
         blocks = self._by_blocks(context, work).tile_range(tile, tile)
         span = blocks.begin * BLOCK_STEPS, blocks.end * BLOCK_STEPS
-        head = heads_of_part(context, work.head)[0]
-        if cutlass.const_expr(self.falls):
-            number = work.batch * cute.size(context.tensors.results[0], mode=[2]) + work.head
-            return DirectedStep.first(head, span, number % 2 == 0)
-        return Step(head, span[0], span)
-
-    @property
-    def falls(self) -> bool:
-        """Whether some tiles have falling steps: NOTE [falling steps]."""
-        return self.problem_class.bounded_right and not self.problem_class.bounded_left
+        return Step(heads_of_part(context, work.head)[0], span[0], span)
 
     @staticmethod
     def _by_blocks(context: Any, work: Any) -> Any:
