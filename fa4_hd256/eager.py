@@ -15,7 +15,9 @@ NOTE [guards].  To make a key takes longer than to launch. So each that came bef
 PyTorch's own of compiled code: one call in C++ that says whether tensors have the classes, dispatch
 keys, dtypes, devices, sizes, strides and requires_grad of those that it was made of. They are found
 by the other arguments: first that which the last such call passed, as a model's layers have it,
-then those of the same two shapes. Where a PyTorch has none, keys are made.
+then those of the same two shapes. It refuses a tensor that is given twice, as offsets of queries
+that are those of keys are: it is asked once, and the others are compared with it by identity.
+Where a PyTorch has none, keys are made.
 """
 
 from __future__ import annotations
@@ -149,25 +151,32 @@ class Entry:
 class _Guard:
     """Finds an entry. switches: the environment's, of its key."""
 
-    __slots__ = ("_check", "_given", "entry", "switches")
+    __slots__ = ("_check", "_distinct", "_given", "_repeated", "entry", "switches")
 
     def __init__(
         self,
         check: Callable[..., bool],
-        places: Sequence[int],
+        places: dict[int, int],
         entry: Entry,
         switches: tuple[str, ...],
     ) -> None:
-        """check: whether tensors are those of the entry's key; places: of those that are given
-        among a call's tensors, two or more."""
+        """check: whether tensors are those of the entry's key, each given once; places: of those
+        that are given among a call's tensors, and where each is given first, two or more."""
         self._check, self.entry, self.switches = check, entry, switches
         self._given = operator.itemgetter(*places)
+        self._distinct = operator.itemgetter(*dict.fromkeys(places.values()))
+        self._repeated = [(place, first) for place, first in places.items() if place != first]
 
     def addresses(self, tensors: Tensors) -> list[int] | None:
         """Of the tensors that are given, where they are those of the entry's key; else None."""
-        given = self._given(tensors)
-        if not self._check(*given):
+        given = distinct = self._distinct(tensors)
+        if not self._check(*distinct):
             return None
+        if self._repeated:
+            for place, first in self._repeated:
+                if tensors[place] is not tensors[first]:
+                    return None
+            given = self._given(tensors)
         addresses = [tensor.data_ptr() for tensor in given]
         # Without memory: see `key_of`. Entries that have guards are of the largest alignment.
         return addresses if 0 not in addresses and are_aligned(addresses) else None
@@ -269,8 +278,11 @@ class OperatorCalls:
         self, facts: tuple[Any, ...], tensors: Tensors, entry: Entry, switches: tuple[str, ...]
     ) -> None:
         """Let `find` find an entry by a guard. NOTE [guards]; the alignment is the largest."""
-        places = [place for place, tensor in enumerate(tensors) if tensor is not None]
-        check = _guard_of([tensors[place] for place in places])  # type: ignore[misc]
+        first_of: dict[int, int] = {}
+        given = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
+        places = {place: first_of.setdefault(id(tensor), place) for place, tensor in given}
+        distinct = [tensor for place, tensor in given if places[place] == place]
+        check = _guard_of(distinct) if len(distinct) > 1 else None
         if check is None:
             return
         guard = _Guard(check, places, entry, switches)

@@ -485,12 +485,32 @@ def test_shapes_by_turns_find_their_own_entries(long_way):
     assert [addresses for _, addresses in found[1::2]] == [[t.data_ptr() for t in longer]] * 2
 
 
-def _asked(calls, inputs):
+def test_a_tensor_given_twice_is_guarded(long_way):
+    """Offsets of queries that are those of keys, and keys that are the queries; not equal ones."""
+    from fa4_hd256 import interface
+    from fa4_hd256.call.operator_arguments import ForwardTensors
+
+    calls, offsets = interface.forward_calls, int32(0, 5, 20)
+    q, v = tensors((20, 2, 256), (20, 2, 256))
+    given = q, q, v, offsets, offsets
+    for _ in range(3):
+        flash_attn_varlen_func(*given, 15, 15)
+    facts, asked = _asked(calls, (*given, 15, 15), flash_attn_varlen_func)
+    guard = calls._alike_of(*facts).last
+    assert guard.addresses(asked) == [tensor.data_ptr() for tensor in given]
+    for name in ("k", "cu_seqlens_k"):
+        changed = list(asked)
+        place = ForwardTensors._fields.index(name)
+        changed[place] = changed[place].clone()
+        assert guard.addresses(tuple(changed)) is None, name
+
+
+def _asked(calls, inputs, function=flash_attn_func):
     """What a call asks for."""
     asked = []
     find, calls.find = calls.find, lambda *given: asked.append(given) or find(*given)
     try:
-        flash_attn_func(*inputs)
+        function(*inputs)
     finally:
         del calls.find
     return asked[0]
