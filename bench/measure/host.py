@@ -82,10 +82,12 @@ class Tensors:
 
         (heads, heads_kv), offsets = case.heads, None
         if case.packed:
-            of_q, of_k = (
-                torch.tensor([0, *lengths], device=device).cumsum(0).int()
+            of_lengths = {
+                lengths: torch.tensor([0, *lengths], device=device).cumsum(0).int()
                 for lengths in zip(*case.lengths, strict=True)
-            )
+            }
+            # Self-attention gives the same tensor twice.
+            of_q, of_k = (of_lengths[lengths] for lengths in zip(*case.lengths, strict=True))
             offsets = of_q, of_k
         q, k, v = normal(0, heads), normal(1, heads_kv), normal(1, heads_kv)
         found = cls(q, k, v, normal(0, heads), offsets)
