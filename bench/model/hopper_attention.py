@@ -43,6 +43,7 @@ from .hopper_loads import under_traffic
 from .machines import gpu_of, held_at
 from .replays import SEED, Replayed, Traced, digest, fitted, kept
 from .samples import BACKWARD_SAMPLES, Sample, Samples, backward_tiles, parts_of
+from .stored_tiles import DV
 from .tiles import ROWS, BackwardTiling, ForwardTiling
 
 #: Clock at which kernels are replayed; L2's part of latencies follows it (`machines.held_at`).
@@ -156,11 +157,10 @@ def backward(
         gpu = under_traffic(machine, keys) if which == "dv" else machine
         return fitted(replays(one, gpu, draws), "dynamic" if use_clc else "static")
 
-    policy = "dynamic" if use_clc else "static"
+    policy, late = "dynamic" if use_clc else "static", Late(config.dv.steps_of(False).claims * DV)
     tiling = BackwardTiling(
-        policy, True, True, ROWS, claims=Late(CLAIM_STEPS * 3 * 1024.0) if use_clc else 0,
-        gpu=gpu_of(machine),
-    )  # fmt: skip
+        policy, True, True, ROWS, claims=late if use_clc else 0, gpu=gpu_of(machine)
+    )
     return Backward(
         "fa4_hd256", tiling, machine.sampled(draws), costs, config.ds_bytes
     )  # fmt: skip

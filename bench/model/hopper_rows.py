@@ -117,8 +117,8 @@ def rows() -> Iterator[Row]:
 def _backward() -> Iterator[Row]:
     for causal in (False, True):
         for seqlen in (1024, 2048, 4096, 8192, 16384):
-            # What was wrong with the kernels these rows showed.
-            yield Row(OURS, BACKWARD, _dense(seqlen, causal), True)
+            # What was wrong with the kernels these rows showed, but for one that was not counted.
+            yield Row(OURS, BACKWARD, _dense(seqlen, causal), seqlen > 1024 or not causal)
             yield Row(THEIRS, BACKWARD, _dense(seqlen, causal), seqlen != 8192, gpu="h100")
 
 

@@ -450,6 +450,12 @@ class StepTable:
         return next(role for role in self.roles if name in (role.name, *role.names))
 
     @property
+    def claims(self) -> float:
+        """Steps that a tile has left when the next one is asked for.  Raises StopIteration for a
+        table without roles."""
+        return next(role.claims for role in self.roles if role.claims is not None)
+
+    @property
     def fills(self) -> tuple[tuple[Load, When], ...]:
         """What is loaded, and in which steps."""
         return (

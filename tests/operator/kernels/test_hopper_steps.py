@@ -31,7 +31,7 @@ from fa4_hd256.kernels.hopper.backward.config import (
 from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
 from fa4_hd256.kernels.hopper.forward.steps import ByWarpgroup
-from fa4_hd256.kernels.steps import CLAIM_STEPS, Verb, When, again, done
+from fa4_hd256.kernels.steps import Verb, When, again, done
 from sm100_sim.isa import tma
 
 STORED, ANEW = BackwardConfig(), BackwardConfig(ds_bytes=0)
@@ -121,10 +121,10 @@ def fills_when_claimed(report, plan):
     return found
 
 
-def claimed_late(claimed, steps, once, each):
-    """Whether every tile has all but its last steps begun, of so many, when the next is claimed.
-    once, each: buffers filled for a tile, and for a step."""
-    of_tile, left = once + each * steps, each * CLAIM_STEPS
+def claimed_late(claimed, table, steps, once, each):
+    """Whether every tile, of so many steps, has begun all that its table asks for when the next is
+    claimed.  once, each: buffers filled for a tile, and for a step."""
+    of_tile, left = once + each * steps, each * table.claims
     return all(fills >= of_tile * (tile + 1) - left for tile, fills in enumerate(claimed))
 
 
@@ -148,10 +148,10 @@ def test_the_next_tile_is_claimed_when_few_steps_are_left(config, shapes, report
     for report, plan, (tiles, *filled) in zip(reports[2:], plans, shapes, strict=True):
         claimed = fills_when_claimed(report, plan)
         assert len(claimed) == tiles
-        assert claimed_late(claimed, *filled)
+        assert claimed_late(claimed, plan.steps_of(False), *filled)
         steps, once, each = filled
         as_tiles_begin = [tile * (once + each * steps) for tile in range(tiles)]
-        assert not claimed_late(as_tiles_begin, *filled)
+        assert not claimed_late(as_tiles_begin, plan.steps_of(False), *filled)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import Sequences
-from fa4_hd256.kernels.steps import CLAIM_STEPS, Copy, Load
+from fa4_hd256.kernels.steps import Copy, Load
 from schedulers import scheduler_class
 
 from .config import CTAS, GradientConfig
@@ -127,19 +127,20 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         # Where what is loaded once a tile comes before all else, its steps are alike behind that.
         alike = first[-len(later) :] == later
         begin, rest = (first[: -len(later)], 0) if alike else (first, 1)
+        claims = int(self.steps.claims)
         states = self.edges.waiter_states(*(ring.freed for ring in self.steps.filled_rings))
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
             own_context = context.of_tile(work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS + rest)
+            self.want_next_tile_if(scheduler, num_steps < claims + rest)
             if num_steps > 0:
                 position = self.first_position(own_context, work)
                 states = self._fill_all(own_context, begin, (work, position), states)
                 self._ask_ahead(own_context, begin, (work, position), num_steps > 1)
                 for step in cutlass.range(rest, num_steps, unroll=1):
-                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    self.want_next_tile_if(scheduler, step + claims == num_steps)
                     if cutlass.const_expr(not alike):
                         position = self.next_position(position)
                     states = self._fill_all(own_context, later, (work, position), states)
