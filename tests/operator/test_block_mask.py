@@ -70,23 +70,27 @@ def test_dtypes_and_kinds_of_scores(use_clc, device):
     check(tensors, holes(300, 400, 2, 1, device), use_clc=use_clc, **options)
 
 
+#: By name, of 400 x 400 and one sequence or two, on a device.
 NAMED = {
-    "prefix": lambda: masks.prefix_lm(torch.tensor([5, 300]), 400),
-    "window": lambda: masks.sliding_window(100, 400, first_tokens=4),
-    "documents": lambda: masks.documents(torch.tensor([0] * 130 + [1] * 270)),
-    "documents, all keys of each": lambda: masks.documents(
-        torch.tensor([0] * 130 + [1] * 270), causal=False
+    "prefix": lambda device: masks.prefix_lm(torch.tensor([5, 300], device=device), 400),
+    "window": lambda device: masks.sliding_window(100, 400, first_tokens=4, device=device),
+    "documents": lambda device: masks.documents(two_documents(device)),
+    "documents, all keys of each": lambda device: masks.documents(
+        two_documents(device), causal=False
     ),
-    "images": lambda: masks.bidirectional_blocks(
-        torch.tensor([-1] * 100 + [0] * 60 + [-1] * 240), window=150
+    "images": lambda device: masks.bidirectional_blocks(
+        torch.tensor([-1] * 100 + [0] * 60 + [-1] * 240, device=device), window=150
     ),
 }
 
 
-@pytest.mark.simulator
+def two_documents(device):
+    return torch.tensor([0] * 130 + [1] * 270, device=device)
+
+
 @pytest.mark.parametrize("name", NAMED)
-def test_named_masks(name):
-    check(inputs(400, 400, batch=2), NAMED[name](), use_clc=False)
+def test_named_masks(name, device):
+    check(inputs(400, 400, batch=2, device=device), NAMED[name](device), use_clc=False)
 
 
 def test_a_mask_of_flex_attention(device):

@@ -56,10 +56,9 @@ def test_holes(lengths, batch, heads, own_heads, use_clc, device):
     check(tensors, holes(*lengths, batch, own_heads, device), use_clc=use_clc)
 
 
-@pytest.mark.simulator
 @pytest.mark.parametrize("name", NAMED)
-def test_named_masks(name):
-    check(inputs(400, 400, batch=2), NAMED[name](), with_lse=True)
+def test_named_masks(name, device):
+    check(inputs(400, 400, batch=2, device=device), NAMED[name](device), with_lse=True)
 
 
 def test_dtypes_and_kinds_of_scores(device):
