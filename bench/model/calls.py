@@ -142,8 +142,7 @@ def backward_portions(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
 
 def case_of(case: Case, portion: portions.Portion) -> Case:
     """A portion of a case's backward as a case of its own."""
-    heads_kv = len(portion.heads_kv)
-    heads = heads_kv * case.heads // case.heads_kv
+    heads, heads_kv = len(portion.heads), len(portion.heads_kv)
     if case.packed:
         return replace(case, heads=heads, heads_kv=heads_kv)
     left, right = portion.problem.forward.options.window

@@ -2,8 +2,8 @@
 
 dS of a whole call grows with the square of the length. So the kernels run on portions, each a call
 of its own: some key/value heads; else one or more sequences; else, except in windows, a range of
-queries with the keys that any of them sees. What ranges of queries give to the same dK and dV is
-added up in float32.
+queries with the keys that any of them sees, or under a block mask some query heads of a group. What
+several portions give to the same dK and dV is added up in float32.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _BLOCK_ELEMENTS = BLOCK_TILES**2 * DS_TILE_ELEMENTS
 class Portion:
     """What goes through one launch of each kernel.
 
-    problem: the portion as a call of its own. heads_kv, sequences, queries, keys: where it lies in
-    the whole call. Some of the sequences and of the rows only where all sequences are dense;
-    otherwise the rows are those of the tensors.
+    problem: the portion as a call of its own. heads, heads_kv, sequences, queries, keys: where it
+    lies in the whole call; heads: of the queries. Some of the sequences and of the rows only where
+    all sequences are dense; otherwise the rows are those of the tensors.
     """
 
     problem: BackwardProblem
+    heads: range
     heads_kv: range
     sequences: range
     queries: range
@@ -75,17 +76,20 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
 
 
 def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
-    """Portions by heads and sequences. Raises NotImplementedError where dS of one is larger."""
+    """Portions by heads and sequences, else by query heads of a group. Raises NotImplementedError
+    where dS of one is larger."""
     heads_kv, sequences, *_ = _lengths(problem)
     if not problem.ds_bytes_of_head:
         return _by_heads(problem, heads_kv, sequences, gpu)
-    found = _by_sequences(problem, ds_bytes, gpu)
+    found = _by_sequences(problem, ds_bytes, gpu) or _by_query_heads(problem, ds_bytes, gpu)
     if found is None:
-        of_sequence = problem.ds_bytes_of_head // sequences
+        # Copies of an expanded head have gradients of their own: their heads stay together.
+        whole = problem.group if problem.copies > 1 else 1
+        least = problem.ds_bytes_of_head // sequences // problem.group * whole
         raise NotImplementedError(
-            f"gradients with block_mask keep dS of a key/value head of a sequence, {of_sequence} "
+            f"gradients with block_mask keep dS of {whole} query head(s) of a sequence, {least} "
             f"bytes here; ds_bytes allows {ds_bytes}. Accepted: "
-            f"backward_config=BackwardConfig(ds_bytes={of_sequence}) or more"
+            f"backward_config=BackwardConfig(ds_bytes={least}) or more"
         )
     return found
 
@@ -101,10 +105,33 @@ def _by_sequences(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division
     return _by_heads(problem, heads, min(fitting // heads, sequences), gpu)
 
 
+def _by_query_heads(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | None:
+    """As many query heads of a group of one sequence at a time as fit; None where not one does, or
+    copies of an expanded head have gradients of their own."""
+    heads_kv, sequences, *_ = _lengths(problem)
+    queries, keys = map(range, _lengths(problem)[2:])
+    fitting = ds_bytes // (problem.ds_bytes_of_head // sequences // problem.group)
+    if not fitting or problem.copies > 1:
+        return None
+    whole, each = replace(problem, keeps_ds=True, adds=True), _even(problem.group, fitting)
+    q_shape = whole.forward.q_shape
+    of_part = replace(whole.forward, q_shape=(*q_shape[:2], each * heads_kv, q_shape[3]))
+    parts = replace(whole, forward=of_part).head_parts_for(1, 1, gpu)
+    whole = replace(whole, head_parts=parts)
+    portions = [
+        _portion(whole, range(head, head + 1), sequence, queries, keys, of_group)
+        for sequence in _chunks(sequences, 1)
+        for head in range(heads_kv)
+        for of_group in _chunks(problem.group, each)
+    ]
+    return Division(whole, tuple(portions))
+
+
 def _undivided(problem: BackwardProblem, gpu: Gpu) -> Division:
     heads_kv, sequences, *_ = _lengths(problem)
     problem = replace(problem, head_parts=problem.head_parts_for(heads_kv, sequences, gpu))
-    return Division(problem, (Portion(problem, *map(range, _lengths(problem))),))
+    everything = heads_kv * problem.group, *_lengths(problem)
+    return Division(problem, (Portion(problem, *map(range, everything)),))
 
 
 def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
@@ -233,10 +260,15 @@ def _chunks(length: int, size: int) -> Iterator[range]:
 
 
 def _portion(
-    whole: BackwardProblem, heads_kv: range, sequences: range, queries: range, keys: range
-) -> Portion:
-    """These heads, sequences and rows as a call of their own."""
-    forward = whole.forward
+    whole: BackwardProblem, heads_kv: range, sequences: range, queries: range, keys: range,
+    of_group: range | None = None,
+) -> Portion:  # fmt: skip
+    """These heads, sequences and rows as a call of their own. of_group: query heads of the group of
+    the only key/value head, all if None."""
+    forward, group = whole.forward, whole.group
+    heads = range(heads_kv.start * group, heads_kv.stop * group)
+    if of_group is not None:
+        heads = heads[of_group.start : of_group.stop]
     (batch_q, seqlen_q, *_), (batch_k, seqlen_k, _, columns) = forward.q_shape, whole.k_shape
     changes: dict[str, Any] = {}
     if len(sequences) < forward.sequences:
@@ -244,14 +276,13 @@ def _portion(
     if len(queries) < seqlen_q or len(keys) < seqlen_k:
         options = replace(forward.options, window=_window_of(whole, queries, keys))
         changes |= {"options": options, "max_seqlen_q": len(queries), "max_seqlen_k": len(keys)}
-    heads_q = len(heads_kv) * whole.group
-    changes["q_shape"] = batch_q, len(queries), heads_q, columns
+    changes["q_shape"] = batch_q, len(queries), len(heads), columns
     k_shape = batch_k, len(keys), len(heads_kv), columns
     origin = ScoreOrigin(
-        sequences.start, heads_kv.start * whole.group, queries.start, keys.start,
+        sequences.start, heads.start, queries.start, keys.start,
         seqlen_q - len(queries), seqlen_k - len(keys),
     )  # fmt: skip
     problem = replace(
         whole, forward=replace(forward, **changes), k_shape=k_shape, origin=origin
     )
-    return Portion(problem, heads_kv, sequences, queries, keys)
+    return Portion(problem, heads, heads_kv, sequences, queries, keys)

@@ -133,34 +133,35 @@ class GradientTensors:
         q, k, v, dout = self.operands
         heads_kv, entries = k.shape[2], portion.problem.forward.q_shape[0]
 
-        def part(tensor: torch.Tensor, rows: range) -> torch.Tensor:
-            """Of (batch, rows, heads, 256); as many heads for each key/value head."""
-            tensor = _narrowed(tensor, 2, portion.heads_kv, tensor.shape[2] // heads_kv)
+        def part(tensor: torch.Tensor, heads: range, each: int, rows: range) -> torch.Tensor:
+            """Of (batch, rows, heads, 256)."""
+            tensor = _narrowed(tensor, 2, heads, each)
             if entries < q.shape[0]:
                 tensor = _narrowed(tensor, 0, portion.sequences)
             return _narrowed(tensor, 1, rows)
 
-        stats = _narrowed(self.stats, 1, portion.heads_kv, q.shape[2] // heads_kv)
+        def of_queries(tensor: torch.Tensor) -> torch.Tensor:
+            return part(tensor, portion.heads, 1, portion.queries)
+
+        def of_keys(tensor: torch.Tensor) -> torch.Tensor:
+            """As many heads for each key/value head."""
+            return part(tensor, portion.heads_kv, tensor.shape[2] // heads_kv, portion.keys)
+
+        stats = _narrowed(self.stats, 1, portion.heads)
         if entries < q.shape[0] or len(portion.queries) < q.shape[1]:
             of_sequence = padded_rows(q.shape[1], 1, packed=False)
             begin = portion.sequences.start * of_sequence + portion.queries.start
             count = padded_rows(len(portion.queries), entries, packed=False)
             stats = _narrowed(stats, 2, range(begin, begin + count))
         return GradientTensors(
-            (
-                part(q, portion.queries),
-                part(k, portion.keys),
-                part(v, portion.keys),
-                part(dout, portion.queries),
-            ),
+            (of_queries(q), of_keys(k), of_keys(v), of_queries(dout)),
             stats,
             tuple(
-                part(tensor, portion.queries if name == "dq" else portion.keys)
+                of_queries(tensor) if name == "dq" else of_keys(tensor)
                 for name, tensor in zip(names, self.results, strict=True)
             ),
             tuple(
-                _masked_part(t, portion, q.shape[2] // heads_kv) if t.ndim == TABLE_RANK else t
-                for t in self.ragged
+                _masked_part(t, portion) if t.ndim == TABLE_RANK else t for t in self.ragged
             ),
             None if self.ds is None else begin_of(self.ds, portion.problem.ds_shape),
             self.of_functions,
@@ -171,11 +172,11 @@ class GradientTensors:
 TABLE_RANK = 5
 
 
-def _masked_part(table: torch.Tensor, portion: Portion, group: int) -> torch.Tensor:
-    """The lists of a portion. group: query heads of a KV head."""
+def _masked_part(table: torch.Tensor, portion: Portion) -> torch.Tensor:
+    """The lists of a portion."""
     if table.shape[0] > 1:
         table = _narrowed(table, 0, portion.sequences)
-    return _narrowed(table, 1, portion.heads_kv, group) if table.shape[1] > 1 else table
+    return _narrowed(table, 1, portion.heads) if table.shape[1] > 1 else table
 
 
 def _narrowed(tensor: torch.Tensor, dim: int, span: range, each: int = 1) -> torch.Tensor:

@@ -86,6 +86,21 @@ def test_portions(device, backward_config):
         gradients(tensors, mask, dout, backward_config=small, **options)
 
 
+@pytest.mark.parametrize("fitting", [1, 2])
+@pytest.mark.parametrize("own_heads", [1, 6])
+@pytest.mark.sampled("6-2", "1-1")
+def test_portions_of_a_group(fitting, own_heads, device, backward_config):
+    """Where dS of a group of three query heads does not fit: one, or two and one, at a time."""
+    tensors, options = inputs(300, 300, (6, 2), 2, device=device), {"use_clc": False}
+    of_one = 4 * 128 * 128 * 2 * 4
+    config = backward_config(ds_bytes=fitting * of_one)
+    mask = holes(300, 300, 2, own_heads, device)
+    check(tensors, mask, config=config, **options)
+    dout = torch.randn(tensors[0].shape).to(device, torch.bfloat16)
+    found = [gradients(tensors, mask, dout, backward_config=config, **options) for _ in range(2)]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def test_opcheck_of_some_gradients(device):
     """What is not asked for is empty, as graphs are told."""
     q, k, v = inputs(200, 300, device=device)

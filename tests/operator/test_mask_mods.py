@@ -127,10 +127,11 @@ def test_beside_a_score_mod(device):
     )  # fmt: skip
 
 
-def test_portions(device, backward_config, monkeypatch):
+@pytest.mark.parametrize("heads_kv", [2, 1], ids=["heads", "heads of a group"])
+def test_portions(heads_kv, device, backward_config, monkeypatch):
     """Heads and entries count in the whole call, wherever a portion of dS begins."""
     lists, dense = tiles_and_dense((200, 256), 2, 2, 1, device)
-    tensors, origins = leaves(200, 256, (2, 2), 2, device=device), []
+    tensors, origins = leaves(200, 256, (2, heads_kv), 2, device=device), []
     divide = run_of_backward.divide
 
     def spy(*given):
