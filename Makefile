@@ -16,12 +16,10 @@ STAMP := $(VENV)/installed
 DEMO ?=
 TESTS ?= -n 2 --dist worksteal --durations 10
 CLC_TESTS ?= -n 2 --dist worksteal tests/operator/test_forward.py tests/operator/test_backward.py \
-    -k "(lengths or batch or tiles or visible or fp16) and not negative"
-CUDA_TESTS ?= -n 8 tests/operator
-HOPPER_TESTS ?= --arch sm_90a -n 2 --dist worksteal tests/operator/test_forward.py \
-    tests/operator/test_backward.py tests/operator/test_block_mask.py \
-    tests/operator/test_block_mask_backward.py \
     -k "(lengths or batch or tiles or visible or fp16 or named) and not negative"
+CUDA_TESTS ?= -n 8 tests/operator
+HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS) tests/operator/test_block_mask.py \
+    tests/operator/test_block_mask_backward.py
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo check check-tests test test-all test-static test-clc test-hopper lint types clean \

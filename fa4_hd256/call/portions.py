@@ -83,11 +83,9 @@ def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Divisio
         return _by_heads(problem, heads_kv, sequences, gpu)
     found = _by_sequences(problem, ds_bytes, gpu) or _by_query_heads(problem, ds_bytes, gpu)
     if found is None:
-        # Copies of an expanded head have gradients of their own: their heads stay together.
-        whole = problem.group if problem.copies > 1 else 1
-        least = problem.ds_bytes_of_head // sequences // problem.group * whole
+        heads, least = _least_heads(problem)
         raise NotImplementedError(
-            f"gradients with block_mask keep dS of {whole} query head(s) of a sequence, {least} "
+            f"gradients with block_mask keep dS of {heads} query head(s) of a sequence, {least} "
             f"bytes here; ds_bytes allows {ds_bytes}. Accepted: "
             f"backward_config=BackwardConfig(ds_bytes={least}) or more"
         )
@@ -106,14 +104,14 @@ def _by_sequences(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division
 
 
 def _by_query_heads(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | None:
-    """As many query heads of a group of one sequence at a time as fit; None where not one does, or
-    copies of an expanded head have gradients of their own."""
-    heads_kv, sequences, *_ = _lengths(problem)
-    queries, keys = map(range, _lengths(problem)[2:])
-    fitting = ds_bytes // (problem.ds_bytes_of_head // sequences // problem.group)
-    if not fitting or problem.copies > 1:
+    """As many query heads of a group of one sequence at a time as fit; None where too few do."""
+    heads_kv, sequences, *rows = _lengths(problem)
+    queries, keys = map(range, rows)
+    heads, taken = _least_heads(problem)
+    if ds_bytes < taken:
         return None
-    whole, each = replace(problem, keeps_ds=True, adds=True), _even(problem.group, fitting)
+    whole = replace(problem, keeps_ds=True, adds=True)
+    each = _even(problem.group, ds_bytes // taken * heads)
     q_shape = whole.forward.q_shape
     of_part = replace(whole.forward, q_shape=(*q_shape[:2], each * heads_kv, q_shape[3]))
     parts = replace(whole, forward=of_part).head_parts_for(1, 1, gpu)
@@ -125,6 +123,14 @@ def _by_query_heads(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Divisi
         for of_group in _chunks(problem.group, each)
     ]
     return Division(whole, tuple(portions))
+
+
+def _least_heads(problem: BackwardProblem) -> tuple[int, int]:
+    """(query heads of a group that may be by themselves, bytes of their dS of one sequence): one,
+    but copies of an expanded head have gradients of their own, and their heads stay together."""
+    heads = problem.group if problem.copies > 1 else 1
+    of_sequence = problem.ds_bytes_of_head // problem.forward.sequences
+    return heads, of_sequence // problem.group * heads
 
 
 def _undivided(problem: BackwardProblem, gpu: Gpu) -> Division:

@@ -69,6 +69,13 @@ def reports(monkeypatch):
     return traced_launches(monkeypatch, "h200:2")
 
 
+def plans_of(config):
+    """Of the kernels that make gradients, in the order of their launches."""
+    if config is STORED:
+        return config.dv, config.products
+    return config.single_dk, config.single_dv, config.single_dq
+
+
 # Causal with more queries than keys, or fewer: tiles of none, of one and of more steps. Both
 # schedulers; with a softcap the products come in another order.
 @pytest.mark.simulator
@@ -87,13 +94,12 @@ def test_the_backward_does_what_its_tables_say(lengths, causal, options, config,
     capped = "softcap" in options
     of_gradients = reports[2:]
     order = -1 if causal else 1
+    plans = plans_of(config)
     if config is ANEW:
-        plans = config.single_dk, config.single_dv, config.single_dq
         of_keys, of_queries = steps_of(seen.T, 256, 64), steps_of(seen, 256, 64)[::order]
         tiles = of_keys, of_keys, of_queries
     else:
         # dS is written in blocks of 256 x 256; tiles of dK and of dQ take turns.
-        plans = config.dv, config.products
         blocks = tuple(4 * count for count in steps_of(seen.T, 256, 256))
         pairs = itertools.zip_longest(steps_of(seen.T, 256, 128), steps_of(seen, 256, 128)[::order])
         tiles = blocks, tuple(tile for pair in pairs for tile in pair if tile is not None)
@@ -140,18 +146,13 @@ def test_the_next_tile_is_claimed_when_few_steps_are_left(config, shapes, report
     """Claimed early, a tile is kept from clusters that have nothing to do.  shapes: of each launch
     tiles, steps of a tile, buffers that are filled once and in each step."""
     attend((512, 512), False, backward=config, use_clc=True)
-    plans = (
-        (config.dv, config.products)
-        if config is STORED
-        else (config.single_dk, config.single_dv, config.single_dq)
-    )
-    for report, plan, (tiles, *filled) in zip(reports[2:], plans, shapes, strict=True):
-        claimed = fills_when_claimed(report, plan)
+    launches = zip(reports[2:], plans_of(config), shapes, strict=True)
+    for report, plan, (tiles, steps, once, each) in launches:
+        claimed, table = fills_when_claimed(report, plan), plan.steps_of(False)
         assert len(claimed) == tiles
-        assert claimed_late(claimed, plan.steps_of(False), *filled)
-        steps, once, each = filled
+        assert claimed_late(claimed, table, steps, once, each)
         as_tiles_begin = [tile * (once + each * steps) for tile in range(tiles)]
-        assert not claimed_late(as_tiles_begin, plan.steps_of(False), *filled)
+        assert not claimed_late(as_tiles_begin, table, steps, once, each)
 
 
 @pytest.fixture

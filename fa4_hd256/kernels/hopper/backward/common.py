@@ -204,8 +204,10 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         barrier, smem = target
         mask = Int16(BOTH_CTAS) if copy.is_shared else None
         own = self._loaded_part(context, copy, smem)
-        options = {"multicast": mask, "is_kept": copy.is_kept}
-        load_tile(self._source(context, copy), own, place, barrier, 0, **options)
+        load_tile(
+            self._source(context, copy), own, place, barrier, 0, multicast=mask,
+            is_kept=copy.is_kept,
+        )  # fmt: skip
 
     def _source(self, context: Any, copy: Copy) -> TmaTensor:
         """What a copy of one of `boxes` is of."""
