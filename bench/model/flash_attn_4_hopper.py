@@ -21,7 +21,8 @@ from sm100_sim.timing import Action, Machine, StoredProgram, TileCosts, Values
 from . import flash_attn_4_traces as traces
 from .calls import Portion
 from .forward import Kernel
-from .hopper_attention import MOST_GHZ, SM_CLOCKS, WORK_FLOP
+from .hopper_attention import SM_CLOCKS, WORK_FLOP
+from .hopper_clocks import MOST_GHZ
 from .machines import gpu_of, simulating
 from .replays import SEED, Traced, fitted, kept, programs
 from .summed_dq import WHOLE, Step, SummedDq, kernel_of

@@ -4,7 +4,7 @@ Costs of tiles are fitted to replays of a CTA, or of a cluster of our backward, 
 problems are placed on all SMs as Blackwell's are (`forward`, `backward`). Work of a tile is counted
 as there, a clock of a CTA for every 8192 FLOP, of which a Hopper SM does half: `fit`'s rate has it.
 
-The clock follows what the tensor cores do (`busy_ghz`), and what the power budget leaves of it.
+The clock follows what the tensor cores do and what the power budget leaves (`hopper_clocks`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from sm100_sim.timing import Call, Late, Machine, TileCosts, Values, load
 from .backward import Backward
 from .calls import Kind, architecture_on, defaults_to_clc, forward_problem
 from .forward import Kernel
+from .hopper_clocks import DEFAULT, Clocks
 from .hopper_loads import under_traffic
 from .machines import gpu_of, held_at
 from .replays import SEED, Replayed, Traced, digest, fitted, kept
@@ -48,14 +49,6 @@ from .tiles import ROWS, BackwardTiling, ForwardTiling
 
 #: Clock at which kernels are replayed; L2's part of latencies follows it (`machines.held_at`).
 REPLAYED_GHZ = 1.65
-#: Share of the tensor cores' clocks that is used, and the clock of an SM in first launches: of
-#: cuDNN's attention and of a product of random numbers, as an H200 had them, and what it has as
-#: soon as tensor cores work at all (bench/measure/whole_gpu_measured.json).
-BUSY_GHZ = ((0.69, 1.705), (0.95, 1.60))
-MOST_GHZ = 1.80
-#: Milliseconds of attention on all SMs until the clock gives way: 30 and 45 were seen there; of the
-#: rows measured those with 50 to 54 before the median launch kept it, the others with more did not.
-LOAD_MS = 54.0
 WORK_FLOP = float(SM100_FLOP_PER_CLOCK)
 #: Over work as it is counted: clocks of a Hopper SM's tensor core.
 SM_CLOCKS = SM100_FLOP_PER_CLOCK / FLOP_PER_CLOCK[9, 0]
@@ -66,13 +59,6 @@ _LOADS_AHEAD = 1.5
 def hopper(machine: str = "h200", ghz: float = REPLAYED_GHZ) -> Machine:
     """The modelled H200, or another of its kind, at the clock of its replays."""
     return held_at(load(machine), ghz)
-
-
-def busy_ghz(busy: float) -> float:
-    """Clock of an SM in first launches of a kernel that keeps the tensor cores busy for a share of
-    their clocks."""
-    (low, high_ghz), (high, low_ghz) = BUSY_GHZ
-    return min(MOST_GHZ, high_ghz + (busy - low) * (low_ghz - high_ghz) / (high - low))
 
 
 def on_hopper() -> contextlib.AbstractContextManager[Any]:
@@ -252,23 +238,18 @@ class Times:
     seconds: float
     for_good: float
 
-    def after(self, load_seconds: float) -> float:
-        """Seconds of a call with so much load before it."""
-        return self.seconds if load_seconds * 1e3 < LOAD_MS else self.for_good
 
-
-def times_of(call: Call, values: Values) -> Times:
+def times_of(call: Call, values: Values, clocks: Clocks = DEFAULT) -> Times:
     """Of a call on a machine held at the clock of its replays."""
-    clocks = sum(count * schedule.clocks for count, schedule in call.schedules)
-    flop = sum(count * schedule.work for count, schedule in call.schedules) * WORK_FLOP
-    busy = flop / (FLOP_PER_CLOCK[9, 0] * values.sms * clocks)
-    first = busy_ghz(busy) / values.clock_ghz
-    # Of the replays' clock the power budget takes nothing where it leaves the first one.
-    within = call.watts(first, values) <= values.power_watts
-    lasting = first if within else min(first, call.clock_share(values))
-    return Times(clocks, busy, call.at(first), call.at(lasting))
+    count = sum(times * schedule.clocks for times, schedule in call.schedules)
+    flop = sum(times * schedule.work for times, schedule in call.schedules) * WORK_FLOP
+    busy = flop / (FLOP_PER_CLOCK[9, 0] * values.sms * count)
+    first = clocks.first(busy)
+    lasting = clocks.for_good(first, call, values)
+    seconds, for_good = (call.at(ghz / values.clock_ghz) for ghz in (first, lasting))
+    return Times(count, busy, seconds, for_good)
 
 
-def times(calls: list[Call], machine: Machine) -> Times:
+def times(calls: list[Call], machine: Machine, clocks: Clocks = DEFAULT) -> Times:
     """Of the central constants."""
-    return times_of(calls[0], machine.values())
+    return times_of(calls[0], machine.values(), clocks)

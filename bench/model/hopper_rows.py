@@ -1,9 +1,10 @@
 """Rows that an H200 or an H100 is asked for: what the timing model says of each, and what was
 measured.
 
-Measured rows of an H200 are medians of docs/hopper.md; `seen` says that they were known before the
-model predicted them. flash-attn-4's backwards are an H100's. All have 16,384 tokens but for
-decoding steps and chunks.
+`bench.measure.rows_under_load` measures them in first launches and for good; decoding steps and
+flash-attn-4's backwards, an H100's, are within the power budget and have one time. `seen` says that
+a row was known before the model predicted it. All have 16,384 tokens but for decoding steps and
+chunks.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from pathlib import Path
 
 from bench.suite import BACKWARD, FORWARD, H200_TOKENS, Case
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim.timing import Call, Machine
+from sm100_sim.timing import Call, Machine, load
 
 from . import flash_attn_4_hopper as theirs
 from . import hopper_attention as model
 from .calls import Kind, default_splits, defaults_to_clc
+from .hopper_clocks import DEFAULT, Clocks
 from .machines import gpu_of
 
 OURS, THEIRS = "fa4_hd256", "flash-attn-4"
@@ -27,8 +29,6 @@ OURS, THEIRS = "fa4_hd256", "flash-attn-4"
 _OTHER_GPUS = {"h200": "", "h100": ", H100"}
 #: What was measured of rows, by `Row.name`.
 MEASURED = Path(__file__).parents[1] / "measure" / "hopper_rows.json"
-#: Launches before the median one: warm-up and half of the timed ones, of three providers in turn.
-LAUNCHES_BEFORE = 3 * (8 + 16)
 #: Of a graph without a kernel by the events that rows are timed by, an H200 (docs/hopper.md).
 EMPTY_GRAPH_US = 5.2
 
@@ -75,14 +75,15 @@ class Row:
         kernel = model.forward(model.forward_variant(case, machine, splits), machine)
         return (kernel.divided(splits) if splits > 1 else kernel).calls(case)
 
-    def times(self) -> model.Times:
-        return model.times(self.calls(), self.machine)
+    def times(self, clocks: Clocks = DEFAULT) -> model.Times:
+        """clocks: of the very GPU."""
+        return model.times(self.calls(), self.machine, clocks)
 
-    def predicted(self, times: model.Times, launches: int = LAUNCHES_BEFORE) -> float:
-        """Seconds of the median launch of a protocol with so many launches before it, by events:
-        the graph's own are among them, in which the model has the launch of its first kernel."""
-        graph = EMPTY_GRAPH_US - model.hopper().values().launch_us
-        return times.after(launches * times.seconds) + graph * 1e-6
+
+def by_events(seconds: float) -> float:
+    """Seconds of a launch by events: the graph's own are among them, in which the model has the
+    launch of its first kernel."""
+    return seconds + (EMPTY_GRAPH_US - model.hopper().values().launch_us) * 1e-6
 
 
 def _dense(seqlen: int, causal: bool, heads: tuple[int, int] = (16, 16), left: int | None = None
@@ -140,6 +141,15 @@ def _unseen() -> Iterator[Row]:
 
 
 def measured() -> dict[str, dict]:
-    """Row's name -> {"us": median, "from": where it stands, "launches": before the median one, if
-    not `LAUNCHES_BEFORE`, "clocks": of the kernels by Nsight Compute, if they were counted}."""
+    """Row's name -> {"first", "late": [us, MHz of an SM] in first launches and for good, "run":
+    which, or "us": median of launches within the power budget, "from": where it stands; "clocks":
+    of the kernels by Nsight Compute, if they were counted}."""
     return json.loads(MEASURED.read_text())["rows"]
+
+
+def clocks_of(row: dict) -> Clocks:
+    """Of the GPU on which a row was measured, or of the machine's."""
+    if "run" not in row:
+        return DEFAULT
+    run = json.loads(MEASURED.read_text())["runs"][row["run"]]
+    return Clocks.of(run["product"], run["attention"], load("h200").values())

@@ -3,11 +3,13 @@
 import pytest
 
 from bench.commands import predict
+from bench.measure import rows_under_load
 from bench.model import hopper_rows
 from bench.model.hopper_attention import Times
 
 KNOWN = "fa4_hd256 forward: 4x4096, 16/16, full"
 UNSEEN = "fa4_hd256 forward: 5x3072, 16/16, full"
+DECODING = "fa4_hd256 forward: 1x(1, 131072), 32/2, causal"
 
 
 @pytest.fixture
@@ -15,30 +17,56 @@ def fixed(monkeypatch):
     """Every row takes a millisecond, 1.1 for good, and a million clocks; measured is what is said
     here."""
     times = Times(clocks=1e6, busy=0.9, seconds=1e-3, for_good=1.1e-3)
-    monkeypatch.setattr(hopper_rows.Row, "times", lambda row: times)
+    monkeypatch.setattr(hopper_rows.Row, "times", lambda row, clocks: times)
     found = {
-        KNOWN: {"us": 1000.0, "from": "a test", "clocks": 800_000},
-        UNSEEN: {"us": 1250.0, "from": "a test", "launches": 20},
+        KNOWN: {"first": [800.0, 1600.0], "late": [1000.0, 1400.0], "clocks": 800_000},
+        UNSEEN: {"first": [1250.0, 1600.0], "late": [1250.0, 1400.0]},
+        DECODING: {"us": 1000.0, "from": "a test"},
     }
     monkeypatch.setattr(hopper_rows, "measured", lambda: found)
 
 
-def test_errors_by_the_load_before_a_row(fixed):
-    """72 launches of a millisecond are more than the first clock lasts, 20 are not; an empty graph
-    takes 4.25 us beside the launch that the model has."""
+def test_first_launches_and_those_for_good_each_have_an_error(fixed):
+    """An empty graph takes 4.25 us beside the launch that the model has."""
     table = predict.predictions()
     rows = {row["row"]: row for row in table.rows}
-    assert rows[KNOWN]["predicted"] == pytest.approx(1104.25)
-    assert rows[KNOWN]["error"] == pytest.approx(0.10425)
-    assert rows[KNOWN]["clock_error"] == pytest.approx(0.25)
-    assert rows[UNSEEN]["predicted"] == pytest.approx(1004.25)
-    assert rows[UNSEEN]["error"] == pytest.approx(-0.1966)
-    assert rows[UNSEEN]["clock_error"] is None
+    known, unseen, decoding = (rows[name] for name in (KNOWN, UNSEEN, DECODING))
+    assert known["first"] == pytest.approx(1004.25) and known["late"] == pytest.approx(1104.25)
+    assert known["first_error"] == pytest.approx(0.2553, abs=1e-4)
+    assert known["late_error"] == pytest.approx(0.10425)
+    assert known["clock_error"] == pytest.approx(0.25) and known["ghz"] == pytest.approx(1.4)
+    assert unseen["late_error"] == pytest.approx(-0.1166) and unseen["clock_error"] is None
+    assert decoding["first_error"] == pytest.approx(0.00425) and decoding["late_error"] is None
     notes = " ".join(table.notes)
-    assert "before the prediction: no: times of 1 rows, within 10 % 0, mean -19.7%" in notes
+    assert "prediction: no: times for good of 1 rows, within 10 % 0, mean -11.7%" in notes
     assert "before the prediction: yes: clocks of 1 rows, within 10 % 0, mean +25.0%" in notes
 
 
 def test_rows_are_chosen_by_name(fixed):
     table = predict.predictions("head_dim 128")
     assert len(table.rows) == 6
+
+
+def test_what_a_gpu_measures_are_its_own_rows_without_decoding_steps():
+    h200, h100 = (list(predict.to_measure("", f"NVIDIA {name}")) for name in ("H200", "H100 SXM"))
+    assert {row.direction for row in h200} == {"forward", "backward"} and len(h200) > 50
+    assert {(row.provider, row.direction) for row in h100} == {("flash-attn-4", "backward")}
+    assert not [row for row in h200 if row.case.seqlen_q < 512]
+    assert not list(predict.to_measure("", "NVIDIA B200"))
+
+
+def test_first_launches_end_before_the_clock_gives_way():
+    """The very first is left out; of long launches the second counts, however late it ends."""
+    short = [[4.0 * n, 4.0 + n / 100, 1700.0 - n] for n in range(12)]
+    found = {"first": short, "late": [5.0, 1500.0], "watts": 690.0, "count": 200}
+    assert rows_under_load.figures(found)["first"] == [4025.0, 1697.5]
+    long = [[30.0 * n, 30.0 + n, 1700.0 - 100 * n] for n in range(12)]
+    found = rows_under_load.figures(found | {"first": long})
+    assert found["first"] == [31000.0, 1600.0] and found["late"] == [5000.0, 1500.0]
+
+
+def test_measuring_without_a_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(predict.torch.cuda, "is_available", lambda: False)
+    arguments = predict.argparse.Namespace(measure="x", row="")
+    with pytest.raises(ValueError, match="no CUDA device to measure on"):
+        predict.main(arguments)

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from bench.measure.rows_under_load import figures
 from bench.model import hopper_attention as model
-from bench.model import hopper_rows
+from bench.model import hopper_rows, whole_gpu
 from bench.model.calls import Kind, default_splits
+from bench.model.hopper_clocks import MOST_GHZ, Clocks
 from bench.model.machines import gpu_of
 from bench.model.tiles import forward_tiles
 from bench.suite import BACKWARD, FORWARD, Case
@@ -61,18 +63,51 @@ def test_packed_heads_and_parts_of_decoding_steps():
 
 
 def test_the_clock_of_first_launches():
-    assert model.busy_ghz(0.69) == 1.705 and model.busy_ghz(0.95) == pytest.approx(1.60)
-    assert model.busy_ghz(0.2) == model.MOST_GHZ
-    assert 1.60 < model.busy_ghz(0.9) < 1.705
+    first = Clocks().first
+    assert first(0.69) == 1.705 and first(0.95) == pytest.approx(1.60)
+    assert first(0.2) == MOST_GHZ
+    assert 1.60 < first(0.9) < 1.705
 
 
-def times_of(rate):
-    """Of 16k, full, whose tiles take `rate` clocks for each of their work."""
+def loads_of_the_h200():
+    """Of a product and of cuDNN's attention, as `rows_under_load` writes them."""
+    loads = whole_gpu.measurements()[0]["loads"]
+    return [figures(loads[name] | {"count": 1000}) for name in ("product, random",
+                                                               "attention, cuDNN")]
+
+
+def test_a_product_tells_what_a_flop_costs_a_gpu():
+    """The GPU of the machine's constants gets its own energy of a FLOP back; one that keeps a
+    product at a higher clock for good keeps attention at one, too."""
+    product, attention = loads_of_the_h200()
+    values, call = MACHINE.values(), times_of(2.0, alone=True)
+    own = Clocks.of(product, attention, values)
+    assert own.picojoules == pytest.approx(values.mma_picojoules, rel=0.04)
+    assert own.product_ghz == pytest.approx(1.60, rel=0.01)
+    assert own.attention_ghz == pytest.approx(1.705, rel=0.01)
+    us, mhz = product["late"]
+    better = Clocks.of(product | {"late": [us / 1.1, mhz * 1.1]}, attention, values)
+    ghz = [clocks.for_good(1.6, call, values) for clocks in (own, better)]
+    assert ghz[0] < ghz[1] < 1.6
+
+
+def test_the_clock_for_good_follows_no_clock_of_a_replay():
+    product, attention = loads_of_the_h200()
+    clocks = Clocks.of(product, attention, MACHINE.values())
+    at = []
+    for ghz in (1.4, 1.65):
+        machine = model.hopper(ghz=ghz)
+        at.append(clocks.for_good(1.6, times_of(2.0, machine, alone=True), machine.values()))
+    assert at[0] == pytest.approx(at[1], rel=0.01)
+
+
+def times_of(rate, machine=MACHINE, alone=False):
+    """Of 16k, full, whose tiles take `rate` clocks for each of their work. alone: the call."""
     problem = case(16384)
-    tiling = model.forward_variant(problem, MACHINE).tiling(MACHINE)
+    tiling = model.forward_variant(problem, machine).tiling(machine)
     costs = TileCosts(0.0, 0.0, rate)
-    kernel = model.Kernel("test", tiling, MACHINE.sampled(0), [costs])
-    return model.times(kernel.calls(problem, ALONE), MACHINE)
+    calls = model.Kernel("test", tiling, machine.sampled(0), [costs]).calls(problem, ALONE)
+    return calls[0] if alone else model.times(calls, machine)
 
 
 def test_times_of_a_call():
@@ -87,7 +122,6 @@ def test_times_of_a_call():
     # What stays within the power budget keeps the clock that it has at first.
     idle = times_of(8.0)
     assert idle.for_good == idle.seconds
-    assert ideal.after(0.001) == ideal.seconds and ideal.after(1.0) == ideal.for_good
 
 
 def test_q_of_the_next_tile_has_no_buffer_of_its_own():
