@@ -50,7 +50,7 @@ def test_rows_are_chosen_by_name(fixed):
 def test_what_a_gpu_measures_are_its_own_rows_without_decoding_steps():
     h200, h100 = (list(predict.to_measure("", f"NVIDIA {name}")) for name in ("H200", "H100 SXM"))
     assert {row.direction for row in h200} == {"forward", "backward"} and len(h200) > 50
-    assert {(row.provider, row.direction) for row in h100} == {("flash-attn-4", "backward")}
+    assert {row.direction for row in h100} == {"backward"} and len(h100) == 20
     assert not [row for row in h200 if row.case.seqlen_q < 512]
     assert not list(predict.to_measure("", "NVIDIA B200"))
 
