@@ -39,8 +39,6 @@ COLUMNS = (
     Column("late_rate", "TFLOPS", ".0f", "for good, measured"),
     Column("ghz", "GHz", ".3f", "an SM's clock, for good"),
 )  # fmt: skip
-#: Of the shortest row that is measured here: decoding steps are timed by `bench decode`.
-LEAST_QUERIES = 512
 #: What is summed up below the table.
 ERRORS = {
     "clock_error": "clocks", "first_error": "times of first launches",
@@ -102,7 +100,7 @@ def _row(row: hopper_rows.Row, times: Times, one: dict[str, Any]) -> dict[str, A
 def to_measure(chosen: str, gpu: str) -> Iterator[hopper_rows.Row]:
     """Rows with `chosen` in their names of a GPU whose name that is, but for decoding steps."""
     for row in hopper_rows.rows():
-        if row.gpu in gpu.lower() and chosen in row.name and row.case.seqlen_q >= LEAST_QUERIES:
+        if row.gpu in gpu.lower() and chosen in row.name and not row.decodes:
             yield row
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.suite import BACKWARD, FORWARD, H200_TOKENS, Case
@@ -29,6 +29,8 @@ OURS, THEIRS = "fa4_hd256", "flash-attn-4"
 _OTHER_GPUS = {"h200": "", "h100": ", H100"}
 #: What was measured of rows, by `Row.name`.
 MEASURED = Path(__file__).parents[1] / "measure" / "hopper_rows.json"
+#: Of the shortest row that is no decoding step: those are timed by `bench decode`.
+LEAST_QUERIES = 512
 #: Of a graph without a kernel by the events that rows are timed by, an H200 (docs/hopper.md).
 EMPTY_GRAPH_US = 5.2
 
@@ -50,6 +52,10 @@ class Row:
         dim = "" if self.head_dim == HEAD_DIM else f", head_dim {self.head_dim}"
         what = f"{self.case.shape}, {self.case.heads_text}, {self.case.mask}{dim}"
         return f"{self.provider} {self.direction}: {what}{_OTHER_GPUS[self.gpu]}"
+
+    @property
+    def decodes(self) -> bool:
+        return self.case.seqlen_q < LEAST_QUERIES
 
     @property
     def flop(self) -> float:
@@ -98,7 +104,16 @@ def _decode(batch: int, queries: int, keys: int, heads: tuple[int, int], causal:
 
 
 def rows() -> Iterator[Row]:
-    """All of them."""
+    """All of them, an H200's first."""
+    for gpu in ("h200", "h100"):
+        for row in (*_forward(), *_unseen(), *_backward(gpu)):
+            if gpu == "h200":
+                yield row
+            elif not row.decodes:
+                yield replace(row, gpu=gpu, seen=row.seen and row.direction == BACKWARD)
+
+
+def _forward() -> Iterator[Row]:
     for causal in (False, True):
         for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
             yield Row(OURS, FORWARD, _dense(seqlen, causal), True)
@@ -111,19 +126,16 @@ def rows() -> Iterator[Row]:
         yield Row(OURS, FORWARD, _decode(128, queries, 131072, (32, 2)), True)
         yield Row(OURS, FORWARD, _decode(1, queries, 131072, (32, 2)), True)
         yield Row(OURS, FORWARD, _decode(8, queries, 8192, (16, 2)), True)
-    yield from _unseen()
-    yield from _backward()
 
 
-def _backward() -> Iterator[Row]:
-    for gpu in ("h200", "h100"):
-        for causal in (False, True):
-            for seqlen in (1024, 2048, 4096, 8192, 16384):
-                # What was wrong with the kernels the first rows of each showed.
-                ours = gpu == "h200" and (seqlen > 1024 or not causal)
-                theirs = gpu == "h100" and seqlen != 8192
-                yield Row(OURS, BACKWARD, _dense(seqlen, causal), ours, gpu=gpu)
-                yield Row(THEIRS, BACKWARD, _dense(seqlen, causal), theirs, gpu=gpu)
+def _backward(gpu: str) -> Iterator[Row]:
+    for causal in (False, True):
+        for seqlen in (1024, 2048, 4096, 8192, 16384):
+            # What was wrong with the kernels the first rows of each showed.
+            ours = gpu == "h200" and (seqlen > 1024 or not causal)
+            theirs = gpu == "h100" and seqlen != 8192
+            yield Row(OURS, BACKWARD, _dense(seqlen, causal), ours)
+            yield Row(THEIRS, BACKWARD, _dense(seqlen, causal), theirs)
 
 
 def _unseen() -> Iterator[Row]:

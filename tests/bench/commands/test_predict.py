@@ -44,14 +44,14 @@ def test_first_launches_and_those_for_good_each_have_an_error(fixed):
 
 def test_rows_are_chosen_by_name(fixed):
     table = predict.predictions("head_dim 128")
-    assert len(table.rows) == 6
+    assert len(table.rows) == 12
 
 
 def test_what_a_gpu_measures_are_its_own_rows_without_decoding_steps():
     h200, h100 = (list(predict.to_measure("", f"NVIDIA {name}")) for name in ("H200", "H100 SXM"))
-    assert {row.direction for row in h200} == {"forward", "backward"} and len(h200) > 50
-    assert {row.direction for row in h100} == {"backward"} and len(h100) == 20
-    assert not [row for row in h200 if row.case.seqlen_q < 512]
+    assert [row.case for row in h200] == [row.case for row in h100] and len(h200) == 72
+    assert all(row.gpu == "h100" and ", H100" in row.name for row in h100)
+    assert not [row for row in h200 if row.decodes]
     assert not list(predict.to_measure("", "NVIDIA B200"))
 
 
