@@ -34,7 +34,7 @@ DQ, DKDV = 3 * 1024.0, 4 * 1024.0
 ROW, PARTIAL_ROW = 2.0 * HEAD_DIM, 4.0 * HEAD_DIM
 
 #: Rows of a range of a window's tiles at least (`range_of`).
-RANGE = 4096
+RANGE = 2048
 
 Bounds = tuple[int | None, int | None]
 #: (block, head, batch) of a tile.

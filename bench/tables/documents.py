@@ -242,7 +242,7 @@ DOCUMENTS = {
     "predict_h200_first": Document(
         "Attention on an H200, as first predicted", ("predict",), "timing.md", of_before=True
     ),
-    "predict_h200": Document("Attention on Hopper GPUs, predicted", ("predict",), "timing.md"),
+    "predict_hopper": Document("Attention on Hopper GPUs, predicted", ("predict",), "timing.md"),
     "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), "timing.md"),
     "mutation": Document("Mutation score of the kernels", ("mutation",), "sanitizer.md"),
 }  # fmt: skip

@@ -189,6 +189,9 @@ def test_ranges_of_a_window_are_of_one_head_each():
     tiles = forward_tiles(LONG_WINDOW, replace(TILING, packs_heads=True))
     assert len({tile.group for tile in tiles}) == 4 * 65536 // 4096
     assert {tile.shared_bytes for tile in tiles} == {4096 * 2 * ROW}
+    # Narrow windows have shorter ones: L2 keeps or loses a range as a whole.
+    narrow = forward_tiles(replace(LONG_WINDOW, window=(511, None)), TILING)
+    assert {tile.shared_bytes for tile in narrow} == {2048 * 2 * ROW}
     # Queries that lie before the keys see none, those behind the last range of keys nothing new.
     shifted = replace(LONG_WINDOW, lengths=((16384, 8192),), window=(1023, None))
     found = {tile.group // 4: tile.shared_bytes for tile in forward_tiles(shifted, TILING)}
