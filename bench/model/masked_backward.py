@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from bench.tables.paths import Paths
 from fa4_hd256.call import portions
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.tile_mask import TileMask
+from fa4_hd256.call.tile_mask import TileMask, blocks_of_queries
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_block_mask import READ, WRITTEN, least_section
 from fa4_hd256.kernels.backward_ds_tiles import count_blocks
@@ -75,9 +75,12 @@ class BlockLists:
     columns: np.ndarray
 
     @classmethod
-    def of(cls, mask: TileMask) -> BlockLists:
-        """Of the first head."""
-        blocks_k, table = count_blocks(mask.lengths[1]), mask.blocks[:, 0].long()
+    def of(cls, mask: TileMask, queries: range | None = None) -> BlockLists:
+        """Of the first head; of some queries as `blocks_of_queries` has them."""
+        blocks, blocks_k = mask.blocks[:, :1], count_blocks(mask.lengths[1])
+        if queries is not None:
+            blocks = blocks_of_queries(blocks, mask.lengths[1], queries)
+        table = blocks[:, 0].long()
         rows, columns = table[:, :blocks_k], table[:, blocks_k:]
         written = rows[..., 0, WRITTEN]
         is_listed = torch.arange(rows.shape[2] - 1) < written[..., None]
@@ -110,26 +113,27 @@ class BlockLists:
 
 
 @functools.cache
-def lists_of(case: MaskedCase) -> BlockLists:
-    """By the case's own mask."""
-    return BlockLists.of(case.tile_mask(torch.device("cpu")))
+def lists_of(case: MaskedCase, queries: range) -> BlockLists:
+    """Of some queries, by the case's own mask."""
+    return BlockLists.of(case.tile_mask(torch.device("cpu")), queries)
 
 
 def shares(case: MaskedCase) -> tuple[float, float]:
     """`BlockLists.shares` of a case."""
-    return lists_of(case).shares
+    return lists_of(case, range(case.seqlen_q)).shares
 
 
 @dataclass(frozen=True)
 class ListedPortion(Portion):
-    """whole: the case that it is a portion of; sequences: of that."""
+    """whole: the case that it is a portion of; sequences, queries: of that."""
 
     whole: MaskedCase = field(kw_only=True)
     sequences: range = field(kw_only=True)
+    queries: range = field(kw_only=True)
 
     @property
     def lists(self) -> BlockLists:
-        return lists_of(self.whole).narrowed(self.sequences)
+        return lists_of(self.whole, self.queries).narrowed(self.sequences)
 
 
 def gradient_problem(case: Case) -> BackwardProblem:
@@ -144,14 +148,18 @@ class MaskedBackward(Backward):
     def plan(self, case: Case) -> list[Portion]:
         assert isinstance(case, MaskedCase)
         division = portions.divide(gradient_problem(case), self.ds_bytes, self.tiling.gpu)
+        # A portion has fewer queries than keys, which no case with a mask has.
+        plain = Case(**{own.name: getattr(case, own.name) for own in fields(Case)})
         whole = division.problem
-        counts = Counter((case_of(case, part), part.sequences) for part in division.portions)
+        counts = Counter(
+            (case_of(plain, part), part.sequences, part.queries) for part in division.portions
+        )
         return [
             ListedPortion(
                 one, whole.head_parts, whole.keeps_ds, count, whole.adds,
-                whole=case, sequences=sequences,
+                whole=case, sequences=sequences, queries=queries,
             )
-            for (one, sequences), count in counts.items()
+            for (one, sequences, queries), count in counts.items()
         ]  # fmt: skip
 
     def tiles(self, kernel: str, portion: Portion) -> Tiles:

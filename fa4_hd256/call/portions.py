@@ -2,8 +2,9 @@
 
 dS of a whole call grows with the square of the length. So the kernels run on portions, each a call
 of its own: some key/value heads; else one or more sequences; else, except in windows, a range of
-queries with the keys that any of them sees, or under a block mask some query heads of a group. What
-several portions give to the same dK and dV is added up in float32.
+queries with the keys that any of them sees, or under a block mask some query heads of a group, and
+of these a range of queries with all keys. What several portions give to the same dK and dV is added
+up in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward_ds_tiles import BLOCK_TILES, DS_TILE_ELEMENTS, count_tiles
+from fa4_hd256.kernels.backward_ds_tiles import (
+    BLOCK_TILES,
+    DS_BLOCK,
+    DS_TILE_ELEMENTS,
+    count_blocks,
+    count_tiles,
+)
 from fa4_hd256.kernels.score_change import ScoreOrigin
 from fa4_hd256.kernels.sequences import PADDING
 
@@ -76,18 +83,18 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
 
 
 def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
-    """Portions by heads and sequences, else by query heads of a group. Raises NotImplementedError
-    where dS of one is larger."""
+    """Portions by heads and sequences, else of a group. Raises NotImplementedError where dS of one
+    block of queries is larger."""
     heads_kv, sequences, *_ = _lengths(problem)
     if not problem.ds_bytes_of_head:
         return _by_heads(problem, heads_kv, sequences, gpu)
-    found = _by_sequences(problem, ds_bytes, gpu) or _by_query_heads(problem, ds_bytes, gpu)
+    found = _by_sequences(problem, ds_bytes, gpu) or _of_group(problem, ds_bytes, gpu)
     if found is None:
-        heads, least = _least_heads(problem)
+        heads, least = _least_of_group(problem)
         raise NotImplementedError(
-            f"gradients with block_mask keep dS of {heads} query head(s) of a sequence, {least} "
-            f"bytes here; ds_bytes allows {ds_bytes}. Accepted: "
-            f"backward_config=BackwardConfig(ds_bytes={least}) or more"
+            f"gradients with block_mask keep dS of at least {DS_BLOCK} queries of {heads} query "
+            f"head(s) of a sequence with all its keys, {least} bytes here; ds_bytes allows "
+            f"{ds_bytes}. Accepted: backward_config=BackwardConfig(ds_bytes={least}) or more"
         )
     return found
 
@@ -103,34 +110,49 @@ def _by_sequences(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division
     return _by_heads(problem, heads, min(fitting // heads, sequences), gpu)
 
 
-def _by_query_heads(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | None:
-    """As many query heads of a group of one sequence at a time as fit; None where too few do."""
-    heads_kv, sequences, *rows = _lengths(problem)
-    queries, keys = map(range, rows)
-    heads, taken = _least_heads(problem)
-    if ds_bytes < taken:
+def _of_group(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | None:
+    """Some query heads of a group of one sequence at a time, as many as fit with all queries; where
+    none does, as many as fit with a block of queries, and as many of these. None where not even a
+    block fits.
+
+    Which tiles of dS there are is known on the device alone, so there is room for all of them, and
+    every range of queries has all keys.
+    """
+    heads_kv, sequences, seqlen_q, seqlen_k = _lengths(problem)
+    heads, of_block = _least_of_group(problem)
+    fitting, blocks = ds_bytes // of_block, count_blocks(seqlen_q)
+    if not fitting:
         return None
+    each = fitting // blocks if fitting >= blocks else fitting
+    each = _even(problem.group, each * heads)
+    # Blocks of queries that fit with so many heads.
+    rows = _even(blocks, fitting * heads // each) * DS_BLOCK
     whole = replace(problem, keeps_ds=True, adds=True)
-    each = _even(problem.group, ds_bytes // taken * heads)
     q_shape = whole.forward.q_shape
-    of_part = replace(whole.forward, q_shape=(*q_shape[:2], each * heads_kv, q_shape[3]))
+    of_part = replace(
+        whole.forward,
+        q_shape=(*q_shape[:2], each * heads_kv, q_shape[3]),
+        max_seqlen_q=min(rows, seqlen_q),
+    )
     parts = replace(whole, forward=of_part).head_parts_for(1, 1, gpu)
     whole = replace(whole, head_parts=parts)
     portions = [
-        _portion(whole, range(head, head + 1), sequence, queries, keys, of_group)
+        _portion(whole, range(head, head + 1), sequence, queries, range(seqlen_k), of_group)
         for sequence in _chunks(sequences, 1)
         for head in range(heads_kv)
         for of_group in _chunks(problem.group, each)
+        for queries in _chunks(seqlen_q, rows)
     ]
     return Division(whole, tuple(portions))
 
 
-def _least_heads(problem: BackwardProblem) -> tuple[int, int]:
-    """(query heads of a group that may be by themselves, bytes of their dS of one sequence): one,
-    but copies of an expanded head have gradients of their own, and their heads stay together."""
+def _least_of_group(problem: BackwardProblem) -> tuple[int, int]:
+    """(query heads of a group that may be by themselves, bytes of dS of a block of their queries in
+    one sequence): one, but copies of an expanded head have gradients of their own, and their heads
+    stay together."""
     heads = problem.group if problem.copies > 1 else 1
-    of_sequence = problem.ds_bytes_of_head // problem.forward.sequences
-    return heads, of_sequence // problem.group * heads
+    of_block = count_tiles((DS_BLOCK, problem.k_shape[1]), (None, None)) * DS_TILE_ELEMENTS
+    return heads, heads * of_block * problem.forward.dtype.itemsize
 
 
 def _undivided(problem: BackwardProblem, gpu: Gpu) -> Division:

@@ -12,10 +12,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fa4_hd256.kernels.backward_ds_tiles import BLOCK_TILES, count_blocks
 from fa4_hd256.kernels.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
 from fa4_hd256.kernels.masking import WORD_BITS
 
-__all__ = ["EMPTY", "PARTIAL", "WHOLE", "Evaluate", "TileMask", "count_mask_tiles"]
+__all__ = [
+    "EMPTY",
+    "PARTIAL",
+    "WHOLE",
+    "Evaluate",
+    "TileMask",
+    "blocks_of_queries",
+    "count_mask_tiles",
+]
 
 #: Kinds of tiles: no query sees a key; some may; each sees all.
 EMPTY, PARTIAL, WHOLE = 0, 1, 2
@@ -310,6 +319,32 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
         rows[..., 1 : 1 + order.shape[3], 1 + half] = own.masked_fill(own == ABSENT, NOTHING)
     columns[..., 0, :2] = of_queries.sum(-1)[..., None]
     columns[..., 1 : 1 + kv_tiles, 0] = falling
+    return found
+
+
+def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.Tensor:
+    """Of `TileMask.blocks` of so many keys the lists of some queries, which begin with a block and
+    end with one, or with all queries."""
+    blocks_k, first, limit = map(count_blocks, (keys, queries.start, queries.stop))
+    begin, most = BLOCK_TILES * first, BLOCK_TILES * (limit - first)
+    width = 1 + max(BLOCK_TILES * blocks_k, most)
+    rows, columns = blocks[:, :, :blocks_k], blocks[:, :, blocks_k + first : blocks_k + limit]
+    numbers, written = rows[..., 1:, 0], rows[..., 0, 0, None]
+    places = torch.arange(numbers.shape[-1], device=blocks.device)
+    # Listed in rising order, so those of the queries follow each other.
+    before, to_end, to_last = (
+        ((places < written) & (numbers < end)).sum(-1)
+        for end in (begin, BLOCK_TILES * limit, count_mask_tiles(queries.stop))
+    )
+    found = blocks.new_zeros(*blocks.shape[:2], blocks_k + limit - first, width, STEP_WORDS)
+    own, of_queries = found[:, :, :blocks_k], found[:, :, blocks_k:]
+    own[..., 0, 0], own[..., 0, 1] = to_end - before, to_last - before
+    moved = (before[..., None] + places[:most]).clamp(max=numbers.shape[-1] - 1) + 1
+    listed = rows.gather(3, moved[..., None].expand(*moved.shape, STEP_WORDS))
+    # Behind the last one is what nobody takes for a tile, but may ask for.
+    listed[..., 0].sub_(begin).clamp_(0, most - 1)
+    own[..., 1 : 1 + most, :] = listed
+    of_queries.copy_(columns[..., :width, :])
     return found
 
 

@@ -241,11 +241,12 @@ def _run_gradients(
     room = _room_maker(whole, shapes, torch.float32)
     parts = [room() for _ in range(_key_results(whole))]
     for portion in portions:
+        of_portion = tensors.with_lists_of(portion)
         for kernel in _kernels(whole):
             made = kernel.results
             if set(made) <= set(results):
                 given = tuple(results[result] for result in made)
-                own = replace(tensors, results=given).of(portion, made)
+                own = replace(of_portion, results=given).of(portion, made)
                 _launch_adding((kernel, specs[kernel.name]), portion.problem, own, parts)
 
 

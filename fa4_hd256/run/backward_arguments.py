@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -27,7 +27,9 @@ import torch
 
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.portions import Portion
+from fa4_hd256.call.tile_mask import blocks_of_queries
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.backward_ds_tiles import count_blocks
 from fa4_hd256.kernels.backward_preprocess import PreprocessRows
 from fa4_hd256.kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import ELEMENT_TYPES, GradientClass, PreprocessClass
@@ -127,9 +129,14 @@ class GradientTensors:
     ds: torch.Tensor | None = None
     of_functions: tuple[torch.Tensor, ...] = ()
 
+    def with_lists_of(self, portion: Portion) -> GradientTensors:
+        """The same with what a block mask lists of a portion."""
+        own = (_lists_of(t, portion) if t.ndim == TABLE_RANK else t for t in self.ragged)
+        return replace(self, ragged=tuple(own))
+
     def of(self, portion: Portion, names: tuple[str, ...]) -> GradientTensors:
-        """Views of what belongs to a portion; its dS is the begin of a one-dimensional `ds`. names:
-        of the results."""
+        """Views of what belongs to a portion but for its lists; its dS is the begin of a
+        one-dimensional `ds`. names: of the results."""
         q, k, v, dout = self.operands
         heads_kv, entries = k.shape[2], portion.problem.forward.q_shape[0]
 
@@ -160,9 +167,7 @@ class GradientTensors:
                 of_queries(tensor) if name == "dq" else of_keys(tensor)
                 for name, tensor in zip(names, self.results, strict=True)
             ),
-            tuple(
-                _masked_part(t, portion) if t.ndim == TABLE_RANK else t for t in self.ragged
-            ),
+            self.ragged,
             None if self.ds is None else begin_of(self.ds, portion.problem.ds_shape),
             self.of_functions,
         )
@@ -172,11 +177,16 @@ class GradientTensors:
 TABLE_RANK = 5
 
 
-def _masked_part(table: torch.Tensor, portion: Portion) -> torch.Tensor:
-    """The lists of a portion."""
+def _lists_of(table: torch.Tensor, portion: Portion) -> torch.Tensor:
+    """The lists of a portion, which has all keys: a view, but for some of the queries."""
     if table.shape[0] > 1:
         table = _narrowed(table, 0, portion.sequences)
-    return _narrowed(table, 1, portion.heads) if table.shape[1] > 1 else table
+    if table.shape[1] > 1:
+        table = _narrowed(table, 1, portion.heads)
+    keys = len(portion.keys)
+    if table.shape[2] > count_blocks(keys) + count_blocks(len(portion.queries)):
+        table = blocks_of_queries(table, keys, portion.queries)
+    return table
 
 
 def _narrowed(tensor: torch.Tensor, dim: int, span: range, each: int = 1) -> torch.Tensor:

@@ -81,8 +81,11 @@ def test_portions(device, backward_config):
     one = backward_config(ds_bytes=of_one)
     parts = gradients(tensors, mask, dout, backward_config=one, **options)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    with pytest.raises(NotImplementedError, match=f"of a sequence, {of_one} bytes here; ds_bytes"):
-        small = backward_config(ds_bytes=of_one - 1)
+    # A block of queries with all keys.
+    least = of_one // 2
+    message = f"least 256 queries of 1 query head.*, {least} bytes here; ds_bytes allows 5. "
+    with pytest.raises(NotImplementedError, match=message):
+        small = backward_config(ds_bytes=5)
         gradients(tensors, mask, dout, backward_config=small, **options)
 
 
@@ -99,6 +102,31 @@ def test_portions_of_a_group(fitting, own_heads, device, backward_config):
     dout = torch.randn(tensors[0].shape).to(device, torch.bfloat16)
     found = [gradients(tensors, mask, dout, backward_config=config, **options) for _ in range(2)]
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+# A block of queries of one head; of each of two heads, whose masks differ; two blocks and a rest.
+# Queries that end inside a block, and inside a tile of it.
+@pytest.mark.parametrize(
+    ("lengths", "heads", "own_heads", "fitting"),
+    [((600, 300), (2, 1), 2, 1), ((600, 300), (4, 2), 4, 2), ((1100, 130), (1, 1), 1, 2)],
+    ids=["a head", "heads of a group", "some blocks"],
+)
+@pytest.mark.sampled("static-heads of a group", "clc-some blocks")
+def test_ranges_of_queries(
+    lengths, heads, own_heads, fitting, use_clc, device, backward_config
+):
+    """Where not even dS of one query head fits. dQ has the bits of the undivided call; dK and dV
+    are added up in a fixed order."""
+    tensors, options = inputs(*lengths, heads, 2, device=device), {"use_clc": use_clc}
+    of_block = 2 * -(-lengths[1] // 256) * 2 * 128 * 128 * 2
+    config = backward_config(ds_bytes=fitting * of_block)
+    mask = holes(*lengths, 2, own_heads, device)
+    check(tensors, mask, config=config, **options)
+    dout = torch.randn(tensors[0].shape).to(device, torch.bfloat16)
+    whole = gradients(tensors, mask, dout, **options)
+    found = [gradients(tensors, mask, dout, backward_config=config, **options) for _ in range(2)]
+    assert torch.equal(found[0]["q"], whole["q"])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in whole)
 
 
 def test_opcheck_of_some_gradients(device):

@@ -145,6 +145,21 @@ def test_portions(heads_kv, device, backward_config, monkeypatch):
     assert {(origin.batch, origin.head) for origin in origins} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
+def test_ranges_of_queries(device, backward_config):
+    """Queries count in the whole call, too, in the mask_mod and beside it in a score_mod."""
+    lengths, slopes = (600, 200), torch.tensor([0.05, 0.011], device=device)
+    lists, dense = tiles_and_dense(lengths, device=device)
+    tensors, own = leaves(*lengths, device=device), slopes.double().cpu()
+    one = backward_config(ds_bytes=4 * 128 * 128 * 2)
+    found = attend(
+        tensors, lists, mod_of(device), score_mod=alibi(slopes), backward_config=one
+    )
+    check(
+        tensors, dense, found,
+        score_mod=lambda s, b, h, q, k: s - own[h] * (q - 400 - k).abs(),
+    )  # fmt: skip
+
+
 def test_the_bits_of_bits(device):
     """The same result, bit for bit, as with bits that PyTorch made of the same function."""
     def near(b, h, q, k):

@@ -49,7 +49,10 @@ def case(pattern, seqlen=1000, heads=(4, 2), batch=2):
 def portion(of, head_parts=1, sequences=None):
     sequences = range(of.batch) if sequences is None else sequences
     own = replace(of, lengths=of.lengths[: len(sequences)])
-    return ListedPortion(own, head_parts, True, whole=of, sequences=sequences)
+    queries = range(of.seqlen_q)
+    return ListedPortion(
+        own, head_parts, True, whole=of, sequences=sequences, queries=queries
+    )
 
 
 def backward(ds_bytes):
@@ -129,6 +132,22 @@ def test_portions_have_their_own_lists():
     assert work[0] < work[1]
 
 
+def test_ranges_of_queries_have_their_own_lists():
+    """Where dS of no head fits; every block of 256 x 256 is in one portion."""
+    one = case(PrefixLm(), 1000, (1, 1), 2)
+    model = backward(512 * 1024 * 2)
+    plan = model.plan(one)
+    assert [(part.sequences, part.queries) for part in plan] == [
+        (range(n, n + 1), range(first, min(first + 512, 1000))) for n in (0, 1)
+        for first in (0, 512)
+    ]  # fmt: skip
+    met = met_blocks(one)
+    for kernel, work in (("dv", DV), ("products", 2 * PRODUCT)):
+        found = [float(model.tiles(kernel, part).work.sum()) for part in plan]
+        blocks = [int(met[n, :, half].sum()) for n in (0, 1) for half in (slice(2), slice(2, 4))]
+        assert found == [2 * work * count for count in blocks]
+
+
 def test_it_is_divided_as_the_operator_divides_it():
     one = case(Images(60), 300)
     mask, (heads, heads_kv) = one.tile_mask(CPU), (4, 2)
@@ -172,7 +191,7 @@ def test_rows_that_some_tile_lists_come_from_memory():
     one = case(Documents(100), 4096, (1, 1), 1)
     tiles = dv_tiles(portion(one), TILING)
     own = sum(t.own_bytes - t.reads - t.writes - DS * t.work / DV for t in tiles)
-    bits = masked_backward.lists_of(one).partial.sum() * 128 * 256 / 8
+    bits = masked_backward.lists_of(one, range(one.seqlen_q)).partial.sum() * 128 * 256 / 8
     shared = max(t.shared_bytes for t in tiles)
     assert shared < 2 * ROW * 4096 / 2
     assert own - bits + shared == pytest.approx(2 * ROW * 4096)

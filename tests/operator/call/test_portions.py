@@ -14,8 +14,9 @@ from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.portions import Portion, divide
-from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES, count_tiles
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_BYTES, count_tiles
 from fa4_hd256.kernels.blackwell.forward.config import TILES
+from fa4_hd256.kernels.block_mask import MASK_GRADIENTS
 
 GPU = gpu()
 BLACKWELL = named("sm_100a")
@@ -164,6 +165,63 @@ def test_parts_of_a_portion():
     copied = problem((4096, 4096), (16, 1), 4, copies=4)
     for size in (4, 1, 0.5):
         assert divide(copied, int(size * copied.ds_bytes_of_head / 4), GPU).problem.head_parts == 4
+
+
+def masked(lengths: tuple[int, int], heads: tuple[int, int], batch: int, copies: int = 1):
+    """The same call under a block mask."""
+    whole = problem(lengths, heads, batch, copies=copies)
+    return replace(whole, forward=replace(whole.forward, ragged=MASK_GRADIENTS))
+
+
+@pytest.mark.architecture("sm_100a")
+def test_portions_under_a_block_mask():
+    """Heads of a sequence, query heads of a group, ranges of queries of these with all keys: within
+    the memory, and of all query heads each query once."""
+    lengths, batch = (1100, 300), 2
+    # Of 20 blocks of dS a query head in two sequences: of 5 x 2 each.
+    whole = masked(lengths, (6, 2), batch)
+    of_row = 2 * DS_BLOCK * DS_BLOCK * 2
+
+    def shapes(num_bytes: int) -> list[tuple[int, int, int, int]]:
+        division = divide(whole, num_bytes, GPU)
+        assert division.problem.keeps_ds
+        assert all(p.problem.ds_bytes <= num_bytes for p in division.portions)
+        found = np.zeros((whole.forward.q_shape[2], batch, lengths[0]), np.int32)
+        for p in division.portions:
+            found[np.ix_(p.heads, p.sequences, p.queries)] += 1
+            assert p.keys == range(lengths[1])
+            assert p.problem.forward.max_seqlen_q == len(p.queries) == p.problem.forward.q_shape[1]
+            assert p.problem.origin.query == p.queries.start
+        assert (found == 1).all()
+        sizes = [(len(p.heads), len(p.sequences), len(p.queries)) for p in division.portions]
+        assert division.problem.adds == any(n < whole.group or m < 1100 for n, _, m in sizes)
+        return [(len(division.portions), *size) for size in sorted(set(sizes), reverse=True)]
+
+    assert shapes(6 * 2 * 5 * of_row) == [(1, 6, 2, 1100)]
+    assert shapes(3 * 5 * of_row) == [(4, 3, 1, 1100)]
+    assert shapes(2 * 5 * of_row) == [(8, 2, 1, 1100), (8, 1, 1, 1100)]
+    assert shapes(5 * of_row) == [(12, 1, 1, 1100)]
+    # All heads of the group, of one block; no more blocks than one are left for the third.
+    assert shapes(5 * of_row - 1) == [(20, 3, 1, 256), (20, 3, 1, 76)]
+    assert shapes(2 * of_row) == [(40, 2, 1, 256), (40, 2, 1, 76), (40, 1, 1, 256), (40, 1, 1, 76)]
+    assert shapes(of_row) == [(60, 1, 1, 256), (60, 1, 1, 76)]
+    # Some blocks at once, as equally many as can be.
+    whole = masked(lengths, (2, 2), batch)
+    assert shapes(4 * of_row) == [(8, 1, 1, 768), (8, 1, 1, 332)]
+    for num_bytes in (of_row - 1, 0):
+        with pytest.raises(NotImplementedError, match=f"{of_row} bytes here.*allows {num_bytes}. "):
+            divide(whole, num_bytes, GPU)
+
+
+@pytest.mark.architecture("sm_100a")
+def test_copies_of_a_head_under_a_block_mask_stay_together():
+    whole = masked((1100, 300), (4, 1), 1, copies=2)
+    of_row = 2 * DS_BLOCK * DS_BLOCK * 2
+    found = divide(whole, 4 * 2 * of_row, GPU)
+    assert [(len(p.heads), len(p.queries)) for p in found.portions] == [(4, 512), (4, 512), (4, 76)]
+    assert found.problem.head_parts == 2
+    with pytest.raises(NotImplementedError, match=f"of 4 query head.* {4 * of_row} bytes here"):
+        divide(whole, 4 * of_row - 1, GPU)
 
 
 OPTIONS = {

@@ -119,6 +119,28 @@ def test_kinds_of_tiles():
     assert mask.steps(1)[0, 0, 1, :2].tolist() == [[1, 0, 0, 0], [1, partial, 0, 0]]
 
 
+# Ranges that begin and end at blocks, or with the last query, inside a block; all of them.
+@pytest.mark.parametrize("queries", [(0, 256), (256, 768), (512, 900), (768, 900), (0, 900)])
+@pytest.mark.parametrize("keys", [130, 700])
+def test_lists_of_some_queries(queries, keys):
+    """Those of a mask that has these queries alone, of each head and entry."""
+    kinds = torch.rand(2, 3, 900, keys) > 0.5
+    for tile in torch.randperm(8)[:4].tolist():
+        kinds[:, :, tile * 128 : tile * 128 + 128, : keys // 2] = False
+    kinds[:, 1:, :512] = kinds[:, :1, :512]
+    kinds[0, :, 512:768] = False
+    mask, span = masks.from_dense(kinds), range(*queries)
+    expected = mask.part(span, range(keys), range(3)).blocks
+    found = tile_mask.blocks_of_queries(mask.blocks, keys, span)
+    assert found.shape == expected.shape and found.is_contiguous()
+    assert torch.equal(found[..., 0, :], expected[..., 0, :])
+    places = torch.arange(found.shape[3] - 1)
+    listed = places < expected[..., 0, 0, None]
+    assert torch.equal(found[..., 1:, :][listed], expected[..., 1:, :][listed])
+    assert (found[..., 1:, 0] >= 0).all()
+    assert (found[..., 1:, 0] < max(-(-len(span) // 256), -(-keys // 256)) * 2).all()
+
+
 DOCUMENTS = torch.tensor([0] * 150 + [1] * 10 + [2] * 240)
 
 
