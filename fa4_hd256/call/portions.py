@@ -29,7 +29,7 @@ from fa4_hd256.kernels.sequences import PADDING
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
 
-__all__ = ["Division", "Portion", "divide", "visible_keys"]
+__all__ = ["Division", "Portion", "divide", "least_ds_bytes", "visible_keys"]
 
 #: Of a block of dS.
 _BLOCK_ELEMENTS = BLOCK_TILES**2 * DS_TILE_ELEMENTS
@@ -80,6 +80,12 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
         # what these add to them soon takes more than to compute dS anew.
         return _undivided(problem, gpu)
     return _by_queries(problem, ds_bytes, gpu)
+
+
+def least_ds_bytes(problem: BackwardProblem) -> int:
+    """Of `divide`, so that it raises nothing."""
+    is_needed = is_masked(problem.forward.ragged) and problem.ds_bytes_of_head
+    return _least_of_group(problem)[1] if is_needed else 0
 
 
 def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:

@@ -23,7 +23,7 @@ from fa4_hd256.call.forward_problem import Problem, is_masked
 from fa4_hd256.call.function_tensors import function_operand
 from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.operator_arguments import BackwardTensors
-from fa4_hd256.call.portions import Division, divide
+from fa4_hd256.call.portions import Division, divide, least_ds_bytes
 from fa4_hd256.environment import DS_BYTES
 from fa4_hd256.kernels.kernel_set import BackwardKernel
 from fa4_hd256.kernels.sequences import padded_rows
@@ -127,7 +127,8 @@ def _divided(
 ) -> tuple[Division, dict[str, torch.Tensor], Finish]:
     """How a call is divided, what is allocated for it, and what is done at the end.
 
-    Where dS does not fit into the GPU's memory half of it is tried, and so on.
+    Where dS does not fit into the GPU's memory half of it is tried, and so on, as far as the call
+    goes with less.
     """
     asked = wanted
     if is_masked(problem.forward.ragged):
@@ -141,9 +142,9 @@ def _divided(
         try:
             return division, made_for(call_tensors(call), allocate, finish), finish
         except torch.OutOfMemoryError:
-            if not division.problem.keeps_ds:
+            taken = max(portion.problem.ds_bytes for portion in division.portions)
+            if not division.problem.keeps_ds or taken // 2 < least_ds_bytes(problem):
                 raise
-        taken = max(portion.problem.ds_bytes for portion in division.portions)
         bound = taken // 2
         warnings.warn(
             f"the {taken >> 20} MiB of dS that this backward stores at a time are not to be had; "

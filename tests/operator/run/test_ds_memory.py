@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import _fa4
 
-from fa4_hd256 import flash_attn_func
+from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.integrations import sdpa, transformers
 from fa4_hd256.run import backward
 
@@ -19,14 +19,16 @@ def none_left():
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def gradients(device, **options):
+def gradients(device, queries=256, **options):
+    """Of a causal call, or under a block mask."""
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout = (
-        torch.randn(1, 256, 2, 256, generator=generator).to(device, torch.bfloat16)
-        for _ in range(4)
+        torch.randn(1, rows, 2, 256, generator=generator).to(device, torch.bfloat16)
+        for rows in (queries, 256, 256, queries)
     )
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    return torch.autograd.grad(flash_attn_func(*leaves, causal=True, **options), leaves, dout)
+    options = options if "block_mask" in options else {"causal": True} | options
+    return torch.autograd.grad(flash_attn_func(*leaves, **options), leaves, dout)
 
 
 @pytest.fixture
@@ -144,6 +146,24 @@ def test_none_is_stored_where_nothing_fits(device, bounds, small_memory, backwar
         found = gradients(device)
     assert bounds[0] == backward_config().ds_bytes and len(bounds) == 3
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.simulator
+def test_under_a_block_mask_some_is_stored(device, bounds, small_memory, backward_config):
+    """dS of the 512 queries of a head has 256 KiB, of a block of them half of it; without that
+    there are no gradients, and the error is of the memory."""
+    options = {"block_mask": masks.prefix_lm(100, 512, 256, device=device), "use_clc": False}
+    half = backward_config(ds_bytes=1 << 17)
+    expected = gradients(device, 512, backward_config=half, **options)
+    small_memory(1 << 17)
+    bounds.clear()
+    with pytest.warns(RuntimeWarning, match="not to be had"):
+        found = gradients(device, 512, **options)
+    assert bounds[1:] == [1 << 18, 1 << 17]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    small_memory(0)
+    with pytest.warns(RuntimeWarning), pytest.raises(torch.OutOfMemoryError):
+        gradients(device, 512, **options)
 
 
 @pytest.mark.simulator
