@@ -102,12 +102,15 @@ def test_a_function(device):
     check(tensors, found, dense_of(near))
 
 
-def test_scores_by_their_places_in_sequences(device):
-    """As everywhere with packed sequences; masks count in the packed row."""
+@pytest.mark.parametrize("ranges", [False, True], ids=["at once", "ranges of queries"])
+def test_scores_by_their_places_in_sequences(ranges, device, backward_config):
+    """As everywhere with packed sequences; masks count in the packed row. Both wherever a portion
+    of dS begins, of which there are 256 queries of a head with 512 keys."""
     tensors, slopes = leaves(device), OF_ENTRIES[:, :2].contiguous()
     found = attend(
-        tensors, device, block_mask=block_mask_of(near, device), score_mod=alibi(slopes.to(device))
-    )
+        tensors, device, block_mask=block_mask_of(near, device), score_mod=alibi(slopes.to(device)),
+        backward_config=backward_config(ds_bytes=2 * 256 * 512) if ranges else None,
+    )  # fmt: skip
     numbers, exact = numbers_of(OF_Q), slopes.double()
     begins = (offsets_of(OF_K)[1:] - offsets_of(OF_Q)[1:]).long()[numbers]
 
