@@ -1,9 +1,10 @@
-"""`python -m bench masks`: forward and backward under masks that people train with.
+"""`python -m bench masks`: forward and backward under masks, and of functions of scores, that
+people train with.
 
-Ours with `block_mask=` beside what training takes without it: SDPA with a dense mask, and
-FlexAttention; ours under the causal mask alone says how fast it may get, and ours with the mask_mod
-evaluated in the kernels what bits spare. Measured on a CUDA GPU; without one the timing model has
-ours on Blackwell, with `block_mask=`, and what making the mask takes.
+Ours with `block_mask=`, or with `score_mod=`, beside what training takes without it: SDPA with a
+dense mask or bias, and FlexAttention; ours under the causal mask alone says how fast it may get,
+and ours with the mask_mod evaluated in the kernels what bits spare. Measured on a CUDA GPU; without
+one the timing model has ours on Blackwell, with `block_mask=`, and what making the mask takes.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from bench.measure.mask_providers import (
     SDPA,
     DenseSdpa,
     FlexAttention,
+    concerns,
     mask_microseconds,
     mask_providers,
 )
 from bench.measure.masks import CASES, MaskedCase
 from bench.measure.providers import Provider, attempt
+from bench.measure.scored import SCORED_CASES, ScoredCase
 from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.model import masked, masked_backward
 from bench.model.predictor import Predictor, add_model_options, printing_predictor
+from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, DIRECTIONS
-from bench.tables.comparison import BOUND, FUNCTION, OURS
+from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from bench.tables.results import add_output_options, emit
@@ -45,11 +49,14 @@ SECONDS = 3.0
 
 #: Columns: of milliseconds of each provider, of rates, of times over ours.
 TIMES = {
-    OURS: "ours_ms", FUNCTION: "function_ms", BOUND: "causal_ms", SDPA: "sdpa_ms",
-    FLEX: "flex_ms",
+    OURS: "ours_ms", FUNCTION: "function_ms", SOFTCAP: "softcap_ms", BOUND: "causal_ms",
+    SDPA: "sdpa_ms", FLEX: "flex_ms", flash_attn_4.PACKAGE: "flash_attn_4_ms",
 }  # fmt: skip
 RATES = OURS, BOUND
 RATIOS = {FUNCTION: "function_ratio", SDPA: "sdpa_ratio", FLEX: "flex_ratio"}
+
+#: A mask, or a function of scores.
+AnyCase = MaskedCase | ScoredCase
 
 COLUMNS = (
     Column("direction"), Column("shape"), Column("heads"), Column("mask"),
@@ -71,6 +78,9 @@ NOTES = (
     "other column.",
     f"{SDPA}: a bool mask that is there before, KV heads repeated as transformers does where there "
     "is a mask. FlexAttention: compiled for the shape, its BlockMask made before.",
+    f"Rows of functions of scores, causal: ours with score_mod=, in CuTe DSL; {SDPA}: a bias of "
+    f"bfloat16 that is there before. {SOFTCAP} and {flash_attn_4.PACKAGE}: the option softcap= in "
+    "the place of the function.",
 )  # fmt: skip
 
 MODELLED_COLUMNS = (
@@ -147,16 +157,19 @@ class _Modelled:
 
 
 def measure(
-    cases: Iterable[tuple[MaskedCase, str]], providers: Sequence[Provider], timer: Timer,
+    cases: Iterable[tuple[AnyCase, str]], providers: Sequence[Provider], timer: Timer,
     sampling: Sampling,
 ) -> Table:  # fmt: skip
     """Every (case, direction) on the timer's GPU; results are checked before."""
     rows = []
     for case, direction in cases:
-        (row,) = measured_rows([(case, direction)], providers, timer, sampling, torch.bfloat16)
-        making = partial(mask_microseconds, case, timer.device, direction == BACKWARD)
-        microseconds, failed = attempt(making)
-        remarks = [*_remarks(row["details"], providers)]
+        own = [provider for provider in providers if concerns(provider, case)]
+        (row,) = measured_rows([(case, direction)], own, timer, sampling, torch.bfloat16)
+        microseconds = failed = None
+        if isinstance(case, MaskedCase):
+            making = partial(mask_microseconds, case, timer.device, direction == BACKWARD)
+            microseconds, failed = attempt(making)
+        remarks = [*_remarks(row["details"], own)]
         if failed:
             remarks.append(f"the mask by itself: {failed}")
         rows.append(row | _figures(row, case) | {
@@ -173,7 +186,7 @@ def _line(row: dict[str, Any]) -> str:
     return "  " + "; ".join([*times, *([row["remarks"]] if row["remarks"] else [])])
 
 
-def _figures(row: dict[str, Any], case: MaskedCase) -> dict[str, Any]:
+def _figures(row: dict[str, Any], case: AnyCase) -> dict[str, Any]:
     """Columns of this table that a row of `measured_rows` has in its details, or not at all."""
     details = row["details"]
     times = {name: details.get(name, {}).get("median_ms") for name in TIMES}
@@ -220,12 +233,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
-def chosen(only: str, names: Sequence[str] | None) -> tuple[list[MaskedCase], list[Provider]]:
+def chosen(only: str, names: Sequence[str] | None) -> tuple[list[AnyCase], list[Provider]]:
     """Cases with `only` in their line, providers of these names, None for all. Raises ValueError
     for a text that is in none, and a name that none has."""
-    cases = [case for case in CASES if only in str(case)]
+    known_cases: tuple[AnyCase, ...] = CASES + SCORED_CASES
+    cases = [case for case in known_cases if only in str(case)]
     if not cases:
-        lines = "; ".join(map(str, CASES))
+        lines = "; ".join(map(str, known_cases))
         raise ValueError(f"no case has {only!r} in its line; there are {lines}")
     providers = mask_providers()
     known = [provider.name for provider in providers]
@@ -243,8 +257,14 @@ def main(arguments: argparse.Namespace) -> int:
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
     jobs = [(case, direction) for direction in directions for case in cases]
     if arguments.modelled or not torch.cuda.is_available():
+        masked_jobs = [(case, way) for case, way in jobs if isinstance(case, MaskedCase)]
+        if not masked_jobs:
+            raise ValueError(
+                f"--only {arguments.only!r} has functions of scores alone, which are not modelled; "
+                "accepted without a GPU: masks"
+            )
         predictor = printing_predictor(arguments.machine, arguments.draws)
-        emit(modelled(jobs, predictor), arguments)
+        emit(modelled(masked_jobs, predictor), arguments)
         return 0
     table = measure(limit.begun(jobs), providers, CudaTimer(), sampling)
     emit(limit.noted(table), arguments)

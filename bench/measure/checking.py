@@ -15,6 +15,7 @@ from fa4_hd256.check import reference
 
 from .masks import MaskedCase
 from .providers import Inputs, Provider
+from .scored import ScoredCase
 
 #: Rows that are compared: as many at the begin, the middle and the end of a sequence.
 CHECKED_ROWS = 64
@@ -115,10 +116,12 @@ def _blocks(case: Case) -> list[list[Block]]:
 
 
 def _options(case: Case, block: Block | None = None) -> dict[str, Any]:
-    """The reference's, of a case without a mask of its own or of a block."""
+    """The reference's, of a case with neither a mask of its own nor a function, or of a block."""
     options: dict[str, Any] = {"window_size": case.bounds, "softcap": case.softcap}
     if isinstance(case, MaskedCase) and block is not None:
         options["mask"] = case.seen(block.sequence, block.rows, block.keys)[None, None]
+    if isinstance(case, ScoredCase) and block is not None:
+        options["score_mod"] = case.of_part(block.sequence, block.rows.start, block.heads)
     return options
 
 
@@ -147,11 +150,11 @@ def check_gradients(provider: Provider, inputs: Inputs) -> Check:
     """Compare gradients with the reference.
 
     All of them on the case cut down to a short sequence, but for a case with a mask of its own,
-    which a cut changes; on the case itself those of rows alone, for a gradient of out that vanishes
-    in every other row.
+    which a cut changes, or with a function of scores, which would be compiled for two shapes; on
+    the case itself those of rows alone, for a gradient of out that vanishes in every other row.
     """
     rows = _check_rows(provider, inputs)
-    if isinstance(inputs.case, MaskedCase):
+    if isinstance(inputs.case, MaskedCase | ScoredCase):
         return worst(rows)
     return worst([_check_small_gradients(provider, inputs), *rows])
 

@@ -1,4 +1,5 @@
-"""Implementations of attention under a mask: ours, and what training takes without it."""
+"""Implementations of attention under a mask, or of functions of scores: ours, and what training
+takes without it."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from typing import Any, cast
 import torch
 
 from bench.suite import Case
-from bench.tables.comparison import BOUND, FUNCTION, OURS
+from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP
 from fa4_hd256 import flash_attn_func, interface
 from fa4_hd256.kernels.block_mask import MASK_TILE
 
 from .masks import MaskedCase
-from .providers import Inputs, Ours, Provider, first_line
+from .providers import FlashAttention4, Inputs, Ours, Provider, first_line
+from .scored import Capped, ScoredCase
 
 SDPA, FLEX = "SDPA, dense mask", "FlexAttention"
 
@@ -45,10 +47,22 @@ def _case_of(inputs: Inputs) -> MaskedCase:
     return inputs.case
 
 
+def concerns(provider: Provider, case: Case) -> bool:
+    """Whether a provider says anything of a case: some are of a kind of cases alone, as their
+    method `concerns` says."""
+    found: bool = getattr(provider, "concerns", lambda case: True)(case)
+    return found
+
+
 class OursMasked(Ours):
-    """`flash_attn_func` with `block_mask=`, a mask by its name."""
+    """`flash_attn_func` with `block_mask=`, a mask by its name, or with `score_mod=`, a function in
+    CuTe DSL."""
 
     def call(self, inputs: Inputs) -> torch.Tensor:
+        if isinstance(inputs.case, ScoredCase):
+            mod = _made(inputs, OURS, partial(inputs.case.score_mod, inputs.q.device))
+            out = flash_attn_func(*inputs.leaves, causal=True, score_mod=mod)
+            return cast(torch.Tensor, out)
         case = _case_of(inputs)
         mask = _made(inputs, OURS, partial(case.tile_mask, inputs.q.device))
         return cast(torch.Tensor, flash_attn_func(*inputs.leaves, block_mask=mask))
@@ -60,6 +74,9 @@ class OursFunction(Ours):
 
     def __init__(self) -> None:
         super().__init__(FUNCTION)
+
+    def concerns(self, case: Case) -> bool:
+        return isinstance(case, MaskedCase)
 
     def call(self, inputs: Inputs) -> torch.Tensor:
         from fa4_hd256.integrations.flex_attention import mask_mod_of
@@ -78,12 +95,33 @@ class OursCausal(Ours):
         super().__init__(BOUND)
 
     def computed(self, case: Case) -> Case:
-        return case.plain if isinstance(case, MaskedCase) else case
+        return case.plain if isinstance(case, MaskedCase | ScoredCase) else case
+
+
+class _AsSoftcap:
+    """Of providers that have softcap as an option: the case whose function is one."""
+
+    def concerns(self, case: Case) -> bool:
+        return isinstance(case, ScoredCase) and isinstance(case.function, Capped)
+
+    def computed(self, case: Case) -> Case:
+        return case.capped if isinstance(case, ScoredCase) else case
+
+
+class OursSoftcap(_AsSoftcap, Ours):
+    """`flash_attn_func` with `softcap=`, what the function would cost that the kernels know."""
+
+    def __init__(self) -> None:
+        super().__init__(SOFTCAP)
+
+
+class FlashAttention4Softcap(_AsSoftcap, FlashAttention4):
+    """flash-attn-4 with its own softcap."""
 
 
 class DenseSdpa:
-    """`scaled_dot_product_attention` with a bool mask, by the back end that PyTorch chooses. Fewer
-    KV heads are repeated, as transformers does where there is a mask."""
+    """`scaled_dot_product_attention` with a bool mask, or a bias of q's dtype, by the back end that
+    PyTorch chooses. Fewer KV heads are repeated, as transformers does where there is a mask."""
 
     name = SDPA
 
@@ -94,11 +132,16 @@ class DenseSdpa:
         return None
 
     def refuses(self, case: Case, direction: str) -> str | None:
+        if isinstance(case, ScoredCase) and not case.function.added:
+            return "a bias is added to scores"
         return None
 
     def call(self, inputs: Inputs) -> torch.Tensor:
-        case = _case_of(inputs)
-        mask = _made(inputs, SDPA, partial(case.dense, inputs.q.device))
+        case, device = inputs.case, inputs.q.device
+        if isinstance(case, ScoredCase):
+            mask = _made(inputs, SDPA, partial(case.bias, device, inputs.q.dtype))
+        else:
+            mask = _made(inputs, SDPA, partial(_case_of(inputs).dense, device))
         q, k, v = (tensor.transpose(1, 2) for tensor in inputs.leaves)
         group = case.heads // case.heads_kv
         if group > 1:
@@ -119,7 +162,8 @@ def _chosen_backend(*given: torch.Tensor) -> str | None:
 
 
 class FlexAttention:
-    """`torch.nn.attention.flex_attention` by torch.compile, with a `BlockMask` of the mask_mod.
+    """`torch.nn.attention.flex_attention` by torch.compile, with a `BlockMask` of the mask_mod, or
+    of the causal one and a score_mod.
 
     options: of `KERNEL_OPTIONS`, those that worked last; failure: what those before raised.
     """
@@ -138,22 +182,22 @@ class FlexAttention:
         return None
 
     def call(self, inputs: Inputs) -> torch.Tensor:
-        block_mask = _made(inputs, FLEX, lambda: _block_mask(_case_of(inputs), inputs.q.device))
+        given = _made(inputs, FLEX, lambda: _flex_arguments(inputs.case, inputs.q.device))
         grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in inputs.leaves)
         key = inputs.case, grad
         if self._compiled is None or self._compiled[0] != key:
-            self._compiled = key, self._first_that_works(inputs, block_mask, grad)
+            self._compiled = key, self._first_that_works(inputs, given, grad)
         return self._compiled[1](inputs)
 
     def _first_that_works(
-        self, inputs: Inputs, block_mask: Any, grad: bool
+        self, inputs: Inputs, given: dict[str, Any], grad: bool
     ) -> Callable[[Inputs], torch.Tensor]:
         """Raises RuntimeError with what the first error says if nothing works."""
         import torch._functorch.config
 
         self.failure = None
         for options in KERNEL_OPTIONS:
-            call = partial(self._attend, self._function(), block_mask, options)
+            call = partial(self._attend, self._function(), given, options)
             try:
                 # The backward runs more than once, which functions compiled otherwise refuse.
                 with torch._functorch.config.patch(donated_buffer=False):
@@ -177,25 +221,28 @@ class FlexAttention:
 
     @staticmethod
     def _attend(
-        function: Callable[..., Any], block_mask: Any, options: dict[str, Any] | None,
+        function: Callable[..., Any], given: dict[str, Any], options: dict[str, Any] | None,
         inputs: Inputs,
     ) -> torch.Tensor:  # fmt: skip
         q, k, v = (tensor.transpose(1, 2) for tensor in inputs.leaves)
         out = function(
-            q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1],
-            kernel_options=options,
-        )  # fmt: skip
+            q, k, v, **given, enable_gqa=q.shape[1] != k.shape[1], kernel_options=options
+        )
         return cast(torch.Tensor, out.transpose(1, 2))
 
 
-def _block_mask(case: MaskedCase, device: torch.device) -> Any:
+def _flex_arguments(case: Case, device: torch.device) -> dict[str, Any]:
+    """What FlexAttention takes of a case beside tensors."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    entries = case.batch if case.pattern.by_entry else None
     lengths = case.seqlen_q, case.seqlen_k
-    return create_block_mask(
-        case.mask_mod(device), entries, None, *lengths, device=str(device), BLOCK_SIZE=MASK_TILE
-    )
+    made = partial(create_block_mask, device=str(device), BLOCK_SIZE=MASK_TILE)
+    if isinstance(case, ScoredCase):
+        causal = made(lambda b, h, q, k: k <= q, None, None, *lengths)
+        return {"block_mask": causal, "score_mod": case.torch_function(device)}
+    assert isinstance(case, MaskedCase)
+    entries = case.batch if case.pattern.by_entry else None
+    return {"block_mask": made(case.mask_mod(device), entries, None, *lengths)}
 
 
 def first_lines(error: BaseException) -> str:
@@ -210,7 +257,10 @@ def first_lines(error: BaseException) -> str:
 
 
 def mask_providers() -> list[Provider]:
-    return [OursMasked(), OursFunction(), OursCausal(), DenseSdpa(), FlexAttention()]
+    return [
+        OursMasked(), OursFunction(), OursSoftcap(), OursCausal(), DenseSdpa(), FlexAttention(),
+        FlashAttention4Softcap(),
+    ]  # fmt: skip
 
 
 def mask_microseconds(case: MaskedCase, device: torch.device, gradients: bool) -> float:

@@ -21,6 +21,8 @@ YARDSTICK = "PyTorch math"
 BOUND = "ours, causal"
 #: Ours with a mask that its kernels evaluate.
 FUNCTION = "ours, mask_mod"
+#: Ours with softcap=, where others have it as a function of scores.
+SOFTCAP = "ours, softcap"
 #: Differences of predictions below this are not ranked: the model does not resolve them.
 RESOLUTION = 0.05
 #: A row counts as won from this probability on, and as lost below what is left of one.
@@ -52,7 +54,7 @@ def standing(seconds: Mapping[str, np.ndarray], error: float = 0.0) -> Standing 
     ratio beside what the samples show, 0 for none: what a model gets wrong of the ratio of two
     kernels under the best of its constants.
     """
-    others = OURS, YARDSTICK, BOUND, FUNCTION
+    others = OURS, YARDSTICK, BOUND, FUNCTION, SOFTCAP
     peers = {name: t for name, t in seconds.items() if name not in others}
     if OURS not in seconds or not peers:
         return None
