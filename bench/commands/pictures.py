@@ -2,7 +2,7 @@
 
 Kernels' plans and barriers, layouts, the polynomial's error and the planted race are taken from the
 code as it is; rates and the timeline from the small files of bench/pictures/data, which --replay
-makes again on the timing model.
+makes again on the timing model; losses from one that --losses writes of a training's results.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="write nothing; exit status 1 if a file there is not current")
     parser.add_argument("--replay", action="store_true",
                         help="first make the data of the replays again: some minutes")
+    parser.add_argument("--losses", type=Path, metavar="FILE",
+                        help="first keep the losses of `bench training --json FILE`, of two seeds")
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """The exit status. Raises ValueError for a name that is none."""
-    from bench.pictures import inputs
+    from bench.pictures import inputs, losses
     from bench.pictures.catalogue import PICTURES
 
     for name in arguments.names:
@@ -38,6 +40,8 @@ def main(arguments: argparse.Namespace) -> int:
             raise ValueError(f"picture {name!r}; accepted are {', '.join(PICTURES)}")
     if arguments.replay:
         inputs.replay()
+    if arguments.losses:
+        losses.keep(arguments.losses)
     rows = [
         _row(name, arguments.write / f"{name}.svg", PICTURES[name]().svg(), arguments.check)
         for name in arguments.names or PICTURES
@@ -51,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _row(name: str, target: Path, drawn: str, only_check: bool) -> dict[str, Any]:
     """Write a picture, or look whether its file is current."""
-    from bench.pictures import inputs
+    from bench.pictures import inputs, losses
 
     if only_check:
         same = target.is_file() and target.read_text("utf-8") == drawn
@@ -60,9 +64,12 @@ def _row(name: str, target: Path, drawn: str, only_check: bool) -> dict[str, Any
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(drawn, "utf-8")
         state = "written"
-    is_modelled = name in inputs.MODELLED
+    basis, machine = "computed", "this code"
+    if name in inputs.MODELLED:
+        basis, machine = "modelled", inputs.constants()
+    elif name in losses.MEASURED:
+        basis, machine = "measured", losses.read_losses()["origin"]
     return {
-        "picture": name, "state": state, "bytes": len(drawn.encode()),
-        BASIS: "modelled" if is_modelled else "computed",
-        MACHINE: inputs.constants() if is_modelled else "this code",
+        "picture": name, "state": state, "bytes": len(drawn.encode()), BASIS: basis,
+        MACHINE: machine,
     }  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 from bench.measure import training
 from bench.measure.providers import attempt
 from bench.measure.time_limit import TimeLimit, add_time_limit
-from bench.measure.training import IMPLEMENTATIONS, Run, Shape
+from bench.measure.training import IMPLEMENTATIONS, SMOOTHED, Run, Shape, smoothed
 from bench.tables.comparison import OURS
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
@@ -29,20 +29,10 @@ from bench.tables.table import BASIS, MACHINE, Column, Table
 REFERENCE, ROUNDED = "SDPA float32", "float32, rounded as kernels do"
 #: Of a name, for a second run.
 AGAIN = ", again"
-#: Losses of single steps jump; compared are means over so many.
-SMOOTHED = 20
 #: Of a run, where the table shows its loss.
 SHOWN = (0.02, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 #: cuBLAS has the same bits in each run only with this, read when it is first used.
 WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def smoothed(losses: Sequence[float]) -> np.ndarray:
-    """Means over the last `SMOOTHED` steps before each, fewer at the begin."""
-    sums = np.cumsum([0.0, *losses])
-    ends = np.arange(1, len(losses) + 1)
-    begins = np.maximum(ends - SMOOTHED, 0)
-    return (sums[ends] - sums[begins]) / (ends - begins)
 
 
 def table(

@@ -11,10 +11,11 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -27,6 +28,8 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 #: query that it sees, None for all.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "int | None"], torch.Tensor]
 
+#: Losses of single steps jump; compared are means over so many.
+SMOOTHED = 20
 SUCCESSORS = 8
 LEARNING_RATE, WARM_UP_STEPS, LARGEST_GRADIENT = 1e-3, 50, 1.0
 
@@ -243,6 +246,14 @@ class Run:
 
     losses: list[float]
     milliseconds: float
+
+
+def smoothed(losses: Sequence[float]) -> np.ndarray:
+    """Means over the last `SMOOTHED` steps before each, fewer at the begin."""
+    sums = np.cumsum([0.0, *losses])
+    ends = np.arange(1, len(losses) + 1)
+    begins = np.maximum(ends - SMOOTHED, 0)
+    return (sums[ends] - sums[begins]) / (ends - begins)
 
 
 def train(

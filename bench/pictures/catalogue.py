@@ -13,6 +13,7 @@ from .barriers import barrier_graph
 from .exp2 import exp2_error
 from .flow import backward_flow
 from .layouts import operand_majors, pair_operands, swizzle, tensor_memory_lanes
+from .losses import training_losses
 from .memory import memory_map
 from .race import happens_before
 from .rates import accuracy_of_the_model, throughput_forward, throughput_peers
@@ -53,6 +54,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "throughput-forward": throughput_forward,
     "throughput-one-sequence": throughput_peers,
     "model-accuracy": accuracy_of_the_model,
+    "training-losses": training_losses,
     "timeline-forward": role_timeline,
     "pair-operands": pair_operands,
     "swizzle": swizzle,
