@@ -54,4 +54,5 @@ def test_nothing_is_kept(name, use_clc, device):
     late = state()
     grown = {key: late[key] - early[key] for key in early}
     assert grown.pop("host") < HOST_BYTES, grown
-    assert set(grown.values()) == {0}, grown
+    # Less: of what tests before this one left.
+    assert max(grown.values()) <= 0, grown
