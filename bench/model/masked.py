@@ -8,7 +8,7 @@ that its own mask makes (`call.tile_mask`).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,14 @@ from bench.tables.comparison import OURS
 from bench.tables.paths import Paths
 from fa4_hd256 import masks
 from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.function_tensors import functions_of_keys
 from fa4_hd256.call.tile_mask import TileMask
+from fa4_hd256.function_keys import read_of
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.block_mask import FULL, MASK_BITS, MASK_STEPS, MASK_TILE
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.mask_function import MASK_MOD
+from fa4_hd256.mask_mods import MaskMod
 from schedulers.choice import prefers_clc
 from sm100_sim import timing
 from sm100_sim.timing import Call, Machine, Tile, Values
@@ -151,8 +155,11 @@ def _lists(case: MaskedCase) -> tuple[np.ndarray, np.ndarray, int]:
     return count.numpy(), has_bits.sum(-1).numpy(), steps.shape[3] - 1
 
 
-def call_on(machine: Machine, sample: MaskSample, use_clc: bool) -> tuple[Any, tuple]:
-    """(compiled kernel, arguments of a call on one CTA pair), as compiled for such machines."""
+def call_on(
+    machine: Machine, sample: MaskSample, use_clc: bool, mask_mod: MaskMod | None = None
+) -> tuple[Any, tuple]:
+    """(compiled kernel, arguments of a call on one CTA pair), as compiled for such machines.
+    mask_mod: what says instead of bits what is seen of tiles that have some."""
     generator = torch.Generator().manual_seed(SEED)
     q, k, v = (
         torch.randn(1, rows, 1, HEAD_DIM, generator=generator).bfloat16()
@@ -161,9 +168,14 @@ def call_on(machine: Machine, sample: MaskSample, use_clc: bool) -> tuple[Any, t
     mask, options = sample.mask(), Options.check(None, False, (None, None), 0.0, use_clc)
     assert mask.bits is not None
     ragged = {MASK_STEPS: mask.steps(HALVES), MASK_BITS: mask.bits}
+    if mask_mod is not None:
+        read, key = read_of(MASK_MOD, mask_mod)
+        _, function = functions_of_keys((None, key), read, q)
+        options = replace(options, mask_mod=function)
+        ragged = {MASK_STEPS: mask.lists.steps(HALVES), **read}
     with compiling_ours(machine):
         problem = Problem.describe((q, k, v), options, None, ragged, config=ForwardConfig())
-        given = tuple(ragged[name] for name in problem.ragged)
+        given = tuple(ragged[name] for name in problem.tables)
         return forward_call(_like(use_clc), problem, (q, k, v), given)
 
 

@@ -16,12 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from .block_mask import NOTHING
+from .block_mask import FULL, NOTHING
 from .masking import WORD_BITS
 from .score_change import ScorePlaces
 from .user_functions import FunctionClass, FunctionKind
 
-__all__ = ["MASK_MOD", "MASK_TENSORS", "MaskFunction", "truth_of"]
+__all__ = ["MASK_MOD", "MASK_TENSORS", "MaskFunction", "times_asked", "truth_of"]
 
 MASK_MOD = FunctionKind("mask_mod", "MaskMod", "(batch, head, query, key, tensors)")
 #: Names of the tensors that a mask_mod reads, in the order in which kernels get them.
@@ -60,6 +60,16 @@ class MaskFunction:
             for i in numbers:
                 is_seen = (word & Uint32(1 << (i - first))) != 0
                 scores[i] = cutlass.select_(is_seen, scores[i], Float32(-math.inf))
+
+
+def times_asked(number: Int32) -> Int32:
+    """How often the function is asked in a listed tile of this number: 0 if it is `FULL`, else 1.
+
+    NOTE [a loop that runs once].  Under a branch ptxas executes the function in every step, each of
+    its instructions under a predicate, however many there are; a loop it leaves out where it does
+    not run.  So the function stands in one, and neither compiler knows how often that runs.
+    """
+    return Int32(_as_it_is(Uint32(number != FULL)))
 
 
 def truth_of(value: Any, name: str = "a mask_mod") -> Boolean:

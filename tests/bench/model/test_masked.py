@@ -12,6 +12,7 @@ from bench.measure.masks import CASES, Documents, Images, MaskedCase, PrefixLm, 
 from bench.model import masked
 from bench.model.machines import B200
 from bench.model.tiles import KEYS, ROWS, STEP_WORK, ForwardTiling, Order
+from fa4_hd256.integrations.flex_attention import mask_mod_of
 from sm100_sim import timing
 from sm100_sim.timing import load
 
@@ -92,3 +93,17 @@ def test_steps_that_see_all_take_no_bits():
     assert found[False].clocks < 0.92 * found[True].clocks
     for prediction in found.values():
         assert "global_load" not in prediction.as_text().split("critical path of the whole")[0]
+
+
+def test_steps_that_see_all_ask_no_function():
+    """As long as with bits, where a function would take more than a step's products: docs/masks.md
+    has what a step with each takes."""
+    machine, clocks = load("b200"), {}
+    mask_mod = mask_mod_of(CASES[0].mask_mod(torch.device("cpu")))
+    for partial in (False, True):
+        sample = masked.MaskSample(512, 1024, partial)
+        for name, function in (("bits", None), ("function", mask_mod)):
+            compiled, arguments = masked.call_on(machine, sample, True, function)
+            clocks[name, partial] = timing.predict(compiled, *arguments, draws=0)[-1].clocks
+    assert clocks["function", False] < 1.05 * clocks["bits", False]
+    assert clocks["function", True] > 1.5 * clocks["bits", True]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import re
 from dataclasses import replace
 
+import cutlass.cute as cute
 import pytest
 import torch
 from backward_cases import gradients, inputs
@@ -24,8 +27,12 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     ProductsPlan,
 )
 from fa4_hd256.kernels.blackwell.forward.config import ForwardWarpPlan
+from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
+from fa4_hd256.kernels.block_mask import FULL, MASK_STEPS
 from fa4_hd256.kernels.plans import RegisterPlan
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
+from fa4_hd256.kernels.user_functions import FunctionClass
+from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.errors import Hang
@@ -140,3 +147,52 @@ def test_budgets_of_the_whole_register_file_hang(kind, monkeypatch):
     first = str(caught.value).split("Waiting:\n")[1].splitlines()[0]
     assert "setmaxnreg.inc" in first and "registers are free in the CTA's pool" in first
     assert "the launch gave the CTA 64512, 168 a thread" in first
+
+
+def _window(batch, head, query, key, tensors):
+    return (key <= query) & ((query - key <= 300) | (key < 4))
+
+
+@cute.jit
+def _hide_under_a_branch(self, context, scores, place, number):
+    if number != FULL:
+        work, (row, head), key = place
+        places = self.mask_places(context, work, lambda i: (head, row, key + i))
+        self.mask_function.hide(scores, places, number)
+
+
+def shortest_turn(function, start: int) -> int:
+    """Instructions of the shortest way from one back to it."""
+    home, least = function.block_of[start], {}
+    pending = [(0, home)]
+    while pending:
+        count, index = heapq.heappop(pending)
+        if count and index == home:
+            return count
+        block = function.blocks[index]
+        for successor in block.successors:
+            found = count + block.stop - block.start
+            if found < least.get(successor, math.inf):
+                least[successor] = found
+                heapq.heappush(pending, (found, successor))
+    raise AssertionError("no way back")
+
+
+def _shortest_step() -> int:
+    """Instructions of a softmax step of a forward with a mask_mod, on the shortest path."""
+    function = FunctionClass(MaskMod.of(_window).key)
+    problem = ProblemClass(BF16, ragged=(MASK_STEPS,), mask_mod=function)
+    kernel = compile_kernel(KernelSpec("forward", ForwardConfig(), problem))
+    (code,) = disassemble(kernel.cubin).values()
+    names = [instruction.opcode for instruction in code.instructions]
+    return shortest_turn(code, names.index("LDTM.x64"))
+
+
+def test_a_step_that_sees_all_asks_no_mask_mod():
+    """NOTE [a loop that runs once]."""
+    assert (found := _shortest_step()) < 900, found
+
+
+def test_under_a_branch_every_step_asks_a_mask_mod(planted):
+    planted.setattr(ForwardKernel, "_hide_unseen", _hide_under_a_branch)
+    assert (found := _shortest_step()) > 1400, found

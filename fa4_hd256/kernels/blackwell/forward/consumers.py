@@ -14,8 +14,8 @@ from fa4_hd256.kernels.blackwell.instructions import (
     fence_before_thread_sync,
 )
 from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load, tmem_store
-from fa4_hd256.kernels.block_mask import FULL
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.mask_function import times_asked
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.sequences import tma_tile
 from softmax_emu.pattern import FRAGMENT_COLUMNS
@@ -239,8 +239,8 @@ class ForwardConsumers:
     def _hide_unseen(self, context: Any, scores: cute.Tensor, place: tuple, number: Int32):
         """Scores of a listed step that a function says are not seen := -inf.  place: see
         `_softmax_step`; number: see `MaskFunction.hide`."""
-        if number != FULL:
-            work, (row, head), key = place
+        work, (row, head), key = place
+        for _ in cutlass.range(times_asked(number), unroll=1):
             places = self.mask_places(context, work, lambda i: (head, row, key + i))
             self.mask_function.hide(scores, places, number)
 
