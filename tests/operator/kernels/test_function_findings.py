@@ -85,6 +85,7 @@ def _without_fence(self, context, edge, state):
 
 
 @pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
+@pytest.mark.sampled("sm_100a-mask_mod", "sm_90a-score_mod")
 def test_planted_bugs_are_found(kind, of_architecture, planted, sanitize):
     """Scores that are changed, or hidden, while they may still be written or read."""
     sanitize(None, device=ARCHITECTURES[of_architecture])
