@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -459,44 +458,16 @@ def no_tensor(rank: int, cu_seqlens: Any) -> None:
     ring_attention(q, q, q.tolist() if rank == 1 else q, cu_seqlens=cu_seqlens)
 
 
-def dies(rank: int) -> None:
-    """Rank 1 ends before its call."""
-    from fa4_hd256.integrations.context_parallel import ring_attention
-
-    if rank == 1:
-        os._exit(3)
-    q = torch.randn(1, 32, 2, 256).bfloat16()
-    ring_attention(q, q, q)
-
-
-def dies_inside(rank: int, way: str, in_backward: bool) -> None:
-    """Rank 1 ends when it is to exchange tensors, in its call or in the backward of it."""
-    from fa4_hd256.integrations import context_parallel
-    from fa4_hd256.integrations.context_parallel.exchange import Ranks
-
-    def end(*given: Any) -> None:
-        os._exit(3)
-
-    def prepare() -> None:
-        if rank == 1:
-            for name in ("start", "gather", "exchange"):
-                setattr(Ranks, name, end)
-
-    q = torch.randn(1, 32, 2, 256).bfloat16().requires_grad_()
-    if not in_backward:
-        prepare()
-    out = getattr(context_parallel, way)(q, q, q)
-    prepare()
-    out.sum().backward()
-
-
 def refusals(rank: int, arguments: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Of calls with these options, what each raises."""
+    """Of calls with these options, what each raises; "alone": over a group that takes no other
+    call, since this one fails behind the ranks' agreement."""
     from fa4_hd256.integrations import context_parallel
 
     found = []
     for given in arguments:
         options = dict(given)
+        if options.pop("alone", False):
+            options["group"] = torch.distributed.new_group()
         if isinstance(given.get("mask_mod"), MaskMod):  # of which this process knows no key yet
             options["mask_mod"] = MaskMod.of(given["mask_mod"].function, given["mask_mod"].tensors)
         heads, heads_kv = options.pop("heads", (2, 1))

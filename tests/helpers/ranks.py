@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 #: Seconds in which a function, compiling included, has to end.
 LONGEST = 900
@@ -23,6 +26,25 @@ class Failed(NamedTuple):
     trace: str
 
 
+#: What a rank imports before it is asked for anything, once for all ranks.
+_IMPORTED = ["torch.distributed", "context_cases", "torch_context_cases", "failing_ranks"]
+
+#: Libraries start no threads, which a fork would lose; the machine's cores are for ranks.
+_ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SM100_SIM_THREADS"), "1")
+
+
+def _context(device: str) -> Any:
+    """How processes start: those on GPUs, whose libraries a fork does not do well, from nothing."""
+    if device == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with mock.patch.dict(os.environ, {**_ONE_THREAD, "PYTHONPATH": paths}):
+        forkserver.ensure_running()
+    return context
+
+
 class Pool:
     """Ranks, started once; each runs what it is given, one function after the other.
 
@@ -30,15 +52,16 @@ class Pool:
     """
 
     def __init__(self, count: int, device: str = "cpu") -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context(device)
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         self._pipes, self._processes = [], []
         for rank in range(count):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=((rank, count), device, str(store), there), daemon=True
-            )
+                target=_serve, args=((rank, count), device, str(store), there), daemon=True,
+                kwargs={"environment": {**os.environ, **_ONE_THREAD}},
+            )  # fmt: skip
             process.start()
             there.close()
             self._pipes.append(here)
@@ -75,10 +98,13 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(place: tuple[int, int], device: str, store: str, pipe: Any) -> None:
+def _serve(
+    place: tuple[int, int], device: str, store: str, pipe: Any, environment: dict[str, str]
+) -> None:
     """A rank's process, until the pipe is closed."""
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SM100_SIM_THREADS"):
-        os.environ[name] = "1"
+    # That of the test's process now, not of when the first rank of all was started.
+    os.environ.clear()
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 

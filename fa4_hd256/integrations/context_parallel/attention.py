@@ -69,8 +69,9 @@ def ring_attention(
     learnable_sink is of this rank's queries, to be summed over ranks as other parameters' are.
 
     Raises TypeError or ValueError for what is not accepted, on all ranks: a rank that refuses its
-    call, or calls with other sizes or options, is an error everywhere. RuntimeError where a rank
-    has ended, and without torch.distributed being initialised.
+    call, or calls with other sizes or options, is an error everywhere. RuntimeError where another
+    rank has raised inside a call or has ended, at all later calls over the group, and without
+    torch.distributed being initialised.
     """
     given = Given(
         softmax_scale, causal, window_size, softcap, config, backward_config, use_clc, score_mod,
@@ -135,12 +136,13 @@ def _attend(
         return text_of(found, settings, name, order), (found, settings)
 
     (q, k, v, sink), settings = ranks.agree(check)
-    if name == "ulysses":
-        out, lse = attend_by_heads((q, k, v, sink), settings, given._asdict(), (ranks, order))
-    else:
-        kind = Ring if name == "ring" else Gathered
-        walk = kind(ranks, order, k.shape[1], settings)
-        out, lse = _OverRanks.apply(walk, settings, q, k, v, sink)
+    with ranks.in_common():
+        if name == "ulysses":
+            out, lse = attend_by_heads((q, k, v, sink), settings, given._asdict(), (ranks, order))
+        else:
+            kind = Ring if name == "ring" else Gathered
+            walk = kind(ranks, order, k.shape[1], settings)
+            out, lse = _OverRanks.apply(walk, settings, q, k, v, sink)
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if wants_lse else out
@@ -175,6 +177,7 @@ class _OverRanks(torch.autograd.Function):
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
         own = OwnRows(q, out, dout, lse, dlse)
-        dq, (dk, dv) = ctx.walk.gradients(own, (k, v), ctx.settings)
-        dsink = None if sink is None else sink_gradient(own, sink)
+        with ctx.walk.ranks.in_common():
+            dq, (dk, dv) = ctx.walk.gradients(own, (k, v), ctx.settings)
+            dsink = None if sink is None else sink_gradient(own, sink)
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink

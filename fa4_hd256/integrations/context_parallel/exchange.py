@@ -10,10 +10,11 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+from .wire import Wire, wire_of
 
 __all__ = ["Ranks", "Transfer", "heard"]
 
@@ -25,28 +26,18 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 #: Bytes of what a rank says of its call: whether it is accepted, a digest, a text.
 _DIGEST, _SAID = 32, 768
 
-#: Of groups whose backend moves GPU memory alone, one of the same ranks on the CPU.
-_on_cpu: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
 
 class Transfer:
     """Sends and receives under way."""
 
-    def __init__(
-        self,
-        works: Sequence[Any] = (),
-        kept: Sequence[torch.Tensor] = (),
-        ranks: tuple[int, int] = (0, 1),
-    ) -> None:
-        """ranks: this one's number, and how many there are, for errors."""
+    def __init__(self, works: Sequence[Any] = (), kept: Sequence[torch.Tensor] = ()) -> None:
         # Kept until they are sent.
-        self._works, self._kept, self._ranks = works, kept, ranks
+        self._works, self._kept = works, kept
 
     def wait(self) -> None:
         """The current stream, on the CPU the caller, waits for them."""
-        with heard(*self._ranks):
-            for work in self._works:
-                work.wait()
+        for work in self._works:
+            work.wait()
         self._kept = ()
 
 
@@ -65,6 +56,33 @@ class Ranks:
         self.own, self.count = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.own < 0:
             raise RuntimeError("this process is none of the group's ranks; give one it belongs to")
+
+    @property
+    def wire(self) -> Wire:
+        """Made by the first call."""
+        return wire_of(self.group)
+
+    @property
+    def _moves(self) -> Any:
+        """The group that moves rows."""
+        return self.wire.group if dist.get_backend(self.group) == "gloo" else self.group
+
+    @contextlib.contextmanager
+    def in_common(self) -> Iterator[None]:
+        """Inside, what this rank raises is an error on all ranks; for all that they exchange.
+
+        Raises RuntimeError with what the first one has raised on the others, and where that has
+        been before.
+        """
+        with heard(self.own, self.count):
+            wire = self.wire
+        wire.check()
+        try:
+            with heard(self.own, self.count, wire.heard_cause):
+                yield
+        except BaseException as error:
+            wire.close(error)
+            raise
 
     def agree(self, check: Callable[[], tuple[str, Checked]]) -> Checked:
         """Check this rank's call, and that all ranks' are the same. check: what a call must have in
@@ -99,11 +117,10 @@ class Ranks:
 
     def _all(self, said: bytes) -> list[bytes]:
         """What all ranks say; nothing waits for a GPU."""
-        group = _cpu_group(self.group)
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.count)]
-        with heard(self.own, self.count):
-            dist.all_gather(found, own, group=group)
+        with self.in_common():
+            dist.all_gather(found, own, group=self.wire.group)
         return [bytes(tensor.tolist()) for tensor in found]
 
     def start(
@@ -113,46 +130,49 @@ class Ranks:
     ) -> Transfer:
         """Begin to send contiguous tensors to ranks, and to receive others; between two ranks in
         the order in which they are given."""
+        group = self._moves
         operations = [
-            dist.P2POp(function, tensor, dist.get_global_rank(self.group, rank), self.group)
+            dist.P2POp(function, tensor, dist.get_global_rank(group, rank), group)
             for function, given in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, rank in given
         ]
-        ranks = self.own, self.count
         if not operations:
             return Transfer()
-        with heard(*ranks):
-            works = dist.batch_isend_irecv(operations)
-        return Transfer(works, [operation.tensor for operation in operations], ranks)
+        works = dist.batch_isend_irecv(operations)
+        return Transfer(works, [operation.tensor for operation in operations])
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """(ranks, ...) of every rank's tensor."""
         found = own.new_empty((self.count, *own.shape))
-        with heard(self.own, self.count):
-            _all_gather(found.flatten(0, 1), own.contiguous(), group=self.group)
+        _all_gather(found.flatten(0, 1), own.contiguous(), group=self._moves)
         return found
 
     def exchange(self, given: torch.Tensor) -> torch.Tensor:
         """(ranks, ...), rank by rank what it has for this one; given: likewise for the others."""
         found = torch.empty_like(given, memory_format=torch.contiguous_format)
-        with heard(self.own, self.count):
-            dist.all_to_all_single(found, given.contiguous(), group=self.group)
+        dist.all_to_all_single(found, given.contiguous(), group=self._moves)
         return found
 
 
 @contextlib.contextmanager
-def heard(own: int, count: int) -> Iterator[None]:
-    """Inside, an error of the transport's says what it means: another rank has ended, or is late.
-    NCCL tells of it later, by its watchdog. Other errors, of a tensor's type for one, pass as they
-    are."""
+def heard(own: int, count: int, cause: Callable[[], str] = str) -> Iterator[None]:
+    """Inside, an error of the transport's says what it means: another rank has failed in its call,
+    has ended, or is late. NCCL tells of it later, by its watchdog. Other errors, of a tensor's type
+    for one, pass as they are.
+
+    cause: what the first rank that failed has told, empty where none has.
+    """
     try:
         yield
     except RuntimeError as error:
         if not _is_of_transport(error):
             raise
+        why = cause()
         raise RuntimeError(
-            f"rank {own} of {count} heard nothing of another rank, which has ended, or did not "
-            f"call in time: {error}"
+            f"another rank has failed in a call over ranks of this one's group: {why}"
+            if why
+            else f"rank {own} of {count} heard nothing of another rank, which has ended, or did "
+            f"not call in time: {error}"
         ) from error
 
 
@@ -162,14 +182,3 @@ def _is_of_transport(error: RuntimeError) -> bool:
     if isinstance(error, dist.DistError):
         return "ncclInvalid" not in str(error)
     return re.search(r"gloo[/\\]transport", str(error)) is not None
-
-
-def _cpu_group(group: Any) -> Any:
-    """A group of the same ranks that moves CPU memory."""
-    if dist.get_backend(group) == "gloo":
-        return group
-    if group not in _on_cpu:
-        _on_cpu[group] = dist.new_group(
-            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-        )
-    return _on_cpu[group]

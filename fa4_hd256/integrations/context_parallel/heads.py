@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from fa4_hd256.kernels.score_change import ScoreOrigin
 from fa4_hd256.mask_mods import in_part as mask_in_part
@@ -67,11 +68,66 @@ def _origin(head: int, device: torch.device) -> torch.Tensor:
     return origin
 
 
+class _InCommon(torch.autograd.Function):
+    """A function of tensors, whose backward, too, is one that all ranks run or none.
+
+    Its graph is one of its own: what a node raises is caught around all of it, and so is what the
+    operator's raises between the exchanges.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranks: Ranks, function: Callable[..., tuple[torch.Tensor, ...]],
+        *tensors: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        needed = ctx.needs_input_grad[2:]
+        leaves = [
+            None if tensor is None else tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(tensors, needed, strict=True)
+        ]
+        with torch.enable_grad():
+            results = function(*leaves)
+        ctx.ranks, ctx.results = ranks, results
+        ctx.leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        ctx.set_materialize_grads(False)
+        return tuple(result.detach() for result in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        results, of_results = zip(*(
+            (result, gradient) for result, gradient in zip(ctx.results, gradients, strict=True)
+            if gradient is not None
+        ))  # fmt: skip
+        with ctx.ranks.in_common():
+            found = iter(
+                torch.autograd.grad(results, ctx.leaves, of_results, retain_graph=_keeps_graph())
+            )
+        return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])
+
+
+#: Whether the backward that runs was asked to keep its graph, so that it can run again.
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
 def attend_by_heads(
     tensors: tuple, settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `ulysses_attention`. tensors: q, k, v, the sink. given: options of the user's.
     divided: the ranks, the order."""
+
+    def attention(*leaves: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return _attend(leaves, settings, given, divided)
+
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return _InCommon.apply(divided[0], attention, *tensors)
+    return attention(*tensors)
+
+
+def _attend(
+    tensors: tuple, settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_by_heads`."""
     (q, k, v, sink), (ranks, order) = tensors, divided
     places = placed(order, ranks.count, q.shape[1])
     copies = max(1, ranks.count // k.shape[2])

@@ -34,7 +34,9 @@ def unshard(
     ranks = Ranks(group)
     rows_first = tensor.detach().movedim(dim, 0).unsqueeze(0)
     places = placed(order, ranks.count, rows_first.shape[1])
-    return in_order(ranks.gather(rows_first), places).squeeze(0).movedim(0, dim)
+    with ranks.in_common():
+        gathered = ranks.gather(rows_first)
+    return in_order(gathered, places).squeeze(0).movedim(0, dim)
 
 
 def _rows_of_rank(rows: int, count: int) -> int:

@@ -1,0 +1,116 @@
+"""Ranks of `ranks.Pool` that fail inside calls over ranks, and what the others have of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from fa4_hd256 import autograd
+from fa4_hd256.integrations import context_parallel
+from fa4_hd256.integrations.context_parallel import gathered, heads, local, ring
+from fa4_hd256.integrations.context_parallel.exchange import Ranks
+
+#: Seconds for which ranks wait for one another.
+PATIENCE = 300.0
+
+
+class Planned(Exception):
+    """What a rank raises here."""
+
+
+class Met(NamedTuple):
+    """What a call came to: "" for none, what it raised, when by the machine's clock."""
+
+    kind: str
+    text: str
+    when: float
+
+
+def met(call: Callable[[], Any]) -> Met:
+    try:
+        call()
+    except Exception as error:
+        return Met(type(error).__name__, str(error), time.monotonic())
+    return Met("", "", time.monotonic())
+
+
+#: By way and whether it is in the backward, whose launches fail: a name of a module.
+LAUNCHES: dict[tuple[str, bool], tuple[Any, str]] = {
+    ("ring_attention", False): (local, "attend"),
+    ("ring_attention", True): (ring, "add_gradients"),
+    ("all_gather_attention", False): (local, "attend"),
+    ("all_gather_attention", True): (gathered, "add_gradients"),
+    ("ulysses_attention", False): (heads, "attend"),
+    ("ulysses_attention", True): (autograd, "call_backward"),
+}
+
+
+def _failing(way: str, in_backward: bool, launches: int) -> Any:
+    """Launches from this number on raise."""
+    module, name = LAUNCHES[way, in_backward]
+    right, seen = getattr(module, name), []
+
+    def launch(*given: Any, **options: Any) -> Any:
+        if len(seen) == launches:
+            raise Planned("out of memory, say")
+        seen.append(name)
+        return right(*given, **options)
+
+    return mock.patch.object(module, name, launch)
+
+
+def _step(way: str, group: Any) -> None:
+    """Forward and backward."""
+    q, k, v = (torch.randn(1, 32, heads, 256).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    getattr(context_parallel, way)(q, k, v, group=group).sum().backward()
+
+
+def raises_inside(
+    rank: int, failing: int, way: str, in_backward: bool, launches: int
+) -> tuple[list[Met], bool]:
+    """Of three steps over a group of all ranks what each came to, one rank failing in a launch of
+    the first one; whether the group itself still works."""
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
+    _step(way, group)  # so that no rank compiles when one fails
+    with _failing(way, in_backward, launches if rank == failing else -1):
+        found = [met(lambda: _step(way, group))]
+    found += [met(lambda: _step(way, group)) for _ in range(2)]
+    counted = torch.ones(1)
+    dist.all_reduce(counted, group=group)
+    return found, int(counted) == dist.get_world_size()
+
+
+def dies(rank: int) -> Met:
+    """Rank 1 ends before its first call."""
+    if rank == 1:
+        os._exit(3)
+    return met(lambda: _step("ring_attention", dist.group.WORLD))
+
+
+def dies_inside(rank: int, failing: int, way: str, in_backward: bool) -> Met:
+    """One rank ends when it is to exchange tensors, in its call or in the backward of it."""
+
+    def end(*given: Any) -> None:
+        os._exit(3)
+
+    def prepare() -> None:
+        if rank == failing:
+            for name in ("start", "gather", "exchange"):
+                setattr(Ranks, name, end)
+
+    def step() -> None:
+        q, k = (torch.randn(1, 32, heads, 256).bfloat16().requires_grad_() for heads in (4, 2))
+        if not in_backward:
+            prepare()
+        out = getattr(context_parallel, way)(q, k, k)
+        prepare()
+        out.sum().backward()
+
+    return met(step)

@@ -1,0 +1,93 @@
+"""A rank that raises inside a call over ranks, or ends there, is an error on all at once."""
+
+from __future__ import annotations
+
+import failing_ranks
+import pytest
+from failing_ranks import PATIENCE
+from ranks import Failed, Pool
+
+pytestmark = pytest.mark.simulator
+
+#: Seconds in which the others have their error: far more than a step, of kernels that are compiled,
+#: takes on a slow machine, and far less than ranks wait for one another.
+PROMPT = PATIENCE / 3
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Pool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2) as pool:
+        yield pool
+
+
+def check(answers, failing):
+    """All ranks but the failing one hear of it in their first or second step, and nobody is let
+    into a third one."""
+    for answer in answers:
+        assert not isinstance(answer, Failed), answer.trace
+    when = answers[failing][0][0].when
+    for rank, (found, group_works) in enumerate(answers):
+        errors = [one for one in found if one.kind]
+        first = errors[0]
+        if rank == failing:
+            assert first.kind == "Planned" and found[0] == first
+        else:
+            assert first.kind == "RuntimeError", first
+            assert f"rank {failing} raised Planned: out of memory, say" in first.text, first
+            assert found.index(first) < 2 and first.when - when < PROMPT
+        last = found[-1]
+        assert last.kind == "RuntimeError" and last.when - when < PROMPT
+        assert f"takes no more calls over ranks, since one has failed: rank {failing}" in last.text
+        assert group_works
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("way", ["ring_attention", "all_gather_attention", "ulysses_attention"])
+def test_a_rank_that_raises_inside_a_call_is_an_error_on_all(two, way, in_backward):
+    check(two.run(failing_ranks.raises_inside, 1, way, in_backward, 0), 1)
+
+
+def test_a_rank_that_has_done_its_part_hears_at_its_next_call(two):
+    """The other's last kernel fails, when it has sent all that is asked of it."""
+    answers = two.run(failing_ranks.raises_inside, 0, "ring_attention", False, 1)
+    check(answers, 0)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_one_of_four(four, in_backward):
+    check(four.run(failing_ranks.raises_inside, 2, "ring_attention", in_backward, 0), 2)
+
+
+def check_ended(answers):
+    """Of rank 1, by all others."""
+    assert answers.pop(1) is None
+    for other in answers:
+        assert not isinstance(other, Failed), other.trace
+        assert other.kind == "RuntimeError" and "heard nothing of another rank" in other.text
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_rank_that_ends_before_its_call_is_an_error_on_all(count):
+    with Pool(count) as pool:
+        check_ended(pool.run(failing_ranks.dies))
+
+
+@pytest.mark.parametrize(
+    ("count", "way", "in_backward"),
+    [
+        (2, "ring_attention", False),
+        (2, "ring_attention", True),
+        (2, "ulysses_attention", False),
+        # Of which one does not exchange with that which ends.
+        (4, "ring_attention", True),
+    ],
+)
+def test_a_rank_that_ends_inside_a_call_is_an_error_on_all(count, way, in_backward):
+    with Pool(count) as pool:
+        check_ended(pool.run(failing_ranks.dies_inside, 1, way, in_backward))
