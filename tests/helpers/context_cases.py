@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from fa4_hd256.call.tile_mask import ASKED
 from fa4_hd256.check import reference
 from fa4_hd256.integrations.context_parallel import heads, local, ring
 from fa4_hd256.integrations.context_parallel.spans import Mask, Units, parts_of, placed, unit
+from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.kernels.block_mask import FULL
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run import compile
@@ -190,6 +192,40 @@ def mask_on(case: Case, device: str) -> Any:
     return masks.from_dense(masks.as_tile_mask(mask, **case.sizes).dense().to(device))
 
 
+def _options(case: Case, device: str) -> dict[str, Any]:
+    """What a call over ranks and one of one process have in common, but for the sink."""
+    options = dict(case.options)
+    if case.score_mod:
+        sequences = case.batch if case.documents is None else len(case.documents) - 1
+        options["score_mod"] = score_mod_on(case.score_mod, device, sequences, case.heads[0])
+    if case.mask:
+        options["block_mask"] = mask_on(case, device)
+    if case.mask_mod:
+        options["mask_mod"] = mask_mod_on(device)
+    return options
+
+
+def _attended(
+    case: Case, attention: Any, tensors: list[torch.Tensor], options: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """out, lse and gradients by q, k, v, sink. tensors: q, k, v, dout, dlse, sink."""
+    if case.documents is not None:
+        tensors = [*(tensor.squeeze(0) for tensor in tensors[:-1]), tensors[-1]]
+    q, k, v, dout, dlse, sink = tensors
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    if case.sink:
+        leaves.append(sink.requires_grad_())
+        options = {**options, "learnable_sink": sink}
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    results, wanted = ((out, lse), (dout, dlse)) if case.lse else ((out,), (dout,))
+    found = torch.autograd.grad(results, leaves, wanted)
+    return {"out": out, "lse": lse, **dict(zip(("q", "k", "v", "sink"), found))}
+
+
+def _arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().float().cpu().numpy() for name, tensor in tensors.items()}
+
+
 def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
     """out, lse and gradients of the whole sequence, on every rank; dsink: of this rank alone."""
     from fa4_hd256.integrations import context_parallel
@@ -197,40 +233,54 @@ def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
     *inputs, sink = (tensor.to(device) for tensor in case.inputs())
     place = {"order": case.order}
     dims = (1, 1, 1, 1, 2)
-    q, k, v, dout, dlse = (
-        context_parallel.shard(t, dim=dim, **place) for t, dim in zip(inputs, dims, strict=True)
-    )
-    if case.documents is not None:
-        q, k, v, dout, dlse = (tensor.squeeze(0) for tensor in (q, k, v, dout, dlse))
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    options: dict[str, Any] = {**case.options, **place}
-    if case.sink:
-        leaves.append(sink.requires_grad_())
-        options["learnable_sink"] = sink
+    own = [context_parallel.shard(t, dim=dim, **place) for t, dim in zip(inputs, dims, strict=True)]
+    options = {**_options(case, device), **place}
     if case.documents is not None:
         options["cu_seqlens"] = case.documents
-    if case.score_mod:
-        sequences = case.batch if case.documents is None else len(case.documents) - 1
-        options["score_mod"] = score_mod_on(case.score_mod, device, sequences, q.shape[-2])
-    if case.mask:
-        options["block_mask"] = mask_on(case, device)
-    if case.mask_mod:
-        options["mask_mod"] = mask_mod_on(device)
     attention = getattr(context_parallel, case.way)
-    out, lse = attention(q, k, v, return_lse=True, **options)
-    results, wanted = ((out, lse), (dout, dlse)) if case.lse else ((out,), (dout,))
-    found = torch.autograd.grad(results, leaves, wanted)
-    names = ("q", "k", "v", "sink")
-    tensors = {"out": out, **dict(zip(names, found))}
-    whole = {
-        name: context_parallel.unshard(t, dim=t.ndim - 3, **place)
-        for name, t in tensors.items()
-        if name != "sink"
-    }
-    whole["lse"] = context_parallel.unshard(lse, dim=lse.ndim - 1, **place)
-    if case.sink:
-        whole["sink"] = tensors["sink"]
-    return {name: tensor.detach().float().cpu().numpy() for name, tensor in whole.items()}
+    found = _attended(case, attention, [*own, sink], options)
+    for name, tensor in found.items():
+        if name != "sink":
+            dim = tensor.ndim - (1 if name == "lse" else 3)
+            found[name] = context_parallel.unshard(tensor, dim=dim, **place)
+    return _arrays(found)
+
+
+def run_alone(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
+    """`run` by each rank for itself: one call of all rows and heads."""
+    if case.documents is None:
+        attention: Any = flash_attn_func
+    else:
+        offsets = torch.tensor(case.documents, dtype=torch.int32, device=device)
+        longest = int(offsets.diff().max())
+        attention = functools.partial(
+            flash_attn_varlen_func, cu_seqlens_q=offsets, cu_seqlens_k=offsets,
+            max_seqlen_q=longest, max_seqlen_k=longest,
+        )  # fmt: skip
+    tensors = [tensor.to(device) for tensor in case.inputs()]
+    return _arrays(_attended(case, attention, tensors, _options(case, device)))
+
+
+def backwards_of_heads(rank: int, device: str) -> tuple[bool, bool, str]:
+    """Of heads over ranks: whether a backward whose graph is kept has the same bits again, whether
+    a call without gradients has no graph, and what a backward raises whose graph is not kept."""
+    from fa4_hd256.integrations.context_parallel import ulysses_attention
+
+    *inputs, dout, _, _ = (tensor.to(device) for tensor in Case(heads=(4, 2)).inputs())
+    leaves = [tensor[:, :64].contiguous().requires_grad_() for tensor in inputs]
+    dout = dout[:, :64]
+    out = ulysses_attention(*leaves, causal=True)
+    one, other = (
+        torch.autograd.grad(out, leaves, dout, retain_graph=keeps) for keeps in (True, False)
+    )
+    try:
+        torch.autograd.grad(out, leaves, dout)
+        raised = ""
+    except RuntimeError as error:
+        raised = str(error)
+    with torch.no_grad():
+        has_graph = ulysses_attention(*leaves, causal=True).requires_grad
+    return all(map(torch.equal, one, other)), not has_graph, raised
 
 
 def most_parts(case: Case, ranks: int) -> int:

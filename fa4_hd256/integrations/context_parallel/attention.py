@@ -99,9 +99,10 @@ def ulysses_attention(
     """`ring_attention`, where ranks exchange rows of all heads for all rows of some heads.
 
     heads: a multiple of the ranks; heads_kv: a multiple of them, or a divisor, whose heads are then
-    sent to several ranks. Bitwise what one GPU computes of these heads. Arguments, results and
-    errors are those of `ring_attention`; of gradients those of learnable_sink are of this rank's
-    heads, 0 for others.
+    sent to several ranks. Bitwise what one GPU computes of a rank's heads, gradients, too, but for
+    dk and dv of heads that are sent to several ranks: sums of what these have, each rounded to
+    their type. Arguments, results and errors are those of `ring_attention`; of gradients those of
+    learnable_sink are of this rank's heads, 0 for others.
     """
     return _other_way("ulysses", (q, k, v), options)
 

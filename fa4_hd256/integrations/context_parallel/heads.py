@@ -88,6 +88,7 @@ class _InCommon(torch.autograd.Function):
         with torch.enable_grad():
             results = function(*leaves)
         ctx.ranks, ctx.results = ranks, results
+        ctx.save_for_backward(*tensors)
         ctx.leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         ctx.set_materialize_grads(False)
         return tuple(result.detach() for result in results)
@@ -95,6 +96,9 @@ class _InCommon(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # Those of the graph inside are read; where they are gone, that is an error of this rank's
+        # alone, before it is in common.
+        _ = ctx.saved_tensors
         results, of_results = zip(*(
             (result, gradient) for result, gradient in zip(ctx.results, gradients, strict=True)
             if gradient is not None
