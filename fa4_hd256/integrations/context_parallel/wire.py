@@ -62,7 +62,6 @@ class Wire:
             self._ranks, backend="gloo", timeout=_timeout(group), use_local_synchronization=True,
             **in_order,
         )  # fmt: skip
-        self._store = self.group.get_group_store()
         self._cause = ""
 
     def check(self) -> None:
@@ -76,8 +75,9 @@ class Wire:
     def heard_cause(self) -> str:
         """Why another rank has closed it, where it has said so; for errors alone."""
         with contextlib.suppress(Exception):
-            if self._store.check([_CAUSE]):
-                return self._store.get(_CAUSE).decode(errors="replace")
+            store = self.group.get_group_store()
+            if store.check([_CAUSE]):
+                return store.get(_CAUSE).decode(errors="replace")
         return ""
 
     def close(self, error: BaseException) -> None:
@@ -88,7 +88,8 @@ class Wire:
         self._cause = f"rank {own} raised {type(error).__name__}: {error}"[:_LONGEST]
         # The first one's stays. A store may be gone with the rank that served it.
         with contextlib.suppress(Exception):
-            self._cause = self._store.compare_set(_CAUSE, "", self._cause).decode(errors="replace")
+            store = self.group.get_group_store()
+            self._cause = store.compare_set(_CAUSE, "", self._cause).decode(errors="replace")
         # gloo closes all connections of a group where one of its receives has waited for too long;
         # one that is broken already fails at once, and closes no others.
         for rank in (*self._ranks[:own], *self._ranks[own + 1 :]):
@@ -99,10 +100,13 @@ class Wire:
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """A group's own; None, PyTorch's, where it has several backends."""
+    """A group's own; None, PyTorch's, where it has several backends, or does not say."""
     kinds = {"gloo": "cpu", "nccl": "cuda"}
     kind = kinds.get(dist.get_backend(group))
-    return None if kind is None else group._get_backend(torch.device(kind)).options._timeout
+    if kind is None:
+        return None
+    options = getattr(group._get_backend(torch.device(kind)), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _destroy(group: Any) -> None:
