@@ -163,7 +163,7 @@ DOCUMENTS = {
         for gpus, suffix in (("two", ""), ("four", "x4"))
         for name, title in (("ranks", "One sequence"), ("parallel", "Training steps of a block"))
     },
-    "training_h200": Document(
+    "training": Document(
         "A training with each attention",
         ("training", "--seed", "0", "--seed", "1"), "hopper.md",
     ),

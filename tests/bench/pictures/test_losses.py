@@ -14,7 +14,7 @@ from bench.measure.training import SMOOTHED, Run
 from bench.pictures import inputs, losses
 from bench.tables.results import json_text
 
-TABLE = ROOT / "docs" / "tables" / "training_h200.md"
+TABLE = ROOT / "docs" / "tables" / "training.md"
 STEPS = 120
 
 
