@@ -1,5 +1,5 @@
-"""`python -m bench predict`: what the timing model says of rows of an H200, and of an H100's
-backwards, beside what they measured.
+"""`python -m bench predict`: what the timing model says of rows of an H200 and of an H100, beside
+what they measured.
 
 Whole calls of our Hopper kernels and of flash-attn-4's for SM90, from replays of their machine
 code and the machine's constants; no row of this table has set any of them but where it says so.
@@ -65,7 +65,7 @@ def predictions(chosen: str = "") -> Table:
     )
     title = "Attention on an H200 and an H100, predicted and measured"
     return Table(
-        "predict", title, COLUMNS, found, notes, Plot("row", ("late", "late_measured"))
+        "predict", title, COLUMNS, found, notes, Plot("row", ("first", "first_measured"))
     )
 
 

@@ -146,13 +146,13 @@ def test_flop_of_a_call_are_those_that_the_power_budget_counts():
     assert call.flop == pytest.approx(problem.flop(FORWARD) * 4160 / 4096)
 
 
-def test_rows_have_names_of_their_own_and_every_measured_one_is_a_row():
+def test_rows_have_names_of_their_own_and_all_of_an_h100_are_timed():
     names = [row.name for row in hopper_rows.rows()]
     assert len(set(names)) == len(names)
     measured = hopper_rows.measured()
     assert set(measured) <= set(names)
-    seen = {row.name for row in hopper_rows.rows() if row.seen}
-    assert seen <= set(measured)
+    timed = {row.name for row in hopper_rows.rows() if row.gpu == "h100" or row.decodes}
+    assert timed == {name for name, one in measured.items() if {"us", "first"} & set(one)}
 
 
 def test_an_unknown_kernel_of_the_backward_is_refused():
