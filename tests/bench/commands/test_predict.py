@@ -1,5 +1,7 @@
 """`python -m bench predict`: errors by row and by whether a row was known before."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench.commands import predict
@@ -70,3 +72,9 @@ def test_measuring_without_a_gpu_says_so(monkeypatch):
     arguments = predict.argparse.Namespace(measure="x", row="")
     with pytest.raises(ValueError, match="no CUDA device to measure on"):
         predict.main(arguments)
+
+
+def test_another_head_dim_is_flash_attn_4s_forward_alone():
+    (row, *_) = predict.to_measure("fa4_hd256 forward", "NVIDIA H200")
+    with pytest.raises(RuntimeError, match="is not a forward of flash-attn-4"):
+        rows_under_load.prepared(replace(row, head_dim=128), None)
