@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_ds_tiles import (
     BLOCK_TILES,
@@ -28,6 +30,7 @@ from fa4_hd256.kernels.sequences import PADDING
 
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
+from .tile_mask import blocks_of_queries
 
 __all__ = ["Division", "Portion", "divide", "least_ds_bytes", "visible_keys"]
 
@@ -50,6 +53,18 @@ class Portion:
     sequences: range
     queries: range
     keys: range
+
+    def lists_of(self, table: torch.Tensor) -> torch.Tensor:
+        """What a block mask's table, (1 or batch, 1 or heads, ...) as `TileMask.blocks`, lists of
+        the portion, which has all keys: a view, but for some of the queries."""
+        if table.shape[0] > 1:
+            table = table.narrow(0, self.sequences.start, len(self.sequences))
+        if table.shape[1] > 1:
+            table = table.narrow(1, self.heads.start, len(self.heads))
+        keys = len(self.keys)
+        if table.shape[2] > count_blocks(keys) + count_blocks(len(self.queries)):
+            table = blocks_of_queries(table, keys, self.queries)
+        return table
 
 
 @dataclass(frozen=True)

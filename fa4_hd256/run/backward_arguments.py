@@ -27,9 +27,7 @@ import torch
 
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.portions import Portion
-from fa4_hd256.call.tile_mask import blocks_of_queries
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward_ds_tiles import count_blocks
 from fa4_hd256.kernels.backward_preprocess import PreprocessRows
 from fa4_hd256.kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import ELEMENT_TYPES, GradientClass, PreprocessClass
@@ -131,7 +129,7 @@ class GradientTensors:
 
     def with_lists_of(self, portion: Portion) -> GradientTensors:
         """The same with what a block mask lists of a portion."""
-        own = (_lists_of(t, portion) if t.ndim == TABLE_RANK else t for t in self.ragged)
+        own = (portion.lists_of(t) if t.ndim == TABLE_RANK else t for t in self.ragged)
         return replace(self, ragged=tuple(own))
 
     def of(self, portion: Portion, names: tuple[str, ...]) -> GradientTensors:
@@ -175,18 +173,6 @@ class GradientTensors:
 
 #: Of the lists of a block mask, (1 or batch, 1 or heads, ...); no other ragged tensor has it.
 TABLE_RANK = 5
-
-
-def _lists_of(table: torch.Tensor, portion: Portion) -> torch.Tensor:
-    """The lists of a portion, which has all keys: a view, but for some of the queries."""
-    if table.shape[0] > 1:
-        table = _narrowed(table, 0, portion.sequences)
-    if table.shape[1] > 1:
-        table = _narrowed(table, 1, portion.heads)
-    keys = len(portion.keys)
-    if table.shape[2] > count_blocks(keys) + count_blocks(len(portion.queries)):
-        table = blocks_of_queries(table, keys, portion.queries)
-    return table
 
 
 def _narrowed(tensor: torch.Tensor, dim: int, span: range, each: int = 1) -> torch.Tensor:
