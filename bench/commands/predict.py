@@ -14,29 +14,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.measure.rows_under_load import measure
+from bench.measure.timer import CudaTimer
 from bench.model import hopper_rows
 from bench.model.hopper_attention import REPLAYED_GHZ, Times
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 
+#: Times of a row: columns of each begin with its name.
+TIMES = {"first": "first launches", "late": "for good"}
 COLUMNS = (
     Column("row"), Column("seen", title="measured before"),
     Column("clocks", "1000", ".0f", "clocks of the SMs"),
     Column("counted", "1000", ".0f", "counted by ncu"),
     Column("clock_error", "", "+.1%", "clocks, predicted over counted"),
     Column("busy", "", ".0%", "tensor cores"),
-    Column("first", "us", ".1f", "first launches, predicted"),
-    Column("first_measured", "us", ".1f", "first launches, measured"),
-    Column("first_error", "", "+.1%", "first launches, predicted over measured"),
-    Column("first_rate", "TFLOPS", ".0f", "first launches, measured"),
-    Column("late", "us", ".1f", "for good, predicted"),
-    Column("late_measured", "us", ".1f", "for good, measured"),
-    Column("late_error", "", "+.1%", "for good, predicted over measured"),
-    Column("late_rate", "TFLOPS", ".0f", "for good, measured"),
+    *(
+        column
+        for name, title in TIMES.items()
+        for column in (
+            Column(name, "us", ".1f", f"{title}, predicted"),
+            Column(f"{name}_measured", "us", ".1f", f"{title}, measured"),
+            Column(f"{name}_error", "", "+.1%", f"{title}, predicted over measured"),
+            Column(f"{name}_rate", "TFLOPS", ".0f", f"{title}, measured"),
+        )
+    ),
     Column("ghz", "GHz", ".3f", "an SM's clock, for good"),
 )  # fmt: skip
 #: Of rows that the model is to have within 10 %.
@@ -90,23 +94,28 @@ def _sums(found: list[dict[str, Any]]) -> Iterator[str]:
 
 def _row(row: hopper_rows.Row, times: Times, one: dict[str, Any]) -> dict[str, Any]:
     """One row of the table. one: what was measured of it."""
-    counted = one.get("clocks")
-    first, late = (hopper_rows.by_events(s) * 1e6 for s in (times.seconds, times.for_good))
     first_us, _ = one.get("first", (one.get("us"), None))
     late_us, mhz = one.get("late", (None, None))
-    flop = row.flop / 1e6
+    counted = one.get("clocks")
     return {
         "row": row.name, "seen": "yes" if row.seen else "no", "clocks": times.clocks / 1e3,
         "counted": None if counted is None else counted / 1e3,
         "clock_error": None if counted is None else times.clocks / counted - 1,
-        "busy": times.busy, "first": first, "first_measured": first_us,
-        "first_error": None if first_us is None else first / first_us - 1,
-        "first_rate": None if first_us is None else flop / first_us,
-        "late": late, "late_measured": late_us,
-        "late_error": None if late_us is None else late / late_us - 1,
-        "late_rate": None if late_us is None else flop / late_us,
+        "busy": times.busy,
+        **_time("first", times.seconds, first_us, row.flop),
+        **_time("late", times.for_good, late_us, row.flop),
         "ghz": None if mhz is None else mhz / 1e3,
         BASIS: "modelled", MACHINE: modelled_machine(row.machine),
+    }  # fmt: skip
+
+
+def _time(name: str, seconds: float, measured: float | None, flop: float) -> dict[str, Any]:
+    """The columns of one of `TIMES`. measured: us."""
+    us = hopper_rows.by_events(seconds) * 1e6
+    return {
+        name: us, f"{name}_measured": measured,
+        f"{name}_error": None if measured is None else us / measured - 1,
+        f"{name}_rate": None if measured is None else flop / measured / 1e6,
     }  # fmt: skip
 
 
@@ -129,10 +138,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status."""
     if arguments.measure is not None:
-        if not torch.cuda.is_available():
-            raise ValueError("no CUDA device to measure on; without --measure rows are predicted")
-        name = torch.cuda.get_device_properties(0).name
-        measure(list(to_measure(arguments.row, name)), arguments.measure)
+        timer = CudaTimer()
+        rows = list(to_measure(arguments.row, timer.gpu.name))
+        if not rows:
+            raise ValueError(
+                f"no row of {timer.gpu.name} has {arguments.row!r} in its name; there are rows of "
+                "an H200 and of an H100"
+            )
+        measure(rows, timer, arguments.measure)
         return 0
     emit(predictions(arguments.row), arguments)
     return 0

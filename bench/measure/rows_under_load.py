@@ -26,7 +26,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from .prepared import prepared_call
 from .providers import FlashAttention4, Inputs, Ours, forward_call
 from .timer import CudaTimer
-from .whole_gpu_measure import ATTENTION, PRODUCT, Device, load
+from .whole_gpu_measure import Device, attention, load, product
 
 #: Of load, the second half of which is "for good": the clock gives way within 0.12.
 SECONDS = 1.0
@@ -62,22 +62,6 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _product() -> Callable[[], Any]:
-    a, b, out = (torch.randn(PRODUCT, PRODUCT, device="cuda").bfloat16() for _ in range(3))
-    return lambda: torch.mm(a, b, out=out)
-
-
-def _attention() -> Callable[[], Any]:
-    heads, seqlen, dim = ATTENTION
-    q, k, v = (torch.randn(1, heads, seqlen, dim, device="cuda").bfloat16() for _ in range(3))
-
-    def run() -> Any:
-        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.CUDNN_ATTENTION]):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
-    return run
-
-
 def _other_head_dim(row: Row) -> Callable[[], Any]:
     """flash-attn-4's forward of another head_dim."""
     case = row.case
@@ -105,15 +89,12 @@ def prepared(row: Row, timer: CudaTimer) -> Callable[[], Any]:
     return ready[0]
 
 
-def measure(rows: Iterable[Row], out: Path) -> None:
-    """Write the results to a file, anew behind each row, so that none is lost with a later one.
-
-    Raises ValueError where there is no GPU.
-    """
-    timer = CudaTimer()
+def measure(rows: Iterable[Row], timer: CudaTimer, out: Path) -> None:
+    """Write the results to a file, anew behind each row, so that none is lost with a later one."""
     device = Device()
     found: dict[str, Any] = {"device": timer.gpu.name, "driver": timer.gpu.driver, "rows": {}}
-    for name, operation in (("product", _product()), ("attention", _attention())):
+    cudnn = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+    for name, operation in (("product", product()), ("attention", attention(cudnn))):
         operation()
         found[name] = figures(load(device, operation, seconds=SECONDS))
     for row in rows:

@@ -411,17 +411,28 @@ def load(
     }  # fmt: skip
 
 
-def _products() -> dict[str, Callable[[], Any]]:
-    """Square products of random numbers, of zeros, of half and a tenth of random numbers."""
-    found: dict[str, Callable[[], Any]] = {}
-    target = torch.empty(PRODUCT, PRODUCT, dtype=torch.bfloat16, device="cuda")
-    for name, share in (("random", 1.0), ("half random", 0.5), ("a tenth random", 0.1),
-                        ("zeros", 0.0)):  # fmt: skip
-        a, b = (torch.randn(PRODUCT, PRODUCT, device="cuda")
-                * (torch.rand(PRODUCT, PRODUCT, device="cuda") < share) for _ in range(2))
-        a, b = a.bfloat16(), b.bfloat16()
-        found[f"product, {name}"] = functools.partial(torch.mm, a, b, out=target)
-    return found
+def product(share: float = 1.0) -> Callable[[], Any]:
+    """A square product of numbers of which a share is random, the others zeros."""
+    a, b = (
+        (torch.randn(PRODUCT, PRODUCT, device="cuda")
+         * (torch.rand(PRODUCT, PRODUCT, device="cuda") < share)).bfloat16()
+        for _ in range(2)
+    )  # fmt: skip
+    return functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+
+
+def attention(
+    backend: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+) -> Callable[[], Any]:
+    """PyTorch's by a back end. tensors: q, k, v, by default random ones of `ATTENTION`."""
+    shape = 1, *ATTENTION
+    q, k, v = tensors or (torch.randn(shape, device="cuda").bfloat16() for _ in range(3))
+
+    def run() -> Any:
+        with torch.nn.attention.sdpa_kernel([backend]):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    return run
 
 
 def part_of_the_sms(device: Device) -> dict[str, Any]:
@@ -432,11 +443,7 @@ def part_of_the_sms(device: Device) -> dict[str, Any]:
     for heads in HEADS:
         q = torch.randn(1, heads, 128, dim, device="cuda").bfloat16()
         keys, values = (one.expand(1, heads, 2 * seqlen, dim) for one in (k, v))
-
-        def run(q: Any = q, keys: Any = keys, values: Any = values) -> Any:
-            with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.CUDNN_ATTENTION]):
-                return torch.nn.functional.scaled_dot_product_attention(q, keys, values)
-
+        run = attention(torch.nn.attention.SDPBackend.CUDNN_ATTENTION, (q, keys, values))
         for _ in range(3):
             run()
         name = f"attention, cuDNN, {heads} heads of 128 queries"
@@ -447,17 +454,11 @@ def part_of_the_sms(device: Device) -> dict[str, Any]:
 
 def loads(device: Device) -> dict[str, Any]:
     """Products, attention, a copy, an SM that spins; products with pauses."""
-    operations = _products()
-    heads, seqlen, dim = ATTENTION
-    q, k, v = (torch.randn(1, heads, seqlen, dim, device="cuda").bfloat16() for _ in range(3))
-    attention = torch.nn.functional.scaled_dot_product_attention
+    shares = {"random": 1.0, "half random": 0.5, "a tenth random": 0.1, "zeros": 0.0}
+    operations = {f"product, {name}": product(share) for name, share in shares.items()}
     backends = torch.nn.attention.SDPBackend
     for name, backend in (("cuDNN", backends.CUDNN_ATTENTION), ("FA2", backends.FLASH_ATTENTION)):
-        def run(backend: Any = backend) -> Any:
-            with torch.nn.attention.sdpa_kernel([backend]):
-                return attention(q, k, v)
-
-        operations[f"attention, {name}"] = run
+        operations[f"attention, {name}"] = attention(backend)
     source = torch.randint(0, 127, (2 * _GIB,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     operations["copy"] = lambda: target.copy_(source)

@@ -1,14 +1,14 @@
 """Rows that an H200 or an H100 is asked for: what the timing model says of each, and what was
 measured.
 
-`bench.measure.rows_under_load` measures them in first launches and for good; decoding
-steps are within the power budget and have one time. `seen` says that
-a row was known before the model predicted it. All have 16,384 tokens but for decoding steps and
-chunks.
+`bench.measure.rows_under_load` measures them in first launches and for good; decoding steps are
+within the power budget and have one time. `seen` says that a row was known before the model
+predicted it. All have 16,384 tokens but for decoding steps and chunks.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -155,16 +155,23 @@ def _unseen() -> Iterator[Row]:
             yield Row(THEIRS, FORWARD, _dense(seqlen, causal), False, 128)
 
 
+@functools.cache
+def _kept() -> dict[str, dict]:
+    """The file's "rows" and "runs"."""
+    found: dict[str, dict] = json.loads(MEASURED.read_text())
+    return found
+
+
 def measured() -> dict[str, dict]:
     """Row's name -> {"first", "late": [us, MHz of an SM] in first launches and for good, "run":
     which, or "us": median of launches within the power budget, "from": where it stands; "clocks":
     of the kernels by Nsight Compute, if they were counted}."""
-    return json.loads(MEASURED.read_text())["rows"]
+    return _kept()["rows"]
 
 
 def clocks_of(row: dict) -> Clocks:
     """Of the GPU on which a row was measured, or of the machine's."""
     if "run" not in row:
         return DEFAULT
-    run = json.loads(MEASURED.read_text())["runs"][row["run"]]
+    run = _kept()["runs"][row["run"]]
     return Clocks.of(run["product"], run["attention"], load("h200").values())

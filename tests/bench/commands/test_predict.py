@@ -1,11 +1,14 @@
 """`python -m bench predict`: errors by row and by whether a row was known before."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench.commands import predict
 from bench.measure import rows_under_load
+from bench.measure.whole_gpu_measure import attention
 from bench.model import hopper_rows
 from bench.model.hopper_attention import Times
 
@@ -68,10 +71,26 @@ def test_first_launches_end_before_the_clock_gives_way():
 
 
 def test_measuring_without_a_gpu_says_so(monkeypatch):
-    monkeypatch.setattr(predict.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = predict.argparse.Namespace(measure="x", row="")
     with pytest.raises(ValueError, match="no CUDA device to measure on"):
         predict.main(arguments)
+
+
+def test_measuring_no_row_says_so(monkeypatch):
+    class Timer:
+        gpu = SimpleNamespace(name="NVIDIA B200")
+
+    monkeypatch.setattr(predict, "CudaTimer", Timer)
+    arguments = predict.argparse.Namespace(measure="x", row="4x4096")
+    with pytest.raises(ValueError, match="no row of NVIDIA B200 has '4x4096' in its name"):
+        predict.main(arguments)
+
+
+def test_attention_of_given_tensors_by_a_back_end():
+    q, k, v = torch.randn(3, 1, 2, 8, 16)
+    found = attention(torch.nn.attention.SDPBackend.MATH, (q, k, v))()
+    torch.testing.assert_close(found, (q @ k.mT / 4).softmax(-1) @ v)
 
 
 def test_another_head_dim_is_flash_attn_4s_forward_alone():
