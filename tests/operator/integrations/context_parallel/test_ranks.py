@@ -93,46 +93,26 @@ TWO = {
         mask_mod=True, sink=True,
     ),
 }
+#: Cases of two ranks that four have, too.
+OF_BOTH = (
+    "all keys", "zigzag, window", "causal, ALiBi, sink, gradient of LSE", "softcap, scale",
+    "zigzag, documents, sink", "zigzag, documents, by place", "prefix",
+    "zigzag, images on a window, ALiBi", "window and first tokens, softcap",
+    "zigzag, mask_mod, ALiBi", "gathered, zigzag, of heads",
+    "gathered, mask_mod beside a BlockMask, by place", "heads, zigzag",
+)  # fmt: skip
 #: Every kind of mask and every way. The kernels are those of `TWO`.
 FOUR = {
+    **{name: TWO[name] for name in OF_BOTH},
     "zigzag, causal": Case(order="zigzag", options=CAUSAL),
-    "all keys": Case(batch=2),
     "window": Case(options={"window_size": (40, 9)}),
-    "zigzag, window": Case(order="zigzag", options={"window_size": (40, 9)}),
-    "causal, ALiBi, sink, gradient of LSE": Case(
-        batch=2, sink=True, lse=True, score_mod="alibi", options=CAUSAL
-    ),
-    "softcap, scale": Case(options={**CAUSAL, "softcap": 5.0, "softmax_scale": 0.1}),
-    "zigzag, documents, sink": Case(
-        order="zigzag", documents=(0, 5, 40, 100, 128), sink=True, options=CAUSAL
-    ),
-    "zigzag, documents, by place": Case(
-        order="zigzag", documents=(0, 5, 40, 40, 100, 128), score_mod="places", options=CAUSAL
-    ),
-    "prefix": Case(batch=2, mask="prefix", sink=True, lse=True),
-    "zigzag, images on a window, ALiBi": Case(
-        order="zigzag", mask="images on a window", score_mod="alibi"
-    ),
-    "window and first tokens, softcap": Case(
-        mask="window and first tokens", options={"softcap": 5.0}
-    ),
     "zigzag, documents by tiles": Case(order="zigzag", mask="documents"),
     "zigzag, of heads": Case(order="zigzag", mask="of heads"),
     "a BlockMask": Case(mask="BlockMask"),
-    "zigzag, mask_mod, ALiBi": Case(
-        order="zigzag", rows=304, mask="lists", mask_mod=True, score_mod="alibi"
-    ),
     "mask_mod, sink, gradient of LSE": Case(
         rows=304, batch=2, mask="lists", mask_mod=True, sink=True, lse=True
     ),
     "gathered, causal": Case("all_gather_attention", options=CAUSAL),
-    "gathered, zigzag, of heads": Case("all_gather_attention", "zigzag", mask="of heads"),
-    "gathered, mask_mod beside a BlockMask, by place": Case(
-        "all_gather_attention", mask="BlockMask", mask_mod=True, score_mod="places"
-    ),
-    "heads, zigzag": Case(
-        "ulysses_attention", "zigzag", heads=(4, 2), sink=True, lse=True, options=CAUSAL
-    ),
     "heads, documents, by place": Case(
         "ulysses_attention", heads=(4, 4), documents=(0, 5, 40, 40, 100, 128), score_mod="places",
         options=CAUSAL,
