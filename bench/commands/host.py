@@ -27,6 +27,7 @@ COLUMNS = (
     Column("median", "us", ".1f"),
     Column("low", "us", ".1f", "20 %"),
     Column("high", "us", ".1f", "80 %"),
+    Column("loop", "ns", ".1f", "an empty loop"),
     Column("parts", "us"),
 )
 
@@ -49,9 +50,8 @@ def measure(chosen: str = "", peers: bool = True) -> Table:
                 case = replace(case, lengths=lengths, options={})
             tensors = host.Tensors.random(case, device)
             for how, times, parts in _times(case, tensors, on_gpu and peers):
-                low, median, high = times
                 rows.append({
-                    "call": case.name, "how": how, "median": median, "low": low, "high": high,
+                    "call": case.name, "how": how, **times._asdict(),
                     "parts": ", ".join(f"{name} {time:.1f}" for name, time in parts.items())
                     or None,
                     BASIS: "measured", MACHINE: machine,
@@ -59,13 +59,16 @@ def measure(chosen: str = "", peers: bool = True) -> Table:
     notes = (
         "Parts are timed by themselves, one after the other; those of the long way by clocks "
         "around functions of the package.",
+        "An empty loop: an iteration of one of Python that does nothing, between the calls. It "
+        "takes up to twice as long where another thread has the other half of the core; only rows "
+        "in which it takes as long compare.",
     )
     return Table("host", "Host time of an eager call", COLUMNS, rows, notes)
 
 
 def _times(
     case: host.HostCase, tensors: host.Tensors, peers: bool
-) -> Iterator[tuple[str, tuple[float, float, float], dict[str, float]]]:
+) -> Iterator[tuple[str, host.Times, dict[str, float]]]:
     """(how, its times, its parts)."""
     call = host.our_call(case, tensors)
     call()
@@ -80,9 +83,7 @@ def _times(
                 yield name, host.microseconds(case, tensors, run), {}
 
 
-def _peers(
-    case: host.HostCase, tensors: host.Tensors
-) -> dict[str, Callable[[], torch.Tensor]]:
+def _peers(case: host.HostCase, tensors: host.Tensors) -> dict[str, Callable[[], torch.Tensor]]:
     """Others' calls of a dense case, those that are installed and offer it."""
     (seqlen_q, seqlen_k), (heads, heads_kv) = case.lengths[0], case.heads
     found: dict[str, Callable[[], torch.Tensor]] = {}

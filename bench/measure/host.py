@@ -13,7 +13,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run import launch as launching
 from fa4_hd256.run import packed
 
-__all__ = ["CASES", "HostCase", "microseconds", "parts_of_long_way", "unkept"]
+__all__ = ["CASES", "HostCase", "Times", "microseconds", "parts_of_long_way", "unkept"]
 
 #: Calls of a repetition, few enough for every queue of launches, and repetitions.
 CALLS, REPETITIONS = 20, 40
@@ -113,17 +113,25 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def microseconds(
-    case: HostCase, tensors: Tensors, call: Callable[[], torch.Tensor]
-) -> tuple[float, float, float]:
-    """(20th percentile, median, 80th) of a call's host time in microseconds; of its backward alone
-    where the case is one."""
+class Times(NamedTuple):
+    """Microseconds of a call, of which low and high are the 20th and the 80th percentile, and
+    nanoseconds of an iteration of a loop of Python that does nothing, between the calls: what there
+    is of a core, which a virtual machine may share with others."""
+
+    low: float
+    median: float
+    high: float
+    loop: float
+
+
+def microseconds(case: HostCase, tensors: Tensors, call: Callable[[], torch.Tensor]) -> Times:
+    """Host time of a call; of its backward alone where the case is one."""
     leaves, device = (tensors.q, tensors.k, tensors.v), tensors.q.device
 
     def backward(out: torch.Tensor) -> None:
         torch.autograd.grad(out, leaves, tensors.dout)
 
-    found = []
+    found, loops = [], []
     for repetition in range(REPETITIONS + 3):
         outs = [call() for _ in range(CALLS)] if case.backward else []
         _synchronize(device)
@@ -138,8 +146,17 @@ def microseconds(
         _synchronize(device)
         if repetition >= 3:
             found.append(seconds * 1e6)
-    low, middle, high = np.percentile(found, (20, 50, 80))
-    return float(low), float(middle), float(high)
+            loops.append(_loop_seconds() * 1e9)
+    low, median, high = map(float, np.percentile(found, (20, 50, 80)))
+    return Times(low, median, high, float(np.median(loops)))
+
+
+def _loop_seconds(iterations: int = 2000) -> float:
+    """Of an iteration."""
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        pass
+    return (time.perf_counter() - begin) / iterations
 
 
 @contextlib.contextmanager
@@ -243,7 +260,7 @@ def parts_of_long_way(
     """Microseconds of each part of a call, or of its backward, that is not repeated, and "the rest"
     of it; timing itself takes some tenths of a microsecond for each function."""
     clock, undo = _Clock(), []
-    whole = microseconds(case, tensors, call)[1]
+    whole = microseconds(case, tensors, call).median
     # The backward runs in a thread of autograd: one call at a time all the same.
     out = call() if case.backward else None
     for part, names in LONG_WAY.items():
@@ -316,7 +333,7 @@ def parts_of_repeated(
     if replayed is None:
         raise ValueError(f"{case.name} is not repeated")
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-    whole = microseconds(case, tensors, call)[1]
+    whole = microseconds(case, tensors, call).median
     with torch.no_grad():
         key = _each(lambda: find(*asked[-1]), device)
         repetition = _each(lambda: replayed.run(given, addresses, *first), device)

@@ -39,6 +39,7 @@ from .backward_arguments import (
 from .catalogue import KernelSpec, backward_specs, preprocess_spec, sum_spec
 from .compile import compile_kernel
 from .launch import gpu_of, launch
+from .new_tensors import maker
 from .recording import (
     Allocate,
     Finish,
@@ -343,11 +344,9 @@ def _maker(
     forward: Problem, shape: tuple[int, ...], dtype: torch.dtype, is_zero: bool
 ) -> Make:
     """What makes a result to write to; NaN on the CPU, so that an element never written shows."""
-    device = forward.device
-    if is_zero:
-        return partial(torch.zeros, shape, dtype=dtype, device=device)
-    make = partial(torch.empty, shape, dtype=dtype, device=device)
-    return (lambda: make().fill_(math.nan)) if device.type == "cpu" else make
+    make = maker(shape, dtype, forward.device, is_zero)
+    is_filled = forward.device.type == "cpu" and not is_zero
+    return (lambda: make().fill_(math.nan)) if is_filled else make
 
 
 def _sink_gradient(sink: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:

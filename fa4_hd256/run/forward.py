@@ -29,12 +29,17 @@ from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
 from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
 from .launch import gpu_of, launch
+from .new_tensors import maker
 from .recording import Allocate, Make, Tensors, give_up, in_place, made_for, operand, table
 
 __all__ = ["check_list", "combine", "empty_results", "launch_forward", "run_forward"]
 
 #: CTAs of a grid, which kernels count in 32 bits.
 LARGEST_GRID = (1 << 31) - 1
+
+#: Role of the results of parts of the keys, O and then the LSE, and elements between these: what is
+#: written behind O is an error in the simulator, and not an LSE.
+PARTS, BETWEEN_PARTS = "parts", 256
 
 #: Places of the sink, and of what is written to behind all others, among a call's tensors.
 SINK, OUT = ForwardTensors._fields.index("sink"), len(ForwardTensors._fields)
@@ -184,7 +189,7 @@ def _launch(
 ) -> None:
     """One launch, and where keys are divided that of the combining kernel. made: by `_make`."""
     is_split = problem.num_splits > 1
-    parts = (made["out_parts"], made["lse_parts"]) if is_split else results
+    parts = _parts_in(problem, made[PARTS]) if is_split else results
     if is_split:
         # Both kernels are there before either is launched.
         compile_kernel(combine_spec(problem))
@@ -199,7 +204,7 @@ def _launch(
     tables = _operands_of_tables(problem, ragged)
     sink = () if not problem.sink else (made["sink_operand"],)
     tensors = CallTensors(q, k, v, *parts, sink + tables)
-    roles = ("out_parts", "lse_parts") if is_split else ("out", "lse")
+    roles = (PARTS, PARTS) if is_split else ("out", "lse")
     launch(
         compiled,
         problem.device,
@@ -245,7 +250,7 @@ def _allocation(problem: Problem, divided: Problem, into: bool = False) -> Alloc
     fourth. divided: as `_make`'s. into: out is an argument, too."""
     roles: tuple[str, ...] = ("lse",) if into else ("out", "lse")
     if divided.num_splits > 1:
-        roles = (*roles, "out_parts", "lse_parts")
+        roles = (*roles, PARTS)
     if problem.sink:
         roles = (*roles, "sink_operand")
     if into:
@@ -254,13 +259,10 @@ def _allocation(problem: Problem, divided: Problem, into: bool = False) -> Alloc
     make = _all_of(divided, _maker(problem))
     if unread is None:
         return Allocate(roles, make)
-    q_shape, dtype, device = problem.q_shape, problem.dtype, problem.device
+    new_out = maker(problem.q_shape, problem.dtype, problem.device)
 
     def out_alone(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        q = tensors[0]
-        if q is not None and q.ndim == len(q_shape):
-            return torch.empty_like(q, memory_format=torch.contiguous_format), unread
-        return torch.empty(q_shape, dtype=dtype, device=device), unread
+        return new_out(), unread
 
     return Allocate(roles, make, _all_of(divided, out_alone))
 
@@ -269,7 +271,7 @@ def _all_of(divided: Problem, results: Make) -> Make:
     """What makes the results and all else of a forward."""
     makers = [results]
     if divided.num_splits > 1:
-        makers.append(_maker(divided, parts=True))
+        makers.append(_parts_maker(divided))
     if divided.sink:
         makers.append(_sink_operand)
     if len(makers) == 1:
@@ -327,7 +329,7 @@ def combine(
         compile_kernel(combine_spec(problem)),
         problem.device,
         lambda gpu, stream: combine_call_arguments(parts, results, stream, tensors),
-        ("out_parts", "lse_parts", "out", "lse", *lists),
+        (PARTS, PARTS, "out", "lse", *lists),
     )
 
 
@@ -338,44 +340,70 @@ def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, 
     of the keys, float32, one after the other for each batch entry; the combining kernel then writes
     every row of the results proper, and reads no O of a part with an LSE of -inf.
     """
-    out, lse = _maker(problem, parts)(())
+    if parts:
+        (made,) = _parts_maker(problem)(())
+        return _parts_in(problem, made)
+    out, lse = _maker(problem)(())
     return out, lse
 
 
-def _maker(problem: Problem, parts: bool = False) -> Make:
+def _maker(problem: Problem) -> Make:
     """`empty_results` of a problem, for any number of calls, whatever their tensors."""
+    new_out = maker(problem.q_shape, problem.dtype, problem.device)
+    new_lse = maker(problem.lse_shape, torch.float32, problem.device)
+    fill = _filler(problem, False)
+
+    def make(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = new_out(), new_lse()
+        if fill is not None:
+            fill(out, lse)
+        return out, lse
+
+    return make
+
+
+def _parts_maker(problem: Problem) -> Make:
+    """The same of the parts of the keys, both in one allocation: see `_parts_in`."""
+    of_out, of_lse = map(math.prod, _shapes_of_parts(problem))
+    new_parts = maker((of_out + BETWEEN_PARTS + of_lse,), torch.float32, problem.device)
+    fill = _filler(problem, True)
+
+    def make(tensors: Tensors) -> tuple[torch.Tensor]:
+        parts = new_parts()
+        if fill is not None:
+            fill(*_parts_in(problem, parts))
+        return (parts,)
+
+    return make
+
+
+def _shapes_of_parts(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of O and of the LSE."""
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
-    dtype, device = torch.float32 if parts else problem.dtype, problem.device
-    entries = batch * problem.num_splits if parts else batch
-    if parts and problem.lists_parts:
+    entries = batch * problem.num_splits
+    if problem.lists_parts:
         _, heads, columns = rows
         entries, longest = problem.num_splits, problem.max_seqlen_q
         rows, lse_rows = [longest, heads, columns], [heads, longest]
-    out_shape, lse_shape = (entries, *rows), (entries, *lse_rows)
+    return (entries, *rows), (entries, *lse_rows)
 
-    def make(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty(out_shape, dtype=dtype, device=device)
-        return out, torch.empty(lse_shape, dtype=torch.float32, device=device)
 
-    fill = _filler(problem, parts)
-    if fill is None:
-        return make
-
-    def filled(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = make(tensors)
-        fill(out, lse)
-        return out, lse
-
-    return filled
+def _parts_in(problem: Problem, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the parts of the keys in what was allocated for both."""
+    out_shape, lse_shape = _shapes_of_parts(problem)
+    sizes = [math.prod(out_shape), BETWEEN_PARTS, math.prod(lse_shape)]
+    out, _, lse = parts.split(sizes)
+    return out.view(out_shape), lse.view(lse_shape)
 
 
 def _lse_maker(problem: Problem) -> Make:
     """Makes the LSE of a call that writes to a tensor of the user's, which it fills like a new
     one."""
-    shape, device, fill = problem.lse_shape, problem.device, _filler(problem, False)
+    new_lse = maker(problem.lse_shape, torch.float32, problem.device)
+    fill = _filler(problem, False)
 
     def make(tensors: Tensors) -> tuple[torch.Tensor]:
-        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        lse = new_lse()
         out = tensors[OUT]
         if fill is not None and out is not None:
             fill(out, lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from fa4_hd256.integrations import context_parallel
 from fa4_hd256.integrations.context_parallel import gathered, heads, local, ring
 from fa4_hd256.integrations.context_parallel.exchange import Ranks
 
-#: Seconds for which ranks wait for one another.
-PATIENCE = 300.0
+#: Seconds for which ranks wait for one another; and for which GPUs do, over NCCL.
+PATIENCE, GPU_PATIENCE = 300.0, 20.0
 
 
 class Planned(Exception):
@@ -66,9 +67,12 @@ def _failing(way: str, in_backward: bool, launches: int) -> Any:
     return mock.patch.object(module, name, launch)
 
 
-def _step(way: str, group: Any) -> None:
+def _step(way: str, group: Any, device: str = "cpu") -> None:
     """Forward and backward."""
-    q, k, v = (torch.randn(1, 32, heads, 256).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(1, 32, heads, 256, device=device).bfloat16().requires_grad_()
+        for heads in (4, 2, 2)
+    )
     getattr(context_parallel, way)(q, k, v, group=group).sum().backward()
 
 
@@ -78,13 +82,30 @@ def raises_inside(
     """Of three steps over a group of all ranks what each came to, one rank failing in a launch of
     the first one; whether the group itself still works."""
     group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
-    _step(way, group)  # so that no rank compiles when one fails
-    with _failing(way, in_backward, launches if rank == failing else -1):
-        found = [met(lambda: _step(way, group))]
-    found += [met(lambda: _step(way, group)) for _ in range(2)]
+    found = _three_steps(way, group, "cpu", _failing(way, in_backward, launches), rank == failing)
     counted = torch.ones(1)
     dist.all_reduce(counted, group=group)
     return found, int(counted) == dist.get_world_size()
+
+
+def _three_steps(way: str, group: Any, device: str, failing: Any, fails: bool) -> list[Met]:
+    """What they came to, the launches of the first one failing on a rank that fails."""
+    _step(way, group, device)  # so that no rank compiles when one fails
+    with failing if fails else contextlib.nullcontext():
+        found = [met(lambda: _step(way, group, device))]
+    return found + [met(lambda: _step(way, group, device)) for _ in range(2)]
+
+
+def raises_inside_on_gpu(rank: int, failing: int, way: str, in_backward: bool) -> list[Met]:
+    """What `raises_inside` has of three steps, over NCCL; no rank waits for its GPU."""
+    group = dist.new_group(timeout=timedelta(seconds=GPU_PATIENCE))
+    launches = _failing(way, in_backward, 0)
+    return _three_steps(way, group, "cuda", launches, rank == failing)
+
+
+def waits_for_its_gpu(rank: int) -> Met:
+    """Whether it is let go."""
+    return met(torch.cuda.synchronize)
 
 
 def dies(rank: int) -> Met:

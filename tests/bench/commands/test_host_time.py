@@ -26,6 +26,7 @@ def test_rows(name, quick):
     assert found["came before"]["median"] < found["long way"]["median"] / 2
     assert "allocation" in found["came before"]["parts"]
     assert "validation" in found["long way"]["parts"]
+    assert all(0 < row["loop"] < 1000 < 1e3 * row["median"] for row in table.rows)
     assert "stand-in" in found["came before"]["machine"]
 
 

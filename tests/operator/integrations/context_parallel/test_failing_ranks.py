@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import failing_ranks
 import pytest
-from failing_ranks import PATIENCE
+import ranks
+from failing_ranks import GPU_PATIENCE, PATIENCE
 from ranks import Failed, Pool
-
-pytestmark = pytest.mark.simulator
 
 #: Seconds in which the others have their error: far more than a step, of kernels that are compiled,
 #: takes on a slow machine, and far less than ranks wait for one another.
@@ -27,12 +28,18 @@ def two():
 
 
 def check(answers, failing):
-    """All ranks but the failing one hear of it in their first or second step, and nobody is let
-    into a third one."""
+    """As `check_steps`; the group itself still works."""
     for answer in answers:
         assert not isinstance(answer, Failed), answer.trace
-    when = answers[failing][0][0].when
-    for rank, (found, group_works) in enumerate(answers):
+    check_steps([found for found, _ in answers], failing)
+    assert all(group_works for _, group_works in answers)
+
+
+def check_steps(answers, failing):
+    """All ranks but the failing one hear of it in their first or second step, and nobody is let
+    into a third one."""
+    when = answers[failing][0].when
+    for rank, found in enumerate(answers):
         errors = [one for one in found if one.kind]
         first = errors[0]
         if rank == failing:
@@ -44,21 +51,23 @@ def check(answers, failing):
         last = found[-1]
         assert last.kind == "RuntimeError" and last.when - when < PROMPT
         assert f"takes no more calls over ranks, since one has failed: rank {failing}" in last.text
-        assert group_works
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("way", ["ring_attention", "all_gather_attention", "ulysses_attention"])
 def test_a_rank_that_raises_inside_a_call_is_an_error_on_all(two, way, in_backward):
     check(two.run(failing_ranks.raises_inside, 1, way, in_backward, 0), 1)
 
 
+@pytest.mark.simulator
 def test_a_rank_that_has_done_its_part_hears_at_its_next_call(two):
     """The other's last kernel fails, when it has sent all that is asked of it."""
     answers = two.run(failing_ranks.raises_inside, 0, "ring_attention", False, 1)
     check(answers, 0)
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_one_of_four(four, in_backward):
     check(four.run(failing_ranks.raises_inside, 2, "ring_attention", in_backward, 0), 2)
@@ -72,12 +81,14 @@ def check_ended(answers):
         assert other.kind == "RuntimeError" and "heard nothing of another rank" in other.text
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_rank_that_ends_before_its_call_is_an_error_on_all(count):
     with Pool(count) as pool:
         check_ended(pool.run(failing_ranks.dies))
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize(
     ("count", "way", "in_backward"),
     [
@@ -91,3 +102,22 @@ def test_a_rank_that_ends_before_its_call_is_an_error_on_all(count):
 def test_a_rank_that_ends_inside_a_call_is_an_error_on_all(count, way, in_backward):
     with Pool(count) as pool:
         check_ended(pool.run(failing_ranks.dies_inside, 1, way, in_backward))
+
+
+@pytest.mark.cuda(2)
+@pytest.mark.parametrize(
+    ("way", "in_backward"),
+    [("ring_attention", False), ("ring_attention", True), ("ulysses_attention", False)],
+)
+def test_over_nccl_hosts_hear_at_once_and_gpus_are_let_go(device, monkeypatch, way, in_backward):
+    """A GPU by NCCL's watchdog, which ends the process that it belongs to, or fails what waits."""
+    with Pool(2, device) as pool:
+        answers = pool.run(failing_ranks.raises_inside_on_gpu, 1, way, in_backward)
+        for answer in answers:
+            assert not isinstance(answer, Failed), answer.trace
+        check_steps(answers, 1)
+        monkeypatch.setattr(ranks, "LONGEST", 6 * GPU_PATIENCE)
+        begin = time.monotonic()
+        for answer in pool.run(failing_ranks.waits_for_its_gpu):
+            assert not isinstance(answer, Failed), answer.text
+        print(way, in_backward, answers, f"let go after {time.monotonic() - begin:.0f} s")
