@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fa4_hd256.kernels.backward_block_mask import FIRST, NUMBER, READ, WRITTEN
 from fa4_hd256.kernels.backward_ds_tiles import BLOCK_TILES, count_blocks
 from fa4_hd256.kernels.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
 from fa4_hd256.kernels.masking import WORD_BITS
@@ -310,8 +311,9 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
         dtype=torch.int32, device=tiles.device,
     )  # fmt: skip
     rows, columns = found[:, :, :blocks_k], found[:, :, blocks_k:]
-    rows[..., 0, 0] = of_keys.sum(-1)
-    rows[..., 0, 1] = of_keys[..., :q_tiles].sum(-1)
+    rows[..., 0, WRITTEN] = of_keys.sum(-1)
+    rows[..., 0, READ] = of_keys[..., :q_tiles].sum(-1)
+    rows[..., 0, FIRST] = _firsts(rows)
     rows[..., 1 : 1 + order.shape[3], 0] = order
     by_keys = padded.transpose(2, 3).unflatten(2, (-1, 2))
     for half in range(2):
@@ -319,7 +321,27 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
         rows[..., 1 : 1 + order.shape[3], 1 + half] = own.masked_fill(own == ABSENT, NOTHING)
     columns[..., 0, :2] = of_queries.sum(-1)[..., None]
     columns[..., 1 : 1 + kv_tiles, 0] = falling
+    # Of a list of a block of keys the blocks of queries before each.
+    before = by_queries.cumsum(2) - by_queries.long()
+    numbers = _first_numbers(rows)[..., None, :] + BLOCK_TILES * before.repeat_interleave(2, 3)
+    columns[..., 1 : 1 + kv_tiles, NUMBER] = numbers.gather(
+        3, falling.expand(-1, tiles.shape[1], -1, -1)
+    )
     return found
+
+
+def _firsts(rows: torch.Tensor) -> torch.Tensor:
+    """Numbers of the first tiles of dS of all blocks of keys, by how many are written of each half:
+    `backward_block_mask`, NOTE [numbers of listed tiles]. rows: of `TileMask.blocks` those of keys.
+    """
+    taken = BLOCK_TILES * rows[..., 0, WRITTEN]
+    return taken.cumsum(-1) - taken
+
+
+def _first_numbers(rows: torch.Tensor) -> torch.Tensor:
+    """The same of each tile of keys: (1 or batch, 1 or heads, tiles). rows: with the firsts."""
+    firsts, written = rows[..., 0, FIRST, None], rows[..., 0, WRITTEN, None]
+    return (firsts + written * torch.arange(BLOCK_TILES, device=rows.device)).flatten(-2)
 
 
 def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.Tensor:
@@ -338,13 +360,20 @@ def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.
     )
     found = blocks.new_zeros(*blocks.shape[:2], blocks_k + limit - first, width, STEP_WORDS)
     own, of_queries = found[:, :, :blocks_k], found[:, :, blocks_k:]
-    own[..., 0, 0], own[..., 0, 1] = to_end - before, to_last - before
+    own[..., 0, WRITTEN], own[..., 0, READ] = to_end - before, to_last - before
+    own[..., 0, FIRST] = _firsts(own)
     moved = (before[..., None] + places[:most]).clamp(max=numbers.shape[-1] - 1) + 1
     listed = rows.gather(3, moved[..., None].expand(*moved.shape, STEP_WORDS))
     # Behind the last one is what nobody takes for a tile, but may ask for.
     listed[..., 0].sub_(begin).clamp_(0, most - 1)
     own[..., 1 : 1 + most, :] = listed
     of_queries.copy_(columns[..., :width, :])
+    # Numbers begin anew: of each tile of keys with another one, at another place of its list.
+    moved_by = _first_numbers(own) - _first_numbers(rows)
+    moved_by -= before.repeat_interleave(BLOCK_TILES, -1)
+    of_keys = of_queries[..., 1:, 0].long().flatten(-2)
+    shift = moved_by.gather(-1, of_keys).view_as(of_queries[..., 1:, 0])
+    of_queries[..., 1:, NUMBER] += shift
     return found
 
 

@@ -5,8 +5,14 @@ NOTE [listed blocks].  dS is written and read in blocks of 256 keys x 256 querie
 in global memory.  A row for each block of keys names the tiles of 128 queries of its blocks, in
 rising order, with the tile of bits of either half of its keys for each head; a row for each block
 of queries, behind those, names tiles of 128 keys, in falling order.  The words before the first
-entry are their numbers: of all, for the kernel that writes whole blocks, and of those that exist,
-for the products.
+entry are how many these are: of all, for the kernel that writes whole blocks, and of those that
+exist, for the products.
+
+NOTE [numbers of listed tiles].  Tiles of dS that no list names have no room, and no number.  All
+others lie one after the other as the kernel of dV writes them: by blocks of keys, their halves,
+then by places in the list.  A list of a block of keys says, behind how many tiles there are, the
+number of its first one; its other half's follow those that are written of the first.  A list of a
+block of queries says for each tile of keys the number of the first of its two.
 
 NOTE [long lists].  Some keys may be seen by all queries where others are seen by a window's: their
 tile takes as long as dozens of others, and one that begins late ends last.  So the heads of a
@@ -32,8 +38,11 @@ __all__ = ["WORD_PAIR", "BlockList", "least_section"]
 
 #: Tiles of one head at work at once, at most: NOTE [long lists].
 TILES_OF_A_HEAD = 4
-#: Words of a list's first entry: how many tiles are written, and how many are read.
-WRITTEN, READ = 0, 1
+#: Words of a list's first entry: how many tiles are written, and how many are read; of a block of
+#: keys the number of its first tile of dS.
+WRITTEN, READ, FIRST = 0, 1, 2
+#: Word of an entry of a block of queries: NOTE [numbers of listed tiles].
+NUMBER = 1
 
 
 def least_section(problem_class: Any, clusters: Any) -> Any:
@@ -69,6 +78,16 @@ class BlockList(SharedByReference):
     def tile(self, place: Int32) -> Int32:
         """The number of a tile of queries, or of keys."""
         return self._entries[0, place + 1, 0]
+
+    def ds_row(self, half: Int32) -> Int32:
+        """Of a block of keys: what a place is added to for the number of a tile of dS.  half: of
+        its keys, that of a CTA."""
+        return self._entries[0, 0, FIRST] + half * self.written
+
+    def ds_column(self, place: Int32) -> Int32:
+        """Of a block of queries: what a half of these is added to for the number of a tile of
+        dS."""
+        return self._entries[0, place + 1, NUMBER]
 
     def steps_tile(self, step: Int32, parts: int) -> Int32:
         """The same of a step, counted in steps, of which a tile has so many."""

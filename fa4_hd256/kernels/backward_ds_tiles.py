@@ -14,7 +14,8 @@ with zeros where nothing is seen and beyond the ends of the sequences; no other 
 read.
 
 NOTE [numbers of tiles].  Only tiles of those blocks have room, one after the other in the order in
-which the kernel of dV writes them: by tiles of keys, then by tiles of queries.  A mask has slope 1
+which the kernel of dV writes them: by tiles of keys, then by tiles of queries.  Those of a block
+mask have numbers in its lists (`backward_block_mask`).  Any other mask has slope 1
 and blocks are square, so that block b of the keys meets the blocks of queries
 max(b + first, 0) .. min(b + limit, blocks) - 1, and how many there are before it is a difference of
 sums of arithmetic progressions.
@@ -53,7 +54,6 @@ __all__ = [
     "count_tiles",
     "ds_units",
     "first_unit",
-    "row_of_block",
     "tile_of",
     "tile_strides",
     "tiles_of_head",
@@ -213,11 +213,6 @@ class StoredDs(SharedByReference):
     def row(self, kv_tile: Int32) -> Int32:
         """`DsTiles.row`, counted from a query head's first tile."""
         return self.first + self.tiles.row(kv_tile)
-
-
-def row_of_block(context: Any, work: Any) -> Int32:
-    """`StoredDs.row` of this CTA's keys of a tile that is a block of them."""
-    return StoredDs.of(context, work).row(work.block * BLOCK_TILES + context.cta_rank)
 
 
 def tiles_of_head(ds: cute.Tensor) -> Int32:

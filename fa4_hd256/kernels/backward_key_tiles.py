@@ -17,6 +17,7 @@ from schedulers import TileProblem, section_heads_for
 
 from .backward_block_mask import BlockList, least_section
 from .backward_common import Step, heads_of_part, heads_per_part
+from .backward_ds_tiles import BLOCK_TILES, StoredDs
 from .block_mask import MASK_TILE
 from .limits import HEAD_DIM
 
@@ -117,6 +118,14 @@ class KeyTiles:
         if self.problem_class.lists_steps:
             return self.block_list(context, work).steps_tile(step.index, self.tile_steps)
         return step.index
+
+    def row_of_ds(self, context: Any, work: Any) -> Int32:
+        """What the index of a step is added to, counted in tiles, for the number of this CTA's tile
+        of dS behind a query head's first; of a kernel whose tiles are blocks of keys."""
+        stored = StoredDs.of(context, work)
+        if self.problem_class.lists_steps:
+            return stored.first + self.block_list(context, work).ds_row(context.cta_rank)
+        return stored.row(work.block * BLOCK_TILES + context.cta_rank)
 
     @property
     def tile_steps(self) -> int:

@@ -73,6 +73,10 @@ class Walk:
 
     def ds_number(self, cta_rank: Int32) -> Int32:
         """The number of a CTA's tile of dS of the step, in its query head."""
+        if self.listed is not None:
+            of_keys = self.listed.ds_row(cta_rank) + self.place
+            of_queries = self.listed.ds_column(self.place) + cta_rank
+            return self.ds.first + cutlass.select_(self.tile.of_keys, of_keys, of_queries)
         own, column = self.tile.block * BLOCK_TILES + cta_rank, self.column
         kv_tile = cutlass.select_(self.tile.of_keys, own, column)
         q_tile = cutlass.select_(self.tile.of_keys, column, own)

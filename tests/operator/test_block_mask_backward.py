@@ -165,7 +165,7 @@ def test_no_findings(seed, sanitize):
 
 
 LIST = backward_block_mask.BlockList
-TILE, BITS = LIST.tile, LIST.key_bits
+TILE, BITS, ROW, COLUMN = LIST.tile, LIST.key_bits, LIST.ds_row, LIST.ds_column
 
 
 def _other_half(self, place, half, *others):
@@ -184,6 +184,8 @@ def _all_partial(self, *arguments):
 
 BUGS = {
     "the tile behind": ("tile", lambda self, place: TILE(self, place + 1)),
+    "dS of the other half's row": ("ds_row", lambda self, half: ROW(self, 1 - half)),
+    "dS of the tile behind": ("ds_column", lambda self, place: COLUMN(self, place) + 1),
     "bits of the other half": ("key_bits", _other_half),
     "bits of the step before": ("key_bits", _step_before),
     "a full tile taken as partial": ("key_bits", _all_partial),
@@ -192,7 +194,9 @@ BUGS = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled("bits of the other half", "a full tile taken as partial")
+@pytest.mark.sampled(
+    "dS of the tile behind", "bits of the other half", "a full tile taken as partial"
+)
 def test_a_planted_bug_is_refused(bug, planted):
     tensors, mask = inputs(300, 600), holes(300, 600)
     planted.setattr(LIST, *BUGS[bug])

@@ -335,12 +335,41 @@ def test_lists_of_ds():
     of_first, of_second = mask.blocks[0]
     none = [NOTHING, NOTHING, 0]
     assert of_first[0, :3].tolist() == [[2, 2, 0, 0], [0, FULL, NOTHING, 0], [1, *none]]
+    # The second block's tiles of dS come behind the four of the first one.
     assert of_second[0, :3, 0].tolist() == of_first[0, :3, 0].tolist()
-    assert of_second[1, :3].tolist() == [[2, 1, 0, 0], [2, bits, NOTHING, 0], [3, *none]]
-    assert of_first[2, 0, 0] == 0
+    assert of_second[1, :3].tolist() == [[2, 1, 4, 0], [2, bits, NOTHING, 0], [3, *none]]
+    assert of_first[2, 0].tolist() == [0, 0, 8, 0]
     blocks_of_queries = of_first[3:, :3, 0].tolist()
     assert blocks_of_queries == [[2, 1, 0], [2, 3, 2]]
+    assert of_first[4, 1:3].tolist() == [[3, 6, 0, 0], [2, 4, 0, 0]]
     assert mask.blocks[1, 0, 3, :2].tolist() == [[1, 1, 0, 0], [4, 0, 0, 0]]
+
+
+# All queries, or those of some blocks.
+@pytest.mark.parametrize("queries", [(0, 1100), (256, 1100), (512, 1024)])
+def test_numbers_of_listed_tiles(queries):
+    """One after the other, without a gap; a list of a block of queries says the same ones."""
+    keys, seen = 600, torch.zeros(2, 2, 1100, 600, dtype=torch.bool)
+    for query, key in torch.randint(0, keys, (9, 2)).tolist():
+        seen[query % 2, key % 2, query + 400, key] = True
+    mask = masks.from_dense(seen)
+    blocks = tile_mask.blocks_of_queries(mask.blocks, keys, range(*queries))
+    for lists in blocks[:, 1].tolist():
+        rows, columns, numbers = lists[:3], lists[3:], {}
+        for block, ((written, _, first, _), *entries) in enumerate(rows):
+            for half in range(2):
+                for place in range(written):
+                    tile = 2 * block + half, entries[place][0]
+                    numbers[tile] = first + half * written + place
+        assert [*numbers.values()] == [*range(len(numbers))]
+        found = {
+            (kv_tile, 2 * block + half): number + half
+            for block, ((read, *_), *entries) in enumerate(columns)
+            for kv_tile, number, *_ in entries[:read]
+            for half in range(2)
+        }
+        # Tiles past the last key are written alone.
+        assert found == {tile: n for tile, n in numbers.items() if tile[0] < -(-keys // 128)}
 
 
 def test_bits_by_keys(monkeypatch):

@@ -43,7 +43,6 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     DS_TILE,
     RUN,
     RUN_STRIDE,
-    row_of_block,
     tile_of,
     tiles_of_head,
 )
@@ -186,8 +185,8 @@ class DvKernel(KeyTiles, RowResult):
                 has_rest = first_key + OWN_ROWS > visibility.seqlen_q
                 # Without what the list says, for which there are no registers.
                 step = super().first_position(context, work)
-                row = row_of_block(context, work)
-                number = self._number_of_ds(context, work, step, row)
+                row = self.row_of_ds(context, work)
+                number = self._number_of_ds(context, step, row)
                 if cutlass.const_expr(not self.problem_class.lists_steps):
                     self._complete_blocks(context, work, step, number)
                 key = first_key + self._first_key()
@@ -206,7 +205,7 @@ class DvKernel(KeyTiles, RowResult):
                     states = self._publish(context, (factors, p, ds), undrained, states)
                     if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
                         undrained = self.no_work()
-                    tile_of_ds = self._tile_of_step(context, work, step, (row, number))
+                    tile_of_ds = self._tile_of_step(context, step, (row, number))
                     if cutlass.const_expr(self.counts_tiles):
                         number = self._following_number(context, step, number)
                     step = step.following()
@@ -218,7 +217,7 @@ class DvKernel(KeyTiles, RowResult):
                         context, (factors, p), mask, (tile_of_ds, ds), states, (work, step)
                     )
                 states = self._publish(context, (factors, p, ds), undrained, states)
-                tile_of_ds = self._tile_of_step(context, work, step, (row, number))
+                tile_of_ds = self._tile_of_step(context, step, (row, number))
                 for half in cutlass.range_constexpr(2):
                     self._store_ds(tile_of_ds, ds, half)
                 undrained = work
@@ -388,10 +387,10 @@ class DvKernel(KeyTiles, RowResult):
         states.advance("stats_loaded")
         return states
 
-    def _number_of_ds(self, context: Any, work: Any, step: Step, row: Int32) -> Int32:
+    def _number_of_ds(self, context: Any, step: Step, row: Int32) -> Int32:
         """The number of this CTA's tile of dS of a step."""
         head = step.head * tiles_of_head(context.tensors.ds)
-        return row + head + self.query_tile(context, work, step)
+        return row + head + step.index
 
     @property
     def counts_tiles(self) -> bool:
@@ -401,11 +400,11 @@ class DvKernel(KeyTiles, RowResult):
         any tile."""
         return not (self.problem_class.ragged or self.change.exists)
 
-    def _tile_of_step(self, context: Any, work: Any, step: Step, places: tuple) -> cute.Tensor:
+    def _tile_of_step(self, context: Any, step: Step, places: tuple) -> cute.Tensor:
         """This CTA's tile of dS of a step.  places: (row, number of the tile if it is counted)."""
         row, number = places
         if not self.counts_tiles:
-            number = self._number_of_ds(context, work, step, row)
+            number = self._number_of_ds(context, step, row)
         return tile_of(context.tensors.ds, number)
 
     @staticmethod

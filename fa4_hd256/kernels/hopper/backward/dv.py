@@ -40,7 +40,6 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     DS_TILE,
     RUN,
     RUN_STRIDE,
-    row_of_block,
     tile_of,
     tiles_of_head,
 )
@@ -144,7 +143,7 @@ class DvKernel(KeyRows, ScoreGradient):
         """dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
         (work, num_steps), (operands, dv) = which, tensors
         barriers, step = context.barriers, self.first_position(context, work)
-        mask, row = self.mask(context, work), row_of_block(context, work)
+        mask, row = self.mask(context, work), self.row_of_ds(context, work)
         # P times the slope of its score, which is P where there is none.
         p = factors = self.sum.a_fragment(STEP_QUERIES)
         if cutlass.const_expr(self.capped):
@@ -165,7 +164,7 @@ class DvKernel(KeyRows, ScoreGradient):
                 self._issue_scores(context, operands, s, states)
             self._issue_sum(operands, (dv, p), states)
             wait(1 if self.capped else 2)
-            place = self._place_of_ds(context, work, step, row)
+            place = self._place_of_ds(context, step, row)
             self._store_ds(context, (dp, factors), states["dout_loaded"].index, place)
             step = self.next_position(step)
             barriers["v_loaded"].wait(states["v_loaded"])
@@ -187,7 +186,7 @@ class DvKernel(KeyRows, ScoreGradient):
         wait(1)
         barriers["v_free"].arrive(states["v_loaded"])
         states.advance("v_loaded")
-        place = self._place_of_ds(context, work, step, row)
+        place = self._place_of_ds(context, step, row)
         self._store_ds(context, (dp, factors), states["dout_loaded"].index, place)
         wait(0)
         barriers["dout_free"].arrive(states["dout_loaded"])
@@ -249,14 +248,13 @@ class DvKernel(KeyRows, ScoreGradient):
                 pack(sloped, _run_of(factors, run))
         return states
 
-    def _place_of_ds(self, context: Any, work: Any, step: Step, row: Int32) -> cute.Pointer:
+    def _place_of_ds(self, context: Any, step: Step, row: Int32) -> cute.Pointer:
         """Where this thread's first element of dS of a step lies."""
         steps = DS_TILE // STEP_QUERIES
-        number = self.query_tile(context, work, step)
         key = self.warpgroup() * ROWS + row_of_fragment(0)
         ds = context.tensors.ds
-        of_step = tile_of(ds, row + step.head * tiles_of_head(ds) + number // steps)
-        own = of_step[key, number % steps * RUNS, None]
+        of_step = tile_of(ds, row + step.head * tiles_of_head(ds) + step.index // steps)
+        own = of_step[key, step.index % steps * RUNS, None]
         return (own.iterator + cute.arch.lane_idx() % QUAD * 2).align(4)
 
     @traced("dS")
