@@ -20,14 +20,15 @@ from .call.operator_arguments import (
     ForwardValues,
     schema_of,
 )
+from .call.tile_mask import TileMask
 from .eager import OperatorCalls, is_intercepted
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
 from .run.backward import Wanted, run_backward
 
 __all__ = [
-    "backward", "call_backward", "check_differentiable", "gradients", "gradients_of", "save",
-    "save_for_backward",
+    "backward", "call_backward", "check_differentiable", "gradients", "gradients_of",
+    "listed_tiles_of", "save", "save_for_backward",
 ]  # fmt: skip
 
 #: Tensors of `forward` that gradients flow to, its first ones: q, k, v, sink.
@@ -52,6 +53,7 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     )  # fmt: skip
     options = Options.of_operator(values, functions)
     problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k)
+    problem = replace(problem, listed_tiles=values.listed_tiles)
     kind = problem.forward.kernels.config("backward")
     config = named_configs.decode(values.config, kind)
     if values.config == named_configs.DEFAULT:
@@ -169,6 +171,16 @@ def check_differentiable(tensors: ForwardTensors) -> None:
             f"{MASK_STEPS} without {' and '.join(MASK_GRADIENTS)}, which gradients take; accepted: "
             "all of them, or tensors that do not require gradients"
         )
+
+
+def listed_tiles_of(mask: TileMask) -> int:
+    """`TileMask.listed_tiles`, which are counted now if they are not yet; but not where a call may
+    mean something else, or in a CUDA graph's capture: there the host has no numbers to read."""
+    if not mask.listed_tiles and not is_intercepted():
+        is_captured = mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not is_captured:
+            mask.count_listed()
+    return mask.listed_tiles
 
 
 def save(

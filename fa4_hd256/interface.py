@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .autograd import check_differentiable, gradients_of, save
+from .autograd import check_differentiable, gradients_of, listed_tiles_of, save
 from .call import named_configs
 from .call.checks import (
     are_differentiated,
@@ -25,6 +25,7 @@ from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.part_lists import marked
 from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
+from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
 from .eager import Entry, OperatorCalls, is_intercepted
@@ -120,17 +121,18 @@ def flash_attn_func(
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
     """
-    others, key, key_of_mask = _NONE, None, None
+    others, key, key_of_mask, listed_tiles = _NONE, None, None, 0
     if block_mask is not None or mask_mod is not None:
         inputs = q, k, v, learnable_sink
-        others, key_of_mask = _read_masks(inputs, block_mask, mask_mod, tree_mask)
+        masked = _read_masks(inputs, block_mask, mask_mod, tree_mask)
+        others, key_of_mask, listed_tiles = masked
     if not (tree_mask is score_mod is k_descale is v_descale is None):
         read, key = _read_options(tree_mask, score_mod, k_descale, v_descale)
         others = {**others, **read}
     given = (
         softmax_scale, causal, window_size, softcap, use_clc,
         asked_splits(num_splits, batch_invariant), None, None, config, backward_config, key,
-        key_of_mask,
+        key_of_mask, listed_tiles,
     )  # fmt: skip
     tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *_NO_OTHERS)
     if others:
@@ -239,7 +241,7 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k = bounds_of(longest, q, words, splits == FIXED_PARTS)
     given = (
         softmax_scale, causal, window_size, softcap, use_clc, splits, max_seqlen_q, max_seqlen_k,
-        config, backward_config, key, None,
+        config, backward_config, key, None, 0,
     )  # fmt: skip
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
     tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *sequences, *_NO_OTHERS[len(sequences) :])
@@ -264,7 +266,8 @@ _CU_SEQLENS_Q, _K_DESCALE = map(ForwardTensors._fields.index, ("cu_seqlens_q", D
 class _Given(NamedTuple):
     """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one.
 
-    Calls make a tuple of these in this order, which takes half the time.
+    listed_tiles: as of `BackwardProblem`. Calls make a tuple of these in this order, which takes
+    half the time.
     """
 
     softmax_scale: Any
@@ -279,6 +282,7 @@ class _Given(NamedTuple):
     backward_config: Any
     score_mod: str | None
     mask_mod: str | None
+    listed_tiles: int
 
 
 _WINDOW_SIZE = _Given._fields.index("window_size")
@@ -295,14 +299,15 @@ def _form(sequences: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _read_masks(
     tensors: tuple[Any, Any, Any, Any], block_mask: Any, mask_mod: Any, tree_mask: Any
-) -> tuple[dict[str, torch.Tensor], str | None]:
-    """(tensors by name, the key of mask_mod) of a call with block_mask or mask_mod; tensors: q, k,
-    v, the sink."""
+) -> tuple[dict[str, torch.Tensor], str | None, int]:
+    """(tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a call with
+    block_mask or mask_mod; tensors: q, k, v, the sink."""
     asked, key = (_NONE, None) if mask_mod is None else read_by_mask(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
-    masks = mask_tables(block_mask, q, k, are_differentiated(tensors), mask_mod is None)
-    return {**masks, **asked}, key
+    has_gradients = are_differentiated(tensors)
+    mask, masks = mask_tables(block_mask, q, k, has_gradients, mask_mod is None)
+    return {**masks, **asked}, key, listed_tiles_of(mask) if has_gradients else 0
 
 
 def _read_options(
@@ -317,9 +322,9 @@ def _read_options(
 
 def mask_tables(
     block_mask: Any, q: Any, k: Any, gradients: bool, with_bits: bool = True
-) -> dict[str, torch.Tensor]:
-    """What kernels get of a block mask, by name; gradients: what those of the gradients get, too;
-    with_bits: False where a mask_mod takes their place.
+) -> tuple[TileMask, dict[str, torch.Tensor]]:
+    """A block mask, and what kernels get of it, by name; gradients: what those of the gradients
+    get, too; with_bits: False where a mask_mod takes their place.
 
     Raises as `as_tile_mask`, and ValueError for one of other lengths or of another device.
     """
@@ -332,7 +337,7 @@ def mask_tables(
     if gradients:
         found[MASK_BLOCKS] = mask.blocks
     bits = {MASK_BITS: mask.bits, MASK_KEY_BITS: mask.key_bits if gradients else None}
-    return found | {name: made for name, made in bits.items() if made is not None}
+    return mask, found | {name: made for name, made in bits.items() if made is not None}
 
 
 @torch.compiler.assume_constant_result
@@ -467,6 +472,7 @@ def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     return ForwardValues(
         options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
         *names, num_splits, backward_use_clc(given.use_clc), given.score_mod, given.mask_mod,
+        given.listed_tiles,
     )  # fmt: skip
 
 

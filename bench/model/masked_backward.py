@@ -29,7 +29,7 @@ from bench.tables.paths import Paths
 from fa4_hd256.call import portions
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.tile_mask import TileMask, blocks_of_queries
+from fa4_hd256.call.tile_mask import MOST_TILES, TileMask, blocks_of_queries
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_block_mask import READ, WRITTEN, least_section
 from fa4_hd256.kernels.backward_ds_tiles import count_blocks
@@ -142,12 +142,22 @@ def gradient_problem(case: Case) -> BackwardProblem:
     return replace(problem, forward=replace(problem.forward, ragged=MASK_GRADIENTS))
 
 
+@functools.cache
+def listed_tiles(case: MaskedCase) -> int:
+    """Those of a call on a GPU, which counts them of large masks alone."""
+    mask = case.tile_mask(torch.device("cpu"))
+    if mask.tiles.numel() > MOST_TILES:
+        mask.count_listed()
+    return mask.listed_tiles
+
+
 class MaskedBackward(Backward):
     """Both kernels with lists."""
 
     def plan(self, case: Case) -> list[Portion]:
         assert isinstance(case, MaskedCase)
-        division = portions.divide(gradient_problem(case), self.ds_bytes, self.tiling.gpu)
+        problem = replace(gradient_problem(case), listed_tiles=listed_tiles(case))
+        division = portions.divide(problem, self.ds_bytes, self.tiling.gpu)
         # A portion has fewer queries than keys, which no case with a mask has.
         plain = Case(**{own.name: getattr(case, own.name) for own in fields(Case)})
         whole = division.problem

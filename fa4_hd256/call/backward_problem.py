@@ -39,6 +39,8 @@ class BackwardProblem:
     a part, of its own. keeps_ds: the kernel of dV stores dS, of which dK and dQ are products;
     otherwise one kernel makes dK and dV, another one dQ. adds: the call is divided so that several
     portions add to the same dK and dV, in float32. origin: of a portion, where it lies in the call.
+    listed_tiles: tiles of dS of a query head in a sequence, at most, under a block mask; 0 where
+    the host does not know and there is room for all.
     """
 
     forward: Problem
@@ -49,6 +51,7 @@ class BackwardProblem:
     keeps_ds: bool = False
     adds: bool = False
     origin: ScoreOrigin = ScoreOrigin()
+    listed_tiles: int = 0
 
     @property
     def preprocess_class(self) -> PreprocessClass:
@@ -101,10 +104,16 @@ class BackwardProblem:
         longest = forward.max_seqlen_q, forward.max_seqlen_k
         window = forward.options.window
         units = forward.sequences, count_tiles(longest, window)
-        if forward.ragged and not is_masked(forward.ragged):
+        if is_masked(forward.ragged):
+            units = forward.sequences, self.of_listed(units[1])
+        elif forward.ragged:
             packed = self.k_shape[1] if "cu_seqlens_k" in forward.ragged else None
             units = ds_units(longest, window, forward.sequences, packed)
         return forward.q_shape[2], *units, DS_TILE_ELEMENTS
+
+    def of_listed(self, tiles: int) -> int:
+        """Of so many tiles of a query head those that may be listed under a block mask."""
+        return min(tiles, self.listed_tiles or tiles)
 
     @property
     def ds_bytes(self) -> int:

@@ -130,7 +130,7 @@ class BackwardTensors(NamedTuple):
 class ForwardValues(NamedTuple):
     """window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`;
     what is the backward's is used by autograd alone. score_mod, mask_mod: the key of one, None for
-    none."""
+    none. listed_tiles: as of `BackwardProblem`."""
 
     softmax_scale: float
     window_left: int
@@ -145,13 +145,14 @@ class ForwardValues(NamedTuple):
     backward_use_clc: bool
     score_mod: str | None
     mask_mod: str | None
+    listed_tiles: int
 
     def of_backward(self, wanted: Sequence[bool]) -> BackwardValues:
         """Those of the gradients."""
         return BackwardValues(
             self.softmax_scale, self.window_left, self.window_right, self.softcap,
             self.max_seqlen_q, self.max_seqlen_k, self.backward_use_clc, self.backward_config,
-            self.score_mod, self.mask_mod, wanted,
+            self.score_mod, self.mask_mod, self.listed_tiles, wanted,
         )  # fmt: skip
 
 
@@ -169,6 +170,7 @@ class BackwardValues(NamedTuple):
     config: str
     score_mod: str | None
     mask_mod: str | None
+    listed_tiles: int
     wanted: Sequence[bool]
 
 

@@ -136,18 +136,21 @@ def _of_group(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | N
     none does, as many as fit with a block of queries, and as many of these. None where not even a
     block fits.
 
-    Which tiles of dS there are is known on the device alone, so there is room for all of them, and
-    every range of queries has all keys.
+    Which tiles of dS a range has is known on the device alone, so there is room for all of them, or
+    as many as the whole mask lists, and every range of queries has all keys.
     """
     heads_kv, sequences, seqlen_q, seqlen_k = _lengths(problem)
     heads, of_block = _least_of_group(problem)
+    of_heads = heads * problem.ds_bytes_of_head // (sequences * problem.group)
     fitting, blocks = ds_bytes // of_block, count_blocks(seqlen_q)
     if not fitting:
         return None
-    each = fitting // blocks if fitting >= blocks else fitting
-    each = _even(problem.group, each * heads)
-    # Blocks of queries that fit with so many heads.
-    rows = _even(blocks, fitting * heads // each) * DS_BLOCK
+    if ds_bytes >= of_heads:
+        each, rows = _even(problem.group, ds_bytes // of_heads * heads), blocks * DS_BLOCK
+    else:
+        each = _even(problem.group, fitting * heads)
+        # Blocks of queries that fit with so many heads.
+        rows = _even(blocks, fitting * heads // each) * DS_BLOCK
     whole = replace(problem, keeps_ds=True, adds=True)
     q_shape = whole.forward.q_shape
     of_part = replace(
@@ -172,8 +175,8 @@ def _least_of_group(problem: BackwardProblem) -> tuple[int, int]:
     one sequence): one, but copies of an expanded head have gradients of their own, and their heads
     stay together."""
     heads = problem.group if problem.copies > 1 else 1
-    of_block = count_tiles((DS_BLOCK, problem.k_shape[1]), (None, None)) * DS_TILE_ELEMENTS
-    return heads, heads * of_block * problem.forward.dtype.itemsize
+    tiles = problem.of_listed(count_tiles((DS_BLOCK, problem.k_shape[1]), (None, None)))
+    return heads, heads * tiles * DS_TILE_ELEMENTS * problem.forward.dtype.itemsize
 
 
 def _undivided(problem: BackwardProblem, gpu: Gpu) -> Division:

@@ -37,8 +37,10 @@ MOST_TILES = 1 << 15
 #: Tiles that are evaluated at once: on a GPU more, where the host would else take longer for some
 #: forty operations than the GPU does. A mask_mod's numbers are int64: 128 KiB a tile.
 CHUNK, CHUNK_ON_GPU = 256, 2048
-#: Numbers of tiles of bits are rounded up to it, since a call's key has them.
+#: Numbers of tiles of bits, and of dS, are rounded up to it, since a call's key has them.
 ROUNDED_TILES = 64
+#: That of tiles of dS also to a power of two by so many bits shorter: 6 % at most.
+ROUNDED_BITS = 5
 
 #: (batch entry, head, query, key) of tiles, int64 of shapes (n, 1, 1), (n, 1, 1), (n, 128, 1) and
 #: (n, 1, 128), all of them there -> which are seen, bool, that broadcasts to (n, 128, 128).
@@ -74,6 +76,8 @@ class TileMask:
         #: Made of the bits, and shared with masks that have the same.
         self._of_bits: dict[str, torch.Tensor] = {}
         self._lists: TileMask | None = None
+        #: Tiles of dS of a query head in a sequence, at most: `count_listed`; 0 where unknown.
+        self.listed_tiles = 0
 
     @classmethod
     def of(
@@ -169,6 +173,16 @@ class TileMask:
         if "blocks" not in self._made:
             self._made["blocks"] = _blocks(self.tiles)
         return self._made["blocks"]
+
+    def count_listed(self) -> None:
+        """Learn `listed_tiles`, as `blocks` has them, rounded up; on a GPU only of a mask of more
+        than `MOST_TILES`, for which it waits once. Of others there is room for all."""
+        if self.listed_tiles or self.device.type != "cpu" and self.tiles.numel() <= MOST_TILES:
+            return
+        written = self.blocks[:, 0, : count_blocks(self.lengths[1]), 0, WRITTEN]
+        count = BLOCK_TILES * int(written.sum(-1).max())
+        unit = max(ROUNDED_TILES, 1 << max(count.bit_length() - ROUNDED_BITS, 0))
+        self.listed_tiles = -(-max(count, 1) // unit) * unit
 
     @property
     def key_bits(self) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.autograd import call_backward
+from fa4_hd256.autograd import call_backward, listed_tiles_of
 from fa4_hd256.call import named_configs
 from fa4_hd256.call.forward_problem import Options, backward_use_clc
 from fa4_hd256.call.operator_arguments import BackwardTensors, BackwardValues
@@ -43,8 +43,10 @@ def gradients_of_results(
     q, k, v, out, dout, lse = tensors
     score_mod, block_mask, mask_mod = functions
     masks: dict[str, Any] = {}
+    listed_tiles = 0
     if block_mask is not None:
         masks = {MASK_BLOCKS: block_mask.blocks, MASK_KEY_BITS: block_mask.key_bits}
+        listed_tiles = listed_tiles_of(block_mask)
     dynamic = backward_use_clc(use_clc)
     scores, key = ({}, None) if score_mod is None else read_by(score_mod)
     asked, key_of_mask = ({}, None) if mask_mod is None else read_by_mask(mask_mod)
@@ -52,7 +54,7 @@ def gradients_of_results(
         BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **(masks | scores | asked)),
         BackwardValues(
             options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
-            backward_config, key, key_of_mask, (True, True, False),
+            backward_config, key, key_of_mask, listed_tiles, (True, True, False),
         ),
     )  # fmt: skip
     return dq, dk, dv

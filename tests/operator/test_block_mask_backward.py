@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from operator_calls import backward_arguments
 from test_block_mask import NAMED, holes, inputs
+from torch._subclasses import FakeTensorMode
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, masks
+from fa4_hd256.autograd import listed_tiles_of
+from fa4_hd256.call import tile_mask
 from fa4_hd256.check import reference
 from fa4_hd256.kernels import backward_block_mask
+from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES
+from fa4_hd256.run import backward
 
 
 @pytest.fixture(params=[False, True], ids=["static", "clc"])
@@ -127,6 +134,70 @@ def test_ranges_of_queries(
     found = [gradients(tensors, mask, dout, backward_config=config, **options) for _ in range(2)]
     assert torch.equal(found[0]["q"], whole["q"])
     assert all(torch.equal(found[0][name], found[1][name]) for name in whole)
+
+
+@pytest.fixture
+def divisions(monkeypatch):
+    """How calls were divided."""
+    found, divide = [], backward.divide
+
+    def noted(*arguments):
+        found.append(divide(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(backward, "divide", noted)
+    return found
+
+
+WINDOW = 100
+#: A block of keys of 1300 x 1300 meets its own block of queries and the next one.
+LISTED = 4 * (2 * 6 - 1)
+
+
+def test_room_of_listed_tiles(use_clc, device, backward_config, divisions, monkeypatch):
+    """No more than there are, and the bits of a call with room for all."""
+    for name, value in (("MOST_TILES", 0), ("ROUNDED_TILES", 1)):
+        monkeypatch.setattr(tile_mask, name, value)
+    tensors = inputs(1300, 1300, (2, 2), 1, device=device)
+    mask, options = masks.sliding_window(WINDOW, 1300, device=device), {"use_clc": use_clc}
+    config = backward_config(ds_bytes=2 * LISTED * DS_TILE_BYTES)
+    check(tensors, mask, config=config, **options)
+    assert mask.listed_tiles == LISTED
+    (portion,) = divisions[-1].portions
+    assert portion.problem.ds_bytes == config.ds_bytes
+    dout = torch.randn(tensors[0].shape).to(device, torch.bfloat16)
+    found = gradients(tensors, mask, dout, backward_config=config, **options)
+    monkeypatch.setattr(tile_mask.TileMask, "count_listed", lambda self: None)
+    unknown = masks.sliding_window(WINDOW, 1300, device=device)
+    whole = gradients(tensors, unknown, dout, **options)
+    assert divisions[-1].problem.ds_shape[2] == 12 * 12
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.simulator
+def test_too_little_room_is_found():
+    """Of one tile less; the memory ends there."""
+    tensors = inputs(1300, 1300, (1, 1), 1)
+    mask = masks.sliding_window(WINDOW, 1300)
+    mask.listed_tiles = LISTED - 1
+    with pytest.raises(sm100_sim.MemoryFault):
+        check(tensors, mask, use_clc=False)
+
+
+def test_nobody_counts_where_tensors_have_no_numbers():
+    mask = masks.sliding_window(WINDOW, 1300)
+    with FakeTensorMode():
+        assert listed_tiles_of(mask) == 0
+    assert listed_tiles_of(mask) == mask.listed_tiles == tile_mask.ROUNDED_TILES
+    with FakeTensorMode():
+        assert listed_tiles_of(mask) == tile_mask.ROUNDED_TILES
+
+
+def test_a_small_mask_on_a_gpu_is_not_waited_for():
+    mask = masks.sliding_window(WINDOW, 1300)
+    mask.tiles = SimpleNamespace(device=torch.device("cuda"), numel=mask.tiles.numel)
+    mask.count_listed()
+    assert mask.listed_tiles == 0
 
 
 def test_opcheck_of_some_gradients(device):

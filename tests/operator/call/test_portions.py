@@ -13,7 +13,7 @@ from gpus import gpu
 from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.portions import Portion, divide
+from fa4_hd256.call.portions import Portion, divide, least_ds_bytes
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_BYTES, count_tiles
 from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.kernels.block_mask import MASK_GRADIENTS
@@ -211,6 +211,31 @@ def test_portions_under_a_block_mask():
     for num_bytes in (of_row - 1, 0):
         with pytest.raises(NotImplementedError, match=f"{of_row} bytes here.*allows {num_bytes}. "):
             divide(whole, num_bytes, GPU)
+
+
+@pytest.mark.architecture("sm_100a")
+def test_portions_of_listed_tiles():
+    """Where the host knows how many there are, at most, only these take memory."""
+    whole = masked((4096, 2048), (4, 2), 2)
+    listed, tile = 130, DS_BLOCK * DS_BLOCK // 4 * 2
+    known, of_head = replace(whole, listed_tiles=listed), listed * tile
+    assert known.ds_shape == (4, 2, listed, tile // 2)
+    assert replace(whole, listed_tiles=10**6).ds_shape == whole.ds_shape
+
+    def shapes(num_bytes: int) -> list[tuple[int, ...]]:
+        portions = divide(known, num_bytes, GPU).portions
+        assert all(p.problem.ds_bytes <= num_bytes for p in portions)
+        found = {(len(p.heads), len(p.sequences), len(p.queries)) for p in portions}
+        return sorted(found, reverse=True)
+
+    assert shapes(8 * of_head) == [(4, 2, 4096)]
+    assert shapes(2 * of_head) == [(2, 1, 4096)]
+    assert shapes(of_head) == [(1, 1, 4096)]
+    # Of a range nobody knows how many are listed: there is room for all, 32 a block of queries.
+    assert shapes(of_head - 1) == [(2, 1, 512)]
+    assert least_ds_bytes(known) == least_ds_bytes(whole) == 32 * tile
+    # Fewer than a block of queries has with all keys.
+    assert least_ds_bytes(replace(whole, listed_tiles=20)) == 20 * tile
 
 
 @pytest.mark.architecture("sm_100a")

@@ -372,6 +372,27 @@ def test_numbers_of_listed_tiles(queries):
         assert found == {tile: n for tile, n in numbers.items() if tile[0] < -(-keys // 128)}
 
 
+# As many tiles of dS as there are, up to some; those of the entry that lists most.
+@pytest.mark.parametrize(("window", "unit"), [(0, 64), (1000, 64), (7000, 128)])
+def test_count_of_listed_tiles(window, unit, monkeypatch):
+    seqlen = 8192
+    documents = torch.stack([torch.zeros(seqlen), torch.arange(seqlen)])
+    mask = masks.documents(documents.int(), window=window)
+    assert mask.listed_tiles == 0
+    mask.count_listed()
+    before = -(-window // 256)
+    exact = 4 * sum(min(block, before) + 1 for block in range(seqlen // 256))
+    assert mask.listed_tiles == -(-exact // unit) * unit
+    assert mask.listed_tiles - exact < max(64, exact / 16)
+
+
+def test_of_no_listed_tiles_there_is_a_count():
+    """0 says that nobody knows."""
+    mask = masks.from_dense(torch.zeros(300, 300, dtype=torch.bool))
+    mask.count_listed()
+    assert mask.listed_tiles == tile_mask.ROUNDED_TILES
+
+
 def test_bits_by_keys(monkeypatch):
     monkeypatch.setattr(tile_mask, "CHUNK", 3)
     mask = masks.from_dense(torch.rand(300, 300) > 0.5)
