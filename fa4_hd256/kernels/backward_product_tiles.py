@@ -13,7 +13,7 @@ tiles read in some ten steps, so heads take turns only as far as they begin toge
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -58,8 +58,8 @@ class Walk:
         self, head: Int32, place: Int32, tile: ResultTile, limits: tuple, ds: StoredDs,
         listed: BlockList | None = None,
     ) -> None:  # fmt: skip
-        """ds: of the sequence.  listed: the tiles at the places, where a block mask names them;
-        `column` otherwise."""
+        """ds: of the sequence; of listed tiles its first one is that of the CTA's rows.  listed: the
+        tiles at the places, where a block mask names them; `column` otherwise."""
         self.head, self.place = head, place
         self.tile, self.limits, self.ds, self.listed = tile, limits, ds, listed
 
@@ -74,9 +74,8 @@ class Walk:
     def ds_number(self, cta_rank: Int32) -> Int32:
         """The number of a CTA's tile of dS of the step, in its query head."""
         if self.listed is not None:
-            of_keys = self.listed.ds_row(cta_rank) + self.place
-            of_queries = self.listed.ds_column(self.place) + cta_rank
-            return self.ds.first + cutlass.select_(self.tile.of_keys, of_keys, of_queries)
+            of_queries = self.listed.ds_column(self.place)
+            return self.ds.first + cutlass.select_(self.tile.of_keys, self.place, of_queries)
         own, column = self.tile.block * BLOCK_TILES + cta_rank, self.column
         kv_tile = cutlass.select_(self.tile.of_keys, own, column)
         q_tile = cutlass.select_(self.tile.of_keys, column, own)
@@ -173,6 +172,10 @@ class ProductTiles:
         if cutlass.const_expr(self.problem_class.lists_steps):
             listed = self._listed(context, work, tile)
             limits = Int32(0), listed.read, Int32(0)
+            # Read once a tile, not in every step.
+            row = listed.ds_row(context.cta_rank)
+            row = cutlass.select_(tile.of_keys, row, context.cta_rank)
+            ds = replace(ds, first=ds.first + row)
             return Walk(tile.first_head, Int32(0), tile, limits, ds, listed)
         begin, end = self._limits(context, work, tile)
         start = begin

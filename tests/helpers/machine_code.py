@@ -55,16 +55,22 @@ def nothing_is_spilled(kernel: Any, plan: RegisterPlan) -> None:
     assert (usage.stack, usage.local) == (0, 0)
 
 
-def no_step_looks_up(function: SassFunction) -> None:
-    """Assert that loops which load tiles read nothing of memory into registers: what is read of it
-    in a tile's first step serves the others.  A look-up takes longer than a step's products."""
+def look_ups_of_steps(function: SassFunction) -> list[int]:
+    """Of each loop that loads tiles how often it reads memory into registers.  A look-up takes
+    longer than a step's products."""
     nest = LoopNest(function)
     loops = [
         [i.base for block in loop.blocks for i in nest.instructions_of(block)]
         for loop in nest.working_loops
     ]
-    steps = [bases for bases in loops if "UTMALDG" in bases]
-    assert steps and not any("LDG" in bases for bases in steps)
+    return [bases.count("LDG") for bases in loops if "UTMALDG" in bases]
+
+
+def no_step_looks_up(function: SassFunction) -> None:
+    """Assert that loops which load tiles read nothing of memory into registers: what is read of it
+    in a tile's first step serves the others."""
+    found = look_ups_of_steps(function)
+    assert found and not any(found)
     # The tile's look-ups are there, and seen.
     assert "LDG" in [i.base for i in function.instructions]
 

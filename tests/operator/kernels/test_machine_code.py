@@ -13,6 +13,7 @@ import torch
 from backward_cases import gradients, inputs
 from machine_code import (
     letters,
+    look_ups_of_steps,
     no_step_looks_up,
     nothing_is_spilled,
     roles_have_their_registers,
@@ -28,7 +29,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
 )
 from fa4_hd256.kernels.blackwell.forward.config import ForwardWarpPlan
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
-from fa4_hd256.kernels.block_mask import FULL, MASK_STEPS
+from fa4_hd256.kernels.block_mask import FULL, MASK_GRADIENTS, MASK_STEPS
 from fa4_hd256.kernels.plans import RegisterPlan
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.kernels.user_functions import FunctionClass
@@ -118,6 +119,14 @@ def test_no_step_looks_up_where_a_packed_sequence_lies(kind):
     nothing_is_spilled(kernel, plan)
     (function,) = disassemble(kernel.cubin).values()
     no_step_looks_up(function)
+
+
+def test_a_step_of_listed_products_looks_up_its_tile_and_that_of_ds():
+    """What its row of blocks says is read once a tile."""
+    kernel, plan = compiled("backward_products", True, MASK_GRADIENTS)
+    nothing_is_spilled(kernel, plan)
+    (function,) = disassemble(kernel.cubin).values()
+    assert look_ups_of_steps(function) == [2]
 
 
 @pytest.mark.parametrize("plan", [ForwardWarpPlan, BackwardWarpPlan])
