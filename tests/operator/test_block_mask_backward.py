@@ -174,6 +174,18 @@ def test_room_of_listed_tiles(use_clc, device, backward_config, divisions, monke
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
+def test_calls_of_masks_with_other_counts(device, divisions, monkeypatch):
+    """Each has its own room, although it is repeated and differs in nothing else."""
+    for name, value in (("MOST_TILES", 0), ("ROUNDED_TILES", 1)):
+        monkeypatch.setattr(tile_mask, name, value)
+    tensors = inputs(900, 900, (2, 1), 1, device=device)
+    made = [masks.sliding_window(window, 900, device=device) for window in (10, 600)]
+    for mask in (*made, *made):
+        check(tensors, mask, use_clc=False)
+    assert [mask.listed_tiles for mask in made] == [28, 40]
+    assert {division.problem.ds_shape[2] for division in divisions} == {28, 40}
+
+
 @pytest.mark.simulator
 def test_too_little_room_is_found():
     """Of one tile less; the memory ends there."""

@@ -102,6 +102,7 @@ BACKWARDS = {
     "grouped in parts": (flash_attn_func, lambda: dense(130, 70, (4, 1)), {"softcap": 9.0}),
     "sink": (flash_attn_func, dense, {"learnable_sink": lambda: torch.randn(2)}),
     "packed": FORWARDS["packed"],
+    "mask": FORWARDS["mask"],
     "score_mod": FORWARDS["score_mod"],
 }
 
@@ -117,7 +118,7 @@ def gradients(case, inputs, options, dout, lse_gradient=None):
 
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("case", BACKWARDS.values(), ids=BACKWARDS)
-@pytest.mark.sampled("causal-*", "packed-True", "score_mod-False")
+@pytest.mark.sampled("causal-*", "packed-True", "mask-False", "score_mod-False")
 def test_a_repeated_backward_equals_one_that_was_not(case, with_lse, launched):
     _, make, given = case
     options = options_of(given)
