@@ -58,7 +58,7 @@ class Walk:
         self, head: Int32, place: Int32, tile: ResultTile, limits: tuple, ds: StoredDs,
         listed: BlockList | None = None,
     ) -> None:  # fmt: skip
-        """ds: of the sequence; of listed tiles its first one is that of the CTA's rows.  listed: the
+        """ds: of the sequence; of listed tiles it begins with those of the CTA's rows.  listed: the
         tiles at the places, where a block mask names them; `column` otherwise."""
         self.head, self.place = head, place
         self.tile, self.limits, self.ds, self.listed = tile, limits, ds, listed
