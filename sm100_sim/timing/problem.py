@@ -78,6 +78,9 @@ class Tiles:
         return (self.work == 0) & (self.own_bytes == 0)
 
 
+#: Runs until the part of HBM that own bytes have changes by no more than this part of all.
+MOST_RUNS, SETTLED = 4, 0.01
+
 #: Tiles of a persistent cluster that overlap: two buffers of what stays for a tile.
 IN_FLIGHT = 2
 
@@ -275,18 +278,13 @@ def schedule(
     rule = np.zeros(placement.RULES)
     rule[placement.BEGIN], rule[placement.REUSE] = costs.begin_of(given, clusters), values.cta_reuse
     rule[placement.LINK] = l2_share(values) * cluster
-    rule[placement.MEMORY] = values.hbm_terabytes * 1e3 / values.clock_ghz
     rule[placement.GRID] = room.grid or clusters
     rule[placement.STATIC], rule[placement.SINGLE] = policy == "static", policy == "single"
     rule[placement.PREFETCHES], rule[placement.UNEVEN] = prefetches, values.uneven_shares
     rule[placement.CLAIMS], rule[placement.QUERY] = claims, values.clc_query
     rule[placement.LEAD] = lead
-    tables = _tables(given, _clocks(given, costs, values, policy), rule, clusters)
-    slots = room.slots(clusters)
-    tables.counts[placement.PLACES] = len(slots)
-    tables.free[: len(slots)], tables.free_place[: len(slots)] = zip(*slots)
-    placement.run(tables)
-    hbm = hbm_bytes(given, tables.starts, values)
+    clocks = _clocks(given, costs, values, policy)
+    tables, hbm = _placed(given, clocks, rule, (room.slots(clusters), clusters), values)
     total = float(tables.ends.max())
     bounds = {
         "clusters": total / (values.clock_ghz * 1e9),
@@ -297,6 +295,33 @@ def schedule(
         total, tables.busy, bounds, values.launch_us * 1e-6, hbm, tables.starts,
         tables.cluster_of, work,
     )  # fmt: skip
+
+
+def _placed(
+    tiles: Tiles, clocks: np.ndarray, rule: np.ndarray,
+    room: tuple[list[tuple[float, int]], int], values: Values,
+) -> tuple[placement.Tables, float]:
+    """The tables of a run, and `hbm_bytes` of it. room: `Room.slots`, and places in all.
+
+    Own bytes of tiles share what of HBM those leave that groups share, which come meanwhile: their
+    mean rate in the run, of which there is none before it ran; but own bytes have at least the part
+    of HBM that they are of all bytes.
+    """
+    (slots, places), own = room, float(tiles.own_bytes.sum())
+    memory = rule[placement.MEMORY] = values.hbm_terabytes * 1e3 / values.clock_ghz
+    for run in range(MOST_RUNS):
+        tables = _tables(tiles, clocks, rule, places)
+        tables.counts[placement.PLACES] = len(slots)
+        tables.free[: len(slots)], tables.free_place[: len(slots)] = zip(*slots)
+        placement.run(tables)
+        hbm = hbm_bytes(tiles, tables.starts, values)
+        shared = (hbm - own) / float(tables.ends.max())
+        left = max(memory - shared, memory * own / max(hbm, 1.0))
+        if abs(left - rule[placement.MEMORY]) < SETTLED * memory:
+            break
+        # The less is left the longer it takes, and so more is: half way after the first step.
+        rule[placement.MEMORY] = (left + rule[placement.MEMORY]) / 2 if run else left
+    return tables, hbm
 
 
 def _clocks(tiles: Tiles, costs: TileCosts, values: Values, policy: str) -> np.ndarray:

@@ -71,6 +71,30 @@ def test_what_tiles_leave_behind_is_in_the_way_of_the_next():
     assert run([tile(writes=1000.0)] * 4).clocks == 100 + CLOCKS
 
 
+def sharing(nbytes):
+    """Three waves of tiles that read own bytes, and so many that no other has either."""
+    return [Tile(1000.0, i, nbytes, own_bytes=1000.0, reads=1000.0) for i in range(12)]
+
+
+def test_own_bytes_get_what_shared_ones_leave():
+    """Half of HBM: 80 clocks a wave for 4000 bytes instead of 40, 10 of them in a tile's costs."""
+    clocks = 100 + 3 * (CLOCKS + 70)
+    found = run(sharing(50.0 * clocks / 12))
+    assert found.clocks == pytest.approx(clocks, rel=2e-3)
+    assert found.bound == "clusters"
+    # None is left by what takes a thousandth of HBM.
+    assert run(sharing(0.1 * clocks / 12)).clocks == run(sharing(0.0)).clocks
+
+
+def test_the_more_is_shared_the_longer_it_takes():
+    """No longer than the tiles alone and then all of HBM's bytes."""
+    alone = run(sharing(0.0)).clocks
+    found = [run(sharing(nbytes)) for nbytes in np.geomspace(1e2, 1e8, 25)]
+    seconds = [one.seconds for one in found]
+    assert seconds == sorted(seconds) and alone * 1e-9 <= seconds[0] < seconds[-1] / 1000
+    assert all(one.clocks <= alone + one.hbm_bytes / 100 for one in found)
+
+
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
 def test_operands_asked_for_a_tile_ahead_cost_the_first_wave_alone(policy):
     tiles = [tile(reads=1000.0, writes=1000.0)] * 12
@@ -114,10 +138,12 @@ def test_two_claimed_ahead_go_round_by_round():
     for count in range(1, 14):
         one = schedule(tiles[:count], COSTS, values, 2, "dynamic", claims=2)
         assert one.busy.sum() == pytest.approx(
-            sum(COSTS.of(t) for t in tiles[:count]) + 100 * min(count, 4))
+            sum(COSTS.of(t) for t in tiles[:count]) + 100 * min(count, 4)
+        )
     empty = schedule([Tile(0.0)] * 9 + tiles[:3], COSTS, values, 2, "dynamic", claims=2)
-    assert empty.busy.sum() == pytest.approx(9 * 10 + 4050 + 2 * 550 + 100 * len(
-        set(empty.cluster_of[9:].tolist())))
+    assert empty.busy.sum() == pytest.approx(
+        9 * 10 + 4050 + 2 * 550 + 100 * len(set(empty.cluster_of[9:].tolist()))
+    )
 
 
 def test_a_tile_claimed_late_goes_to_who_is_done_first():
