@@ -111,6 +111,7 @@ def rows() -> Iterator[Row]:
                 yield row
             elif not row.decodes:
                 yield replace(row, gpu=gpu, seen=row.seen and row.direction == BACKWARD)
+    yield from _windows()
 
 
 def _forward() -> Iterator[Row]:
@@ -126,6 +127,13 @@ def _forward() -> Iterator[Row]:
         yield Row(OURS, FORWARD, _decode(128, queries, 131072, (32, 2)), True)
         yield Row(OURS, FORWARD, _decode(1, queries, 131072, (32, 2)), True)
         yield Row(OURS, FORWARD, _decode(8, queries, 8192, (16, 2)), True)
+
+
+def _windows() -> Iterator[Row]:
+    """Narrow ones, whose keys and values take as much of HBM as queries and results."""
+    for seqlen, left, heads in ((2048, 511, (16, 16)), (4096, 255, (16, 16)), (8192, 767, (16, 16)),
+                                (4096, 1023, (16, 2)), (16384, 511, (16, 2))):  # fmt: skip
+        yield Row(OURS, FORWARD, _dense(seqlen, True, heads, left), False, gpu="h100")
 
 
 def _backward(gpu: str) -> Iterator[Row]:

@@ -124,8 +124,8 @@ def product_tiles(
         sides, bounds = lengths, case.bounds
         if of_keys:
             sides, bounds = lengths[::-1], bounds[::-1]
-        which, others = shared_by(block * ROWS, ROWS, sides, bounds)
-        shared = ROW * others * (query_heads if of_keys else 1)
-        group = 2 * ((which * case.batch + batch) * heads + head) + of_keys
-        found.append(grouped(of(number, query_heads, lengths), group, shared))
+        others = shared_by(block * ROWS, ROWS, sides, bounds)
+        of_row = ROW * (query_heads if of_keys else 1)
+        group = 2 * (batch * heads + head) + of_keys
+        found.append(grouped(of(number, query_heads, lengths), group, others, of_row))
     return found

@@ -33,9 +33,6 @@ DQ, DKDV = 3 * 1024.0, 4 * 1024.0
 #: Bytes of a row of q, k, v, out or a gradient, and of a gradient summed in parts.
 ROW, PARTIAL_ROW = 2.0 * HEAD_DIM, 4.0 * HEAD_DIM
 
-#: Rows of a range of a window's tiles at least (`range_of`).
-RANGE = 2048
-
 Bounds = tuple[int | None, int | None]
 #: (block, head, batch) of a tile.
 Place = tuple[int, int, int]
@@ -205,33 +202,13 @@ def key_steps(
 def shared_by(
     begin: int, rows: int, lengths: tuple[int, int], bounds: Bounds
 ) -> tuple[int, int]:
-    """(which range the tile of so many rows that begins there is of, rows of the other side that it
-    shares with others of the range): with a bound on one side, or none, those that its own rows
-    see, which are among those of a tile that sees more. lengths, bounds: the tile's own side
-    first."""
-    found = range_of(begin, lengths, bounds)
-    if found is not None:
-        return found
+    """(first, limit) of the rows of the other side that the tile of so many rows that begins there
+    shares with others: those that its own rows see, the first of them -1 but in a window, which
+    bounds both sides, for elsewhere a tile that sees more sees those before them, too. lengths,
+    bounds: the tile's own side first."""
     end = min(begin + rows, lengths[0])
-    return 0, len(visible_keys(begin, end, lengths, bounds)) if begin < end else 0
-
-
-def range_of(begin: int, lengths: tuple[int, int], bounds: Bounds) -> tuple[int, int] | None:
-    """(which range of its side's rows the tile that begins there is of, rows of the other side that
-    this range sees and none before it), where a window bounds both sides of the mask; else None,
-    for then tiles far apart share rows. lengths, bounds: the tile's own side first.
-
-    L2 keeps or loses what the tiles of a range share. What a range sees besides is its neighbour's,
-    a fourth of it at most, and still there: they are worked on one after the other.
-    """
-    left, right = bounds
-    if left is None or right is None:
-        return None
-    rows = max(RANGE, 4 * (left + right + 1))
-    which = begin // rows
-    ends = (min(n * rows, lengths[0]) for n in (which, which + 1))
-    before, behind = (len(visible_keys(0, end, lengths, bounds)) if end else 0 for end in ends)
-    return which, behind - before
+    seen = visible_keys(begin, end, lengths, bounds) if begin < end else range(0)
+    return (-1, len(seen)) if None in bounds else (seen.start, seen.stop)
 
 
 def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
@@ -243,22 +220,25 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
     def of(block: int, lengths: tuple[int, int], part: int) -> Tile:
         return _forward_tile(case, tiling, block, lengths, part)
 
-    found, groups = [], case.batch * splits * case.heads_kv
+    found = []
     for block, head, entry in tiling.places(case):
         batch, part = divmod(entry, splits)
         lengths = case.lengths[batch]
         if tiling.exact_grid and case.packed and block * queries >= lengths[0]:
             continue
-        which, keys = shared_by(block * queries, queries, lengths, case.bounds)
-        shared = 4.0 * keys * tiling.head_dim / splits
-        group = which * groups + entry * case.heads_kv + head // ratio
-        found.append(grouped(of(block, lengths, part), group, shared))
+        keys = shared_by(block * queries, queries, lengths, case.bounds)
+        group = entry * case.heads_kv + head // ratio
+        found.append(grouped(of(block, lengths, part), group, keys, 4.0 * tiling.head_dim / splits))
     return found
 
 
-def grouped(tile: Tile, group: int, shared: float) -> Tile:
-    """The tile as one of a group that shares so many bytes."""
-    return Tile(tile.work, group, shared, tile.own_bytes, tile.masked, tile.reads, tile.writes)
+def grouped(tile: Tile, group: int, rows: tuple[int, int], of_row: float) -> Tile:
+    """The tile as one of a group that shares these rows (`shared_by`), of so many bytes each."""
+    first, limit = rows
+    return Tile(
+        tile.work, group, limit * of_row, tile.own_bytes, tile.masked, tile.reads, tile.writes,
+        max(first * of_row, -1.0),
+    )
 
 
 def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
@@ -351,9 +331,9 @@ def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
     later_first = tiling.order.later(case.bounds[1] is not None)
     for block, head, batch in indices(grid, section, later_first, _blocks_of(case, 0, ROWS)):
         lengths = case.lengths[batch]
-        which, keys = shared_by(block * ROWS, ROWS, lengths, case.bounds)
-        group = (which * case.batch + batch) * case.heads_kv + head // ratio
-        found.append(grouped(of(block, lengths), group, shared * keys))
+        keys = shared_by(block * ROWS, ROWS, lengths, case.bounds)
+        group = batch * case.heads_kv + head // ratio
+        found.append(grouped(of(block, lengths), group, keys, shared))
     return found
 
 
@@ -401,9 +381,8 @@ def tiles_of_keys(
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         tile = of(block, query_heads, lengths)
         sides = lengths[::-1], case.bounds[::-1]
-        which, queries = shared_by(block * rows, rows, *sides)
-        group = (which * case.batch + batch) * heads + head
-        found.append(grouped(tile, group, shared * queries))
+        queries = shared_by(block * rows, rows, *sides)
+        found.append(grouped(tile, batch * heads + head, queries, shared))
     return found
 
 

@@ -31,10 +31,11 @@ class Tile:
     """One tile of work of a cluster.
 
     work: clocks of the tensor core of a CTA. group: tiles of one group read the same bytes (the
-    keys and values of a head, say), each the first `shared_bytes` of them; own_bytes: what no other
-    tile touches. A tile without work and bytes is one past the end of its sequence, which a cluster
-    skips. masked: clocks of the work that are spent in masked steps. reads, writes: those of its
-    own bytes without which it cannot begin, and those that leave at its end.
+    keys and values of a head, say), each the first `shared_bytes` of them, in a window from
+    `shared_from` on, which is -1 elsewhere; own_bytes: what no other tile touches. A tile without
+    work and bytes is one past the end of its sequence, which a cluster skips. masked: clocks of the
+    work that are spent in masked steps. reads, writes: those of its own bytes without which it
+    cannot begin, and those that leave at its end.
     """
 
     work: float
@@ -44,6 +45,7 @@ class Tile:
     masked: float = 0.0
     reads: float = 0.0
     writes: float = 0.0
+    shared_from: float = -1.0
 
     @property
     def skipped(self) -> bool:
@@ -61,6 +63,7 @@ class Tiles:
     masked: np.ndarray
     reads: np.ndarray
     writes: np.ndarray
+    shared_from: np.ndarray
 
     @classmethod
     def of(cls, tiles: Sequence[Tile]) -> Tiles:
@@ -77,6 +80,9 @@ class Tiles:
         """bool, as `Tile.skipped`."""
         return (self.work == 0) & (self.own_bytes == 0)
 
+
+#: Bytes of a window's keys and values that L2 keeps or loses as a whole: a step's, of 128 keys.
+L2_BLOCK = 128 * 1024.0
 
 #: Runs until the part of HBM that own bytes have changes by no more than this part of all.
 MOST_RUNS, SETTLED = 4, 0.01
@@ -362,21 +368,31 @@ def hbm_bytes(tiles: Sequence[Tile] | Tiles, starts: np.ndarray, values: Values)
     """Bytes between HBM and the chip: each tile's own, and of a group's what L2 lacks: all that the
     tile shares, once L2 has lost the group, else what it shares beyond those before it.
 
-    L2 keeps the groups used last, each as a whole.
+    L2 keeps what was used last: groups, each as a whole; of groups of a window blocks, since their
+    tiles leave behind what they have passed.
     """
     given = tiles if isinstance(tiles, Tiles) else Tiles.of(tiles)
     capacity = _L2_SHARE * values.l2_megabytes * 1e6
-    kept: OrderedDict[int, float] = OrderedDict()
+    kept: OrderedDict[tuple[int, int], float] = OrderedDict()
     total, in_l2 = float(given.own_bytes.sum()), 0.0
     order = np.argsort(starts, kind="stable")
-    groups, sizes = given.group[order].tolist(), given.shared_bytes[order].tolist()
-    for group, size, skipped in zip(groups, sizes, given.skipped[order].tolist()):
+    columns = given.group, given.shared_from, given.shared_bytes, given.skipped
+    for group, begin, end, skipped in zip(*(column[order].tolist() for column in columns)):
         if skipped:
             continue
-        missing = max(size - kept.get(group, 0.0), 0.0)
-        kept[group] = kept.pop(group, 0.0) + missing
-        total += missing
-        in_l2 += missing
+        for key, size in _parts(group, begin, end):
+            missing = max(size - kept.get(key, 0.0), 0.0)
+            kept[key] = kept.pop(key, 0.0) + missing
+            total += missing
+            in_l2 += missing
         while in_l2 > capacity and len(kept) > 1:
             in_l2 -= kept.popitem(last=False)[1]
     return total
+
+
+def _parts(group: int, begin: float, end: float) -> list[tuple[tuple[int, int], float]]:
+    """What L2 keeps or loses as a whole of the bytes that a tile shares: (name, bytes)."""
+    if begin < 0:
+        return [((group, -1), end)]
+    first, limit = int(begin // L2_BLOCK), math.ceil(end / L2_BLOCK)
+    return [((group, n), min(L2_BLOCK, end - n * L2_BLOCK)) for n in range(first, limit)]

@@ -185,22 +185,38 @@ def test_a_tile_of_a_causal_backward_shares_what_its_rows_see():
         assert found == [n * ROW for n in quarters]
 
 
-def test_ranges_of_a_window_are_of_one_head_each():
-    tiles = forward_tiles(LONG_WINDOW, replace(TILING, packs_heads=True))
-    assert len({tile.group for tile in tiles}) == 4 * 65536 // 4096
-    assert {tile.shared_bytes for tile in tiles} == {4096 * 2 * ROW}
-    # Narrow windows have shorter ones: L2 keeps or loses a range as a whole.
-    narrow = forward_tiles(replace(LONG_WINDOW, window=(511, None)), TILING)
-    assert {tile.shared_bytes for tile in narrow} == {2048 * 2 * ROW}
-    # Queries that lie before the keys see none, those behind the last range of keys nothing new.
-    shifted = replace(LONG_WINDOW, lengths=((16384, 8192),), window=(1023, None))
-    found = {tile.group // 4: tile.shared_bytes for tile in forward_tiles(shifted, TILING)}
-    assert found == {0: 0, 1: 0, 2: 4096 * 2 * ROW, 3: 4096 * 2 * ROW}
-    # A bound on one side leaves one range, and so does a sequence within a range.
-    causal = forward_tiles(replace(LONG_WINDOW, window=(None, None)), TILING)
-    assert {tile.group for tile in causal} == {0, 1, 2, 3}
-    assert sorted({tile.shared_bytes for tile in causal}) == [
+def shared_rows(tiles):
+    """(first, limit) of those that they share, in order."""
+    return [(tile.shared_from / (2 * ROW), tile.shared_bytes / (2 * ROW)) for tile in tiles]
+
+
+def test_a_tile_of_a_window_shares_what_its_rows_see():
+    one = replace(LONG_WINDOW, heads=1, heads_kv=1)
+    tiles = sorted(shared_rows(forward_tiles(one, TILING)))
+    assert {tile.group for tile in forward_tiles(LONG_WINDOW, TILING)} == {0, 1, 2, 3}
+    assert tiles == [(max(0, n - 1023), n + 256) for n in range(0, 65536, 256)]
+    # Queries that lie before the keys see none.
+    shifted = replace(one, lengths=((16384, 8192),), window=(1023, None))
+    found = sorted(shared_rows(forward_tiles(shifted, TILING)))
+    assert found[:32] == [(0, 0)] * 32 and found[-1] == (8192 - 256 - 1023, 8192)
+    # With a bound on one side all that a tile sees begins with the first key.
+    causal = forward_tiles(replace(one, window=(None, None)), TILING)
+    assert {tile.shared_from for tile in causal} == {-1}
+    assert sorted(tile.shared_bytes for tile in causal) == [
         queries * 2 * ROW for queries in range(256, 65536 + 1, 256)
     ]
-    short = forward_tiles(replace(LONG_WINDOW, lengths=((4096, 4096),)), TILING)
-    assert {tile.shared_bytes for tile in short} == {4096 * 2 * ROW}
+
+
+@pytest.mark.parametrize("l2_share", [0.0, 1.0, 4.0, math.inf])
+@pytest.mark.parametrize("later_first", [False, True])
+@pytest.mark.parametrize("seqlen", [2048, 4096, 16384])
+def test_a_narrow_window_reads_keys_once(seqlen, later_first, l2_share):
+    """However many heads take turns, of which L2 would not hold the whole sequences: their windows
+    it does."""
+    case = replace(LONG_WINDOW, lengths=((seqlen, seqlen),), heads=48, heads_kv=48,
+                   window=(511, None))  # fmt: skip
+    order = Order(l2_share, later_first=later_first)
+    tiles = forward_tiles(case, replace(TILING, order=order))
+    own = sum(tile.own_bytes for tile in tiles)
+    found = hbm_bytes(tiles, np.arange(len(tiles)) // 132, VALUES) - own
+    assert found == pytest.approx(48 * 2 * ROW * seqlen)
