@@ -176,7 +176,7 @@ def check_differentiable(tensors: ForwardTensors) -> None:
 def listed_tiles_of(mask: TileMask) -> int:
     """`TileMask.listed_tiles`, which are counted now if they are not yet; but not where a call may
     mean something else, or in a CUDA graph's capture: there the host has no numbers to read."""
-    if not mask.listed_tiles and not is_intercepted():
+    if mask.is_countable and not mask.listed_tiles and not is_intercepted():
         is_captured = mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not is_captured:
             mask.count_listed()

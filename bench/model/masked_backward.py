@@ -29,7 +29,7 @@ from bench.tables.paths import Paths
 from fa4_hd256.call import portions
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.tile_mask import MOST_TILES, TileMask, blocks_of_queries
+from fa4_hd256.call.tile_mask import TileMask, blocks_of_queries
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_block_mask import READ, WRITTEN, least_section
 from fa4_hd256.kernels.backward_ds_tiles import count_blocks
@@ -146,7 +146,7 @@ def gradient_problem(case: Case) -> BackwardProblem:
 def listed_tiles(case: MaskedCase) -> int:
     """Those of a call on a GPU, which counts them of large masks alone."""
     mask = case.tile_mask(torch.device("cpu"))
-    if mask.tiles.numel() > MOST_TILES:
+    if mask.is_large:
         mask.count_listed()
     return mask.listed_tiles
 

@@ -78,6 +78,11 @@ class TileMask:
         self._lists: TileMask | None = None
         #: Tiles of dS of a query head in a sequence, at most: `count_listed`; 0 where unknown.
         self.listed_tiles = 0
+        on_gpu = tiles.device.type == "cuda"
+        is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
+        #: Whether they may be counted: on a GPU of large masks alone, which are worth a wait, and
+        #: not of one made in a graph's capture, which each replay makes anew.
+        self.is_countable = not on_gpu or self.is_large and not is_captured
 
     @classmethod
     def of(
@@ -174,10 +179,15 @@ class TileMask:
             self._made["blocks"] = _blocks(self.tiles)
         return self._made["blocks"]
 
+    @property
+    def is_large(self) -> bool:
+        """Whether to wait for a GPU takes less than to have room for what all tiles may need."""
+        return self.tiles.numel() > MOST_TILES
+
     def count_listed(self) -> None:
-        """Learn `listed_tiles`, as `blocks` has them, rounded up; on a GPU only of a mask of more
-        than `MOST_TILES`, for which it waits once. Of others there is room for all."""
-        if self.listed_tiles or self.device.type != "cpu" and self.tiles.numel() <= MOST_TILES:
+        """Learn `listed_tiles`, as `blocks` has them, rounded up, where that `is_countable`; a GPU
+        is waited for once. Of other masks there is room for all."""
+        if self.listed_tiles or not self.is_countable:
             return
         written = self.blocks[:, 0, : count_blocks(self.lengths[1]), 0, WRITTEN]
         count = BLOCK_TILES * int(written.sum(-1).max())

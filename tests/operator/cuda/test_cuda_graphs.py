@@ -6,6 +6,8 @@ import pytest
 import torch
 from cuda_cases import CASES, differing
 
+from fa4_hd256.call import tile_mask
+
 pytestmark = pytest.mark.cuda
 
 SCHEDULERS = pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
@@ -93,3 +95,15 @@ def test_decoding_steps(use_clc, device):
         wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1),
                               v[:, :seqlen].float().repeat_interleave(8, 2))
         assert (out.float() - wanted).norm() < 8e-3 * wanted.norm(), seqlen
+
+
+def test_a_mask_made_in_a_capture_is_not_counted(monkeypatch, device):
+    """Each replay makes it anew, with as many tiles as its inputs have then."""
+    monkeypatch.setattr(tile_mask, "MOST_TILES", 0)
+    tiles = torch.full((1, 1, 4, 4), tile_mask.FULL, dtype=torch.int32, device=device)
+    before = tile_mask.TileMask((512, 512), tiles, None)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        inside = tile_mask.TileMask((512, 512), tiles.clone(), None)
+    for mask in (before, inside):
+        mask.count_listed()
+    assert before.listed_tiles > 0 == inside.listed_tiles
