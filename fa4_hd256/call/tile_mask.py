@@ -78,11 +78,8 @@ class TileMask:
         self._lists: TileMask | None = None
         #: Tiles of dS of a query head in a sequence, at most: `count_listed`; 0 where unknown.
         self.listed_tiles = 0
-        on_gpu = tiles.device.type == "cuda"
-        is_captured = on_gpu and torch.cuda.is_current_stream_capturing()
-        #: Whether they may be counted: on a GPU of large masks alone, which are worth a wait, and
-        #: not of one made in a graph's capture, which each replay makes anew.
-        self.is_countable = not on_gpu or self.is_large and not is_captured
+        # Each replay of a graph makes what its capture makes anew.
+        self._is_captured = tiles.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @classmethod
     def of(
@@ -183,6 +180,12 @@ class TileMask:
     def is_large(self) -> bool:
         """Whether to wait for a GPU takes less than to have room for what all tiles may need."""
         return self.tiles.numel() > MOST_TILES
+
+    @property
+    def is_countable(self) -> bool:
+        """Whether `count_listed` counts: on a GPU of large masks alone, and of none made in a
+        capture."""
+        return not self._is_captured and (self.device.type == "cpu" or self.is_large)
 
     def count_listed(self) -> None:
         """Learn `listed_tiles`, as `blocks` has them, rounded up, where that `is_countable`; a GPU
