@@ -6,7 +6,8 @@ cluster that ran different numbers and sizes of tiles. A discrete-event run of t
 (`placement.py`) then places the tiles of a problem on the clusters of the machine, so wave
 quantisation, causal imbalance and the order of tiles show, and so do own bytes of tiles that start
 together: they share HBM, while a replay has them at the rate of one SM's interface. Bytes from HBM,
-where a group of tiles no longer finds its common operands in L2, bound the result from below.
+where a group of tiles no longer finds its common operands in L2, bound the result from below, and
+leave own bytes less of HBM.
 """
 
 from __future__ import annotations
@@ -309,9 +310,9 @@ def _placed(
 ) -> tuple[placement.Tables, float]:
     """The tables of a run, and `hbm_bytes` of it. room: `Room.slots`, and places in all.
 
-    Own bytes of tiles share what of HBM those leave that groups share, which come meanwhile: their
-    mean rate in the run, of which there is none before it ran; but own bytes have at least the part
-    of HBM that they are of all bytes.
+    What groups share comes from HBM beside tiles' own bytes, which have what it leaves: all in the
+    first run, then all but its mean rate in the run before; never less than their part of all
+    bytes.
     """
     (slots, places), own = room, float(tiles.own_bytes.sum())
     memory = rule[placement.MEMORY] = values.hbm_terabytes * 1e3 / values.clock_ghz
@@ -322,7 +323,7 @@ def _placed(
         placement.run(tables)
         hbm = hbm_bytes(tiles, tables.starts, values)
         shared = (hbm - own) / float(tables.ends.max())
-        left = max(memory - shared, memory * own / max(hbm, 1.0))
+        left = max(memory - shared, memory * own / hbm if own else memory)
         if abs(left - rule[placement.MEMORY]) < SETTLED * memory:
             break
         # The less is left the longer it takes, and so more is: half way after the first step.
