@@ -11,7 +11,10 @@ def test_rates_are_taken_from_the_tables():
     rate = {"status": "ok", "tflops": 1733.4, "tflops_low": 1700.6, "tflops_high": 1800.5}
     dense = {
         "direction": "forward", "mask": "full", "heads": "8/8", "shape": "16x2048",
-        "details": {"ours": rate, "cuDNN": {"status": "measured only"}},
+        "details": {
+            "ours": rate, "cuDNN": {"status": "measured only"},
+            "cuDNN, published": {"status": "published", "tflops": 1224.0},
+        },
     }  # fmt: skip
     tables = {"dense": [{"rows": [dense]}], "few KV heads": [{"rows": []}]}
     assert inputs.rates(tables) == [
