@@ -106,12 +106,11 @@ def _decode(batch: int, queries: int, keys: int, heads: tuple[int, int], causal:
 def rows() -> Iterator[Row]:
     """All of them, an H200's first."""
     for gpu in ("h200", "h100"):
-        for row in (*_forward(), *_unseen(), *_backward(gpu)):
+        for row in (*_forward(), *_unseen(), *_backward(gpu), *_windows()):
             if gpu == "h200":
                 yield row
             elif not row.decodes:
                 yield replace(row, gpu=gpu, seen=row.seen and row.direction == BACKWARD)
-    yield from _windows()
 
 
 def _forward() -> Iterator[Row]:
@@ -133,7 +132,7 @@ def _windows() -> Iterator[Row]:
     """Narrow ones, whose keys and values take as much of HBM as queries and results."""
     for seqlen, left, heads in ((2048, 511, (16, 16)), (4096, 255, (16, 16)), (8192, 767, (16, 16)),
                                 (4096, 1023, (16, 2)), (16384, 511, (16, 2))):  # fmt: skip
-        yield Row(OURS, FORWARD, _dense(seqlen, True, heads, left), False, gpu="h100")
+        yield Row(OURS, FORWARD, _dense(seqlen, True, heads, left), False)
 
 
 def _backward(gpu: str) -> Iterator[Row]:

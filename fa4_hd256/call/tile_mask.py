@@ -326,12 +326,14 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
     padded = F.pad(tiles, (0, tiles.shape[3] % 2, 0, tiles.shape[2] % 2), value=ABSENT)
     q_tiles, kv_tiles = tiles.shape[2:]
     of_heads = (padded != ABSENT).any(1, keepdim=True)
-    by_queries = of_heads.unflatten(3, (-1, 2)).any(4).unflatten(2, (-1, 2)).any(3)
+    by_queries = of_heads.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).amax((3, 5))
     of_keys = by_queries.transpose(2, 3).repeat_interleave(2, 3)
-    of_queries = by_queries.repeat_interleave(2, 3)[..., :kv_tiles]
+    met = by_queries.repeat_interleave(2, 3)
+    of_queries = met[..., :kv_tiles]
     # Those that are listed first, of queries the first one, of keys the last one first.
-    order = (~of_keys).int().argsort(dim=-1, stable=True)
-    falling = kv_tiles - 1 - (~of_queries.flip(-1)).int().argsort(dim=-1, stable=True)
+    order = of_keys.int().argsort(dim=-1, stable=True, descending=True)
+    falling = of_queries.flip(-1).int().argsort(dim=-1, stable=True, descending=True)
+    falling = kv_tiles - 1 - falling
     blocks_k, blocks_q = of_keys.shape[2], of_queries.shape[2]
     found = torch.zeros(
         *tiles.shape[:2], blocks_k + blocks_q, 1 + max(padded.shape[2:]), STEP_WORDS,
@@ -340,20 +342,19 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
     rows, columns = found[:, :, :blocks_k], found[:, :, blocks_k:]
     rows[..., 0, WRITTEN] = of_keys.sum(-1)
     rows[..., 0, READ] = of_keys[..., :q_tiles].sum(-1)
-    rows[..., 0, FIRST] = _firsts(rows)
+    # The first number of each tile of keys and block of queries: as many tiles are before it.
+    taken = met.transpose(2, 3).flatten(2)
+    numbers = ((taken.cumsum(-1) - taken.int()) * BLOCK_TILES).unflatten(2, (-1, blocks_q))
+    rows[..., 0, FIRST] = numbers[:, :, ::BLOCK_TILES, 0]
     rows[..., 1 : 1 + order.shape[3], 0] = order
     by_keys = padded.transpose(2, 3).unflatten(2, (-1, 2))
-    for half in range(2):
-        own = by_keys[:, :, :, half].gather(3, order.expand(-1, tiles.shape[1], -1, -1))
-        rows[..., 1 : 1 + order.shape[3], 1 + half] = own.masked_fill(own == ABSENT, NOTHING)
+    chosen = order[..., None, :].expand(-1, tiles.shape[1], -1, BLOCK_TILES, -1)
+    own = by_keys.gather(4, chosen).transpose(3, 4)
+    rows[..., 1 : 1 + order.shape[3], 1:3] = own.masked_fill(own == ABSENT, NOTHING)
     columns[..., 0, :2] = of_queries.sum(-1)[..., None]
     columns[..., 1 : 1 + kv_tiles, 0] = falling
-    # Of a list of a block of keys the blocks of queries before each.
-    before = by_queries.cumsum(2) - by_queries.long()
-    numbers = _first_numbers(rows)[..., None, :] + BLOCK_TILES * before.repeat_interleave(2, 3)
-    columns[..., 1 : 1 + kv_tiles, NUMBER] = numbers.gather(
-        3, falling.expand(-1, tiles.shape[1], -1, -1)
-    )
+    numbers = numbers.transpose(2, 3).gather(3, falling)
+    columns[..., 1 : 1 + kv_tiles, NUMBER] = numbers
     return found
 
 

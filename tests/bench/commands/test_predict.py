@@ -54,7 +54,7 @@ def test_rows_are_chosen_by_name(fixed):
 
 def test_what_a_gpu_measures_are_its_own_rows_without_decoding_steps():
     h200, h100 = (list(predict.to_measure("", f"NVIDIA {name}")) for name in ("H200", "H100 SXM"))
-    assert [row.case for row in h200] == [row.case for row in h100] and len(h200) == 72
+    assert [row.case for row in h200] == [row.case for row in h100] and len(h200) == 77
     assert all(row.gpu == "h100" and ", H100" in row.name for row in h100)
     assert not [row for row in h200 if row.decodes]
     assert not list(predict.to_measure("", "NVIDIA B200"))
