@@ -22,6 +22,7 @@ from .call.operator_arguments import (
 )
 from .call.tile_mask import TileMask
 from .eager import OperatorCalls, is_intercepted
+from .gpus.devices import is_captured
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
 from .run.backward import Wanted, run_backward
@@ -176,10 +177,10 @@ def check_differentiable(tensors: ForwardTensors) -> None:
 def listed_tiles_of(mask: TileMask) -> int:
     """`TileMask.listed_tiles`, which are counted now if they are not yet; but not where a call may
     mean something else, or in a CUDA graph's capture: there the host has no numbers to read."""
-    if mask.is_countable and not mask.listed_tiles and not is_intercepted():
-        is_captured = mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not is_captured:
-            mask.count_listed()
+    if mask.is_countable and not (
+        mask.listed_tiles or is_intercepted() or is_captured(mask.device)
+    ):
+        mask.count_listed()
     return mask.listed_tiles
 
 

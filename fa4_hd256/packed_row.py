@@ -26,6 +26,7 @@ from .call.checks import (
 from .call.function_tensors import check_slopes
 from .call.splits import BY_RULE
 from .call.tile_mask import TileMask
+from .gpus.devices import is_captured
 from .kernels.mask_function import MASK_MOD
 from .kernels.row_places import SequenceOfQuery, key_in_row
 from .kernels.score_change import ALIBI, SCORE_MOD
@@ -114,7 +115,7 @@ def _joined(
     """(the mask with sequences, of each query what functions read of its own), made once for calls
     with the same tensors, unless somebody writes to these (`UntilChanged`); in a CUDA graph at each
     replay."""
-    if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_captured(mask.device):
         return _made(mask, offsets)
     of_mask = _known.setdefault(mask, UntilChanged(MOST_JOINED))
     of_queries = of_mask.get(offsets[0]) or UntilChanged(MOST_JOINED)

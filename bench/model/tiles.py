@@ -237,7 +237,7 @@ def grouped(tile: Tile, group: int, rows: tuple[int, int], of_row: float) -> Til
     first, limit = rows
     return Tile(
         tile.work, group, limit * of_row, tile.own_bytes, tile.masked, tile.reads, tile.writes,
-        max(first * of_row, -1.0),
+        -1.0 if first < 0 else first * of_row,
     )
 
 

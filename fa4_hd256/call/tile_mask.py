@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fa4_hd256.gpus.devices import is_captured
 from fa4_hd256.kernels.backward_block_mask import FIRST, NUMBER, READ, WRITTEN
 from fa4_hd256.kernels.backward_ds_tiles import BLOCK_TILES, count_blocks
 from fa4_hd256.kernels.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
@@ -79,7 +80,7 @@ class TileMask:
         #: Tiles of dS of a query head in a sequence, at most: `count_listed`; 0 where unknown.
         self.listed_tiles = 0
         # Each replay of a graph makes what its capture makes anew.
-        self._is_captured = tiles.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._is_captured = is_captured(tiles.device)
 
     @classmethod
     def of(

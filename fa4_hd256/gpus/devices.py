@@ -17,7 +17,7 @@ from fa4_hd256 import environment
 from . import driver
 from .family import FAMILY, of_capability
 
-__all__ = ["Gpu", "cuda_gpu", "sms_are_shared"]
+__all__ = ["Gpu", "cuda_gpu", "is_captured", "sms_are_shared"]
 
 #: Whether this PyTorch has torch.distributed.
 _IS_DISTRIBUTED = torch.distributed.is_available()
@@ -107,6 +107,11 @@ def _cuda_gpu(index: int) -> Gpu:
         architecture = of_capability(capability)
         hbm = sms * architecture.hbm_of_sm if architecture else 0.0
     return Gpu(capability, sms, pairs, properties.L2_cache_size, hbm)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether this thread's calls on a device go into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def sms_are_shared() -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fa4_hd256.gpus.devices import is_captured
+
 __all__ = ["maker"]
 
 
@@ -18,7 +20,7 @@ def maker(
     They are like one element that is expanded to the shape: to read shape, dtype and device of a
     tensor takes half the time that reading them as arguments from Python takes.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_captured(device):
         # What is made now is of the graph's own memory, which nothing may keep.
         make = torch.zeros if is_zero else torch.empty
         return functools.partial(make, tuple(shape), dtype=dtype, device=device)
