@@ -12,19 +12,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .call.packed_ds import BackwardMetadata
     from .interface import flash_attn_func, flash_attn_varlen_func
     from .kernels.blackwell.backward.config import BackwardConfig
     from .kernels.blackwell.forward.config import ForwardConfig
     from .kv_cache import flash_attn_with_kvcache
-    from .metadata import get_scheduler_metadata
+    from .metadata import get_backward_metadata, get_scheduler_metadata
     from .models import AttentionModel, Mask
     from .run.prebuilt import use_prebuilt
     from .warm import warm_up
 
 __all__ = [
-    "AttentionModel", "BackwardConfig", "ForwardConfig", "Mask", "flash_attn_func",
-    "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "use_prebuilt",
-    "warm_up",
+    "AttentionModel", "BackwardConfig", "BackwardMetadata", "ForwardConfig", "Mask",
+    "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    "get_backward_metadata", "get_scheduler_metadata", "use_prebuilt", "warm_up",
 ]  # fmt: skip
 
 # Loaded on first use: `bringup` also runs where CuTe DSL is not installed.
@@ -33,7 +34,8 @@ _HOMES = {"AttentionModel": "models", "Mask": "models", "use_prebuilt": "run.pre
           "ForwardConfig": "kernels.blackwell.forward.config",
           "flash_attn_func": "interface", "flash_attn_varlen_func": "interface",
           "flash_attn_with_kvcache": "kv_cache",
-          "get_scheduler_metadata": "metadata"}  # fmt: skip
+          "BackwardMetadata": "call.packed_ds",
+          "get_backward_metadata": "metadata", "get_scheduler_metadata": "metadata"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

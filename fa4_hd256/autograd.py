@@ -20,6 +20,7 @@ from .call.operator_arguments import (
     ForwardValues,
     schema_of,
 )
+from .call.packed_ds import check_begins
 from .call.tile_mask import TileMask
 from .eager import OperatorCalls, is_intercepted
 from .gpus.devices import is_captured
@@ -55,6 +56,7 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     options = Options.of_operator(values, functions)
     problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k)
     problem = replace(problem, listed_tiles=values.listed_tiles)
+    check_begins(problem, ragged)
     kind = problem.forward.kernels.config("backward")
     config = named_configs.decode(values.config, kind)
     if values.config == named_configs.DEFAULT:

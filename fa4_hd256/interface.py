@@ -23,6 +23,7 @@ from .call.checks import (
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
+from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
 from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tile_mask import TileMask
@@ -34,7 +35,7 @@ from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
 from .kernels.problem_class import DESCALES
-from .kernels.sequences import PART_LIST, TREE_WORDS
+from .kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
 from .mask_mods import MaskMod
 from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask
@@ -177,6 +178,7 @@ def flash_attn_varlen_func(
     score_mod: ScoreMod | None = None,
     tree_mask: torch.Tensor | None = None,
     mask_mod: MaskMod | None = None,
+    backward_metadata: BackwardMetadata | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -198,6 +200,8 @@ def flash_attn_varlen_func(
         keys, in order; needs seqused_k, refuses cu_seqlens_k. page_size: any multiple of 16; pages
         of any strides that TMA takes, never copied. No gradients. See docs/serving.md.
     scheduler_metadata: of `get_scheduler_metadata`, in place of num_splits. No gradients.
+    backward_metadata: of `get_backward_metadata`, for sequences packed on both sides: their dS then
+        takes the tiles that are visible, instead of what the longest sequence leaves room for.
     block_mask, mask_mod: as of `flash_attn_func`, of the packed row, total_q x total_k, in whose
         positions they count; sequences bound it: a query sees keys of its own one alone. With
         cu_seqlens_q and cu_seqlens_k, which may differ (docs/masks.md).
@@ -217,6 +221,7 @@ def flash_attn_varlen_func(
         apart = {
             "seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table,
             "scheduler_metadata": scheduler_metadata, "tree_mask": tree_mask,
+            "backward_metadata": backward_metadata,
         }  # fmt: skip
         functions = block_mask, mask_mod, score_mod
         if out is not None:
@@ -232,16 +237,21 @@ def flash_attn_varlen_func(
         )  # fmt: skip
         out = found.squeeze(0) if out is None else out
         return (out, lse.squeeze(0)) if return_lse else out
-    others, key = _NONE, None
+    others, key, ds_tiles = _NONE, None, 0
     if not (tree_mask is score_mod is k_descale is v_descale is None):
         others, key = _read_options(tree_mask, score_mod, k_descale, v_descale)
+    if backward_metadata is not None:
+        apart = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
+        check_metadata(backward_metadata, causal, window_size, apart)
+        read, ds_tiles = _read_metadata((q, k, v, learnable_sink), backward_metadata)
+        others = {**others, **read}
     splits = asked_splits(num_splits, batch_invariant)
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         longest, words = (max_seqlen_q, max_seqlen_k), others.get(TREE_WORDS)
         max_seqlen_q, max_seqlen_k = bounds_of(longest, q, words, splits == FIXED_PARTS)
     given = (
         softmax_scale, causal, window_size, softcap, use_clc, splits, max_seqlen_q, max_seqlen_k,
-        config, backward_config, key, None, 0,
+        config, backward_config, key, None, ds_tiles,
     )  # fmt: skip
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
     tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *sequences, *_NO_OTHERS[len(sequences) :])
@@ -318,6 +328,16 @@ def _read_options(
     scores, key = (_NONE, None) if score_mod is None else read_by(score_mod)
     given = {name: scale for name, scale in zip(DESCALES, scales, strict=True) if scale is not None}
     return {**found, **scores, **given}, key
+
+
+def _read_metadata(
+    tensors: tuple[Any, Any, Any, Any], metadata: BackwardMetadata
+) -> tuple[dict[str, torch.Tensor], int]:
+    """(tensors by name, `listed_tiles` of a `BackwardProblem`) of a call with backward_metadata,
+    which only gradients ask for; tensors: q, k, v, the sink."""
+    if not are_differentiated(tensors):
+        return _NONE, 0
+    return {DS_BEGINS: metadata.ds_begins}, metadata.ds_tiles
 
 
 def mask_tables(

@@ -1,4 +1,5 @@
-"""How the keys of ragged sequences are divided: made once for the calls of all layers."""
+"""What follows from the lengths of ragged sequences, made once for the calls of all layers: how
+their keys are divided, and where their dS begins."""
 
 from __future__ import annotations
 
@@ -8,11 +9,18 @@ import torch
 
 from .call.cache_checks import check_int32, check_lengths, of_batch
 from .call.forward_problem import Options, Problem
+from .call.packed_ds import (
+    BackwardMetadata,
+    begins_of,
+    lengths_between,
+    read_offsets,
+)
 from .call.part_lists import list_of_parts, mark, marked
 from .eager import is_intercepted
+from .gpus.devices import is_captured
 from .run.launch import gpu_of
 
-__all__ = ["get_scheduler_metadata", "is_ours"]
+__all__ = ["get_backward_metadata", "get_scheduler_metadata", "is_ours"]
 
 
 def get_scheduler_metadata(
@@ -57,6 +65,45 @@ def get_scheduler_metadata(
     if not torch.compiler.is_compiling():
         mark(made, problem, gpu)
     return made
+
+
+def get_backward_metadata(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    device: torch.device | str | None = None,
+) -> BackwardMetadata:
+    """`backward_metadata` for calls of `flash_attn_varlen_func` with these offsets and this mask:
+    dS of their gradients then takes the tiles that are visible, and no more (docs/backward.md).
+
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, of the calls or copies of these; cu_seqlens_k
+    None where it is cu_seqlens_q. Their contents are read, which waits for a GPU that has them, and
+    for none where they lie on the CPU. device: of the calls, None for that of cu_seqlens_q.
+
+    One serves all layers of a mask as long as lengths stay as they are. With other lengths
+    gradients are undefined, and memory of others may be written to; on the CPU it is an error.
+
+    Raises TypeError or ValueError for offsets or a mask that calls do not accept, and RuntimeError
+    in a CUDA graph's capture or under torch.compile, where nothing can be read.
+    """
+    window = Options.check(None, causal, window_size, 0.0).window
+    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    found = []
+    for side, tensor in zip("qk", offsets):
+        name = f"cu_seqlens_{side}"
+        check_int32(name, tensor)
+        if torch.compiler.is_compiling() or is_captured(tensor.device):
+            raise RuntimeError(
+                "get_backward_metadata reads lengths, which neither torch.compile nor the capture "
+                "of a CUDA graph can do; accepted: what it made before, outside"
+            )
+        found.append(read_offsets(name, tensor))
+    begins, tiles = begins_of(lengths_between(*found), window)
+    target = torch.device(cu_seqlens_q.device if device is None else device)
+    # From pinned memory, so that the copy waits for nothing either.
+    made = torch.tensor(begins, dtype=torch.int32, pin_memory=target.type == "cuda")
+    return BackwardMetadata(made.to(target, non_blocking=True), tiles, window)
 
 
 def is_ours(value: Any) -> bool:

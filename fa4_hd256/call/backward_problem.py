@@ -12,6 +12,7 @@ from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_ELEMENTS, count_tiles, d
 from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass
 from fa4_hd256.kernels.score_change import ScoreOrigin
+from fa4_hd256.kernels.sequences import DS_BEGINS
 
 from .checks import check_gradients
 from .forward_problem import ForwardCall, Options, Problem, is_masked
@@ -39,8 +40,8 @@ class BackwardProblem:
     a part, of its own. keeps_ds: the kernel of dV stores dS, of which dK and dQ are products;
     otherwise one kernel makes dK and dV, another one dQ. adds: the call is divided so that several
     portions add to the same dK and dV, in float32. origin: of a portion, where it lies in the call.
-    listed_tiles: tiles of dS of a query head in a sequence, at most, under a block mask; 0 where
-    the host does not know and there is room for all.
+    listed_tiles: tiles of dS of a query head, under a block mask in a sequence, at most, else, with
+    `DS_BEGINS`, in all; 0 where the host does not know and there is room for all that may be.
     """
 
     forward: Problem
@@ -106,6 +107,8 @@ class BackwardProblem:
         units = forward.sequences, count_tiles(longest, window)
         if is_masked(forward.ragged):
             units = forward.sequences, self.of_listed(units[1])
+        elif DS_BEGINS in forward.ragged:
+            units = 1, self.listed_tiles
         elif forward.ragged:
             packed = self.k_shape[1] if "cu_seqlens_k" in forward.ragged else None
             units = ds_units(longest, window, forward.sequences, packed)
@@ -191,6 +194,9 @@ class BackwardCall:
             options, max_seqlen_q, max_seqlen_k
         )
         forward = self._bounded(forward)
+        if DS_BEGINS in self.ragged:
+            # The last of all names.
+            forward = replace(forward, ragged=(*forward.ragged, DS_BEGINS))
         check_gradients(
             {"out": self.out, "dout": self.dout, "lse": self.lse, "dlse": self.dlse},
             self.q,

@@ -32,7 +32,7 @@ from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
 from fa4_hd256.kernels.masking import WORD_BITS
 from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
-from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, TREE_WORDS
+from fa4_hd256.kernels.sequences import DS_BEGINS, PAGE_TABLE, PART_LIST, TREE_WORDS
 
 from .layouts import tma_can_take
 
@@ -407,6 +407,11 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
         raise ValueError(
             "seqused_q is given with scheduler_metadata; accepted: queries of one length, or "
             "packed by cu_seqlens_q"
+        )
+    if DS_BEGINS in ragged and {*ragged} != {"cu_seqlens_q", "cu_seqlens_k", DS_BEGINS}:
+        raise ValueError(
+            f"{DS_BEGINS} is given with {', '.join(ragged)}; accepted: cu_seqlens_q and "
+            "cu_seqlens_k, and nothing else"
         )
     if PAGE_TABLE not in ragged:
         return

@@ -14,7 +14,7 @@ from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from fa4_hd256.kernels.kernel_functions import FUNCTION_KINDS
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
-from fa4_hd256.kernels.sequences import PADDING, PAGE_TABLE, PART_LIST, TREE_WORDS
+from fa4_hd256.kernels.sequences import DS_BEGINS, PADDING, PAGE_TABLE, PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass
 from schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 
@@ -294,8 +294,8 @@ def _check_contents(
 
 
 def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
-    """Names, in order; the forward reads nothing of a mask that is of its gradients."""
-    of_others = MASK_GRADIENTS if MASK_STEPS in ragged else ()
+    """Names, in order; the forward reads nothing that is of its gradients alone."""
+    of_others = (*(MASK_GRADIENTS if MASK_STEPS in ragged else ()), DS_BEGINS)
     return tuple(name for name in RAGGED if name in ragged and name not in of_others)
 
 

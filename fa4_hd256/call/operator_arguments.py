@@ -16,7 +16,13 @@ import torch
 from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_TABLES
 from fa4_hd256.kernels.kernel_functions import FUNCTION_TENSORS
 from fa4_hd256.kernels.problem_class import DESCALES
-from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, TREE_WORDS, SequenceTensors
+from fa4_hd256.kernels.sequences import (
+    DS_BEGINS,
+    PAGE_TABLE,
+    PART_LIST,
+    TREE_WORDS,
+    SequenceTensors,
+)
 
 from .checks import with_batch
 
@@ -29,7 +35,9 @@ __all__ = [
 RAGGED = SequenceTensors._fields
 #: Those of them that calls with gradients may have.
 LENGTHS = tuple(
-    name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES, TREE_WORDS)
+    name
+    for name in RAGGED
+    if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES, TREE_WORDS, DS_BEGINS)
 )
 #: All tensors of a call beside q, k, v and the sink.
 OTHERS = (*RAGGED, *DESCALES, *FUNCTION_TENSORS)
@@ -57,6 +65,7 @@ class ForwardTensors(NamedTuple):
     mask_blocks: torch.Tensor | None = None
     mask_key_bits: torch.Tensor | None = None
     tree_words: torch.Tensor | None = None
+    ds_begins: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
     score_tensor_0: torch.Tensor | None = None
@@ -103,6 +112,7 @@ class BackwardTensors(NamedTuple):
     seqused_k: torch.Tensor | None = None
     mask_blocks: torch.Tensor | None = None
     mask_key_bits: torch.Tensor | None = None
+    ds_begins: torch.Tensor | None = None
     score_tensor_0: torch.Tensor | None = None
     score_tensor_1: torch.Tensor | None = None
     score_tensor_2: torch.Tensor | None = None
@@ -180,7 +190,9 @@ _of_gradients = operator.itemgetter(
     *[ForwardTensors._fields.index(name) for name in BackwardTensors._fields[7:]]
 )
 assert ForwardTensors._fields[_FIRST_OTHER:] == OTHERS
-assert BackwardTensors._fields[7:] == ("sink", *LENGTHS, *MASK_GRADIENTS, *FUNCTION_TENSORS)
+assert BackwardTensors._fields[7:] == (
+    "sink", *LENGTHS, *MASK_GRADIENTS, DS_BEGINS, *FUNCTION_TENSORS,
+)  # fmt: skip
 
 #: What an operator's schema calls a type.
 _TYPES: dict[Any, str] = {

@@ -26,7 +26,7 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     count_tiles,
 )
 from fa4_hd256.kernels.score_change import ScoreOrigin
-from fa4_hd256.kernels.sequences import PADDING
+from fa4_hd256.kernels.sequences import DS_BEGINS, PADDING
 
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
@@ -182,6 +182,9 @@ def _least_of_group(problem: BackwardProblem) -> tuple[int, int]:
 def _undivided(problem: BackwardProblem, gpu: Gpu) -> Division:
     heads_kv, sequences, *_ = _lengths(problem)
     problem = replace(problem, head_parts=problem.head_parts_for(heads_kv, sequences, gpu))
+    # Kernels that store no dS do not ask where it lies.
+    ragged = tuple(name for name in problem.forward.ragged if name != DS_BEGINS)
+    problem = replace(problem, forward=replace(problem.forward, ragged=ragged))
     everything = heads_kv * problem.group, *_lengths(problem)
     return Division(problem, (Portion(problem, *map(range, everything)),))
 

@@ -26,6 +26,7 @@ __all__ = [
     "TileMask",
     "blocks_of_queries",
     "count_mask_tiles",
+    "rounded_tiles",
 ]
 
 #: Kinds of tiles: no query sees a key; some may; each sees all.
@@ -46,6 +47,12 @@ ROUNDED_BITS = 5
 #: (batch entry, head, query, key) of tiles, int64 of shapes (n, 1, 1), (n, 1, 1), (n, 128, 1) and
 #: (n, 1, 128), all of them there -> which are seen, bool, that broadcasts to (n, 128, 128).
 Evaluate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def rounded_tiles(count: int) -> int:
+    """Room for so many tiles of dS: rounded up, so that calls of about as many are alike."""
+    unit = max(ROUNDED_TILES, 1 << max(count.bit_length() - ROUNDED_BITS, 0))
+    return -(-max(count, 1) // unit) * unit
 
 
 def count_mask_tiles(rows: int) -> int:
@@ -195,8 +202,7 @@ class TileMask:
             return
         written = self.blocks[:, 0, : count_blocks(self.lengths[1]), 0, WRITTEN]
         count = BLOCK_TILES * int(written.sum(-1).max())
-        unit = max(ROUNDED_TILES, 1 << max(count.bit_length() - ROUNDED_BITS, 0))
-        self.listed_tiles = -(-max(count, 1) // unit) * unit
+        self.listed_tiles = rounded_tiles(count)
 
     @property
     def key_bits(self) -> torch.Tensor | None:

@@ -22,8 +22,11 @@ from typing import Any, cast
 
 import torch
 
+from fa4_hd256.call.checks import are_differentiated
+from fa4_hd256.call.packed_ds import BackwardMetadata
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.masks import from_dense
+from fa4_hd256.metadata import get_backward_metadata
 from fa4_hd256.until_changed import UntilChanged
 
 from .backward_memory import backward_config_of, check_ds_bytes
@@ -171,6 +174,8 @@ def attention(
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     lengths = _packed_lengths(attention_mask, options)
     if lengths is not None:
+        if attention_mask is not None and are_differentiated((q, k, v, options.get("s_aux"))):
+            arguments["backward_metadata"] = _metadata_of(attention_mask, lengths, arguments)
         return _packed(q, k, v, lengths, arguments), None
     if attention_mask is None:
         return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments)), None
@@ -241,6 +246,22 @@ def _packed_lengths(
         "cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k, "max_seqlen_q": int(longest_q),
         "max_seqlen_k": int(longest_k),
     }  # fmt: skip
+
+
+#: What `get_backward_metadata` made of masks, by window.
+_metadata = UntilChanged()
+
+
+def _metadata_of(
+    attention_mask: torch.Tensor, lengths: dict[str, Any], arguments: dict[str, Any]
+) -> BackwardMetadata:
+    """Of the sequences that `mask` has counted, which all layers of a pass share."""
+    known = _metadata.get(attention_mask) or {}
+    asked = arguments["causal"], arguments["window_size"]
+    if asked not in known:
+        known[asked] = get_backward_metadata(lengths["cu_seqlens_q"], None, *asked)
+        _metadata[attention_mask] = known
+    return known[asked]
 
 
 def _packed(

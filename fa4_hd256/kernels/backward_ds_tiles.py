@@ -24,7 +24,8 @@ NOTE [units of dS].  Sequences of a length share one count of tiles.  The host d
 lengths, so memory is divided into units of a block of keys each, all of a size that the tiles of
 any sequence's blocks of keys have room in, together; a sequence begins at a unit that follows of
 its place among the packed keys.  The whole is (query heads, units, tiles of a unit, elements of a
-tile); of sequences of a length each is a unit.
+tile); of sequences of a length each is a unit.  Where the host has read the lengths
+(`get_backward_metadata`), it says at which tile each begins, and all are one unit.
 """
 
 from __future__ import annotations
@@ -204,6 +205,9 @@ class StoredDs(SharedByReference):
         window = seen.window_left, seen.window_right
         tiles = DsTiles.of((seen.seqlen_q, seen.seqlen_k), seen.kind, window)
         unit = context.batch(work)
+        begins = sequences.tensors.ds_begins
+        if cutlass.const_expr(begins is not None):
+            return cls(tiles, begins[unit])
         if cutlass.const_expr(sequences.tensors.are_unequal):
             blocks = count_blocks(context.scalars.max_seqlen_k)
             offset = sequences.tensors.cu_seqlens_k

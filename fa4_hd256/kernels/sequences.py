@@ -21,6 +21,7 @@ from cutlass import Int32
 from .edges import SharedByReference
 
 __all__ = [
+    "DS_BEGINS",
     "PADDING",
     "PAGE_TABLE",
     "PART_LIST",
@@ -42,6 +43,8 @@ PADDING = 256
 
 #: Those of `SequenceTensors` that a call with gradients may not have.
 PAGE_TABLE, PART_LIST, TREE_WORDS = "page_table", "part_list", "tree_words"
+#: That of them which kernels of gradients alone read.
+DS_BEGINS = "ds_begins"
 
 
 class SequenceTensors(NamedTuple):
@@ -58,6 +61,8 @@ class SequenceTensors(NamedTuple):
     blocks of keys and of queries, 1 + most tiles, 4) and (tiles of bits, 128, 4).
     tree_words: (1 or batch, most queries) which of the last keys each query sees (`masking`, NOTE
     [trees]).
+    ds_begins: (batch,) of packed sequences the number of the first tile of dS (`backward_ds_tiles`,
+    NOTE [units of dS]).
     """
 
     cu_seqlens_q: Any = None
@@ -71,6 +76,7 @@ class SequenceTensors(NamedTuple):
     mask_blocks: Any = None
     mask_key_bits: Any = None
     tree_words: Any = None
+    ds_begins: Any = None
 
     @classmethod
     def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:

@@ -34,7 +34,7 @@ from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from fa4_hd256.kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
 from fa4_hd256.kernels.score_change import ALIBI
-from fa4_hd256.kernels.sequences import PART_LIST, TREE_WORDS
+from fa4_hd256.kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.models import FULL, AttentionModel, Mask
 
@@ -283,12 +283,16 @@ def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[Kernel
 
 
 def _backwards(forward: Problem, model: AttentionModel) -> Iterator[KernelSpec]:
-    """With a stored dS and without, where a block mask does not ask for one, dK and dV in parts and
-    not, the LSE's gradient given or not."""
+    """With a stored dS and without, where a block mask does not ask for one, that of packed
+    sequences by lengths that are known, too; dK and dV in parts and not, the LSE's gradient given
+    or not."""
     k_shape = (1, forward.max_seqlen_k, model.heads_kv, HEAD_DIM)
     config = forward.kernels.config("backward")()
     stored = (True,) if is_masked(forward.ragged) else (True, False)
     choices = itertools.product(stored, (1, 2), (False, True))
     for keeps_ds, head_parts, lse_gradient in choices:
-        problem = BackwardProblem(forward, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds)
-        yield from backward_specs(problem, config).values()
+        of_lengths = (DS_BEGINS,) if keeps_ds and forward.ragged == FORMS["packed"] else ()
+        for more in dict.fromkeys(((), of_lengths)):
+            own = replace(forward, ragged=(*forward.ragged, *more))
+            problem = BackwardProblem(own, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds)
+            yield from backward_specs(problem, config).values()

@@ -22,7 +22,7 @@ MAX_PARAMETERS = 8
 MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
     ("fa4_hd256/interface.py", "flash_attn_func"): 22,
-    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 30,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 31,
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 34,
     ("fa4_hd256/integrations/context_parallel/attention.py", "ring_attention"): 19,
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 11,
@@ -35,7 +35,7 @@ MORE_LINES = {
     # The same: a line a parameter, and what each of them means.
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 124,
     ("fa4_hd256/interface.py", "flash_attn_func"): 100,
-    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 110,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 117,
 }
 
 _LIBRARIES = ("schedulers", "softmax_emu")

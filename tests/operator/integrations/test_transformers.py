@@ -383,6 +383,31 @@ def test_training_on_packed_sequences(device):
         assert error <= 2 * eager_error + 2**-8 * wanted.norm(), parameter
 
 
+def test_layers_share_what_is_known_of_packed_sequences(device, monkeypatch):
+    """Their lengths are read once a pass and kind of layer, where gradients are asked for."""
+    made, plain = [], integration.get_backward_metadata
+
+    def noted(*arguments):
+        made.append(plain(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(integration, "get_backward_metadata", noted)
+    model, _ = gemma(device)
+    positions = torch.tensor(SEQUENCES["three"], device=device)
+    for _ in range(2):
+        logits(model, integration.NAME, tokens(1, 15, device), position_ids=positions,
+               use_cache=False)  # fmt: skip
+    assert not made
+    model.set_attn_implementation(integration.NAME)
+    for passes in (1, 2):
+        found = model(tokens(1, 15, device), position_ids=positions, use_cache=False).logits
+        found.sum().backward()
+        kinds = {one.window for one in made}
+        assert len(kinds) == 2 and len(made) == 2 * passes
+        # Each sequence is a block of keys and of queries.
+        assert all(one.ds_begins.tolist() == [0, 4, 8] for one in made)
+
+
 def test_continuous_batching(device, monkeypatch):
     """Requests of several lengths, more than fit one pass, in a paged cache; prompts in parts."""
     from transformers import ContinuousBatchingConfig, GenerationConfig

@@ -91,9 +91,12 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
         if is_masked(problem.ragged):
             problem = replace(problem, ragged=("mask_blocks", "mask_key_bits"))
             memory = (1 << 60,)
-        asked = BackwardProblem(problem, k_shape, False, 1)
-        for ds_bytes in memory:
-            divided = divide(asked, ds_bytes, where).problem
+        asked = [BackwardProblem(problem, k_shape, False, 1)]
+        if problem.ragged == FORMS["packed"]:
+            counted = replace(problem, ragged=(*problem.ragged, "ds_begins"))
+            asked.append(BackwardProblem(counted, k_shape, False, 1, listed_tiles=64))
+        for ds_bytes, one in itertools.product(memory, asked):
+            divided = divide(one, ds_bytes, where).problem
             found |= set(backward_specs(divided, config).values())
     assert len({spec.kind for spec in found}) >= 6
     assert found <= known

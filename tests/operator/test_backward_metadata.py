@@ -1,0 +1,334 @@
+"""dS of packed sequences whose lengths the host has read: the tiles that are visible, no more."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import torch
+from backward_cases import accurate
+from operator_calls import backward_arguments
+
+import sm100_sim
+from fa4_hd256 import autograd, flash_attn_varlen_func, get_backward_metadata, masks
+from fa4_hd256.call import tile_mask
+from fa4_hd256.call.packed_ds import begins_of
+from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES, StoredDs, count_tiles
+from fa4_hd256.run import backward
+
+#: Queries and keys of sequences: of one block, of several with rests, none on either side.
+LENGTHS = ((300, 0, 40, 513), (300, 70, 0, 600))
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 30)},
+}
+
+
+@pytest.fixture(params=[False, True], ids=["static", "clc"])
+def use_clc(request):
+    return request.param
+
+
+@pytest.fixture
+def exact_room(monkeypatch):
+    """Without rounding, so that a tile too few shows."""
+    monkeypatch.setattr(tile_mask, "ROUNDED_TILES", 1)
+    monkeypatch.setattr(tile_mask, "ROUNDED_BITS", 64)
+
+
+@pytest.fixture
+def divisions(monkeypatch):
+    """How calls were divided."""
+    found, divide = [], backward.divide
+
+    def noted(*arguments):
+        found.append(divide(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(backward, "divide", noted)
+    return found
+
+
+def offsets(lengths, device):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+class Packed:
+    """Tensors of sequences of these lengths, heads 2/1."""
+
+    def __init__(self, lengths, device):
+        self.lengths, self.longest = lengths, [max(*n, 1) for n in lengths]
+        self.cu_q, self.cu_k = (offsets(n, device) for n in lengths)
+        rows_q, rows_k = map(sum, lengths)
+        shapes = (rows_q, 2), (rows_k, 1), (rows_k, 1), (rows_q, 2)
+        *self.tensors, self.dout = (
+            torch.randn(*shape, 256).to(device, torch.bfloat16) for shape in shapes
+        )
+
+    def attend(self, *tensors, **options):
+        return flash_attn_varlen_func(*tensors, self.cu_q, self.cu_k, *self.longest, **options)
+
+    def gradients(self, **options):
+        leaves = [t.detach().requires_grad_() for t in self.tensors]
+        return torch.autograd.grad(self.attend(*leaves, **options), leaves, self.dout)
+
+    def metadata(self, **mask):
+        return get_backward_metadata(self.cu_q, self.cu_k, **mask)
+
+    def check(self, found, **options):
+        """Of every sequence by itself."""
+        starts = [offsets(n, "cpu").tolist() for n in self.lengths]
+        for spans in zip(*map(itertools.pairwise, starts), strict=True):
+            rows, keys = (slice(*span) for span in spans)
+            places = dict(zip("qkv", (rows, keys, keys)))
+            part = tuple(t[place][None] for t, place in zip(self.tensors, places.values()))
+            own = {n: found[i][place][None] for i, (n, place) in enumerate(places.items())}
+            accurate(own, part, self.dout[rows][None], **options)
+
+
+def test_sequences_lie_one_behind_the_other(exact_room):
+    """None has another's tiles, and there are no others."""
+    draw, sides = random.Random(3), (None, 0, 1, 255, 256, 700)
+    for _ in range(500):
+        lengths = [
+            tuple(draw.choice((0, draw.randint(1, 2000))) for _ in range(2))
+            for _ in range(draw.randint(1, 6))
+        ]
+        window = draw.choice(sides), draw.choice(sides)
+        counts = [0 if 0 in pair else count_tiles(pair, window) for pair in lengths]
+        begins, total = begins_of(lengths, window)
+        assert begins == [sum(counts[:i]) for i in range(len(counts))]
+        assert total == max(sum(counts), 1)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_gradients(mask, use_clc, device, backward_config, divisions, exact_room):
+    """Those of the reference, in no more room than there are tiles, and the bits of calls whose
+    lengths are not known."""
+    packed = Packed(LENGTHS, device)
+    metadata = packed.metadata(**mask)
+    tiles = sum(
+        count_tiles(pair, metadata.window) for pair in zip(*LENGTHS, strict=True) if 0 not in pair
+    )
+    assert metadata.ds_tiles == tiles
+    config = backward_config(ds_bytes=2 * tiles * DS_TILE_BYTES)
+    options = {"use_clc": use_clc, **mask}
+    found = packed.gradients(
+        backward_metadata=metadata, backward_config=config, **options
+    )
+    (portion,) = divisions[-1].portions
+    assert portion.problem.ds_bytes == config.ds_bytes
+    packed.check(found, **mask)
+    without = packed.gradients(**options)
+    assert divisions[-1].problem.ds_bytes > config.ds_bytes
+    assert all(map(torch.equal, found, without))
+
+
+def test_some_heads_at_a_time_and_no_room(device, backward_config, divisions, exact_room):
+    """Heads of keys in two portions; and kernels that store no dS."""
+    packed = Packed(LENGTHS, device)
+    packed.tensors[1:] = (t.repeat(1, 2, 1) for t in packed.tensors[1:])
+    metadata, expected = packed.metadata(causal=True), packed.gradients(causal=True)
+    of_head = metadata.ds_tiles * DS_TILE_BYTES
+    for ds_bytes, portions in ((2 * of_head, 1), (2 * of_head - 1, 2), (of_head - 1, 1)):
+        found = packed.gradients(
+            causal=True, backward_metadata=metadata,
+            backward_config=backward_config(ds_bytes=ds_bytes),
+        )  # fmt: skip
+        assert len(divisions[-1].portions) == portions
+        if ds_bytes >= of_head:
+            assert all(map(torch.equal, found, expected))
+        packed.check(found, causal=True)
+    assert not divisions[-1].problem.keeps_ds
+
+
+def test_calls_of_other_counts(device, divisions, exact_room):
+    """Each has its own room, although it is repeated and differs in contents alone."""
+    short, long = (((n, 600 - n),) * 2 for n in (300, 40))
+    batches = [Packed(lengths, device) for lengths in (short, long)]
+    for packed in (*batches, *batches):
+        packed.longest = 600, 600
+        metadata = packed.metadata(causal=True)
+        packed.check(packed.gradients(causal=True, backward_metadata=metadata), causal=True)
+    assert {division.problem.listed_tiles for division in divisions} == {24, 28}
+
+
+def test_calls_without_gradients_are_as_without(device):
+    packed = Packed(LENGTHS, device)
+    metadata = packed.metadata(causal=True)
+    found = packed.attend(*packed.tensors, causal=True, backward_metadata=metadata)
+    assert torch.equal(found, packed.attend(*packed.tensors, causal=True))
+
+
+def test_offsets_given_once_and_lengths_on_the_host(device):
+    """cu_seqlens_k is cu_seqlens_q; copies on the CPU say the same."""
+    packed = Packed((LENGTHS[0],) * 2, device)
+    once = get_backward_metadata(packed.cu_q, causal=True)
+    copies = get_backward_metadata(
+        packed.cu_q.cpu(), packed.cu_k.cpu(), window_size=(None, 0), device=device
+    )
+    both = packed.metadata(causal=True)
+    for one in (once, copies):
+        assert one.ds_begins.device == both.ds_begins.device
+        assert torch.equal(one.ds_begins, both.ds_begins)
+        assert one[1:] == both[1:]
+
+
+def test_compiled(device):
+    """The graph is whole, and traced once for metadata of other batches of as many tiles."""
+    batches = [Packed(((n, 600 - n),) * 2, device) for n in (300, 299)]
+
+    def layer(q, k, v, cu, metadata):
+        return flash_attn_varlen_func(
+            q * 1, k, v, cu, cu, 600, 600, causal=True, backward_metadata=metadata
+        )
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for packed in batches:
+        metadata = get_backward_metadata(packed.cu_q, causal=True)
+        leaves = [t.detach().requires_grad_() for t in packed.tensors]
+        out = compiled(*leaves, packed.cu_q, metadata)
+        packed.check(torch.autograd.grad(out, leaves, packed.dout), causal=True)
+
+
+def test_opcheck(device):
+    packed = Packed(LENGTHS, device)
+    metadata = packed.metadata(causal=True)
+    out, lse = packed.attend(*packed.tensors, causal=True, return_lse=True)
+    given = dict(zip(("q", "k", "v", "out"), (t[None] for t in (*packed.tensors, out))))
+    call = backward_arguments(
+        **given, dout=packed.dout[None], lse=lse[None], cu_seqlens_q=packed.cu_q,
+        cu_seqlens_k=packed.cu_k, max_seqlen_q=packed.longest[0], max_seqlen_k=packed.longest[1],
+        window_right=0, ds_begins=metadata.ds_begins, listed_tiles=metadata.ds_tiles,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.fa4_hd256.backward.default, call)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("seed", [None, 1])
+def test_no_findings(seed, sanitize, exact_room):
+    sanitize(seed, clusters=2)
+    packed = Packed(LENGTHS, "cpu")
+    packed.gradients(causal=True, backward_metadata=packed.metadata(causal=True))
+    reports = sm100_sim.last_reports()[-4:]
+    assert all(report.seed == seed and report.findings == [] for report in reports)
+
+
+# ------------------------------------------------------------------------------------ planted
+
+
+def wrong(monkeypatch, change):
+    """(a batch, metadata that nobody compares with its lengths)."""
+    monkeypatch.setattr(autograd, "check_begins", lambda *given: None)
+    packed = Packed(LENGTHS, "cpu")
+    return packed, change(packed.metadata(causal=True))
+
+
+@pytest.mark.simulator
+def test_too_little_room_is_found(monkeypatch, exact_room):
+    """Of one tile less; the memory ends there."""
+    packed, metadata = wrong(monkeypatch, lambda one: one._replace(ds_tiles=one.ds_tiles - 1))
+    packed.tensors = [t[:, :1] for t in packed.tensors]
+    packed.dout = packed.dout[:, :1]
+    with pytest.raises(sm100_sim.MemoryFault):
+        packed.gradients(causal=True, backward_metadata=metadata)
+
+
+@pytest.mark.simulator
+def test_sequences_that_share_tiles_are_found(monkeypatch):
+    """All of them begin at the first."""
+    packed, metadata = wrong(
+        monkeypatch, lambda one: one._replace(ds_begins=torch.zeros_like(one.ds_begins))
+    )
+    with pytest.raises(AssertionError):
+        packed.check(packed.gradients(causal=True, backward_metadata=metadata), causal=True)
+
+
+@pytest.mark.simulator
+def test_kernels_that_read_other_begins_are_found(planted, exact_room):
+    """Each sequence's tiles where those of the next one are."""
+    plain = StoredDs.of.__func__
+
+    def moved(cls, context, work):
+        tensors = context.sequences.tensors
+        behind = cutlass.min(context.batch(work) + 1, cute.size(tensors.ds_begins) - 1)
+        return cls(plain(cls, context, work).tiles, tensors.ds_begins[behind])
+
+    planted.setattr(StoredDs, "of", classmethod(moved))
+    packed = Packed(LENGTHS, "cpu")
+    with pytest.raises((sm100_sim.MemoryFault, AssertionError)):
+        found = packed.gradients(causal=True, backward_metadata=packed.metadata(causal=True))
+        packed.check(found, causal=True)
+
+
+# ------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("offsets", "error", "message"),
+    [
+        (torch.tensor([0, 3]), TypeError, "int32"),
+        (torch.tensor([0, 3, 2], dtype=torch.int32), ValueError, "offsets that ascend from 0"),
+        (torch.tensor([1, 3], dtype=torch.int32), ValueError, "offsets that ascend from 0"),
+        (torch.zeros(2, 2, dtype=torch.int32), ValueError, r"accepted: \(batch \+ 1,\)"),
+        (torch.zeros(0, dtype=torch.int32), ValueError, r"accepted: \(batch \+ 1,\)"),
+        (3, TypeError, "cu_seqlens_q"),
+    ],
+    ids=["int64", "descending", "not from 0", "two dimensions", "none", "a number"],
+)
+def test_offsets_that_are_none(offsets, error, message):
+    with pytest.raises(error, match=message):
+        get_backward_metadata(offsets)
+
+
+def test_as_many_offsets_of_keys():
+    with pytest.raises(ValueError, match="cu_seqlens_q has 3 offsets, cu_seqlens_k 2"):
+        get_backward_metadata(*(offsets(n, "cpu") for n in ((1, 2), (3,))))
+
+
+def test_nothing_is_read_while_tracing_or_in_a_capture(monkeypatch):
+    cu = offsets((1, 2), "cpu")
+    with pytest.raises(RuntimeError, match="reads lengths"):
+        torch.compile(get_backward_metadata, fullgraph=True, backend="eager")(cu)
+    monkeypatch.setattr("fa4_hd256.metadata.is_captured", lambda device: True)
+    with pytest.raises(RuntimeError, match="reads lengths"):
+        get_backward_metadata(cu)
+
+
+def test_metadata_of_another_call():
+    """Of another mask, of other lengths, of fewer sequences; and what is none."""
+    packed = Packed(LENGTHS, "cpu")
+    of_full = packed.metadata()
+    with pytest.raises(ValueError, match=r"window of \(None, None\), the call's is \(None, 0\)"):
+        packed.gradients(causal=True, backward_metadata=of_full)
+    with pytest.raises(TypeError, match="backward_metadata is a tuple"):
+        packed.gradients(backward_metadata=tuple(of_full))
+    other = Packed(((0, 300, 40, 513), LENGTHS[1]), "cpu")
+    with pytest.raises(ValueError, match="dS of the sequences begins at tiles"):
+        packed.gradients(causal=True, backward_metadata=other.metadata(causal=True))
+    fewer = Packed(((853,), (970,)), "cpu").metadata()
+    with pytest.raises(ValueError, match="the batch sizes disagree"):
+        packed.gradients(backward_metadata=fewer)
+    unknown = of_full._replace(ds_tiles=0)
+    with pytest.raises(ValueError, match="listed_tiles is 0 with ds_begins"):
+        packed.gradients(backward_metadata=unknown)
+
+
+def test_what_goes_with_no_metadata():
+    packed = Packed(LENGTHS, "cpu")
+    metadata, used = packed.metadata(), torch.ones(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="backward_metadata is given with seqused_k"):
+        packed.gradients(seqused_k=used, backward_metadata=metadata)
+    mask = masks.from_dense(torch.ones(1, 1, 853, 970, dtype=torch.bool))
+    with pytest.raises(ValueError, match="block_mask and backward_metadata"):
+        packed.gradients(block_mask=mask, backward_metadata=metadata)
+    leaves = [t[None].detach().requires_grad_() for t in packed.tensors]
+    with pytest.raises(ValueError, match="ds_begins is given with"):
+        flash_attn_varlen_func(*leaves, backward_metadata=metadata)
+
+
