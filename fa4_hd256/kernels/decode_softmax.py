@@ -27,32 +27,38 @@ class NoState(SharedByReference):
     """What a kernel carries that waits for nothing at a tile's begin."""
 
 
-def any_of_softmax(value: Boolean, threads: int) -> Boolean:
-    """Whether it holds in some thread of the softmax; barrier.cta.red (PTX ISA 9.7.13.1)."""
+def any_of_softmax(value: Boolean, threads: int, barrier: Any = BARRIER) -> Boolean:
+    """Whether it holds in some of the threads that meet; barrier.cta.red (PTX ISA 9.7.13.1).
+    barrier: that they meet at, an int or Int32."""
+    named, given = ("{$r1}", [barrier]) if isinstance(barrier, Int32) else (barrier, [])
     found = cute.arch.inline_ptx(
         "{.reg .pred own, any;\n"
         "setp.ne.b32 own, {$r0}, 0;\n"
-        f"barrier.cta.red.or.pred any, {BARRIER}, {threads}, own;\n"
+        f"barrier.cta.red.or.pred any, {named}, {threads}, own;\n"
         "selp.b32 {$w0}, 1, 0, any;}",
         write_only_types=[Int32],
-        read_only_args=[Int32(value)],
+        read_only_args=[Int32(value), *given],
     )
     return found != 0
 
 
-def synchronise(threads: int) -> None:
-    """All threads of the softmax."""
-    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=threads)
+def synchronise(threads: int, barrier: Any = BARRIER) -> None:
+    """All threads that meet at a barrier, an int or Int32."""
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
 
 class DecodeSoftmax:
     """Mixed into a decode kernel, whose tiles have `of_query` rows a query, those of padding among
     them, and `tile_queries` queries.
 
-    A kernel has `softmax_warps`, which have keys, and adds `_create(context)`, the state;
+    A kernel has `softmax_warps`, which have the keys of a step, and adds `_create(context)`, the
+    state;
     `_step_states()`, what its steps wait by; `_own_key()`, the first of this thread's keys in a
     step; `_step(context, running, place, is_masked)`; `_share(context, name, values, operation)`,
     each warp's values to shared memory; and `_store_sums` and `_store_zeros`, see `softmax`.
+
+    Where several groups of warps have all keys of a step, each for some rows of the tile, what is
+    said of the softmax holds for each: `softmax_rows` to `_synchronise`.
     """
 
     tile_queries: int
@@ -64,6 +70,23 @@ class DecodeSoftmax:
     sink_log2: Any
     softmax_warps: int
     _share: Any
+
+    @property
+    def softmax_rows(self) -> int:
+        """Rows of a tile that a group of warps has: all, where there is one."""
+        return self.config.rows
+
+    def _first_row(self, context: Any) -> Any:
+        """The first of them."""
+        return 0
+
+    def _own_number(self) -> Int32:
+        """This thread's number in its group."""
+        return cute.arch.thread_idx()[0]
+
+    def _synchronise(self, context: Any) -> None:
+        """All threads of a group."""
+        synchronise(self.softmax_threads)
 
     def queries(self, work: Any) -> tuple[Int32, int]:
         """(first query, their number) of a tile."""
@@ -154,14 +177,15 @@ class DecodeSoftmax:
     @cute.jit
     def _finish(self, context: Any, softmax: Any, work: Any):
         """LSE of each row to global memory; 1/sum of this thread's rows."""
-        rows = self.config.rows
         self._share_sums(context, softmax)
-        row = cute.arch.thread_idx()[0]
-        if row < rows:
+        row = self._own_number()
+        if row < self.softmax_rows:
             total = Float32(0.0)
             for warp in range(self.softmax_warps):
                 total = total + context.smem["sums"][row, warp]
-            query, in_group = self.queries(work)[0] + row // self.of_query, row % self.of_query
+            in_tile = self._first_row(context) + row
+            query = self.queries(work)[0] + in_tile // self.of_query
+            in_group = in_tile % self.of_query
             packed = self.problem_class.packed_heads
             is_row = query < context.query(work).length
             if cutlass.const_expr(self.of_query > packed):
@@ -176,7 +200,7 @@ class DecodeSoftmax:
             if is_row:
                 place = context.result_offset(context.query(work)) + query
                 context.tensors.lse[context.result_batch(work), head, place] = lse
-        synchronise(self.softmax_threads)
+        self._synchronise(context)
         return self._read(context.smem["inverses"], 0)
 
     def _combined(
@@ -193,6 +217,6 @@ class DecodeSoftmax:
 
     def _read(self, shared: cute.Tensor, column: int) -> cute.Tensor:
         """A value of each of this thread's rows.  shared: (rows, columns) of shared memory."""
-        found = cute.make_rmem_tensor(self.config.rows, Float32)
+        found = cute.make_rmem_tensor(self.softmax_rows, Float32)
         cute.autovec_copy(shared[None, column], found)
         return found

@@ -122,6 +122,14 @@ class PairKernel(RaggedKernel, SchedulerRole):
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=is_pair)
             cute.arch.dealloc_tmem(tmem, columns, is_two_cta=is_pair)
 
+    def set_registers(self, budget: int) -> None:
+        """setmaxnreg (PTX ISA 9.7.20.5) to a role's budget, up or down from that of the launch."""
+        at_launch = self.warps.registers.at_launch
+        if budget > at_launch:
+            cute.arch.setmaxregister_increase(budget)
+        if budget < at_launch:
+            cute.arch.setmaxregister_decrease(budget)
+
     def _meet(self) -> None:
         """All threads of the CTAs that share a tile."""
         if self.ctas > 1:

@@ -49,6 +49,7 @@ from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import (
+    WARPS_PER_WARPGROUP,
     SmemPlan,
     SmemRegion,
     TmemPlan,
@@ -65,9 +66,14 @@ __all__ = ["BLOCK_KV", "DECODE", "DECODE_E4M3", "ROWS", "DecodeConfig", "DecodeW
 
 BLOCK_KV = 128  # keys of a step: M of S, a lane of tensor memory each
 HALF = HEAD_DIM // len(HALVES)  # columns of a buffer of K or V: M of a half of O
+GROUP_ROWS = 32  # of a group of the softmax, at most
 
 #: Query rows of a tile that are offered: N of both products.
 ROWS = (16, 32, 64)
+
+#: Registers a thread of the softmax and of the other roles, by groups of the softmax: all that
+#: there are.
+REGISTERS = {1: (256, 256), 2: (208, 88)}
 
 #: Parts of Q and P, whose operand has e4m3.
 E4M3_PARTS = 2
@@ -95,19 +101,38 @@ class DecodeWarpPlan(WarpPlan):
     quantise: brings Q to e4m3; None where K and V are not.
     """
 
-    softmax: tuple[int, ...] = (0, 1, 2, 3)
-    mma: int = 4
-    load: int = 5
-    scheduler: int = 6
-    quantise: int | None = None
-    registers_softmax: int = 256
-    registers_other: int = 256
+    softmax: tuple[int, ...]
+    mma: int
+    load: int
+    scheduler: int
+    quantise: int | None
+    registers_softmax: int
+    registers_other: int
 
-    WARPGROUPS = (("softmax", "registers_softmax"), ("the other roles", "registers_other"))
     ROLES = (
-        WARPGROUPS[0],
+        ("softmax", "registers_softmax"),
         *((role, "registers_other") for role in ("mma", "load", "scheduler", "quantise")),
     )
+
+    @classmethod
+    def of(cls, groups: int, e4m3: bool) -> DecodeWarpPlan:
+        """groups: of the softmax, of a warpgroup each.  e4m3: whether K and V are."""
+        first = groups * WARPS_PER_WARPGROUP
+        mma, load, scheduler, quantise = range(first, first + WARPS_PER_WARPGROUP)
+        softmax, other = REGISTERS[groups]
+        return cls(
+            tuple(range(first)), mma, load, scheduler, quantise if e4m3 else None, softmax, other
+        )
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups of the softmax."""
+        return len(self.softmax) // WARPS_PER_WARPGROUP
+
+    @property
+    def WARPGROUPS(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
+        softmax = (("softmax", "registers_softmax"),) * self.groups
+        return (*softmax, ("the other roles", "registers_other"))
 
     @property
     def scheduled_warps(self) -> int:
@@ -135,7 +160,6 @@ class DecodeConfig:
     q_stages: int = 2
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 8.0
-    warps: DecodeWarpPlan = field(default_factory=DecodeWarpPlan)
     ordered_tiles: bool = True
     e4m3: bool = False
 
@@ -146,11 +170,6 @@ class DecodeConfig:
         if self.rows not in ROWS:
             accepted = ", ".join(map(str, ROWS))
             raise ValueError(f"rows is {self.rows}; accepted are {accepted}")
-        if self.e4m3 != (self.warps.quantise is not None):
-            raise ValueError(
-                f"e4m3 is {self.e4m3} with {self.warps}; accepted: quantise a warp where K and V "
-                "are e4m3, else None"
-            )
         check_ring("half_stages", self.half_stages)
         if self.q_stages not in (1, 2):
             raise ValueError(f"q_stages is {self.q_stages}; accepted are 1 and 2")
@@ -175,6 +194,20 @@ class DecodeConfig:
             kind="forward_decode_e4m3" if self.e4m3 else "forward_decode",
             kv_dtype=torch.float8_e4m3fn if self.e4m3 else None,
         )  # fmt: skip
+
+    @property
+    def softmax_rows(self) -> int:
+        """Rows of a thread of the softmax, those of its group."""
+        return min(self.rows, GROUP_ROWS)
+
+    @property
+    def softmax_groups(self) -> int:
+        """Groups of four warps, each with all keys of a step: NOTE [two groups]."""
+        return self.rows // self.softmax_rows
+
+    @property
+    def warps(self) -> DecodeWarpPlan:
+        return DecodeWarpPlan.of(self.softmax_groups, self.e4m3)
 
     @property
     def kv_bytes(self) -> int:
@@ -203,7 +236,7 @@ class DecodeConfig:
 
     @property
     def smem(self) -> SmemPlan:
-        softmax = len(self.warps.softmax)
+        softmax = len(self.warps.softmax) // self.softmax_groups
         half, rows = 256 if self.e4m3 else HALF, f"{self.columns} rows"
         if self.e4m3:
             rows += " of both parts"
@@ -318,5 +351,5 @@ DECODE = (
 )
 #: The same for K and V in e4m3.
 DECODE_E4M3 = tuple(
-    replace(config, e4m3=True, warps=DecodeWarpPlan(quantise=7)) for config in DECODE
+    replace(config, e4m3=True) for config in DECODE
 )

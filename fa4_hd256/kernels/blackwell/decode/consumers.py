@@ -18,8 +18,8 @@ from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
 from fa4_hd256.kernels.decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
 from fa4_hd256.kernels.edges import RingState
 from fa4_hd256.kernels.limits import WARP_SIZE
-from fa4_hd256.kernels.masking import Visibility
 from fa4_hd256.kernels.ranges import traced
+from fa4_hd256.kernels.views import columns_of
 from softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
 
 from .config import BLOCK_KV, HALF
@@ -39,13 +39,13 @@ class DecodeConsumers(DecodeSoftmax):
         """The softmax's state."""
         return KeySoftmax.create(
             context.scalars.scale_log2, self.config.ex2_pattern, self.config.rescale_threshold,
-            self.dtype, self.config.rows,
+            self.dtype, self.softmax_rows,
         )  # fmt: skip
 
     def _load_scores(self, context: Any, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
         """This thread's key of S."""
-        scores = cute.make_rmem_tensor(self.config.rows, Float32)
-        tmem_load(self._scores(context, buffer), scores, self.config.rows)
+        scores = cute.make_rmem_tensor(self.softmax_rows, Float32)
+        tmem_load(self._scores(context, buffer), scores, self.softmax_rows)
         cute.arch.fence_view_async_tmem_load()
         return scores
 
@@ -54,25 +54,53 @@ class DecodeConsumers(DecodeSoftmax):
 
     def _store_probabilities(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
         """P of this thread's key to shared memory, and into the sums."""
-        probabilities = cute.make_rmem_tensor(self.config.rows, self.dtype)
+        probabilities = cute.make_rmem_tensor(self.softmax_rows, self.dtype)
         softmax.exponentiate(scores, probabilities)
-        own = context.smem["p"][None, cute.arch.thread_idx()[0], 0]
-        cute.autovec_copy(probabilities, own)
+        own = context.smem["p"][None, self._own_key(), 0]
+        cute.autovec_copy(probabilities, columns_of(own, context.first_row, self.softmax_rows))
 
     def _load_half(self, context: Any, half: int) -> cute.Tensor:
         """This lane's column of a half of O."""
-        values = cute.make_rmem_tensor(self.config.rows, Float32)
-        tmem_load(self._of_half(context, half), values, self.config.rows)
+        values = cute.make_rmem_tensor(self.softmax_rows, Float32)
+        tmem_load(self._of_half(context, half), values, self.softmax_rows)
         cute.arch.fence_view_async_tmem_load()
         return values
 
     def _of_half(self, context: Any, half: int) -> Any:
-        """This warp's lanes of a half of O."""
+        """This warp's lanes of its rows of a half of O."""
         return context.own_lanes + self.tmem_plan[f"o{half}"].start
 
     @property
     def softmax_warps(self) -> int:
-        return len(self.config.warps.softmax)
+        return len(self.config.warps.softmax) // self.config.softmax_groups
+
+    @property
+    def softmax_rows(self) -> int:
+        return self.config.softmax_rows
+
+    def _first_row(self, context: Any) -> Any:
+        return context.first_row
+
+    def _own_number(self) -> Int32:
+        thread = cute.arch.thread_idx()[0]
+        return thread if self.config.softmax_groups == 1 else thread % self.softmax_threads
+
+    def _synchronise(self, context: Any) -> None:
+        synchronise(self.softmax_threads, context.barrier)
+
+    @property
+    def rows_of_query(self) -> int:
+        """Rows of a query, those of padding among them, that a group has."""
+        return min(self.of_query, self.softmax_rows)
+
+    def _own_queries(self, context: Any, work: Any) -> tuple[Int32, int]:
+        """(first query, their number) of a group's rows."""
+        first = self.queries(work)[0] + context.first_row // self.of_query
+        return first, self.softmax_rows // self.rows_of_query
+
+    def _first_in_group(self, context: Any) -> Any:
+        """The first of the query heads that share keys of which a group has rows."""
+        return context.first_row if self.of_query > self.softmax_rows else 0
 
     def _step_states(self) -> tuple:
         """Of S, and of the product before a step, of this tile or of the one before; none before
@@ -80,7 +108,7 @@ class DecodeConsumers(DecodeSoftmax):
         return self.edges["s_done"].waiter_state(), RingState(1, Int32(0), Int32(1))
 
     def _own_key(self) -> Int32:
-        return cute.arch.thread_idx()[0]
+        return self._own_number()
 
     @traced("softmax")
     @cute.jit
@@ -101,10 +129,10 @@ class DecodeConsumers(DecodeSoftmax):
             self.change.apply(scores, context.scalars.cap_scale, places)
         self._weigh(context, softmax, scores)
         if cutlass.const_expr(is_masked):
-            self._mask(context.visibility(place[0], BLOCK_KV), scores, place, nodes)
+            self._mask(context, scores, place, nodes)
         # P and O are this step's from here on.
         context.barriers["o_done"].wait(o_done)
-        if any_of_softmax(softmax.exceeds(scores), self.softmax_threads):
+        if any_of_softmax(softmax.exceeds(scores), self.softmax_threads, context.barrier):
             self._raise_maxima(context, softmax, scores, step)
         self._store_probabilities(context, softmax, scores)
         # The tensor core reads through the async proxy what was written here.
@@ -116,39 +144,43 @@ class DecodeConsumers(DecodeSoftmax):
         return s_done, o_done
 
     def _scores(self, context: Any, buffer: Int32) -> Any:
-        """This warp's lanes of S."""
+        """This warp's lanes of its rows of S."""
         start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
         return context.own_lanes + (start + buffer * distance)
 
     def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
         """Of this thread's scores, one of each row.  place: (tile, key)."""
         work, key = place
-        first_query, packed = self.queries(work)[0], self.problem_class.packed_heads
+        first_query, packed = self._own_queries(context, work)[0], self.problem_class.packed_heads
+        first_head, of_query = self._first_in_group(context), self.rows_of_query
+        smaller = min if isinstance(first_head, int) else cutlass.min
 
         def locate(row: int) -> tuple:
-            in_group = min(row % self.of_query, packed - 1)  # rows past the heads are padding
-            return work.head * packed + in_group, first_query + row // self.of_query, key
+            # Rows past the heads are padding.
+            in_group = smaller(first_head + row % of_query, packed - 1)
+            return work.head * packed + in_group, first_query + row // of_query, key
 
         return self.score_places(context, work, locate, keys_exist)
 
     def _nodes(self, context: Any, work: Any, is_masked: bool) -> Any:
-        """The words of a tile's queries for a masked step, None where they have none."""
+        """The words of a group's queries for a masked step, None where they have none."""
         if not (is_masked and context.mask.tree):
             return None
-        first_query, queries = self.queries(work)
+        first_query, queries = self._own_queries(context, work)
         return [context.nodes(work, first_query + query) for query in range(queries)]
 
-    def _mask(self, visibility: Visibility, scores: cute.Tensor, place: tuple, nodes: Any) -> None:
+    def _mask(self, context: Any, scores: cute.Tensor, place: tuple, nodes: Any) -> None:
         """The scores of rows that do not see this thread's key, -inf.  place: (tile, key); nodes:
         see `_nodes`."""
-        work, key = place
-        first_query, queries = self.queries(work)
+        (work, key), of_query = place, self.rows_of_query
+        visibility = context.visibility(work, BLOCK_KV)
+        first_query, queries = self._own_queries(context, work)
         for query in range(queries):
             row = first_query + query
             is_visible = (key >= visibility.first(row)) & (key < visibility.limit(row))
             if cutlass.const_expr(nodes is not None):
                 is_visible = is_visible & visibility.sees_node(key, nodes[query])
-            for number in range(query * self.of_query, (query + 1) * self.of_query):
+            for number in range(query * of_query, (query + 1) * of_query):
                 scores[number] = cutlass.select_(is_visible, scores[number], Float32(-math.inf))
 
     @traced("maxima")
@@ -157,7 +189,7 @@ class DecodeConsumers(DecodeSoftmax):
         """Maxima over all keys of the step; O, if there is any, and sums rescaled."""
         self._share(context, "maxima", scores, cute.arch.fmax)
         maxima = self._combined(context, "maxima", cute.arch.fmax)
-        factors = cute.make_rmem_tensor(self.config.rows, Float32)
+        factors = cute.make_rmem_tensor(self.softmax_rows, Float32)
         softmax.raise_maxima(maxima, factors)
         if step > 0:
             self._rescale(context, factors)
@@ -165,10 +197,10 @@ class DecodeConsumers(DecodeSoftmax):
     @traced("rescale O")
     def _rescale(self, context: Any, factors: cute.Tensor) -> None:
         """O *= factor, a row a column of tensor memory."""
-        rows = self.config.rows
+        rows = self.softmax_rows
         fence_after_thread_sync()
         for half in HALVES:
-            for part in range(0, self.config.columns, rows):
+            for part in range(0, self.config.columns, self.config.rows):
                 address = self._of_half(context, half) + part
                 values = cute.make_rmem_tensor(rows, Float32)
                 tmem_load(address, values, rows)
@@ -191,12 +223,12 @@ class DecodeConsumers(DecodeSoftmax):
     ) -> None:  # fmt: skip
         """Each warp's values, combined over its lanes, to shared memory, for all threads."""
         found = reduce_over_lanes(values, operation)
-        row = first_row_of_lane(self.config.rows)
-        warp = cute.arch.thread_idx()[0] // WARP_SIZE
+        row = first_row_of_lane(self.softmax_rows)
+        warp = self._own_number() // WARP_SIZE
         for number, value in enumerate(found):
             # Neighbours that have the same row write the same.
             context.smem[name][row + number, warp] = value
-        synchronise(self.softmax_threads)
+        self._synchronise(context)
 
     def _store_sums(self, context: Any, running: tuple, work: Any, inverses: cute.Tensor) -> None:
         """O of a tile with steps.  running: (softmax, states of S and of O)."""
@@ -215,21 +247,29 @@ class DecodeConsumers(DecodeSoftmax):
 
     @cute.jit
     def _store_half(self, context: Any, work: Any, values: cute.Tensor, half: int):
-        """A half of the columns of all rows, this lane's of each."""
-        column = half * HALF + cute.arch.thread_idx()[0]
-        first_query, queries = self.queries(work)
+        """A half of the columns of a group's rows, this lane's of each."""
+        column = half * HALF + self._own_key()
+        first_query, queries = self._own_queries(context, work)
         packed, length = self.problem_class.packed_heads, context.query(work).length
+        first_head, of_query = self._first_in_group(context), self.rows_of_query
         for query in cutlass.range_constexpr(queries):
             if first_query + query < length:
-                for number in cutlass.range_constexpr(packed):
-                    head = work.head * packed + number
+                for number in cutlass.range_constexpr(min(packed, of_query)):
+                    in_group = first_head + number
+                    head = work.head * packed + in_group
                     out = self.result_row(context, work, first_query + query, head)
-                    out[column] = values[query * self.of_query + number].to(out.element_type)
+                    value = values[query * of_query + number].to(out.element_type)
+                    if cutlass.const_expr(self.of_query > packed > of_query):
+                        # The last group's last rows are padding.
+                        if in_group < packed:
+                            out[column] = value
+                    else:
+                        out[column] = value
 
     @cute.jit
     def _store_zeros(self, context: Any, work: Any):
         """out = 0 for the rows of a tile that sees no key."""
-        zeros = cute.make_rmem_tensor(self.config.rows, Float32)
+        zeros = cute.make_rmem_tensor(self.softmax_rows, Float32)
         zeros.fill(0.0)
         for half in cutlass.range_constexpr(len(HALVES)):
             self._store_half(context, work, zeros, half)

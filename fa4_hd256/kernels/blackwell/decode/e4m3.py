@@ -45,6 +45,8 @@ COLUMNS = 32
 class E4m3Context(Context):
     """k_descale, v_descale: (entries, heads_kv) float32, or None."""
 
+    of_rows = (*Context.of_rows, "factors")
+
     k_descale: Any = None
     v_descale: Any = None
 
@@ -125,7 +127,7 @@ class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
     # ------------------------------------------------------------ softmax
 
     def _create(self, context: Any) -> KeySoftmax:
-        config, rows = self.config, self.config.rows
+        config, rows = self.config, self.softmax_rows
         softmax = ScaledSoftmax.create(
             self.softmax_scale(context), config.ex2_pattern, config.rescale_threshold, self.dtype,
             rows, config.headroom,
@@ -168,12 +170,12 @@ class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
 
     def _load_sum(self, address: Any) -> cute.Tensor:
         """Both parts of a lane's rows, added: those of lo lie behind those of hi."""
-        rows = self.config.rows
+        rows = self.softmax_rows
         sums, columns = cute.make_rmem_tensor(rows, Float32), min(rows, COLUMNS)
         for first in range(0, rows, columns):
             parts = [cute.make_rmem_tensor(columns, Float32) for _ in range(2)]
             for number, part in enumerate(parts):
-                tmem_load(address + number * rows + first, part, columns)
+                tmem_load(address + number * self.config.rows + first, part, columns)
             cute.arch.fence_view_async_tmem_load()
             self._add_parts(parts, sums, first)
         return sums
@@ -192,16 +194,18 @@ class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
         if not self.of_pages:
             return
         scale, (logarithm,) = context.scalars.scale_log2, softmax.log2_v
-        for row in range(0, self.config.rows, 2):
+        for row in range(0, self.softmax_rows, 2):
             scores[row], scores[row + 1] = cute.arch.fma_packed_f32x2(
                 (scores[row], scores[row + 1]), (scale, scale), (logarithm, logarithm)
             )
 
     def _store_probabilities(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
-        rows = self.config.rows
+        rows = self.softmax_rows
         softmax.exponentiate(scores, None, softmax.weights[0])
-        own = context.smem["p"][None, cute.arch.thread_idx()[0], 0]
-        targets = tuple(columns_of(own, part * (rows // 2), rows // 2) for part in range(2))
+        own = context.smem["p"][None, self._own_key(), 0]
+        # Bytes in twos.
+        starts = (part * self.config.rows + context.first_row for part in range(2))
+        targets = tuple(columns_of(own, start // 2, rows // 2) for start in starts)
         store_parts([scores[row] for row in range(rows)], targets)
 
     def _load_half(self, context: Any, half: int) -> cute.Tensor:

@@ -25,7 +25,7 @@ NOTE [packed heads] and NOTE [split keys]: `kernels.forward_common`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -36,6 +36,7 @@ from cutlass.memory import SmemAllocator
 from fa4_hd256.kernels.blackwell.instructions import MmaShape, OperandLayout
 from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
 from fa4_hd256.kernels.blackwell.pair_kernel import PairContext, PairKernel
+from fa4_hd256.kernels.decode_softmax import BARRIER
 from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import SharedMemory, TmaTensor
@@ -61,11 +62,17 @@ class Context(ForwardEntries, PairContext):
     """What every warp role of one CTA shares.
 
     sink: (heads,) or None.  smem: "q" and "kv" with their stages, "p", "maxima", "sums",
-    "inverses".  num_splits: see `ForwardEntries`.
+    "inverses".  num_splits: see `ForwardEntries`.  first_row, barrier: of a group of the softmax
+    where it has one, the first of its rows and the number of its named barrier.
     """
+
+    #: Tables in shared memory with values of each row.
+    of_rows = ("maxima", "sums", "inverses")
 
     sink: Any = None
     num_splits: Any = None
+    first_row: Any = 0
+    barrier: Any = BARRIER
 
 
 class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
@@ -122,14 +129,33 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
         """The role of this warp."""
         warps = self.config.warps
         if warp < warps.mma:
-            self.softmax(context)
+            self.set_registers(warps.registers_softmax)
+            self.softmax(self._of_group(context, warp))
         else:
+            self.set_registers(warps.registers_other)
             if warp == warps.mma:
                 self.mma(context)
             if warp == warps.load:
                 self.load(context)
             if warp == warps.scheduler:
                 self.schedule(context)
+
+    def _of_group(self, context: Context, warp: Int32) -> Context:
+        """That of a softmax warp's group, `config` NOTE [two groups]: its rows are the first of
+        tables and of tensor memory."""
+        rows = self.softmax_rows
+        if self.config.softmax_groups == 1:
+            return context
+        group = warp // self.softmax_warps
+        tables = {
+            name: cute.local_tile(table, (rows, cute.size(table, mode=[1])), (group, 0))
+            for name, table in context.smem.items()
+            if name in context.of_rows
+        }
+        return replace(
+            context, smem=context.smem | tables, own_lanes=context.own_lanes + group * rows,
+            first_row=group * rows, barrier=BARRIER + group,
+        )  # fmt: skip
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config
@@ -138,7 +164,8 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
             ((GROUP, groups), BLOCK_KV, 1),
             stride=((1, GROUP * BLOCK_KV), GROUP, rows * BLOCK_KV),
         )
-        shapes = {"maxima": (rows, 4), "sums": (rows, 4), "inverses": (rows, 1)}
+        warps = self.softmax_warps
+        shapes = {"maxima": (rows, warps), "sums": (rows, warps), "inverses": (rows, 1)}
         return {
             "q": memory.operand("q", rows, HEAD_DIM, config.q_stages),
             "kv": memory.operand("kv", BLOCK_KV, HALF, config.half_stages),

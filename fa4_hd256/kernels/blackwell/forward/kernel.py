@@ -137,13 +137,13 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
         """The role of this warp, with its register budget."""
         warps = self.config.warps
         if warp < warps.correction[0]:
-            self._set_registers(warps.registers_softmax)
+            self.set_registers(warps.registers_softmax)
             self.softmax(context)
         elif warp < warps.mma:
-            self._set_registers(warps.registers_correction)
+            self.set_registers(warps.registers_correction)
             self.correction(context)
         else:
-            self._set_registers(warps.registers_other)
+            self.set_registers(warps.registers_other)
             if warp == warps.mma:
                 if context.cta_rank == 0:
                     self.mma(context)
@@ -153,13 +153,6 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
                 self.epilogue(context)
             if warp == warps.scheduler:
                 self.schedule(context)
-
-    def _set_registers(self, budget: int) -> None:
-        """setmaxnreg (PTX ISA 9.7.20.5) to a role's budget, up or down from that of the launch."""
-        if budget > self.warps.registers.at_launch:
-            cute.arch.setmaxregister_increase(budget)
-        else:
-            cute.arch.setmaxregister_decrease(budget)
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config
