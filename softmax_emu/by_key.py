@@ -82,24 +82,26 @@ class KeySoftmax:
                 largest = cute.arch.fmax(largest, cute.arch.fmax(first, second))
         return largest > Float32(self.row.rescale_threshold)
 
-    def raise_maxima(self, maxima: cute.Tensor, factors: cute.Tensor) -> None:
+    def raise_maxima(self, maxima: cute.Tensor, factors: cute.Tensor, first_row: int = 0) -> None:
         """Take a tile's maxima into the state; factors: filled with what O is to be multiplied
         with, exactly 1 where a maximum was kept.
 
-        maxima, factors: register tensors of Float32, one of each row; maxima alike in all threads.
+        maxima, factors: register tensors of Float32, one of each row from `first_row` on; maxima
+        alike in all threads.
         """
         scale = self.row.scale_log2
-        for row in range(self.rows):
+        for number in range(cute.size(maxima)):
+            row = first_row + number
             old = self.offsets[row]
             # As in `exceeds`: rounding is monotone, so that this is the largest of its exponents.
-            exponent = cute.math.fma(maxima[row], scale, old)
+            exponent = cute.math.fma(maxima[number], scale, old)
             moves = exponent > Float32(self.row.rescale_threshold)
-            offset = self.row.offset_of(maxima[row])
+            offset = self.row.offset_of(maxima[number])
             if self.headroom:
                 offset = offset + Float32(self.headroom)
             new = cutlass.select_(moves, offset, old)
             factor = exp2_row_factor(new - old)
-            self.offsets[row], factors[row] = new, factor
+            self.offsets[row], factors[number] = new, factor
             self.sums[row] = self.sums[row] * factor
 
     def exponentiate(

@@ -204,10 +204,10 @@ class DecodeSoftmax:
         return self._read(context.smem["inverses"], 0)
 
     def _combined(
-        self, context: Any, name: str, operation: Callable[[Float32, Float32], Float32]
+        self, shared: cute.Tensor, operation: Callable[[Float32, Float32], Float32]
     ) -> cute.Tensor:
-        """The values that the warps have shared, combined in their order."""
-        shared = context.smem[name]
+        """The values that the warps have shared, combined in their order.  shared: of rows and
+        warps."""
         found = self._read(shared, 0)
         for warp in range(1, self.softmax_warps):
             others = self._read(shared, warp)
@@ -216,7 +216,7 @@ class DecodeSoftmax:
         return found
 
     def _read(self, shared: cute.Tensor, column: int) -> cute.Tensor:
-        """A value of each of this thread's rows.  shared: (rows, columns) of shared memory."""
-        found = cute.make_rmem_tensor(self.softmax_rows, Float32)
+        """A value of each of a thread's rows.  shared: (rows, columns) of shared memory."""
+        found = cute.make_rmem_tensor(cute.size(shared, mode=[0]), Float32)
         cute.autovec_copy(shared[None, column], found)
         return found

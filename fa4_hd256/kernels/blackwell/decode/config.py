@@ -89,7 +89,7 @@ LARGEST_THRESHOLD = {False: 15, True: 8}
 #: beside its steps, by its rows.
 STEP_SECONDS = 1.52e-6
 LEAST_SAVED = 1.0
-PART_STEPS = {16: 1.25, 32: 1.5, 64: 4.3}
+PART_STEPS = {16: 1.25, 32: 1.5, 64: 2.25}
 #: The same three in e4m3, which the model has not replayed.
 E4M3_COSTS = 1e-6, 4.0, 1.0
 
@@ -204,6 +204,12 @@ class DecodeConfig:
     def softmax_groups(self) -> int:
         """Groups of four warps, each with all keys of a step: NOTE [two groups]."""
         return self.rows // self.softmax_rows
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a thread whose maxima are raised at a time: fewer where it has fewer registers.
+        """
+        return self.softmax_rows // self.softmax_groups
 
     @property
     def warps(self) -> DecodeWarpPlan:

@@ -188,20 +188,23 @@ class DecodeConsumers(DecodeSoftmax):
     def _raise_maxima(self, context: Any, softmax: Any, scores: cute.Tensor, step: Int32):
         """Maxima over all keys of the step; O, if there is any, and sums rescaled."""
         self._share(context, "maxima", scores, cute.arch.fmax)
-        maxima = self._combined(context, "maxima", cute.arch.fmax)
-        factors = cute.make_rmem_tensor(self.softmax_rows, Float32)
-        softmax.raise_maxima(maxima, factors)
-        if step > 0:
-            self._rescale(context, factors)
+        shared, rows = context.smem["maxima"], self.config.rows_at_once
+        for first in cutlass.range_constexpr(0, self.softmax_rows, rows):
+            own = cute.local_tile(shared, (rows, self.softmax_warps), (first // rows, 0))
+            maxima = self._combined(own, cute.arch.fmax)
+            factors = cute.make_rmem_tensor(rows, Float32)
+            softmax.raise_maxima(maxima, factors, first)
+            if step > 0:
+                self._rescale(context, factors, first)
 
     @traced("rescale O")
-    def _rescale(self, context: Any, factors: cute.Tensor) -> None:
-        """O *= factor, a row a column of tensor memory."""
-        rows = self.softmax_rows
+    def _rescale(self, context: Any, factors: cute.Tensor, first_row: int) -> None:
+        """O *= factor, a row a column of tensor memory, from a row of the group's on."""
+        rows = cute.size(factors)
         fence_after_thread_sync()
         for half in HALVES:
             for part in range(0, self.config.columns, self.config.rows):
-                address = self._of_half(context, half) + part
+                address = self._of_half(context, half) + (part + first_row)
                 values = cute.make_rmem_tensor(rows, Float32)
                 tmem_load(address, values, rows)
                 cute.arch.fence_view_async_tmem_load()

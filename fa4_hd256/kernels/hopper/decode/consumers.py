@@ -347,7 +347,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
             largest[row] = cute.arch.fmax(keys[0][row], keys[1][row])
         self._share(context, "maxima", largest, cute.arch.fmax)
         synchronise(self.softmax_threads)
-        maxima = self._combined(context, "maxima", cute.arch.fmax)
+        maxima = self._combined(context.smem["maxima"], cute.arch.fmax)
         factors = cute.make_rmem_tensor(self.own_rows, Float32)
         softmax.raise_maxima(maxima, factors)
         for accumulator in softmax.o:
