@@ -1,0 +1,206 @@
+"""Blackwell's decode kernel with 64 rows: two groups of softmax warps, each with rows of its own.
+
+What is a row's, its query, its head, its mask, its maximum, its place in the results, must be that
+of the second group's rows, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from e4m3_cases import accurate as accurate_e4m3
+from e4m3_cases import codes, exact, scales
+from paged_cases import Paged, int32, offsets
+from paged_cases import check as check_pages
+
+import sm100_sim
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.check import reference
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
+from fa4_hd256.kernels.blackwell.decode.consumers import DecodeConsumers
+from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.resources import resource_usage
+from fa4_hd256.score_mods import alibi
+from sm100_sim.host.cubin import launch_registers
+
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
+
+CONFIG, E4M3_CONFIG = DECODE[-1], DECODE_E4M3[-1]
+
+
+def tensors(queries, keys, heads, batch=1):
+    q = torch.randn(batch, queries, heads[0], 256).bfloat16()
+    return q, *(torch.randn(batch, keys, heads[1], 256).bfloat16() for _ in range(2))
+
+
+def accurate(found, given, **options):
+    comparison = reference.compare(*found, given, **options)
+    assert comparison.max_error <= 2 * comparison.pytorch_max_error
+    assert comparison.lse_max_error < 1e-3
+
+
+def test_plan():
+    for config in (CONFIG, E4M3_CONFIG):
+        assert config.softmax_groups == 2 and len(config.warps.softmax) == 8
+        assert config.softmax_rows * config.softmax_groups == config.rows
+        assert config.edges["p_done"].arrive_count == 8
+    assert all(config.softmax_groups == 1 for config in (*DECODE[:-1], *DECODE_E4M3[:-1]))
+
+
+# Heads of one query in both groups, the last ones of the second are padding; all of them; a query
+# of 24 heads, padded, in each group; of 3 and 6 heads, padded, several queries; a head by itself.
+CASES = [(1, (40, 1)), (2, (64, 1)), (2, (24, 1)), (11, (6, 2)), (8, (8, 1)), (50, (1, 1))]
+
+
+@pytest.mark.parametrize(("queries", "heads"), CASES, ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.sampled("1-1-*40*", "2-1-*40*", "1-11-*", "2-8-*")
+def test_rows_of_both_groups(queries, heads, num_splits):
+    """Each head has a sink and a size of its own, and each query its keys."""
+    given, sink = tensors(queries, 290, heads), torch.randn(heads[0])
+    given[0].mul_(torch.linspace(0.5, 2, heads[0])[:, None])
+    found = flash_attn_func(
+        *given, causal=True, learnable_sink=sink, return_lse=True, num_splits=num_splits,
+        config=CONFIG,
+    )  # fmt: skip
+    accurate(found, given, causal=True, learnable_sink=sink)
+
+
+@pytest.mark.parametrize(("queries", "heads"), [(1, (40, 1)), (8, (8, 1)), (5, (12, 2))], ids=str)
+@pytest.mark.parametrize("option", ["window", "softcap", "tree", "alibi"])
+@pytest.mark.sampled("window-8-*", "tree-8-*", "tree-1-*", "alibi-1-*", "alibi-5-*", "softcap-5-*")
+def test_options(queries, heads, option):
+    given = tensors(queries, 270, heads, batch=2)
+    mask, slopes = torch.rand(2, queries, queries) < 0.5, torch.linspace(0.01, 0.4, heads[0])
+    capped = {"softcap": 20.0, "causal": True, "softmax_scale": -0.1}
+    options, wanted = {
+        "window": ({"window_size": (100, 2)}, {"window_size": (100, 2)}),
+        "softcap": (capped, capped),
+        "tree": ({"tree_mask": mask}, {"mask": reference.seen_by_nodes(mask, 270)}),
+        "alibi": ({"score_mod": alibi(slopes), "causal": True}, {
+            "score_mod": lambda s, b, h, q, k: s
+            - slopes.double()[h] * (q + 270 - queries - k).abs(),
+            "causal": True,
+        }),
+    }[option]  # fmt: skip
+    found = flash_attn_func(*given, return_lse=True, num_splits=1, config=CONFIG, **options)
+    accurate(found, given, **wanted)
+
+
+def test_a_step_that_one_group_does_not_see():
+    """The first step's keys are those of the last four queries alone, the second group's; then
+    keys that the first group does not see at all; and a tile whose second group has no query."""
+    for queries, keys in ((8, 132), (8, 4), (3, 130)):
+        given = tensors(queries, keys, (8, 1))
+        found = flash_attn_func(
+            *given, causal=True, return_lse=True, num_splits=1, config=CONFIG
+        )
+        accurate(found, given, causal=True)
+
+
+def test_sequences_of_fewer_queries_than_a_tile():
+    lengths_q, lengths_k = (8, 3, 0, 5), (150, 40, 9, 300)
+    q = torch.randn(sum(lengths_q), 8, 256).bfloat16()
+    k, v = (torch.randn(sum(lengths_k), 1, 256).bfloat16() for _ in "kv")
+    ends = offsets(lengths_q), offsets(lengths_k)
+    for num_splits in (1, 2):
+        out, lse = flash_attn_varlen_func(
+            q, k, v, *ends, 8, 300, causal=True, return_lse=True, num_splits=num_splits,
+            config=CONFIG,
+        )  # fmt: skip
+        for i in (0, 1, 3):
+            rows, keys = (slice(*end[i : i + 2].tolist()) for end in ends)
+            found = out[rows][None], lse[:, rows][None]
+            accurate(found, tuple(t[None] for t in (q[rows], k[keys], v[keys])), causal=True)
+
+
+@pytest.mark.parametrize("head", [3, 35])
+def test_maxima_that_grow_in_one_group(head):
+    """In every step those of a row of one group, and the other group's never: its bits are those
+    that it has beside other rows."""
+    q, k, v = tensors(1, 600, (64, 1))
+    growth = torch.linspace(8, 0.05, 600)[:, None] * torch.ones(256)
+    k[0, :, 0] = (growth * q[0, 0, head].float() / 16).bfloat16()
+    found = flash_attn_func(q, k, v, return_lse=True, num_splits=1, config=CONFIG)
+    accurate(found, (q, k, v))
+    others = slice(32, 64) if head < 32 else slice(0, 32)
+    calm = q.clone()
+    calm[0, 0, head] = 0
+    beside = flash_attn_func(calm, k, v, return_lse=True, num_splits=1, config=CONFIG)
+    assert torch.equal(found[0][:, :, others], beside[0][:, :, others])
+    assert torch.equal(found[1][:, others], beside[1][:, others])
+
+
+@pytest.mark.parametrize(("queries", "heads"), [(1, (40, 1)), (8, (8, 1))], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.sampled("1-1-*", "2-8-*")
+def test_e4m3(queries, heads, num_splits):
+    q = tensors(queries, 1, heads)[0] * torch.linspace(0.5, 2, heads[0])[:, None]
+    keys, given = [codes(1, 290, 1, 256) for _ in "kv"], scales(1, 1)
+    q = q.bfloat16()
+    found = flash_attn_func(
+        q, *keys, causal=True, return_lse=True, num_splits=num_splits, config=E4M3_CONFIG,
+        k_descale=given[0], v_descale=given[1],
+    )  # fmt: skip
+    accurate_e4m3(found, q, exact(keys, given), causal=True)
+
+
+def test_keys_in_pages():
+    paged = Paged.of((300, 0, 130), 16, 1)
+    check_pages(torch.randn(3, 1, 40, 256).bfloat16(), paged, config=CONFIG, num_splits=2)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("config", [CONFIG, E4M3_CONFIG], ids=["bf16", "e4m3"])
+@pytest.mark.sampled("bf16-1", "e4m3-None")
+def test_no_findings(config, seed, sanitize):
+    """Groups that are apart: one raises its maxima in every step, the other never, over several
+    tiles of a CTA."""
+    sanitize(seed, clusters=2)
+    q, k, v = tensors(1, 400, (40, 1), batch=3)
+    q[:, :, :32] = 0
+    k[0] *= torch.linspace(4, 0.1, 400)[:, None, None]
+    if config.e4m3:
+        k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    used = int32([400, 0, 200])
+    flash_attn_varlen_func(q, k, v, seqused_k=used, num_splits=1, use_clc=True, config=config)
+    assert sm100_sim.last_reports()[-1].findings == []
+
+
+@pytest.mark.parametrize("method", ["_own_queries", "_first_in_group", "_first_row"])
+@pytest.mark.sampled("_first_in_group")
+def test_a_group_with_the_other_ones_rows_is_noticed(method, planted):
+    """Of masks, of heads, of LSE."""
+    queries, heads = (1, 40) if method == "_first_in_group" else (8, 8)
+    wrong = {
+        "_own_queries": lambda self, context, work: (
+            self.queries(work)[0], self.softmax_rows // self.rows_of_query,
+        ),
+        "_first_in_group": lambda self, context: 0,
+        "_first_row": lambda self, context: 0,
+    }  # fmt: skip
+    planted.setattr(DecodeConsumers, method, wrong[method])
+    given = tensors(queries, 140, (heads, 1))
+    found = flash_attn_func(*given, causal=True, return_lse=True, num_splits=1, config=CONFIG)
+    with pytest.raises(AssertionError):
+        accurate(found, given, causal=True)
+
+
+#: What of a call is compiled in, and bytes of a thread's stack at most.
+CLASSES = {
+    "plain": ({}, 0), "parts": ({"bounded_right": True, "split": True, "packed_heads": 16}, 8),
+    "window": ({"bounded_left": True, "bounded_right": True, "packed_heads": 6}, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.sampled("plain")
+def test_registers(name):
+    """All that there are, and none of a thread's rows in local memory: at most an address."""
+    options, most = CLASSES[name]
+    kernel = compile_kernel(
+        KernelSpec("forward_decode", CONFIG, ProblemClass(torch.bfloat16, **options))
+    )
+    assert set(launch_registers(kernel.cubin).values()) == {CONFIG.warps.registers.at_launch}
+    assert resource_usage(kernel.cubin).stack <= most
