@@ -22,6 +22,13 @@ The chain is one after the other, softmax (some 450), P V (some 730), for which 
 the next P: about 1,200 clocks, half of what the loads take at best.  So P and O have one
 buffer and the softmax rescales O by itself.
 
+NOTE [two groups].  Of 64 rows a thread that has a key has 64 scores, offsets and sums, which no 255
+registers hold.  So two groups of four warps have 32 rows each, and all keys: four warps reach all
+lanes of tensor memory.  A group finds its maxima, rescales its columns of O^T and stores its rows
+by itself, and meets at a barrier of its own; what a thread does at a tile's begin and end is half.
+Twelve warps are launched with 168 registers a thread.  What the other roles give back makes 208 of
+the softmax's, with which it raises the maxima of half of its rows at a time.
+
 NOTE [halves].  K and V come in halves of 128 columns: 32 KiB, a stage.  Five or six of them are
 160 to 192 KiB under way, where HBM gives its rate from 128 KiB on (docs/facts.md).
 
@@ -71,8 +78,7 @@ GROUP_ROWS = 32  # of a group of the softmax, at most
 #: Query rows of a tile that are offered: N of both products.
 ROWS = (16, 32, 64)
 
-#: Registers a thread of the softmax and of the other roles, by groups of the softmax: all that
-#: there are.
+#: Registers a thread of the softmax and of the other roles, by groups of the softmax.
 REGISTERS = {1: (256, 256), 2: (208, 88)}
 
 #: Parts of Q and P, whose operand has e4m3.
@@ -207,8 +213,7 @@ class DecodeConfig:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a thread whose maxima are raised at a time: fewer where it has fewer registers.
-        """
+        """Rows of a thread whose maxima are raised at a time."""
         return self.softmax_rows // self.softmax_groups
 
     @property
@@ -347,9 +352,7 @@ class DecodeConfig:
         return describe_plans(head, self)
 
 
-#: Of 16, 32 and 64 rows: as many stages as fit. With 64 a tile takes four steps beside its own, by
-#: the model, so that the forward's pair is ahead of it where keys are few, and as fast where they
-#: are many (docs/forward.md).
+#: Of 16, 32 and 64 rows: as many stages as fit.
 DECODE = (
     DecodeConfig(16),
     DecodeConfig(32, half_stages=5),

@@ -13,9 +13,10 @@ the tile's last step, 0' the next tile's first::
 
 The tables of roles, barriers, SMEM and TMEM: `python -m fa4_hd256 plan`; docs/forward.md.
 
-NOTE [one group for all].  A row's maximum and sum go over all keys of a step, so over all threads
-of the softmax; each knows every row's offset.  So the same warps rescale O, whose lanes are columns
-of the head, and store it: o_done says that they may, and P that they have.
+NOTE [the same warps for all].  A row's maximum and sum go over all keys of a step, so over all
+threads that have the row; each knows its offset.  So the same warps rescale O, whose lanes are
+columns of the head, and store it: o_done says that they may, and P that they have.  With 64 rows
+there are two such groups of warps: `config` NOTE [two groups].
 
 NOTE [O leaves from registers].  A lane has one of the head's columns, a warp 32 of them in a row:
 stores of a row by a warp are whole sectors without an exchange.
