@@ -36,10 +36,10 @@ KERNELS = KernelSet(
     forward_config="forward.config:ForwardConfig",
     decode_config="decode.config:DecodeConfig",
     backward_config="backward.config:BackwardConfig",
-    # Those of few rows first: NOTE [keys as M] in `decode.config`. Of 64 rows where no other tile
-    # holds a group.
-    forwards=(DECODE[0].tiles, DECODE[1].tiles, TILES, DECODE[2].tiles,
-              *(config.tiles for config in DECODE_E4M3)),  # fmt: skip
+    # Those of few rows first: NOTE [keys as M] in `decode.config`.
+    forwards=(
+        *(config.tiles for config in DECODE), TILES, *(config.tiles for config in DECODE_E4M3)
+    ),  # fmt: skip
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),

@@ -26,8 +26,8 @@ VALUES = MACHINE.values()
 TILING = ForwardTiling("static", packs_heads=True)
 STEP_CLOCKS = 2048
 DECODING = Case("decoding", ((1, 2048),) * 8, 16, 2, True)
-#: 40 rows a tile, more than the decode kernel takes.
-MANY_ROWS = Case("decoding", ((5, 2048),) * 8, 16, 2, True)
+#: 72 rows a tile, more than the decode kernel takes.
+MANY_ROWS = Case("decoding", ((9, 2048),) * 8, 16, 2, True)
 
 
 def test_parts_share_the_work_and_the_keys():

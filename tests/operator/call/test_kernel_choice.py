@@ -31,14 +31,20 @@ def tensors(queries, keys, heads, batch):
 # tile holds all have a tile for each head.
 RULE = [
     ((1, (8, 8)), FEW, 1), ((16, (8, 8)), FEW, 1), ((17, (8, 8)), SOME, 1),
-    ((32, (8, 8)), SOME, 1), ((33, (8, 8)), MANY, 1),
-    ((1, (16, 1)), FEW, 16), ((2, (16, 1)), SOME, 16), ((3, (32, 2)), MANY, 16),
-    ((2, (16, 2)), FEW, 8), ((4, (16, 2)), SOME, 8), ((5, (16, 2)), MANY, 8),
+    ((32, (8, 8)), SOME, 1), ((33, (8, 8)), WIDE, 1), ((64, (8, 8)), WIDE, 1),
+    ((65, (8, 8)), MANY, 1),
+    ((1, (16, 1)), FEW, 16), ((2, (16, 1)), SOME, 16), ((3, (32, 2)), WIDE, 16),
+    ((4, (32, 2)), WIDE, 16), ((5, (32, 2)), MANY, 16),
+    ((2, (16, 2)), FEW, 8), ((4, (16, 2)), SOME, 8), ((5, (16, 2)), WIDE, 8),
+    ((9, (16, 2)), MANY, 8),
     ((2, (24, 4)), FEW, 6), ((4, (24, 4)), SOME, 6), ((1, (24, 1)), SOME, 24),
+    ((5, (24, 4)), WIDE, 6), ((8, (24, 4)), WIDE, 6), ((2, (24, 1)), WIDE, 24),
     # Six heads share no tile of 256 rows.
-    ((5, (24, 4)), WIDE, 6), ((8, (24, 4)), WIDE, 6),
-    ((9, (24, 4)), FEW, 1), ((17, (24, 4)), SOME, 1), ((33, (24, 4)), MANY, 1),
-    ((1, (64, 1)), MANY, 64),
+    ((9, (24, 4)), FEW, 1), ((17, (24, 4)), SOME, 1), ((33, (24, 4)), WIDE, 1),
+    ((65, (24, 4)), MANY, 1),
+    ((1, (40, 1)), WIDE, 40), ((1, (64, 1)), WIDE, 64), ((2, (64, 1)), MANY, 64),
+    # A head's rows alone would fit.
+    ((3, (64, 1)), MANY, 64),
 ]  # fmt: skip
 
 
@@ -53,12 +59,12 @@ def test_the_rule(call, tiles, packed):
 @pytest.mark.parametrize("mistake", ["rows of a query", "bound", "order"])
 def test_bounds_that_are_off_are_noticed(mistake, monkeypatch):
     """The table above tells them apart: a bound of one row more, rows without their padding, and
-    tiles by their number alone."""
+    the pairs' tiles before those of 64 rows."""
     known = KERNELS.forwards
     if mistake == "bound":
         known = (replace(FEW, most_rows=FEW.rows + 1), *known[1:])
     elif mistake == "order":
-        known = (FEW, SOME, WIDE, MANY)
+        known = (FEW, SOME, MANY, WIDE)
     else:
         monkeypatch.setattr(forward_problem, "query_rows", lambda packed, rows: packed)
     kinds = {
@@ -75,7 +81,7 @@ def test_the_longest_sequence_decides():
     offsets = [torch.tensor([0, 1, n], dtype=torch.int32) for n in (3, 900)]
     ragged = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
     packed = tensors(3, 900, (16, 2), 1)
-    for longest, tiles in ((2, FEW), (4, SOME), (5, MANY)):
+    for longest, tiles in ((2, FEW), (4, SOME), (5, WIDE), (9, MANY)):
         assert Problem.describe(packed, Options(1.0), None, ragged, longest, 900).tiles == tiles
     used = {"seqused_q": torch.tensor([1, 0], dtype=torch.int32)}
     found = Problem.describe(tensors(16, 300, (16, 2), 2), Options(1.0), None, used)

@@ -513,7 +513,7 @@ def test_planted_bugs_are_noticed(planted, device):
     planted.setattr(ForwardKernel, "sink_log2", sink_of_every_part)
     planted.setattr(Visibility, "_bounds", one_tile_more)
     # More rows than the decode kernel takes.
-    tensors = inputs((40, 600), THREE, device=device)
+    tensors = inputs((70, 600), THREE, device=device)
     check(tensors, 3, **no_sink(device))
     with pytest.raises(AssertionError, match="lse_max_error"):
         check(tensors, 3, learnable_sink=torch.full((3,), 5.0, device=device))
