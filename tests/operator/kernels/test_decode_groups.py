@@ -1,9 +1,12 @@
 """Blackwell's decode kernel with 64 rows: two groups of softmax warps, each with rows of its own.
 
 What is a row's, its query, its head, its mask, its maximum, its place in the results, must be that
-of the second group's rows, too."""
+of the second group's rows, too.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from e4m3_cases import accurate as accurate_e4m3
 from e4m3_cases import codes, exact, scales
 from paged_cases import Paged, int32, offsets
 from paged_cases import check as check_pages
+from step_traces import assert_as_declared, attend, steps_of, traced_launches
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
@@ -46,6 +50,22 @@ def test_plan():
         assert config.softmax_rows * config.softmax_groups == config.rows
         assert config.edges["p_done"].arrive_count == 8
     assert all(config.softmax_groups == 1 for config in (*DECODE[:-1], *DECODE_E4M3[:-1]))
+
+
+@pytest.mark.parametrize("config", [CONFIG, E4M3_CONFIG], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
+@pytest.mark.sampled("static-bf16", "dynamic-e4m3")
+def test_both_groups_do_what_the_table_says(config, use_clc, monkeypatch):
+    """Waits and signals of the first group's first warp and of the second one's last; tiles of two
+    and three steps."""
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", "1")
+    reports = traced_launches(monkeypatch, "b200:2")
+    config = replace(config, ordered_tiles=False)
+    kv_dtype = torch.float8_e4m3fn if config.e4m3 else torch.bfloat16
+    seen = attend((200, 330), True, kv_dtype=kv_dtype, config=config, use_clc=use_clc)
+    tiles = steps_of(seen, config.rows, config.block_kv)
+    assert set(tiles) == {2, 3}
+    assert_as_declared(reports[0], config, tiles if use_clc else tiles[::2], ctas=(0,))
 
 
 # Heads of one query in both groups, the last ones of the second are padding; all of them; a query

@@ -26,8 +26,8 @@ NOTE [two groups].  Of 64 rows a thread that has a key has 64 scores, offsets an
 registers hold.  So two groups of four warps have 32 rows each, and all keys: four warps reach all
 lanes of tensor memory.  A group finds its maxima, rescales its columns of O^T and stores its rows
 by itself, and meets at a barrier of its own; what a thread does at a tile's begin and end is half.
-Twelve warps are launched with 168 registers a thread.  What the other roles give back makes 208 of
-the softmax's, with which it raises the maxima of half of its rows at a time.
+Twelve warps are launched with 168 registers a thread.  What the other roles give back makes 200 of
+the softmax's, with which it raises the maxima of eight rows at a time.
 
 NOTE [halves].  K and V come in halves of 128 columns: 32 KiB, a stage.  Five or six of them are
 160 to 192 KiB under way, where HBM gives its rate from 128 KiB on (docs/facts.md).
@@ -79,7 +79,7 @@ GROUP_ROWS = 32  # of a group of the softmax, at most
 ROWS = (16, 32, 64)
 
 #: Registers a thread of the softmax and of the other roles, by groups of the softmax.
-REGISTERS = {1: (256, 256), 2: (208, 88)}
+REGISTERS = {1: (256, 256), 2: (200, 104)}
 
 #: Parts of Q and P, whose operand has e4m3.
 E4M3_PARTS = 2
@@ -213,8 +213,8 @@ class DecodeConfig:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a thread whose maxima are raised at a time."""
-        return self.softmax_rows // self.softmax_groups
+        """Rows of a thread whose maxima are raised at a time: all, or as registers allow."""
+        return self.softmax_rows if self.softmax_groups == 1 else 8
 
     @property
     def warps(self) -> DecodeWarpPlan:
