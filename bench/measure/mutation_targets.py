@@ -87,6 +87,8 @@ USED = (0, 300, 60, 0, 0, 130, 300, 60, 130, 0, 40, 40, 0)
 #: With a cache; of the kernel for a few query rows, and of several query tiles.
 CACHE_SHAPES = (Shape(4, 5 * PAGE_SIZE, heads_q=8, batch=len(USED)),)
 CACHE_TILES = (Shape(270, 5 * PAGE_SIZE, batch=len(USED)),)
+#: Of a few query rows, so many that two groups of the softmax share a tile.
+TWO_GROUPS = (Shape(4, 5 * PAGE_SIZE, heads_q=16, batch=len(USED)),)
 #: More parts of a row than a warp of the combining kernel adds up.
 COMBINED_PARTS = 40
 COMBINED_SHAPES = (Shape(4, 300, heads_q=8),)
@@ -363,6 +365,13 @@ def _of_caches(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterat
             f"{prefix}forward, {name}, {scheduler}", run, CACHE_SHAPES if few else CACHE_TILES,
             reading, kernels="Decode" if decodes else "ForwardKernel", environment=environment,
         )
+    for name, e4m3 in (("64 rows", False), ("64 rows, e4m3", True)):
+        if environment is BLACKWELL:
+            run = functools.partial(_cached, e4m3=e4m3, causal=True, use_clc=clc)
+            yield Target(
+                f"{prefix}forward, {name}, {scheduler}", run, TWO_GROUPS, True, kernels="Decode",
+                environment=environment,
+            )
 
 
 def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterator[Target]:

@@ -210,7 +210,9 @@ class DecodeConsumers(DecodeSoftmax):
                 cute.arch.fence_view_async_tmem_load()
                 self._multiply(values, factors)
                 tmem_store(values, address)
-        cute.arch.fence_view_async_tmem_store()
+        if first_row + rows == self.softmax_rows:
+            # One wait for the stores of all rows.
+            cute.arch.fence_view_async_tmem_store()
 
     @staticmethod
     def _multiply(values: cute.Tensor, factors: cute.Tensor) -> None:
