@@ -326,7 +326,7 @@ def test_edits_that_compile_nothing_again(copy, name, before, after):
     ("name", "before", "after"),
     [
         ("fa4_hd256/kernels/limits.py", "TMA_ALIGNMENT = 16", "TMA_ALIGNMENT = 32"),
-        ("fa4_hd256/kernels/blackwell/forward/kernel.py", "cute.arch", "cute.another"),
+        ("fa4_hd256/kernels/blackwell/forward/consumers.py", "cute.arch", "cute.another"),
         ("fa4_hd256/run/forward_arguments.py", "range(3)", "range(4)"),
         ("schedulers/order.py", "divmod(first + in_block", "divmod(first - in_block"),
         ("softmax_emu/coefficients.py", "0x1.54f8d6p-1", "0x1.54f8d8p-1"),
