@@ -25,7 +25,10 @@ from bench.tables.table import BASIS, MACHINE
 from .providers import Inputs, Ours, attempt, backward_call, forward_call
 
 #: Direction -> regular expression of its kernels' names.
-KERNELS = {FORWARD: "(Forward|Combine)Kernel", BACKWARD: "(Preprocess|Products|Dq|Dv|Dkdv)Kernel"}
+KERNELS = {
+    FORWARD: "(Forward|Decode|DecodeE4m3|Combine)Kernel",
+    BACKWARD: "(Preprocess|Products|Dq|Dv|Dkdv)Kernel",
+}
 #: 2^(5 + n) clocks between two samples of a warp scheduler; 0 to 31 are accepted.
 INTERVAL = 3
 BUFFER_BYTES = 512 << 20

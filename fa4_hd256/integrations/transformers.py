@@ -174,8 +174,10 @@ def attention(
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     lengths = _packed_lengths(attention_mask, options)
     if lengths is not None:
-        if attention_mask is not None and are_differentiated((q, k, v, options.get("s_aux"))):
-            arguments["backward_metadata"] = _metadata_of(attention_mask, lengths, arguments)
+        # Offsets that are given may be other ones, and are nobody's to read.
+        counted = attention_mask if options.get(PACKED[0]) is None else None
+        if counted is not None and are_differentiated((q, k, v, options.get("s_aux"))):
+            arguments["backward_metadata"] = _metadata_of(counted, lengths, arguments)
         return _packed(q, k, v, lengths, arguments), None
     if attention_mask is None:
         return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments)), None

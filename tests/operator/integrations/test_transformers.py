@@ -406,6 +406,10 @@ def test_layers_share_what_is_known_of_packed_sequences(device, monkeypatch):
         assert len(kinds) == 2 and len(made) == 2 * passes
         # Each sequence is a block of keys and of queries.
         assert all(one.ds_begins.tolist() == [0, 4, 8] for one in made)
+    offsets = torch.tensor([0, 11, 14, 15], dtype=torch.int32, device=device)
+    given = dict(zip(integration.PACKED, (offsets, offsets, 11, 11)))
+    model(tokens(1, 15, device), position_ids=positions, use_cache=False, **given)
+    assert len(made) == 4
 
 
 def test_continuous_batching(device, monkeypatch):
