@@ -131,8 +131,8 @@ def test_packed_with_every_option(use_clc, device):
 
 
 def test_many_short_sequences_follow_max_seqlen(use_clc, device, architecture):
-    """64 sequences of 34 tokens: the grid counts one query block each, not the total's."""
-    check_packed((34,) * 64, (34,) * 64, use_clc, device, heads=(1, 1), causal=True)
+    """64 sequences of 70 tokens: the grid counts one query block each, not the total's."""
+    check_packed((70,) * 64, (70,) * 64, use_clc, device, heads=(1, 1), causal=True)
     if device == "cpu" and architecture == "sm_100a":
         import sm100_sim
 
