@@ -84,7 +84,7 @@ def _as_before():
 @pytest.fixture(scope="module")
 def inputs():
     torch.manual_seed(7)
-    return torch.randn(1, 40, 1, 256).bfloat16()
+    return torch.randn(1, 70, 1, 256).bfloat16()
 
 
 def attend(q):
