@@ -162,6 +162,27 @@ def backward_config(architecture) -> type:
     return kernels_of(named(architecture)).config("backward")
 
 
+@pytest.fixture(params=[False, True], ids=["static", "clc"])
+def use_clc(request) -> bool:
+    """Both tile schedulers."""
+    return request.param
+
+
+@pytest.fixture
+def divisions(monkeypatch) -> list:
+    """How backwards were divided, one after the other."""
+    from fa4_hd256.run import backward
+
+    found, divide = [], backward.divide
+
+    def noted(*arguments):
+        found.append(divide(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(backward, "divide", noted)
+    return found
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _memory_is_given_back():
     """What compilers and the simulator have freed lies in pieces all over the heap: gigabytes of a

@@ -365,13 +365,14 @@ def _of_caches(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterat
             f"{prefix}forward, {name}, {scheduler}", run, CACHE_SHAPES if few else CACHE_TILES,
             reading, kernels="Decode" if decodes else "ForwardKernel", environment=environment,
         )
+    if environment is not BLACKWELL:
+        return
     for name, e4m3 in (("64 rows", False), ("64 rows, e4m3", True)):
-        if environment is BLACKWELL:
-            run = functools.partial(_cached, e4m3=e4m3, causal=True, use_clc=clc)
-            yield Target(
-                f"{prefix}forward, {name}, {scheduler}", run, TWO_GROUPS, True, kernels="Decode",
-                environment=environment,
-            )
+        run = functools.partial(_cached, e4m3=e4m3, causal=True, use_clc=clc)
+        yield Target(
+            f"{prefix}forward, {name}, {scheduler}", run, TWO_GROUPS, True, kernels="Decode",
+            environment=environment,
+        )
 
 
 def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterator[Target]:

@@ -52,10 +52,10 @@ class DecodeSoftmax:
     them, and `tile_queries` queries.
 
     A kernel has `softmax_warps`, which have the keys of a step, and adds `_create(context)`, the
-    state;
-    `_step_states()`, what its steps wait by; `_own_key()`, the first of this thread's keys in a
-    step; `_step(context, running, place, is_masked)`; `_share(context, name, values, operation)`,
-    each warp's values to shared memory; and `_store_sums` and `_store_zeros`, see `softmax`.
+    state; `_step_states()`, what its steps wait by; `_own_key()`, the first of this thread's keys
+    in a step; `_step(context, running, place, is_masked)`; `_share(context, name, values,
+    operation)`, each warp's values to shared memory; and `_store_sums` and `_store_zeros`, see
+    `softmax`.
 
     Where several groups of warps have all keys of a step, each for some rows of the tile, what is
     said of the softmax holds for each: `softmax_rows` to `_synchronise`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from paged_cases import offsets
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func
@@ -62,3 +63,24 @@ def last_reports(count: int) -> list[sm100_sim.Report]:
     """Of the last simulated launches so many, but for those that sum parts of dK and dV."""
     found = [report for report in sm100_sim.last_reports() if "SumKernel" not in report.kernel]
     return found[-count:]
+
+
+def packed(lengths, heads, dtype, device):
+    """Random q, k, v of (total, heads, 256) each; lengths and heads: of q, then of k and v."""
+    sizes = tuple((sum(n), h) for n, h in zip(lengths, heads))
+    return tuple(
+        torch.randn(n, h, 256).to(device, dtype) for n, h in (*sizes, sizes[1])
+    )
+
+
+def check_each(found, tensors, dout, lengths, **options):
+    """Packed gradients of q, k, v sequence by sequence."""
+    starts = [offsets(n).tolist() for n in lengths]
+    for b in range(len(lengths[0])):
+        rows, keys = (slice(start[b], start[b + 1]) for start in starts)
+        places = {"q": rows, "k": keys, "v": keys}
+        part = tuple(tensor[places[name]][None] for name, tensor in zip("qkv", tensors))
+        accurate(
+            {name: found[name][place][None] for name, place in places.items()},
+            part, dout[rows][None], **options,
+        )  # fmt: skip

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
-from backward_cases import accurate
+from backward_cases import check_each, packed
 from operator_calls import backward_arguments
+from paged_cases import offsets
 
 import sm100_sim
 from fa4_hd256 import autograd, flash_attn_varlen_func, get_backward_metadata, masks
 from fa4_hd256.call import tile_mask
 from fa4_hd256.call.packed_ds import begins_of
 from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES, StoredDs, count_tiles
-from fa4_hd256.run import backward
 
 #: Queries and keys of sequences: of one block, of several with rests, none on either side.
 LENGTHS = ((300, 0, 40, 513), (300, 70, 0, 600))
@@ -29,33 +28,11 @@ MASKS = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["static", "clc"])
-def use_clc(request):
-    return request.param
-
-
 @pytest.fixture
 def exact_room(monkeypatch):
     """Without rounding, so that a tile too few shows."""
     monkeypatch.setattr(tile_mask, "ROUNDED_TILES", 1)
     monkeypatch.setattr(tile_mask, "ROUNDED_BITS", 64)
-
-
-@pytest.fixture
-def divisions(monkeypatch):
-    """How calls were divided."""
-    found, divide = [], backward.divide
-
-    def noted(*arguments):
-        found.append(divide(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr(backward, "divide", noted)
-    return found
-
-
-def offsets(lengths, device):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 class Packed:
@@ -64,11 +41,8 @@ class Packed:
     def __init__(self, lengths, device):
         self.lengths, self.longest = lengths, [max(*n, 1) for n in lengths]
         self.cu_q, self.cu_k = (offsets(n, device) for n in lengths)
-        rows_q, rows_k = map(sum, lengths)
-        shapes = (rows_q, 2), (rows_k, 1), (rows_k, 1), (rows_q, 2)
-        *self.tensors, self.dout = (
-            torch.randn(*shape, 256).to(device, torch.bfloat16) for shape in shapes
-        )
+        self.tensors = list(packed(lengths, (2, 1), torch.bfloat16, device))
+        self.dout = torch.randn_like(self.tensors[0])
 
     def attend(self, *tensors, **options):
         return flash_attn_varlen_func(*tensors, self.cu_q, self.cu_k, *self.longest, **options)
@@ -82,13 +56,7 @@ class Packed:
 
     def check(self, found, **options):
         """Of every sequence by itself."""
-        starts = [offsets(n, "cpu").tolist() for n in self.lengths]
-        for spans in zip(*map(itertools.pairwise, starts), strict=True):
-            rows, keys = (slice(*span) for span in spans)
-            places = dict(zip("qkv", (rows, keys, keys)))
-            part = tuple(t[place][None] for t, place in zip(self.tensors, places.values()))
-            own = {n: found[i][place][None] for i, (n, place) in enumerate(places.items())}
-            accurate(own, part, self.dout[rows][None], **options)
+        check_each(dict(zip("qkv", found)), self.tensors, self.dout, self.lengths, **options)
 
 
 def test_sequences_lie_one_behind_the_other(exact_room):
@@ -110,40 +78,40 @@ def test_sequences_lie_one_behind_the_other(exact_room):
 def test_gradients(mask, use_clc, device, backward_config, divisions, exact_room):
     """Those of the reference, in no more room than there are tiles, and the bits of calls whose
     lengths are not known."""
-    packed = Packed(LENGTHS, device)
-    metadata = packed.metadata(**mask)
+    batch = Packed(LENGTHS, device)
+    metadata = batch.metadata(**mask)
     tiles = sum(
         count_tiles(pair, metadata.window) for pair in zip(*LENGTHS, strict=True) if 0 not in pair
     )
     assert metadata.ds_tiles == tiles
     config = backward_config(ds_bytes=2 * tiles * DS_TILE_BYTES)
     options = {"use_clc": use_clc, **mask}
-    found = packed.gradients(
+    found = batch.gradients(
         backward_metadata=metadata, backward_config=config, **options
     )
     (portion,) = divisions[-1].portions
     assert portion.problem.ds_bytes == config.ds_bytes
-    packed.check(found, **mask)
-    without = packed.gradients(**options)
+    batch.check(found, **mask)
+    without = batch.gradients(**options)
     assert divisions[-1].problem.ds_bytes > config.ds_bytes
     assert all(map(torch.equal, found, without))
 
 
 def test_some_heads_at_a_time_and_no_room(device, backward_config, divisions, exact_room):
     """Heads of keys in two portions; and kernels that store no dS."""
-    packed = Packed(LENGTHS, device)
-    packed.tensors[1:] = (t.repeat(1, 2, 1) for t in packed.tensors[1:])
-    metadata, expected = packed.metadata(causal=True), packed.gradients(causal=True)
+    batch = Packed(LENGTHS, device)
+    batch.tensors[1:] = (t.repeat(1, 2, 1) for t in batch.tensors[1:])
+    metadata, expected = batch.metadata(causal=True), batch.gradients(causal=True)
     of_head = metadata.ds_tiles * DS_TILE_BYTES
     for ds_bytes, portions in ((2 * of_head, 1), (2 * of_head - 1, 2), (of_head - 1, 1)):
-        found = packed.gradients(
+        found = batch.gradients(
             causal=True, backward_metadata=metadata,
             backward_config=backward_config(ds_bytes=ds_bytes),
         )  # fmt: skip
         assert len(divisions[-1].portions) == portions
         if ds_bytes >= of_head:
             assert all(map(torch.equal, found, expected))
-        packed.check(found, causal=True)
+        batch.check(found, causal=True)
     assert not divisions[-1].problem.keeps_ds
 
 
@@ -151,28 +119,28 @@ def test_calls_of_other_counts(device, divisions, exact_room):
     """Each has its own room, although it is repeated and differs in contents alone."""
     short, long = (((n, 600 - n),) * 2 for n in (300, 40))
     batches = [Packed(lengths, device) for lengths in (short, long)]
-    for packed in (*batches, *batches):
-        packed.longest = 600, 600
-        metadata = packed.metadata(causal=True)
-        packed.check(packed.gradients(causal=True, backward_metadata=metadata), causal=True)
+    for batch in (*batches, *batches):
+        batch.longest = 600, 600
+        metadata = batch.metadata(causal=True)
+        batch.check(batch.gradients(causal=True, backward_metadata=metadata), causal=True)
     assert {division.problem.listed_tiles for division in divisions} == {24, 28}
 
 
 def test_calls_without_gradients_are_as_without(device):
-    packed = Packed(LENGTHS, device)
-    metadata = packed.metadata(causal=True)
-    found = packed.attend(*packed.tensors, causal=True, backward_metadata=metadata)
-    assert torch.equal(found, packed.attend(*packed.tensors, causal=True))
+    batch = Packed(LENGTHS, device)
+    metadata = batch.metadata(causal=True)
+    found = batch.attend(*batch.tensors, causal=True, backward_metadata=metadata)
+    assert torch.equal(found, batch.attend(*batch.tensors, causal=True))
 
 
 def test_offsets_given_once_and_lengths_on_the_host(device):
     """cu_seqlens_k is cu_seqlens_q; copies on the CPU say the same."""
-    packed = Packed((LENGTHS[0],) * 2, device)
-    once = get_backward_metadata(packed.cu_q, causal=True)
+    batch = Packed((LENGTHS[0],) * 2, device)
+    once = get_backward_metadata(batch.cu_q, causal=True)
     copies = get_backward_metadata(
-        packed.cu_q.cpu(), packed.cu_k.cpu(), window_size=(None, 0), device=device
+        batch.cu_q.cpu(), batch.cu_k.cpu(), window_size=(None, 0), device=device
     )
-    both = packed.metadata(causal=True)
+    both = batch.metadata(causal=True)
     for one in (once, copies):
         assert one.ds_begins.device == both.ds_begins.device
         assert torch.equal(one.ds_begins, both.ds_begins)
@@ -180,7 +148,7 @@ def test_offsets_given_once_and_lengths_on_the_host(device):
 
 
 def test_compiled(device):
-    """The graph is whole, and traced once for metadata of other batches of as many tiles."""
+    """The graph is whole, and traced once for metadata of batches of as many tiles."""
     batches = [Packed(((n, 600 - n),) * 2, device) for n in (300, 299)]
 
     def layer(q, k, v, cu, metadata):
@@ -189,21 +157,22 @@ def test_compiled(device):
         )
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for packed in batches:
-        metadata = get_backward_metadata(packed.cu_q, causal=True)
-        leaves = [t.detach().requires_grad_() for t in packed.tensors]
-        out = compiled(*leaves, packed.cu_q, metadata)
-        packed.check(torch.autograd.grad(out, leaves, packed.dout), causal=True)
+    for batch in batches:
+        metadata = get_backward_metadata(batch.cu_q, causal=True)
+        leaves = [t.detach().requires_grad_() for t in batch.tensors]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            out = compiled(*leaves, batch.cu_q, metadata)
+        batch.check(torch.autograd.grad(out, leaves, batch.dout), causal=True)
 
 
 def test_opcheck(device):
-    packed = Packed(LENGTHS, device)
-    metadata = packed.metadata(causal=True)
-    out, lse = packed.attend(*packed.tensors, causal=True, return_lse=True)
-    given = dict(zip(("q", "k", "v", "out"), (t[None] for t in (*packed.tensors, out))))
+    batch = Packed(LENGTHS, device)
+    metadata = batch.metadata(causal=True)
+    out, lse = batch.attend(*batch.tensors, causal=True, return_lse=True)
+    given = dict(zip(("q", "k", "v", "out"), (t[None] for t in (*batch.tensors, out))))
     call = backward_arguments(
-        **given, dout=packed.dout[None], lse=lse[None], cu_seqlens_q=packed.cu_q,
-        cu_seqlens_k=packed.cu_k, max_seqlen_q=packed.longest[0], max_seqlen_k=packed.longest[1],
+        **given, dout=batch.dout[None], lse=lse[None], cu_seqlens_q=batch.cu_q,
+        cu_seqlens_k=batch.cu_k, max_seqlen_q=batch.longest[0], max_seqlen_k=batch.longest[1],
         window_right=0, ds_begins=metadata.ds_begins, listed_tiles=metadata.ds_tiles,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.fa4_hd256.backward.default, call)
@@ -213,8 +182,8 @@ def test_opcheck(device):
 @pytest.mark.parametrize("seed", [None, 1])
 def test_no_findings(seed, sanitize, exact_room):
     sanitize(seed, clusters=2)
-    packed = Packed(LENGTHS, "cpu")
-    packed.gradients(causal=True, backward_metadata=packed.metadata(causal=True))
+    batch = Packed(LENGTHS, "cpu")
+    batch.gradients(causal=True, backward_metadata=batch.metadata(causal=True))
     reports = sm100_sim.last_reports()[-4:]
     assert all(report.seed == seed and report.findings == [] for report in reports)
 
@@ -225,28 +194,28 @@ def test_no_findings(seed, sanitize, exact_room):
 def wrong(monkeypatch, change):
     """(a batch, metadata that nobody compares with its lengths)."""
     monkeypatch.setattr(autograd, "check_begins", lambda *given: None)
-    packed = Packed(LENGTHS, "cpu")
-    return packed, change(packed.metadata(causal=True))
+    batch = Packed(LENGTHS, "cpu")
+    return batch, change(batch.metadata(causal=True))
 
 
 @pytest.mark.simulator
 def test_too_little_room_is_found(monkeypatch, exact_room):
     """Of one tile less; the memory ends there."""
-    packed, metadata = wrong(monkeypatch, lambda one: one._replace(ds_tiles=one.ds_tiles - 1))
-    packed.tensors = [t[:, :1] for t in packed.tensors]
-    packed.dout = packed.dout[:, :1]
+    batch, metadata = wrong(monkeypatch, lambda one: one._replace(ds_tiles=one.ds_tiles - 1))
+    batch.tensors = [t[:, :1] for t in batch.tensors]
+    batch.dout = batch.dout[:, :1]
     with pytest.raises(sm100_sim.MemoryFault):
-        packed.gradients(causal=True, backward_metadata=metadata)
+        batch.gradients(causal=True, backward_metadata=metadata)
 
 
 @pytest.mark.simulator
 def test_sequences_that_share_tiles_are_found(monkeypatch):
     """All of them begin at the first."""
-    packed, metadata = wrong(
+    batch, metadata = wrong(
         monkeypatch, lambda one: one._replace(ds_begins=torch.zeros_like(one.ds_begins))
     )
     with pytest.raises(AssertionError):
-        packed.check(packed.gradients(causal=True, backward_metadata=metadata), causal=True)
+        batch.check(batch.gradients(causal=True, backward_metadata=metadata), causal=True)
 
 
 @pytest.mark.simulator
@@ -260,10 +229,10 @@ def test_kernels_that_read_other_begins_are_found(planted, exact_room):
         return cls(plain(cls, context, work).tiles, tensors.ds_begins[behind])
 
     planted.setattr(StoredDs, "of", classmethod(moved))
-    packed = Packed(LENGTHS, "cpu")
+    batch = Packed(LENGTHS, "cpu")
     with pytest.raises((sm100_sim.MemoryFault, AssertionError)):
-        found = packed.gradients(causal=True, backward_metadata=packed.metadata(causal=True))
-        packed.check(found, causal=True)
+        found = batch.gradients(causal=True, backward_metadata=batch.metadata(causal=True))
+        batch.check(found, causal=True)
 
 
 # ------------------------------------------------------------------------------------- errors
@@ -302,33 +271,31 @@ def test_nothing_is_read_while_tracing_or_in_a_capture(monkeypatch):
 
 def test_metadata_of_another_call():
     """Of another mask, of other lengths, of fewer sequences; and what is none."""
-    packed = Packed(LENGTHS, "cpu")
-    of_full = packed.metadata()
+    batch = Packed(LENGTHS, "cpu")
+    of_full = batch.metadata()
     with pytest.raises(ValueError, match=r"window of \(None, None\), the call's is \(None, 0\)"):
-        packed.gradients(causal=True, backward_metadata=of_full)
+        batch.gradients(causal=True, backward_metadata=of_full)
     with pytest.raises(TypeError, match="backward_metadata is a tuple"):
-        packed.gradients(backward_metadata=tuple(of_full))
+        batch.gradients(backward_metadata=tuple(of_full))
     other = Packed(((0, 300, 40, 513), LENGTHS[1]), "cpu")
     with pytest.raises(ValueError, match="dS of the sequences begins at tiles"):
-        packed.gradients(causal=True, backward_metadata=other.metadata(causal=True))
+        batch.gradients(causal=True, backward_metadata=other.metadata(causal=True))
     fewer = Packed(((853,), (970,)), "cpu").metadata()
     with pytest.raises(ValueError, match="the batch sizes disagree"):
-        packed.gradients(backward_metadata=fewer)
+        batch.gradients(backward_metadata=fewer)
     unknown = of_full._replace(ds_tiles=0)
     with pytest.raises(ValueError, match="listed_tiles is 0 with ds_begins"):
-        packed.gradients(backward_metadata=unknown)
+        batch.gradients(backward_metadata=unknown)
 
 
 def test_what_goes_with_no_metadata():
-    packed = Packed(LENGTHS, "cpu")
-    metadata, used = packed.metadata(), torch.ones(4, dtype=torch.int32)
+    batch = Packed(LENGTHS, "cpu")
+    metadata, used = batch.metadata(), torch.ones(4, dtype=torch.int32)
     with pytest.raises(ValueError, match="backward_metadata is given with seqused_k"):
-        packed.gradients(seqused_k=used, backward_metadata=metadata)
+        batch.gradients(seqused_k=used, backward_metadata=metadata)
     mask = masks.from_dense(torch.ones(1, 1, 853, 970, dtype=torch.bool))
     with pytest.raises(ValueError, match="block_mask and backward_metadata"):
-        packed.gradients(block_mask=mask, backward_metadata=metadata)
-    leaves = [t[None].detach().requires_grad_() for t in packed.tensors]
+        batch.gradients(block_mask=mask, backward_metadata=metadata)
+    leaves = [t[None].detach().requires_grad_() for t in batch.tensors]
     with pytest.raises(ValueError, match="ds_begins is given with"):
         flash_attn_varlen_func(*leaves, backward_metadata=metadata)
-
-

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
-from backward_cases import accurate, inputs, last_reports
+from backward_cases import accurate, check_each, inputs, last_reports, packed
+from paged_cases import offsets
 
 from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.call import backward_problem
 from fa4_hd256.check import reference
-
-
-def offsets(lengths, device="cpu"):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-def packed(lengths, heads, dtype, device):
-    """Random q, k, v of (total, heads, 256) each; lengths and heads: of q, then of k and v."""
-    sizes = tuple((sum(n), h) for n, h in zip(lengths, heads))
-    return tuple(
-        torch.randn(n, h, 256).to(device, dtype) for n, h in (*sizes, sizes[1])
-    )
 
 
 def gradients(tensors, dout, dlse=None, sink=None, **options):
@@ -37,19 +25,6 @@ def gradients(tensors, dout, dlse=None, sink=None, **options):
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     found = torch.autograd.grad((out, lse), tuple(leaves.values()), (dout, dlse))
     return dict(zip(leaves, found))
-
-
-def check_each(found, tensors, dout, lengths, **options):
-    """Packed gradients of q, k, v sequence by sequence."""
-    starts = [offsets(n).tolist() for n in lengths]
-    for b in range(len(lengths[0])):
-        rows, keys = (slice(start[b], start[b + 1]) for start in starts)
-        places = {"q": rows, "k": keys, "v": keys}
-        part = tuple(tensor[places[name]][None] for name, tensor in zip("qkv", tensors))
-        accurate(
-            {name: found[name][place][None] for name, place in places.items()},
-            part, dout[rows][None], **options,
-        )  # fmt: skip
 
 
 # Zero lengths on either side and both, first and last; rests of a tile, whole tiles, several.

@@ -15,11 +15,6 @@ from fa4_hd256.check import reference
 LSE_TOLERANCE = 1e-3
 
 
-@pytest.fixture(params=[False, True], ids=["static", "clc"])
-def use_clc(request):
-    return request.param
-
-
 def inputs(seqlen_q, seqlen_k, heads=(2, 1), batch=1, dtype=torch.bfloat16, device="cpu"):
     shapes = ((seqlen_q, heads[0]), (seqlen_k, heads[1]), (seqlen_k, heads[1]))
     return tuple(torch.randn(batch, s, h, 256).to(device, dtype) for s, h in shapes)

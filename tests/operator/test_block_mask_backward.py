@@ -17,12 +17,6 @@ from fa4_hd256.call import tile_mask
 from fa4_hd256.check import reference
 from fa4_hd256.kernels import backward_block_mask
 from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES
-from fa4_hd256.run import backward
-
-
-@pytest.fixture(params=[False, True], ids=["static", "clc"])
-def use_clc(request):
-    return request.param
 
 
 def gradients(tensors, mask, dout, dlse=None, sink=None, **options):
@@ -134,19 +128,6 @@ def test_ranges_of_queries(
     found = [gradients(tensors, mask, dout, backward_config=config, **options) for _ in range(2)]
     assert torch.equal(found[0]["q"], whole["q"])
     assert all(torch.equal(found[0][name], found[1][name]) for name in whole)
-
-
-@pytest.fixture
-def divisions(monkeypatch):
-    """How calls were divided."""
-    found, divide = [], backward.divide
-
-    def noted(*arguments):
-        found.append(divide(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr(backward, "divide", noted)
-    return found
 
 
 WINDOW = 100

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
+from paged_cases import offsets
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.check import reference
 
 LSE_TOLERANCE = 1e-3
-
-
-@pytest.fixture(params=[False, True], ids=["static", "clc"])
-def use_clc(request):
-    return request.param
 
 
 def inputs(seqlen_q, seqlen_k, heads=2, heads_kv=1, batch=1, dtype=torch.bfloat16, device="cpu"):
@@ -84,10 +79,6 @@ def test_a_bf16_sink_with_window_and_softcap(use_clc, device):
     sink = torch.randn(4, device=device).bfloat16()
     options = {"learnable_sink": sink, "window_size": (100, 20), "softcap": 30.0}
     check(inputs(300, 300, 4, 2, dtype=torch.float16, device=device), use_clc, **options)
-
-
-def offsets(lengths, device):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def check_packed(lengths_q, lengths_k, use_clc, device, heads=(2, 1), **options):

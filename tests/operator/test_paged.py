@@ -17,11 +17,6 @@ from fa4_hd256 import flash_attn_varlen_func
 SIZES = (16, 32, 48, 64, 128, 256, 784)
 
 
-@pytest.fixture(params=[False, True], ids=["static", "clc"])
-def use_clc(request):
-    return request.param
-
-
 def queries(*shape, device="cpu", dtype=torch.bfloat16):
     return torch.randn(*shape, 256).to(device, dtype)
 

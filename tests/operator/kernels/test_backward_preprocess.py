@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
+from paged_cases import offsets
 
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
@@ -20,10 +20,6 @@ from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage
 
 OPTIONS = Options.check(None, False, (None, None), 0.0, False)
-
-
-def offsets(lengths, device):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def describe(q, lse_gradient=False, ragged=None, max_seqlen_q=None):

@@ -8,13 +8,13 @@ from dataclasses import replace
 import cutlass.cute as cute
 import pytest
 import torch
+from decode_cases import accurate, tensors
 from paged_cases import Paged
 from paged_cases import check as check_pages
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
 from fa4_hd256.kernels.blackwell.decode.kernel import DecodeKernel
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
@@ -22,17 +22,6 @@ from fa4_hd256.kernels.drain import check_drains
 from softmax_emu.pattern import Ex2Pattern
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
-
-
-def tensors(queries, keys, heads, batch=2, dtype=torch.bfloat16):
-    q = torch.randn(batch, queries, heads[0], 256).to(dtype)
-    return q, *(torch.randn(batch, keys, heads[1], 256).to(dtype) for _ in range(2))
-
-
-def accurate(found, given, **options):
-    comparison = reference.compare(*found, given, **options)
-    assert comparison.max_error <= 2 * comparison.pytorch_max_error
-    assert comparison.lse_max_error < 1e-3
 
 
 # Rows of a tile: all of them; of a group of 6 heads, padded to 8; several tiles of queries; a head

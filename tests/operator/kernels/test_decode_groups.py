@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode_cases import accurate, tensors
 from e4m3_cases import accurate as accurate_e4m3
 from e4m3_cases import codes, exact, scales
 from paged_cases import Paged, int32, offsets
@@ -31,17 +32,6 @@ from sm100_sim.host.cubin import launch_registers
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 CONFIG, E4M3_CONFIG = DECODE[-1], DECODE_E4M3[-1]
-
-
-def tensors(queries, keys, heads, batch=1):
-    q = torch.randn(batch, queries, heads[0], 256).bfloat16()
-    return q, *(torch.randn(batch, keys, heads[1], 256).bfloat16() for _ in range(2))
-
-
-def accurate(found, given, **options):
-    comparison = reference.compare(*found, given, **options)
-    assert comparison.max_error <= 2 * comparison.pytorch_max_error
-    assert comparison.lse_max_error < 1e-3
 
 
 def test_plan():
@@ -78,7 +68,7 @@ CASES = [(1, (40, 1)), (2, (64, 1)), (2, (24, 1)), (11, (6, 2)), (8, (8, 1)), (5
 @pytest.mark.sampled("1-1-*40*", "2-1-*40*", "1-11-*", "2-8-*")
 def test_rows_of_both_groups(queries, heads, num_splits):
     """Each head has a sink and a size of its own, and each query its keys."""
-    given, sink = tensors(queries, 290, heads), torch.randn(heads[0])
+    given, sink = tensors(queries, 290, heads, batch=1), torch.randn(heads[0])
     given[0].mul_(torch.linspace(0.5, 2, heads[0])[:, None])
     found = flash_attn_func(
         *given, causal=True, learnable_sink=sink, return_lse=True, num_splits=num_splits,
@@ -91,7 +81,7 @@ def test_rows_of_both_groups(queries, heads, num_splits):
 @pytest.mark.parametrize("option", ["window", "softcap", "tree", "alibi"])
 @pytest.mark.sampled("window-8-*", "tree-8-*", "tree-1-*", "alibi-1-*", "alibi-5-*", "softcap-5-*")
 def test_options(queries, heads, option):
-    given = tensors(queries, 270, heads, batch=2)
+    given = tensors(queries, 270, heads)
     mask, slopes = torch.rand(2, queries, queries) < 0.5, torch.linspace(0.01, 0.4, heads[0])
     capped = {"softcap": 20.0, "causal": True, "softmax_scale": -0.1}
     options, wanted = {
@@ -112,7 +102,7 @@ def test_a_step_that_one_group_does_not_see():
     """The first step's keys are those of the last four queries alone, the second group's; then
     keys that the first group does not see at all; and a tile whose second group has no query."""
     for queries, keys in ((8, 132), (8, 4), (3, 130)):
-        given = tensors(queries, keys, (8, 1))
+        given = tensors(queries, keys, (8, 1), batch=1)
         found = flash_attn_func(
             *given, causal=True, return_lse=True, num_splits=1, config=CONFIG
         )
@@ -139,7 +129,7 @@ def test_sequences_of_fewer_queries_than_a_tile():
 def test_maxima_that_grow_in_one_group(head):
     """In every step those of a row of one group, and the other group's never: its bits are those
     that it has beside other rows."""
-    q, k, v = tensors(1, 600, (64, 1))
+    q, k, v = tensors(1, 600, (64, 1), batch=1)
     growth = torch.linspace(8, 0.05, 600)[:, None] * torch.ones(256)
     k[0, :, 0] = (growth * q[0, 0, head].float() / 16).bfloat16()
     found = flash_attn_func(q, k, v, return_lse=True, num_splits=1, config=CONFIG)
@@ -156,7 +146,7 @@ def test_maxima_that_grow_in_one_group(head):
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.sampled("1-1-*", "2-8-*")
 def test_e4m3(queries, heads, num_splits):
-    q = tensors(queries, 1, heads)[0] * torch.linspace(0.5, 2, heads[0])[:, None]
+    q = tensors(queries, 1, heads, batch=1)[0] * torch.linspace(0.5, 2, heads[0])[:, None]
     keys, given = [codes(1, 290, 1, 256) for _ in "kv"], scales(1, 1)
     q = q.bfloat16()
     found = flash_attn_func(
@@ -201,7 +191,7 @@ def test_a_group_with_the_other_ones_rows_is_noticed(method, planted):
         "_first_row": lambda self, context: 0,
     }  # fmt: skip
     planted.setattr(DecodeConsumers, method, wrong[method])
-    given = tensors(queries, 140, (heads, 1))
+    given = tensors(queries, 140, (heads, 1), batch=1)
     found = flash_attn_func(*given, causal=True, return_lse=True, num_splits=1, config=CONFIG)
     with pytest.raises(AssertionError):
         accurate(found, given, causal=True)

@@ -40,11 +40,6 @@ def of(tensors, entries):
     return tuple(tensor[list(entries)].clone() for tensor in tensors)
 
 
-@pytest.fixture(params=[False, True], ids=["static", "clc"])
-def use_clc(request):
-    return request.param
-
-
 def test_a_sequence_has_the_same_bits_in_every_batch(use_clc, device):
     """All together, in another order, and each alone; the sink is the first part's."""
     tensors = inputs((2, LONGEST), HEADS, len(USED), device=device)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decode_cases import accurate, tensors
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import splits_for
-from fa4_hd256.check import reference
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
 from fa4_hd256.run.launch import gpu_of
 
@@ -19,17 +19,6 @@ pytestmark = pytest.mark.simulator
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
-
-
-def tensors(queries, keys, heads, batch=2):
-    q = torch.randn(batch, queries, heads[0], 256).bfloat16()
-    return q, *(torch.randn(batch, keys, heads[1], 256).bfloat16() for _ in range(2))
-
-
-def accurate(found, given, **options):
-    comparison = reference.compare(*found, given, **options)
-    assert comparison.max_error <= 2 * comparison.pytorch_max_error
-    assert comparison.lse_max_error < 1e-3
 
 
 # (queries, heads): the rows of a tile, 16 of 64; all of them; of groups of 3 and 6 heads, padded to

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 from cross_compile import compile_sm100
 from gpus import gpu
+from paged_cases import offsets
 
 import sm100_sim
 from fa4_hd256.call.forward_problem import Options, Problem
@@ -27,10 +27,6 @@ pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 SCHEDULERS = (StaticPersistentScheduler, StaticSingleTileScheduler, ClcScheduler)
 LENGTHS_Q, LENGTHS_K = (300, 0, 5, 700, 1, 64), (200, 9, 0, 700, 300, 64)
-
-
-def offsets(lengths):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 @pytest.fixture(scope="module", params=SCHEDULERS, ids=lambda s: s.__name__)

@@ -6,7 +6,6 @@ few kinds of calls, each with every number of parts.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import cutlass
@@ -15,6 +14,7 @@ import torch
 from backward_cases import accurate as accurate_gradients
 from backward_cases import gradients, inputs
 from gpus import gpu
+from paged_cases import offsets
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.architectures import named
@@ -31,15 +31,6 @@ LSE_TOLERANCE = 1e-3
 HEADS = (8, 1)
 #: A group of 3, which does not divide a CTA's rows, so that each head has tiles of its own.
 THREE = (3, 1)
-
-
-@pytest.fixture(params=[False, True], ids=["static", "clc"])
-def use_clc(request):
-    return request.param
-
-
-def offsets(lengths, device):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def ints(values, device):
