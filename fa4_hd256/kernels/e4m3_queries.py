@@ -58,10 +58,10 @@ class ScaledRows:
 
 
 class ScaledQueries(ScaledRows):
-    """The role `quantise`, which reads the rows from global memory.
+    """The role `quantise`, whose warps read the rows from global memory, each its share of a tile.
 
-    rows_at_once: rows that a warp works on at a time.  query_edges: (full, free) of what it fills,
-    first Q's.
+    rows_at_once: rows that a warp works on at a time, at most.  query_edges: (full, free) of what
+    it fills, first Q's.
     """
 
     rows_at_once: int
@@ -78,7 +78,7 @@ class ScaledQueries(ScaledRows):
 
     @cute.jit
     def quantise(self, context: Any):
-        """Each tile's Q, and the factors of its rows; one warp."""
+        """Each tile's Q, and the factors of its rows."""
         states = self.edges.waiter_states(*(free for _, free in self.query_edges))
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -97,9 +97,12 @@ class ScaledQueries(ScaledRows):
         barriers, q_free = context.barriers, self.query_edges[0][1]
         for _, free in self.query_edges:
             barriers[free].wait(states[free])
-        for group in cutlass.range(self.config.rows // self.rows_at_once, unroll=1):
-            first = group * self.rows_at_once
-            rows = [self._load_row(context, work, first + i) for i in range(self.rows_at_once)]
+        warps = self.config.warps.quantise
+        own = cute.arch.thread_idx()[0] // WARP_SIZE - warps[0]
+        at_once = self._at_once()
+        for group in cutlass.range(self.config.rows // (at_once * len(warps)), unroll=1):
+            first = (group * len(warps) + own) * at_once
+            rows = [self._load_row(context, work, first + i) for i in range(at_once)]
             for i, values in enumerate(rows):
                 self._scale_row(context, first + i, values, states[q_free].index)
         # The tensor core reads through the async proxy what was written here.
@@ -109,17 +112,23 @@ class ScaledQueries(ScaledRows):
             states.advance(free)
         return states
 
-    @cute.jit
-    def _load_row(self, context: Any, work: Any, row: Int32):
-        """This lane's elements of a row of Q in float32; 0 of one that there is not."""
+    def _at_once(self) -> int:
+        """Rows of a warp that are asked for together: each by itself would wait for memory."""
+        return min(self.rows_at_once, self.config.rows // len(self.config.warps.quantise))
+
+    def _load_row(self, context: Any, work: Any, row: Int32) -> cute.Tensor:
+        """This lane's elements of a row of Q; 0 of one that there is not, for which another one is
+        read: behind a branch each row's load would be waited for by itself."""
         packed, queries = self.problem_class.packed_heads, context.query(work)
         query, in_group = self.queries(work)[0] + row // self.of_query, row % self.of_query
-        values = cute.make_rmem_tensor(HEAD_DIM // WARP_SIZE, self.dtype)
-        values.fill(0.0)
-        if (query < queries.length) & (in_group < packed):
-            head = work.head * packed + in_group
-            source = context.tensors.q[queries.offset + query, None, head, queries.batch]
-            values.store(load_lane_columns(source, cute.arch.lane_idx()).load())
+        exists = (query < queries.length) & (in_group < packed)
+        place = queries.offset + cutlass.min(query, queries.length - 1)
+        head = work.head * packed + cutlass.min(in_group, packed - 1)
+        source = context.tensors.q[place, None, head, queries.batch]
+        values = load_lane_columns(source, cute.arch.lane_idx())
+        words = cute.recast_tensor(values, Int32)
+        for word in range(cute.size(words)):
+            words[word] = cutlass.select_(exists, words[word], Int32(0))
         return values
 
 

@@ -38,7 +38,8 @@ have as many bits as a bf16: x = hi + lo / 16, hi and then what is left, times 1
 The parts are rows of one operand, so that N is twice the rows and a tile of K or V is read once: a
 step of 128 keys takes half of the products' clocks, and half of the bytes (docs/tables/fp8.md has
 the errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P
-by `HEADROOM`.  The softmax adds the parts of S, and those of O at the end.
+by `HEADROOM`.  A row takes a warp some 170 clocks, so that a warpgroup of its own does it: a tile's
+first product waits for all of them.  The softmax adds the parts of S, and those of O at the end.
 
 Converting K and V to bf16 in shared memory instead would read 64 KiB a step and write 128 KiB
 there, beside the 64 KiB that TMA writes and the 128 KiB that the products read: 3,072 clocks of its
@@ -78,8 +79,14 @@ GROUP_ROWS = 32  # of a group of the softmax, at most
 #: Query rows of a tile that are offered: N of both products.
 ROWS = (16, 32, 64)
 
-#: Registers a thread of the softmax and of the other roles, by groups of the softmax.
-REGISTERS = {1: (256, 256), 2: (200, 104)}
+#: Registers a thread of the softmax, of the other roles and of the warps that bring Q to e4m3, by
+#: groups of the softmax and whether there are such warps.
+REGISTERS = {
+    (1, False): (256, 256, 0),
+    (2, False): (200, 104, 0),
+    (1, True): (256, 96, 152),
+    (2, True): (200, 56, 56),
+}
 
 #: Parts of Q and P, whose operand has e4m3.
 E4M3_PARTS = 2
@@ -104,31 +111,33 @@ E4M3_COSTS = 1e-6, 4.0, 1.0
 class DecodeWarpPlan(WarpPlan):
     """Warp indices and register budgets of a CTA: the softmax, then a warp for each other role.
 
-    quantise: brings Q to e4m3; None where K and V are not.
+    quantise: those that bring Q to e4m3, a warpgroup; None where K and V are not.
     """
 
     softmax: tuple[int, ...]
     mma: int
     load: int
     scheduler: int
-    quantise: int | None
+    quantise: tuple[int, ...] | None
     registers_softmax: int
     registers_other: int
+    registers_quantise: int
 
     ROLES = (
         ("softmax", "registers_softmax"),
-        *((role, "registers_other") for role in ("mma", "load", "scheduler", "quantise")),
+        *((role, "registers_other") for role in ("mma", "load", "scheduler")),
+        ("quantise", "registers_quantise"),
     )
 
     @classmethod
     def of(cls, groups: int, e4m3: bool) -> DecodeWarpPlan:
         """groups: of the softmax, of a warpgroup each.  e4m3: whether K and V are."""
         first = groups * WARPS_PER_WARPGROUP
-        mma, load, scheduler, quantise = range(first, first + WARPS_PER_WARPGROUP)
-        softmax, other = REGISTERS[groups]
+        mma, load, scheduler, _, *quantise = range(first, first + 2 * WARPS_PER_WARPGROUP)
         return cls(
-            tuple(range(first)), mma, load, scheduler, quantise if e4m3 else None, softmax, other
-        )
+            tuple(range(first)), mma, load, scheduler, tuple(quantise) if e4m3 else None,
+            *REGISTERS[groups, e4m3],
+        )  # fmt: skip
 
     @property
     def groups(self) -> int:
@@ -138,12 +147,13 @@ class DecodeWarpPlan(WarpPlan):
     @property
     def WARPGROUPS(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
         softmax = (("softmax", "registers_softmax"),) * self.groups
-        return (*softmax, ("the other roles", "registers_other"))
+        quantise = (("quantise", "registers_quantise"),) if self.quantise else ()
+        return (*softmax, ("the other roles", "registers_other"), *quantise)
 
     @property
     def scheduled_warps(self) -> int:
         """Warps that run the tile loop."""
-        return len(self.softmax) + 3 + (self.quantise is not None)
+        return len(self.softmax) + 3 + len(self.quantise or ())
 
 
 @dataclass(frozen=True)
@@ -313,11 +323,13 @@ class DecodeConfig:
 
     @property
     def _quantised(self) -> tuple[Edge, ...]:
-        """Edges of Q, which a warp brings to e4m3, and of the factors that bring its rows back."""
+        """Edges of Q, which warps bring to e4m3, and of the factors that bring its rows back."""
         softmax, warps = len(self.warps.softmax), Signal.WARPS_CTA
+        quantise = len(self.warps.quantise or ())
         return (
-            Edge("q_loaded", self.q_stages, warps, "quantise", 1, "mma", "both parts of Q in SMEM"),
-            Edge("factors_ready", self.q_stages, warps, "quantise", 1, "softmax",
+            Edge("q_loaded", self.q_stages, warps, "quantise", quantise, "mma",
+                 "both parts of Q in SMEM"),
+            Edge("factors_ready", self.q_stages, warps, "quantise", quantise, "softmax",
                  "a factor for each row of Q"),
             Edge("factors_free", self.q_stages, warps, "softmax", softmax, "quantise",
                  "they have been read", True),

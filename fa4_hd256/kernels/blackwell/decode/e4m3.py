@@ -1,6 +1,6 @@
 """The decode kernel for K and V in e4m3: `config` NOTE [e4m3].
 
-A warp of its own, `quantise`, reads Q from global memory and writes both parts of it where the
+Four warps of their own, `quantise`, read Q from global memory and write both parts of it where the
 tensor core reads them, a tile ahead, with a factor a row (`kernels.e4m3_queries`).  All else is the
 decode kernel's, with scales (`kernels.e4m3_scales`)::
 
@@ -56,13 +56,14 @@ class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
 
     kv_bytes = 1
     top_exponent = 7  # of 448 at most
-    rows_at_once = 8
     query_edges = (("q_loaded", "q_free"), ("factors_ready", "factors_free"))
 
     def __init__(
         self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any = None
     ) -> None:
         super().__init__(config, problem_class, scheduler)
+        # Of a warp that brings Q to e4m3, as its registers allow.
+        self.rows_at_once = 8 if config.softmax_groups == 1 else 4
         columns = config.columns
         scores = MmaShape(
             BLOCK_KV, columns, self.is_bf16, negate_a=problem_class.negative_scale, ctas=self.ctas,
@@ -106,10 +107,13 @@ class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
         return E4m3Context(**vars(common), k_descale=k_descale, v_descale=v_descale)
 
     @cute.jit
-    def run_role(self, context: Any, warp: Int32):
-        """The role of this warp."""
-        super().run_role(context, warp)
-        if warp == self.config.warps.quantise:
+    def run_other_role(self, context: Context, warp: Int32):
+        """As `DecodeKernel`, or that of a warp which brings Q to e4m3."""
+        warps = self.config.warps
+        if warp < warps.quantise[0]:
+            super().run_other_role(context, warp)
+        else:
+            self.set_registers(warps.registers_quantise)
             self.quantise(context)
 
     # ------------------------------------------------------------ Q

@@ -133,13 +133,19 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
             self.set_registers(warps.registers_softmax)
             self.softmax(self._of_group(context, warp))
         else:
-            self.set_registers(warps.registers_other)
-            if warp == warps.mma:
-                self.mma(context)
-            if warp == warps.load:
-                self.load(context)
-            if warp == warps.scheduler:
-                self.schedule(context)
+            self.run_other_role(context, warp)
+
+    @cute.jit
+    def run_other_role(self, context: Context, warp: Int32):
+        """That of a warp which has none of the softmax."""
+        warps = self.config.warps
+        self.set_registers(warps.registers_other)
+        if warp == warps.mma:
+            self.mma(context)
+        if warp == warps.load:
+            self.load(context)
+        if warp == warps.scheduler:
+            self.schedule(context)
 
     def _of_group(self, context: Context, warp: Int32) -> Context:
         """That of a softmax warp's group, `config` NOTE [two groups]: its rows are the first of

@@ -50,7 +50,11 @@ def _split(values: list[Float32]) -> tuple[Int32, Int32]:
         write_only_types=[Float32] * _WORD,
         read_only_args=[codes],
     )
-    left = [(x - hi) * Float32(1 / LOW_PART) for x, hi in zip(values, rounded, strict=True)]
+    left: list[Float32] = []
+    for first in range(0, _WORD, 2):
+        pair, of_high = values[first : first + 2], rounded[first : first + 2]
+        less = cute.arch.sub_packed_f32x2(tuple(pair), tuple(of_high))
+        left += cute.arch.mul_packed_f32x2(less, (Float32(1 / LOW_PART),) * 2)
     return codes, _codes(left)
 
 
