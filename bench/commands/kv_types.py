@@ -1,8 +1,8 @@
-"""`python -m bench kv-types`: decoding over keys and values in e4m3 beside the same in bf16, on a
-GPU, by turns.
+"""`python -m bench kv-types`: decoding over keys and values in e4m3 beside the same in bf16.
 
-Both caches hold the same numbers, those that e4m3 has, so that both results are compared with the
-same float64 attention before anything is timed.
+On a GPU both are timed by turns. Both caches then hold the same numbers, those that e4m3 has, so
+that both results are compared with the same float64 attention before anything is timed. Without one
+times are the model's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from bench.measure.providers import Inputs, Ours
 from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.measure.variants import measured_variants
-from bench.suite import Case
+from bench.model.calls import forward_problem
+from bench.model.machines import gpu_of
+from bench.model.predictor import OURS_E4M3, Predictor, add_model_options, printing_predictor
+from bench.suite import FORWARD, Case
+from bench.tables.comparison import OURS
+from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
-from bench.tables.table import Column, Plot, Table
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
 E4M3, BF16 = "e4m3", "bf16"
@@ -74,18 +79,56 @@ def _inputs(case: Case, device: torch.device) -> tuple[Inputs, Inputs]:
     return found, replace(found, k=codes[0], v=codes[1])
 
 
-COLUMNS = (
+def modelled(case: Case, predictor: Predictor) -> dict[str, Any]:
+    """A row of the timing model."""
+    machine, of_kind = predictor.machine, {BF16: OURS, E4M3: OURS_E4M3.name}
+    found = {kind: predictor.predict(one, case, FORWARD) for kind, one in of_kind.items()}
+    ratios = found[BF16].seconds / found[E4M3].seconds
+    row = {
+        "group": case.group, "shape": case.shape, "heads": case.heads_text,
+        "rows": forward_problem(case).tiles.rows, "ratio": float(ratios[0]),
+        "least": float(ratios.min()), "most": float(ratios.max()),
+        BASIS: "modelled", MACHINE: modelled_machine(machine),
+    }  # fmt: skip
+    rate = gpu_of(machine).hbm_bytes_per_second
+    for kind, nbytes in BYTES.items():
+        seconds = float(found[kind].seconds[0])
+        row[kind] = seconds * 1e6
+        row[f"parts_{kind}"] = predictor.providers[of_kind[kind]].default(case, FORWARD, machine)[1]
+        row[f"hbm_{kind}"] = case.kv_elements * nbytes / seconds / rate
+    return row
+
+
+RATIO = Column("ratio", format=".2f", title="tokens a second, of bf16's")
+MEASURED_COLUMNS = (
     Column("shape"), Column("heads"),
     *(column for kind in BYTES for column in (
         Column(kind, "us", ".1f"), Column(f"range_{kind}", title="p20..p80"),
         Column(f"rate_{kind}", "TB/s", ".2f", f"K and V once, {kind}"),
     )),
-    Column("ratio", format=".2f", title="tokens a second, of bf16's"),
-    Column("clock_mhz", "MHz", ".0f", "clock"), Column("power_watts", "W", ".0f", "power"),
+    RATIO, Column("clock_mhz", "MHz", ".0f", "clock"), Column("power_watts", "W", ".0f", "power"),
+)  # fmt: skip
+COLUMNS = (
+    Column("shape"), Column("heads"), Column("rows", title="rows of a tile"),
+    *(column for kind in BYTES for column in (
+        Column(kind, "us", ".1f"), Column(f"parts_{kind}", title=f"parts, {kind}"),
+        Column(f"hbm_{kind}", format=".1%", title=f"of HBM, {kind}"),
+    )),
+    RATIO, Column("least", format=".2f"), Column("most", format=".2f"),
 )  # fmt: skip
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Of rows of `modelled`."""
+    note = (
+        "The call's default kernels and parts, those that make one result of the parts included. "
+        "Of HBM: bytes of keys and values over what HBM gives by its data sheet in the time. "
+        "Least, most: the ratio under any of the sets of constants that were drawn."
+    )
+    return _table(COLUMNS, rows, (note,))
+
+
+def measured_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Of rows of `measured`."""
     reasons = sorted({row["refused"] for row in rows} - {""})
     notes = (
@@ -93,11 +136,18 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         "Clock and power are e4m3's.",
         *(f"Not run: {reason}." for reason in reasons),
     )
+    return _table(MEASURED_COLUMNS, rows, notes)
+
+
+def _table(
+    columns: tuple[Column, ...], rows: Sequence[dict[str, Any]], notes: tuple[str, ...]
+) -> Table:
     title = "Decoding over K and V in e4m3 beside bf16"
-    return Table("kv_types", title, COLUMNS, list(rows), notes, Plot(("shape",), tuple(BYTES)))
+    return Table("kv_types", title, columns, list(rows), notes, Plot(("shape",), tuple(BYTES)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
     add_sampling_options(parser)
     add_time_limit(parser)
     suite.add_selection(parser)
@@ -105,12 +155,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Exit status 1 if something did not run. Raises ValueError without a GPU."""
-    limit, missing = TimeLimit(arguments.within), Ours().missing()
-    if missing is not None:
-        raise ValueError(f"{missing}: types of K and V are timed on a GPU, never modelled here")
+    """Exit status 1 if something did not run."""
+    limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
+    if arguments.modelled or Ours().missing() is not None:
+        predictor = printing_predictor(arguments.machine, arguments.draws)
+        emit(table([modelled(case, predictor) for case in cases]), arguments)
+        return 0
     timer, sampling = CudaTimer(), Sampling(arguments.warmup, arguments.runs)
-    cases = limit.begun(suite.selected(arguments, default_cases))
-    rows = [measured(case, timer, sampling) for case in cases]
-    emit(limit.noted(table(rows)), arguments)
+    rows = [measured(case, timer, sampling) for case in limit.begun(cases)]
+    emit(limit.noted(measured_table(rows)), arguments)
     return int(any(row["refused"] for row in rows))

@@ -51,11 +51,12 @@ def architecture_on(gpu: Gpu) -> Architecture:
 
 
 def forward_problem(
-    case: Case, architecture: Architecture = ARCHITECTURES[0], config: Any = None
-) -> Problem:
+    case: Case, architecture: Architecture = ARCHITECTURES[0], config: Any = None,
+    kv_dtype: torch.dtype | None = None,
+) -> Problem:  # fmt: skip
     """A case as the operator describes it, without its tensors; bf16. config: of the forward, None
-    for the default one."""
-    known = kernels_of(architecture).forward_tiles(config)
+    for the default one. kv_dtype: of K and V, as `ProblemClass`."""
+    known = kernels_of(architecture).forward_tiles(config, kv_dtype)
     ragged: tuple[str, ...] = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
     if case.page_size:
         ragged = ("seqused_k", "page_table")
@@ -84,10 +85,12 @@ def _rows(case: Case) -> list[tuple[int, int]]:
     return [(1, sum(side)) if case.packed else (case.batch, max(side)) for side in sides]
 
 
-def default_splits(case: Case, gpu: Gpu, config: Any = None) -> int:
-    """Parts into which a call of ours divides the keys by default. config: as
+def default_splits(
+    case: Case, gpu: Gpu, config: Any = None, kv_dtype: torch.dtype | None = None
+) -> int:
+    """Parts into which a call of ours divides the keys by default. config, kv_dtype: as
     `forward_problem`'s."""
-    return splits_for(forward_problem(case, architecture_on(gpu), config), gpu)
+    return splits_for(forward_problem(case, architecture_on(gpu), config, kv_dtype), gpu)
 
 
 def defaults_to_clc(case: Case, direction: str) -> bool:

@@ -93,7 +93,7 @@ class DecodeVariant:
         queries = min(case.seqlen_q, problem.tile_queries)
         return cls(
             Kind.of(case), problem.tiles.rows, queries, problem.packed_heads, divided, use_clc,
-            case.page_size,
+            case.page_size, problem.tiles.kv_dtype is not None,
         )  # fmt: skip
 
     @property
@@ -127,7 +127,7 @@ class DecodeVariant:
             self.policy, rows=self.rows, cluster=1, packs_heads=True,
             ordered=self.config.ordered_tiles, prefetches=self.config.q_stages > 1,
             claims=Late((CLAIM_STEPS + LOADS_AHEAD) * self.step_work) if self.use_clc else 0,
-            dependent=True, gpu=gpu_of(machine),
+            dependent=True, kv_bytes=self.config.kv_bytes, gpu=gpu_of(machine),
         )  # fmt: skip
 
 

@@ -159,26 +159,34 @@ class OurProvider:
 
 
 class Ours(OurProvider):
-    """Our kernels for Blackwell. config: of the forward, None for what calls take by default."""
+    """Our kernels for Blackwell. config: of the forward, None for what calls take by default.
+    kv_dtype: of K and V, None for bf16; calls with another take a kernel for a few rows."""
 
-    def __init__(self, config: ForwardConfig | DecodeConfig | None = None) -> None:
-        self.config = config
+    def __init__(
+        self, config: ForwardConfig | DecodeConfig | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.kv_dtype = config, kv_dtype
         if config is not None:
             self.name = f"{OURS}, {config.tiles.kind}, {config.tiles.rows} rows"
+        elif kv_dtype is not None:
+            self.name = f"{OURS}, K and V in {str(kv_dtype).removeprefix('torch.')}"
 
     def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
         use_clc, splits = super().default(case, direction, machine)
         if direction == FORWARD:
-            splits = default_splits(case, gpu_of(machine), self.config)
+            splits = default_splits(case, gpu_of(machine), self.config, self.kv_dtype)
         return use_clc, splits
 
     def refuses(self, case: Case, direction: str) -> str | None:
         if case.page_size and direction == BACKWARD:
             return "keys in pages have no gradients"
+        if self.kv_dtype is not None and direction == BACKWARD:
+            return "keys of another dtype than queries have no gradients"
         return None
 
     def _problem(self, case: Case) -> Problem:
-        return forward_problem(case, config=self.config)
+        return forward_problem(case, config=self.config, kv_dtype=self.kv_dtype)
 
     def variant(
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
@@ -67,9 +68,9 @@ class Provider(Protocol):
 
 
 #: Ours with the forward's tiles however few the rows, to be held beside what calls take.
-OURS_FORWARD = Ours(ForwardConfig())
+OURS_FORWARD, OURS_E4M3 = Ours(ForwardConfig()), Ours(kv_dtype=torch.float8_e4m3fn)
 _ALL: tuple[Provider, ...] = (
-    Ours(), OURS_FORWARD, FlashAttention4(), FlashAttention4FiveProducts(),
+    Ours(), OURS_FORWARD, OURS_E4M3, FlashAttention4(), FlashAttention4FiveProducts(),
     FlashAttention4Divided(), Frost(),
 )  # fmt: skip
 PROVIDERS = {one.name: one for one in _ALL}

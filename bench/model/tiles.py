@@ -89,10 +89,11 @@ class ForwardTiling:
     follows their queries; otherwise each has blocks for the longest one, or, `in_a_row`, they may
     be numbered as `schedulers.order.PackedBlocks` says. num_splits: parts into which the keys of a
     tile are divided; equal_parts: of equal size but for the last ones, which may be empty, else as
-    even as can be; dependent: what makes one result of them is launched as a dependent. prefetches:
-    whether the queries of the next tile are asked for while a tile is worked on, claims: how many
-    tiles a cluster has claimed ahead, both as `sm100_sim.timing.schedule` takes them; O leaves
-    behind the tile in any case. gpu: whose L2 the order is made for; order: how.
+    even as can be; dependent: what makes one result of them is launched as a dependent. kv_bytes:
+    of an element of K or V. prefetches: whether the queries of the next tile are asked for while a
+    tile is worked on, claims: how many tiles a cluster has claimed ahead, both as
+    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2 the
+    order is made for; order: how.
     """
 
     policy: str
@@ -108,10 +109,16 @@ class ForwardTiling:
     num_splits: int = 1
     equal_parts: bool = False
     dependent: bool = False
+    kv_bytes: float = 2.0
     prefetches: bool = False
     claims: int | Late | None = None
     gpu: Gpu = B200
     order: Order = Order()
+
+    @property
+    def key_bytes(self) -> float:
+        """Of a key and its value."""
+        return 2 * self.kv_bytes * self.head_dim
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).
@@ -228,7 +235,7 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
             continue
         keys = shared_by(block * queries, queries, lengths, case.bounds)
         group = entry * case.heads_kv + head // ratio
-        found.append(grouped(of(block, lengths, part), group, keys, 4.0 * tiling.head_dim / splits))
+        found.append(grouped(of(block, lengths, part), group, keys, tiling.key_bytes / splits))
     return found
 
 
@@ -247,7 +254,7 @@ def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
     entries = case.batch * tiling.num_splits
     section = 1 if not tiling.ordered else tiling.order.section(
         case, tiling.gpu, heads // case.heads_kv, entries * heads,
-        4 * tiling.head_dim * case.seqlen_k,
+        tiling.key_bytes * case.seqlen_k,
     )
     later_first = tiling.ordered and tiling.order.later(case.bounds[1] is not None)
     problem = TileProblem(blocks, heads, entries, section, later_first)

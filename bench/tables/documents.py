@@ -190,6 +190,9 @@ DOCUMENTS = {
     "pages": Document(
         "Keys and values in pages", ("pages", "--modelled"), "serving.md"
     ),
+    "kv_types": Document(
+        "Keys and values in e4m3 beside bf16", ("kv-types", "--modelled"), "serving.md"
+    ),
     "pages_gb200": Document(
         "Keys and values in pages, on a GB200", ("pages", "--modelled", "--machine", "gb200"),
         "serving.md",

@@ -1,5 +1,7 @@
 """Decoding over K and V in e4m3 beside bf16 as it is measured, with ours in the simulator and a
-timer that counts."""
+timer that counts, and as it is modelled."""
+
+import json
 
 import pytest
 import torch
@@ -48,7 +50,7 @@ def test_a_row(here):
     assert (row["bf16"], row["e4m3"], row["ratio"]) == pytest.approx((2, 1, 2))
     assert row["rate_e4m3"] == pytest.approx(row["rate_bf16"])
     assert row["refused"] == ""
-    assert "2x(2, 140)" in kv_types.table([row]).as_markdown()
+    assert "2x(2, 140)" in kv_types.measured_table([row]).as_markdown()
 
 
 @pytest.mark.simulator
@@ -63,6 +65,14 @@ def test_wrong_results_are_not_timed(here, monkeypatch):
     assert row["refused"].startswith("e4m3: wrong: error")
 
 
-def test_it_is_of_a_gpu(capsys):
-    assert torch.cuda.is_available() or main(["kv-types"]) == 2
-    assert torch.cuda.is_available() or "no CUDA device" in capsys.readouterr().err
+@pytest.mark.simulator
+def test_a_modelled_row(capsys, tmp_path):
+    """Half of the bytes at HBM's rate, with tiles of 16 rows."""
+    found = tmp_path / "found.json"
+    case = ["--only", "128x(1, 131072)"]
+    assert main(["kv-types", "--modelled", "--draws", "0", *case, "--json", str(found)]) == 0
+    (row,) = json.loads(found.read_text())["tables"][0]["rows"]
+    assert row["rows"] == 16 and row["basis"] == "modelled"
+    assert row["bf16"] == pytest.approx(row["e4m3"] * row["ratio"])
+    assert 1.9 < row["ratio"] < 2 and row["least"] == row["ratio"] == row["most"]
+    assert 0.75 < row["hbm_e4m3"] < row["hbm_bf16"] < 1
