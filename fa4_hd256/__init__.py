@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from .kv_cache import flash_attn_with_kvcache
     from .metadata import get_backward_metadata, get_scheduler_metadata
     from .models import AttentionModel, Mask
+    from .run.needs import Needs
     from .run.prebuilt import use_prebuilt
     from .warm import warm_up
 
 __all__ = [
-    "AttentionModel", "BackwardConfig", "BackwardMetadata", "ForwardConfig", "Mask",
+    "AttentionModel", "BackwardConfig", "BackwardMetadata", "ForwardConfig", "Mask", "Needs",
     "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
     "get_backward_metadata", "get_scheduler_metadata", "use_prebuilt", "warm_up",
 ]  # fmt: skip
 
 # Loaded on first use: `bringup` also runs where CuTe DSL is not installed.
-_HOMES = {"AttentionModel": "models", "Mask": "models", "use_prebuilt": "run.prebuilt",
-          "warm_up": "warm", "BackwardConfig": "kernels.blackwell.backward.config",
+_HOMES = {"AttentionModel": "models", "Mask": "models", "Needs": "run.needs",
+          "use_prebuilt": "run.prebuilt", "warm_up": "warm",
+          "BackwardConfig": "kernels.blackwell.backward.config",
           "ForwardConfig": "kernels.blackwell.forward.config",
           "flash_attn_func": "interface", "flash_attn_varlen_func": "interface",
           "flash_attn_with_kvcache": "kv_cache",

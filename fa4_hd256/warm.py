@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,11 +18,12 @@ from .run.kernel_names import kernel_named
 from .run.launch import gpu_of, prepare
 from .run.needs import FORMS, USES, Needs, specs_of
 
-__all__ = ["WarmUp", "add_arguments", "main", "warm_up"]
+__all__ = ["Needs", "WarmUp", "add_arguments", "main", "warm_up"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 OF_Q = "that-of-q"
 _KV_DTYPES = {OF_Q: None, "float8_e4m3fn": torch.float8_e4m3fn}
+_USUAL = Needs()
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,8 @@ class WarmUp:
 
 def warm_up(
     model: str | AttentionModel,
+    needs: Needs = _USUAL,
     *,
-    uses: Sequence[str] = ("prefill", "decode"),
-    forms: Sequence[str] = ("dense", "packed", "cache"),
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
-    use_clc: bool | None = None,
-    batch_invariant: bool = False,
-    page_sizes: Sequence[int] = (),
-    kv_dtypes: Sequence[torch.dtype | None] = (None,),
-    scheduler_metadata: bool = False,
-    tree_mask: bool = False,
-    alibi: bool = False,
     tensor_parallel: int = 1,
     device: torch.device | str | None = None,
 ) -> WarmUp:
@@ -57,32 +48,21 @@ def warm_up(
 
     model: a name in `fa4_hd256.models.MODELS`, or an `AttentionModel`: heads, masks of its layers,
     softcap, sink.
-    uses: "prefill" (any number of queries), "decode" (1 to 16), "training" (with the backward).
-    forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "padded" (seqused_q and
-    _k); "cache" (seqused_k, a static cache); "packed-cache" (cu_seqlens_q and seqused_k); "paged"
-    and "packed-paged" (with a page_table); "block-mask" (dense ones with a block_mask, no
-    mask_mod).
-    dtypes: of q. kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn, for which
-    kernels for every form of scales are compiled. use_clc: the tile scheduler that calls ask
-    for; None for both. batch_invariant: whether calls ask for that, too. page_sizes: of the paged
-    forms.
-    scheduler_metadata: whether calls with seqused_k are given one, too. tree_mask: whether calls of
-        up to 32 queries are. alibi: whether calls have that as their score_mod, too.
+    needs: what its calls are like; by default prefill and decode in bf16, of dense and of packed
+    sequences and with a static cache.
     tensor_parallel: ranks over which the heads are divided. device: whose GPU runs the calls, None
     for the current one, or for the simulator where there is none.
 
     Where torch.distributed is initialised, every rank begins with a kernel of its own, so that
     ranks that start together share the work: each kernel is compiled once (docs/serving.md).
 
-    Raises ValueError for what is not accepted, and as calls do where kernels cannot be compiled.
+    Raises TypeError and ValueError for what is not accepted, and as calls do where kernels cannot
+    be compiled.
     """
     begin, before = time.perf_counter(), counters["compiled"]
+    if not isinstance(needs, Needs):
+        raise TypeError(f"needs must be fa4_hd256.Needs, got {type(needs).__name__}")
     place = _device(device)
-    also = {
-        "batch_invariant": batch_invariant, "scheduler_metadata": scheduler_metadata,
-        "tree_mask": tree_mask, "alibi": alibi,
-    }  # fmt: skip
-    needs = _needs((uses, forms, dtypes, kv_dtypes), use_clc, page_sizes, also)
     sharded = _model(model).sharded(tensor_parallel)
     specs = specs_of(sharded, needs, architecture_of(place), gpu_of(place).tuning_name)
     for spec in _own_first(specs):
@@ -105,21 +85,6 @@ def _model(model: str | AttentionModel) -> AttentionModel:
     if not isinstance(model, str):
         raise TypeError(f"model must be a name or an AttentionModel, got {type(model).__name__}")
     return model_named(model)
-
-
-def _needs(
-    asked: tuple[Iterable[Any], ...],
-    use_clc: bool | None,
-    page_sizes: Sequence[int],
-    also: dict[str, bool],
-) -> Needs:
-    """asked: uses, forms, dtypes, kv_dtypes. also: batch_invariant, scheduler_metadata, tree_mask
-    and alibi by name."""
-    uses, forms, dtypes, kv_dtypes = map(tuple, asked)
-    schedulers = (False, True) if use_clc is None else (use_clc,)
-    return Needs(
-        uses, forms, dtypes, schedulers, page_sizes=tuple(page_sizes), kv_dtypes=kv_dtypes, **also
-    )
 
 
 def _own_first(specs: list[KernelSpec]) -> list[KernelSpec]:
@@ -180,17 +145,7 @@ def main(arguments: argparse.Namespace) -> int:
     named = [kernel_named(text) for text in arguments.kernel]
     if not models and not named:
         raise ValueError("nothing to build; accepted: --model, --heads or --kernel")
-    use_clc = {"static": False, "dynamic": True, "both": None}[arguments.scheduler]
-    asked = (
-        arguments.use or Needs.uses, arguments.form or Needs.forms,
-        [_DTYPES[name] for name in arguments.dtype or ("bfloat16",)],
-        [_KV_DTYPES[name] for name in arguments.kv_dtype or (OF_Q,)],
-    )  # fmt: skip
-    also = {
-        name: getattr(arguments, name)
-        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi")
-    }
-    needs = _needs(asked, use_clc, arguments.page_size, also)
+    needs = _needs(arguments)
     models = [model.sharded(arguments.tensor_parallel) for model in models]
     specs = {name: _of_target(name, models, needs, named) for name in arguments.arch}
     made = build(specs, arguments.out, arguments.jobs, report)
@@ -200,6 +155,21 @@ def main(arguments: argparse.Namespace) -> int:
         "fa4_hd256.use_prebuilt"
     )
     return 0
+
+
+def _needs(arguments: argparse.Namespace) -> Needs:
+    """What the options ask for."""
+    also = {
+        name: getattr(arguments, name)
+        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi")
+    }
+    use_clc = {"static": False, "dynamic": True, "both": None}[arguments.scheduler]
+    return Needs(
+        arguments.use or Needs.uses, arguments.form or Needs.forms,
+        [_DTYPES[name] for name in arguments.dtype or ("bfloat16",)], use_clc,
+        page_sizes=arguments.page_size,
+        kv_dtypes=[_KV_DTYPES[name] for name in arguments.kv_dtype or (OF_Q,)], **also,
+    )  # fmt: skip
 
 
 def _of_target(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,28 +85,40 @@ _LENGTHS = sorted(
 
 @dataclass(frozen=True)
 class Needs:
-    """What kernels are asked for beside a model.
+    """What the calls of a model are like, of which kernels are made ahead of time.
 
-    uses: of `USES`. forms: of `FORMS`. dtypes: of q. schedulers: values of use_clc.
-    batch_invariant: also those of calls that ask for that. page_sizes: of calls with a page table.
-    kv_dtypes: of k and v, None for that of q; others with any form of scales.
-    scheduler_metadata: also those of calls with a list of parts, of the forms with seqused_k.
-    tree_mask: also those of calls with one, of any number of nodes. alibi: also those of calls with
-    ALiBi, k and v of q's dtype.
+    uses: "prefill" (any number of queries), "decode" (1 to 16), "training" (with the backward).
+    forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "padded" (seqused_q and
+    _k); "cache" (seqused_k, a static cache); "packed-cache" (cu_seqlens_q and seqused_k); "paged"
+    and "packed-paged" (with a page_table); "block-mask" (dense ones with a block_mask, no
+    mask_mod).
+    dtypes: of q. use_clc: the tile scheduler that calls ask for, None for both. batch_invariant:
+    whether calls ask for that, too. page_sizes: of the paged forms.
+    kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn with every form of scales.
+    scheduler_metadata: whether calls with seqused_k are given one, too. tree_mask: whether calls of
+    up to 32 queries are. alibi: whether calls, with k and v of q's dtype, have that as their
+    score_mod, too.
+
+    Lists become tuples. Raises ValueError for what is none of these.
     """
 
-    uses: tuple[str, ...] = ("prefill", "decode")
-    forms: tuple[str, ...] = ("dense", "packed", "cache")
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    schedulers: tuple[bool, ...] = (False, True)
+    uses: Sequence[str] = ("prefill", "decode")
+    forms: Sequence[str] = ("dense", "packed", "cache")
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
+    use_clc: bool | None = None
     batch_invariant: bool = False
-    page_sizes: tuple[int, ...] = ()
-    kv_dtypes: tuple[torch.dtype | None, ...] = (None,)
+    page_sizes: Sequence[int] = ()
+    kv_dtypes: Sequence[torch.dtype | None] = (None,)
     scheduler_metadata: bool = False
     tree_mask: bool = False
     alibi: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("uses", "forms", "dtypes", "page_sizes", "kv_dtypes"):
+            given = getattr(self, name)
+            if not isinstance(given, (tuple, list)):
+                raise ValueError(f"{name} is {given!r}; accepted: a tuple or a list")
+            object.__setattr__(self, name, tuple(given))
         for what, given, known in (("use", self.uses, USES), ("form", self.forms, FORMS)):
             for name in given:
                 if name not in known:
@@ -124,7 +136,7 @@ class Needs:
             if dtype not in (None, *KV_DTYPES):
                 accepted = ", ".join(map(str, (None, *KV_DTYPES)))
                 raise ValueError(f"kv_dtype is {dtype}; accepted: {accepted}")
-        if not (self.uses and self.forms and self.dtypes and self.schedulers and self.kv_dtypes):
+        if not (self.uses and self.forms and self.dtypes and self.kv_dtypes):
             raise ValueError(f"nothing is asked for: {self}")
         if self.scheduler_metadata and not any(_LISTS_OF in FORMS[form] for form in self.forms):
             raise ValueError(
@@ -135,6 +147,11 @@ class Needs:
             raise ValueError(
                 f"alibi with kv_dtypes {self.kv_dtypes}; accepted: None, the dtype of q, among them"
             )
+
+    @property
+    def schedulers(self) -> tuple[bool, ...]:
+        """Values of use_clc."""
+        return (False, True) if self.use_clc is None else (self.use_clc,)
 
 
 def specs_of(

@@ -26,8 +26,6 @@ MORE_PARAMETERS = {
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 34,
     ("fa4_hd256/integrations/context_parallel/attention.py", "ring_attention"): 19,
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 11,
-    # What calls may be like, by the names of those calls' own arguments.
-    ("fa4_hd256/warm.py", "warm_up"): 13,
 }
 
 # Likewise -> lines.

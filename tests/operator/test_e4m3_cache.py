@@ -183,7 +183,7 @@ SMALL = AttentionModel("small", 8, 1)
 
 def needs(**options):
     return Needs(**{"uses": ("decode",), "forms": ("paged",), "page_sizes": (16,),
-                    "schedulers": (False,), "kv_dtypes": (None, E4M3)} | options)  # fmt: skip
+                    "use_clc": False, "kv_dtypes": (None, E4M3)} | options)  # fmt: skip
 
 
 def test_what_a_model_needs(architecture):

@@ -200,6 +200,10 @@ def test_needs_that_are_none():
         warm_up("gemma")
     with pytest.raises(TypeError, match="model must be a name or an AttentionModel, got int"):
         warm_up(3)
+    with pytest.raises(TypeError, match="needs must be fa4_hd256.Needs, got str"):
+        warm_up("gemma-3-4b", "decode")
+    with pytest.raises(ValueError, match="uses is 'decode'; accepted: a tuple or a list"):
+        Needs(uses="decode")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +245,7 @@ def warm_model(monkeypatch, layers):
     compile.forget()
     loaded = []
     monkeypatch.setattr(warm, "prepare", lambda compiled, device: loaded.append(compiled))
-    done = warm_up(model, forms=("dense", "packed"), use_clc=False)
+    done = warm_up(model, Needs(forms=["dense", "packed"], use_clc=False))
     assert done.kernels == len(loaded) == len({one.key for one in loaded}) > 4
     assert done.compiled <= done.kernels and done.seconds > 0
 
