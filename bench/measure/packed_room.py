@@ -8,7 +8,6 @@ bit by bit where dS is stored in both.  Needs a GPU of the family.
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -17,32 +16,32 @@ from typing import Any
 
 import torch
 
-from bench.suite import ragged_lengths
+from bench.suite import Case, ragged_lengths
 from fa4_hd256 import flash_attn_varlen_func, get_backward_metadata
 
+from .providers import Inputs
 from .timer import CudaTimer, Sampling, interleave
 
 SEQUENCES, LONGEST = 64, (4096, 8192, 16384)
-HEADS, HEADS_KV = 16, 2
+HEADS = 16, 2
 SAMPLING = Sampling(warmup=8, runs=32)
 
 
 def gradients(lengths: list[int], device: torch.device) -> dict[str, Callable[[], Any]]:
     """What computes gradients of a batch: with the lengths read, and without."""
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    rows, longest = sum(lengths), max(lengths)
-    q, k, v = (
-        torch.randn(rows, h, 256, dtype=torch.bfloat16, device=device, requires_grad=True)
-        for h in (HEADS, HEADS_KV, HEADS_KV)
-    )
-    dout = torch.randn_like(q)
-    known = {"read": get_backward_metadata(offsets, causal=True), "not read": None}
+    case = Case("packed room", tuple((n, n) for n in lengths), *HEADS, causal=True, packed=True)
+    inputs = Inputs.random(case, device, torch.bfloat16)
+    leaves = q, k, v = [tensor.requires_grad_() for tensor in inputs.leaves]
+    assert inputs.cu_seqlens is not None  # of a packed case
+    of_q, of_k = inputs.cu_seqlens
+    known = {"read": get_backward_metadata(of_q, of_k, causal=True), "not read": None}
     found: dict[str, Callable[[], Any]] = {}
     for name, metadata in known.items():
         out = flash_attn_varlen_func(
-            q, k, v, offsets, offsets, longest, longest, causal=True, backward_metadata=metadata
-        )
-        found[name] = partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
+            q, k, v, of_q, of_k, case.seqlen_q, case.seqlen_k, causal=True,
+            backward_metadata=metadata,
+        )  # fmt: skip
+        found[name] = partial(torch.autograd.grad, out, leaves, inputs.dout, retain_graph=True)
     return found
 
 

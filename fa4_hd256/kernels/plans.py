@@ -87,26 +87,30 @@ class WarpPlan:
     """Base of the plans of a kernel's warps: frozen dataclasses with a field for each role, its
     warps, None where there is no such role, and a field `registers_...` for each budget.
 
-    WARPGROUPS: (roles as they are named, the budget's field) of each warpgroup, in order.
     ROLES: (role, the budget's field), in the order of the table.  Raises ValueError for budgets
     that the launch cannot serve (`RegisterPlan`).
     """
 
-    WARPGROUPS: ClassVar[tuple[tuple[str, str], ...]]
     ROLES: ClassVar[tuple[tuple[str, str], ...]]
 
     def __post_init__(self) -> None:
         _ = self.registers
 
     @property
+    def warpgroups(self) -> tuple[tuple[str, str], ...]:
+        """(roles as they are named, the budget's field) of each warpgroup, in order; a plan has its
+        own."""
+        raise NotImplementedError
+
+    @property
     def registers(self) -> RegisterPlan:
         return RegisterPlan(
-            tuple((roles, getattr(self, budget)) for roles, budget in self.WARPGROUPS)
+            tuple((roles, getattr(self, budget)) for roles, budget in self.warpgroups)
         )
 
     @property
     def num_warps(self) -> int:
-        return len(self.WARPGROUPS) * WARPS_PER_WARPGROUP
+        return len(self.warpgroups) * WARPS_PER_WARPGROUP
 
     @property
     def num_threads(self) -> int:

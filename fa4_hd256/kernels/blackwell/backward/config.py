@@ -68,7 +68,7 @@ class BackwardWarpPlan(WarpPlan):
     registers_gradient: int = 224
     registers_other: int = 56
 
-    WARPGROUPS = (
+    warpgroups = (
         ("the first gradient warpgroup", "registers_gradient"),
         ("the second gradient warpgroup", "registers_gradient"),
         ("the other roles", "registers_other"),

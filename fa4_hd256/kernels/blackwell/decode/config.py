@@ -146,7 +146,7 @@ class DecodeWarpPlan(WarpPlan):
         return len(self.softmax) // WARPS_PER_WARPGROUP
 
     @property
-    def WARPGROUPS(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
+    def warpgroups(self) -> tuple[tuple[str, str], ...]:
         softmax = (("softmax", "registers_softmax"),) * self.groups
         quantise = (("quantise", "registers_quantise"),) if self.quantise else ()
         return (*softmax, ("the other roles", "registers_other"), *quantise)

@@ -60,13 +60,13 @@ class ForwardWarpPlan(WarpPlan):
     registers_correction: int = 176
     registers_other: int = 104
 
-    WARPGROUPS = (
+    warpgroups = (
         ("softmax", "registers_softmax"),
         ("correction", "registers_correction"),
         ("the other roles", "registers_other"),
     )
     ROLES = (
-        *WARPGROUPS[:2],
+        *warpgroups[:2],
         *((role, "registers_other") for role in ("mma", "load", "epilogue", "scheduler")),
     )
 

@@ -50,7 +50,7 @@ class BackwardWarpPlan(WarpPlan):
     registers_gradient: int = 240
     registers_other: int = 24
 
-    WARPGROUPS = (
+    warpgroups = (
         ("the first gradient warpgroup", "registers_gradient"),
         ("the second gradient warpgroup", "registers_gradient"),
         ("the other roles", "registers_other"),

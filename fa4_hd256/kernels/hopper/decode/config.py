@@ -74,7 +74,7 @@ class E4m3WarpPlan(WarpPlan):
     registers_consumers: int = 224
     registers_other: int = 56
 
-    WARPGROUPS = (
+    warpgroups = (
         ("the first 64 keys", "registers_consumers"),
         ("the other 64 keys", "registers_consumers"),
         ("the other roles", "registers_other"),

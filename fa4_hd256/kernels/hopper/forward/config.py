@@ -53,7 +53,7 @@ class ForwardWarpPlan(WarpPlan):
         return len(self.consumers) // WARPS_PER_WARPGROUP
 
     @property
-    def WARPGROUPS(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
+    def warpgroups(self) -> tuple[tuple[str, str], ...]:
         names = ("the first 64 rows", "the other 64 rows")[: self.consuming_warpgroups]
         rows = tuple((name, "registers_consumers") for name in names)
         return (*rows, ("the other roles", "registers_other"))
