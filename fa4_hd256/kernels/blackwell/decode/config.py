@@ -103,8 +103,7 @@ LARGEST_THRESHOLD = {False: 15, True: 8}
 STEP_SECONDS = 1.52e-6
 LEAST_SAVED = 1.0
 PART_STEPS = {16: 1.25, 32: 1.5, 64: 2.25}
-#: The same three in e4m3. Of 12 calls of 1 to 20 sequences of 1,024 to 32,768 keys the parts that
-#: follow take at most 2 % longer than the best of the model.
+#: The same three in e4m3, rougher: `python -m bench kv-types --modelled` has the parts that follow.
 E4M3_COSTS = 1e-6, 4.0, 1.0
 
 
