@@ -18,7 +18,7 @@ from .run.kernel_names import kernel_named
 from .run.launch import gpu_of, prepare
 from .run.needs import FORMS, USES, Needs, specs_of
 
-__all__ = ["Needs", "WarmUp", "add_arguments", "main", "warm_up"]
+__all__ = ["WarmUp", "add_arguments", "main", "warm_up"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 OF_Q = "that-of-q"

@@ -68,7 +68,9 @@ class Provider(Protocol):
 
 
 #: Ours with the forward's tiles however few the rows, to be held beside what calls take.
-OURS_FORWARD, OURS_E4M3 = Ours(ForwardConfig()), Ours(kv_dtype=torch.float8_e4m3fn)
+OURS_FORWARD = Ours(ForwardConfig())
+#: Ours over keys and values in e4m3.
+OURS_E4M3 = Ours(kv_dtype=torch.float8_e4m3fn)
 _ALL: tuple[Provider, ...] = (
     Ours(), OURS_FORWARD, OURS_E4M3, FlashAttention4(), FlashAttention4FiveProducts(),
     FlashAttention4Divided(), Frost(),

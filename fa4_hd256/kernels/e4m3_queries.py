@@ -27,16 +27,41 @@ INFINITE_EXPONENT = 255
 
 
 class ScaledRows:
-    """Mixed into a decode kernel; a warp brings rows to their ranges.
+    """Mixed into a decode kernel; some warps bring a tile's rows to their ranges, each its share.
 
-    top_exponent: a row's largest element comes to lie in [2^top, 2^(top + 1)).  A kernel adds
-    `_store_row(context, row, elements, stage)`, a lane's scaled elements of a row, float32, to
-    shared memory.
+    top_exponent: a row's largest element comes to lie in [2^top, 2^(top + 1)).  row_warps: those
+    warps, one behind the other.  rows_at_once: rows that a warp works on at a time, at most.  A
+    kernel adds `_load_row(context, work, row, stage)`, a lane's elements of a row, and
+    `_store_row(context, row, elements, stage)`, these scaled, float32, to shared memory.
     """
 
     top_exponent: int
+    row_warps: tuple[int, ...]
+    rows_at_once: int
 
+    config: Any
+    _load_row: Any
     _store_row: Any
+
+    @cute.jit
+    def _bring_rows(self, context: Any, work: Any, stage: Int32):
+        """This warp's rows of a tile to shared memory, and their factors; for the tensor core to
+        read when all warps have met."""
+        rows, warps = self.config.rows, len(self.row_warps)
+        own = cute.arch.thread_idx()[0] // WARP_SIZE - self.row_warps[0]
+        # Asked for together: each row by itself would wait for memory.
+        at_once = min(self.rows_at_once, rows // warps)
+        for group in cutlass.range(rows // (warps * at_once), unroll=1):
+            first = (group * warps + own) * at_once
+            values = [self._load_row(context, work, first + i, stage) for i in range(at_once)]
+            self._rows_are_read()
+            for i, elements in enumerate(values):
+                self._scale_row(context, first + i, elements, stage)
+        # The tensor core reads through the async proxy what was written here.
+        cute.arch.fence_view_async_shared()
+
+    def _rows_are_read(self) -> None:
+        """Between what a warp reads at a time and what it writes of that."""
 
     def _scale_row(self, context: Any, row: Any, values: cute.Tensor, stage: Int32) -> None:
         """A row to shared memory, with its factor."""
@@ -58,16 +83,13 @@ class ScaledRows:
 
 
 class ScaledQueries(ScaledRows):
-    """The role `quantise`, whose warps read the rows from global memory, each its share of a tile.
+    """The role `quantise`, whose warps read the rows from global memory.
 
-    rows_at_once: rows that a warp works on at a time, at most.  query_edges: (full, free) of what
-    it fills, first Q's.
+    query_edges: (full, free) of what it fills, first Q's.
     """
 
-    rows_at_once: int
     query_edges: tuple[tuple[str, str], ...]
 
-    config: Any
     edges: Any
     dtype: Any
     problem_class: Any
@@ -97,26 +119,17 @@ class ScaledQueries(ScaledRows):
         barriers, q_free = context.barriers, self.query_edges[0][1]
         for _, free in self.query_edges:
             barriers[free].wait(states[free])
-        warps = self.config.warps.quantise
-        own = cute.arch.thread_idx()[0] // WARP_SIZE - warps[0]
-        at_once = self._at_once()
-        for group in cutlass.range(self.config.rows // (at_once * len(warps)), unroll=1):
-            first = (group * len(warps) + own) * at_once
-            rows = [self._load_row(context, work, first + i) for i in range(at_once)]
-            for i, values in enumerate(rows):
-                self._scale_row(context, first + i, values, states[q_free].index)
-        # The tensor core reads through the async proxy what was written here.
-        cute.arch.fence_view_async_shared()
+        self._bring_rows(context, work, states[q_free].index)
         for full, free in self.query_edges:
             barriers[full].arrive(states[free])
             states.advance(free)
         return states
 
-    def _at_once(self) -> int:
-        """Rows of a warp that are asked for together: each by itself would wait for memory."""
-        return min(self.rows_at_once, self.config.rows // len(self.config.warps.quantise))
+    @property
+    def row_warps(self) -> tuple[int, ...]:
+        return self.config.warps.quantise
 
-    def _load_row(self, context: Any, work: Any, row: Int32) -> cute.Tensor:
+    def _load_row(self, context: Any, work: Any, row: Int32, stage: Int32) -> cute.Tensor:
         """This lane's elements of a row of Q; 0 of one that there is not, for which another one is
         read: behind a branch each row's load would be waited for by itself."""
         packed, queries = self.problem_class.packed_heads, context.query(work)

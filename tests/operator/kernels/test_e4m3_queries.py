@@ -5,7 +5,7 @@ import torch
 from machine_code import roles_have_their_registers
 
 from fa4_hd256.kernels.blackwell.decode.config import DECODE_E4M3
-from fa4_hd256.kernels.e4m3_queries import ScaledQueries
+from fa4_hd256.kernels.blackwell.decode.e4m3 import DecodeE4m3Kernel
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -51,5 +51,5 @@ def test_rows_are_asked_for_together(config):
 
 
 def test_a_row_behind_the_other_is_noticed(planted):
-    planted.setattr(ScaledQueries, "_at_once", lambda self: 1)
+    planted.setattr(DecodeE4m3Kernel, "rows_at_once", 1)
     assert asked_for_together(compiled(DECODE_E4M3[-1])[1]) == 1

@@ -62,8 +62,6 @@ class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
         self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any = None
     ) -> None:
         super().__init__(config, problem_class, scheduler)
-        # Of a warp that brings Q to e4m3, as its registers allow.
-        self.rows_at_once = 8 if config.softmax_groups == 1 else 4
         columns = config.columns
         scores = MmaShape(
             BLOCK_KV, columns, self.is_bf16, negate_a=problem_class.negative_scale, ctas=self.ctas,
@@ -117,6 +115,11 @@ class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
             self.quantise(context)
 
     # ------------------------------------------------------------ Q
+
+    @property
+    def rows_at_once(self) -> int:
+        """As the registers of these warps allow."""
+        return 8 if self.config.softmax_groups == 1 else 4
 
     def _store_row(self, context: Any, row: Any, elements: list[Float32], stage: Int32) -> None:
         """Both parts of a row."""

@@ -25,23 +25,24 @@ from fa4_hd256.kernels.views import columns_of, lane_columns
 
 __all__ = ["QueryRows"]
 
-ROWS_AT_ONCE = 4  # of a warp; more take registers that it has not
-
 
 class QueryRows(ScaledRows):
     """Mixed into the decode kernel; the shared state is its `Context`."""
 
     top_exponent = 14
+    rows_at_once = 4  # more take registers that a warp has not
 
-    config: Any
     dtype: Any
     edges: Any
     scheduler: Any
     of_query: int
     queries: Any
     num_steps: Any
-    softmax_warps: int
     softmax_threads: int
+
+    @property
+    def row_warps(self) -> tuple[int, ...]:
+        return self.config.warps.consumers
 
     @cute.jit
     def load_queries(self, context: Any):
@@ -75,23 +76,16 @@ class QueryRows(ScaledRows):
 
     @traced("Q to f16")
     @cute.jit
-    def _bring_queries(self, context: Any, stage: Int32):
+    def _bring_queries(self, context: Any, work: Any, stage: Int32):
         """The rows in f16 in their buffer, NOTE [Q in place], and their factors; by the
         consumers."""
-        warps, rows = self.softmax_warps, self.config.rows
-        own = cute.arch.thread_idx()[0] // WARP_SIZE
-        at_once = min(ROWS_AT_ONCE, rows // warps)
-        for group in cutlass.range(rows // (warps * at_once), unroll=1):
-            first = (group * warps + own) * at_once
-            values = [self._raw_row(context, first + i, stage) for i in range(at_once)]
-            cute.arch.sync_warp()
-            for i, elements in enumerate(values):
-                self._scale_row(context, first + i, elements, stage)
-        # The tensor core reads through the async proxy what was written here.
-        cute.arch.fence_view_async_shared()
+        self._bring_rows(context, work, stage)
         synchronise(self.softmax_threads)
 
-    def _raw_row(self, context: Any, row: Int32, stage: Int32) -> cute.Tensor:
+    def _rows_are_read(self) -> None:
+        cute.arch.sync_warp()
+
+    def _load_row(self, context: Any, work: Any, row: Int32, stage: Int32) -> cute.Tensor:
         """This lane's 8 elements of a row as it was loaded."""
         values = cute.make_rmem_tensor(HEAD_DIM // WARP_SIZE, self.dtype)
         source = context.smem["q"][row, None, stage]
