@@ -141,7 +141,7 @@ def test_sets_that_are_kept_lie_in_the_ranges():
     # Draws of one machine differ from those of another in what the machines differ in.
     first = {name: load(name).sampled(1)[1] for name in ("gb200", "gb300")}
     unlike = {n for n, a, b in zip(Values._fields, *first.values()) if a != b}
-    assert unlike == {"mufu_interval", "clock_ghz", "power_watts"}
+    assert unlike == {"mufu_interval", "clock_ghz", "power_watts", "hbm_terabytes"}
 
 
 def test_machine_sets_and_too_many_of_them(tmp_path, monkeypatch):

@@ -7,9 +7,10 @@ import pytest
 from bench.model import ours, validation
 from bench.model.calls import Kind
 from bench.model.machines import held_at, simulating, target_of
-from bench.model.published.nvidia import FROST_BACKWARD, TRAINING
+from bench.model.published.nvidia import DECODE, FROST_BACKWARD, TRAINING
 from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.gpus import family
+from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
 from sm100_sim import device
 from sm100_sim.timing import load, machines
 
@@ -73,6 +74,18 @@ def test_l2_follows_a_held_clock_in_part():
 def test_an_interface_is_no_wider_at_a_lower_clock():
     widest = load("b200").constants["l2_bytes_per_clock_sm"].high
     assert held_at(load("b200"), 0.3).values().l2_bytes_per_clock_sm == widest
+
+
+@pytest.mark.parametrize("gpu", ("B200", "GB200", "GB300"))
+def test_no_published_decoding_takes_more_from_hbm_than_a_machine_has(gpu):
+    """Its keys and values are read once at least, and are no part of L2's."""
+    rows = [row for row in DECODE if row.gpu == gpu and row.batch == 128]
+    assert len({row.machine for row in rows}) == 1
+    nbytes = 2 * 128 * 131072 * 2 * HEAD_DIM * ELEMENT_BYTES
+    fastest = max(nbytes / row.seconds for row in rows) / 1e12
+    hbm = load(rows[0].machine).constants["hbm_terabytes"]
+    assert fastest <= hbm.high
+    assert fastest == pytest.approx(hbm.value, rel=0.02)
 
 
 @pytest.mark.parametrize("ghz", (0, -1.0))
