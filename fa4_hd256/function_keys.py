@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import hashlib
 import types
@@ -63,6 +64,12 @@ def key_of(kind: FunctionKind, *functions: Any) -> str:
 #: versions that a kernel's key has, or of Python.
 _FIXED = ("cutlass", "math", "builtins", "operator", "fa4_hd256.kernels", "softmax_emu")
 _PLAIN = (bool, int, float, str, bytes, type(None), type(Ellipsis))
+#: Attributes that CuTe DSL gives to a function that it wraps.
+_OF_WRAPPERS = ("__wrapped__", "_decorator_", "_dsl_", "_preprocess_", "set_name_prefix")
+#: Python's own functions by which a function reads what its code does not name.
+_UNNAMED = frozenset(
+    ("__import__", "compile", "eval", "exec", "globals", "input", "locals", "open", "vars")
+)
 
 
 def _described(value: Any, inside: tuple[types.FunctionType, ...]) -> Iterator[str]:
@@ -116,6 +123,8 @@ def _is_fixed(value: Any) -> bool:
         own = value.__module__ or ""
     else:
         return False
+    if own == "builtins" and value.__name__ in _UNNAMED:
+        return False
     return any(_is_of(package, own) for package in _FIXED)
 
 
@@ -136,6 +145,9 @@ def _described_function(
     yield from _described(function.__defaults__, inside)
     named = function.__kwdefaults__ or {}
     yield from _described(tuple(sorted(named.items())), inside)
+    for held in {id(one): vars(one) for one in (function, value)}.values():
+        own = {name: held[name] for name in held if not name.startswith(_OF_WRAPPERS)}
+        yield from _described(tuple(sorted(own.items())), inside)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield name
         try:
@@ -148,9 +160,9 @@ def _described_function(
         yield from _described(held, inside)
     for name in sorted(_globals_read(code)):
         # Others are Python's own, or there is no such name.
-        if name in function.__globals__:
+        if name in function.__globals__ or name in _UNNAMED:
             yield name
-            yield from _described(function.__globals__[name], inside)
+            yield from _described(function.__globals__.get(name, vars(builtins).get(name)), inside)
 
 
 def _globals_read(code: types.CodeType) -> set[str]:
@@ -167,6 +179,13 @@ def _described_code(
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     caught = getattr(code, "co_exceptiontable", b"").hex()  # from Python 3.11 on
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    for module in (i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"):
+        if not any(_is_of(package, module) for package in _FIXED):
+            raise ValueError(
+                f"a function imports {module!r} when it runs, which cannot be named by what it "
+                "means; accepted: an import outside of it, of numbers or functions, or a key of "
+                "your own"
+            )
     yield f"code {counts} {code.co_code.hex()} {caught} {names}"
     for constant in code.co_consts:
         yield from _described(constant, inside)

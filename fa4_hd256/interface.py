@@ -426,6 +426,8 @@ def _attend_into(
         # Addresses are no part of a key.
         check_apart(out, inputs)
         _, lse = out_calls.run(found[0], tensors, found[1])
+        # As PyTorch's operators do: what autograd has kept of it is no longer what it was.
+        torch.autograd.graph.increment_version(out)
     return lse if named.cu_seqlens_q is None else lse.squeeze(0)
 
 

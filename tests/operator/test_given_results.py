@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from operator_calls import forward_arguments
@@ -11,6 +13,7 @@ from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.interface import out_calls
 from fa4_hd256.operators import forward, forward_out
 from fa4_hd256.run import compile
+from fa4_hd256.run import forward as run_forward
 
 BAD = 7.0
 
@@ -93,6 +96,20 @@ def test_repeated_calls_write_to_each_tensor(dense):
         assert places[-1].data_ptr() in list(packed._words)
         assert places[0].data_ptr() not in list(packed._words)
         assert all(place.isnan().all() for place in places)
+
+
+def test_autograd_knows_that_it_was_written_to(dense, monkeypatch):
+    """In repeated calls, too, which PyTorch's dispatcher does not see."""
+    if not dense[0].is_cuda:
+        # On a GPU nothing fills a result first.
+        monkeypatch.setattr(run_forward, "_filler", lambda problem, parts: None)
+    with contextlib.nullcontext() if dense[0].is_cuda else host.stand_in():
+        for _ in range(3):
+            out, weight = torch.ones_like(dense[0]), dense[0].new_ones(256, requires_grad=True)
+            product = (out * weight).sum()
+            flash_attn_func(*dense, out=out)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,48 @@ def test_what_has_no_sound_name():
         ScoreMod(capped, None, "alibi")
 
 
+def importing(score, place, tensors):
+    from checkout import ROOT  # of a package that is nobody's in particular
+
+    return score * len(ROOT.parts)
+
+
+def importing_math(score, place, tensors):
+    import math
+
+    return score * math.pi
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (importing, "imports 'checkout' when it runs, .*accepted: an import outside"),
+        (lambda score, place, tensors: score * globals()["BOUND"], "<built-in function globals"),
+        (lambda score, place, tensors: score * eval("BOUND"), "<built-in function eval"),
+    ],
+)  # fmt: skip
+def test_what_reads_what_it_does_not_name(function, says):
+    with pytest.raises(ValueError, match=says):
+        ScoreMod.of(function)
+
+
+def test_imports_of_what_means_the_same_everywhere():
+    assert key_of(importing_math) == key_of(importing_math)
+
+
+def test_attributes_of_functions_count():
+    def helper(score):
+        return score * helper.factor
+
+    def changed(score, place, tensors):
+        return helper(score)
+
+    keys = []
+    for helper.factor in (0.5, 2.0, 0.5):
+        keys.append(key_of(changed))
+    assert keys[0] == keys[2] != keys[1]
+
+
 def inputs(seqlen=8, heads=2, dtype=torch.bfloat16):
     return tuple(torch.randn(1, seqlen, heads, 256).to(dtype) for _ in range(3))
 
