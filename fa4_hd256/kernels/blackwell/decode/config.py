@@ -38,8 +38,9 @@ have as many bits as a bf16: x = hi + lo / 16, hi and then what is left, times 1
 The parts are rows of one operand, so that N is twice the rows and a tile of K or V is read once: a
 step of 128 keys takes half of the products' clocks, and half of the bytes (docs/tables/fp8.md has
 the errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P
-by `HEADROOM`.  A row takes a warp some 170 clocks, so that a warpgroup of its own does it: a tile's
-first product waits for all of them.  The softmax adds the parts of S, and those of O at the end.
+by `HEADROOM`.  A row takes a warp some 170 clocks, so that a warpgroup of its own does it, where
+the rows have been loaded to (`kernels.e4m3_queries` NOTE [Q in place]): a tile's first product
+waits for all of them.  The softmax adds the parts of S, and those of O at the end.
 
 Converting K and V to bf16 in shared memory instead would read 64 KiB a step and write 128 KiB
 there, beside the 64 KiB that TMA writes and the 128 KiB that the products read: 3,072 clocks of its
@@ -111,13 +112,15 @@ E4M3_COSTS = 1e-6, 4.0, 1.0
 class DecodeWarpPlan(WarpPlan):
     """Warp indices and register budgets of a CTA: the softmax, then a warp for each other role.
 
-    quantise: those that bring Q to e4m3, a warpgroup; None where K and V are not.
+    queries, quantise: that which loads Q, and those that bring it to e4m3, a warpgroup; None where
+    K and V are not.
     """
 
     softmax: tuple[int, ...]
     mma: int
     load: int
     scheduler: int
+    queries: int | None
     quantise: tuple[int, ...] | None
     registers_softmax: int
     registers_other: int
@@ -125,7 +128,7 @@ class DecodeWarpPlan(WarpPlan):
 
     ROLES = (
         ("softmax", "registers_softmax"),
-        *((role, "registers_other") for role in ("mma", "load", "scheduler")),
+        *((role, "registers_other") for role in ("mma", "load", "scheduler", "queries")),
         ("quantise", "registers_quantise"),
     )
 
@@ -133,10 +136,10 @@ class DecodeWarpPlan(WarpPlan):
     def of(cls, groups: int, e4m3: bool) -> DecodeWarpPlan:
         """groups: of the softmax, of a warpgroup each.  e4m3: whether K and V are."""
         first = groups * WARPS_PER_WARPGROUP
-        mma, load, scheduler, _, *quantise = range(first, first + 2 * WARPS_PER_WARPGROUP)
+        mma, load, scheduler, queries, *quantise = range(first, first + 2 * WARPS_PER_WARPGROUP)
         return cls(
-            tuple(range(first)), mma, load, scheduler, tuple(quantise) if e4m3 else None,
-            *REGISTERS[groups, e4m3],
+            tuple(range(first)), mma, load, scheduler, queries if e4m3 else None,
+            tuple(quantise) if e4m3 else None, *REGISTERS[groups, e4m3],
         )  # fmt: skip
 
     @property
@@ -153,7 +156,8 @@ class DecodeWarpPlan(WarpPlan):
     @property
     def scheduled_warps(self) -> int:
         """Warps that run the tile loop."""
-        return len(self.softmax) + 3 + len(self.quantise or ())
+        others = 3 if self.quantise is None else 4 + len(self.quantise)
+        return len(self.softmax) + others
 
 
 @dataclass(frozen=True)
@@ -298,17 +302,15 @@ class DecodeConfig:
     @property
     def edges(self) -> EdgeTable:
         commit, loaded = Signal.COMMIT_CTA, Signal.TMA_CTA
-        if self.e4m3:
-            filled = self._quantised
-        else:
-            filled = (Edge("q_loaded", self.q_stages, loaded, "load", 1, "mma", "Q in SMEM",
-                           transaction_bytes=self.q_bytes),)  # fmt: skip
+        names = ("rows_loaded", "queries", "quantise") if self.e4m3 else ("q_loaded", "load", "mma")
+        edge, loader, reader = names
         return EdgeTable(
             (
-                *filled,
-                Edge("q_free", self.q_stages, commit, "mma", 1,
-                     "quantise" if self.e4m3 else "load", "Q buffer: the tile's last QK is done",
-                     True),
+                Edge(edge, self.q_stages, loaded, loader, 1, reader, "Q in SMEM",
+                     transaction_bytes=self.q_bytes),
+                *(self._quantised if self.e4m3 else ()),
+                Edge("q_free", self.q_stages, commit, "mma", 1, loader,
+                     "Q buffer: the tile's last QK is done", True),
                 Edge("kv_loaded", self.half_stages, loaded, "load", 1, "mma",
                      f"{'' if self.e4m3 else 'half of '}a K or V tile in SMEM",
                      transaction_bytes=self.half_bytes),

@@ -1,12 +1,15 @@
 """The decode kernel for K and V in e4m3: `config` NOTE [e4m3].
 
-Four warps of their own, `quantise`, read Q from global memory and write both parts of it where the
-tensor core reads them, a tile ahead, with a factor a row (`kernels.e4m3_queries`).  All else is the
+One warp loads Q's rows, and four write both parts of them where they lie, with a factor a row
+(`kernels.e4m3_queries` NOTE [Q in place]), a tile ahead where there is a buffer.  All else is the
 decode kernel's, with scales (`kernels.e4m3_scales`)::
 
-    quantise Q'                       | Q''
-    load     K(1) V(0) K(2) V(1) ..   | K(0')  V(last) K(1')  V(0') ..
-    mma      QK(1) PV(0) QK(2) PV(1)..| QK(0') PV(last)   QK(1') PV(0') ..
+    queries, quantise  Q'                       | Q''
+    load               K(1) V(0) K(2) V(1) ..   | K(0')  V(last) K(1')  V(0') ..
+    mma                QK(1) PV(0) QK(2) PV(1)..| QK(0') PV(last)   QK(1') PV(0') ..
+
+A row as it was loaded is four rows of 128 bytes in as many blocks of the swizzled operand.  The
+first and the third are the row of hi in the operand of parts, the others the row of lo.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ from cutlass import Float32, Int32
 from fa4_hd256.kernels.blackwell.instructions import MmaShape, OperandLayout
 from fa4_hd256.kernels.blackwell.operands import E4M3_SLICE, k_major_operand, mn_major_operand
 from fa4_hd256.kernels.blackwell.tmem import tmem_load
-from fa4_hd256.kernels.e4m3_queries import ScaledQueries
+from fa4_hd256.kernels.e4m3_queries import ScaledRows
 from fa4_hd256.kernels.e4m3_scales import KeyScales, ScaledSoftmax
-from fa4_hd256.kernels.edges import RingState
+from fa4_hd256.kernels.edges import RingState, RingStates
 from fa4_hd256.kernels.forward_common import ForwardTensors
 from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
-from fa4_hd256.kernels.operands import SharedMemory, TmaTensor
+from fa4_hd256.kernels.operands import ATOM_ROWS, SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 from softmax_emu.by_key import KeySoftmax
 
@@ -51,12 +55,12 @@ class E4m3Context(Context):
     v_descale: Any = None
 
 
-class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
+class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
     """See the module's docstring; the arguments are those of `DecodeKernel`."""
 
     kv_bytes = 1
     top_exponent = 7  # of 448 at most
-    query_edges = (("q_loaded", "q_free"), ("factors_ready", "factors_free"))
+    rows_memory, rows_edge = "q_rows", "rows_loaded"
 
     def __init__(
         self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any = None
@@ -82,18 +86,13 @@ class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
         for half in HALVES:
             self.layouts[f"V{half}"] = mn_major_operand(BLOCK_KV, E4M3_SLICE, half)
 
-    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
-        """As `DecodeKernel`, but that Q is no operand of TMA."""
-        return super().kernel_tensors(operands, lse, optional)._replace(q=operands[0])
-
-    def descriptors(self, tensors: ForwardTensors) -> tuple[TmaTensor, ...]:
-        return tensors.k, tensors.v
-
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         rows, stages = self.config.rows, self.config.q_stages
         factors = memory.region("factors", Float32, 16)
-        return super().smem(memory) | {
+        views = super().smem(memory)
+        return views | {
             "q": memory.operand("q", self.config.columns, HEAD_DIM // 2, stages),
+            "q_rows": views["q"],
             "factors": cute.make_tensor(factors, cute.make_layout((rows, stages))),
         }
 
@@ -106,27 +105,66 @@ class DecodeE4m3Kernel(ScaledQueries, KeyScales, DecodeKernel):
 
     @cute.jit
     def run_other_role(self, context: Context, warp: Int32):
-        """As `DecodeKernel`, or that of a warp which brings Q to e4m3."""
+        """As `DecodeKernel`, or that of a warp which loads Q or brings it to e4m3."""
         warps = self.config.warps
-        if warp < warps.quantise[0]:
+        if warp < warps.queries:
             super().run_other_role(context, warp)
+        elif warp == warps.queries:
+            self.set_registers(warps.registers_other)
+            self.load_queries(context)
         else:
             self.set_registers(warps.registers_quantise)
             self.quantise(context)
 
     # ------------------------------------------------------------ Q
 
+    @cute.jit
+    def quantise(self, context: Any):
+        """Each tile's Q, and the factors of its rows."""
+        states = self.edges.waiter_states("rows_loaded", "factors_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            if self.num_steps(context, work) > 0:
+                states = self._quantise_tile(context, states)
+            work = scheduler.advance_to_next_work()
+
+    @traced("quantise Q")
+    @cute.jit
+    def _quantise_tile(self, context: Any, states: RingStates):
+        barriers, waited = context.barriers, ("rows_loaded", "factors_free")
+        for edge in waited:
+            barriers[edge].wait(states[edge])
+        self._bring_rows(context, states["rows_loaded"].index)
+        for edge, of in zip(("q_loaded", "factors_ready"), waited, strict=True):
+            barriers[edge].arrive(states[of])
+            states.advance(of)
+        return states
+
+    @property
+    def row_warps(self) -> tuple[int, ...]:
+        return self.config.warps.quantise
+
     @property
     def rows_at_once(self) -> int:
         """As the registers of these warps allow."""
         return 8 if self.config.softmax_groups == 1 else 4
 
-    def _store_row(self, context: Any, row: Any, elements: list[Float32], stage: Int32) -> None:
+    def _multiplied(self, elements: list[Float32], scale: Float32) -> list[Float32]:
+        """Two at a time, which takes fewer registers, too."""
+        products: list[Float32] = []
+        for i in range(0, len(elements), 2):
+            products += cute.arch.mul_packed_f32x2(tuple(elements[i : i + 2]), (scale, scale))
+        return products
+
+    def _store_row(self, context: Any, row: tuple, elements: list[Float32], stage: Int32) -> None:
         """Both parts of a row."""
         codes, lane = context.smem["q"], cute.arch.lane_idx()
         columns = HEAD_DIM // WARP_SIZE // 2
+        place, atom = row
+        atoms = self.config.rows // ATOM_ROWS
         targets = tuple(
-            columns_of(codes[part * self.config.rows + row, None, stage], lane * columns, columns)
+            columns_of(codes[(place, part * atoms + atom), None, stage], lane * columns, columns)
             for part in range(2)
         )
         store_parts(elements, targets)

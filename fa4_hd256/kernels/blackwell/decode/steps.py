@@ -22,6 +22,7 @@ from fa4_hd256.kernels.steps import (
     arrive,
     change,
     each,
+    fill,
     first,
     last,
     read,
@@ -61,7 +62,13 @@ def decode_steps() -> StepTable:
 
 def e4m3_steps(q_stages: int) -> StepTable:
     """The same for tiles of K and V in e4m3, each in one buffer.  q_stages: buffers of Q."""
-    rings = (*RINGS, Ring("factors", full="factors_ready", free="factors_free"))
+    rings = (
+        *RINGS,
+        # In the bytes of Q's buffer, which is filled anew when both have been read.
+        Ring("rows", full="rows_loaded", free="q_free", over="q"),
+        Ring("factors", full="factors_ready", free="factors_free"),
+    )
+    rows = Load.one("Q", "q", "q_rows", "rows")
     keys = Load.one("K", "k", "kv", "kv")
     scores = Product(
         "QK",
@@ -74,20 +81,23 @@ def e4m3_steps(q_stages: int) -> StepTable:
         is_ahead=True,
     )
     sums = tuple(_pv_of_whole(half) for half in HALVES)
+    queries = Role(
+        "queries", (Act((fill(rows),), When.FIRST),),
+        # The last commits arrive at this CTA's barriers.
+        end=(wait("q_free"),) * q_stages,
+    )  # fmt: skip
     quantise = Role(
         "quantise",
         (
-            Act((wait("q_free"), wait("factors_free"), write("q", "Q"), write("factors", "F"),
-                 arrive("q_loaded"), arrive("factors_ready")), When.FIRST),
+            Act((wait("rows_loaded"), wait("factors_free"), read("rows", "Q"), write("q", "Q"),
+                 write("factors", "F"), arrive("q_loaded"), arrive("factors_ready")), When.FIRST),
         ),
-        # The last commits arrive at this CTA's barriers.
-        end=(wait("q_free"),) * q_stages,
     )  # fmt: skip
     enter = Act(
         (wait("factors_ready"), read("factors", "F"), arrive("factors_free")),
         When.FIRST, is_ahead=True,
     )  # fmt: skip
-    return StepTable(rings, (scores, *sums), (_softmax(enter), quantise))
+    return StepTable(rings, (scores, *sums), (_softmax(enter), queries, quantise))
 
 
 def _softmax(*enter: Act) -> Role:

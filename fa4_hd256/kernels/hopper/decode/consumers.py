@@ -145,7 +145,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
     def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any):
         """Q in f16, and the scales of the tile, or of the first step's keys."""
         context.barriers["q_loaded"].wait(state)
-        self._bring_queries(context, work, state.index)
+        self._bring_queries(context, state.index)
         softmax.stage[0] = state.index
         softmax.k_scale[0] = Float32(-1.0 if self.problem_class.negative_scale else 1.0)
         self._enter_scales(context, softmax, work, key)
