@@ -85,7 +85,7 @@ def flash_attn_func(
     window_size: (left, right), keys visible beside i + seqlen_k - seqlen_q; None and -1 mean
         unbounded; causal sets the right one to 0.
     learnable_sink: (heads,) logits that take part in the softmax with a value of 0, or None.
-    softcap: scores become softcap * tanh(score / softcap); 0 for none.
+    softcap: scores become softcap * tanh(score / softcap), up to 1e4; 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
         1 to 64, or 0 for the operator's choice (`call.splits.splits_for`, `call.last_turn`).
@@ -474,7 +474,7 @@ def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     ragged, num_splits = inputs.others(), given.num_splits
     named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
     check_kinds(named, ragged, num_splits)
-    longest = _longest(ragged, given.max_seqlen_q, given.max_seqlen_k)
+    longest = longest_of(ragged, given.max_seqlen_q, given.max_seqlen_k)
     if num_splits == FIXED_PARTS and "cu_seqlens_k" in ragged and longest[1] is None:
         raise ValueError(
             "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an int, "
@@ -486,7 +486,7 @@ def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     if masked:
         check_mask_options(options.window, num_splits)
     q, *_ = inputs.with_batches()
-    names = _names(q, given.config, given.backward_config)
+    names = config_names(q, given.config, given.backward_config)
     offsets = ragged.get("cu_seqlens_q")
     # Packed queries have a batch of 1.
     rows = 1 if offsets is None else q.shape[1]
@@ -543,7 +543,7 @@ out_calls = OperatorCalls(
 )
 
 
-def _longest(
+def longest_of(
     ragged: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int | None, int | None]:
     """(max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too; None
@@ -562,7 +562,7 @@ def _longest(
     return max_seqlen_q, max_seqlen_k
 
 
-def _names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[str, str]:
+def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[str, str]:
     """Of both configurations, which are those of the architecture that q is on."""
 
     def name(given: Any, direction: str) -> str:

@@ -24,7 +24,7 @@ from .call.splits import (
 )
 from .call.tree_mask import tree_words
 from .eager import is_intercepted
-from .interface import flash_attn_varlen_func
+from .interface import config_names, flash_attn_varlen_func, longest_of
 from .kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES
 from .kernels.sequences import PART_LIST, TREE_WORDS
 from .run.forward import check_list
@@ -126,6 +126,7 @@ def flash_attn_with_kvcache(
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
         tensors |= {"learnable_sink": learnable_sink, "out": out}
         tensors |= {"k_descale": k_descale, "v_descale": v_descale}
+        tensors |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
         cache_checks.check_no_gradients(tensors)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
@@ -134,7 +135,8 @@ def flash_attn_with_kvcache(
     others: dict[str, Any] = {
         "learnable_sink": learnable_sink, "num_splits": num_splits,
         "batch_invariant": batch_invariant, "k_descale": k_descale, "v_descale": v_descale,
-        "tree_mask": tree_mask, "score_mod": score_mod, "out": out,
+        "tree_mask": tree_mask, "score_mod": score_mod, "out": out, "config": config,
+        "use_clc": use_clc,
     }  # fmt: skip
     # Engines write their caches themselves: a call without new rows is one of the attention.
     given = k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_seqlens
@@ -155,8 +157,7 @@ def flash_attn_with_kvcache(
     return flash_attn_varlen_func(
         q, k_cache, v_cache, cu_seqlens_q, None, max_seqlen_q, max_seqlen_k, None,
         cast("torch.Tensor | None", cache_seqlens), page_table, **options, **others,
-        return_lse=return_lse, scheduler_metadata=scheduler_metadata, config=config,
-        use_clc=use_clc,
+        return_lse=return_lse, scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
 
 
@@ -254,18 +255,19 @@ class _Places:
             ragged |= tensors
             own, _ = functions_of_keys((key, None), ragged, q)
             checked = replace(checked, score_mod=own)
-        longest = self.longest(others["tree_mask"], splits)
+        longest = longest_of(ragged, *self.longest(others["tree_mask"], splits))
         if self.cu_seqlens_q is not None:
-            checks.check_longest("q", longest[0])
             q = checks.with_batch("q", q)
+        config_names(q, others["config"], None)
+        rows = 1 if self.cu_seqlens_q is None else q.shape[1]
+        checked = checked.scheduled(others["use_clc"], rows, self.cu_seqlens_q, longest[0])
         if is_intercepted():
             check_call(q, self.k_cache, self.v_cache, sink, ragged)
             return descale_of(ragged, self.k_cache, self.batch, self.page_table is not None)
         call = ForwardCall(q, self.k_cache, self.v_cache, sink, ragged)
-        problem = call.describe(checked, *longest)
+        problem = call.describe(checked, *longest, others["config"])
         check_list(call, divided(problem, splits, gpu_of(problem.device)))
         return problem.descale
-
 
     def _check_out(self, out: Any, tensors: Iterable[Any]) -> None:
         """tensors: that the attention reads beside q and the caches."""
@@ -307,6 +309,9 @@ class _NewRows:
             {"k": self.k, "v": self.v}, places.k_cache, self.cu_seqlens, places.batch,
             places.q.dtype,
         )  # fmt: skip
+        if not is_intercepted():
+            caches = {"k_cache": places.k_cache, "v_cache": places.v_cache}
+            cache_checks.check_written(caches, {"k": self.k, "v": self.v})
         if self.cu_seqlens is not None and places.read_back:
             cache_checks.check_offsets("cu_seqlens_k_new", self.cu_seqlens, self.k.shape[0])
         return True

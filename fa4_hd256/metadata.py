@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .call.cache_checks import check_int32, check_lengths, of_batch
+from .call.cache_checks import check_int32, check_lengths, check_whole, of_batch
+from .call.checks import DTYPES
 from .call.forward_problem import Options, Problem
 from .call.packed_ds import (
     BackwardMetadata,
@@ -18,6 +19,7 @@ from .call.packed_ds import (
 from .call.part_lists import list_of_parts, mark, marked
 from .eager import is_intercepted
 from .gpus.devices import is_captured
+from .kernels.problem_class import KV_DTYPES
 from .run.launch import gpu_of
 
 __all__ = ["get_backward_metadata", "get_scheduler_metadata", "is_ours"]
@@ -49,6 +51,13 @@ def get_scheduler_metadata(
     """
     check_int32("cache_seqlens", cache_seqlens)
     of_batch("cache_seqlens", cache_seqlens, cache_seqlens.numel(), cache_seqlens.device)
+    check_whole({
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "num_heads_q": num_heads_q,
+        "num_heads_kv": num_heads_kv,
+    })  # fmt: skip
+    if kv_dtype not in (None, *DTYPES, *KV_DTYPES):
+        accepted = ", ".join(map(str, (*DTYPES, *KV_DTYPES)))
+        raise TypeError(f"kv_dtype is {kv_dtype!r}; accepted: None or {accepted}")
     if cache_seqlens.device.type == "cpu" and not is_intercepted():
         check_lengths(cache_seqlens, max_seqlen_k)
     number = torch.zeros((), dtype=torch.bfloat16, device=cache_seqlens.device)
@@ -57,7 +66,7 @@ def get_scheduler_metadata(
         number.expand(batch, rows, heads, 256)
         for rows, heads in ((max_seqlen_q, num_heads_q), (max_seqlen_k, num_heads_kv))
     )
-    k = k if kv_dtype is None else k.to(kv_dtype)
+    k = k.to(kv_dtype) if kv_dtype in KV_DTYPES else k
     options = Options.check(None, causal, window_size, 0.0)
     problem = Problem.describe((q, k, k), options, None, {"seqused_k": cache_seqlens})
     gpu = gpu_of(cache_seqlens.device)

@@ -24,6 +24,9 @@ NOT_OFFERED = {
     "use, or move the rows to the front",
 }
 
+#: Sizes of tensors here are below: two of them and a row of 256 stay within 64 bits.
+LARGEST_SIZE = 1 << 40
+
 #: Rotary dimensions come in multiples of this, as in the field.
 ROTARY_MULTIPLE = 16
 
@@ -72,9 +75,19 @@ def lengths_of(
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
 
 
+def check_whole(given: dict[str, Any]) -> None:
+    """Raise TypeError for what is no int, as numbers of rows and heads are, ValueError for one that
+    is negative or too large for a tensor's shape."""
+    for name, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be an int, got {number!r}")
+        if not isinstance(number, torch.SymInt) and not 0 <= number < LARGEST_SIZE:
+            raise ValueError(f"{name} is {number}; accepted: 0 to {LARGEST_SIZE - 1}")
+
+
 def check_lengths(lengths: torch.Tensor, capacity: int) -> None:
     """Rows in use are those of the cache. Waits for the device."""
-    if ((lengths < 0) | (lengths > capacity)).any():
+    if ((lengths < 0) | (lengths.long() > capacity)).any():
         raise _beyond(lengths.tolist(), capacity)
 
 
@@ -125,6 +138,9 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
     for name, cache in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(cache, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(cache).__name__}")
+        checks.require_dense(name, cache)
+        if name == "q" and not cache.ndim:
+            raise ValueError("q has no dimension; accepted: (batch, seqlen_q, heads, 256)")
         if name != "q" and cache.ndim != 4:
             raise ValueError(
                 f"{name} has {cache.ndim} dimensions, shape {tuple(cache.shape)}; accepted: 4, "
@@ -135,8 +151,21 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
         raise ValueError("page_table must be a (batch, pages of a sequence) int32 tensor")
     if page_table is not None:
         checks.check_pages(k_cache.shape)
-    if offsets is not None and getattr(offsets, "ndim", None) != 1:
+    if offsets is not None and (getattr(offsets, "ndim", None) != 1 or not offsets.numel()):
         raise ValueError("cu_seqlens_q must be a (batch + 1,) int32 tensor")
+
+
+def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
+    """That rows can be written to caches in place, and are none of these. Raises ValueError."""
+    for name, cache in caches.items():
+        if cache.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{name} was made under torch.inference_mode(), outside of which PyTorch does not "
+                "write to it; accepted: a call under torch.inference_mode(), or another tensor"
+            )
+        checks.check_not_overlapping(name, cache)
+        for given, rows in new.items():
+            checks.check_apart(cache, [rows], f"{name} lies in the memory of {given}")
 
 
 def check_new_rows(
@@ -149,6 +178,7 @@ def check_new_rows(
         if not isinstance(tensor, torch.Tensor):
             kind = "None" if tensor is None else type(tensor).__name__
             raise TypeError(f"{name} is {kind}; accepted: k and v, both tensors or both None")
+        checks.require_dense(name, tensor)
     wanted: tuple[int | None, ...] = (batch, None)
     if offsets is not None:
         wanted = (None,)

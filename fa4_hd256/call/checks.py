@@ -115,6 +115,10 @@ def _real(name: str, value: Any, accepted: str) -> float:
         ) from None
 
 
+#: Scores come out of softcap with an error of some 1e-7 of it: beyond, weights would be off.
+LARGEST_SOFTCAP = 1e4
+
+
 def check_options(
     softmax_scale: float, window: tuple[int | None, int | None], softcap: float
 ) -> None:
@@ -130,8 +134,11 @@ def check_options(
         raise ValueError(
             f"window_size is {window}; accepted: 0 or more, None or -1 for unbounded"
         )
-    if not 0 <= softcap <= largest:
-        raise ValueError(f"softcap is {softcap}; accepted: 0 (none) or a positive finite number")
+    if not 0 <= softcap <= LARGEST_SOFTCAP:
+        raise ValueError(
+            f"softcap is {softcap}; accepted: 0 (none) or a positive number up to "
+            f"{LARGEST_SOFTCAP:g}, since a larger one caps nothing"
+        )
 
 
 def are_differentiated(tensors: Iterable[Any]) -> bool:
@@ -226,8 +233,9 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError for a tensor of another layout."""
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense (strided) tensor, got {tensor.layout}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested one" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
 
 
 def _check_equal(what: str, values: Mapping[str, object], error: type[Exception]) -> None:
@@ -362,11 +370,29 @@ def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
             f"{out.data_ptr() % TMA_ALIGNMENT} past a multiple of {TMA_ALIGNMENT}; accepted: a "
             f"last stride of 1, other strides and the address multiples of {TMA_ALIGNMENT} bytes"
         )
+    check_not_overlapping("out", out)
     check_apart(out, inputs)
 
 
-def check_apart(out: torch.Tensor, inputs: Sequence[Any]) -> None:
-    """Raises ValueError for a result that lies where the call reads. inputs: its arguments."""
+def check_not_overlapping(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that is written to, of whose elements some may share memory:
+    where a dimension steps into what those of smaller strides reach."""
+    reached = 1
+    sizes = sorted(zip(tensor.stride(), tensor.shape))
+    for stride, size in sizes if tensor.numel() else ():
+        if size > 1 and stride < reached:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, elements "
+                "that share memory; accepted: memory of its own for each, as it is written to"
+            )
+        reached += (size - 1) * stride
+
+
+def check_apart(
+    out: torch.Tensor, inputs: Sequence[Any], what: str = "out lies in memory that the call reads"
+) -> None:
+    """Raises ValueError for a result that lies where the call reads. inputs: its arguments; what:
+    said then."""
     if out.is_meta:
         return
     begin, end = _span(out)
@@ -374,9 +400,7 @@ def check_apart(out: torch.Tensor, inputs: Sequence[Any]) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.device == out.device:
             first, last = _span(tensor)
             if begin < last and first < end:
-                raise ValueError(
-                    "out lies in memory that the call reads; accepted: memory of its own"
-                )
+                raise ValueError(f"{what}; accepted: memory of its own")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -563,6 +587,7 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
             raise ValueError(f"seqused_{side} is {used.tolist()}; accepted: 0 or more")
         if side == "k" and PAGE_TABLE in ragged:
             continue
+        used = used.long()  # a bound may have more than 32 bits
         rows = torch.full_like(used, tensor.shape[1]) if offsets is None else offsets.diff()
         if (used > rows).any():
             raise ValueError(

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa4_hd256 import flash_attn_varlen_func, flash_attn_with_kvcache
+from fa4_hd256 import (
+    BackwardConfig,
+    ForwardConfig,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 from fa4_hd256.check import reference
 from fa4_hd256.score_mods import alibi
 
@@ -351,6 +357,34 @@ WRONG = {
     "out of a stride": ({"out": randn(2, 1, 2, 512)[..., ::2]}, ValueError, "out has strides"),
     "heads": ({"q": randn(2, 1, 3, 128)}, ValueError, "head_dim 128"),
     "a function of scores": ({"score_mod": lambda score: score}, TypeError, "a ScoreMod of"),
+    "a scheduler": ({"use_clc": 1}, TypeError, "use_clc"),
+    "a class of configurations": ({"config": ForwardConfig}, TypeError, "config"),
+    "a backward's configuration": ({"config": BackwardConfig()}, TypeError, "config"),
+    "a bound that is a bool": (
+        {"max_seqlen_k": True, "page_table": int32([[0], [1]], "cpu")}, TypeError, "max_seqlen_k",
+    ),
+    "a bound that is a str": (
+        {"max_seqlen_k": "16", "page_table": int32([[0], [1]], "cpu")}, TypeError, "max_seqlen_k",
+    ),
+    "a bound beyond 64 bits": (
+        {"max_seqlen_k": 1 << 70, "page_table": int32([[0], [1]], "cpu")}, ValueError,
+        "max_seqlen_k",
+    ),
+    "sparse rows": ({"v": randn(2, 1, 1, 256).to_sparse()}, TypeError, "v must be a dense"),
+    "rows that share memory": (
+        {"v_cache": randn(1, 16, 1, 256).expand(2, 16, 1, 256)}, ValueError,
+        "v_cache has shape .* elements that share memory",
+    ),
+    "out that shares memory": (
+        {"out": randn(2048).as_strided((2, 1, 2, 256), (256, 256, 256, 1))}, ValueError,
+        "out has shape .* elements that share memory",
+    ),
+    "a query without dimensions": ({"q": randn(1)[0]}, ValueError, "q has no dimension"),
+    "no offsets": (
+        {"q": randn(2, 2, 256), "cu_seqlens_q": int32([], "cpu"), "cache_seqlens": 3}, ValueError,
+        "cu_seqlens_q must be",
+    ),
+    "a cap that caps nothing": ({"softcap": 1e5}, ValueError, "accepted: 0 .none. or .* 10000"),
     "two changes of scores": (
         {"score_mod": alibi(torch.ones(2)), "softcap": 5.0}, ValueError, "with a score_mod",
     ),
@@ -383,11 +417,64 @@ def test_out_that_the_call_reads_leaves_the_cache_as_it_was(name):
         assert torch.equal(cache, given[name])
 
 
-def test_no_gradients(device):
-    given = call(device)
-    given["q"].requires_grad_()
-    with pytest.raises(NotImplementedError, match="q requires gradients"):
+METADATA = {"cache_seqlens": int32([7, 22], "cpu"), "max_seqlen_q": 2, "max_seqlen_k": 32,
+            "num_heads_q": 4, "num_heads_kv": 2}  # fmt: skip
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize(
+    ("name", "value", "error", "says"),
+    [
+        ("max_seqlen_q", -1, ValueError, "max_seqlen_q is -1; accepted: 0 to"),
+        ("max_seqlen_q", True, TypeError, "max_seqlen_q must be an int, got True"),
+        ("max_seqlen_k", 1 << 70, ValueError, "max_seqlen_k is"),
+        ("max_seqlen_k", 32.0, TypeError, "max_seqlen_k must be an int"),
+        ("num_heads_q", -4, ValueError, "num_heads_q is -4"),
+        ("kv_dtype", "fp8", TypeError, "kv_dtype is 'fp8'; accepted: None or"),
+    ],
+)
+def test_what_metadata_is_not_made_for(name, value, error, says):
+    with pytest.raises(error, match=says):
+        get_scheduler_metadata(**METADATA | {name: value})
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("changed", [{"max_seqlen_k": 1 << 31}, {"kv_dtype": torch.float16}])
+def test_what_metadata_is_made_for(changed):
+    """Bounds past 32 bits; the dtype that q has, whichever."""
+    assert get_scheduler_metadata(**METADATA | changed).dtype == torch.int32
+
+
+@pytest.mark.simulator
+def test_new_rows_in_the_cache_are_refused():
+    given = call("cpu")
+    before = given["k_cache"].clone()
+    given["k"] = given["k_cache"][:, 2:3]
+    with pytest.raises(ValueError, match="k_cache lies in the memory of k; accepted"):
         flash_attn_with_kvcache(**given)
+    assert torch.equal(given["k_cache"], before)
+
+
+@pytest.mark.simulator
+def test_a_cache_that_nothing_is_written_to_here():
+    """PyTorch refuses it when all has been written."""
+    given = call("cpu")
+    with torch.inference_mode():
+        given["v_cache"] = given["v_cache"].clone()
+    before = given["k_cache"].clone()
+    with pytest.raises(ValueError, match="v_cache was made under torch.inference_mode"):
+        flash_attn_with_kvcache(**given)
+    assert torch.equal(given["k_cache"], before)
+
+
+@pytest.mark.parametrize("name", ["q", "rotary_cos"])
+def test_no_gradients(device, name):
+    cos, sin = tables(device, positions=16)
+    given = call(device, rotary_cos=cos, rotary_sin=sin)
+    given[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{name} requires gradients"):
+        flash_attn_with_kvcache(**given)
+    assert not given["k_cache"].requires_grad
     with torch.no_grad():
         assert not flash_attn_with_kvcache(**given).requires_grad
 
