@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -430,6 +431,32 @@ def test_a_child_forked_meanwhile_does_not_keep_the_lock(cache):
     for file in (other, sending, receiving):
         os.close(file)
     os.waitpid(child, 0)
+
+
+def test_a_lock_file_that_goes_while_others_wait_for_it(cache):
+    """They take the one that newcomers lock, too."""
+    path, waited = cache.directory / f"{NAME}.lock", []
+
+    def wait():
+        with cache.exclusive(NAME):
+            waited.append(path.exists())
+
+    with cache.exclusive(NAME):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.2)  # by then it waits
+        path.unlink()
+    thread.join()
+    assert waited == [True]
+
+
+def test_a_lock_in_use_is_not_swept(cache):
+    path = cache.directory / f"{NAME}.lock"
+    with cache.exclusive(NAME):
+        os.utime(path, (1, 1))
+    with cache.exclusive(NAME):
+        cache.write("another.o", HEADER, PARTS)
+        assert path.exists()
 
 
 def test_an_error_of_the_maker_frees_the_lock(cache):

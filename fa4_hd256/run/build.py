@@ -124,8 +124,9 @@ def _finish(place: Path, described: dict[str, Any]) -> Build:
             "kernels": kernels,
         }
         cache.write(MANIFEST, manifest, [])
-    with contextlib.suppress(OSError):
-        (place / f"{MANIFEST}.lock").unlink()
+        with contextlib.suppress(OSError):
+            # While it is locked: whoever waits for it sees that it is gone, and takes a new one.
+            (place / f"{MANIFEST}.lock").unlink()
     # Whoever runs the container reads them.
     nbytes = 0
     for path in (place / MANIFEST, *(place / f"{key}.kernel" for key in kernels)):

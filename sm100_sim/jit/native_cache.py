@@ -126,8 +126,7 @@ class NativeCache:
         Where the directory allows no lock, every process makes its own: the same entry.
         """
         with contextlib.ExitStack() as stack:
-            file = self._lock_file(name)
-            if file is not None:
+            while (file := self._lock_file(name)) is not None:
                 stack.callback(_release, file)
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX)
@@ -138,6 +137,9 @@ class NativeCache:
                         f"the same {self.contents}. Set {self.variable} to a directory on a local "
                         "disk"
                     )
+                    break
+                if self._is_current(name, file):
+                    break
             yield
 
     def state(self) -> str:
@@ -194,6 +196,16 @@ class NativeCache:
         except OSError:
             return None  # nothing can be written here, which `write` says
 
+    def _is_current(self, name: str, file: int) -> bool:
+        """Whether a lock file that was waited for is still the entry's: whoever comes now locks
+        the file that has the name."""
+        with contextlib.suppress(OSError):
+            os.utime(file)  # so that nobody sweeps a lock that has just been taken
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(self.directory / f"{name}.lock"))
+        except OSError:
+            return False
+
     def _replace(self, name: str, content: bytes) -> None:
         """Write a file beside its place, for its owner alone, and rename it."""
         descriptor, temporary = tempfile.mkstemp(".tmp", f"{name}.", self.directory)
@@ -210,7 +222,8 @@ class NativeCache:
     def _sweep(self) -> None:
         """Delete what processes that were killed left behind, and digests of sources.
 
-        A lock file that is still in use may go too: then two processes make the same entry.
+        A lock file that has been in use for so long may go too: then two processes make the same
+        entry.
         """
         oldest = time.time() - _LEFT_OVER
         for pattern in ("*.tmp", "*.lock", "*.sources"):

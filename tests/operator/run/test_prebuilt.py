@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from checkout import ROOT
 from fa4_hd256 import flash_attn_func, use_prebuilt
 from fa4_hd256.__main__ import main
 from fa4_hd256.architectures import ARCHITECTURES
+from fa4_hd256.run import build as builder
 from fa4_hd256.run import compile, keys, prebuilt
 from fa4_hd256.run.build import TARGETS, build
 from fa4_hd256.run.catalogue import KernelSpec
@@ -347,6 +350,47 @@ def test_a_build_replaces_what_no_longer_fits(copied, spec):
     assert not (copied / f"{stale}.kernel").exists()
     assert oct(copied.stat().st_mode)[-3:] == "755"
     assert {oct(path.stat().st_mode)[-3:] for path in copied.iterdir()} == {"644"}
+
+
+@pytest.fixture
+def instant(monkeypatch):
+    """Kernels of any bytes, at once."""
+    monkeypatch.setattr(builder, "jit_entry", lambda spec: ({"x": 1}, [b"a" * 1000, b"b", b"c"]))
+
+
+@pytest.fixture
+def many(spec):
+    """Kernels that differ in their pages."""
+    return [
+        replace(spec, problem_class=replace(spec.problem_class, page_size=16 * n))
+        for n in range(1, 7)
+    ]
+
+
+def build_with_others(barrier, spec, directories):
+    for directory in directories:
+        barrier.wait()
+        build({"sm_100a": [spec]}, directory)
+
+
+@pytest.mark.usefixtures("instant")
+def test_builds_into_one_directory_at_once(many, tmp_path):
+    """Each adds its kernel to those of the others."""
+    context = multiprocessing.get_context("fork")
+    directories = [tmp_path / str(n) for n in range(12)]
+    barrier = context.Barrier(len(many))
+    processes = [
+        context.Process(target=build_with_others, args=(barrier, one, directories)) for one in many
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * len(many)
+    counts = [len(prebuilt.Prebuilt.open(directory).kernels) for directory in directories]
+    assert counts == [len(many)] * len(directories)
+    assert all(path.suffix == ".kernel" or path.name == prebuilt.MANIFEST
+               for directory in directories for path in directory.iterdir())  # fmt: skip
 
 
 @pytest.mark.parametrize(
