@@ -64,6 +64,8 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 #: The tensor of which a list of parts is made.
 _LISTS_OF = "seqused_k"
+#: With which none is accepted.
+_LISTLESS = "seqused_q"
 
 #: ALiBi as it is compiled in.
 _SLOPES = tuple(FunctionClass(ALIBI, (f"float32 {dimensions}",)) for dimensions in (1, 2))
@@ -138,10 +140,16 @@ class Needs:
                 raise ValueError(f"kv_dtype is {dtype}; accepted: {accepted}")
         if not (self.uses and self.forms and self.dtypes and self.kv_dtypes):
             raise ValueError(f"nothing is asked for: {self}")
-        if self.scheduler_metadata and not any(_LISTS_OF in FORMS[form] for form in self.forms):
+        if self.scheduler_metadata and not any(_takes_list(FORMS[form]) for form in self.forms):
+            listed = ", ".join(form for form, ragged in FORMS.items() if _takes_list(ragged))
             raise ValueError(
                 f"forms are {self.forms} with scheduler_metadata; accepted: one of those with "
-                f"{_LISTS_OF}, of which a list of parts is made"
+                f"{_LISTS_OF}, of which a list of parts is made, and without {_LISTLESS}: {listed}"
+            )
+        if TRAINING in self.uses and all(PAGE_TABLE in FORMS[form] for form in self.forms):
+            raise ValueError(
+                f"forms are {self.forms} with {TRAINING}, which keys and values in pages have no "
+                "gradients for; accepted: a form without pages among them, or other uses"
             )
         if self.alibi and None not in self.kv_dtypes:
             raise ValueError(
@@ -152,6 +160,11 @@ class Needs:
     def schedulers(self) -> tuple[bool, ...]:
         """Values of use_clc."""
         return (False, True) if self.use_clc is None else (self.use_clc,)
+
+
+def _takes_list(ragged: Sequence[str]) -> bool:
+    """Whether calls with these tensors may be given a list of parts."""
+    return _LISTS_OF in ragged and _LISTLESS not in ragged
 
 
 def specs_of(
@@ -173,14 +186,12 @@ def specs_of(
     found: dict[KernelSpec, None] = {}
     for problem in _forward_problems(model, needs, architecture):
         found |= dict.fromkeys(_forwards(problem, gpu, needs.batch_invariant))
-        if needs.scheduler_metadata and _LISTS_OF in problem.ragged:
+        if needs.scheduler_metadata and _takes_list(problem.ragged):
             found |= dict.fromkeys(_listed(problem, gpu))
     for dtype in needs.dtypes:
         found |= dict.fromkeys(_combines(dtype, architecture))
     if TRAINING in needs.uses:
-        forms = tuple(form for form in needs.forms if PAGE_TABLE not in FORMS[form])
-        own = replace(needs, uses=(TRAINING,), forms=forms, page_sizes=(), kv_dtypes=(None,))
-        for problem in _changed(_problems(model, own, architecture, _LONGEST), needs):
+        for problem in _changed(_trained(model, needs, architecture), needs):
             if is_masked(problem.ragged):
                 problem = replace(problem, ragged=MASK_GRADIENTS)
             found |= dict.fromkeys(_backwards(problem, model))
@@ -194,10 +205,19 @@ def _forward_problems(
     most = [USES[use] for use in needs.uses]
     longest = _LONGEST if None in most else max(m for m in most if m is not None)
     yield from _changed(_problems(model, needs, architecture, longest), needs)
+    if TRAINING in needs.uses and None not in needs.kv_dtypes:
+        yield from _changed(_trained(model, needs, architecture), needs)
     if needs.tree_mask:
         for problem in _changed(_problems(model, needs, architecture, MOST_NODES), needs):
             if not is_masked(problem.ragged):
                 yield replace(problem, ragged=(*problem.ragged, TREE_WORDS))
+
+
+def _trained(model: AttentionModel, needs: Needs, architecture: Architecture) -> Iterator[Problem]:
+    """One of each kind of forward that has gradients: without pages, k and v of q's dtype."""
+    for problem in _problems(model, needs, architecture, _LONGEST, (None,)):
+        if problem.page_size is None:
+            yield problem
 
 
 def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
@@ -210,12 +230,15 @@ def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
 
 
 def _problems(
-    model: AttentionModel, needs: Needs, architecture: Architecture, longest: int
-) -> Iterator[Problem]:
-    """One of each kind of forward. longest: queries of a sequence at most."""
+    model: AttentionModel, needs: Needs, architecture: Architecture, longest: int,
+    kv_dtypes: Sequence[torch.dtype | None] | None = None,
+) -> Iterator[Problem]:  # fmt: skip
+    """One of each kind of forward. longest: queries of a sequence at most. kv_dtypes: None for
+    those of `needs`."""
+    kv_dtypes = needs.kv_dtypes if kv_dtypes is None else kv_dtypes
     queries = [length for length in _LENGTHS if length <= longest]
     kernels, group = kernels_of(architecture), model.heads_q // model.heads_kv
-    for form, kv_dtype in itertools.product(needs.forms, needs.kv_dtypes):
+    for form, kv_dtype in itertools.product(needs.forms, kv_dtypes):
         ragged, known = FORMS[form], kernels.forward_tiles(kv_dtype=kv_dtype)
         masks = model.masks
         if is_masked(ragged):

@@ -78,7 +78,7 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
         found.add(forward_spec(chosen, where))
         if chosen.num_splits > 1:
             found.add(combine_spec(chosen))
-        if "seqused_k" in problem.ragged:
+        if "seqused_k" in problem.ragged and "seqused_q" not in problem.ragged:
             listed = replace(problem, ragged=(*problem.ragged, "part_list"))
             listed = splits.divided(listed, splits.BY_RULE, where)
             found.add(forward_spec(listed, where))
@@ -161,6 +161,25 @@ def test_alibi(arch):
         replace(needs, kv_dtypes=(torch.float8_e4m3fn,))
 
 
+@pytest.mark.parametrize("arch", sorted(GPUS))
+def test_training_beside_what_has_no_gradients(arch):
+    """All that training alone takes, beside pages, lists of parts and keys in e4m3."""
+    target, model = TARGETS[arch], AttentionModel("of this test", 8, 2, (Mask(True),))
+
+    def known(uses, forms, **others):
+        needs = Needs(uses, forms, **others)
+        return set(specs_of(model, needs, target.architecture, target.gpu))
+
+    uses, trained = ("training", "decode"), known(("training",), ("packed",))
+    paged = known(uses, ("packed", "paged"), page_sizes=(16,), scheduler_metadata=True)
+    assert trained | known(("decode",), ("paged",), page_sizes=(16,)) <= paged
+    assert trained <= known(uses, ("packed",), kv_dtypes=(torch.float8_e4m3fn,))
+    # A list of parts beside seqused_q is refused by calls.
+    listed = known(uses, ("padded", "cache"), scheduler_metadata=True)
+    both = [str(spec.problem_class) for spec in listed if "part_list" in str(spec.problem_class)]
+    assert both and not any("seqused_q" in text for text in both)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_every_combining_kernel(architecture):
     """Of any number of parts and rows."""
@@ -192,8 +211,12 @@ def test_needs_that_are_none():
             Needs(**given)
     with pytest.raises(ValueError, match="page size is 24; accepted: multiples of 16"):
         Needs(forms=("paged",), page_sizes=(24,))
-    with pytest.raises(ValueError, match="accepted: one of those with seqused_k"):
-        Needs(forms=("dense",), scheduler_metadata=True)
+    for form in ("dense", "padded"):
+        message = "accepted: one of those with seqused_k.*without seqused_q: cache, packed-cache"
+        with pytest.raises(ValueError, match=message):
+            Needs(forms=(form,), scheduler_metadata=True)
+    with pytest.raises(ValueError, match="with training.*accepted: a form without pages among"):
+        Needs(("training", "decode"), ("paged",), page_sizes=(16,))
     with pytest.raises(ValueError, match="nothing is asked for"):
         Needs(dtypes=())
     with pytest.raises(ValueError, match="model is 'gemma'; accepted: gemma-1-2b"):
