@@ -106,8 +106,10 @@ def flash_attn_varlen_func(
     out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
     others = ("seqused_q", "seqused_k", "page_table")
     places = {name: options.pop(name) for name in others if name in options}
-    # SGLang's own default is not to divide keys.
-    ours = {"num_splits": 1, **OPTIONS.translated(scaled_alone(options, k))}
+    ours = OPTIONS.translated(scaled_alone(options, k))
+    if METADATA not in ours:
+        # SGLang's own default is not to divide keys.
+        ours.setdefault("num_splits", 1)
     attend = partial(
         interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, **places, **ours,

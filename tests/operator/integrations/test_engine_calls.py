@@ -311,6 +311,20 @@ def test_a_list_of_parts_is_honoured(engine, device, monkeypatch):
     assert seen[0] is listed and seen[1:] == [None] * 3
 
 
+def test_sglang_does_not_divide_keys_but_by_a_list(device, monkeypatch):
+    """One part is its default, which a list of parts, refused beside `num_splits`, stands for."""
+    seen = []
+    monkeypatch.setattr(
+        sglang.interface, "flash_attn_varlen_func", lambda *_, **options: seen.append(options)
+    )
+    listed = get_scheduler_metadata(int32([600, 20], device), 1, 640, 4, 2)
+    for given in (listed, listed.clone(), None):
+        sglang.flash_attn_varlen_func(
+            None, None, None, None, None, 1, 640, scheduler_metadata=given
+        )  # fmt: skip
+    assert seen == [{"scheduler_metadata": listed}, {"num_splits": 1}, {"num_splits": 1}]
+
+
 def test_sglang_drafts(device):
     """Target verification: keys before the drafts, all of them seen, with LSE to merge."""
     batch = Batch(device, [4, 4], [33, 50])
