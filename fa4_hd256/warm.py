@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +74,16 @@ def warm_up(
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        try:
+            place = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"device is {device!r}; accepted: a torch.device or the name of one"
+            ) from error
+        there = torch.cuda.device_count()
+        if place.type == "cuda" and (place.index or 0) >= there:
+            raise ValueError(f"device is {device!r}; accepted: one of the {there} GPUs here")
+        return place
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -110,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--full", action="store_true", help="no causal mask")
     own.add_argument("--window", action="append", default=[], type=int, metavar="KEYS",
                      help="layers whose queries see so many keys, beside those that see all")
-    own.add_argument("--softcap", type=float, default=0.0)
+    own.add_argument("--softcap", type=float)
     own.add_argument("--sink", action="store_true")
     parser.add_argument("--arch", action="append", required=True, choices=sorted(TARGETS))
     parser.add_argument("--out", required=True, metavar="DIR")
@@ -142,6 +152,8 @@ def main(arguments: argparse.Namespace) -> int:
     models = [model_named(name) for name in arguments.model]
     if arguments.heads:
         models.append(_given_model(arguments))
+    else:
+        _refuse_alone(arguments)
     named = [kernel_named(text) for text in arguments.kernel]
     if not models and not named:
         raise ValueError("nothing to build; accepted: --model, --heads or --kernel")
@@ -149,9 +161,10 @@ def main(arguments: argparse.Namespace) -> int:
     models = [model.sharded(arguments.tensor_parallel) for model in models]
     specs = {name: _of_target(name, models, needs, named) for name in arguments.arch}
     made = build(specs, arguments.out, arguments.jobs, report)
+    place = shlex.quote(str(made.directory))
     print(
-        f"{made.added} kernels built, {made.kernels} in {made.directory}, "
-        f"{made.nbytes / 1e6:.1f} MB; use them by FA4_HD256_PREBUILT={made.directory} or "
+        f"{made.added} kernels built, {made.kernels} in {place}, "
+        f"{made.nbytes / 1e6:.1f} MB; use them by FA4_HD256_PREBUILT={place} or "
         "fa4_hd256.use_prebuilt"
     )
     return 0
@@ -185,6 +198,18 @@ def _of_target(
     return unique(found)
 
 
+def _refuse_alone(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for options of --heads where there is none."""
+    own = ("full", "window", "softcap", "sink")
+    given = [f"--{name}" for name in own if getattr(arguments, name) not in (None, [])
+             and getattr(arguments, name) is not False]  # fmt: skip
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} without --heads; accepted: with --heads Q/KV, whose attention "
+            "that describes"
+        )
+
+
 def _given_model(arguments: argparse.Namespace) -> AttentionModel:
     heads = arguments.heads.split("/")
     if len(heads) != 2 or not all(part.isdecimal() and int(part) for part in heads):
@@ -195,6 +220,6 @@ def _given_model(arguments: argparse.Namespace) -> AttentionModel:
             raise ValueError(f"--window is {keys}; accepted: 1 or more keys")
         masks.append(Mask(not arguments.full, (keys - 1, keys - 1 if arguments.full else None)))
     return AttentionModel(
-        arguments.heads, int(heads[0]), int(heads[1]), tuple(masks), arguments.softcap,
-        sink=arguments.sink,
+        arguments.heads, int(heads[0]), int(heads[1]), tuple(masks),
+        0.0 if arguments.softcap is None else arguments.softcap, sink=arguments.sink,
     )  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from .prebuilt import (
     Prebuilt,
     identity,
     instruction_sets,
+    path_of,
     read_manifest,
     sources_of,
     storage,
@@ -85,12 +88,17 @@ def build(
     versions and sources, and goes otherwise. jobs: processes that compile. progress: called after
     each kernel.
 
-    Raises ValueError for a directory that others may write and where this package is not installed,
-    RuntimeError where it cannot be written, and what the compiler raises.
+    Raises TypeError for a directory that is no path and jobs that are no int, ValueError for no
+    jobs, a directory that cannot be made or that others may write, and where this package is not
+    installed, RuntimeError where it cannot be written, and what the compiler raises.
     """
+    if isinstance(jobs, bool) or not isinstance(jobs, int):
+        raise TypeError(f"jobs is {jobs!r}; accepted: an int, 1 or more")
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}; accepted: 1 or more")
     identity()  # known before anything is compiled
-    place = Path(directory).expanduser()
-    place.mkdir(mode=0o755, parents=True, exist_ok=True)
+    place = path_of(directory)
+    _make(place)
     read_manifest(place)  # refuses a directory that must not be used
     cache, described, done = storage(place), {}, 0
     total = sum(map(len, specs.values()))
@@ -110,6 +118,19 @@ def build(
     return _finish(place, described)
 
 
+def _make(place: Path) -> None:
+    """Make a directory that everybody may read. One that is there stays as it is."""
+    try:
+        place.mkdir(parents=True)
+        place.chmod(0o755)
+    except OSError as error:
+        if not place.is_dir():
+            raise ValueError(
+                f"{place} cannot be made a directory: {error.strerror}; accepted: a directory, or "
+                "a path where one can be made"
+            ) from error
+
+
 def _finish(place: Path, described: dict[str, Any]) -> Build:
     """Write the manifest, and check that what it names can be read."""
     cache = storage(place)
@@ -127,15 +148,15 @@ def _finish(place: Path, described: dict[str, Any]) -> Build:
         with contextlib.suppress(OSError):
             # While it is locked: whoever waits for it sees that it is gone, and takes a new one.
             (place / f"{MANIFEST}.lock").unlink()
-    # Whoever runs the container reads them.
     nbytes = 0
-    for path in (place / MANIFEST, *(place / f"{key}.kernel" for key in kernels)):
+    for name in (MANIFEST, *(f"{key}.kernel" for key in kernels)):
+        path = place / name
         try:
-            path.chmod(0o644)
+            if name == MANIFEST or path.stem in described:
+                path.chmod(0o644)  # whoever runs the container reads them
             nbytes += path.stat().st_size
         except OSError as error:
             raise RuntimeError(f"{path} could not be written: {error.strerror}") from error
-    place.chmod(0o755)
     opened = Prebuilt.open(place)
     for key in described:
         opened.read(key)
@@ -143,18 +164,36 @@ def _finish(place: Path, described: dict[str, Any]) -> Build:
 
 
 def _kept(place: Path, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Kernels of an earlier build that still fit; the files of others go, but for those that were
-    just written."""
+    """Kernels of an earlier build that still fit, a warning telling of those whose files are gone;
+    the files of others go, but for those that were just written."""
     before = read_manifest(place)
     if before is None:
         return {}
     try:
-        return dict(Prebuilt.open(place).kernels)
+        kernels = Prebuilt.open(place).kernels
+        return {
+            key: kernel for key, kernel in kernels.items()
+            if key in described or _is_there(place / f"{key}.kernel", kernel)
+        }  # fmt: skip
     except ValueError:
         for key in set(before.get("kernels", ())) - set(described):
             with contextlib.suppress(OSError):
                 (place / f"{key}.kernel").unlink()
         return {}
+
+
+def _is_there(path: Path, kernel: Mapping[str, Any]) -> bool:
+    """Whether a kernel of an earlier build still has its file."""
+    if path.exists():
+        return True
+    command = shlex.join(["--kernel", kernel["kernel"], "--arch", kernel["target"]])
+    warnings.warn(
+        f"{path}, a prebuilt {kernel['kind']}, is missing, so the manifest no longer has it; build "
+        f"it again where calls take it: {command}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return False
 
 
 def _entries(

@@ -222,8 +222,8 @@ def _prebuilt_entry(spec: KernelSpec) -> tuple[str, _Entry | None]:
     if target not in place.targets:
         raise ValueError(
             f"the kernels in {place.directory} are compiled for {', '.join(place.targets)}, but "
-            f"this process needs some for {target}; add them: python -m fa4_hd256 build --model "
-            f"NAME --arch {target} --out {place.directory}"
+            f"this process needs some for {target}; add them: "
+            f"{prebuilt.build_into(place.directory, '--arch', target)}"
         )
     key = prebuilt_key(spec)
     return key, place.read(key)

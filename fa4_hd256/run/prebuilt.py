@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from .keys import COMPILER, content_digest, cpu_features
 from .native_cache import NativeCache, writable_by_others
 
 __all__ = [
-    "MANIFEST", "Prebuilt", "active", "forget", "identity", "instruction_sets", "jit_allowed",
-    "read_manifest", "sources_of", "storage", "use_prebuilt",
+    "MANIFEST", "Prebuilt", "active", "build_into", "forget", "identity", "instruction_sets",
+    "jit_allowed", "path_of", "read_manifest", "sources_of", "storage", "use_prebuilt",
 ]  # fmt: skip
 
 #: Raised whenever the manifest or an entry changes its meaning.
@@ -57,12 +58,12 @@ class Prebuilt:
     def open(cls, directory: str | os.PathLike) -> Prebuilt:
         """Raises ValueError, with what to do, for a directory that is none, may be written by
         others, is damaged, or is of another version, compiler or CPU."""
-        place = Path(directory).expanduser()
+        place = path_of(directory)
         found = read_manifest(place)
         if found is None:
             raise ValueError(
                 f"{place} holds no prebuilt kernels: it has no manifest; accepted: a directory "
-                f"that `{_BUILD} --out {place}` made"
+                f"that `{build_into(place)}` made"
             )
         _check_identity(place, found)
         return cls(place, found)
@@ -108,7 +109,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise ValueError(
             f"{directory} holds no prebuilt kernels: {error.strerror}; accepted: a directory that "
-            f"`{_BUILD} --out {directory}` made"
+            f"`{build_into(directory)}` made"
         ) from error
     reason = writable_by_others(status)
     if reason is not None:
@@ -122,8 +123,8 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     found = storage(directory).read(MANIFEST)
     if found is None:
         raise ValueError(
-            f"{path} {_why_unreadable(path)}. Build the directory again (`python -m fa4_hd256 "
-            "build`), or copy it again"
+            f"{path} {_why_unreadable(path)}. Delete {directory} and build it again "
+            f"(`{build_into(directory)}`), or copy it again"
         )
     return found[0]
 
@@ -160,8 +161,21 @@ def _version_of(name: str) -> str:
         ) from None
 
 
-#: First words of the command that makes a directory.
-_BUILD = "python -m fa4_hd256 build --model NAME"
+def build_into(place: Path, *options: str) -> str:
+    """The command that makes a directory."""
+    words = ["python", "-m", "fa4_hd256", "build", "--model", "NAME", *options]
+    return shlex.join([*words, "--out", str(place)])
+
+
+def path_of(directory: str | os.PathLike) -> Path:
+    """Where a directory is, whatever the working directory becomes. Raises TypeError for what is no
+    path, and ValueError for an empty one."""
+    given = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    if not isinstance(given, str):
+        raise TypeError(f"directory is {directory!r}; accepted: a path as a str or a Path")
+    if not given:
+        raise ValueError("directory is ''; accepted: the path of a directory")
+    return Path(given).expanduser().absolute()
 
 
 def _check_identity(place: Path, manifest: Mapping[str, Any]) -> None:
@@ -170,13 +184,13 @@ def _check_identity(place: Path, manifest: Mapping[str, Any]) -> None:
         if built != here:
             raise ValueError(
                 f"the kernels in {place} were built with {name} {built}, but {name} is {here} "
-                f"here; build them again: {_BUILD} --out {place}"
+                f"here; build them again: {build_into(place)}"
             )
     for name, built in manifest["sources"].items():
         if built != sources_of(name):
             raise ValueError(
                 f"the kernels in {place} were built from other sources of {_PACKAGE} ({name}) than "
-                f"are installed here; build them again: {_BUILD} --out {place}"
+                f"are installed here; build them again: {build_into(place)}"
             )
     lacking = sorted(set(manifest["cpu"]) - set(cpu_features()))
     if lacking:
@@ -206,7 +220,7 @@ def instruction_sets(features: Iterable[str]) -> list[str]:
 class _Chosen:
     """What `use_prebuilt` was given, over the environment."""
 
-    directory: str | os.PathLike | None = None
+    directory: str | None = None
     jit: bool | None = None
 
 
@@ -222,17 +236,20 @@ def use_prebuilt(directory: str | os.PathLike | None, jit: bool | None = None) -
     what FA4_HD256_JIT says. Kernels that this process has loaded stay.
 
     Raises ValueError for a directory that does not fit this process; what does not fit says the
-    message.
+    message. Raises TypeError for a directory that is no path, and a jit that is no bool.
     """
-    if directory is not None:
-        _open(os.fspath(directory))
-    _Chosen.directory, _Chosen.jit = directory, jit
+    if jit is not None and not isinstance(jit, bool):
+        raise TypeError(f"jit is {jit!r}; accepted: True, False or None")
+    place = None if directory is None else str(path_of(directory))
+    if place is not None:
+        _open(place)
+    _Chosen.directory, _Chosen.jit = place, jit
 
 
 def active() -> Prebuilt | None:
     """The directory in use, checked once. Raises ValueError as `Prebuilt.open`."""
     directory = _Chosen.directory or environment.prebuilt_directory()
-    return None if directory is None else _open(os.fspath(directory))
+    return None if directory is None else _open(directory)
 
 
 def jit_allowed() -> bool:
@@ -241,6 +258,7 @@ def jit_allowed() -> bool:
 
 
 def _open(directory: str) -> Prebuilt:
+    """By the text that was given: a relative one stays where it was when it was first opened."""
     with _lock:
         found = _opened.get(directory)
         if found is None:

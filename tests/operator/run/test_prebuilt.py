@@ -348,7 +348,6 @@ def test_a_build_replaces_what_no_longer_fits(copied, spec):
     (copied / f"{stale}.kernel").write_bytes(b"")
     assert build({"sm_100a": [spec]}, copied).kernels == 1
     assert not (copied / f"{stale}.kernel").exists()
-    assert oct(copied.stat().st_mode)[-3:] == "755"
     assert {oct(path.stat().st_mode)[-3:] for path in copied.iterdir()} == {"644"}
 
 
@@ -391,6 +390,94 @@ def test_builds_into_one_directory_at_once(many, tmp_path):
     assert counts == [len(many)] * len(directories)
     assert all(path.suffix == ".kernel" or path.name == prebuilt.MANIFEST
                for directory in directories for path in directory.iterdir())  # fmt: skip
+
+
+@pytest.mark.usefixtures("instant")
+def test_modes_of_directories(many, tmp_path):
+    """Whoever runs the container reads what a build has made; what is there stays as it is."""
+    ours, made = tmp_path / "ours", tmp_path / "made" / "here"
+    ours.mkdir(mode=0o700)
+    before = os.umask(0o077)
+    try:
+        for place in (ours, made):
+            build({"sm_100a": many[:1]}, place)
+    finally:
+        os.umask(before)
+    assert [oct(place.stat().st_mode)[-3:] for place in (ours, made)] == ["700", "755"]
+
+
+@pytest.mark.usefixtures("instant")
+def test_a_missing_kernel_is_built_again_or_leaves_the_manifest(many, tmp_path):
+    build({"sm_100a": many[:2]}, tmp_path)
+    lost = kernel_file(tmp_path)
+    lost.unlink()
+    with pytest.warns(RuntimeWarning, match=f"{lost.name}.*is missing.*--arch sm_100f"):
+        assert build({"sm_100a": many[2:3]}, tmp_path).kernels == 2
+    assert build({"sm_100a": many[:2]}, tmp_path).kernels == 3
+    lost.unlink()
+    assert build({"sm_100a": many[:2]}, tmp_path).kernels == 3
+    assert lost.exists()
+
+
+@pytest.mark.parametrize(
+    ("directory", "jobs", "error", "message"),
+    [
+        ("", 1, ValueError, "directory is ''; accepted: the path"),
+        (b"kernels", 1, TypeError, "directory is b'kernels'; accepted: a path as a str"),
+        ("kernels", 0, ValueError, "jobs is 0; accepted: 1 or more"),
+        ("kernels", -3, ValueError, "jobs is -3; accepted: 1 or more"),
+        ("kernels", True, TypeError, "jobs is True; accepted: an int"),
+        ("file", 1, ValueError, "file cannot be made a directory: File exists; accepted"),
+        ("file/below", 1, ValueError, "below cannot be made a directory: Not a directory"),
+    ],
+)
+def test_builds_that_are_not_accepted(directory, jobs, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(error, match=message):
+        build({}, directory, jobs)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("",), ValueError, "directory is ''"),
+        ((b"kernels",), TypeError, "directory is b'kernels'"),
+        ((None, 1), TypeError, "jit is 1; accepted: True, False or None"),
+        ((None, "no"), TypeError, "jit is 'no'; accepted"),
+    ],
+)
+def test_what_is_no_directory_or_switch(arguments, error, message):
+    with pytest.raises(error, match=message):
+        use_prebuilt(*arguments)
+
+
+@pytest.mark.parametrize("given", ["argument", "environment"])
+def test_a_relative_directory_stays_where_it_is(copied, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(copied.parent)
+    if given == "argument":
+        use_prebuilt(copied.name)
+    else:
+        monkeypatch.setenv("FA4_HD256_PREBUILT", copied.name)
+        prebuilt.active()
+    monkeypatch.chdir("/")
+    found = prebuilt.active()
+    assert found.directory == copied
+    assert all(found.read(key) for key in found.kernels)
+
+
+@pytest.mark.usefixtures("instant")
+def test_commands_quote_paths(spec, tmp_path, capsys):
+    place = tmp_path / "of a model"
+    command = ["build", "--kernel", name_of(spec), "--arch", "sm_100a", "--out", str(place)]
+    assert main(command) == 0
+    assert f"FA4_HD256_PREBUILT={shlex.quote(str(place))} or" in capsys.readouterr().out
+    (place / prebuilt.MANIFEST).write_text("x")
+    assert main(command) == 2
+    told = capsys.readouterr().err
+    assert f"manifest is damaged. Delete {place} and build it again" in told
+    assert f"--out {shlex.quote(str(place))}`" in told
 
 
 @pytest.mark.parametrize(
