@@ -24,6 +24,11 @@ def local(keys: int) -> Mask:
     return Mask(True, (keys - 1, None))
 
 
+def _is_positive(value: object) -> bool:
+    """Whether something is a number of heads or ranks."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 @dataclass(frozen=True)
 class AttentionModel:
     """Attention of one published model, or of one like it.
@@ -40,17 +45,29 @@ class AttentionModel:
     softmax_scale: float | None = None
     sink: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for heads, masks or a sink that are none. Numbers of which calls have
+        rules are checked by these."""
+        for name in ("heads_q", "heads_kv"):
+            if not _is_positive(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: an int, 1 or more")
+        masks = self.masks
+        if not isinstance(masks, tuple) or not masks or not all(isinstance(m, Mask) for m in masks):
+            raise ValueError(f"masks is {masks!r}; accepted: a tuple of one Mask or more")
+        if not isinstance(self.sink, bool):
+            raise ValueError(f"sink is {self.sink!r}; accepted: True or False")
+
     def sharded(self, ranks: int) -> AttentionModel:
         """What each of so many ranks of tensor parallelism has of it; KV heads are repeated where
         there are fewer of them.
 
         Raises ValueError where the ranks do not divide the heads.
         """
-        if ranks < 1 or self.heads_q % ranks or (
+        if not _is_positive(ranks) or self.heads_q % ranks or (
             self.heads_kv % ranks and ranks % self.heads_kv
         ):  # fmt: skip
             raise ValueError(
-                f"{ranks} ranks for {self.heads_q} query and {self.heads_kv} key/value heads of "
+                f"{ranks!r} ranks for {self.heads_q} query and {self.heads_kv} key/value heads of "
                 f"{self.name}; accepted: ranks that divide both, or that the latter divide"
             )
         heads_kv = max(1, self.heads_kv // ranks)

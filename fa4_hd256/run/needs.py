@@ -18,7 +18,7 @@ import torch
 
 from fa4_hd256.architectures import Architecture
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.checks import PAGE_TABLE
+from fa4_hd256.call.checks import DTYPES, PAGE_TABLE, check_options
 from fa4_hd256.call.forward_problem import (
     Options,
     Problem,
@@ -121,23 +121,38 @@ class Needs:
             if not isinstance(given, (tuple, list)):
                 raise ValueError(f"{name} is {given!r}; accepted: a tuple or a list")
             object.__setattr__(self, name, tuple(given))
-        for what, given, known in (("use", self.uses, USES), ("form", self.forms, FORMS)):
-            for name in given:
-                if name not in known:
-                    raise ValueError(f"{what} is {name!r}; accepted: {', '.join(known)}")
+        self._check_values()
+        self._check_together()
+
+    def _check_values(self) -> None:
+        """Each by itself."""
+        for what, given, known in (
+            ("use", self.uses, USES), ("form", self.forms, FORMS), ("dtype", self.dtypes, DTYPES),
+            ("kv_dtype", self.kv_dtypes, (None, *KV_DTYPES)),
+        ):  # fmt: skip
+            accepted = tuple(known)  # where what has no hash can be looked for, too
+            for one in given:
+                if one not in accepted:
+                    listed = ", ".join(map(str, accepted))
+                    raise ValueError(f"{what} is {one!r}; accepted: {listed}")
+        for size in self.page_sizes:
+            whole = isinstance(size, int) and not isinstance(size, bool)
+            if not whole or size < 1 or size % PAGE_MULTIPLE:
+                raise ValueError(f"page size is {size!r}; accepted: multiples of {PAGE_MULTIPLE}")
+        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: True or False")
+        if self.use_clc is not None and not isinstance(self.use_clc, bool):
+            raise ValueError(f"use_clc is {self.use_clc!r}; accepted: True, False or None for both")
+
+    def _check_together(self) -> None:
+        """Those that ask for nothing, or for what no call is accepted with."""
         paged = any(PAGE_TABLE in FORMS[form] for form in self.forms)
         if paged != bool(self.page_sizes):
             raise ValueError(
                 f"forms are {self.forms} with page sizes {self.page_sizes}; accepted: a form with "
                 "pages, and the sizes of these, or neither"
             )
-        for size in self.page_sizes:
-            if size < 1 or size % PAGE_MULTIPLE:
-                raise ValueError(f"page size is {size}; accepted: multiples of {PAGE_MULTIPLE}")
-        for dtype in self.kv_dtypes:
-            if dtype not in (None, *KV_DTYPES):
-                accepted = ", ".join(map(str, (None, *KV_DTYPES)))
-                raise ValueError(f"kv_dtype is {dtype}; accepted: {accepted}")
         if not (self.uses and self.forms and self.dtypes and self.kv_dtypes):
             raise ValueError(f"nothing is asked for: {self}")
         if self.scheduler_metadata and not any(_takes_list(FORMS[form]) for form in self.forms):
@@ -173,6 +188,8 @@ def specs_of(
     """Every kernel that calls of a model take, each once, those that all calls take first.
 
     gpu: its rows of the tuning table (`Gpu.tuning_name`).
+
+    Raises ValueError or TypeError for a model whose calls would.
     """
     if model.heads_q % model.heads_kv:
         raise ValueError(
@@ -281,9 +298,11 @@ def _descales(kv_dtype: torch.dtype | None, paged: bool) -> tuple[str, ...]:
 
 
 def _options(model: AttentionModel, mask: Mask, use_clc: bool) -> Options:
-    return Options.check(
+    options = Options.check(
         model.softmax_scale, mask.causal, mask.window_size, model.softcap, use_clc
     )
+    check_options(options.softmax_scale, options.window, options.softcap)
+    return options
 
 
 def _forwards(problem: Problem, gpu: str, fixed: bool) -> Iterator[KernelSpec]:

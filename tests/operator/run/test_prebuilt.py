@@ -487,6 +487,14 @@ def test_commands_quote_paths(spec, tmp_path, capsys):
         (["--arch", "sm_100a", "--heads", "16"], "--heads is '16'; accepted: Q/KV"),
         (["--arch", "sm_100a", "--heads", "16/3"], "16 query heads over 3 key/value heads"),
         (["--arch", "sm_100a", "--heads", "2/1", "--window", "0"], "--window is 0; accepted"),
+        (["--arch", "sm_100a", "--heads", "2/1", "--softcap", "-1"], "softcap is -1.0; accepted"),
+        (["--arch", "sm_100a", "--heads", "2/1", "--softcap", "nan"], "softcap is nan; accepted"),
+        (["--arch", "sm_100a", "--heads", "2/1", "--softcap", "inf"], "softcap is inf; accepted"),
+        *(
+            (["--arch", "sm_90a", "--model", "gemma-3-4b", *own], f"{own[0]} without --heads; acc")
+            for own in (["--softcap", "0"], ["--sink"], ["--full"], ["--window", "0"])
+        ),
+        (["--arch", "sm_90a", "--heads", "2/1", "--jobs", "0"], "jobs is 0; accepted: 1 or more"),
         (["--arch", "sm_100a", "--kernel", "{}"], "names no kernel: it has other parts"),
         (["--arch", "sm_100a", "--kernel", "x"], "names no kernel"),
         (["--arch", "sm_90a", "--model", "gemma-3-4b", "--tensor-parallel", "3"], "3 ranks for 8"),

@@ -230,7 +230,62 @@ def test_needs_that_are_none():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "heads"), [(1, (16, 2)), (2, (8, 1)), (4, (4, 1)), (8, (2, 1)), (3, None), (0, None)]
+    ("given", "message"),
+    [
+        ({"dtypes": [torch.float32]}, "dtype is torch.float32; accepted: torch.bfloat16, torch.fl"),
+        ({"dtypes": ["bfloat16"]}, "dtype is 'bfloat16'; accepted"),
+        ({"dtypes": [None]}, "dtype is None; accepted"),
+        ({"kv_dtypes": [torch.int8]}, "kv_dtype is torch.int8; accepted: None, torch.float8"),
+        ({"uses": [["decode"]]}, r"use is \['decode'\]; accepted: decode"),
+        ({"forms": [{}]}, r"form is \{\}; accepted: dense"),
+        ({"use_clc": 1}, "use_clc is 1; accepted: True, False or None"),
+        ({"use_clc": "static"}, "use_clc is 'static'; accepted"),
+        ({"batch_invariant": 1}, "batch_invariant is 1; accepted: True or False"),
+        ({"scheduler_metadata": None}, "scheduler_metadata is None; accepted: True or False"),
+        ({"tree_mask": "yes"}, "tree_mask is 'yes'; accepted: True or False"),
+        ({"alibi": 0}, "alibi is 0; accepted: True or False"),
+        *(
+            ({"forms": ["paged"], "page_sizes": [size]}, f"page size is {size!r}; accepted: mult")
+            for size in (16.0, "16", None, True, 0, [16])
+        ),
+    ],
+)
+def test_values_of_needs_that_are_none(given, message):
+    with pytest.raises(ValueError, match=message.replace("[16]", r"\[16\]")):
+        Needs(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"heads_q": 0}, "heads_q is 0; accepted: an int, 1 or more"),
+        ({"heads_kv": 2.0}, "heads_kv is 2.0; accepted"),
+        ({"heads_q": True}, "heads_q is True; accepted"),
+        ({"masks": ()}, r"masks is \(\); accepted: a tuple of one Mask or more"),
+        ({"masks": [Mask(True)]}, "masks is .*; accepted: a tuple"),
+        ({"masks": ("causal",)}, "masks is .*; accepted: a tuple"),
+        ({"sink": None}, "sink is None; accepted: True or False"),
+        ({"masks": (Mask(True, (-5, None)),)}, "window_size is .*; accepted: 0 or more"),
+        ({"masks": (Mask(True, (5,)),)}, "window_size is .*; accepted: a pair"),
+        ({"softcap": -1.0}, "softcap is -1.0; accepted: 0"),
+        ({"softcap": float("nan")}, "softcap is nan; accepted: 0"),
+        ({"softmax_scale": float("inf")}, "softmax_scale is inf; accepted"),
+    ],
+)
+def test_models_that_are_none(given, message):
+    with pytest.raises(ValueError, match=message):
+        warm_up(AttentionModel(**{"name": "", "heads_q": 4, "heads_kv": 2, **given}))
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99", "meta", 1.5])
+def test_devices_that_are_none(device):
+    with pytest.raises(ValueError, match=f"device.*{device}.*accepted"):
+        warm_up("gemma-3-4b", device=device)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads"), [(1, (16, 2)), (2, (8, 1)), (4, (4, 1)), (8, (2, 1)), (3, None), (0, None),
+                         (2.0, None), (None, None), (True, None)],
 )
 def test_heads_of_ranks(ranks, heads):
     model = MODELS["qwen3-next-80b-a3b"]
