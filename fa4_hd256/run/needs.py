@@ -91,15 +91,15 @@ class Needs:
 
     uses: "prefill" (any number of queries), "decode" (1 to 16), "training" (with the backward).
     forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "padded" (seqused_q and
-    _k); "cache" (seqused_k, a static cache); "packed-cache" (cu_seqlens_q and seqused_k); "paged"
-    and "packed-paged" (with a page_table); "block-mask" (dense ones with a block_mask, no
-    mask_mod).
+    _k: transformers' static cache and padding); "cache" (seqused_k, as of flash_attn_with_kvcache);
+    "packed-cache" (cu_seqlens_q and seqused_k); "paged" and "packed-paged" (with a page_table);
+    "block-mask" (dense ones with a block_mask, no mask_mod).
     dtypes: of q. use_clc: the tile scheduler that calls ask for, None for both. batch_invariant:
     whether calls ask for that, too. page_sizes: of the paged forms.
     kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn with every form of scales.
-    scheduler_metadata: whether calls with seqused_k are given one, too. tree_mask: whether calls of
-    up to 32 queries are. alibi: whether calls, with k and v of q's dtype, have that as their
-    score_mod, too.
+    scheduler_metadata: whether calls with seqused_k, but no seqused_q, are given one, too.
+    tree_mask: whether calls of up to 32 queries are. alibi: whether calls, with k and v of q's
+    dtype, have that as their score_mod, too.
 
     Lists become tuples. Raises ValueError for what is none of these.
     """
