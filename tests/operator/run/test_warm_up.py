@@ -255,6 +255,16 @@ def test_values_of_needs_that_are_none(given, message):
         Needs(**given)
 
 
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """What is accepted by mistake is not compiled."""
+
+    def refuse(spec):
+        raise AssertionError(f"accepted: {spec}")
+
+    monkeypatch.setattr(warm, "compile_kernel", refuse)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -272,12 +282,14 @@ def test_values_of_needs_that_are_none(given, message):
         ({"softmax_scale": float("inf")}, "softmax_scale is inf; accepted"),
     ],
 )
+@pytest.mark.usefixtures("no_compiler")
 def test_models_that_are_none(given, message):
     with pytest.raises(ValueError, match=message):
         warm_up(AttentionModel(**{"name": "", "heads_q": 4, "heads_kv": 2, **given}))
 
 
 @pytest.mark.parametrize("device", ["nowhere", "cuda:99", "meta", 1.5])
+@pytest.mark.usefixtures("no_compiler")
 def test_devices_that_are_none(device):
     with pytest.raises(ValueError, match=f"device.*{device}.*accepted"):
         warm_up("gemma-3-4b", device=device)
