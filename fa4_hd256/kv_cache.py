@@ -124,9 +124,8 @@ def flash_attn_with_kvcache(
         cache_checks.refuse({"qv": qv, "cache_leftpad": cache_leftpad})
     if torch.is_grad_enabled():
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-        tensors |= {"learnable_sink": learnable_sink, "out": out}
-        tensors |= {"k_descale": k_descale, "v_descale": v_descale}
-        tensors |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+        tensors |= {"learnable_sink": learnable_sink, "out": out, "rotary_cos": rotary_cos}
+        tensors |= {"k_descale": k_descale, "v_descale": v_descale, "rotary_sin": rotary_sin}
         cache_checks.check_no_gradients(tensors)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
