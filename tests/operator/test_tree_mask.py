@@ -327,7 +327,7 @@ def test_more_that_is_refused():
     before = k.clone()
     with pytest.raises(ValueError, match="tree_mask is of 2 nodes"):
         flash_attn_with_kvcache(
-            q, k, v, k[:, :3], v[:, :3], cache_seqlens=2, tree_mask=SQUARE[:2, :2]
+            q, k, v, before[:, :3], before[:, :3], cache_seqlens=2, tree_mask=SQUARE[:2, :2]
         )
     assert torch.equal(k, before)
 
