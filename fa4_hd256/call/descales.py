@@ -10,7 +10,10 @@ from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SE
 
 from .checks import are_differentiated, require_dense
 
-__all__ = ["check_given", "descale_of", "refuse_gradients", "scale_operand", "scales_among"]
+__all__ = [
+    "check_given", "check_values", "descale_of", "refuse_gradients", "scale_operand",
+    "scales_among",
+]  # fmt: skip
 
 
 def refuse_gradients(*scales: Any) -> None:
@@ -52,6 +55,24 @@ def check_given(k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.float32")
         if tensor.device != k.device:
             raise ValueError(f"{name} is on {tensor.device}; accepted: {k.device}, like k")
+
+
+def check_values(
+    given: dict[str, torch.Tensor], descale: str, pages: torch.Tensor | None
+) -> None:
+    """Raise ValueError for a factor that is no positive finite number. Waits for the device.
+
+    descale: as of `descale_of`. pages: numbers of those that are read, whose factors alone count
+    where they are of pages.
+    """
+    for name, tensor in scales_among(given).items():
+        values = tensor if pages is None or descale != OF_PAGES else tensor[pages]
+        wrong = values[~((values > 0) & values.isfinite())]
+        if wrong.numel():
+            raise ValueError(
+                f"{name} has a factor of {float(wrong[0])}; accepted: finite numbers greater "
+                "than 0 (of pages that no query sees, anything)"
+            )
 
 
 def descale_of(

@@ -161,7 +161,8 @@ class Problem:
         if is_masked(ragged):
             known = tiles_for_masks(known, architecture)
             checks.check_mask(q, k, ragged, known[0])
-        _check_contents(tensors, ragged, options)
+        descale = descales.descale_of(ragged, k, sequences, paged)
+        _check_contents(tensors, ragged, options, descale)
         longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
         if max_seqlen_k is None and not paged:
             max_seqlen_k = max(1, k.shape[1])
@@ -182,7 +183,7 @@ class Problem:
             packed_heads=packed,
             page_size=k.shape[1] if paged else None,
             kv_dtype=kv_dtype,
-            descale=descales.descale_of(ragged, k, sequences, paged),
+            descale=descale,
         )
 
     @property
@@ -279,18 +280,26 @@ def is_masked(ragged: Any) -> bool:
 
 
 def _check_contents(
-    tensors: tuple[torch.Tensor, ...], ragged: dict[str, torch.Tensor], options: Options
+    tensors: tuple[torch.Tensor, ...],
+    ragged: dict[str, torch.Tensor],
+    options: Options,
+    descale: str,
 ) -> None:
-    """Pages can be read where they are; and on the CPU, where nothing waits for it, what lengths
-    and page tables hold. tensors: q, k, v."""
+    """Pages can be read where they are; and on the CPU, where nothing waits for it, what lengths,
+    page tables and factors hold. tensors: q, k, v. descale: whose factors k and v have."""
     q, k, v = tensors
-    on_cpu = q.device.type == "cpu"
+    on_cpu, pages = q.device.type == "cpu", None
     if on_cpu:
         checks.check_contents(q, k, ragged)
     if PAGE_TABLE in ragged:
         checks.check_pages_in_place({"k": k, "v": v})
         if on_cpu:
-            checks.check_page_numbers(q, k, ragged, options.window[0])
+            left = options.window[0]
+            checks.check_page_numbers(q, k, ragged, left)
+            if descale:
+                pages = ragged[PAGE_TABLE][checks.entries_read(q, k, ragged, left)]
+    if on_cpu:
+        descales.check_values(ragged, descale, pages)
 
 
 def _read_by_kernels(ragged: Any) -> tuple[str, ...]:

@@ -27,7 +27,10 @@ def _ranges() -> list[tuple[int, int, str]]:
     """All memory of the process's tensors."""
     found = set()
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
+        if type(thing) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        # A sparse one has no storage.
+        if thing.device.type == "cpu" and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             if storage.nbytes():
                 found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes(), "tensor"))

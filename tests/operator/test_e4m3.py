@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from e4m3_cases import E4M3, accurate, codes, exact, scales
@@ -300,6 +302,11 @@ def one(shape=(1,), dtype=torch.float32):
      ({"k_descale": 1.0, "v_descale": one()}, TypeError, "k_descale must be a float32 tensor"),
      ({"k_descale": one((2, 3)), "v_descale": one()}, ValueError,
       r"k_descale has shape \(2, 3\); accepted: one value, or \(2, 1\)"),
+     ({"k_descale": 0 * one(), "v_descale": one()}, ValueError,
+      "k_descale has a factor of 0.0; accepted: finite numbers greater than 0"),
+     ({"k_descale": one(), "v_descale": -one((2, 1))}, ValueError, "v_descale has a factor of -1"),
+     ({"k_descale": one(), "v_descale": math.inf * one()}, ValueError, "a factor of inf"),
+     ({"k_descale": math.nan * one(), "v_descale": one()}, ValueError, "a factor of nan"),
      ({"v": torch.zeros(2, 9, 1, 256, dtype=torch.bfloat16)}, TypeError, "share one dtype"),
      ({"q": torch.zeros(2, 1, 4, 256).to(E4M3)}, TypeError, "q has dtype torch.float8_e4m3fn"),
      ({"k": torch.zeros(2, 9, 1, 256).to(torch.float8_e5m2)}, TypeError, "k has dtype .*e5m2")],

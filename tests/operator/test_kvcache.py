@@ -446,6 +446,24 @@ def test_what_metadata_is_made_for(changed):
 
 
 @pytest.mark.simulator
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"page_table": int32([[1], [0]], "cpu")}, {"cache_batch_idx": int32([1, 0], "cpu")}],
+    ids=["rows", "pages", "entries"],
+)
+def test_factors_of_no_number_leave_the_cache_as_it_was(form):
+    given = call("cpu", **form)
+    caches = {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    scales = {"k_descale": torch.ones(2, 1, 1), "v_descale": torch.ones(2, 1, 1)}
+    scales["v_descale"][1] = 0
+    before = {name: cache.view(torch.uint8).clone() for name, cache in caches.items()}
+    with pytest.raises(ValueError, match="v_descale has a factor of 0.0; accepted: finite"):
+        flash_attn_with_kvcache(**given | caches | scales)
+    for name, cache in caches.items():
+        assert torch.equal(cache.view(torch.uint8), before[name])
+
+
+@pytest.mark.simulator
 def test_new_rows_in_the_cache_are_refused():
     given = call("cpu")
     before = given["k_cache"].clone()
