@@ -158,11 +158,7 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
 def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
     """That rows can be written to caches in place, and are none of these. Raises ValueError."""
     for name, cache in caches.items():
-        if cache.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError(
-                f"{name} was made under torch.inference_mode(), outside of which PyTorch does not "
-                "write to it; accepted: a call under torch.inference_mode(), or another tensor"
-            )
+        checks.check_changeable(name, cache)
         checks.check_not_overlapping(name, cache)
         for given, rows in new.items():
             checks.check_apart(cache, [rows], f"{name} lies in the memory of {given}")

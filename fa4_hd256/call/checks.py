@@ -364,6 +364,7 @@ def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
     """That kernels write to it in place. Raises TypeError for a sparse one, ValueError for other
     strides, and as `check_apart`."""
     require_dense("out", out)
+    check_changeable("out", out)
     if not tma_can_take(out):
         raise ValueError(
             f"out has strides {out.stride()} from an address that is "
@@ -372,6 +373,15 @@ def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
         )
     check_not_overlapping("out", out)
     check_apart(out, inputs)
+
+
+def check_changeable(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that PyTorch does not write to."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} was made under torch.inference_mode(), outside of which PyTorch does not "
+            "write to it; accepted: a call under torch.inference_mode(), or another tensor"
+        )
 
 
 def check_not_overlapping(name: str, tensor: torch.Tensor) -> None:
@@ -391,8 +401,7 @@ def check_not_overlapping(name: str, tensor: torch.Tensor) -> None:
 def check_apart(
     out: torch.Tensor, inputs: Sequence[Any], what: str = "out lies in memory that the call reads"
 ) -> None:
-    """Raises ValueError for a result that lies where the call reads. inputs: its arguments; what:
-    said then."""
+    """Raises ValueError for a result where the call reads. inputs: arguments; what: said then."""
     if out.is_meta:
         return
     begin, end = _span(out)

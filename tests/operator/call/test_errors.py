@@ -424,10 +424,10 @@ def test_every_check_comes_once(monkeypatch):
     assert seen.pop("check_max_seqlen") == 2
     # Those of gradients, pages, masks, `out` and bounds that are tensors are not on this way.
     others = {
-        "bounds_of", "check_apart", "check_gradients", "check_lists", "check_mask",
-        "check_mask_of", "check_mask_options", "check_max_seqlen", "check_not_overlapping",
-        "check_out", "check_page_numbers", "check_pages", "check_pages_in_place",
-        "check_writable",
+        "bounds_of", "check_apart", "check_changeable", "check_gradients", "check_lists",
+        "check_mask", "check_mask_of", "check_mask_options", "check_max_seqlen",
+        "check_not_overlapping", "check_out", "check_page_numbers", "check_pages",
+        "check_pages_in_place", "check_writable",
     }  # fmt: skip
     assert set(names) - set(seen) == others
     assert set(seen.values()) == {1}
