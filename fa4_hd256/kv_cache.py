@@ -20,15 +20,13 @@ from .call.splits import (
     asked_splits,
     check_beside_list,
     check_num_splits,
-    divided,
 )
 from .call.tree_mask import tree_words
 from .eager import is_intercepted
 from .interface import config_names, flash_attn_varlen_func, longest_of
 from .kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES
 from .kernels.sequences import PART_LIST, TREE_WORDS
-from .run.forward import check_list
-from .run.launch import gpu_of
+from .run.forward import get_ready
 from .score_mods import ScoreMod, read_by
 
 __all__ = ["flash_attn_with_kvcache"]
@@ -237,8 +235,8 @@ class _Places:
         return given
 
     def check(self, options: dict[str, Any], others: dict[str, Any]) -> str:
-        """Raise what the attention would, so that nothing is written before; whose scales keys and
-        values have."""
+        """Raise what the attention would, a kernel that is missing among it, so that nothing is
+        written before; whose scales keys and values have."""
         ragged, sink, q = self.ragged() | scales_among(others), others["learnable_sink"], self.q
         if others["tree_mask"] is not None:
             ragged[TREE_WORDS] = others["tree_mask"]
@@ -265,7 +263,7 @@ class _Places:
             return descale_of(ragged, self.k_cache, self.batch, self.page_table is not None)
         call = ForwardCall(q, self.k_cache, self.v_cache, sink, ragged)
         problem = call.describe(checked, *longest, others["config"])
-        check_list(call, divided(problem, splits, gpu_of(problem.device)))
+        get_ready(call, problem, splits, others["config"])
         return problem.descale
 
     def _check_out(self, out: Any, tensors: Iterable[Any]) -> None:

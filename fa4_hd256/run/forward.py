@@ -32,7 +32,7 @@ from .launch import gpu_of, launch
 from .new_tensors import maker
 from .recording import Allocate, Make, Tensors, give_up, in_place, made_for, operand, table
 
-__all__ = ["check_list", "combine", "empty_results", "launch_forward", "run_forward"]
+__all__ = ["combine", "empty_results", "get_ready", "launch_forward", "run_forward"]
 
 #: CTAs of a grid, which kernels count in 32 bits.
 LARGEST_GRID = (1 << 31) - 1
@@ -65,13 +65,29 @@ def run_forward(
         _check_grid(problem)
         return _run_in_two(call, problem, last, gpu, config, out)
     problem = divided(problem, num_splits, gpu)
-    check_list(call, problem)
+    _check_list(call, problem)
     _check_grid(problem)
     compiled = compile_kernel(forward_spec(problem, gpu, config))
     if PAGE_TABLE in call.ragged and environment.checks_pages():
         _check_pages(call, problem)
     ragged = tuple(call.ragged[name] for name in problem.tables)
     return launch_forward(compiled, problem, call.inputs, call.sink, ragged, out)
+
+
+def get_ready(call: ForwardCall, problem: Problem, num_splits: int, config: Any) -> None:
+    """Raise what `run_forward` would, and have its kernels: for those who write before they call
+    it."""
+    if problem.is_empty:
+        return
+    gpu = gpu_of(problem.device)
+    last = last_turn(problem, num_splits, gpu)
+    launched = last.problems(problem) if last else (divided(problem, num_splits, gpu),)
+    _check_list(call, launched[0])
+    _check_grid(problem if last else launched[0])
+    for one in launched:
+        compile_kernel(forward_spec(one, gpu, config))
+    if launched[-1].num_splits > 1:
+        compile_kernel(combine_spec(launched[-1]))
 
 
 def _run_in_two(
@@ -108,7 +124,7 @@ def _check_grid(problem: Problem) -> None:
         )
 
 
-def check_list(call: ForwardCall, problem: Problem) -> None:
+def _check_list(call: ForwardCall, problem: Problem) -> None:
     """Raise ValueError for a list of parts that is none of this call's. problem: divided."""
     if not problem.lists_parts:
         return

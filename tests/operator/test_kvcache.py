@@ -13,6 +13,7 @@ from fa4_hd256 import (
     get_scheduler_metadata,
 )
 from fa4_hd256.check import reference
+from fa4_hd256.run import compile
 from fa4_hd256.score_mods import alibi
 
 LSE_TOLERANCE = 1e-3
@@ -464,6 +465,27 @@ def test_factors_of_no_number_leave_the_cache_as_it_was(form):
 
 
 @pytest.mark.simulator
+def test_a_kernel_that_is_missing_leaves_the_cache_as_it_was(monkeypatch, tmp_path):
+    monkeypatch.setenv("FA4_HD256_JIT", "0")
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile, "_memory", {})
+    given = call("cpu")
+    before = given["k_cache"].clone()
+    with pytest.raises(compile.MissingKernelError, match="nothing may be compiled"):
+        flash_attn_with_kvcache(**given)
+    assert torch.equal(given["k_cache"], before)
+
+
+@pytest.mark.simulator
+def test_a_grid_that_is_too_large_leaves_the_cache_as_it_was():
+    given = call("cpu", q=randn(2, 2, 256), cu_seqlens_q=int32([0, 1, 2], "cpu"))
+    before = given["k_cache"].clone()
+    with pytest.raises(ValueError, match=r"max_seqlen_q is \d+: 2 sequences"):
+        flash_attn_with_kvcache(**given, max_seqlen_q=1 << 30, num_splits=64)
+    assert torch.equal(given["k_cache"], before)
+
+
+@pytest.mark.simulator
 def test_new_rows_in_the_cache_are_refused():
     given = call("cpu")
     before = given["k_cache"].clone()
@@ -474,13 +496,14 @@ def test_new_rows_in_the_cache_are_refused():
 
 
 @pytest.mark.simulator
-def test_a_cache_that_nothing_is_written_to_here():
+@pytest.mark.parametrize("name", ["v_cache", "out"])
+def test_what_nothing_is_written_to_here(name):
     """PyTorch refuses it when all has been written."""
     given = call("cpu")
     with torch.inference_mode():
-        given["v_cache"] = given["v_cache"].clone()
+        given[name] = torch.zeros_like(given["v_cache" if name == "v_cache" else "q"])
     before = given["k_cache"].clone()
-    with pytest.raises(ValueError, match="v_cache was made under torch.inference_mode"):
+    with pytest.raises(ValueError, match=f"{name} was made under torch.inference_mode"):
         flash_attn_with_kvcache(**given)
     assert torch.equal(given["k_cache"], before)
 
