@@ -202,7 +202,7 @@ def test_clc_by_environment(monkeypatch):
         flash_attn_func(*inputs())
 
 
-@pytest.mark.parametrize("softcap", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("softcap", [-1.0, math.nan, math.inf, 1.001e4])
 def test_softcap_that_is_none(softcap):
     with pytest.raises(ValueError, match="softcap is .*accepted: 0"):
         flash_attn_func(*inputs(), softcap=softcap)
