@@ -38,7 +38,7 @@ have as many bits as a bf16: x = hi + lo / 16, hi and then what is left, times 1
 The parts are rows of one operand, so that N is twice the rows and a tile of K or V is read once: a
 step of 128 keys takes half of the products' clocks, and half of the bytes (docs/tables/fp8.md has
 the errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P
-by `HEADROOM`.  A row takes a warp some 170 clocks, so that a warpgroup of its own does it, where
+by `HEADROOM`.  A row takes a warp some 130 clocks, so that a warpgroup of its own does it, where
 the rows have been loaded to (`kernels.e4m3_queries` NOTE [Q in place]): a tile's first product
 waits for all of them.  The softmax adds the parts of S, and those of O at the end.
 
