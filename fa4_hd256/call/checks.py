@@ -607,19 +607,25 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
 
 def check_page_numbers(
     q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], left: int | None
-) -> None:
-    """Lengths in use fit into the pages of a row, and all entries that are read number a page.
-
-    left: of the window. Waits for the device.
+) -> torch.Tensor:
+    """Lengths in use fit into the pages of a row, and all entries that are read number a page;
+    returns these numbers. Those read are of pages with a key that some query sees. left: of the
+    window. Waits for the device.
     """
-    table, used = ragged[PAGE_TABLE], ragged["seqused_k"]
+    table, used = ragged[PAGE_TABLE], ragged["seqused_k"].long()
     (pages, page_size), columns = k.shape[:2], table.shape[1]
     if (used > columns * page_size).any():
         raise ValueError(
             f"seqused_k is {used.tolist()}; accepted: up to {columns * page_size}, the {columns} "
             f"pages of a row of page_table of {page_size} rows each"
         )
-    wrong = entries_read(q, k, ragged, left) & ((table < 0) | (table >= pages))
+    queries = _query_lengths(q, ragged)
+    first = torch.zeros_like(used) if left is None else (used - queries - left).clamp(min=0)
+    # A row that no query has reads nothing.
+    last = torch.where(queries > 0, used, 0)
+    starts = torch.arange(columns, device=table.device) * page_size
+    is_read = (starts + page_size > first[:, None]) & (starts < last[:, None])
+    wrong = is_read & ((table < 0) | (table >= pages))
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(
@@ -627,19 +633,7 @@ def check_page_numbers(
             f"{pages - 1}, the pages of k and v (entries of pages that no query sees may be "
             "anything)"
         )
-
-
-def entries_read(
-    q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], left: int | None
-) -> torch.Tensor:
-    """Whether entries of page_table are read, like it: of pages with a key that some query sees."""
-    table, used, page_size = ragged[PAGE_TABLE], ragged["seqused_k"].long(), k.shape[1]
-    queries = _query_lengths(q, ragged)
-    first = torch.zeros_like(used) if left is None else (used - queries - left).clamp(min=0)
-    # A row that no query has reads nothing.
-    last = torch.where(queries > 0, used, 0)
-    starts = torch.arange(table.shape[1], device=table.device) * page_size
-    return (starts + page_size > first[:, None]) & (starts < last[:, None])
+    return table[is_read]
 
 
 def _query_lengths(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> torch.Tensor:

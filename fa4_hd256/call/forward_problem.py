@@ -294,10 +294,7 @@ def _check_contents(
     if PAGE_TABLE in ragged:
         checks.check_pages_in_place({"k": k, "v": v})
         if on_cpu:
-            left = options.window[0]
-            checks.check_page_numbers(q, k, ragged, left)
-            if descale:
-                pages = ragged[PAGE_TABLE][checks.entries_read(q, k, ragged, left)]
+            pages = checks.check_page_numbers(q, k, ragged, options.window[0])
     if on_cpu:
         descales.check_values(ragged, descale, pages)
 
