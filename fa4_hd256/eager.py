@@ -36,7 +36,7 @@ from .gpus.family import as_seen
 from .run import packed
 from .run.recording import Replayed, Tensors, recording
 
-__all__ = ["ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "is_intercepted", "key_of"]
+__all__ = ["ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "is_intercepted", "key_of", "repeats"]
 
 #: Keys of an operator that are kept; beyond, the oldest goes.
 LARGEST = 2048
@@ -320,7 +320,7 @@ class OperatorCalls:
             except torch.OutOfMemoryError:
                 # The long way may do with less.
                 return self._operator(tensors, entry.scalars)
-        if entry.recorded or not _repeats(tensors):
+        if entry.recorded or not repeats(tensors):
             return self._operator(tensors, entry.scalars)
         with recording(self._roles, tensors) as recorded:
             results = self._operator(tensors, entry.scalars)
@@ -334,7 +334,7 @@ class OperatorCalls:
             self._forget_guards()
 
 
-def _repeats(tensors: Tensors) -> bool:
+def repeats(tensors: Tensors) -> bool:
     """Whether calls on the device of these tensors may be repeated."""
     on_gpu = any(tensor is not None and tensor.is_cuda for tensor in tensors)
     return on_gpu or packed.stand_in is not None

@@ -46,8 +46,8 @@ RESERVED_SMS = Variable(
 CHECK_PAGES = Variable(
     "FA4_HD256_CHECK_PAGES",
     "0",
-    "1: page numbers out of range are an error on a GPU, too, at the cost of waiting for it at "
-    "every call with page_table; for CPU tensors they always are",
+    "1: page numbers out of range, and new rows that a cache has no place for, are an error on a "
+    "GPU, too, at the cost of waiting for it at every such call; for CPU tensors they always are",
 )
 DS_BYTES = Variable(
     "FA4_HD256_DS_BYTES",
@@ -200,7 +200,8 @@ def _whole_number(variable: Variable, unit: str) -> int | None:
 
 
 def checks_pages() -> bool:
-    """Whether page numbers on a GPU are checked. Raises ValueError for anything but 0 and 1."""
+    """Whether page numbers and places of new rows are checked on a GPU. Raises ValueError for
+    anything but 0 and 1."""
     given = os.environ.get(CHECK_PAGES.name) or "0"
     if given not in ("0", "1"):
         raise ValueError(f"{CHECK_PAGES.name} is {given!r}; accepted: 0 or 1")

@@ -3,17 +3,19 @@ written to it first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from . import environment
 from .call import cache_checks, checks
-from .call.descales import descale_of, scale_operand, scales_among
+from .call.descales import descale_of, scales_among
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.function_tensors import functions_of_keys
-from .call.new_rows import NewRows, Rotary, cache_places, codes_of
+from .call.new_rows import NewRows, Rotary
+from .call.part_lists import marked
 from .call.splits import (
     BY_RULE,
     FIXED_PARTS,
@@ -22,10 +24,13 @@ from .call.splits import (
     check_num_splits,
 )
 from .call.tree_mask import tree_words
-from .eager import is_intercepted
+from .eager import OperatorCalls, is_intercepted, repeats
+from .gpus.devices import sms_are_shared
 from .interface import config_names, flash_attn_varlen_func, longest_of
-from .kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES
 from .kernels.sequences import PART_LIST, TREE_WORDS
+from .operators import append_rows
+from .run.append import ready_to_append
+from .run.append_arguments import AppendTensors
 from .run.forward import get_ready
 from .score_mods import ScoreMod, read_by
 
@@ -106,8 +111,9 @@ def flash_attn_with_kvcache(
     qv, cache_leftpad: not offered; None.
     The other arguments are those of `flash_attn_varlen_func`, whose errors call the caches k and v.
 
-    Nothing waits for the device, so that CUDA graphs can hold calls; an index out of range is
-    found by PyTorch's device-side assertions, on the CPU by a ValueError.
+    Nothing waits for the device, so that CUDA graphs can hold calls. A row of k and v whose place
+    is none of the cache's is a ValueError on the CPU, and on a GPU where FA4_HD256_CHECK_PAGES is
+    1; else it is not written. A position past rotary_cos is found by PyTorch's assertions.
 
     Returns out like q, or (out, lse); lse: (batch, heads, seqlen_q), or (heads, total_q) with
     cu_seqlens_q, float32. There are no gradients.
@@ -138,18 +144,16 @@ def flash_attn_with_kvcache(
     # Engines write their caches themselves: a call without new rows is one of the attention.
     given = k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_seqlens
     if not _are_plain(cache_seqlens, page_table) or any(tensor is not None for tensor in given):
-        cache_checks.check_caches(q, k_cache, v_cache, page_table, cu_seqlens_q)
         places = _Places(
-            q, k_cache, v_cache, cu_seqlens_q, page_table, None, max_seqlen_q, max_seqlen_k,
-            scheduler_metadata,
-        ).in_use(cache_seqlens, cache_batch_idx)
-        if cache_batch_idx is not None:
-            others |= cache_checks.scales_of_sequences(others)
+            q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, max_seqlen_q,
+            max_seqlen_k, scheduler_metadata,
+        )  # fmt: skip
         new_rows = _NewRows(
             k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
         )
-        if new_rows.check(places):
-            places = new_rows.append(places, options, others)
+        if cache_batch_idx is not None:
+            others |= cache_checks.scales_of_sequences(others)
+        places = new_rows.written(places, cache_batch_idx, options, others)
         q, cache_seqlens, page_table = places.q, places.lengths, places.page_table
     return flash_attn_varlen_func(
         q, k_cache, v_cache, cu_seqlens_q, None, max_seqlen_q, max_seqlen_k, None,
@@ -170,14 +174,14 @@ def _are_plain(cache_seqlens: Any, page_table: Any) -> bool:
 @dataclass(frozen=True)
 class _Places:
     """Queries, and where the keys of each sequence are; lengths: (batch,) int32 rows in use, None
-    for all; the others as users give them."""
+    for all, and before `in_use` as users give them, like the others."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     cu_seqlens_q: torch.Tensor | None
     page_table: torch.Tensor | None
-    lengths: torch.Tensor | None
+    lengths: Any
     max_seqlen_q: int | torch.Tensor | None
     max_seqlen_k: int | torch.Tensor | None
     scheduler_metadata: torch.Tensor | None = None
@@ -194,13 +198,22 @@ class _Places:
 
     @property
     def read_back(self) -> bool:
-        """Whether contents are checked: on the CPU, where that waits for nothing."""
-        return self.q.device.type == "cpu" and not is_intercepted()
+        """Whether contents are checked: on the CPU, where that waits for nothing, and on a GPU
+        where the user says so; a capture is then the attention's to refuse."""
+        if is_intercepted():
+            return False
+        if self.q.device.type == "cpu":
+            return True
+        return environment.checks_pages() and not torch.cuda.is_current_stream_capturing()
 
-    def in_use(self, cache_seqlens: Any, cache_batch_idx: Any) -> _Places:
+    def in_use(self, cache_batch_idx: Any = None) -> _Places:
         """The same with lengths. An entry of a cache of (batch, rows, ...) is a page of all its
-        rows where cache_batch_idx says which one."""
-        device, places = self.q.device, self
+        rows where cache_batch_idx says which one. Raises TypeError or ValueError for what is not
+        accepted."""
+        cache_checks.check_caches(
+            self.q, self.k_cache, self.v_cache, self.page_table, self.cu_seqlens_q
+        )
+        device, places, cache_seqlens = self.q.device, self, self.lengths
         if cache_batch_idx is not None:
             if self.page_table is not None:
                 raise ValueError(
@@ -281,11 +294,63 @@ class _NewRows:
 
     k: Any
     v: Any
-    cu_seqlens: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    interleaved: Any
-    rotary_seqlens: Any
+    cu_seqlens: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    interleaved: Any = True
+    rotary_seqlens: Any = None
+
+    def written(
+        self, places: _Places, cache_batch_idx: Any, options: dict[str, Any], others: dict[str, Any]
+    ) -> _Places:
+        """The attention of which they are part, if there are any, its queries rotated. options,
+        others: arguments of the attention. Raises TypeError or ValueError for what is not accepted,
+        before anything is written."""
+        rotated = (self.rotary_cos, self.rotary_sin, self.rotary_seqlens) != (None,) * 3
+        rows = self
+        if rotated or cache_batch_idx is not None or not isinstance(places.lengths, torch.Tensor):
+            places = places.in_use(cache_batch_idx)
+            if not self.check(places):
+                return places
+            if rotated:
+                k, q = self._rotated(places, options)
+                rows, places = _NewRows(k, self.v, self.cu_seqlens), replace(places, q=q)
+        elif self.k is None and self.v is None:
+            return places.in_use()
+        return replace(places, lengths=rows._appended(places, options, others))
+
+    def _appended(
+        self, places: _Places, options: dict[str, Any], others: dict[str, Any]
+    ) -> torch.Tensor:
+        """Write them; the rows in use of each sequence with them."""
+        words, metadata = others["tree_mask"], places.scheduler_metadata
+        longest = places.longest(
+            words, asked_splits(others["num_splits"], others["batch_invariant"])
+        )
+        tensors = _CallTensors(
+            places.k_cache, places.v_cache, self.k, self.v, places.lengths, places.page_table,
+            self.cu_seqlens, others["k_descale"], others["v_descale"], places.q,
+            places.cu_seqlens_q, others["learnable_sink"], metadata, words, others["out"],
+        )  # fmt: skip
+        values = [*options.values(), *(others[name] for name in _OTHERS), *longest]
+        asked = _Asked(*values)
+        if not _is_repeated(places, others):
+            return _append(tensors, _resolve(tensors, asked))[0]
+        mark = None if metadata is None else marked(metadata)
+        window = asked.window_size
+        sides = tuple(map(type, window)) if type(window) is tuple else None
+        given = [tensor is None for tensor in tensors]
+        found = append_calls.find((*asked, sides, sms_are_shared(), mark, *given), tensors)
+        if found is None:
+            return _append(tensors, _resolve(tensors, asked))[0]
+        # Addresses and modes are no part of a key.
+        _check_memory(tensors)
+        if others["out"] is not None:
+            checks.check_apart(others["out"], tensors[:-1])
+        (after,) = append_calls.run(found[0], tensors, found[1])
+        # As PyTorch's operators do: what autograd has kept of them is no longer what it was.
+        torch.autograd.graph.increment_version((places.k_cache, places.v_cache))
+        return after
 
     def check(self, places: _Places) -> bool:
         """Whether there are any. Raises TypeError or ValueError for what is not accepted."""
@@ -306,56 +371,41 @@ class _NewRows:
             {"k": self.k, "v": self.v}, places.k_cache, self.cu_seqlens, places.batch,
             places.q.dtype,
         )  # fmt: skip
-        if not is_intercepted():
-            caches = {"k_cache": places.k_cache, "v_cache": places.v_cache}
-            cache_checks.check_written(caches, {"k": self.k, "v": self.v})
         if self.cu_seqlens is not None and places.read_back:
             cache_checks.check_offsets("cu_seqlens_k_new", self.cu_seqlens, self.k.shape[0])
         return True
 
-    def append(
-        self, places: _Places, options: dict[str, Any], others: dict[str, Any]
-    ) -> _Places:
-        """Write them; the attention of which they are part, its queries rotated."""
-        lengths = cast(torch.Tensor, places.lengths)
+    def check_room(self, places: _Places) -> None:
+        """Raise ValueError for rows that the cache has no room for, or no such entry. Waits for the
+        device."""
         rows = NewRows.of(self.k, self.cu_seqlens)
-        added = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
-        positions = rows.positions(lengths)
-        if places.read_back:
+        positions = rows.positions(places.lengths)
+        cache_checks.check_within(
+            "a new row would be row", positions, places.capacity, "the rows of the cache"
+        )
+        if places.page_table is not None:
+            entries = places.page_table[rows.sequence, positions // places.k_cache.shape[1]]
             cache_checks.check_within(
-                "a new row would be row", positions, places.capacity, "the rows of the cache"
-            )
-        after = replace(places, lengths=lengths + added)
-        descale = after.check(options, others)
-        into = cache_places(rows, positions, places.page_table, places.k_cache.shape[1])
-        if places.read_back:
-            cache_checks.check_within(
-                "a new row belongs to page or batch entry", into[0], len(places.k_cache),
+                "a new row belongs to page or batch entry", entries, len(places.k_cache),
                 "those of the cache",
             )  # fmt: skip
-        k, q = self.k, places.q
-        if self.rotary_cos is not None:
-            k, q = self._rotated(rows, places, lengths, options)
-        entry = into[0] if descale == OF_PAGES else rows.sequence
-        caches = (places.k_cache, k), (places.v_cache, self.v)
-        for (cache, new), name in zip(caches, DESCALES, strict=True):
-            if cache.dtype in KV_DTYPES:
-                scale = others[name]
-                operand = None if scale is None else scale_operand(scale, descale)
-                # Bytes, which all of PyTorch's indexing takes.
-                new, cache = (t.view(torch.uint8) for t in (codes_of(new, operand, entry), cache))
-            cache.index_put_(into, new)
-        return replace(after, q=q)
+
+    def counted(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Rows in use with them."""
+        added = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
+        return lengths + added
 
     def _rotated(
-        self, rows: NewRows, places: _Places, first: torch.Tensor, options: dict[str, Any]
+        self, places: _Places, options: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and q. first: rows in use."""
+        """k and q."""
+        first = places.lengths
         if self.rotary_seqlens is not None:
             first = cache_checks.of_batch(
                 "rotary_seqlens", self.rotary_seqlens, places.batch, places.q.device
             )
         rotary = Rotary(self.rotary_cos, self.rotary_sin, self.interleaved)
+        rows = NewRows.of(self.k, self.cu_seqlens)
         queries = NewRows.of(places.q, places.cu_seqlens_q)
         window = Options.check(**options).window
         if window == (None, None):
@@ -369,3 +419,97 @@ class _NewRows:
                     "the positions of rotary_cos",
                 )  # fmt: skip
         return rotary(self.k, of_k), rotary(places.q, of_q)
+
+
+class _CallTensors(NamedTuple):
+    """Of a call with new rows, None where not given: those of `AppendTensors`, then what the
+    attention is asked for with them."""
+
+    k_cache: Any
+    v_cache: Any
+    k: Any
+    v: Any
+    lengths: Any
+    page_table: Any
+    cu_seqlens_k_new: Any
+    k_descale: Any
+    v_descale: Any
+    q: Any
+    cu_seqlens_q: Any
+    learnable_sink: Any
+    scheduler_metadata: Any
+    tree_mask: Any
+    out: Any
+
+    def of_operator(self) -> AppendTensors:
+        return AppendTensors(*self[: len(AppendTensors._fields)])
+
+
+class _Asked(NamedTuple):
+    """Arguments of the attention that are no tensors, as users give them."""
+
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    num_splits: Any
+    batch_invariant: Any
+    score_mod: Any
+    config: Any
+    use_clc: Any
+    max_seqlen_q: Any
+    max_seqlen_k: Any
+
+
+#: Of a call's options, and of its other arguments, in that order.
+_OPTIONS, _OTHERS = _Asked._fields[:4], _Asked._fields[4:9]
+
+
+def _is_repeated(places: _Places, others: dict[str, Any]) -> bool:
+    """Whether a call that came before has all that there is to check; a function's contents are in
+    no key."""
+    if others["score_mod"] is not None or is_intercepted() or environment.checks_pages():
+        return False
+    return isinstance(places.q, torch.Tensor) and repeats((places.q,))
+
+
+def _resolve(tensors: Sequence[Any], facts: Sequence[Any]) -> str:
+    """Whose factors K and V have. facts: the fields of `_Asked` first. Raises what the call would,
+    so that nothing is written before."""
+    call, asked = _CallTensors(*tensors), _Asked(*facts[: len(_Asked._fields)])
+    rows = _NewRows(call.k, call.v, call.cu_seqlens_k_new)
+    places = _Places(
+        call.q, call.k_cache, call.v_cache, call.cu_seqlens_q, call.page_table, call.lengths,
+        asked.max_seqlen_q, asked.max_seqlen_k, call.scheduler_metadata,
+    ).in_use()  # fmt: skip
+    rows.check(places)
+    caches = {"k_cache": call.k_cache, "v_cache": call.v_cache}
+    if not is_intercepted():
+        cache_checks.check_in_place(caches)
+        _check_memory(tensors)
+    if places.read_back:
+        rows.check_room(places)
+    options = {name: getattr(asked, name) for name in _OPTIONS}
+    names = *_OTHERS, "learnable_sink", "k_descale", "v_descale", "tree_mask", "out"
+    others = {name: getattr(asked if name in _OTHERS else call, name) for name in names}
+    if places.read_back:
+        places = replace(places, lengths=rows.counted(places.lengths))
+    descale = places.check(options, others)
+    if not is_intercepted():
+        ready_to_append(call.of_operator(), descale)
+    return descale
+
+
+def _check_memory(tensors: Sequence[Any]) -> None:
+    """Raise ValueError for caches that nothing is written to now, and for what lies in them."""
+    call = _CallTensors(*tensors)
+    caches = {"k_cache": call.k_cache, "v_cache": call.v_cache}
+    cache_checks.check_written(caches, {"k": call.k, "v": call.v})
+
+
+def _append(tensors: Sequence[Any], descale: str) -> tuple[torch.Tensor]:
+    """The operator's result. tensors: fields of `_CallTensors`."""
+    return (append_rows(*_CallTensors(*tensors).of_operator(), descale),)
+
+
+append_calls = OperatorCalls("fa4_hd256::append_rows", _append, _resolve, _CallTensors._fields)

@@ -1,5 +1,5 @@
-"""The torch operator of the forward, and the one that writes to a tensor given; their gradients:
-`autograd`."""
+"""The torch operators of the forward, of one that writes to a tensor given, whose gradients
+`autograd` has, and of new rows of a cache."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from .call.splits import BY_RULE, check_num_splits
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_STEPS
 from .kernels.kernel_set import kernels_of
+from .run.append import run_append
+from .run.append_arguments import AppendTensors
 from .run.forward import run_forward
 
-__all__ = ["forward", "forward_out"]
+__all__ = ["append_rows", "forward", "forward_out"]
 
 _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
 
@@ -88,3 +90,21 @@ def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
 @forward_out.register_fake
 def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
     return forward(*given)[1]
+
+
+@torch.library.custom_op(
+    "fa4_hd256::append_rows", mutates_args=("k_cache", "v_cache"),
+    schema="(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, "
+    "Tensor? page_table, Tensor? cu_seqlens_k_new, Tensor? k_descale, Tensor? v_descale, "
+    "str descale) -> Tensor",
+)  # fmt: skip
+def append_rows(*given: Any) -> torch.Tensor:
+    """Write the new rows k and v to the caches; the rows in use with them. given: the fields of
+    `AppendTensors`, and whose factors K and V have."""
+    *tensors, descale = given
+    return run_append(AppendTensors(*tensors), descale)
+
+
+@append_rows.register_fake
+def _(*given: Any) -> torch.Tensor:
+    return torch.empty_like(AppendTensors(*given[:-1]).lengths)

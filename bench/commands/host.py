@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,13 +40,15 @@ def measure(chosen: str = "", peers: bool = True) -> Table:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, launches by a stand-in"
     rows = []
+    if not on_gpu:
+        # Results are filled there, which other threads are no help with.
+        torch.set_num_threads(1)
     with contextlib.nullcontext() if on_gpu else host.stand_in():
         for case in host.CASES:
             if chosen not in case.name:
                 continue
             if not on_gpu:
-                lengths = tuple((min(q, FEW_ROWS), min(k, FEW_ROWS)) for q, k in case.lengths)
-                case = replace(case, lengths=lengths, options={})
+                case = case.of_few_rows(FEW_ROWS)
             tensors = host.Tensors.random(case, device)
             for how, times, parts in _times(case, tensors, on_gpu and peers):
                 rows.append({
@@ -77,7 +78,7 @@ def _times(
     with host.unkept():
         times = host.microseconds(case, tensors, call)
         yield "long way", times, host.parts_of_long_way(case, tensors, call)
-    if peers and not case.packed:
+    if peers and not case.packed and not case.appends:
         for name, run in _peers(case, tensors).items():
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 yield name, host.microseconds(case, tensors, run), {}

@@ -12,18 +12,28 @@ import ctypes
 import importlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fa4_hd256 import autograd, eager, flash_attn_func, flash_attn_varlen_func, interface
+from fa4_hd256 import (
+    autograd,
+    eager,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    interface,
+    kv_cache,
+)
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run import launch as launching
 from fa4_hd256.run import packed
 
 __all__ = ["CASES", "HostCase", "Times", "microseconds", "parts_of_long_way", "unkept"]
+
+PAGE_ROWS = 16
 
 #: Calls of a repetition, few enough for every queue of launches, and repetitions.
 CALLS, REPETITIONS = 20, 40
@@ -33,7 +43,8 @@ CALLS, REPETITIONS = 20, 40
 class HostCase:
     """A call of small tensors, whose kernels take less time than the host.
 
-    lengths: (seqlen_q, seqlen_k) of each sequence. packed: for `flash_attn_varlen_func`.
+    lengths: (seqlen_q, seqlen_k) of each sequence. packed: for `flash_attn_varlen_func`. appends:
+    the last keys are new rows of a cache in pages of 16, for `flash_attn_with_kvcache`.
     """
 
     name: str
@@ -43,7 +54,14 @@ class HostCase:
     packed: bool = False
     backward: bool = False
     grad: bool = False
+    appends: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+    def of_few_rows(self, rows: int) -> HostCase:
+        """The same where results take time to be filled: not a step of decoding, with its few."""
+        if max(q for q, _ in self.lengths) == 1:
+            return self
+        return replace(self, lengths=tuple((min(q, rows), min(k, rows)) for q, k in self.lengths))
 
 
 CASES = (
@@ -55,6 +73,7 @@ CASES = (
     HostCase("packed backward", ((128, 128), (256, 256)), packed=True, grad=True, backward=True),
     HostCase("decode", ((1, 1024),) * 4, (16, 2)),
     HostCase("decode, keys divided", ((1, 4096),), (16, 2), options={"num_splits": 4}),
+    HostCase("decode, new rows in pages", ((1, 1024),) * 4, (16, 2), appends=True),
 )
 
 
@@ -99,6 +118,8 @@ class Tensors:
 def our_call(case: HostCase, tensors: Tensors) -> Callable[[], torch.Tensor]:
     """A forward."""
     options: dict[str, Any] = {"causal": case.causal, **case.options}
+    if case.appends:
+        return _appending_call(case, tensors, options)
     function: Callable[..., Any] = flash_attn_func
     arguments: tuple[Any, ...] = (tensors.q, tensors.k, tensors.v)
     if tensors.offsets is not None:
@@ -106,6 +127,23 @@ def our_call(case: HostCase, tensors: Tensors) -> Callable[[], torch.Tensor]:
         longest = (max(q for q, _ in case.lengths), max(k for _, k in case.lengths))
         arguments = (*arguments, *tensors.offsets, *longest)
     return lambda: function(*arguments, **options)
+
+
+def _appending_call(
+    case: HostCase, tensors: Tensors, options: dict[str, Any]
+) -> Callable[[], torch.Tensor]:
+    """The keys of a sequence in neighbouring pages, its last rows written anew."""
+    (rows, keys), batch = case.lengths[0], len(case.lengths)
+    caches = [tensor.reshape(-1, PAGE_ROWS, *tensor.shape[2:]) for tensor in (tensors.k, tensors.v)]
+    new = [tensor[:, -rows:].clone() for tensor in (tensors.k, tensors.v)]
+    device = tensors.q.device
+    table = torch.arange(len(caches[0]), dtype=torch.int32, device=device).view(batch, -1)
+    lengths = torch.full((batch,), keys - rows, dtype=torch.int32, device=device)
+    function: Callable[..., Any] = flash_attn_with_kvcache
+    return lambda: function(
+        tensors.q, caches[0], caches[1], new[0], new[1], cache_seqlens=lengths, page_table=table,
+        **options,
+    )  # fmt: skip
 
 
 def _synchronize(device: torch.device) -> None:
@@ -187,16 +225,20 @@ class _Nothing:
         """Nothing."""
 
 
+#: Who asks whether a call may be repeated.
+_CALLERS = interface, autograd, kv_cache
+
+
 @contextlib.contextmanager
 def unkept() -> Iterator[None]:
     """Inside, no call is repeated: each takes the long way through the operator."""
     before = eager.is_intercepted
-    for module in (interface, autograd):
+    for module in _CALLERS:
         module.is_intercepted = lambda: True  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for module in (interface, autograd):
+        for module in _CALLERS:
             module.is_intercepted = before  # type: ignore[attr-defined]
 
 
@@ -207,6 +249,7 @@ LONG_WAY = {
         "fa4_hd256.call.forward_problem:Problem.describe",
         "fa4_hd256.call.backward_problem:BackwardCall.describe",
         "fa4_hd256.interface:check_kinds",
+        "fa4_hd256.kv_cache:_resolve",
     ),
     "plan": (
         "fa4_hd256.run.forward:divided",
@@ -218,18 +261,26 @@ LONG_WAY = {
     ),
     "compiled kernel": (
         "fa4_hd256.run.forward:compile_kernel", "fa4_hd256.run.backward:compile_kernel",
+        "fa4_hd256.run.append:compile_kernel",
     ),
-    "workspaces": ("fa4_hd256.run.forward:made_for", "fa4_hd256.run.backward:made_for"),
+    "workspaces": (
+        "fa4_hd256.run.forward:made_for", "fa4_hd256.run.backward:made_for",
+        "fa4_hd256.run.append:made_for",
+    ),
     "arguments": (
         "fa4_hd256.run.forward:call_arguments",
         "fa4_hd256.run.forward:combine_call_arguments",
         "fa4_hd256.run.backward:gradient_call_arguments",
         "fa4_hd256.run.backward:preprocess_call_arguments",
+        "fa4_hd256.run.append:append_call_arguments",
     ),
     "packing and launch": (
         "cutlass.cutlass_dsl.cuda_jit_executor:CudaDialectJitCompiledFunction.__call__",
     ),
-    "device, stream": ("fa4_hd256.run.forward:launch", "fa4_hd256.run.backward:launch"),
+    "device, stream": (
+        "fa4_hd256.run.forward:launch", "fa4_hd256.run.backward:launch",
+        "fa4_hd256.run.append:launch",
+    ),
 }  # fmt: skip
 
 
@@ -307,10 +358,35 @@ def _each(function: Callable[[], Any], device: torch.device) -> float:
 def parts_of_repeated(
     case: HostCase, tensors: Tensors, call: Callable[[], torch.Tensor]
 ) -> dict[str, float]:
-    """Microseconds of each part of a call, or of its backward, that came before."""
+    """Microseconds of each part of a call, or of its backward, that came before; of all operators
+    that it runs."""
     device = tensors.q.device
-    calls = autograd.backward_calls if case.backward else interface.forward_calls
-    ran, asked = [], []
+    kinds = [autograd.backward_calls] if case.backward else [interface.forward_calls]
+    if case.appends:
+        kinds.insert(0, kv_cache.append_calls)
+    noted = [_noted(calls) for calls in kinds]
+    try:
+        out = call()
+        if case.backward:
+            torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), tensors.dout)
+    finally:
+        for calls in kinds:
+            del calls.run, calls.find
+    whole = microseconds(case, tensors, call).median
+    found: dict[str, float] = {}
+    for calls, (ran, asked) in zip(kinds, noted, strict=True):
+        if ran[-1][0].replayed is None:
+            raise ValueError(f"{case.name} is not repeated")
+        with torch.no_grad():
+            for part, time_of in _parts_of_operator(calls, ran[-1], asked[-1], device).items():
+                found[part] = found.get(part, 0.0) + time_of
+    return found | {"options, lookup, autograd": whole - sum(found.values())}
+
+
+def _noted(calls: eager.OperatorCalls) -> tuple[list[tuple], list[tuple]]:
+    """What its `run` and its `find` are given from now on."""
+    ran: list[tuple] = []
+    asked: list[tuple] = []
     run, find = calls.run, calls.find
 
     def note_run(*given: Any) -> Any:
@@ -322,34 +398,32 @@ def parts_of_repeated(
         return find(*given)
 
     calls.run, calls.find = note_run, note_find  # type: ignore
-    try:
-        out = call()
-        if case.backward:
-            torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), tensors.dout)
-    finally:
-        del calls.run, calls.find
-    entry, given, addresses, *first = ran[-1]
+    return ran, asked
+
+
+def _parts_of_operator(
+    calls: eager.OperatorCalls, ran: tuple, asked: tuple, device: torch.device
+) -> dict[str, float]:
+    """Microseconds of each part of one that is repeated. ran, asked: arguments of its `run` and
+    `find`."""
+    entry, given, addresses, *first = ran
     replayed = entry.replayed
-    if replayed is None:
-        raise ValueError(f"{case.name} is not repeated")
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-    whole = microseconds(case, tensors, call).median
-    with torch.no_grad():
-        key = _each(lambda: find(*asked[-1]), device)
-        repetition = _each(lambda: replayed.run(given, addresses, *first), device)
-        make = replayed._make_first if any(first) else replayed._make
-        made = make(given)
-        allocation = _each(lambda: make(given), device)
-        finish = _each(lambda: replayed._finish(given, made), device)
-        all_addresses = [*addresses, *(t.data_ptr() for t in made), 0]
-        launches = _each(lambda: replayed._launch(all_addresses, stream), device)
-        free = replayed._free[-1]
+    key = _each(lambda: calls.find(*asked), device)
+    repetition = _each(lambda: replayed.run(given, addresses, *first), device)
+    make = replayed._make_first if any(first) else replayed._make
+    made = make(given)
+    allocation = _each(lambda: make(given), device)
+    finish = _each(lambda: replayed._finish(given, made), device)
+    all_addresses = [*addresses, *(t.data_ptr() for t in made), 0]
+    launches = _each(lambda: replayed._launch(all_addresses, stream), device)
+    free = replayed._free[-1]
 
-        def host_code() -> None:
-            for one in free:
-                one._function(one._address)
+    def host_code() -> None:
+        for one in free:
+            one._function(one._address)
 
-        code = _each(host_code, device)
+    code = _each(host_code, device)
     return {
         "key": key,
         "allocation": allocation,
@@ -357,5 +431,4 @@ def parts_of_repeated(
         "host code, launch": code,
         "results": finish,
         "the rest of the repetition": repetition - allocation - launches - finish,
-        "options, lookup, autograd": whole - repetition - key,
     }

@@ -1,8 +1,7 @@
 """What a user of a KV cache can get wrong, found before anything is written; as `checks` otherwise.
 
-Lengths, page numbers and positions lie on the device. On the CPU they are checked; on a GPU an
-index past the end is one of PyTorch's device-side assertions, and a negative one counts from the
-end.
+Lengths, page numbers and positions lie on the device. On the CPU they are checked, on a GPU where
+the user asks for it (`environment.checks_pages`).
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.limits import HEAD_DIM, TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import KV_DTYPES
 
 from . import checks
 from .descales import scales_among
+from .layouts import tma_can_take
 
 #: Arguments of the field's function that are not offered, and why or what serves instead.
 NOT_OFFERED = {
@@ -155,13 +155,32 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
         raise ValueError("cu_seqlens_q must be a (batch + 1,) int32 tensor")
 
 
+def check_in_place(caches: dict[str, torch.Tensor]) -> None:
+    """That rows can be written to caches where these lie. Raises ValueError."""
+    for name, cache in caches.items():
+        checks.check_not_overlapping(name, cache)
+        if not tma_can_take(cache):
+            raise ValueError(
+                f"{name} has strides {cache.stride()} and begins at {cache.data_ptr():#x}; "
+                "accepted with k and v, which are written in place: a last stride of 1, the other "
+                f"strides and the address positive multiples of {TMA_ALIGNMENT} bytes"
+            )
+
+
 def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
-    """That rows can be written to caches in place, and are none of these. Raises ValueError."""
+    """That PyTorch writes to caches now, and that new rows do not lie in them. Raises
+    ValueError."""
+    spans = {name: checks.span_of(rows) for name, rows in new.items()}
     for name, cache in caches.items():
         checks.check_changeable(name, cache)
-        checks.check_not_overlapping(name, cache)
-        for given, rows in new.items():
-            checks.check_apart(cache, [rows], f"{name} lies in the memory of {given}")
+        if cache.is_meta:
+            continue
+        begin, end = checks.span_of(cache)
+        for given, (first, last) in spans.items():
+            if begin < last and first < end:
+                raise ValueError(
+                    f"{name} lies in the memory of {given}; accepted: memory of its own"
+                )
 
 
 def check_new_rows(

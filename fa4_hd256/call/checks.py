@@ -404,15 +404,15 @@ def check_apart(
     """Raises ValueError for a result where the call reads. inputs: arguments; what: said then."""
     if out.is_meta:
         return
-    begin, end = _span(out)
+    begin, end = span_of(out)
     for tensor in inputs:
         if isinstance(tensor, torch.Tensor) and tensor.device == out.device:
-            first, last = _span(tensor)
+            first, last = span_of(tensor)
             if begin < last and first < end:
                 raise ValueError(f"{what}; accepted: memory of its own")
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of its first byte, and past its last."""
     begin = tensor.data_ptr()
     if not tensor.numel():

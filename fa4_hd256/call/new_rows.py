@@ -1,5 +1,4 @@
-"""New rows of a cache of keys and values: where they belong, their rotary embedding, and writing
-them in place.
+"""New rows of a cache of keys and values: whose they are, and their rotary embedding.
 
 All of it is PyTorch's own operations on the tensors' device: nothing is read back, so that a CUDA
 graph can hold it. Positions count from the first row of a sequence.
@@ -11,9 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["NewRows", "Rotary", "cache_places", "codes_of"]
-
-E4M3 = torch.float8_e4m3fn
+__all__ = ["NewRows", "Rotary"]
 
 
 @dataclass(frozen=True)
@@ -69,32 +66,3 @@ class Rotary:
         one, two = pairs.unbind(of_pair)
         pairs = torch.stack((one * cos - two * sin, two * cos + one * sin), dim=of_pair)
         return torch.cat((pairs.flatten(-2).to(rows.dtype), rest), dim=-1)
-
-
-def cache_places(
-    rows: NewRows, positions: torch.Tensor, page_table: torch.Tensor | None, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices into the first two dimensions of a cache where rows go.
-
-    positions: of each in its sequence. page_table: (batch, pages) int32 with a cache of (pages,
-    page_size, ...); None with one of (batch, rows, ...).
-    """
-    if page_table is None:
-        return rows.sequence, positions
-    return page_table[rows.sequence, positions // page_size].long(), positions % page_size
-
-
-def codes_of(new: torch.Tensor, scale: torch.Tensor | None, entry: torch.Tensor) -> torch.Tensor:
-    """Rows in e4m3, divided by their scales, rounded to nearest; beyond 448 that, NaN as it is.
-
-    new: (..., heads, 256), returned as they are where they are e4m3; scale: (entries, heads) of
-    `descales.scale_operand`, None for 1; entry: int64 of the dimensions before the heads, which of
-    the scales is a row's.
-    """
-    if new.dtype == E4M3:
-        return new
-    values = new.float()
-    if scale is not None:
-        values = values / scale[entry.clamp(max=scale.shape[0] - 1)][..., None]
-    largest = torch.finfo(E4M3).max
-    return values.clamp(-largest, largest).to(E4M3)

@@ -9,13 +9,14 @@ import cutlass
 import torch
 
 from .block_mask import MASK_TABLES
+from .limits import HEAD_DIM
 from .masking import MaskKind
 from .sequences import TREE_WORDS
 from .user_functions import FunctionClass
 
 __all__ = [
-    "DESCALES", "ELEMENT_TYPES", "KV_DTYPES", "OF_PAGES", "OF_SEQUENCES", "CombineClass",
-    "GradientClass", "PreprocessClass", "ProblemClass", "query_rows",
+    "DESCALES", "ELEMENT_TYPES", "KV_DTYPES", "OF_PAGES", "OF_SEQUENCES", "AppendClass",
+    "CombineClass", "GradientClass", "PreprocessClass", "ProblemClass", "query_rows",
 ]  # fmt: skip
 
 #: The accepted dtypes of q, k and v, and what the kernels call them.
@@ -148,3 +149,40 @@ class CombineClass:
     def element_type(self) -> Any:
         """The dtype as the kernels call it."""
         return ELEMENT_TYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class AppendClass:
+    """What of a call is compiled into the kernel that writes new rows to a cache.
+
+    dtype: of the rows, and unless kv_dtype says otherwise of the cache. packed: rows are packed by
+    offsets. paged: a table says which entry of the cache holds them. kv_dtype: of `KV_DTYPES`,
+    which rows of another dtype are brought to; None for rows that are written as they are. descale:
+    whose factors they are then divided by, as of `ProblemClass`.
+    """
+
+    dtype: torch.dtype
+    packed: bool = False
+    paged: bool = False
+    kv_dtype: torch.dtype | None = None
+    descale: str = ""
+
+    @property
+    def element_type(self) -> Any:
+        """Of tensors as kernels get them: of one byte an element, two in a 16-bit type."""
+        return ELEMENT_TYPES[self.torch_type]
+
+    @property
+    def torch_type(self) -> torch.dtype:
+        """The same as PyTorch calls it."""
+        return torch.bfloat16 if self.dtype in KV_DTYPES else self.dtype
+
+    @property
+    def row_columns(self) -> int:
+        """Elements of that type in a row."""
+        return HEAD_DIM // 2 if self.dtype in KV_DTYPES else HEAD_DIM
+
+    @property
+    def cache_columns(self) -> int:
+        """The same of a row of the cache."""
+        return self.row_columns if self.kv_dtype is None else HEAD_DIM // 2

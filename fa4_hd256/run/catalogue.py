@@ -1,7 +1,7 @@
 """Every kernel of a call: which of them it takes, in which configuration, and how each is built.
 
-What an architecture has of its own is said by its folder (`kernels.kernel_set`); two kernels
-without tensor cores serve all of them.
+What an architecture has of its own is said by its folder (`kernels.kernel_set`); kernels without
+tensor cores serve all of them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.append_rows import AppendConfig
 from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
 from fa4_hd256.kernels.backward_sum import SumConfig
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of, kinds
 from fa4_hd256.kernels.limits import WARP_SIZE
-from fa4_hd256.kernels.problem_class import CombineClass, ProblemClass
+from fa4_hd256.kernels.problem_class import AppendClass, CombineClass, ProblemClass
 
 __all__ = [
     "KINDS",
     "KernelSpec",
     "TuningKey",
+    "append_spec",
     "backward_specs",
     "build",
     "combine_spec",
@@ -146,6 +148,11 @@ def sum_spec(problem: BackwardProblem) -> KernelSpec:
     return KernelSpec("backward_sum", SumConfig(), forward.dtype, forward.kernels.architecture)
 
 
+def append_spec(own: AppendClass, architecture: Architecture) -> KernelSpec:
+    """The kernel that writes new rows to a cache."""
+    return KernelSpec("append_rows", AppendConfig(), own, architecture)
+
+
 def build(spec: KernelSpec) -> tuple[Any, tuple]:
     """(kernel, arguments): what `cute.compile` gets, the arguments by type only.
 
@@ -178,6 +185,15 @@ def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
 
     kernel = RaggedCombineKernel(spec.config, spec.problem_class)
     return kernel, ragged_combine_compile_arguments(spec.problem_class)
+
+
+def _append_rows(spec: KernelSpec) -> tuple[Any, tuple]:
+    from fa4_hd256.kernels.append_rows import AppendKernel
+
+    from .append_arguments import append_compile_arguments
+
+    kernel = AppendKernel(spec.config, spec.problem_class)
+    return kernel, append_compile_arguments(spec.problem_class)
 
 
 def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
@@ -215,6 +231,7 @@ def _own(kind: str) -> Callable[[KernelSpec], tuple[Any, tuple]]:
 
 #: Kind of kernel, of any architecture -> what builds it.
 KINDS: dict[str, Callable[[KernelSpec], tuple[Any, tuple]]] = {
+    "append_rows": _append_rows,
     "forward_combine": _forward_combine,
     "forward_combine_ragged": _forward_combine_ragged,
     "backward_preprocess": _backward_preprocess,

@@ -42,10 +42,11 @@ FORMAT = 3
 #: Folders and modules that are compiled in, or say what is compiled: device code, what it imports,
 #: and the types of a kernel's arguments. What they import besides is not compiled in, or is in the
 #: key itself: architecture and settings of the compiler. For a kernel of one direction nothing
-#: counts whose path names the other (`OTHER`), nor for one of an architecture the folders of
+#: counts whose path names another (`OTHER`), nor for one of an architecture the folders of
 #: others: neither imports anything of the other's.
 COMPILED_IN = (
     "fa4_hd256/kernels",
+    "fa4_hd256/run/append_arguments.py",
     "fa4_hd256/run/arguments.py",
     "fa4_hd256/run/backward_arguments.py",
     "fa4_hd256/run/catalogue.py",
@@ -61,7 +62,11 @@ COMPILED_IN = (
 )
 
 #: First word of a kernel's kind -> first words of folders and modules that it has nothing of.
-OTHER = {"forward": ("backward",), "backward": ("forward", "decode")}
+OTHER = {
+    "forward": ("backward", "append"),
+    "backward": ("forward", "decode", "append"),
+    "append": ("forward", "backward", "decode"),
+}
 
 def cache_key(spec: KernelSpec) -> str:
     """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
@@ -83,7 +88,7 @@ def prebuilt_key(spec: KernelSpec) -> str:
 
 
 def direction_of(spec: KernelSpec) -> str:
-    """Whose sources a kernel is made of: "forward" or "backward"."""
+    """Whose sources a kernel is made of, one of `OTHER`: "forward", "backward" or "append"."""
     return spec.kind.partition("_")[0]
 
 

@@ -32,7 +32,12 @@ from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
-from fa4_hd256.kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
+from fa4_hd256.kernels.problem_class import (
+    KV_DTYPES,
+    OF_PAGES,
+    OF_SEQUENCES,
+    AppendClass,
+)
 from fa4_hd256.kernels.score_change import ALIBI
 from fa4_hd256.kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass
@@ -41,6 +46,7 @@ from fa4_hd256.models import FULL, AttentionModel, Mask
 from .catalogue import (
     KernelSpec,
     TuningKey,
+    append_spec,
     backward_specs,
     combine_spec,
     configured,
@@ -207,6 +213,7 @@ def specs_of(
             found |= dict.fromkeys(_listed(problem, gpu))
     for dtype in needs.dtypes:
         found |= dict.fromkeys(_combines(dtype, architecture))
+    found |= dict.fromkeys(_appends(needs, architecture))
     if TRAINING in needs.uses:
         for problem in _changed(_trained(model, needs, architecture), needs):
             if is_masked(problem.ragged):
@@ -339,6 +346,18 @@ def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[Kernel
     configs = {rule.of(parts, n): None for parts in range(2, MOST_PARTS + 1) for n in rows}
     for config in configs:
         yield KernelSpec("forward_combine", config, dtype, architecture)
+
+
+def _appends(needs: Needs, architecture: Architecture) -> Iterator[KernelSpec]:
+    """Those that write new rows to caches, as calls with lengths of the keys may ask for."""
+    forms = [FORMS[form] for form in needs.forms if _takes_list(FORMS[form])]
+    choices = itertools.product(forms, needs.dtypes, needs.kv_dtypes, (False, True))
+    for ragged, dtype, kv_dtype, packed in choices:
+        paged = PAGE_TABLE in ragged
+        yield append_spec(AppendClass(kv_dtype or dtype, packed, paged), architecture)
+        for descale in () if kv_dtype is None else _descales(kv_dtype, paged):
+            own = AppendClass(dtype, packed, paged, kv_dtype, descale)
+            yield append_spec(own, architecture)
 
 
 def _backwards(forward: Problem, model: AttentionModel) -> Iterator[KernelSpec]:

@@ -190,7 +190,11 @@ def test_what_a_model_needs(architecture):
     """Kernels for k and v in e4m3, of all forms of scales; each by its name and its own key."""
     own = named(architecture)
     specs = [s for s in specs_of(SMALL, needs(), own, own.simulated) if "combine" not in s.kind]
-    by_dtype = [[s for s in specs if s.problem_class.kv_dtype is d] for d in (None, E4M3)]
+    appends = [s.problem_class for s in specs if s.kind == "append_rows"]
+    assert {s.descale for s in appends if s.kv_dtype} == {"", "sequences", "pages"}
+    assert {s.dtype for s in appends} == {torch.bfloat16, E4M3}
+    forwards = [s for s in specs if s.kind != "append_rows"]
+    by_dtype = [[s for s in forwards if s.problem_class.kv_dtype is d] for d in (None, E4M3)]
     assert {s.problem_class.descale for s in by_dtype[1]} == {"", "sequences", "pages"}
     assert {s.kind for s in by_dtype[1]} == {"forward_decode_e4m3"}
     assert {s.config.rows for s in by_dtype[1]} == {16, 32, 64}

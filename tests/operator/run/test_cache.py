@@ -345,7 +345,8 @@ def test_edits_that_do(copy, name, before, after):
         ("fa4_hd256/kernels/blackwell/backward/dq.py", "cute.arch", "cute.another", ["backward"]),
         ("fa4_hd256/run/backward_arguments.py", "range(4)", "range(5)", ["backward"]),
         ("fa4_hd256/kernels/forward_combine.py", "cute.arch", "cute.another", ["forward"]),
-        ("fa4_hd256/kernels/masking.py", "cutlass.", "another.", ["backward", "forward"]),
+        ("fa4_hd256/kernels/append_rows.py", "cute.arch", "cute.another", ["append"]),
+        ("fa4_hd256/kernels/masking.py", "cutlass.", "another.", ["append", "backward", "forward"]),
     ],
 )
 def test_edits_that_one_direction_minds(copy, name, before, after, directions):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from fa4_hd256.kernels.e4m3_codes import codes_of
+
 __all__ = ["LOW_PART", "store_parts"]
 
 #: What lo counts.
@@ -18,23 +20,10 @@ LOW_PART = 2.0**-4
 _WORD = 4  # e4m3 in 32 bits
 
 
-def _codes(values: list[Float32]) -> Int32:
-    """Four values rounded to e4m3, the first one lowest: cvt.rn.satfinite.e4m3x2.f32 (PTX ISA
-    9.7.9.22); NaN stays NaN, and what is larger than 448 becomes 448."""
-    return cute.arch.inline_ptx(
-        "{.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
-        "mov.b32 {$w0}, {low, high};}",
-        write_only_types=[Int32],
-        read_only_args=values,
-    )
-
-
 def _split(values: list[Float32]) -> tuple[Int32, Int32]:
-    """(hi, lo) of four values, each as `_codes`; cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22) says what
+    """(hi, lo) of four values, each as `codes_of`; cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22) says what
     hi is."""
-    codes = _codes(values)
+    codes = codes_of(values)
     rounded = cute.arch.inline_ptx(
         "{.reg .b16 low, high, a, b, c, d;\n"
         ".reg .b32 first, second;\n"
@@ -55,7 +44,7 @@ def _split(values: list[Float32]) -> tuple[Int32, Int32]:
         pair, of_high = values[first : first + 2], rounded[first : first + 2]
         less = cute.arch.sub_packed_f32x2(tuple(pair), tuple(of_high))
         left += cute.arch.mul_packed_f32x2(less, (Float32(1 / LOW_PART),) * 2)
-    return codes, _codes(left)
+    return codes, codes_of(left)
 
 
 def store_parts(values: list[Float32], targets: tuple[cute.Tensor, cute.Tensor]) -> None:

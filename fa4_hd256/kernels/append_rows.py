@@ -1,0 +1,174 @@
+"""The kernel before the attention of `flash_attn_with_kvcache`: new rows of K and V are written
+behind those in use of each sequence, in pages or not, and the rows in use are counted anew.
+
+Bound by memory, 512 bytes a row and head of both K and V, twice: a warp moves such a pair, a lane 8
+columns of each, which lie next to each other; all that its places follow from is asked for before.
+A row whose place is none of the cache's (lengths past it, page numbers out of range) is not
+written: nobody on the host looks at what the device holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .e4m3_codes import codes_of
+from .e4m3_scales import scale_of
+from .limits import HEAD_DIM, WARP_SIZE
+from .problem_class import OF_PAGES, AppendClass
+from .views import by_sequence, columns_of
+
+__all__ = ["AppendConfig", "AppendKernel", "AppendTables"]
+
+#: e4m3 of a word.
+WORD_CODES = 4
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """num_warps: of a CTA, each with a row and head."""
+
+    num_warps: int = 4
+
+
+class AppendTables(NamedTuple):
+    """Where rows go, None for what the problem class has not.
+
+    lengths: (batch,) int32, rows in use. after: likewise, of the kernel's own: with the new ones.
+    offsets: (batch + 1,) int32 of packed new rows. page_table: (batch, pages) int32. scales: of K
+    and of V, (entries, heads_kv) float32, one of either where all have the same.
+    """
+
+    lengths: Any
+    after: Any
+    offsets: Any
+    page_table: Any
+    scales: Any
+
+
+class AppendKernel:
+    """Launch with `__call__`, under `cute.compile`."""
+
+    def __init__(self, config: AppendConfig, problem_class: AppendClass) -> None:
+        self.config = config
+        self.problem_class = problem_class
+
+    @cute.jit
+    def __call__(
+        self,
+        caches: tuple[cute.Tensor, cute.Tensor],
+        rows: tuple[cute.Tensor, cute.Tensor],
+        tables: AppendTables,
+        stream: Any,
+    ):
+        """caches: K and V, (batch or pages, rows of one, heads_kv, 256).  rows: new ones of both,
+        (batch, rows, heads_kv, 256), packed ones with a batch of 1.  Tensors of e4m3 are given as
+        (.., 128) of a 16-bit type, two elements in each.  At least one row, and one sequence."""
+        own = self.problem_class
+        caches = tuple(by_sequence(t, 16, own.cache_columns) for t in caches)
+        rows = tuple(by_sequence(t, 16, own.row_columns) for t in rows)
+        count, _, heads, batch = rows[0].shape
+        warps = self.config.num_warps
+        self.kernel(caches, rows, tables).launch(
+            grid=((count * heads * batch + warps - 1) // warps, 1, 1),
+            block=(warps * WARP_SIZE, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, caches: tuple, rows: tuple, tables: AppendTables):
+        """A row and head of K and V for each warp; neighbouring warps have neighbouring heads."""
+        seqlen, _, heads, batch = rows[0].shape
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        index = block * self.config.num_warps + warp
+        if index < seqlen * heads * batch:
+            row, head, entry = index // heads % seqlen, index % heads, index // heads // seqlen
+            loaded = [self._load(tensor[row, None, head, entry]) for tensor in rows]
+            sequence, number = self._of_row(tables, row, entry)
+            position = tables.lengths[sequence] + number
+            to, place, fits = self._place(caches[0], tables, sequence, position)
+            scales = [Float32(1.0)] * len(rows)
+            if cutlass.const_expr(self.problem_class.descale):
+                owner = to if self.problem_class.descale == OF_PAGES else sequence
+                scales = [scale_of(scale, owner, head) for scale in tables.scales]
+            if fits:
+                for cache, values, scale in zip(caches, loaded, scales, strict=True):
+                    self._store(cache[place, None, head, to], values, scale)
+        self._count(tables, seqlen)
+
+    def _load(self, row: cute.Tensor) -> cute.Tensor:
+        """This lane's columns."""
+        columns = self.problem_class.row_columns // WARP_SIZE
+        values = cute.make_rmem_tensor(columns, row.element_type)
+        cute.autovec_copy(columns_of(row, cute.arch.lane_idx() * columns, columns), values)
+        return values
+
+    @cute.jit
+    def _of_row(self, tables: AppendTables, row: Int32, entry: Int32) -> tuple[Int32, Int32]:
+        """(whose a row is, its number among the rows of that sequence).  Offsets ascend; of equal
+        ones, those of sequences without rows, the last begins the sequence of the row."""
+        if cutlass.const_expr(not self.problem_class.packed):
+            return entry, row
+        batch, lane = cute.size(tables.lengths), cute.arch.lane_idx()
+        begun = Int32(0)
+        for first in cutlass.range(0, batch, WARP_SIZE, unroll=1):
+            # Offset 0 begins the first sequence; past the last one none does.
+            number = first + lane + 1
+            offset = tables.offsets[cutlass.min(number, batch)]
+            begun += cutlass.select_((number < batch) & (offset <= row), Int32(1), Int32(0))
+        sequence = cute.arch.warp_reduction_sum(begun)
+        return sequence, row - tables.offsets[sequence]
+
+    @cute.jit
+    def _place(
+        self, cache: cute.Tensor, tables: AppendTables, sequence: Int32, position: Int32
+    ) -> tuple[Int32, Int32, Any]:
+        """(entry of the cache, row of it, whether there is such a one) of a position in a
+        sequence."""
+        rows, _, _, entries = cache.shape
+        if cutlass.const_expr(not self.problem_class.paged):
+            return sequence, position, (position >= 0) & (position < rows)
+        pages = cute.size(tables.page_table, mode=[1])
+        page = position // rows
+        fits = (position >= 0) & (page < pages)
+        # No branch parts the loads: of a page that is none the first one's number is read.
+        to = tables.page_table[sequence, cutlass.select_(fits, page, Int32(0))]
+        fits = fits & (to >= 0) & (to < entries)
+        return cutlass.select_(fits, to, Int32(0)), position % rows, fits
+
+    def _store(self, row: cute.Tensor, values: cute.Tensor, scale: Float32) -> None:
+        """This lane's columns of a row of a cache; scale: of what is brought to e4m3."""
+        columns = self.problem_class.cache_columns // WARP_SIZE
+        if self.problem_class.kv_dtype is not None:
+            values = self._rounded(row, values, scale)
+        cute.autovec_copy(values, columns_of(row, cute.arch.lane_idx() * columns, columns))
+
+    def _rounded(self, row: cute.Tensor, values: cute.Tensor, scale: Float32) -> cute.Tensor:
+        """Values divided by a scale, in e4m3, as elements of the cache hold them."""
+        codes = cute.make_rmem_tensor(HEAD_DIM // WARP_SIZE // WORD_CODES, Int32)
+        for word in range(cute.size(codes)):
+            own = [Float32(values[WORD_CODES * word + i]) for i in range(WORD_CODES)]
+            if self.problem_class.descale:
+                own = [value / scale for value in own]
+            codes[word] = codes_of(own)
+        return cute.recast_tensor(codes, row.element_type)
+
+    @cute.jit
+    def _count(self, tables: AppendTables, seqlen: Int32):
+        """Rows in use of each sequence, with the new ones: a sequence a thread, by turns.  seqlen:
+        new rows of each where they are not packed."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        of_block = self.config.num_warps * WARP_SIZE
+        begin, step = block * of_block + thread, blocks * of_block
+        for sequence in cutlass.range(begin, cute.size(tables.lengths), step, unroll=1):
+            added = Int32(seqlen)
+            if cutlass.const_expr(self.problem_class.packed):
+                added = tables.offsets[sequence + 1] - tables.offsets[sequence]
+            tables.after[sequence] = tables.lengths[sequence] + added

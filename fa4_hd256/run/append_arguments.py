@@ -1,0 +1,92 @@
+"""The calling convention of the kernel that writes new rows to a cache: one list of arguments, in
+two forms.
+
+    caches    K and V, (batch, rows, heads_kv, 256), or in pages; in e4m3 (.., 128) of a 16-bit
+              type, two elements in each
+    rows      of both, (batch, rows, heads_kv, 256), packed ones with a batch of 1; likewise
+    tables    `kernels.append_rows.AppendTables`
+    stream    CUDA stream, 0 in the simulator
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import torch
+
+from fa4_hd256.kernels.append_rows import AppendTables
+from fa4_hd256.kernels.limits import TMA_ALIGNMENT
+from fa4_hd256.kernels.problem_class import DESCALES, AppendClass
+
+from .arguments import WORD, dynamic_tensor, tensor_type, vector_type
+
+__all__ = ["AFTER", "AppendTensors", "append_call_arguments", "append_compile_arguments"]
+
+#: Role of the kernel's own result.
+AFTER = "after"
+
+
+class AppendTensors(NamedTuple):
+    """As a user has them, None where not given.
+
+    k_cache, v_cache: written to in place. k, v: the new rows. lengths: (batch,) int32 rows in use.
+    """
+
+    k_cache: Any
+    v_cache: Any
+    k: Any
+    v: Any
+    lengths: Any
+    page_table: Any = None
+    cu_seqlens_k_new: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+
+    def compiled_in(self, descale: str) -> AppendClass:
+        """The class of a call; descale: whose factors K and V have."""
+        dtype, of_cache = self.k.dtype, self.k_cache.dtype
+        kv_dtype = None if dtype == of_cache else of_cache
+        return AppendClass(
+            dtype,
+            packed=self.cu_seqlens_k_new is not None,
+            paged=self.page_table is not None,
+            kv_dtype=kv_dtype,
+            descale="" if kv_dtype is None else descale,
+        )
+
+
+def append_compile_arguments(own: AppendClass) -> tuple:
+    """What `cute.compile` gets."""
+    element = own.element_type
+    caches, rows = (tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in "kv") for _ in range(2))
+    lengths, after, offsets = (vector_type(cutlass.Int32) for _ in range(3))
+    tables = AppendTables(
+        lengths=lengths,
+        after=after,
+        offsets=offsets if own.packed else None,
+        page_table=tensor_type(cutlass.Int32, 2, WORD) if own.paged else None,
+        scales=tuple(tensor_type(cutlass.Float32, 2, WORD) for _ in DESCALES)
+        if own.descale else None,
+    )  # fmt: skip
+    return caches, rows, tables, cuda.CUstream(0)
+
+
+def append_call_arguments(operands: dict[str, torch.Tensor | None], stream: int) -> tuple:
+    """The values of a call. operands: by role, None for what the kernel does not take."""
+    given = {
+        name: None if tensor is None
+        else dynamic_tensor(tensor, TMA_ALIGNMENT if tensor.ndim == 4 else WORD)
+        for name, tensor in operands.items()
+    }  # fmt: skip
+    caches, rows = ((given[k], given[v]) for k, v in (("k_cache", "v_cache"), ("k", "v")))
+    scales = tuple(given[name] for name in DESCALES)
+    tables = AppendTables(
+        lengths=given["lengths"],
+        after=given[AFTER],
+        offsets=given["cu_seqlens_k_new"],
+        page_table=given["page_table"],
+        scales=None if scales[0] is None else scales,
+    )
+    return caches, rows, tables, cuda.CUstream(stream)

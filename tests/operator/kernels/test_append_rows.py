@@ -1,0 +1,269 @@
+"""The kernel that writes new rows to a cache: which bytes change, how rows in use are counted, and
+calls that are repeated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from e4m3_cases import E4M3, codes, scales
+from paged_cases import int32, offsets
+from replays import forget, simulated
+
+from fa4_hd256 import flash_attn_with_kvcache, kv_cache
+from fa4_hd256.architectures import named
+from fa4_hd256.kernels.append_rows import AppendKernel
+from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES, AppendClass
+from fa4_hd256.run.append import run_append
+from fa4_hd256.run.append_arguments import AppendTensors
+from fa4_hd256.run.catalogue import append_spec
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.resources import resource_usage
+
+ARCHITECTURES = "sm_100a", "sm_90a"
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def of_architecture(request, monkeypatch):
+    """The simulator's is another one for each run of a test."""
+    monkeypatch.setenv("FA4_HD256_ARCH", request.param)
+
+
+def bits(tensor):
+    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
+
+
+def caches_and_rows(entries, rows, heads, shape, dtype=torch.bfloat16, device="cpu"):
+    """(caches, new rows), random."""
+    caches = [torch.randn(entries, rows, heads, 256).to(dtype).to(device) for _ in "kv"]
+    return caches, [torch.randn(*shape, heads, 256).to(dtype).to(device) for _ in "kv"]
+
+
+def places(lengths, counts, cache, table=None):
+    """Of each new row in order (entry, row of it); None for one that has no place."""
+    entries, rows, *_ = cache.shape
+    for sequence, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for position in range(length, length + count):
+            entry, row = sequence, position
+            if table is not None:
+                page, row = divmod(position, rows)
+                entry = table[sequence][page] if 0 <= page < len(table[0]) else -1
+            yield (entry, row) if 0 <= entry < entries and 0 <= row < rows else None
+
+
+def check(caches, new, lengths, counts, table=None, packed=False):
+    """Bytes of new rows are where they belong, no other ones have changed."""
+    device = caches[0].device
+    before = [cache.clone() for cache in caches]
+    after = run_append(
+        AppendTensors(
+            *caches, *new, int32(lengths, device),
+            None if table is None else int32(table, device),
+            offsets(counts, device) if packed else None,
+        ), "",
+    )  # fmt: skip
+    assert after.tolist() == [length + count for length, count in zip(lengths, counts)]
+    for cache, old, rows in zip(caches, before, new, strict=True):
+        rows = rows if packed else rows.flatten(0, 1)
+        for row, place in zip(rows, places(lengths, counts, cache, table), strict=True):
+            if place is not None:
+                old[place] = row
+        assert torch.equal(bits(cache), bits(old))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3])
+@pytest.mark.simulator
+def test_rows_of_a_batch(of_architecture, dtype):
+    check(*caches_and_rows(3, 20, 2, (3, 4), dtype), [0, 7, 16], [4, 4, 4])
+
+
+def test_rows_of_pages(device):
+    table = [[5, 1, 0], [2, 4, 7]]
+    check(*caches_and_rows(8, 16, 3, (2, 20), device=device), [3, 16], [20, 20], table)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_packed_rows(device, paged):
+    """Of more sequences than a warp has lanes, some without any, the first and the last too."""
+    counts = [0, 3, 0, 0, *(i % 4 for i in range(60)), 1, 0]
+    lengths = [i * 7 % 12 for i in range(len(counts))]
+    table = torch.randperm(len(counts)).view(-1, 1).tolist() if paged else None
+    given = caches_and_rows(len(counts), 16, 1, (sum(counts),), device=device)
+    check(*given, lengths, counts, table, packed=True)
+
+
+def test_rows_that_have_no_place_are_not_written(device):
+    """Past the cache, before it, in pages that no table numbers and that no cache has."""
+    check(*caches_and_rows(3, 8, 2, (3, 3), device=device), [6, -2, 1 << 30], [3] * 3)
+    table = [[1, 2], [9, 0], [-1, 3]]
+    check(*caches_and_rows(4, 16, 1, (3, 9), device=device), [27, 9, -1], [9] * 3, table)
+
+
+def test_of_a_layout(device):
+    """K and V in one tensor, heads before rows."""
+    both = torch.randn(4, 2, 3, 16, 256).bfloat16().to(device)
+    caches = [t.transpose(1, 2) for t in both.unbind(1)]
+    _, new = caches_and_rows(1, 1, 3, (2, 5), device=device)
+    check(caches, new, [2, 20], [5, 5], [[3, 0], [1, 2]])
+
+
+@pytest.mark.simulator
+def test_a_place_that_is_one_off_is_seen(planted):
+    """So these checks tell places apart."""
+    place = AppendKernel._place
+
+    def moved(self, cache, tables, sequence, position):
+        to, row, fits = place(self, cache, tables, sequence, position)
+        return to, row - 1, fits
+
+    planted.setattr(AppendKernel, "_place", moved)
+    with pytest.raises(AssertionError):
+        check(*caches_and_rows(3, 20, 2, (3, 4)), [1, 7, 16], [4, 4, 4])
+
+
+FORMS = [("", False), (OF_SEQUENCES, False), (OF_SEQUENCES, True), (OF_PAGES, True)]
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize(("descale", "paged"), FORMS)
+def test_rows_brought_to_e4m3(of_architecture, descale, paged):
+    """The codes that PyTorch rounds to; NaN stays NaN, what is too large becomes the largest."""
+    lengths, heads = [3, 14], 2
+    caches = [codes(4, 16, heads, 256) for _ in "kv"]
+    _, new = caches_and_rows(1, 1, heads, (2, 3))
+    new[0][0, 0, 0, :4] = torch.tensor([torch.nan, torch.inf, -1e5, 448.0])
+    table = [[2, 3], [1, 0]] if paged else None
+    given = scales(4 if descale == OF_PAGES else 2, heads) if descale else (None, None)
+    if not paged:
+        caches = [cache[:2] for cache in caches]
+    wanted = [cache.clone() for cache in caches]
+    of_rows = list(places(lengths, [3, 3], caches[0], table))
+    for cache, rows, scale in zip(wanted, new, given, strict=True):
+        for number, place in enumerate(of_rows):
+            if place is None:
+                continue
+            values = rows.flatten(0, 1)[number].float()
+            if descale:
+                values = values / scale[place[0] if descale == OF_PAGES else number // 3][:, None]
+            cache[place] = values.clamp(-448, 448).to(E4M3)
+    run_append(
+        AppendTensors(*caches, *new, int32(lengths), int32(table) if paged else None, None, *given),
+        descale,
+    )
+    for cache, expected in zip(caches, wanted, strict=True):
+        is_nan = expected.isnan()
+        assert torch.equal(cache.isnan(), is_nan)
+        assert torch.equal(bits(cache)[~is_nan], bits(expected)[~is_nan])
+
+
+def test_without_rows_nothing_is_launched(device):
+    caches, new = caches_and_rows(2, 8, 1, (2, 0), device=device)
+    check(caches, new, [3, 4], [0, 0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_keeps_its_values_in_registers(architecture, packed):
+    own = AppendClass(torch.bfloat16, packed, True, E4M3, OF_PAGES)
+    usage = resource_usage(compile_kernel(append_spec(own, named(architecture))).cubin)
+    assert not usage.stack and not usage.local
+    assert usage.registers <= 48  # as many warps as an SM has
+
+
+def given_call(**changed):
+    """Arguments of a call with new rows in pages."""
+    caches, new = caches_and_rows(4, 16, 1, (2, 1))
+    arguments = {
+        "q": torch.randn(2, 1, 2, 256).bfloat16(), "k_cache": caches[0], "v_cache": caches[1],
+        "k": new[0], "v": new[1], "cache_seqlens": int32([3, 17]),
+        "page_table": int32([[3, 0], [1, 2]]), "causal": True,
+    }  # fmt: skip
+    return arguments | changed
+
+
+def copied(given):
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    yield simulated(monkeypatch)
+    forget()
+
+
+@pytest.mark.simulator
+def test_repeated_calls(launched):
+    """Of other tensors, lengths and pages: launched from packed arguments, the same bits."""
+    flash_attn_with_kvcache(**given_call())
+    assert not launched
+    for lengths, table in (([4, 18], [[0, 3], [2, 1]]), ([0, 31], [[1, 2], [0, 3]])):
+        given = given_call(cache_seqlens=int32(lengths), page_table=int32(table))
+        other = copied(given)
+        versions = given["k_cache"]._version, given["v_cache"]._version
+        launched.clear()
+        found = flash_attn_with_kvcache(**given)
+        assert len(launched) == 2
+        # What autograd has kept of a cache is no longer what it was.
+        assert given["k_cache"]._version > versions[0]
+        assert given["v_cache"]._version > versions[1]
+        kv_cache.append_calls.forget()
+        expected = flash_attn_with_kvcache(**other)
+        assert torch.equal(found, expected)
+        for name in ("k_cache", "v_cache", "cache_seqlens"):
+            assert torch.equal(given[name], other[name])
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize(("name", "says"), [
+    ("k", "k_cache lies in the memory of k"),
+    ("out", "out lies in memory that the call reads"),
+])  # fmt: skip
+def test_memory_is_looked_at_in_repeated_calls(launched, name, says):
+    """Addresses are in no key."""
+    out = torch.empty(2, 1, 2, 256, dtype=torch.bfloat16)
+    flash_attn_with_kvcache(**given_call(out=out))
+    given = given_call(out=out.clone())
+    cache = given["k_cache"]
+    given[name] = cache[:2, :1] if name == "k" else cache.view(-1)[: out.numel()].view_as(out)
+    before = cache.clone()
+    with pytest.raises(ValueError, match=says):
+        flash_attn_with_kvcache(**given)
+    assert torch.equal(cache, before)
+
+
+CHANGES = {
+    "a window": {"window_size": (-2, 0)},
+    "causal": {"causal": 1},
+    "parts": {"num_splits": 1.0},
+    "a scheduler": {"use_clc": 1},
+    "lengths of int64": {"cache_seqlens": torch.tensor([3, 17])},
+    "one row too few": {"v": torch.zeros(1, 1, 1, 256, dtype=torch.bfloat16)},
+    "a table of another type": {"page_table": torch.tensor([[3, 0], [1, 2]])},
+    "no table": {"page_table": None},
+}  # fmt: skip
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
+def test_what_is_refused_is_refused_after_a_call_that_was_not(launched, changed):
+    flash_attn_with_kvcache(**given_call())
+    given = given_call(**changed)
+    before = given["k_cache"].clone()
+    with pytest.raises((TypeError, ValueError)):
+        flash_attn_with_kvcache(**given)
+    assert torch.equal(given["k_cache"], before)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_opcheck(device, packed, paged):
+    shape = (3,) if packed else (2, 2)
+    caches, new = caches_and_rows(4, 16, 1, shape, device=device)
+    if not paged:
+        caches = [cache[:2] for cache in caches]
+    table = int32([[3, 0], [1, 2]], device) if paged else None
+    begins = offsets([1, 2], device) if packed else None
+    given = *caches, *new, int32([3, 9], device), table, begins, None, None, ""
+    torch.library.opcheck(torch.ops.fa4_hd256.append_rows.default, given)
