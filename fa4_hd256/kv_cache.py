@@ -4,7 +4,7 @@ written to it first."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -171,8 +171,7 @@ def _are_plain(cache_seqlens: Any, page_table: Any) -> bool:
     return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
 
 
-@dataclass(frozen=True)
-class _Places:
+class _Places(NamedTuple):
     """Queries, and where the keys of each sequence are; lengths: (batch,) int32 rows in use, None
     for all, and before `in_use` as users give them, like the others."""
 
@@ -221,7 +220,7 @@ class _Places:
                     "page_table already says where the rows of a sequence are)"
                 )
             entries = cache_checks.of_batch("cache_batch_idx", cache_batch_idx, self.batch, device)
-            places = replace(self, page_table=entries[:, None])
+            places = self._replace(page_table=entries[:, None])
             if cache_seqlens is None:
                 cache_seqlens = places.capacity
         if cache_seqlens is None:
@@ -229,7 +228,7 @@ class _Places:
         found = cache_checks.lengths_of(cache_seqlens, self.batch, places.capacity, device)
         if self.read_back:
             cache_checks.check_lengths(found, places.capacity)
-        return replace(places, lengths=found)
+        return places._replace(lengths=found)
 
     def ragged(self) -> dict[str, Any]:
         """Tensors of `flash_attn_varlen_func` that say where rows are."""
@@ -288,8 +287,7 @@ class _Places:
             checks.check_writable(out, (self.q, self.k_cache, self.v_cache, *tensors))
 
 
-@dataclass(frozen=True)
-class _NewRows:
+class _NewRows(NamedTuple):
     """Rows to be written, and their rotary embedding; as users give them."""
 
     k: Any
@@ -314,10 +312,10 @@ class _NewRows:
                 return places
             if rotated:
                 k, q = self._rotated(places, options)
-                rows, places = _NewRows(k, self.v, self.cu_seqlens), replace(places, q=q)
+                rows, places = _NewRows(k, self.v, self.cu_seqlens), places._replace(q=q)
         elif self.k is None and self.v is None:
             return places.in_use()
-        return replace(places, lengths=rows._appended(places, options, others))
+        return places._replace(lengths=rows._appended(places, options, others))
 
     def _appended(
         self, places: _Places, options: dict[str, Any], others: dict[str, Any]
@@ -493,7 +491,7 @@ def _resolve(tensors: Sequence[Any], facts: Sequence[Any]) -> str:
     names = *_OTHERS, "learnable_sink", "k_descale", "v_descale", "tree_mask", "out"
     others = {name: getattr(asked if name in _OTHERS else call, name) for name in names}
     if places.read_back:
-        places = replace(places, lengths=rows.counted(places.lengths))
+        places = places._replace(lengths=rows.counted(places.lengths))
     descale = places.check(options, others)
     if not is_intercepted():
         ready_to_append(call.of_operator(), descale)

@@ -170,12 +170,12 @@ def check_in_place(caches: dict[str, torch.Tensor]) -> None:
 def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
     """That PyTorch writes to caches now, and that new rows do not lie in them. Raises
     ValueError."""
-    spans = {name: checks.span_of(rows) for name, rows in new.items()}
+    spans = {name: checks.memory_span(rows) for name, rows in new.items()}
     for name, cache in caches.items():
         checks.check_changeable(name, cache)
         if cache.is_meta:
             continue
-        begin, end = checks.span_of(cache)
+        begin, end = checks.memory_span(cache)
         for given, (first, last) in spans.items():
             if begin < last and first < end:
                 raise ValueError(

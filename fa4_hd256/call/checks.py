@@ -404,17 +404,19 @@ def check_apart(
     """Raises ValueError for a result where the call reads. inputs: arguments; what: said then."""
     if out.is_meta:
         return
-    begin, end = span_of(out)
+    begin, end = memory_span(out)
     for tensor in inputs:
         if isinstance(tensor, torch.Tensor) and tensor.device == out.device:
-            first, last = span_of(tensor)
+            first, last = memory_span(tensor)
             if begin < last and first < end:
                 raise ValueError(f"{what}; accepted: memory of its own")
 
 
-def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of its first byte, and past its last."""
     begin = tensor.data_ptr()
+    if tensor.is_contiguous():  # of most calls, and found in a tenth of the time
+        return begin, begin + tensor.nbytes
     if not tensor.numel():
         return begin, begin
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
