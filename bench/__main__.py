@@ -23,6 +23,7 @@ COMMANDS = {
     "host": "what the host does before an eager call returns, by part, beside others",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "kv-types": "decoding over keys and values in e4m3 beside bf16, measured",
+    "new-rows": "decoding with new rows of a cache and without, measured",
     "ladder": "what each optimisation of the forward brings, one switch at a time",
     "masks": "masks that people train with, beside SDPA and FlexAttention, measured",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",

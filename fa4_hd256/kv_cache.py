@@ -326,7 +326,7 @@ class _NewRows(NamedTuple):
             words, asked_splits(others["num_splits"], others["batch_invariant"])
         )
         tensors = _CallTensors(
-            places.k_cache, places.v_cache, self.k, self.v, places.lengths, places.page_table,
+            self.k, self.v, places.k_cache, places.v_cache, places.lengths, places.page_table,
             self.cu_seqlens, others["k_descale"], others["v_descale"], places.q,
             places.cu_seqlens_q, others["learnable_sink"], metadata, words, others["out"],
         )  # fmt: skip
@@ -423,10 +423,10 @@ class _CallTensors(NamedTuple):
     """Of a call with new rows, None where not given: those of `AppendTensors`, then what the
     attention is asked for with them."""
 
-    k_cache: Any
-    v_cache: Any
     k: Any
     v: Any
+    k_cache: Any
+    v_cache: Any
     lengths: Any
     page_table: Any
     cu_seqlens_k_new: Any

@@ -94,7 +94,7 @@ def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
 
 @torch.library.custom_op(
     "fa4_hd256::append_rows", mutates_args=("k_cache", "v_cache"),
-    schema="(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, "
+    schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
     "Tensor? page_table, Tensor? cu_seqlens_k_new, Tensor? k_descale, Tensor? v_descale, "
     "str descale) -> Tensor",
 )  # fmt: skip

@@ -4,7 +4,8 @@ behind those in use of each sequence, in pages or not, and the rows in use are c
 Bound by memory, 512 bytes a row and head of both K and V, twice: a warp moves such a pair, a lane 8
 columns of each, which lie next to each other; all that its places follow from is asked for before.
 A row whose place is none of the cache's (lengths past it, page numbers out of range) is not
-written: nobody on the host looks at what the device holds.
+written, nor is a packed row past the last offset: nobody on the host looks at what the device
+holds.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class AppendKernel:
             sequence, number = self._of_row(tables, row, entry)
             position = tables.lengths[sequence] + number
             to, place, fits = self._place(caches[0], tables, sequence, position)
+            if cutlass.const_expr(self.problem_class.packed):
+                fits = fits & (row < tables.offsets[cute.size(tables.lengths)])
             scales = [Float32(1.0)] * len(rows)
             if cutlass.const_expr(self.problem_class.descale):
                 owner = to if self.problem_class.descale == OF_PAGES else sequence

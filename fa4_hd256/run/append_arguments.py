@@ -31,13 +31,13 @@ AFTER = "after"
 class AppendTensors(NamedTuple):
     """As a user has them, None where not given.
 
-    k_cache, v_cache: written to in place. k, v: the new rows. lengths: (batch,) int32 rows in use.
+    k, v: the new rows. k_cache, v_cache: written to in place. lengths: (batch,) int32 rows in use.
     """
 
-    k_cache: Any
-    v_cache: Any
     k: Any
     v: Any
+    k_cache: Any
+    v_cache: Any
     lengths: Any
     page_table: Any = None
     cu_seqlens_k_new: Any = None

@@ -56,7 +56,7 @@ def check(caches, new, lengths, counts, table=None, packed=False):
     before = [cache.clone() for cache in caches]
     after = run_append(
         AppendTensors(
-            *caches, *new, int32(lengths, device),
+            *new, *caches, int32(lengths, device),
             None if table is None else int32(table, device),
             offsets(counts, device) if packed else None,
         ), "",
@@ -89,6 +89,17 @@ def test_packed_rows(device, paged):
     table = torch.randperm(len(counts)).view(-1, 1).tolist() if paged else None
     given = caches_and_rows(len(counts), 16, 1, (sum(counts),), device=device)
     check(*given, lengths, counts, table, packed=True)
+
+
+def test_rows_past_the_last_offset_are_not_written(device):
+    """As a batch for a CUDA graph has them, which is filled up."""
+    caches, new = caches_and_rows(2, 16, 2, (7,), device=device)
+    before = [cache.clone() for cache in caches]
+    lengths, begins = int32([3, 5], device), offsets([2, 1], device)
+    run_append(AppendTensors(*new, *caches, lengths, None, begins), "")
+    for cache, old, rows in zip(caches, before, new, strict=True):
+        old[0, 3:5], old[1, 5] = rows[:2], rows[2]
+        assert torch.equal(bits(cache), bits(old))
 
 
 def test_rows_that_have_no_place_are_not_written(device):
@@ -146,7 +157,7 @@ def test_rows_brought_to_e4m3(of_architecture, descale, paged):
                 values = values / scale[place[0] if descale == OF_PAGES else number // 3][:, None]
             cache[place] = values.clamp(-448, 448).to(E4M3)
     run_append(
-        AppendTensors(*caches, *new, int32(lengths), int32(table) if paged else None, None, *given),
+        AppendTensors(*new, *caches, int32(lengths), int32(table) if paged else None, None, *given),
         descale,
     )
     for cache, expected in zip(caches, wanted, strict=True):
@@ -265,5 +276,5 @@ def test_opcheck(device, packed, paged):
         caches = [cache[:2] for cache in caches]
     table = int32([[3, 0], [1, 2]], device) if paged else None
     begins = offsets([1, 2], device) if packed else None
-    given = *caches, *new, int32([3, 9], device), table, begins, None, None, ""
+    given = *new, *caches, int32([3, 9], device), table, begins, None, None, ""
     torch.library.opcheck(torch.ops.fa4_hd256.append_rows.default, given)

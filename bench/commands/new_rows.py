@@ -1,0 +1,127 @@
+"""`python -m bench new-rows`: a decoding step by `flash_attn_with_kvcache` over a cache in pages,
+with and without new rows to be written, with their rotary embedding, and with a cache in e4m3.
+
+On a GPU alone. Steps are CUDA graphs of several calls, timed by turns, with what the call before
+left in L2, as that of one layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.measure.time_limit import TimeLimit, add_time_limit
+from bench.measure.timer import WARM, CudaTimer, Sampling, Timer, add_sampling_options, interleave
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Table
+from fa4_hd256 import flash_attn_with_kvcache
+from fa4_hd256.kernels.limits import HEAD_DIM
+
+#: Sequences, and keys of each.
+SHAPES = (4, 1024), (8, 8192), (32, 8192), (128, 8192)
+HEADS, HEADS_KV, PAGE_ROWS, ROTARY_COLUMNS = 16, 2, 16, 64
+#: Of a graph.
+CALLS = 20
+
+NONE, ROWS, ROTATED, E4M3, E4M3_ROWS = (
+    "no new rows", "new rows", "with rotary embedding", "no new rows, e4m3", "new rows, e4m3",
+)  # fmt: skip
+COLUMNS = (
+    Column("shape"),
+    *(Column(kind, "us", ".2f") for kind in (NONE, ROWS, ROTATED, E4M3, E4M3_ROWS)),
+    Column("clock_mhz", "MHz", ".0f", "clock"),
+)
+
+
+def calls_of(batch: int, keys: int, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """By kind, calls of one query a sequence. The last of the keys is the new row."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    pages = batch * keys // PAGE_ROWS
+    q = normal(batch, 1, HEADS, HEAD_DIM)
+    caches = [normal(pages, PAGE_ROWS, HEADS_KV, HEAD_DIM) for _ in "kv"]
+    codes = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    k, v = (normal(batch, 1, HEADS_KV, HEAD_DIM) for _ in "kv")
+    tables = {
+        name: normal(keys, ROTARY_COLUMNS // 2, dtype=torch.float32)
+        for name in ("rotary_cos", "rotary_sin")
+    }
+    scales = {
+        name: torch.ones(batch, HEADS_KV, device=device) for name in ("k_descale", "v_descale")
+    }
+    numbers = torch.randperm(pages, generator=generator, device=device)
+    table = numbers.int().view(batch, -1)
+    before = torch.full((batch,), keys - 1, dtype=torch.int32, device=device)
+    after = before + 1
+
+    function: Callable[..., Any] = flash_attn_with_kvcache
+
+    def call(stored: list[torch.Tensor], writes: bool, **options: Any) -> Callable[[], Any]:
+        new, lengths = ((k, v), before) if writes else ((None, None), after)
+        return lambda: function(
+            q, *stored, *new, cache_seqlens=lengths, page_table=table, causal=True, **options
+        )
+
+    return {
+        NONE: call(caches, False),
+        ROWS: call(caches, True),
+        ROTATED: call(caches, True, **tables),
+        E4M3: call(codes, False, **scales),
+        E4M3_ROWS: call(codes, True, **scales),
+    }
+
+
+def _several(call: Callable[[], Any]) -> None:
+    for _ in range(CALLS):
+        call()
+
+
+def measured(shape: tuple[int, int], timer: Timer, sampling: Sampling) -> dict[str, Any]:
+    """A row of the timer's GPU: microseconds of a call."""
+    batch, keys = shape
+    name = f"{batch} x {keys:,}"
+    print(name, file=sys.stderr, flush=True)
+    calls: dict[str, Callable[[], Any]] = {
+        kind: functools.partial(_several, call)
+        for kind, call in calls_of(batch, keys, timer.device).items()
+    }
+    found = interleave(timer, calls, sampling)
+    row = {kind: samples.quantile(0.5) / CALLS * 1e6 for kind, samples in found.items()}
+    state = found[ROWS].median_state()
+    timer.release_memory()
+    return row | {
+        "shape": name, "clock_mhz": state.clock_mhz, BASIS: "measured", MACHINE: timer.gpu.text,
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    notes = (
+        f"Sequences x keys, a query and a new row each, heads {HEADS}/{HEADS_KV}, pages of "
+        f"{PAGE_ROWS} rows in no order; median of a call among {CALLS} of a CUDA graph. Rotary "
+        f"embedding is of {ROTARY_COLUMNS} columns.",
+    )
+    return Table("new_rows", "New rows of a cache of keys and values", COLUMNS, rows, notes)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_sampling_options(parser)
+    add_time_limit(parser)
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Raises ValueError without a GPU."""
+    limit, timer = TimeLimit(arguments.within), CudaTimer(l2=WARM)
+    sampling = Sampling(arguments.warmup, arguments.runs)
+    with torch.no_grad():
+        rows = [measured(shape, timer, sampling) for shape in limit.begun(SHAPES)]
+    emit(limit.noted(table(rows)), arguments)
+    return 0

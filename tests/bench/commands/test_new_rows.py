@@ -1,0 +1,56 @@
+"""A decoding step with new rows as it is measured, with ours in the simulator and a timer that
+counts."""
+
+import pytest
+import torch
+from fake_timer import FakeTimer
+
+from bench.__main__ import main
+from bench.commands import new_rows
+from bench.measure.timer import Sampling
+
+SHAPE = 2, 32
+
+
+class Timer(FakeTimer):
+    """A graph of a kind takes as many microseconds as kinds were prepared before it, and one."""
+
+    def __init__(self):
+        super().__init__()
+        self.prepared = []
+
+    def prepare(self, call):
+        self.prepared.append(call)
+        return super().prepare(call)
+
+    def seconds(self, call):
+        return (self.prepared.index(call) + 1) * 1e-6
+
+
+@pytest.mark.simulator
+def test_calls_write_where_they_say():
+    """All kinds have a result; with new rows the last of the keys is another one."""
+    calls = new_rows.calls_of(*SHAPE, torch.device("cpu"))
+    found = {kind: call() for kind, call in calls.items()}
+    assert all(out.isfinite().all() for out in found.values())
+    assert not torch.equal(found[new_rows.NONE], found[new_rows.ROWS])
+    assert not torch.equal(found[new_rows.ROTATED], found[new_rows.ROWS])
+    # Written again behind the rotated one, it is among the keys of a call without new rows.
+    calls[new_rows.ROWS]()
+    assert torch.equal(calls[new_rows.NONE](), found[new_rows.ROWS])
+    assert torch.equal(calls[new_rows.E4M3](), found[new_rows.E4M3_ROWS])
+
+
+def test_a_row(monkeypatch):
+    monkeypatch.setattr(new_rows, "calls_of", lambda *given: dict.fromkeys("abc", None))
+    monkeypatch.setattr(new_rows, "ROWS", "b")
+    row = new_rows.measured(SHAPE, Timer(), Sampling(0, 3))
+    assert [row[kind] * new_rows.CALLS for kind in "abc"] == pytest.approx([1, 2, 3])
+    assert row["shape"] == "2 x 32" and row["basis"] == "measured"
+
+
+def test_without_a_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main(["new-rows"]) != 0
+    assert "no CUDA device to measure on" in capsys.readouterr().err
