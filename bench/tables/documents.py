@@ -154,6 +154,9 @@ DOCUMENTS = {
             ("kv_types", "Keys and values in e4m3", "kv-types"),
         )
     },
+    "new_rows_h200": Document(
+        "New rows of a cache on an H200", ("new-rows",), "serving.md"
+    ),
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
     "masks": Document("Attention under masks on a B200", ("masks", "--modelled"), "masks.md"),
     **{
