@@ -304,7 +304,8 @@ class _NewRows(NamedTuple):
         """The attention of which they are part, if there are any, its queries rotated. options,
         others: arguments of the attention. Raises TypeError or ValueError for what is not accepted,
         before anything is written."""
-        rotated = (self.rotary_cos, self.rotary_sin, self.rotary_seqlens) != (None,) * 3
+        of_rotary = self.rotary_cos, self.rotary_sin, self.rotary_seqlens
+        rotated = any(tensor is not None for tensor in of_rotary)
         rows = self
         if rotated or cache_batch_idx is not None or not isinstance(places.lengths, torch.Tensor):
             places = places.in_use(cache_batch_idx)
@@ -440,6 +441,7 @@ class _CallTensors(NamedTuple):
     out: Any
 
     def of_operator(self) -> AppendTensors:
+        """Those that the kernel takes."""
         return AppendTensors(*self[: len(AppendTensors._fields)])
 
 

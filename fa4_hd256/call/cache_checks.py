@@ -224,6 +224,8 @@ def check_new_rows(
                 f"{name} is {tensor.dtype} on {tensor.device}; accepted: {accepted} on "
                 f"{cache.device}, like the cache"
             )
+    if new["k"].dtype != new["v"].dtype:
+        raise TypeError(f"k is {new['k'].dtype}, v {new['v'].dtype}; accepted: one dtype of both")
 
 
 def check_positions(rotary_seqlens: Any, given: tuple[Any, Any]) -> None:

@@ -102,6 +102,8 @@ def test_rows_in_e4m3_are_written_as_they_are_and_others_are_refused():
         assert torch.equal(cache[0, 7].view(torch.uint8), row[0, 0].view(torch.uint8))
     with pytest.raises(TypeError, match="k is torch.float32 on cpu; accepted: .*e4m3fn or"):
         flash_attn_with_kvcache(q, *caches, *(t.float() for t in new), cache_seqlens=7)
+    with pytest.raises(TypeError, match="k is torch.bfloat16, v torch.float8_e4m3fn; accepted"):
+        flash_attn_with_kvcache(q, *caches, new[0].bfloat16(), new[1], cache_seqlens=7)
 
 
 def test_repeated_calls(monkeypatch):
