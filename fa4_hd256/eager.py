@@ -210,12 +210,15 @@ class OperatorCalls:
         operator: Callable[..., Any],
         resolve: Callable[[Tensors, tuple[Any, ...]], Any],
         roles: Sequence[str],
+        written: Sequence[str] = (),
     ) -> None:
         """name: as profiles have it. operator: (tensors, scalars) -> its results. resolve:
         (tensors, facts) -> scalars, its arguments that are no tensors, asked where no such call
-        came before; raises for what is not accepted. roles: of its tensors, in order."""
+        came before; raises for what is not accepted. roles: of its tensors, in order. written:
+        roles of those that it writes to."""
         self._name, self._operator, self._resolve = name, operator, resolve
         self._roles = tuple(roles)
+        self._written = tuple([self._roles.index(role) for role in written])
         self._kept: dict[Hashable, Entry] = {}
         self._alike: dict[Hashable, _Alike] = {}
         self._guarded: dict[Hashable, list[_Guard]] = {}
@@ -316,10 +319,15 @@ class OperatorCalls:
     ) -> tuple[torch.Tensor, ...]:
         if entry.replayed is not None:
             try:
-                return entry.replayed.run(tensors, addresses, first)
+                results = entry.replayed.run(tensors, addresses, first)
             except torch.OutOfMemoryError:
                 # The long way may do with less.
                 return self._operator(tensors, entry.scalars)
+            if self._written:
+                # As the operator does: what autograd has kept of them is no longer what it was.
+                written: Any = [tensors[place] for place in self._written]
+                torch.autograd.graph.increment_version(written)
+            return results
         if entry.recorded or not repeats(tensors):
             return self._operator(tensors, entry.scalars)
         with recording(self._roles, tensors) as recorded:

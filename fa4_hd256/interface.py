@@ -399,8 +399,13 @@ def _attend(
 
 
 def _facts(given: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call depends on beside its tensors, and their types; arguments as for `_attend`."""
-    window = given[_WINDOW_SIZE]
+    """`facts_of`; arguments as for `_attend`."""
+    return facts_of(given, given[_WINDOW_SIZE], form)
+
+
+def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call depends on beside its tensors and their types, given first. given: arguments that
+    are no tensors, window_size among them; form: which tensors are given, and are the same."""
     sides = None
     if window is not _UNBOUNDED and type(window) is tuple:
         sides = tuple(map(type, window))
@@ -426,8 +431,6 @@ def _attend_into(
         # Addresses are no part of a key.
         check_apart(out, inputs)
         _, lse = out_calls.run(found[0], tensors, found[1])
-        # As PyTorch's operators do: what autograd has kept of it is no longer what it was.
-        torch.autograd.graph.increment_version(out)
     return lse if named.cu_seqlens_q is None else lse.squeeze(0)
 
 
@@ -540,6 +543,7 @@ out_calls = OperatorCalls(
     lambda tensors, values: (tensors[-1], _operator_into(tensors, values)),
     _resolve_into,
     (*ForwardTensors._fields, "out"),
+    ("out",),
 )
 
 

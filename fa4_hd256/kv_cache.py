@@ -25,8 +25,7 @@ from .call.splits import (
 )
 from .call.tree_mask import tree_words
 from .eager import OperatorCalls, is_intercepted, repeats
-from .gpus.devices import sms_are_shared
-from .interface import config_names, flash_attn_varlen_func, longest_of
+from .interface import config_names, facts_of, flash_attn_varlen_func, longest_of
 from .kernels.sequences import PART_LIST, TREE_WORDS
 from .operators import append_rows
 from .run.append import ready_to_append
@@ -335,11 +334,8 @@ class _NewRows(NamedTuple):
         asked = _Asked(*values)
         if not _is_repeated(places, others):
             return _append(tensors, _resolve(tensors, asked))[0]
-        mark = None if metadata is None else marked(metadata)
-        window = asked.window_size
-        sides = tuple(map(type, window)) if type(window) is tuple else None
-        given = [tensor is None for tensor in tensors]
-        found = append_calls.find((*asked, sides, sms_are_shared(), mark, *given), tensors)
+        form = (marked(metadata), *[tensor is None for tensor in tensors])
+        found = append_calls.find(facts_of(asked, asked.window_size, form), tensors)
         if found is None:
             return _append(tensors, _resolve(tensors, asked))[0]
         # Addresses and modes are no part of a key.
@@ -347,8 +343,6 @@ class _NewRows(NamedTuple):
         if others["out"] is not None:
             checks.check_apart(others["out"], tensors[:-1])
         (after,) = append_calls.run(found[0], tensors, found[1])
-        # As PyTorch's operators do: what autograd has kept of them is no longer what it was.
-        torch.autograd.graph.increment_version((places.k_cache, places.v_cache))
         return after
 
     def check(self, places: _Places) -> bool:
@@ -489,12 +483,9 @@ def _resolve(tensors: Sequence[Any], facts: Sequence[Any]) -> str:
         _check_memory(tensors)
     if places.read_back:
         rows.check_room(places)
-    options = {name: getattr(asked, name) for name in _OPTIONS}
-    names = *_OTHERS, "learnable_sink", "k_descale", "v_descale", "tree_mask", "out"
-    others = {name: getattr(asked if name in _OTHERS else call, name) for name in names}
-    if places.read_back:
         places = places._replace(lengths=rows.counted(places.lengths))
-    descale = places.check(options, others)
+    named = asked._asdict() | call._asdict()
+    descale = places.check({name: named[name] for name in _OPTIONS}, named)
     if not is_intercepted():
         ready_to_append(call.of_operator(), descale)
     return descale
@@ -512,4 +503,6 @@ def _append(tensors: Sequence[Any], descale: str) -> tuple[torch.Tensor]:
     return (append_rows(*_CallTensors(*tensors).of_operator(), descale),)
 
 
-append_calls = OperatorCalls("fa4_hd256::append_rows", _append, _resolve, _CallTensors._fields)
+append_calls = OperatorCalls(
+    "fa4_hd256::append_rows", _append, _resolve, _CallTensors._fields, ("k_cache", "v_cache")
+)

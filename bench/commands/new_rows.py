@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from bench.measure.providers import Inputs, Pages
 from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import WARM, CudaTimer, Sampling, Timer, add_sampling_options, interleave
+from bench.suite import Case
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import flash_attn_with_kvcache
@@ -40,16 +42,17 @@ COLUMNS = (
 
 def calls_of(batch: int, keys: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     """By kind, calls of one query a sequence. The last of the keys is the new row."""
-    generator = torch.Generator(device).manual_seed(0)
+    case = Case("new rows", ((1, keys),) * batch, HEADS, HEADS_KV, True)
+    inputs = Inputs.random(case, device, torch.bfloat16)
+    pages = Pages.of(inputs.k, inputs.v, PAGE_ROWS, torch.Generator().manual_seed(0))
+    caches = [pages.k, pages.v]
+    codes = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    generator = torch.Generator(device).manual_seed(1)
 
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    pages = batch * keys // PAGE_ROWS
-    q = normal(batch, 1, HEADS, HEAD_DIM)
-    caches = [normal(pages, PAGE_ROWS, HEADS_KV, HEAD_DIM) for _ in "kv"]
-    codes = [cache.to(torch.float8_e4m3fn) for cache in caches]
-    k, v = (normal(batch, 1, HEADS_KV, HEAD_DIM) for _ in "kv")
+    k, v = (normal(batch, 1, HEADS_KV, HEAD_DIM, dtype=torch.bfloat16) for _ in "kv")
     tables = {
         name: normal(keys, ROTARY_COLUMNS // 2, dtype=torch.float32)
         for name in ("rotary_cos", "rotary_sin")
@@ -57,18 +60,15 @@ def calls_of(batch: int, keys: int, device: torch.device) -> dict[str, Callable[
     scales = {
         name: torch.ones(batch, HEADS_KV, device=device) for name in ("k_descale", "v_descale")
     }
-    numbers = torch.randperm(pages, generator=generator, device=device)
-    table = numbers.int().view(batch, -1)
-    before = torch.full((batch,), keys - 1, dtype=torch.int32, device=device)
-    after = before + 1
-
+    before = pages.lengths - 1
     function: Callable[..., Any] = flash_attn_with_kvcache
 
     def call(stored: list[torch.Tensor], writes: bool, **options: Any) -> Callable[[], Any]:
-        new, lengths = ((k, v), before) if writes else ((None, None), after)
+        new, lengths = ((k, v), before) if writes else ((None, None), pages.lengths)
         return lambda: function(
-            q, *stored, *new, cache_seqlens=lengths, page_table=table, causal=True, **options
-        )
+            inputs.q, *stored, *new, cache_seqlens=lengths, page_table=pages.table, causal=True,
+            **options,
+        )  # fmt: skip
 
     return {
         NONE: call(caches, False),

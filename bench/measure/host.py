@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bench.measure.providers import Pages
 from fa4_hd256 import (
     autograd,
     eager,
@@ -132,18 +133,15 @@ def our_call(case: HostCase, tensors: Tensors) -> Callable[[], torch.Tensor]:
 def _appending_call(
     case: HostCase, tensors: Tensors, options: dict[str, Any]
 ) -> Callable[[], torch.Tensor]:
-    """The keys of a sequence in neighbouring pages, its last rows written anew."""
-    (rows, keys), batch = case.lengths[0], len(case.lengths)
-    caches = [tensor.reshape(-1, PAGE_ROWS, *tensor.shape[2:]) for tensor in (tensors.k, tensors.v)]
-    new = [tensor[:, -rows:].clone() for tensor in (tensors.k, tensors.v)]
-    device = tensors.q.device
-    table = torch.arange(len(caches[0]), dtype=torch.int32, device=device).view(batch, -1)
-    lengths = torch.full((batch,), keys - rows, dtype=torch.int32, device=device)
+    """The keys in pages, the last rows of each sequence written anew."""
+    rows, _ = case.lengths[0]
+    cache = Pages.of(tensors.k, tensors.v, PAGE_ROWS, torch.Generator().manual_seed(0))
+    k, v = (tensor[:, -rows:].clone() for tensor in (tensors.k, tensors.v))
+    lengths = cache.lengths - rows
     function: Callable[..., Any] = flash_attn_with_kvcache
     return lambda: function(
-        tensors.q, caches[0], caches[1], new[0], new[1], cache_seqlens=lengths, page_table=table,
-        **options,
-    )  # fmt: skip
+        tensors.q, cache.k, cache.v, k, v, cache_seqlens=lengths, page_table=cache.table, **options
+    )
 
 
 def _synchronize(device: torch.device) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.limits import HEAD_DIM, TMA_ALIGNMENT
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import KV_DTYPES
 
 from . import checks
 from .descales import scales_among
-from .layouts import tma_can_take
 
 #: Arguments of the field's function that are not offered, and why or what serves instead.
 NOT_OFFERED = {
@@ -159,12 +158,7 @@ def check_in_place(caches: dict[str, torch.Tensor]) -> None:
     """That rows can be written to caches where these lie. Raises ValueError."""
     for name, cache in caches.items():
         checks.check_not_overlapping(name, cache)
-        if not tma_can_take(cache):
-            raise ValueError(
-                f"{name} has strides {cache.stride()} and begins at {cache.data_ptr():#x}; "
-                "accepted with k and v, which are written in place: a last stride of 1, the other "
-                f"strides and the address positive multiples of {TMA_ALIGNMENT} bytes"
-            )
+    checks.check_in_place(caches, "k and v, which are written in place")
 
 
 def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
@@ -175,12 +169,9 @@ def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor])
         checks.check_changeable(name, cache)
         if cache.is_meta:
             continue
-        begin, end = checks.memory_span(cache)
-        for given, (first, last) in spans.items():
-            if begin < last and first < end:
-                raise ValueError(
-                    f"{name} lies in the memory of {given}; accepted: memory of its own"
-                )
+        own = checks.memory_span(cache)
+        for given, span in spans.items():
+            checks.check_spans_apart(own, span, f"{name} lies in the memory of {given}")
 
 
 def check_new_rows(

@@ -281,14 +281,14 @@ def check_pages(k: Sequence[int]) -> None:
         )
 
 
-def check_pages_in_place(tensors: dict[str, torch.Tensor]) -> None:
-    """Pages are read where they lie: TMA must be able to."""
+def check_in_place(tensors: dict[str, torch.Tensor], what: str) -> None:
+    """Tensors are taken where they lie: TMA must be able to. what: asks for it."""
     for name, tensor in tensors.items():
         if not tma_can_take(tensor):
             raise ValueError(
                 f"{name} has strides {tensor.stride()} and begins at {tensor.data_ptr():#x}; "
-                "accepted with page_table, where nothing is copied: a last stride of 1, the other "
-                f"strides and the address positive multiples of {TMA_ALIGNMENT} bytes"
+                f"accepted with {what}: a last stride of 1, the other strides and the address "
+                f"positive multiples of {TMA_ALIGNMENT} bytes"
             )
 
 
@@ -404,12 +404,16 @@ def check_apart(
     """Raises ValueError for a result where the call reads. inputs: arguments; what: said then."""
     if out.is_meta:
         return
-    begin, end = memory_span(out)
+    span = memory_span(out)
     for tensor in inputs:
         if isinstance(tensor, torch.Tensor) and tensor.device == out.device:
-            first, last = memory_span(tensor)
-            if begin < last and first < end:
-                raise ValueError(f"{what}; accepted: memory of its own")
+            check_spans_apart(span, memory_span(tensor), what)
+
+
+def check_spans_apart(one: tuple[int, int], other: tuple[int, int], what: str) -> None:
+    """Raises ValueError for two of `memory_span` that share a byte. what: said then."""
+    if one[0] < other[1] and other[0] < one[1]:
+        raise ValueError(f"{what}; accepted: memory of its own")
 
 
 def memory_span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -292,7 +292,7 @@ def _check_contents(
     if on_cpu:
         checks.check_contents(q, k, ragged)
     if PAGE_TABLE in ragged:
-        checks.check_pages_in_place({"k": k, "v": v})
+        checks.check_in_place({"k": k, "v": v}, "page_table, where nothing is copied")
         if on_cpu:
             pages = checks.check_page_numbers(q, k, ragged, options.window[0])
     if on_cpu:

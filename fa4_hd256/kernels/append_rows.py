@@ -17,16 +17,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .e4m3_codes import codes_of
+from .e4m3_codes import WORD_CODES, codes_of
 from .e4m3_scales import scale_of
 from .limits import HEAD_DIM, WARP_SIZE
 from .problem_class import OF_PAGES, AppendClass
 from .views import by_sequence, columns_of
 
 __all__ = ["AppendConfig", "AppendKernel", "AppendTables"]
-
-#: e4m3 of a word.
-WORD_CODES = 4
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-__all__ = ["codes_of"]
+__all__ = ["WORD_CODES", "codes_of"]
+
+#: e4m3 in 32 bits.
+WORD_CODES = 4
 
 
 def codes_of(values: list[Float32]) -> Int32:

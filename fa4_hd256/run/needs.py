@@ -32,12 +32,7 @@ from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
-from fa4_hd256.kernels.problem_class import (
-    KV_DTYPES,
-    OF_PAGES,
-    OF_SEQUENCES,
-    AppendClass,
-)
+from fa4_hd256.kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES, AppendClass
 from fa4_hd256.kernels.score_change import ALIBI
 from fa4_hd256.kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass

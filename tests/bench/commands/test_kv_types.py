@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from fake_timer import FakeTimer
+from fake_timer import CountingTimer
 
 from bench.__main__ import main
 from bench.commands import kv_types
@@ -15,16 +15,8 @@ from bench.suite import Case
 CASE = Case("kv types", ((2, 140),) * 2, 4, 2, True)
 
 
-class Timer(FakeTimer):
+class Timer(CountingTimer):
     """A call over e4m3 takes a microsecond, one over bf16 two."""
-
-    def __init__(self):
-        super().__init__()
-        self.prepared = []
-
-    def prepare(self, call):
-        self.prepared.append(call)
-        return super().prepare(call)
 
     def seconds(self, call):
         return (2 - self.prepared.index(call)) * 1e-6

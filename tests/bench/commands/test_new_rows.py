@@ -3,28 +3,13 @@ counts."""
 
 import pytest
 import torch
-from fake_timer import FakeTimer
+from fake_timer import CountingTimer
 
 from bench.__main__ import main
 from bench.commands import new_rows
 from bench.measure.timer import Sampling
 
 SHAPE = 2, 32
-
-
-class Timer(FakeTimer):
-    """A graph of a kind takes as many microseconds as kinds were prepared before it, and one."""
-
-    def __init__(self):
-        super().__init__()
-        self.prepared = []
-
-    def prepare(self, call):
-        self.prepared.append(call)
-        return super().prepare(call)
-
-    def seconds(self, call):
-        return (self.prepared.index(call) + 1) * 1e-6
 
 
 @pytest.mark.simulator
@@ -44,7 +29,7 @@ def test_calls_write_where_they_say():
 def test_a_row(monkeypatch):
     monkeypatch.setattr(new_rows, "calls_of", lambda *given: dict.fromkeys("abc", None))
     monkeypatch.setattr(new_rows, "ROWS", "b")
-    row = new_rows.measured(SHAPE, Timer(), Sampling(0, 3))
+    row = new_rows.measured(SHAPE, CountingTimer(), Sampling(0, 3))
     assert [row[kind] * new_rows.CALLS for kind in "abc"] == pytest.approx([1, 2, 3])
     assert row["shape"] == "2 x 32" and row["basis"] == "measured"
 

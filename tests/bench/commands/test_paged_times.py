@@ -3,7 +3,7 @@ counts."""
 
 import pytest
 import torch
-from fake_timer import FakeTimer
+from fake_timer import CountingTimer
 
 from bench.commands import pages
 from bench.measure import pages as measure
@@ -12,21 +12,6 @@ from bench.measure.timer import Sampling
 from bench.suite import Case
 
 CASE = Case("pages", ((2, 300),) * 2, 4, 2, True)
-
-
-class Timer(FakeTimer):
-    """A call takes a microsecond more than the one prepared before it."""
-
-    def __init__(self):
-        super().__init__()
-        self.prepared = []
-
-    def prepare(self, call):
-        self.prepared.append(call)
-        return super().prepare(call)
-
-    def seconds(self, call):
-        return (1 + self.prepared.index(call)) * 1e-6
 
 
 @pytest.fixture
@@ -49,7 +34,7 @@ def test_pages_hold_the_rows(size):
 
 
 def test_a_row(here):
-    row = pages.measured(CASE, Timer(), Sampling(0, 3))
+    row = pages.measured(CASE, CountingTimer(), Sampling(0, 3))
     assert [row[name] for name in ("none", "pages_128", "pages_16")] == pytest.approx([1, 2, 3])
     assert row["behind_16"] == pytest.approx(2)
     assert row["theirs_none"] is None
@@ -64,7 +49,7 @@ def test_wrong_results_are_not_timed(here, monkeypatch):
         measure.Ours, "call",
         lambda self, inputs: call(self, inputs) + (1.0 if inputs.case.page_size == 16 else 0.0),
     )  # fmt: skip
-    row = pages.measured(CASE, Timer(), Sampling(0, 1))
+    row = pages.measured(CASE, CountingTimer(), Sampling(0, 1))
     assert row["pages_16"] is None and row["behind_16"] is None
     assert "ours: wrong: error" in row["refused"]
 

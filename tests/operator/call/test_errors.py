@@ -427,7 +427,7 @@ def test_every_check_comes_once(monkeypatch):
         "bounds_of", "check_apart", "check_changeable", "check_gradients", "check_lists",
         "check_mask", "check_mask_of", "check_mask_options", "check_max_seqlen",
         "check_not_overlapping", "check_out", "check_page_numbers", "check_pages",
-        "check_pages_in_place", "check_writable",
+        "check_in_place", "check_spans_apart", "check_writable",
     }  # fmt: skip
     assert set(names) - set(seen) == others
     assert set(seen.values()) == {1}

@@ -10,14 +10,13 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.kernels.e4m3_codes import codes_of
+from fa4_hd256.kernels.e4m3_codes import WORD_CODES, codes_of
 
 __all__ = ["LOW_PART", "store_parts"]
 
 #: What lo counts.
 LOW_PART = 2.0**-4
 
-_WORD = 4  # e4m3 in 32 bits
 
 
 def _split(values: list[Float32]) -> tuple[Int32, Int32]:
@@ -36,11 +35,11 @@ def _split(values: list[Float32]) -> tuple[Int32, Int32]:
         "cvt.f32.f16 {$w1}, b;\n"
         "cvt.f32.f16 {$w2}, c;\n"
         "cvt.f32.f16 {$w3}, d;}",
-        write_only_types=[Float32] * _WORD,
+        write_only_types=[Float32] * WORD_CODES,
         read_only_args=[codes],
     )
     left: list[Float32] = []
-    for first in range(0, _WORD, 2):
+    for first in range(0, WORD_CODES, 2):
         pair, of_high = values[first : first + 2], rounded[first : first + 2]
         less = cute.arch.sub_packed_f32x2(tuple(pair), tuple(of_high))
         left += cute.arch.mul_packed_f32x2(less, (Float32(1 / LOW_PART),) * 2)
@@ -50,9 +49,9 @@ def _split(values: list[Float32]) -> tuple[Int32, Int32]:
 def store_parts(values: list[Float32], targets: tuple[cute.Tensor, cute.Tensor]) -> None:
     """Both parts of some values to memory.  targets: of hi and of lo, a 16-bit type, half as many
     elements as values, whose number is a multiple of 4."""
-    words = [cute.make_rmem_tensor(len(values) // _WORD, Int32) for _ in targets]
-    for number in range(0, len(values), _WORD):
-        for part, codes in zip(words, _split(values[number : number + _WORD]), strict=True):
-            part[number // _WORD] = codes
+    words = [cute.make_rmem_tensor(len(values) // WORD_CODES, Int32) for _ in targets]
+    for number in range(0, len(values), WORD_CODES):
+        for part, codes in zip(words, _split(values[number : number + WORD_CODES]), strict=True):
+            part[number // WORD_CODES] = codes
     for part, target in zip(words, targets, strict=True):
         cute.autovec_copy(cute.recast_tensor(part, target.element_type), target)
