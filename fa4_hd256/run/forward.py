@@ -28,6 +28,7 @@ from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
 from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
 from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
+from .kept_tensors import made_to_keep
 from .launch import gpu_of, launch
 from .new_tensors import maker
 from .recording import Allocate, Make, Tensors, give_up, in_place, made_for, operand, table
@@ -314,7 +315,9 @@ def _unread(problem: Problem) -> torch.Tensor | None:
     if device.index not in _unread_rows:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _unread_rows[device.index] = torch.empty(UNREAD_ROWS, dtype=torch.float32, device=device)
+        _unread_rows[device.index] = made_to_keep(
+            lambda: torch.empty(UNREAD_ROWS, dtype=torch.float32, device=device), device
+        )
     return _unread_rows[device.index]
 
 

@@ -9,6 +9,8 @@ import torch
 
 from fa4_hd256.gpus.devices import is_captured
 
+from .kept_tensors import made_to_keep
+
 __all__ = ["maker"]
 
 
@@ -32,5 +34,4 @@ def maker(
 @functools.cache
 def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Nobody reads what it holds."""
-    with torch.inference_mode(False):
-        return torch.empty((), dtype=dtype, device=device)
+    return made_to_keep(lambda: torch.empty((), dtype=dtype, device=device), device)

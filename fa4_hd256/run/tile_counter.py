@@ -16,6 +16,8 @@ import threading
 
 import torch
 
+from .kept_tensors import made_to_keep
+
 __all__ = ["COUNT", "tile_counter"]
 
 #: Counters that are made at a time, 16 KiB.
@@ -56,7 +58,14 @@ def _new(index: int) -> torch.Tensor:
     """One that nobody has, on a device; not while a graph is captured."""
     free = _free.setdefault(index, [])
     if not free:
-        free += torch.zeros(COUNT, dtype=torch.int32, device=torch.device("cuda", index)).split(1)
-        # They are handed to any stream, and zero from now on.
-        torch.cuda.current_stream(index).synchronize()
+        device = torch.device("cuda", index)
+        free += made_to_keep(lambda: _zeros(device), device)
     return free.pop()
+
+
+def _zeros(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """`COUNT` of them."""
+    made = torch.zeros(COUNT, dtype=torch.int32, device=device).split(1)
+    # They are handed to any stream, and zero from now on.
+    torch.cuda.current_stream(device.index).synchronize()
+    return made

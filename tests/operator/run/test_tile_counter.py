@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(tile_counter.torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=synchronize)
     )

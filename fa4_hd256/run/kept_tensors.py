@@ -1,0 +1,34 @@
+"""Tensors that outlive the call that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+__all__ = ["made_to_keep"]
+
+Made = TypeVar("Made")
+
+
+def made_to_keep(make: Callable[[], Made], device: torch.device) -> Made:
+    """What `make` returns, from another thread, whose modes are PyTorch's defaults.
+
+    A thread may send what it allocates into a memory pool (`torch.cuda.use_mem_pool`; PyTorch's
+    own graphs of `torch.compile` do so in their warm-up). Memory of such a pool belongs to who has
+    made it: kept, it would keep all of the pool, and be refused as a leak. The stream is the
+    default one of the device.
+
+    Not for the capture of a graph, where memory that is made anew is refused.
+    """
+
+    def on_device() -> Made:
+        if device.type != "cuda":
+            return make()
+        with torch.cuda.device(device):
+            return make()
+
+    with ThreadPoolExecutor(1, "fa4_hd256 kept tensors") as pool:
+        return pool.submit(on_device).result()
