@@ -28,7 +28,7 @@ FOREIGN = frozenset((
     "get_Q_block_min_max", "golden_i", "fairness", "lpt_tile_coords", "lpt_l2_tile_coords",
     "L2_SIZE_MIB", "_SCHED_L2_BUDGET_BYTES", "_pack_gqa_wins", "d256_wide_decode_launch",
     "decode_d256_q_tile", "_SM107_WS_BUDGET_BYTES", "_sm107_chunks",
-    "ensure_decode_fast_path_is_available", "QLEN_ONLY", "qq_bias", "custom_mask",
+    "ensure_decode_fast_path_is_available", "QLEN_ONLY", "qq_bias", "custom_mask", "use_mem_pool",
 ))  # fmt: skip
 #: What a reader replaces, and a user's file in a finding that is shown.
 _PLACEHOLDERS = frozenset(("SCRIPT.py", "NAME.py", "epilogue.py"))
