@@ -12,16 +12,15 @@ from .call import named_configs
 from .call.checks import (
     are_differentiated,
     bounds_of,
-    check_apart,
     check_kinds,
     check_lists,
     check_longest,
     check_mask_of,
     check_mask_options,
-    check_out,
 )
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
+from .call.memory_checks import check_apart, check_out
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from . import environment
-from .call import cache_checks, checks
+from .call import cache_checks, checks, memory_checks
 from .call.descales import descale_of, scales_among
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.function_tensors import functions_of_keys
@@ -281,9 +281,9 @@ class _Places(NamedTuple):
         """tensors: that the attention reads beside q and the caches."""
         if out is None:
             return
-        checks.check_out(out, self.q)
+        memory_checks.check_out(out, self.q)
         if not is_intercepted():
-            checks.check_writable(out, (self.q, self.k_cache, self.v_cache, *tensors))
+            memory_checks.check_writable(out, (self.q, self.k_cache, self.v_cache, *tensors))
 
 
 class _NewRows(NamedTuple):
@@ -341,7 +341,7 @@ class _NewRows(NamedTuple):
         # Addresses and modes are no part of a key.
         _check_memory(tensors)
         if others["out"] is not None:
-            checks.check_apart(others["out"], tensors[:-1])
+            memory_checks.check_apart(others["out"], tensors[:-1])
         (after,) = append_calls.run(found[0], tensors, found[1])
         return after
 

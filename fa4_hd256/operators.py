@@ -9,9 +9,9 @@ import torch
 
 from .autograd import gradients, save_for_backward
 from .call import named_configs
-from .call.checks import check_writable
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.function_tensors import functions_of_keys
+from .call.memory_checks import check_writable
 from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
 from .call.splits import BY_RULE, check_num_splits
 from .gpus.family import architecture_of

@@ -13,7 +13,7 @@ import torch
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import KV_DTYPES
 
-from . import checks
+from . import checks, memory_checks
 from .descales import scales_among
 
 #: Arguments of the field's function that are not offered, and why or what serves instead.
@@ -137,7 +137,7 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
     for name, cache in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(cache, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(cache).__name__}")
-        checks.require_dense(name, cache)
+        memory_checks.require_dense(name, cache)
         if name == "q" and not cache.ndim:
             raise ValueError("q has no dimension; accepted: (batch, seqlen_q, heads, 256)")
         if name != "q" and cache.ndim != 4:
@@ -157,21 +157,21 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
 def check_in_place(caches: dict[str, torch.Tensor]) -> None:
     """That rows can be written to caches where these lie. Raises ValueError."""
     for name, cache in caches.items():
-        checks.check_not_overlapping(name, cache)
-    checks.check_in_place(caches, "k and v, which are written in place")
+        memory_checks.check_not_overlapping(name, cache)
+    memory_checks.check_in_place(caches, "k and v, which are written in place")
 
 
 def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
     """That PyTorch writes to caches now, and that new rows do not lie in them. Raises
     ValueError."""
-    spans = {name: checks.memory_span(rows) for name, rows in new.items()}
+    spans = {name: memory_checks.memory_span(rows) for name, rows in new.items()}
     for name, cache in caches.items():
-        checks.check_changeable(name, cache)
+        memory_checks.check_changeable(name, cache)
         if cache.is_meta:
             continue
-        own = checks.memory_span(cache)
+        own = memory_checks.memory_span(cache)
         for given, span in spans.items():
-            checks.check_spans_apart(own, span, f"{name} lies in the memory of {given}")
+            memory_checks.check_spans_apart(own, span, f"{name} lies in the memory of {given}")
 
 
 def check_new_rows(
@@ -184,7 +184,7 @@ def check_new_rows(
         if not isinstance(tensor, torch.Tensor):
             kind = "None" if tensor is None else type(tensor).__name__
             raise TypeError(f"{name} is {kind}; accepted: k and v, both tensors or both None")
-        checks.require_dense(name, tensor)
+        memory_checks.require_dense(name, tensor)
     wanted: tuple[int | None, ...] = (batch, None)
     if offsets is not None:
         wanted = (None,)

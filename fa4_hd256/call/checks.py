@@ -29,12 +29,12 @@ from fa4_hd256.kernels.block_mask import (
 )
 from fa4_hd256.kernels.kernel_functions import FUNCTION_TENSORS
 from fa4_hd256.kernels.kernel_set import ForwardTiles
-from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
+from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from fa4_hd256.kernels.masking import WORD_BITS
 from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
 from fa4_hd256.kernels.sequences import DS_BEGINS, PAGE_TABLE, PART_LIST, TREE_WORDS
 
-from .layouts import tma_can_take
+from .memory_checks import require_dense
 
 DTYPES = tuple(ELEMENT_TYPES)
 
@@ -231,13 +231,6 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
     _check_equal("device", {name: t.device for name, t in tensors.items()}, ValueError)
 
 
-def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raise TypeError for a tensor of another layout."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        kind = "a nested one" if tensor.is_nested else tensor.layout
-        raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
-
-
 def _check_equal(what: str, values: Mapping[str, object], error: type[Exception]) -> None:
     if len(set(values.values())) > 1:
         given = ", ".join(f"{name} {value}" for name, value in values.items())
@@ -279,17 +272,6 @@ def check_pages(k: Sequence[int]) -> None:
             f"(pages, page_size, heads_kv, {HEAD_DIM}) with a page_size that is a multiple of "
             f"{PAGE_MULTIPLE}"
         )
-
-
-def check_in_place(tensors: dict[str, torch.Tensor], what: str) -> None:
-    """Tensors are taken where they lie: TMA must be able to. what: asks for it."""
-    for name, tensor in tensors.items():
-        if not tma_can_take(tensor):
-            raise ValueError(
-                f"{name} has strides {tensor.stride()} and begins at {tensor.data_ptr():#x}; "
-                f"accepted with {what}: a last stride of 1, the other strides and the address "
-                f"positive multiples of {TMA_ALIGNMENT} bytes"
-            )
 
 
 def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
@@ -342,89 +324,6 @@ def bounds_of(
     of_q, of_k = (isinstance(given, torch.Tensor) for given in longest)
     rows = q.shape[0] if words is None else min(q.shape[0], words.shape[1])
     return max(1, rows) if of_q else longest[0], None if of_k else longest[1]
-
-
-def check_out(out: Any, q: torch.Tensor) -> None:
-    """A tensor to write the result to, like q, both as the user has them.
-
-    Raises TypeError for another kind or dtype, ValueError for another shape or device.
-    """
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
-    require_dense("out", out)
-    if out.dtype != q.dtype:
-        raise TypeError(f"out has dtype {out.dtype}; accepted: {q.dtype}, like q")
-    if out.shape != q.shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}; accepted: {tuple(q.shape)}, like q")
-    if out.device != q.device:
-        raise ValueError(f"out is on {out.device}; accepted: {q.device}, like q")
-
-
-def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
-    """That kernels write to it in place. Raises TypeError for a sparse one, ValueError for other
-    strides, and as `check_apart`."""
-    require_dense("out", out)
-    check_changeable("out", out)
-    if not tma_can_take(out):
-        raise ValueError(
-            f"out has strides {out.stride()} from an address that is "
-            f"{out.data_ptr() % TMA_ALIGNMENT} past a multiple of {TMA_ALIGNMENT}; accepted: a "
-            f"last stride of 1, other strides and the address multiples of {TMA_ALIGNMENT} bytes"
-        )
-    check_not_overlapping("out", out)
-    check_apart(out, inputs)
-
-
-def check_changeable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that PyTorch does not write to."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{name} was made under torch.inference_mode(), outside of which PyTorch does not "
-            "write to it; accepted: a call under torch.inference_mode(), or another tensor"
-        )
-
-
-def check_not_overlapping(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a tensor that is written to, of whose elements some may share memory:
-    where a dimension steps into what those of smaller strides reach."""
-    reached = 1
-    sizes = sorted(zip(tensor.stride(), tensor.shape))
-    for stride, size in sizes if tensor.numel() else ():
-        if size > 1 and stride < reached:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, elements "
-                "that share memory; accepted: memory of its own for each, as it is written to"
-            )
-        reached += (size - 1) * stride
-
-
-def check_apart(
-    out: torch.Tensor, inputs: Sequence[Any], what: str = "out lies in memory that the call reads"
-) -> None:
-    """Raises ValueError for a result where the call reads. inputs: arguments; what: said then."""
-    if out.is_meta:
-        return
-    span = memory_span(out)
-    for tensor in inputs:
-        if isinstance(tensor, torch.Tensor) and tensor.device == out.device:
-            check_spans_apart(span, memory_span(tensor), what)
-
-
-def check_spans_apart(one: tuple[int, int], other: tuple[int, int], what: str) -> None:
-    """Raises ValueError for two of `memory_span` that share a byte. what: said then."""
-    if one[0] < other[1] and other[0] < one[1]:
-        raise ValueError(f"{what}; accepted: memory of its own")
-
-
-def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of its first byte, and past its last."""
-    begin = tensor.data_ptr()
-    if tensor.is_contiguous():  # of most calls, and found in a tenth of the time
-        return begin, begin + tensor.nbytes
-    if not tensor.numel():
-        return begin, begin
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:

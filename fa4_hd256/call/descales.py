@@ -8,7 +8,8 @@ import torch
 
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SEQUENCES
 
-from .checks import are_differentiated, require_dense
+from .checks import are_differentiated
+from .memory_checks import require_dense
 
 __all__ = [
     "check_given", "check_values", "descale_of", "refuse_gradients", "scale_operand",

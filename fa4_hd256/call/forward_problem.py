@@ -18,7 +18,7 @@ from fa4_hd256.kernels.sequences import DS_BEGINS, PADDING, PAGE_TABLE, PART_LIS
 from fa4_hd256.kernels.user_functions import FunctionClass
 from schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 
-from . import checks, descales
+from . import checks, descales, memory_checks
 from .layouts import without_expanded_heads
 from .operator_arguments import RAGGED, BackwardValues, ForwardValues
 from .tree_mask import check_words
@@ -292,7 +292,7 @@ def _check_contents(
     if on_cpu:
         checks.check_contents(q, k, ragged)
     if PAGE_TABLE in ragged:
-        checks.check_in_place({"k": k, "v": v}, "page_table, where nothing is copied")
+        memory_checks.check_in_place({"k": k, "v": v}, "page_table, where nothing is copied")
         if on_cpu:
             pages = checks.check_page_numbers(q, k, ragged, options.window[0])
     if on_cpu:
