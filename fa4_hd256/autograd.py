@@ -22,8 +22,9 @@ from .call.operator_arguments import (
 )
 from .call.packed_ds import check_begins
 from .call.tile_mask import TileMask
-from .eager import OperatorCalls, is_intercepted
+from .eager import OperatorCalls
 from .gpus.devices import is_captured
+from .interception import is_intercepted
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
 from .run.backward import Wanted, run_backward

@@ -29,14 +29,13 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from . import environment
-from .gpus.family import as_seen
+from .interception import is_intercepted
 from .run import packed
 from .run.recording import Replayed, Tensors, recording
 
-__all__ = ["ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "is_intercepted", "key_of", "repeats"]
+__all__ = ["ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "key_of", "repeats"]
 
 #: Keys of an operator that are kept; beyond, the oldest goes.
 LARGEST = 2048
@@ -51,26 +50,7 @@ ALIGNMENT = 32
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
-# Bound once: a call asks all of them.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transform = torch._C._functorch.peek_interpreter_stack
-_tracer = torch._C._get_tracing_state
-_is_profiled = torch._C._autograd._profiler_enabled
-_is_compiling = torch.compiler.is_compiling
-
-
-def is_intercepted() -> bool:
-    """Whether a call of an operator may now mean something else than running it."""
-    return bool(
-        _is_compiling()
-        or _dispatch_modes()
-        or _function_modes()
-        or _transform() is not None
-        or _tracer() is not None
-        or forward_ad._current_level >= 0
-        or as_seen() is not None
-    )
+_is_profiled = torch._C._autograd._profiler_enabled  # bound once
 
 
 def key_of(

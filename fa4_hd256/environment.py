@@ -236,8 +236,8 @@ def compiler_settings() -> dict[str, str]:
 class _Seen:
     """The environment as it was last looked at, and what of it matters to a call."""
 
-    variables: dict[Any, Any] | None = None
-    switches: tuple[str, ...] = ()
+    #: In one, as another thread may look at any time.
+    both: tuple[dict[Any, Any] | None, tuple[str, ...]] = None, ()
 
 
 _seen = _Seen()
@@ -252,17 +252,19 @@ def switches() -> tuple[str, ...]:
     Read at every call: anything that is kept for calls alike has it in its key.
     """
     present = _variables if _variables is not None else dict(os.environ)
-    if present != _seen.variables:
+    variables, found = _seen.both
+    if present != variables:
         kept = dict(present)
-        found = [
+        named = [
             f"{variable}={os.environ.get(variable)}"
             for variable in (
                 "FA_CLC", ARCHITECTURE.name, RESERVED_SMS.name, CHECK_PAGES.name, DS_BYTES.name,
             )
         ]  # fmt: skip
-        found += [f"{name}={value}" for name, value in compiler_settings().items()]
-        _seen.switches, _seen.variables = tuple(found), kept
-    return _seen.switches
+        named += [f"{name}={value}" for name, value in compiler_settings().items()]
+        found = tuple(named)
+        _seen.both = kept, found
+    return found
 
 
 def iket_requested() -> bool:

@@ -20,7 +20,7 @@ from .call.checks import (
 )
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
-from .call.memory_checks import check_apart, check_out
+from .call.memory_checks import check_apart, check_changeable, check_out
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
@@ -28,9 +28,10 @@ from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
-from .eager import Entry, OperatorCalls, is_intercepted
+from .eager import Entry, OperatorCalls
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
+from .interception import is_intercepted, refuse_tangents
 from .kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
 from .kernels.problem_class import DESCALES
@@ -425,9 +426,11 @@ def _attend_into(
         )
     found = None if is_intercepted() else out_calls.find(_facts(given, form), tensors)
     if found is None:
+        refuse_tangents(tensors)
         lse = _operator_into(tensors, _resolve_into(tensors, given))
     else:
-        # Addresses are no part of a key.
+        # Addresses and modes are no part of a key.
+        check_changeable("out", out)
         check_apart(out, inputs)
         _, lse = out_calls.run(found[0], tensors, found[1])
     return lse if named.cu_seqlens_q is None else lse.squeeze(0)
@@ -452,7 +455,8 @@ def _operator_into(tensors: Sequence[Any], values: ForwardValues) -> torch.Tenso
 def _through_dispatcher(
     tensors: Sequence[Any], given: tuple[Any, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_attend` as PyTorch's dispatcher does it."""
+    """`_attend` as PyTorch's dispatcher does it. Raises as `refuse_tangents`."""
+    refuse_tangents(tensors)
     out, lse = _operator(tensors, _resolve(tensors, given))
     return _without_batch(tensors, out, lse)
 

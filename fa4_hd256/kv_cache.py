@@ -14,7 +14,7 @@ from .call import cache_checks, checks, memory_checks
 from .call.descales import descale_of, scales_among
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.function_tensors import functions_of_keys
-from .call.new_rows import NewRows, Rotary
+from .call.new_rows import NewRows
 from .call.part_lists import marked
 from .call.splits import (
     BY_RULE,
@@ -24,12 +24,13 @@ from .call.splits import (
     check_num_splits,
 )
 from .call.tree_mask import tree_words
-from .eager import OperatorCalls, is_intercepted, repeats
+from .eager import OperatorCalls, repeats
+from .interception import is_intercepted, refuse_tangents
 from .interface import config_names, facts_of, flash_attn_varlen_func, longest_of
 from .kernels.sequences import PART_LIST, TREE_WORDS
 from .operators import append_rows
 from .run.append import ready_to_append
-from .run.append_arguments import AppendTensors
+from .run.append_arguments import AppendOptions, AppendTensors
 from .run.forward import get_ready
 from .score_mods import ScoreMod, read_by
 
@@ -112,7 +113,7 @@ def flash_attn_with_kvcache(
 
     Nothing waits for the device, so that CUDA graphs can hold calls. A row of k and v whose place
     is none of the cache's is a ValueError on the CPU, and on a GPU where FA4_HD256_CHECK_PAGES is
-    1; else it is not written. A position past rotary_cos is found by PyTorch's assertions.
+    1; else it is not written. So is a position past rotary_cos; else the turned elements are NaN.
 
     Returns out like q, or (out, lse); lse: (batch, heads, seqlen_q), or (heads, total_q) with
     cu_seqlens_q, float32. There are no gradients.
@@ -303,47 +304,45 @@ class _NewRows(NamedTuple):
         """The attention of which they are part, if there are any, its queries rotated. options,
         others: arguments of the attention. Raises TypeError or ValueError for what is not accepted,
         before anything is written."""
-        of_rotary = self.rotary_cos, self.rotary_sin, self.rotary_seqlens
-        rotated = any(tensor is not None for tensor in of_rotary)
-        rows = self
-        if rotated or cache_batch_idx is not None or not isinstance(places.lengths, torch.Tensor):
+        are_given = self.k is not None or self.v is not None
+        counted = isinstance(places.lengths, torch.Tensor)
+        if not are_given or cache_batch_idx is not None or not counted:
             places = places.in_use(cache_batch_idx)
             if not self.check(places):
                 return places
-            if rotated:
-                k, q = self._rotated(places, options)
-                rows, places = _NewRows(k, self.v, self.cu_seqlens), places._replace(q=q)
-        elif self.k is None and self.v is None:
-            return places.in_use()
-        return places._replace(lengths=rows._appended(places, options, others))
+        return self._appended(places, options, others)
 
     def _appended(
         self, places: _Places, options: dict[str, Any], others: dict[str, Any]
-    ) -> torch.Tensor:
-        """Write them; the rows in use of each sequence with them."""
+    ) -> _Places:
+        """Write them; the attention with them among the rows in use, and its queries rotated."""
         words, metadata = others["tree_mask"], places.scheduler_metadata
         longest = places.longest(
             words, asked_splits(others["num_splits"], others["batch_invariant"])
         )
         tensors = _CallTensors(
             self.k, self.v, places.k_cache, places.v_cache, places.lengths, places.page_table,
-            self.cu_seqlens, others["k_descale"], others["v_descale"], places.q,
-            places.cu_seqlens_q, others["learnable_sink"], metadata, words, others["out"],
+            self.cu_seqlens, others["k_descale"], others["v_descale"], self.rotary_cos,
+            self.rotary_sin, self.rotary_seqlens, places.q, places.cu_seqlens_q,
+            others["learnable_sink"], metadata, words, others["out"],
         )  # fmt: skip
         values = [*options.values(), *(others[name] for name in _OTHERS), *longest]
-        asked = _Asked(*values)
-        if not _is_repeated(places, others):
-            return _append(tensors, _resolve(tensors, asked))[0]
-        form = (marked(metadata), *[tensor is None for tensor in tensors])
-        found = append_calls.find(facts_of(asked, asked.window_size, form), tensors)
+        asked = _Asked(*[*values, self.interleaved])
+        found = None
+        if _is_repeated(places, others):
+            form = (marked(metadata), *[tensor is None for tensor in tensors])
+            found = append_calls.find(facts_of(asked, asked.window_size, form), tensors)
         if found is None:
-            return _append(tensors, _resolve(tensors, asked))[0]
-        # Addresses and modes are no part of a key.
-        _check_memory(tensors)
-        if others["out"] is not None:
-            memory_checks.check_apart(others["out"], tensors[:-1])
-        (after,) = append_calls.run(found[0], tensors, found[1])
-        return after
+            refuse_tangents(tensors)
+            after, *rotated = _append(tensors, _resolve(tensors, asked))
+        else:
+            # Addresses and modes are no part of a key.
+            _check_memory(tensors)
+            if others["out"] is not None:
+                memory_checks.check_apart(others["out"], tensors[:-1])
+            after, *rotated = append_calls.run(found[0], tensors, found[1])
+        places = places._replace(lengths=after)
+        return places._replace(q=rotated[0]) if rotated else places
 
     def check(self, places: _Places) -> bool:
         """Whether there are any. Raises TypeError or ValueError for what is not accepted."""
@@ -364,6 +363,12 @@ class _NewRows(NamedTuple):
             {"k": self.k, "v": self.v}, places.k_cache, self.cu_seqlens, places.batch,
             places.q.dtype,
         )  # fmt: skip
+        if self.rotary_cos is not None:
+            cache_checks.check_rotated(self.k, places.q)
+            if self.rotary_seqlens is not None:
+                cache_checks.of_batch(
+                    "rotary_seqlens", self.rotary_seqlens, places.batch, places.q.device
+                )
         if self.cu_seqlens is not None and places.read_back:
             cache_checks.check_offsets("cu_seqlens_k_new", self.cu_seqlens, self.k.shape[0])
         return True
@@ -388,30 +393,20 @@ class _NewRows(NamedTuple):
         added = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
         return lengths + added
 
-    def _rotated(
-        self, places: _Places, options: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and q."""
-        first = places.lengths
-        if self.rotary_seqlens is not None:
-            first = cache_checks.of_batch(
-                "rotary_seqlens", self.rotary_seqlens, places.batch, places.q.device
-            )
-        rotary = Rotary(self.rotary_cos, self.rotary_sin, self.interleaved)
+    def check_angles(self, places: _Places, ordered: bool) -> None:
+        """Raise ValueError for positions that rotary_cos has not. ordered: whether queries have
+        positions one after the other, as with a mask that has an order of them; else all have that
+        of the first new row, as in the field. Waits for the device."""
+        first = places.lengths if self.rotary_seqlens is None else self.rotary_seqlens
         rows = NewRows.of(self.k, self.cu_seqlens)
         queries = NewRows.of(places.q, places.cu_seqlens_q)
-        window = Options.check(**options).window
-        if window == (None, None):
-            # Without an order among queries the field has all of them where the new rows begin.
+        if not ordered:
             queries = replace(queries, index=torch.zeros_like(queries.index))
-        of_k, of_q = rows.positions(first), queries.positions(first)
-        if places.read_back:
-            for positions in (of_k, of_q):
-                cache_checks.check_within(
-                    "a row to be rotated is at position", positions, len(self.rotary_cos),
-                    "the positions of rotary_cos",
-                )  # fmt: skip
-        return rotary(self.k, of_k), rotary(places.q, of_q)
+        for positions in (rows.positions(first), queries.positions(first)):
+            cache_checks.check_within(
+                "a row to be rotated is at position", positions, len(self.rotary_cos),
+                "the positions of rotary_cos",
+            )  # fmt: skip
 
 
 class _CallTensors(NamedTuple):
@@ -427,6 +422,9 @@ class _CallTensors(NamedTuple):
     cu_seqlens_k_new: Any
     k_descale: Any
     v_descale: Any
+    rotary_cos: Any
+    rotary_sin: Any
+    rotary_seqlens: Any
     q: Any
     cu_seqlens_q: Any
     learnable_sink: Any
@@ -435,8 +433,9 @@ class _CallTensors(NamedTuple):
     out: Any
 
     def of_operator(self) -> AppendTensors:
-        """Those that the kernel takes."""
-        return AppendTensors(*self[: len(AppendTensors._fields)])
+        """Those that the kernel takes: queries for their rotary embedding alone."""
+        found = AppendTensors(*self[: len(AppendTensors._fields)])
+        return found if self.rotary_cos is not None else found._replace(q=None, cu_seqlens_q=None)
 
 
 class _Asked(NamedTuple):
@@ -453,6 +452,7 @@ class _Asked(NamedTuple):
     use_clc: Any
     max_seqlen_q: Any
     max_seqlen_k: Any
+    rotary_interleaved: Any
 
 
 #: Of a call's options, and of its other arguments, in that order.
@@ -467,11 +467,14 @@ def _is_repeated(places: _Places, others: dict[str, Any]) -> bool:
     return isinstance(places.q, torch.Tensor) and repeats((places.q,))
 
 
-def _resolve(tensors: Sequence[Any], facts: Sequence[Any]) -> str:
-    """Whose factors K and V have. facts: the fields of `_Asked` first. Raises what the call would,
-    so that nothing is written before."""
+def _resolve(tensors: Sequence[Any], facts: Sequence[Any]) -> AppendOptions:
+    """The operator's. facts: the fields of `_Asked` first. Raises what the call would, so that
+    nothing is written before."""
     call, asked = _CallTensors(*tensors), _Asked(*facts[: len(_Asked._fields)])
-    rows = _NewRows(call.k, call.v, call.cu_seqlens_k_new)
+    rows = _NewRows(
+        call.k, call.v, call.cu_seqlens_k_new, call.rotary_cos, call.rotary_sin,
+        asked.rotary_interleaved, call.rotary_seqlens,
+    )  # fmt: skip
     places = _Places(
         call.q, call.k_cache, call.v_cache, call.cu_seqlens_q, call.page_table, call.lengths,
         asked.max_seqlen_q, asked.max_seqlen_k, call.scheduler_metadata,
@@ -481,26 +484,33 @@ def _resolve(tensors: Sequence[Any], facts: Sequence[Any]) -> str:
     if not is_intercepted():
         cache_checks.check_in_place(caches)
         _check_memory(tensors)
+    named = asked._asdict() | call._asdict()
+    given = {name: named[name] for name in _OPTIONS}
+    ordered = Options.check(**given).window != (None, None)
     if places.read_back:
         rows.check_room(places)
+        if rows.rotary_cos is not None:
+            rows.check_angles(places, ordered)
         places = places._replace(lengths=rows.counted(places.lengths))
-    named = asked._asdict() | call._asdict()
-    descale = places.check({name: named[name] for name in _OPTIONS}, named)
+    options = AppendOptions(places.check(given, named), bool(asked.rotary_interleaved), ordered)
     if not is_intercepted():
-        ready_to_append(call.of_operator(), descale)
-    return descale
+        ready_to_append(call.of_operator(), options)
+    return options
 
 
 def _check_memory(tensors: Sequence[Any]) -> None:
     """Raise ValueError for caches that nothing is written to now, and for what lies in them."""
     call = _CallTensors(*tensors)
-    caches = {"k_cache": call.k_cache, "v_cache": call.v_cache}
-    cache_checks.check_written(caches, {"k": call.k, "v": call.v})
+    caches, read = {"k_cache": call.k_cache, "v_cache": call.v_cache}, {"k": call.k, "v": call.v}
+    if call.rotary_cos is not None:
+        read["q"] = call.q
+    cache_checks.check_written(caches, read)
 
 
-def _append(tensors: Sequence[Any], descale: str) -> tuple[torch.Tensor]:
-    """The operator's result. tensors: fields of `_CallTensors`."""
-    return (append_rows(*_CallTensors(*tensors).of_operator(), descale),)
+def _append(tensors: Sequence[Any], options: AppendOptions) -> Sequence[torch.Tensor]:
+    """The operator's results. tensors: fields of `_CallTensors`."""
+    given = _CallTensors(*tensors).of_operator()
+    return append_rows(*given, *options)[: 1 if given.rotary_cos is None else 2]
 
 
 append_calls = OperatorCalls(

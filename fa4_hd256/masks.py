@@ -32,6 +32,8 @@ from .call.tile_mask import (
     count_mask_tiles,
 )
 from .call.tree_mask import tree_words
+from .gpus.devices import is_captured
+from .interception import is_lasting
 from .kernels.block_mask import FULL, MASK_TILE
 
 __all__ = [
@@ -267,15 +269,18 @@ def as_tile_mask(
         return from_block_mask(block_mask)  # which says what is accepted
     known = _known.setdefault(block_mask, {})
     asked = with_bits, batch, heads
-    if asked not in known:
-        apart = _apart(block_mask) if with_bits else (False, False)
-        needed = with_bits, batch if apart[0] else None, heads if apart[1] else None
-        if needed not in known:
-            known[needed] = from_block_mask(
-                block_mask, with_bits=with_bits, batch=needed[1], heads=needed[2]
-            )
-        known[asked] = known[needed]
-    return known[asked]
+    if asked in known:
+        return known[asked]
+    apart = _apart(block_mask) if with_bits else (False, False)
+    needed = with_bits, batch if apart[0] else None, heads if apart[1] else None
+    found = known.get(needed)
+    if found is None:
+        found = from_block_mask(
+            block_mask, with_bits=with_bits, batch=needed[1], heads=needed[2]
+        )
+    if is_lasting(found.tiles) and not is_captured(found.device):
+        known[needed] = known[asked] = found
+    return found
 
 
 #: Made of masks of PyTorch's that are alive, by (with_bits, batch, heads) of calls.

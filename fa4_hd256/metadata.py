@@ -17,8 +17,8 @@ from .call.packed_ds import (
     read_offsets,
 )
 from .call.part_lists import list_of_parts, mark, marked
-from .eager import is_intercepted
 from .gpus.devices import is_captured
+from .interception import is_intercepted
 from .kernels.problem_class import KV_DTYPES
 from .run.launch import gpu_of
 
@@ -110,9 +110,11 @@ def get_backward_metadata(
         found.append(read_offsets(name, tensor))
     begins, tiles = begins_of(lengths_between(*found), window)
     target = torch.device(cu_seqlens_q.device if device is None else device)
-    # From pinned memory, so that the copy waits for nothing either.
-    made = torch.tensor(begins, dtype=torch.int32, pin_memory=target.type == "cuda")
-    return BackwardMetadata(made.to(target, non_blocking=True), tiles, window)
+    # No inference tensor, which a training could not save. From pinned memory, so that the copy
+    # waits for nothing either.
+    with torch.inference_mode(False):
+        made = torch.tensor(begins, dtype=torch.int32, pin_memory=target.type == "cuda")
+        return BackwardMetadata(made.to(target, non_blocking=True), tiles, window)
 
 
 def is_ours(value: Any) -> bool:

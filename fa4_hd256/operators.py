@@ -18,7 +18,7 @@ from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_STEPS
 from .kernels.kernel_set import kernels_of
 from .run.append import run_append
-from .run.append_arguments import AppendTensors
+from .run.append_arguments import AppendOptions, AppendTensors
 from .run.forward import run_forward
 
 __all__ = ["append_rows", "forward", "forward_out"]
@@ -96,15 +96,22 @@ def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
     "fa4_hd256::append_rows", mutates_args=("k_cache", "v_cache"),
     schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
     "Tensor? page_table, Tensor? cu_seqlens_k_new, Tensor? k_descale, Tensor? v_descale, "
-    "str descale) -> Tensor",
+    "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_seqlens, Tensor? q, "
+    "Tensor? cu_seqlens_q, str descale, bool interleaved, bool ordered) -> (Tensor, Tensor)",
 )  # fmt: skip
-def append_rows(*given: Any) -> torch.Tensor:
-    """Write the new rows k and v to the caches; the rows in use with them. given: the fields of
-    `AppendTensors`, and whose factors K and V have."""
-    *tensors, descale = given
-    return run_append(AppendTensors(*tensors), descale)
+def append_rows(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the new rows k and v to the caches. given: the fields of `AppendTensors`, then those of
+    `AppendOptions`. Returns the rows in use with them, and q, turned; without rotary_cos something
+    empty, since a schema with results that may be missing is none that PyTorch compiles."""
+    count = len(AppendTensors._fields)
+    after, *turned = run_append(AppendTensors(*given[:count]), AppendOptions(*given[count:]))
+    return after, turned[0] if turned else after.new_empty(0)
 
 
 @append_rows.register_fake
-def _(*given: Any) -> torch.Tensor:
-    return torch.empty_like(AppendTensors(*given[:-1]).lengths)
+def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = AppendTensors(*given[: len(AppendTensors._fields)])
+    after, empty = torch.empty_like(tensors.lengths), tensors.lengths.new_empty(0)
+    if tensors.rotary_cos is None:
+        return after, empty
+    return after, torch.empty_like(tensors.q, memory_format=torch.contiguous_format)

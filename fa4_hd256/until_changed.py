@@ -14,8 +14,10 @@ __all__ = ["UntilChanged"]
 class UntilChanged:
     """A value by tensor, while this lives and is not changed in place. Nothing is kept of inference
     tensors: PyTorch does not count the changes of these. Nor does it count those by others that
-    have the memory, a NumPy array or `.data`: tensors on the CPU are compared with what they were,
-    those on a GPU, which nothing waits for, may not be changed so. For several threads at once."""
+    have the memory, a NumPy array or `.data`, by collectives as `broadcast` and `all_reduce`, by
+    kernels of the user's and by replays of CUDA graphs: tensors on the CPU are compared with what
+    they were, those on a GPU, which nothing waits for, may not be changed so. For several threads
+    at once."""
 
     def __init__(self, most: int | None = None) -> None:
         """most: values that are kept, of which the oldest goes first; None: of all tensors."""

@@ -144,6 +144,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also kernels of calls that are given one")  # fmt: skip
     parser.add_argument("--alibi", action="store_true",
                         help="also kernels of calls with ALiBi")  # fmt: skip
+    parser.add_argument("--rotary", action="store_true",
+                        help="also kernels that write rotated rows to a cache")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
 
@@ -175,7 +177,7 @@ def _needs(arguments: argparse.Namespace) -> Needs:
     """What the options ask for."""
     also = {
         name: getattr(arguments, name)
-        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi")
+        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi", "rotary")
     }
     use_clc = {"static": False, "dynamic": True, "both": None}[arguments.scheduler]
     return Needs(

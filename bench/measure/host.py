@@ -25,6 +25,7 @@ from fa4_hd256 import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    interception,
     interface,
     kv_cache,
 )
@@ -45,7 +46,8 @@ class HostCase:
     """A call of small tensors, whose kernels take less time than the host.
 
     lengths: (seqlen_q, seqlen_k) of each sequence. packed: for `flash_attn_varlen_func`. appends:
-    the last keys are new rows of a cache in pages of 16, for `flash_attn_with_kvcache`.
+    the last keys are new rows of a cache in pages of 16, for `flash_attn_with_kvcache`. rotates:
+    with rotary embedding of these and of the queries.
     """
 
     name: str
@@ -56,6 +58,7 @@ class HostCase:
     backward: bool = False
     grad: bool = False
     appends: bool = False
+    rotates: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def of_few_rows(self, rows: int) -> HostCase:
@@ -75,6 +78,7 @@ CASES = (
     HostCase("decode", ((1, 1024),) * 4, (16, 2)),
     HostCase("decode, keys divided", ((1, 4096),), (16, 2), options={"num_splits": 4}),
     HostCase("decode, new rows in pages", ((1, 1024),) * 4, (16, 2), appends=True),
+    HostCase("decode, rotated new rows", ((1, 1024),) * 4, (16, 2), appends=True, rotates=True),
 )
 
 
@@ -138,6 +142,9 @@ def _appending_call(
     cache = Pages.of(tensors.k, tensors.v, PAGE_ROWS, torch.Generator().manual_seed(0))
     k, v = (tensor[:, -rows:].clone() for tensor in (tensors.k, tensors.v))
     lengths = cache.lengths - rows
+    if case.rotates:
+        tables = torch.randn(2, tensors.k.shape[1], HEAD_DIM // 2, device=tensors.k.device)
+        options |= dict(zip(("rotary_cos", "rotary_sin"), tables, strict=True))
     function: Callable[..., Any] = flash_attn_with_kvcache
     return lambda: function(
         tensors.q, cache.k, cache.v, k, v, cache_seqlens=lengths, page_table=cache.table, **options
@@ -230,7 +237,7 @@ _CALLERS = interface, autograd, kv_cache
 @contextlib.contextmanager
 def unkept() -> Iterator[None]:
     """Inside, no call is repeated: each takes the long way through the operator."""
-    before = eager.is_intercepted
+    before = interception.is_intercepted
     for module in _CALLERS:
         module.is_intercepted = lambda: True  # type: ignore[attr-defined]
     try:

@@ -254,6 +254,15 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
         raise TypeError(f"rotary_interleaved must be True or False, got {interleaved!r}")
 
 
+def check_rotated(k: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise TypeError for rows that are already rounded to less than they are turned in."""
+    if k.dtype != q.dtype:
+        raise TypeError(
+            f"k is {k.dtype} with rotary_cos; accepted: {q.dtype}, like q (rows are turned before "
+            "they are rounded to the cache's dtype)"
+        )
+
+
 def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
     """Offsets ascend from 0 to total. Waits for the device."""
     if offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():

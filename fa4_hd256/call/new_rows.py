@@ -1,8 +1,5 @@
-"""New rows of a cache of keys and values: whose they are, and their rotary embedding.
-
-All of it is PyTorch's own operations on the tensors' device: nothing is read back, so that a CUDA
-graph can hold it. Positions count from the first row of a sequence.
-"""
+"""Rows of a batch or of packed sequences: whose they are, and at which positions, where a check
+looks at these."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["NewRows", "Rotary"]
+__all__ = ["NewRows"]
 
 
 @dataclass(frozen=True)
@@ -39,30 +36,3 @@ class NewRows:
     def positions(self, first: torch.Tensor) -> torch.Tensor:
         """Of each row in its sequence; first: (batch,) positions of the rows of index 0."""
         return first[self.sequence] + self.index
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary embedding of the first 2 * columns of cos elements of a row, the others as they are.
-
-    cos, sin: (positions, columns). interleaved: whether pairs are neighbours (elements 2i and
-    2i + 1) or halves (i and i + columns).
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    interleaved: bool
-
-    def __call__(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """rows: (..., heads, 256); positions: int64 of the dimensions before the heads. Computed in
-        float32, the result typed like rows."""
-        columns = self.cos.shape[1]
-        cos, sin = (table[positions].float()[..., None, :] for table in (self.cos, self.sin))
-        turned, rest = rows[..., : 2 * columns], rows[..., 2 * columns :]
-        pairs = turned.float()
-        # The two of a pair, as the last but one dimension or the last.
-        pairs = pairs.unflatten(-1, (columns, 2) if self.interleaved else (2, columns))
-        of_pair = -1 if self.interleaved else -2
-        one, two = pairs.unbind(of_pair)
-        pairs = torch.stack((one * cos - two * sin, two * cos + one * sin), dim=of_pair)
-        return torch.cat((pairs.flatten(-2).to(rows.dtype), rest), dim=-1)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fa4_hd256.gpus.devices import is_captured
+from fa4_hd256.interception import is_lasting
 from fa4_hd256.kernels.backward_block_mask import FIRST, NUMBER, READ, WRITTEN
 from fa4_hd256.kernels.backward_ds_tiles import BLOCK_TILES, count_blocks
 from fa4_hd256.kernels.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
@@ -133,9 +134,17 @@ class TileMask:
         """The same tiles without bits."""
         if self.bits is None:
             return self
-        if self._lists is None:
-            self._lists = TileMask(self.lengths, self.tiles.clamp(max=ASKED), None)
-        return self._lists
+        if self._lists is not None:
+            return self._lists
+        made = TileMask(self.lengths, self.tiles.clamp(max=ASKED), None)
+        if self._keeps(made.tiles):
+            self._lists = made
+        return made
+
+    def _keeps(self, made: torch.Tensor) -> bool:
+        """Whether what is made of this mask now may serve all its calls. What a CUDA graph makes is
+        there once it is replayed, and serves calls of a mask that is of that graph, too."""
+        return is_lasting(made) and is_captured(self.device) == self._is_captured
 
     @property
     def device(self) -> torch.device:
@@ -172,17 +181,21 @@ class TileMask:
     def steps(self, halves: int) -> torch.Tensor:
         """The lists of a kernel whose tiles have `halves` x 128 queries and whose steps have 128
         keys: (1 or batch, 1 or heads, tiles of queries, 1 + tiles of keys, 4) int32."""
-        if halves not in self._made:
-            self._made[halves] = _steps(self.tiles, halves)
-        return self._made[halves]
+        return self._of_tiles(halves, lambda: _steps(self.tiles, halves))
+
+    def _of_tiles(self, kind: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        found = self._made.get(kind)
+        if found is None:
+            found = make()
+            if self._keeps(found):
+                self._made[kind] = found
+        return found
 
     @property
     def blocks(self) -> torch.Tensor:
         """The lists of dS (`kernels.backward_block_mask`): (1 or batch, 1 or heads, blocks of keys
         and of queries, 1 + most tiles, 4) int32."""
-        if "blocks" not in self._made:
-            self._made["blocks"] = _blocks(self.tiles)
-        return self._made["blocks"]
+        return self._of_tiles("blocks", lambda: _blocks(self.tiles))
 
     @property
     def is_large(self) -> bool:
@@ -209,14 +222,16 @@ class TileMask:
         """`bits` with queries and keys exchanged."""
         if self.bits is None:
             return None
-        if "key_bits" not in self._of_bits:
-            columns = torch.arange(WORD_BITS, dtype=torch.int32, device=self.device)
-            found = torch.empty_like(self.bits)
-            for chosen in _chunks(len(found), self.device):
-                seen = self.bits[chosen, ..., None] >> columns & 1
-                found[chosen] = _packed(seen.flatten(2).transpose(1, 2))
+        if "key_bits" in self._of_bits:
+            return self._of_bits["key_bits"]
+        columns = torch.arange(WORD_BITS, dtype=torch.int32, device=self.device)
+        found = torch.empty_like(self.bits)
+        for chosen in _chunks(len(found), self.device):
+            seen = self.bits[chosen, ..., None] >> columns & 1
+            found[chosen] = _packed(seen.flatten(2).transpose(1, 2))
+        if self._keeps(found):
             self._of_bits["key_bits"] = found
-        return self._of_bits["key_bits"]
+        return found
 
     def part(self, queries: range, keys: range, heads: range) -> TileMask:
         """The mask of some queries, keys and heads; made once.
@@ -226,9 +241,12 @@ class TileMask:
         """
         heads = heads if self.tiles.shape[1] > 1 else range(1)
         place = queries, keys, heads
-        if place not in self._parts:
-            self._parts[place] = self._part(*place)
-        return self._parts[place]
+        found = self._parts.get(place)
+        if found is None:
+            found = self._part(*place)
+            if self._keeps(found.tiles):
+                self._parts[place] = found
+        return found
 
     def _part(self, queries: range, keys: range, heads: range) -> TileMask:
         lengths, tiles = (len(queries), len(keys)), self.tiles[:, heads.start : heads.stop]

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
+from fa4_hd256.gpus.devices import is_captured
+from fa4_hd256.interception import is_lasting
 from fa4_hd256.interface import flash_attn_func
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import Scored, ScoreMod
@@ -142,7 +144,11 @@ def _traced_mask(block_mask: Any, device: torch.device) -> MaskMod:
         )
     found = _masks.get(block_mask)
     if found is None:
-        found = _masks[block_mask] = mask_mod_of(block_mask.mask_mod, device)
+        # No inference tensors, which a later training could not save.
+        with torch.inference_mode(False):
+            found = mask_mod_of(block_mask.mask_mod, device)
+        if all(map(is_lasting, found.tensors)) and not is_captured(device):
+            _masks[block_mask] = found
     return found
 
 

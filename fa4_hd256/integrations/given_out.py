@@ -9,7 +9,7 @@ import torch
 
 from fa4_hd256.call.layouts import tma_can_take
 from fa4_hd256.call.memory_checks import check_out
-from fa4_hd256.eager import is_intercepted
+from fa4_hd256.interception import is_intercepted
 
 __all__ = ["written_to"]
 

@@ -1,5 +1,7 @@
 """The kernel before the attention of `flash_attn_with_kvcache`: new rows of K and V are written
-behind those in use of each sequence, in pages or not, and the rows in use are counted anew.
+behind those in use of each sequence, in pages or not, and the rows in use are counted anew. With
+rotary embedding those of K are turned before, and queries, whose rows follow, are turned into a
+tensor of their own.
 
 Bound by memory, 512 bytes a row and head of both K and V, twice: a warp moves such a pair, a lane 8
 columns of each, which lie next to each other; all that its places follow from is asked for before.
@@ -17,11 +19,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from .append_rotary import RotaryRows, RotaryTables
 from .e4m3_codes import WORD_CODES, codes_of
 from .e4m3_scales import scale_of
 from .limits import HEAD_DIM, WARP_SIZE
 from .problem_class import OF_PAGES, AppendClass
-from .views import by_sequence, columns_of
+from .views import by_sequence, columns_of, lane_columns, load_lane_columns
 
 __all__ = ["AppendConfig", "AppendKernel", "AppendTables"]
 
@@ -38,7 +41,8 @@ class AppendTables(NamedTuple):
 
     lengths: (batch,) int32, rows in use. after: likewise, of the kernel's own: with the new ones.
     offsets: (batch + 1,) int32 of packed new rows. page_table: (batch, pages) int32. scales: of K
-    and of V, (entries, heads_kv) float32, one of either where all have the same.
+    and of V, (entries, heads_kv) float32, one of either where all have the same. rotary: those of
+    rotary embedding, and its queries.
     """
 
     lengths: Any
@@ -46,6 +50,7 @@ class AppendTables(NamedTuple):
     offsets: Any
     page_table: Any
     scales: Any
+    rotary: RotaryTables | None
 
 
 class AppendKernel:
@@ -54,6 +59,8 @@ class AppendKernel:
     def __init__(self, config: AppendConfig, problem_class: AppendClass) -> None:
         self.config = config
         self.problem_class = problem_class
+        rotary = problem_class.rotary
+        self.rotary_rows = None if rotary is None else RotaryRows(rotary)
 
     @cute.jit
     def __call__(
@@ -65,41 +72,73 @@ class AppendKernel:
     ):
         """caches: K and V, (batch or pages, rows of one, heads_kv, 256).  rows: new ones of both,
         (batch, rows, heads_kv, 256), packed ones with a batch of 1.  Tensors of e4m3 are given as
-        (.., 128) of a 16-bit type, two elements in each.  At least one row, and one sequence."""
+        (.., 128) of a 16-bit type, two elements in each.  At least one row or query, and one
+        sequence."""
         own = self.problem_class
         caches = tuple(by_sequence(t, 16, own.cache_columns) for t in caches)
         rows = tuple(by_sequence(t, 16, own.row_columns) for t in rows)
-        count, _, heads, batch = rows[0].shape
+        of_warps = _rows_of(rows[0])
+        if cutlass.const_expr(tables.rotary is not None):
+            queries, rotated = (by_sequence(t, 16) for t in tables.rotary[3:5])
+            rotary = tables.rotary._replace(queries=queries, rotated=rotated)
+            tables = tables._replace(rotary=rotary)
+            of_warps += _rows_of(queries)
         warps = self.config.num_warps
         self.kernel(caches, rows, tables).launch(
-            grid=((count * heads * batch + warps - 1) // warps, 1, 1),
+            grid=((of_warps + warps - 1) // warps, 1, 1),
             block=(warps * WARP_SIZE, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
     def kernel(self, caches: tuple, rows: tuple, tables: AppendTables):
-        """A row and head of K and V for each warp; neighbouring warps have neighbouring heads."""
-        seqlen, _, heads, batch = rows[0].shape
+        """A row and head of K and V for each warp, or of the queries; neighbouring warps have
+        neighbouring heads."""
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         index = block * self.config.num_warps + warp
-        if index < seqlen * heads * batch:
-            row, head, entry = index // heads % seqlen, index % heads, index // heads // seqlen
-            loaded = [self._load(tensor[row, None, head, entry]) for tensor in rows]
-            sequence, number = self._of_row(tables, row, entry)
-            position = tables.lengths[sequence] + number
-            to, place, fits = self._place(caches[0], tables, sequence, position)
-            if cutlass.const_expr(self.problem_class.packed):
-                fits = fits & (row < tables.offsets[cute.size(tables.lengths)])
-            scales = [Float32(1.0)] * len(rows)
-            if cutlass.const_expr(self.problem_class.descale):
-                owner = to if self.problem_class.descale == OF_PAGES else sequence
-                scales = [scale_of(scale, owner, head) for scale in tables.scales]
-            if fits:
-                for cache, values, scale in zip(caches, loaded, scales, strict=True):
-                    self._store(cache[place, None, head, to], values, scale)
-        self._count(tables, seqlen)
+        new = _rows_of(rows[0])
+        if index < new:
+            self._append(caches, rows, tables, index)
+        if cutlass.const_expr(self.rotary_rows is not None):
+            if (index >= new) & (index < new + _rows_of(tables.rotary.queries)):
+                self._turn_query(tables, index - new)
+        self._count(tables, rows[0].shape[0])
+
+    @cute.jit
+    def _append(self, caches: tuple, rows: tuple, tables: AppendTables, index: Int32):
+        """A row and head of K and V, by number."""
+        row, head, entry = _place_of(index, rows[0])
+        loaded = [self._load(tensor[row, None, head, entry]) for tensor in rows]
+        sequence, number = self._of_row(tables, tables.offsets, row, entry)
+        position = tables.lengths[sequence] + number
+        to, place, fits = self._place(caches[0], tables, sequence, position)
+        if cutlass.const_expr(self.problem_class.packed):
+            fits = fits & (row < tables.offsets[cute.size(tables.lengths)])
+        if cutlass.const_expr(self.rotary_rows is not None):
+            begin = tables.rotary.begins[sequence]
+            loaded[0] = self.rotary_rows.turned(loaded[0], tables.rotary, begin + number)
+        scales = [Float32(1.0)] * len(rows)
+        if cutlass.const_expr(self.problem_class.descale):
+            owner = to if self.problem_class.descale == OF_PAGES else sequence
+            scales = [scale_of(scale, owner, head) for scale in tables.scales]
+        if fits:
+            for cache, values, scale in zip(caches, loaded, scales, strict=True):
+                self._store(cache[place, None, head, to], values, scale)
+
+    @cute.jit
+    def _turn_query(self, tables: AppendTables, index: Int32):
+        """A row and head of the queries, by number."""
+        rotary = tables.rotary
+        row, head, entry = _place_of(index, rotary.queries)
+        values = load_lane_columns(rotary.queries[row, None, head, entry], cute.arch.lane_idx())
+        sequence, number = self._of_row(tables, rotary.offsets, row, entry)
+        position = rotary.begins[sequence]
+        if cutlass.const_expr(self.problem_class.rotary.ordered):
+            position += number
+        turned = self.rotary_rows.turned(values, rotary, position)
+        to = lane_columns(rotary.rotated[row, None, head, entry], cute.arch.lane_idx())
+        cute.autovec_copy(turned, to)
 
     def _load(self, row: cute.Tensor) -> cute.Tensor:
         """This lane's columns."""
@@ -109,20 +148,23 @@ class AppendKernel:
         return values
 
     @cute.jit
-    def _of_row(self, tables: AppendTables, row: Int32, entry: Int32) -> tuple[Int32, Int32]:
-        """(whose a row is, its number among the rows of that sequence).  Offsets ascend; of equal
-        ones, those of sequences without rows, the last begins the sequence of the row."""
-        if cutlass.const_expr(not self.problem_class.packed):
+    def _of_row(
+        self, tables: AppendTables, offsets: cute.Tensor | None, row: Int32, entry: Int32
+    ) -> tuple[Int32, Int32]:
+        """(whose a row is, its number among the rows of that sequence).  offsets: of packed rows;
+        they ascend, and of equal ones, those of sequences without rows, the last begins the
+        sequence of the row."""
+        if cutlass.const_expr(offsets is None):
             return entry, row
         batch, lane = cute.size(tables.lengths), cute.arch.lane_idx()
         begun = Int32(0)
         for first in cutlass.range(0, batch, WARP_SIZE, unroll=1):
             # Offset 0 begins the first sequence; past the last one none does.
             number = first + lane + 1
-            offset = tables.offsets[cutlass.min(number, batch)]
+            offset = offsets[cutlass.min(number, batch)]
             begun += cutlass.select_((number < batch) & (offset <= row), Int32(1), Int32(0))
         sequence = cute.arch.warp_reduction_sum(begun)
-        return sequence, row - tables.offsets[sequence]
+        return sequence, row - offsets[sequence]
 
     @cute.jit
     def _place(
@@ -172,3 +214,15 @@ class AppendKernel:
             if cutlass.const_expr(self.problem_class.packed):
                 added = tables.offsets[sequence + 1] - tables.offsets[sequence]
             tables.after[sequence] = tables.lengths[sequence] + added
+
+
+def _rows_of(rows: cute.Tensor) -> Int32:
+    """How many there are, of all heads; rows: as of `by_sequence`."""
+    seqlen, _, heads, batch = rows.shape
+    return seqlen * heads * batch
+
+
+def _place_of(index: Int32, rows: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+    """(row, head, batch entry) of one of `_rows_of`; the heads of a row are neighbours."""
+    seqlen, _, heads, _ = rows.shape
+    return index // heads % seqlen, index % heads, index // heads // seqlen

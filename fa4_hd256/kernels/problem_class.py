@@ -16,7 +16,8 @@ from .user_functions import FunctionClass
 
 __all__ = [
     "DESCALES", "ELEMENT_TYPES", "KV_DTYPES", "OF_PAGES", "OF_SEQUENCES", "AppendClass",
-    "CombineClass", "GradientClass", "PreprocessClass", "ProblemClass", "query_rows",
+    "CombineClass", "GradientClass", "PreprocessClass", "ProblemClass", "RotaryClass",
+    "query_rows",
 ]  # fmt: skip
 
 #: The accepted dtypes of q, k and v, and what the kernels call them.
@@ -152,13 +153,34 @@ class CombineClass:
 
 
 @dataclass(frozen=True)
+class RotaryClass:
+    """What of rotary embedding is compiled into the kernel that writes new rows to a cache.
+
+    table_dtype: of cosines and sines, float32 or that of the rows. interleaved: pairs are
+    neighbours, else halves. ordered: queries of a sequence have positions one after the other, else
+    all have that of the first new row. packed: queries are packed by offsets.
+    """
+
+    table_dtype: torch.dtype
+    interleaved: bool
+    ordered: bool
+    packed: bool
+
+    @property
+    def table_type(self) -> Any:
+        """The same as kernels call it."""
+        return {**ELEMENT_TYPES, torch.float32: cutlass.Float32}[self.table_dtype]
+
+
+@dataclass(frozen=True)
 class AppendClass:
     """What of a call is compiled into the kernel that writes new rows to a cache.
 
     dtype: of the rows, and unless kv_dtype says otherwise of the cache. packed: rows are packed by
     offsets. paged: a table says which entry of the cache holds them. kv_dtype: of `KV_DTYPES`,
     which rows of another dtype are brought to; None for rows that are written as they are. descale:
-    whose factors they are then divided by, as of `ProblemClass`.
+    whose factors they are then divided by, as of `ProblemClass`. rotary: embedding of those of K
+    before that, and of queries; None for none.
     """
 
     dtype: torch.dtype
@@ -166,6 +188,7 @@ class AppendClass:
     paged: bool = False
     kv_dtype: torch.dtype | None = None
     descale: str = ""
+    rotary: RotaryClass | None = None
 
     @property
     def element_type(self) -> Any:

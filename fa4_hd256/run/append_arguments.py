@@ -4,7 +4,7 @@ two forms.
     caches    K and V, (batch, rows, heads_kv, 256), or in pages; in e4m3 (.., 128) of a 16-bit
               type, two elements in each
     rows      of both, (batch, rows, heads_kv, 256), packed ones with a batch of 1; likewise
-    tables    `kernels.append_rows.AppendTables`
+    tables    `kernels.append_rows.AppendTables`, in it `kernels.append_rotary.RotaryTables`
     stream    CUDA stream, 0 in the simulator
 """
 
@@ -16,22 +16,36 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
+from fa4_hd256.kernels.append_rotary import RotaryTables
 from fa4_hd256.kernels.append_rows import AppendTables
 from fa4_hd256.kernels.limits import TMA_ALIGNMENT
-from fa4_hd256.kernels.problem_class import DESCALES, AppendClass
+from fa4_hd256.kernels.problem_class import DESCALES, AppendClass, RotaryClass
 
 from .arguments import WORD, dynamic_tensor, tensor_type, vector_type
 
-__all__ = ["AFTER", "AppendTensors", "append_call_arguments", "append_compile_arguments"]
+__all__ = [
+    "AFTER", "ROTATED", "AppendOptions", "AppendTensors", "append_call_arguments",
+    "append_compile_arguments",
+]  # fmt: skip
 
-#: Role of the kernel's own result.
-AFTER = "after"
+#: Roles of the kernel's own results.
+AFTER, ROTATED = "after", "rotated"
+
+
+class AppendOptions(NamedTuple):
+    """What is no tensor. descale: whose factors K and V have. interleaved, ordered: as of
+    `RotaryClass`."""
+
+    descale: str = ""
+    interleaved: bool = True
+    ordered: bool = False
 
 
 class AppendTensors(NamedTuple):
     """As a user has them, None where not given.
 
     k, v: the new rows. k_cache, v_cache: written to in place. lengths: (batch,) int32 rows in use.
+    q, cu_seqlens_q: of the attention, for rotary_cos and rotary_sin alone.
     """
 
     k: Any
@@ -43,9 +57,14 @@ class AppendTensors(NamedTuple):
     cu_seqlens_k_new: Any = None
     k_descale: Any = None
     v_descale: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    rotary_seqlens: Any = None
+    q: Any = None
+    cu_seqlens_q: Any = None
 
-    def compiled_in(self, descale: str) -> AppendClass:
-        """The class of a call; descale: whose factors K and V have."""
+    def compiled_in(self, options: AppendOptions) -> AppendClass:
+        """The class of a call."""
         dtype, of_cache = self.k.dtype, self.k_cache.dtype
         kv_dtype = None if dtype == of_cache else of_cache
         return AppendClass(
@@ -53,8 +72,12 @@ class AppendTensors(NamedTuple):
             packed=self.cu_seqlens_k_new is not None,
             paged=self.page_table is not None,
             kv_dtype=kv_dtype,
-            descale="" if kv_dtype is None else descale,
-        )
+            descale="" if kv_dtype is None else options.descale,
+            rotary=None if self.rotary_cos is None else RotaryClass(
+                self.rotary_cos.dtype, options.interleaved, options.ordered,
+                packed=self.cu_seqlens_q is not None,
+            ),
+        )  # fmt: skip
 
 
 def append_compile_arguments(own: AppendClass) -> tuple:
@@ -69,15 +92,28 @@ def append_compile_arguments(own: AppendClass) -> tuple:
         page_table=tensor_type(cutlass.Int32, 2, WORD) if own.paged else None,
         scales=tuple(tensor_type(cutlass.Float32, 2, WORD) for _ in DESCALES)
         if own.descale else None,
+        rotary=_rotary_types(own),
     )  # fmt: skip
     return caches, rows, tables, cuda.CUstream(0)
+
+
+def _rotary_types(own: AppendClass) -> RotaryTables | None:
+    rotary = own.rotary
+    if rotary is None:
+        return None
+    cos, sin = (tensor_type(rotary.table_type, 2, rotary.table_dtype.itemsize) for _ in range(2))
+    queries, rotated = (tensor_type(own.element_type, 4, TMA_ALIGNMENT) for _ in range(2))
+    begins, offsets = (vector_type(cutlass.Int32) for _ in range(2))
+    return RotaryTables(cos, sin, begins, queries, rotated, offsets if rotary.packed else None)
 
 
 def append_call_arguments(operands: dict[str, torch.Tensor | None], stream: int) -> tuple:
     """The values of a call. operands: by role, None for what the kernel does not take."""
     given = {
         name: None if tensor is None
-        else dynamic_tensor(tensor, TMA_ALIGNMENT if tensor.ndim == 4 else WORD)
+        else dynamic_tensor(
+            tensor, TMA_ALIGNMENT if tensor.ndim == 4 else min(WORD, tensor.element_size())
+        )
         for name, tensor in operands.items()
     }  # fmt: skip
     caches, rows = ((given[k], given[v]) for k, v in (("k_cache", "v_cache"), ("k", "v")))
@@ -88,5 +124,9 @@ def append_call_arguments(operands: dict[str, torch.Tensor | None], stream: int)
         offsets=given["cu_seqlens_k_new"],
         page_table=given["page_table"],
         scales=None if scales[0] is None else scales,
-    )
+        rotary=None if given["rotary_cos"] is None else RotaryTables(
+            given["rotary_cos"], given["rotary_sin"], given["rotary_seqlens"], given["q"],
+            given[ROTATED], given["cu_seqlens_q"],
+        ),
+    )  # fmt: skip
     return caches, rows, tables, cuda.CUstream(stream)

@@ -218,14 +218,16 @@ def _prebuilt_entry(spec: KernelSpec) -> tuple[str, _Entry | None]:
     place = prebuilt.active()
     if place is None:
         return "", None
-    target = family.target(spec.architecture)
+    target, key = family.target(spec.architecture), prebuilt_key(spec)
+    if key not in place.kernels:
+        # Somebody may have followed the advice of an error before.
+        place = prebuilt.active(again=True) or place
     if target not in place.targets:
         raise ValueError(
             f"the kernels in {place.directory} are compiled for {', '.join(place.targets)}, but "
             f"this process needs some for {target}; add them: "
             f"{prebuilt.build_into(place.directory, '--arch', target)}"
         )
-    key = prebuilt_key(spec)
     return key, place.read(key)
 
 

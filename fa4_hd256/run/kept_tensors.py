@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,12 +23,29 @@ def made_to_keep(make: Callable[[], Made], device: torch.device) -> Made:
 
     Not for the capture of a graph, where memory that is made anew is refused.
     """
+    made = _Made(make, device)
+    thread = threading.Thread(target=made, name="fa4_hd256 kept tensors", daemon=True)
+    thread.start()
+    thread.join()
+    if made.error is not None:
+        raise made.error
+    return made.value
 
-    def on_device() -> Made:
-        if device.type != "cuda":
-            return make()
-        with torch.cuda.device(device):
-            return make()
 
-    with ThreadPoolExecutor(1, "fa4_hd256 kept tensors") as pool:
-        return pool.submit(on_device).result()
+class _Made:
+    """What a thread makes, or raises."""
+
+    def __init__(self, make: Callable[[], Any], device: torch.device) -> None:
+        self._make, self._device = make, device
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                with torch.cuda.device(self._device):
+                    self.value = self._make()
+            else:
+                self.value = self._make()
+        except BaseException as error:
+            self.error = error

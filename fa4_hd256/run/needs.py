@@ -32,7 +32,13 @@ from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
-from fa4_hd256.kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES, AppendClass
+from fa4_hd256.kernels.problem_class import (
+    KV_DTYPES,
+    OF_PAGES,
+    OF_SEQUENCES,
+    AppendClass,
+    RotaryClass,
+)
 from fa4_hd256.kernels.score_change import ALIBI
 from fa4_hd256.kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass
@@ -100,7 +106,8 @@ class Needs:
     kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn with every form of scales.
     scheduler_metadata: whether calls with seqused_k, but no seqused_q, are given one, too.
     tree_mask: whether calls of up to 32 queries are. alibi: whether calls, with k and v of q's
-    dtype, have that as their score_mod, too.
+    dtype, have that as their score_mod, too. rotary: whether calls of flash_attn_with_kvcache give
+    rotary_cos and rotary_sin, too.
 
     Lists become tuples. Raises ValueError for what is none of these.
     """
@@ -115,6 +122,7 @@ class Needs:
     scheduler_metadata: bool = False
     tree_mask: bool = False
     alibi: bool = False
+    rotary: bool = False
 
     def __post_init__(self) -> None:
         for name in ("uses", "forms", "dtypes", "page_sizes", "kv_dtypes"):
@@ -140,7 +148,7 @@ class Needs:
             whole = isinstance(size, int) and not isinstance(size, bool)
             if not whole or size < 1 or size % PAGE_MULTIPLE:
                 raise ValueError(f"page size is {size!r}; accepted: multiples of {PAGE_MULTIPLE}")
-        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi"):
+        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi", "rotary"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: True or False")
         if self.use_clc is not None and not isinstance(self.use_clc, bool):
@@ -156,12 +164,14 @@ class Needs:
             )
         if not (self.uses and self.forms and self.dtypes and self.kv_dtypes):
             raise ValueError(f"nothing is asked for: {self}")
-        if self.scheduler_metadata and not any(_takes_list(FORMS[form]) for form in self.forms):
-            listed = ", ".join(form for form, ragged in FORMS.items() if _takes_list(ragged))
-            raise ValueError(
-                f"forms are {self.forms} with scheduler_metadata; accepted: one of those with "
-                f"{_LISTS_OF}, of which a list of parts is made, and without {_LISTLESS}: {listed}"
-            )
+        of_cache = any(_takes_list(FORMS[form]) for form in self.forms)
+        for name in ("scheduler_metadata", "rotary"):
+            if getattr(self, name) and not of_cache:
+                listed = ", ".join(form for form, ragged in FORMS.items() if _takes_list(ragged))
+                raise ValueError(
+                    f"forms are {self.forms} with {name}; accepted: one of those with {_LISTS_OF}, "
+                    f"as of a cache, and without {_LISTLESS}: {listed}"
+                )
         if TRAINING in self.uses and all(PAGE_TABLE in FORMS[form] for form in self.forms):
             raise ValueError(
                 f"forms are {self.forms} with {TRAINING}, which keys and values in pages have no "
@@ -209,6 +219,8 @@ def specs_of(
     for dtype in needs.dtypes:
         found |= dict.fromkeys(_combines(dtype, architecture))
     found |= dict.fromkeys(_appends(needs, architecture))
+    if needs.rotary:
+        found |= dict.fromkeys(_rotaries(model, needs, architecture))
     if TRAINING in needs.uses:
         for problem in _changed(_trained(model, needs, architecture), needs):
             if is_masked(problem.ragged):
@@ -353,6 +365,23 @@ def _appends(needs: Needs, architecture: Architecture) -> Iterator[KernelSpec]:
         for descale in () if kv_dtype is None else _descales(kv_dtype, paged):
             own = AppendClass(dtype, packed, paged, kv_dtype, descale)
             yield append_spec(own, architecture)
+
+
+def _rotaries(
+    model: AttentionModel, needs: Needs, architecture: Architecture
+) -> Iterator[KernelSpec]:
+    """The same with rotary embedding: of either kind of pairs and of tables."""
+    masks = [Options.check(None, mask.causal, mask.window_size, 0.0) for mask in model.masks]
+    ordered = {mask.window != (None, None) for mask in masks}
+    forms = [FORMS[form] for form in needs.forms if _takes_list(FORMS[form])]
+    for form, spec in itertools.product(forms, list(_appends(needs, architecture))):
+        own = spec.problem_class
+        if own.paged != (PAGE_TABLE in form) or own.dtype not in needs.dtypes:
+            continue  # of another form, or rows in e4m3, which are turned before that
+        of_queries = "cu_seqlens_q" in form
+        for choice in itertools.product((own.dtype, torch.float32), (False, True), sorted(ordered)):
+            rotary = RotaryClass(*choice, packed=of_queries)
+            yield append_spec(replace(own, rotary=rotary), architecture)
 
 
 def _backwards(forward: Problem, model: AttentionModel) -> Iterator[KernelSpec]:

@@ -49,16 +49,19 @@ _INSTRUCTION_SETS = re.compile(
 @dataclass(frozen=True)
 class Prebuilt:
     """A directory of prebuilt kernels that fits this process. kernels: key -> what is told of it:
-    its kind, target and so on; manifest: all of what was written beside them."""
+    its kind, target and so on; manifest: all of what was written beside them; stamp: of its file,
+    another one where somebody has built since."""
 
     directory: Path
     manifest: Mapping[str, Any]
+    stamp: tuple[int, int] | None = None
 
     @classmethod
     def open(cls, directory: str | os.PathLike) -> Prebuilt:
         """Raises ValueError, with what to do, for a directory that is none, may be written by
         others, is damaged, or is of another version, compiler or CPU."""
         place = path_of(directory)
+        stamp = _stamp(place)
         found = read_manifest(place)
         if found is None:
             raise ValueError(
@@ -66,7 +69,7 @@ class Prebuilt:
                 f"that `{build_into(place)}` made"
             )
         _check_identity(place, found)
-        return cls(place, found)
+        return cls(place, found, stamp)
 
     @property
     def kernels(self) -> Mapping[str, Mapping[str, Any]]:
@@ -127,6 +130,15 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
             f"(`{build_into(directory)}`), or copy it again"
         )
     return found[0]
+
+
+def _stamp(directory: Path) -> tuple[int, int] | None:
+    """Of the manifest's file, None where there is none."""
+    try:
+        status = (directory / MANIFEST).stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
 
 
 def _why_unreadable(path: Path) -> str:
@@ -242,14 +254,15 @@ def use_prebuilt(directory: str | os.PathLike | None, jit: bool | None = None) -
         raise TypeError(f"jit is {jit!r}; accepted: True, False or None")
     place = None if directory is None else str(path_of(directory))
     if place is not None:
-        _open(place)
+        _open(place, again=True)
     _Chosen.directory, _Chosen.jit = place, jit
 
 
-def active() -> Prebuilt | None:
-    """The directory in use, checked once. Raises ValueError as `Prebuilt.open`."""
+def active(again: bool = False) -> Prebuilt | None:
+    """The directory in use, checked once. again: also what was built there since. Raises ValueError
+    as `Prebuilt.open`."""
     directory = _Chosen.directory or environment.prebuilt_directory()
-    return None if directory is None else _open(directory)
+    return None if directory is None else _open(directory, again)
 
 
 def jit_allowed() -> bool:
@@ -257,12 +270,13 @@ def jit_allowed() -> bool:
     return environment.jit_allowed() if _Chosen.jit is None else _Chosen.jit
 
 
-def _open(directory: str) -> Prebuilt:
+def _open(directory: str, again: bool = False) -> Prebuilt:
     """By the text that was given: a relative one stays where it was when it was first opened."""
     with _lock:
         found = _opened.get(directory)
-        if found is None:
-            found = _opened[directory] = Prebuilt.open(directory)
+        if found is None or again and found.stamp != _stamp(found.directory):
+            place = directory if found is None else found.directory
+            found = _opened[directory] = Prebuilt.open(place)
         return found
 
 

@@ -26,6 +26,7 @@ from fa4_hd256.kernels.block_mask import MASK_TILE
 from fa4_hd256.kernels.score_change import ScoreOrigin
 from fa4_hd256.mask_mods import MaskMod, part_tiles
 from fa4_hd256.mask_mods import in_part as mask_in_part
+from fa4_hd256.run.kept_tensors import made_to_keep
 from fa4_hd256.score_mods import ScoreMod, in_part
 
 from .spans import Mask, Part, Units
@@ -207,7 +208,7 @@ def _lengths_of(documents: tuple[int, ...] | None, device: torch.device) -> tupl
     if documents is None:
         return (None, None), (None, None)
     longest = max(end - begin for begin, end in zip(documents, documents[1:]))
-    offsets = torch.tensor(documents, dtype=torch.int32, device=device)
+    offsets = _kept(documents, device)
     return (offsets, offsets), (longest, longest)
 
 
@@ -227,8 +228,14 @@ def _origins(part: Part, documents: tuple[int, ...], device: torch.device) -> to
         found.append(ScoreOrigin(
             document - number, 0, query - start, key - start, length - (end - begin), length - keys
         ))  # fmt: skip
-    rows = found if part.documents else found[0]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    return _kept(found if part.documents else found[0], device)
+
+
+def _kept(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """int32, for all later calls, in whatever mode this one is."""
+    return made_to_keep(
+        lambda: torch.tensor(numbers, dtype=torch.int32, device=device), torch.device(device)
+    )
 
 
 def add_gradients(

@@ -14,7 +14,7 @@ from fa4_hd256.architectures import named
 from fa4_hd256.kernels.append_rows import AppendKernel
 from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES, AppendClass
 from fa4_hd256.run.append import run_append
-from fa4_hd256.run.append_arguments import AppendTensors
+from fa4_hd256.run.append_arguments import AppendOptions, AppendTensors
 from fa4_hd256.run.catalogue import append_spec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage
@@ -54,12 +54,12 @@ def check(caches, new, lengths, counts, table=None, packed=False):
     """Bytes of new rows are where they belong, no other ones have changed."""
     device = caches[0].device
     before = [cache.clone() for cache in caches]
-    after = run_append(
+    (after,) = run_append(
         AppendTensors(
             *new, *caches, int32(lengths, device),
             None if table is None else int32(table, device),
             offsets(counts, device) if packed else None,
-        ), "",
+        ), AppendOptions(),
     )  # fmt: skip
     assert after.tolist() == [length + count for length, count in zip(lengths, counts)]
     for cache, old, rows in zip(caches, before, new, strict=True):
@@ -96,7 +96,7 @@ def test_rows_past_the_last_offset_are_not_written(device):
     caches, new = caches_and_rows(2, 16, 2, (7,), device=device)
     before = [cache.clone() for cache in caches]
     lengths, begins = int32([3, 5], device), offsets([2, 1], device)
-    run_append(AppendTensors(*new, *caches, lengths, None, begins), "")
+    run_append(AppendTensors(*new, *caches, lengths, None, begins), AppendOptions())
     for cache, old, rows in zip(caches, before, new, strict=True):
         old[0, 3:5], old[1, 5] = rows[:2], rows[2]
         assert torch.equal(bits(cache), bits(old))
@@ -158,7 +158,7 @@ def test_rows_brought_to_e4m3(of_architecture, descale, paged):
             cache[place] = values.clamp(-448, 448).to(E4M3)
     run_append(
         AppendTensors(*new, *caches, int32(lengths), int32(table) if paged else None, None, *given),
-        descale,
+        AppendOptions(descale),
     )
     for cache, expected in zip(caches, wanted, strict=True):
         is_nan = expected.isnan()
@@ -276,5 +276,5 @@ def test_opcheck(device, packed, paged):
         caches = [cache[:2] for cache in caches]
     table = int32([[3, 0], [1, 2]], device) if paged else None
     begins = offsets([1, 2], device) if packed else None
-    given = *new, *caches, int32([3, 9], device), table, begins, None, None, ""
+    given = *new, *caches, int32([3, 9], device), table, begins, *[None] * 7, *AppendOptions()
     torch.library.opcheck(torch.ops.fa4_hd256.append_rows.default, given)

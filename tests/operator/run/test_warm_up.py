@@ -26,6 +26,7 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem, choose_tiles, is_masked, tiles_for_masks
 from fa4_hd256.call.portions import divide
 from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.problem_class import AppendClass, RotaryClass
 from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.models import MODELS
 from fa4_hd256.run import compile, launch
@@ -126,6 +127,36 @@ def test_trees(arch):
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
+def test_new_rows(arch):
+    """Of caches, with rotary embedding and without, in all that calls can come to."""
+    target, model = TARGETS[arch], MODELS["gemma-3-4b"]
+    e4m3, bfloat16 = torch.float8_e4m3fn, torch.bfloat16
+    needs = Needs(
+        ("decode",), ("dense", "cache", "packed-paged"), page_sizes=(16,), kv_dtypes=(None, e4m3),
+        rotary=True,
+    )  # fmt: skip
+    plain, known = (
+        {spec for spec in specs_of(model, n, target.architecture, target.gpu)
+         if spec.kind == "append_rows"}
+        for n in (replace(needs, rotary=False), needs)
+    )  # fmt: skip
+    caches = [("", None), *((scales, e4m3) for scales in ("", "sequences", "pages"))]
+    found, turned = set(), set()
+    for paged, packed, cache in itertools.product((False, True), (False, True), caches):
+        scales, kv_dtype = cache
+        if scales == "pages" and not paged:
+            continue
+        own = AppendClass(bfloat16, packed, paged, kv_dtype, scales)
+        found |= {own, AppendClass(e4m3, packed, paged)}
+        # All its layers are causal; queries are packed in the form that has pages.
+        for table, interleaved in itertools.product((bfloat16, torch.float32), (False, True)):
+            turned.add(replace(own, rotary=RotaryClass(table, interleaved, True, packed=paged)))
+    assert {spec.problem_class for spec in plain} == found
+    assert {spec.problem_class for spec in known} == found | turned
+    assert all(kernel_named(name_of(spec)) == spec for spec in known)
+
+
+@pytest.mark.parametrize("arch", sorted(GPUS))
 def test_alibi(arch):
     """Slopes of heads, and of sequences and heads; trees and training among the calls, e4m3 not."""
     target, model = TARGETS[arch], AttentionModel("biased", 8, 2, (Mask(True),))
@@ -215,6 +246,8 @@ def test_needs_that_are_none():
         message = "accepted: one of those with seqused_k.*without seqused_q: cache, packed-cache"
         with pytest.raises(ValueError, match=message):
             Needs(forms=(form,), scheduler_metadata=True)
+        with pytest.raises(ValueError, match=message):
+            Needs(forms=(form,), rotary=True)
     with pytest.raises(ValueError, match="with training.*accepted: a form without pages among"):
         Needs(("training", "decode"), ("paged",), page_sizes=(16,))
     with pytest.raises(ValueError, match="nothing is asked for"):
@@ -244,6 +277,7 @@ def test_needs_that_are_none():
         ({"scheduler_metadata": None}, "scheduler_metadata is None; accepted: True or False"),
         ({"tree_mask": "yes"}, "tree_mask is 'yes'; accepted: True or False"),
         ({"alibi": 0}, "alibi is 0; accepted: True or False"),
+        ({"rotary": 1}, "rotary is 1; accepted: True or False"),
         *(
             ({"forms": ["paged"], "page_sizes": [size]}, f"page size is {size!r}; accepted: mult")
             for size in (16.0, "16", None, True, 0, [16])

@@ -1,0 +1,55 @@
+"""Whether something stands between a call and what it runs: torch.compile, tracing, modes,
+torch.func, forward-mode gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from .gpus.family import as_seen
+
+__all__ = ["is_intercepted", "is_lasting", "refuse_tangents"]
+
+# Bound once: a call asks all of them.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracer = torch._C._get_tracing_state
+_is_compiling = torch.compiler.is_compiling
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def is_intercepted() -> bool:
+    """Whether a call of an operator may now mean something else than running it."""
+    return bool(
+        _is_compiling()
+        or _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
+        or _tracer() is not None
+        or forward_ad._current_level >= 0
+        or as_seen() is not None
+    )
+
+
+def is_lasting(made: torch.Tensor) -> bool:
+    """Whether what was made in a call may be kept for later ones: neither the result of a graph of
+    torch.compile, which overwrites it when it runs again, nor a stand-in, of a graph that is traced
+    or of torch.func."""
+    return not _is_compiling() and type(made) is torch.Tensor and not _is_wrapped(made)
+
+
+def refuse_tangents(tensors: Iterable[Any]) -> None:
+    """Raise NotImplementedError for forward-mode gradients, which an operator drops in silence.
+    tensors: of a call."""
+    if _is_compiling() or forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "forward-mode gradients (torch.func.jvp, torch.autograd.forward_ad) are not "
+                "offered; accepted: backward, torch.autograd.grad, torch.func.vjp"
+            )
