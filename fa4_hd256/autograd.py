@@ -13,6 +13,7 @@ from .call import named_configs
 from .call.backward_problem import BackwardCall
 from .call.forward_problem import Options
 from .call.function_tensors import functions_of_keys
+from .call.interception import is_intercepted
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
@@ -24,7 +25,6 @@ from .call.packed_ds import check_begins
 from .call.tile_mask import TileMask
 from .eager import OperatorCalls
 from .gpus.devices import is_captured
-from .interception import is_intercepted
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
 from .run.backward import Wanted, run_backward

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from . import environment
-from .interception import is_intercepted
+from .call.interception import is_intercepted
 from .run import packed
 from .run.recording import Replayed, Tensors, recording
 

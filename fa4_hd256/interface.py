@@ -20,6 +20,7 @@ from .call.checks import (
 )
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
+from .call.interception import is_intercepted, refuse_tangents
 from .call.memory_checks import check_apart, check_changeable, check_out
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.packed_ds import BackwardMetadata, check_metadata
@@ -31,7 +32,6 @@ from .call.tree_mask import tree_words as words_of
 from .eager import Entry, OperatorCalls
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
-from .interception import is_intercepted, refuse_tangents
 from .kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
 from .kernels.problem_class import DESCALES

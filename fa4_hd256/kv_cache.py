@@ -14,6 +14,7 @@ from .call import cache_checks, checks, memory_checks
 from .call.descales import descale_of, scales_among
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.function_tensors import functions_of_keys
+from .call.interception import is_intercepted, refuse_tangents
 from .call.new_rows import NewRows
 from .call.part_lists import marked
 from .call.splits import (
@@ -25,7 +26,6 @@ from .call.splits import (
 )
 from .call.tree_mask import tree_words
 from .eager import OperatorCalls, repeats
-from .interception import is_intercepted, refuse_tangents
 from .interface import config_names, facts_of, flash_attn_varlen_func, longest_of
 from .kernels.sequences import PART_LIST, TREE_WORDS
 from .operators import append_rows
@@ -220,6 +220,11 @@ class _Places(NamedTuple):
                     "page_table already says where the rows of a sequence are)"
                 )
             entries = cache_checks.of_batch("cache_batch_idx", cache_batch_idx, self.batch, device)
+            cache_checks.check_cache_rows(self.k_cache)
+            if self.read_back:
+                cache_checks.check_within(
+                    "cache_batch_idx holds", entries, len(self.k_cache), "the entries of the cache"
+                )
             places = self._replace(page_table=entries[:, None])
             if cache_seqlens is None:
                 cache_seqlens = places.capacity
@@ -257,13 +262,13 @@ class _Places(NamedTuple):
         check_num_splits(splits)
         if PART_LIST in ragged:
             check_beside_list(splits)
-        self._check_out(others["out"], (sink, *ragged.values()))
         checked = Options.check(**options)
         if others["score_mod"] is not None:
             tensors, key = read_by(others["score_mod"])
             ragged |= tensors
             own, _ = functions_of_keys((key, None), ragged, q)
             checked = replace(checked, score_mod=own)
+        self._check_out(others["out"], (others["k"], others["v"], sink, *ragged.values()))
         longest = longest_of(ragged, *self.longest(others["tree_mask"], splits))
         if self.cu_seqlens_q is not None:
             q = checks.with_batch("q", q)
@@ -339,6 +344,7 @@ class _NewRows(NamedTuple):
             # Addresses and modes are no part of a key.
             _check_memory(tensors)
             if others["out"] is not None:
+                memory_checks.check_changeable("out", others["out"])
                 memory_checks.check_apart(others["out"], tensors[:-1])
             after, *rotated = append_calls.run(found[0], tensors, found[1])
         places = places._replace(lengths=after)
@@ -376,6 +382,8 @@ class _NewRows(NamedTuple):
     def check_room(self, places: _Places) -> None:
         """Raise ValueError for rows that the cache has no room for, or no such entry. Waits for the
         device."""
+        if places.page_table is not None:
+            cache_checks.check_entries(places.page_table, places.batch, places.q.device)
         rows = NewRows.of(self.k, self.cu_seqlens)
         positions = rows.positions(places.lengths)
         cache_checks.check_within(
@@ -487,12 +495,14 @@ def _resolve(tensors: Sequence[Any], facts: Sequence[Any]) -> AppendOptions:
     named = asked._asdict() | call._asdict()
     given = {name: named[name] for name in _OPTIONS}
     ordered = Options.check(**given).window != (None, None)
+    with_rows = places
     if places.read_back:
         rows.check_room(places)
-        if rows.rotary_cos is not None:
-            rows.check_angles(places, ordered)
-        places = places._replace(lengths=rows.counted(places.lengths))
-    options = AppendOptions(places.check(given, named), bool(asked.rotary_interleaved), ordered)
+        with_rows = places._replace(lengths=rows.counted(places.lengths))
+    descale = with_rows.check(given, named)
+    if places.read_back and rows.rotary_cos is not None:
+        rows.check_angles(places, ordered)
+    options = AppendOptions(descale, bool(asked.rotary_interleaved), ordered)
     if not is_intercepted():
         ready_to_append(call.of_operator(), options)
     return options

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .call.interception import is_lasting
 from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
 from .call.tile_mask import (
     ABSENT,
@@ -33,7 +34,6 @@ from .call.tile_mask import (
 )
 from .call.tree_mask import tree_words
 from .gpus.devices import is_captured
-from .interception import is_lasting
 from .kernels.block_mask import FULL, MASK_TILE
 
 __all__ = [

@@ -10,6 +10,7 @@ import torch
 from .call.cache_checks import check_int32, check_lengths, check_whole, of_batch
 from .call.checks import DTYPES
 from .call.forward_problem import Options, Problem
+from .call.interception import is_intercepted
 from .call.packed_ds import (
     BackwardMetadata,
     begins_of,
@@ -18,7 +19,6 @@ from .call.packed_ds import (
 )
 from .call.part_lists import list_of_parts, mark, marked
 from .gpus.devices import is_captured
-from .interception import is_intercepted
 from .kernels.problem_class import KV_DTYPES
 from .run.launch import gpu_of
 
@@ -59,7 +59,7 @@ def get_scheduler_metadata(
         accepted = ", ".join(map(str, (*DTYPES, *KV_DTYPES)))
         raise TypeError(f"kv_dtype is {kv_dtype!r}; accepted: None or {accepted}")
     if cache_seqlens.device.type == "cpu" and not is_intercepted():
-        check_lengths(cache_seqlens, max_seqlen_k)
+        check_lengths(cache_seqlens, max_seqlen_k, "max_seqlen_k")
     number = torch.zeros((), dtype=torch.bfloat16, device=cache_seqlens.device)
     batch = cache_seqlens.shape[0]
     q, k = (

@@ -25,10 +25,10 @@ from fa4_hd256 import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
-    interception,
     interface,
     kv_cache,
 )
+from fa4_hd256.call import interception
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run import launch as launching
 from fa4_hd256.run import packed

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from fa4_hd256.kernels.problem_class import KV_DTYPES
 
 from . import checks, memory_checks
@@ -70,30 +70,30 @@ def lengths_of(
             f"cache_seqlens must be an int or a (batch,) int32 tensor, got {cache_seqlens!r}"
         )
     if not 0 <= cache_seqlens <= capacity:
-        raise _beyond(cache_seqlens, capacity)
+        raise _beyond(cache_seqlens, capacity, "the rows of the cache")
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
 
 
 def check_whole(given: dict[str, Any]) -> None:
     """Raise TypeError for what is no int, as numbers of rows and heads are, ValueError for one that
-    is negative or too large for a tensor's shape."""
+    is less than 1 or too large for a tensor's shape."""
     for name, number in given.items():
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
             raise TypeError(f"{name} must be an int, got {number!r}")
-        if not isinstance(number, torch.SymInt) and not 0 <= number < LARGEST_SIZE:
-            raise ValueError(f"{name} is {number}; accepted: 0 to {LARGEST_SIZE - 1}")
+        if not isinstance(number, torch.SymInt) and not 1 <= number < LARGEST_SIZE:
+            raise ValueError(f"{name} is {number}; accepted: 1 to {LARGEST_SIZE - 1}")
 
 
-def check_lengths(lengths: torch.Tensor, capacity: int) -> None:
-    """Rows in use are those of the cache. Waits for the device."""
+def check_lengths(
+    lengths: torch.Tensor, capacity: int, of: str = "the rows of the cache"
+) -> None:
+    """Rows in use are no more than `of` says. Waits for the device."""
     if ((lengths < 0) | (lengths.long() > capacity)).any():
-        raise _beyond(lengths.tolist(), capacity)
+        raise _beyond(lengths.tolist(), capacity, of)
 
 
-def _beyond(given: int | list[int], capacity: int) -> ValueError:
-    return ValueError(
-        f"cache_seqlens is {given}; accepted: 0 to {capacity}, the rows of the cache"
-    )
+def _beyond(given: int | list[int], capacity: int, of: str) -> ValueError:
+    return ValueError(f"cache_seqlens is {given}; accepted: 0 to {capacity}, {of}")
 
 
 def check_lengths_of_pages(cache_seqlens: Any, page_table: Any) -> None:
@@ -124,12 +124,13 @@ def of_batch(name: str, tensor: Any, batch: int, device: torch.device) -> torch.
 
 
 def scales_of_sequences(given: dict[str, Any]) -> dict[str, Any]:
-    """Those of k and v with a third dimension where they have two: entries of a cache are pages of
-    a call then, and there may be as many of them as sequences (`descales.descale_of`)."""
-    return {
-        name: scale.unsqueeze(2) if isinstance(scale, torch.Tensor) and scale.ndim == 2 else scale
-        for name, scale in scales_among(given).items()
-    }
+    """Those of k and v with four dimensions where they have two: entries of a cache are pages of a
+    call then, and there may be as many of them as sequences (`descales.descale_of`)."""
+    found = scales_among(given)
+    for name, scale in found.items():
+        if isinstance(scale, torch.Tensor) and scale.ndim == 2:
+            found[name] = scale[None, ..., None]
+    return found
 
 
 def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: Any) -> None:
@@ -154,8 +155,35 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
         raise ValueError("cu_seqlens_q must be a (batch + 1,) int32 tensor")
 
 
+def check_cache_rows(cache: torch.Tensor) -> None:
+    """Raise ValueError for a cache whose entries are no pages, which they are with
+    cache_batch_idx."""
+    rows = cache.shape[1]
+    if not rows or rows % PAGE_MULTIPLE:
+        raise ValueError(
+            f"k_cache and v_cache have {rows} rows with cache_batch_idx; accepted: a multiple of "
+            f"{PAGE_MULTIPLE}"
+        )
+
+
+def check_entries(table: torch.Tensor, batch: int, device: torch.device) -> None:
+    """Raise TypeError or ValueError for a page_table whose entries cannot be looked up."""
+    check_int32("page_table", table)
+    if table.shape[0] != batch or not table.shape[1] or table.device != device:
+        raise ValueError(
+            f"page_table has shape {tuple(table.shape)} on {table.device}; accepted: ({batch}, "
+            f"pages of the longest sequence), at least one, on {device} like q"
+        )
+
+
 def check_in_place(caches: dict[str, torch.Tensor]) -> None:
     """That rows can be written to caches where these lie. Raises ValueError."""
+    k_cache, v_cache = caches.values()
+    if k_cache.numel() and not k_cache.is_meta and k_cache.data_ptr() == v_cache.data_ptr():
+        raise ValueError(
+            "k_cache and v_cache lie in one place; accepted: memory of its own for each, as both "
+            "are written to"
+        )
     for name, cache in caches.items():
         memory_checks.check_not_overlapping(name, cache)
     memory_checks.check_in_place(caches, "k and v, which are written in place")

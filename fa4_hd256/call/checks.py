@@ -61,7 +61,7 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
             if name in DESCALES:
                 kind = type(tensor).__name__
                 raise TypeError(f"{name} must be a float32 tensor or None, got {kind}")
-            raise TypeError(_NOT_INT32.format(name))
+            raise TypeError(_NOT_INT32.format(_said(name)))
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits must be an int, got {num_splits!r}")
     _carried("num_splits", num_splits)
@@ -115,28 +115,29 @@ def _real(name: str, value: Any, accepted: str) -> float:
         ) from None
 
 
-#: Scores come out of softcap with an error of some 1e-7 of it: beyond, weights would be off.
-LARGEST_SOFTCAP = 1e4
+#: Scores come out of softcap with an error of some 1e-7 of it: beyond, weights would be off. Below,
+#: all weights are alike, and scores over softcap are no finite number of float32.
+LARGEST_SOFTCAP, LEAST_SOFTCAP = 1e4, 1e-6
+#: Of softmax_scale: beyond, float32 rounds scores by more than a weight, a power of two, can bear.
+LARGEST_SCALE = 1e6
 
 
 def check_options(
     softmax_scale: float, window: tuple[int | None, int | None], softcap: float
 ) -> None:
     """Their ranges. window: None for unbounded."""
-    # The kernel computes with float32, where a larger finite number turns infinite.
-    largest = torch.finfo(torch.float32).max
-    if not abs(softmax_scale) <= largest:
+    if not abs(softmax_scale) <= LARGEST_SCALE:
         raise ValueError(
-            f"softmax_scale is {softmax_scale}; accepted: any number that is finite in float32, "
+            f"softmax_scale is {softmax_scale}; accepted: any number of up to {LARGEST_SCALE:g}, "
             "negative ones and 0 too"
         )
     if any(side is not None and side < 0 for side in window):
         raise ValueError(
             f"window_size is {window}; accepted: 0 or more, None or -1 for unbounded"
         )
-    if not 0 <= softcap <= LARGEST_SOFTCAP:
+    if softcap != 0 and not LEAST_SOFTCAP <= softcap <= LARGEST_SOFTCAP:
         raise ValueError(
-            f"softcap is {softcap}; accepted: 0 (none) or a positive number up to "
+            f"softcap is {softcap}; accepted: 0 (none) or a number from {LEAST_SOFTCAP:g} to "
             f"{LARGEST_SOFTCAP:g}, since a larger one caps nothing"
         )
 
@@ -189,6 +190,11 @@ def _check_mask_mod(mask_mod: Any, ragged: Mapping[str, Any]) -> None:
 
 
 _NOT_INT32 = "{} must be an int32 tensor"
+
+
+def _said(name: str) -> str:
+    """A ragged tensor as users call it."""
+    return {PART_LIST: "scheduler_metadata", TREE_WORDS: "tree_mask"}.get(name, name)
 
 
 def with_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -330,8 +336,8 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
     """Dtypes, dimensions and devices, and which go together."""
     for name, tensor in ragged.items():
         if tensor.dtype != torch.int32:
-            raise TypeError(_NOT_INT32.format(name))
-        require_dense(name, tensor)
+            raise TypeError(_NOT_INT32.format(_said(name)))
+        require_dense(_said(name), tensor)
         if name == PAGE_TABLE:
             _check_page_table(tensor)
         elif name in MASK_TABLES:
@@ -339,8 +345,8 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
         elif name == TREE_WORDS:
             _check_tree_words(tensor)
         elif tensor.ndim != 1 or tensor.stride(0) != 1:
-            raise ValueError(f"{name} must be one-dimensional and contiguous")
-        _check_equal("device", {"q": q.device, name: tensor.device}, ValueError)
+            raise ValueError(f"{_said(name)} must be one-dimensional and contiguous")
+        _check_equal("device", {"q": q.device, _said(name): tensor.device}, ValueError)
     if PART_LIST in ragged and "seqused_q" in ragged:
         raise ValueError(
             "seqused_q is given with scheduler_metadata; accepted: queries of one length, or "
@@ -354,7 +360,7 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
     if PAGE_TABLE not in ragged:
         return
     if "seqused_k" not in ragged or "cu_seqlens_k" in ragged:
-        given = ", ".join(ragged)
+        given = ", ".join(name for name in ragged if name != PAGE_TABLE) or "nothing else"
         raise ValueError(
             f"page_table is given with {given}; accepted: seqused_k, the keys in use of each "
             "sequence, which is required, and no cu_seqlens_k: keys in pages have no offsets"

@@ -96,20 +96,26 @@ def descale_of(
 
 def _form(name: str, tensor: torch.Tensor, k: torch.Tensor, sequences: int, paged: bool) -> str:
     shape, heads, pages = tuple(tensor.shape), k.shape[2], k.shape[0]
-    if tensor.numel() == 1 or shape in ((sequences, heads), (sequences, heads, 1)):
-        if not paged or tensor.numel() == 1 or shape != (pages, heads) or tensor.stride(0) == 0:
-            return OF_SEQUENCES
+    of_sequences = shape in (
+        (sequences, heads), (sequences, heads, 1), (1, sequences, heads, 1)
+    )  # fmt: skip
+    of_pages = paged and shape in ((pages, heads), (pages, 1, heads), (pages, 1, heads, 1))
+    if tensor.numel() == 1 or of_sequences and tensor.stride(0) == 0:
+        return OF_SEQUENCES
+    if of_sequences and of_pages and pages > 1:
         raise ValueError(
             f"{name} has shape {shape}, where there are as many sequences as pages; accepted here: "
-            f"({sequences}, {heads}, 1) for scales of sequences, ({pages}, 1, {heads}) for scales "
-            "of pages"
+            f"(1, {sequences}, {heads}, 1) for scales of sequences, ({pages}, 1, {heads}, 1) for "
+            "scales of pages"
         )
-    if paged and shape in ((pages, heads), (pages, 1, heads)):
+    if of_sequences:
+        return OF_SEQUENCES
+    if of_pages:
         return OF_PAGES
-    of_pages = f", or ({pages}, {heads}), of pages and KV heads" if paged else ""
+    also = f", or ({pages}, {heads}) or ({pages}, 1, {heads}), of pages and KV heads"
     raise ValueError(
         f"{name} has shape {shape}; accepted: one value, or ({sequences}, {heads}), of sequences "
-        f"and KV heads{of_pages}"
+        f"and KV heads{also if paged else ''}"
     )
 
 
@@ -121,7 +127,9 @@ def scale_operand(tensor: torch.Tensor, descale: str) -> torch.Tensor:
     """
     if tensor.numel() == 1:
         return tensor.as_strided((1, 1), (1, 1))
-    if tensor.ndim > 2:
+    if tensor.ndim == 4:
+        tensor = tensor.squeeze(3).squeeze(1 if descale == OF_PAGES else 0)
+    elif tensor.ndim == 3:
         tensor = tensor.squeeze(1 if descale == OF_PAGES else 2)
     for dimension in range(2):
         if tensor.stride(dimension) == 0:

@@ -85,7 +85,13 @@ def check_changeable(name: str, tensor: torch.Tensor) -> None:
 
 def check_not_overlapping(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError for a tensor that is written to, of whose elements some may share memory:
-    where a dimension steps into what those of smaller strides reach."""
+    where a dimension steps into what those of smaller strides reach; and for one that PyTorch reads
+    negated (`torch.Tensor.is_neg`)."""
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name} is a negated view; accepted: a tensor whose memory holds its elements, as it "
+            "is written to"
+        )
     reached = 1
     sizes = sorted(zip(tensor.stride(), tensor.shape))
     for stride, size in sizes if tensor.numel() else ():

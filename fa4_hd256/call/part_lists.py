@@ -65,11 +65,12 @@ def list_of_parts(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Te
     rows = problem.max_seqlen_q * problem.q_shape[2]
     span = span + parts * (rows / rows_a_step(problem, gpu))
     span = torch.where(parts <= room, span, torch.inf)
-    best = span.argmin()
-    counts = counts[best]
+    # By an operation: to index by a number without dimensions reads it, which waits for the device.
+    best = span.argmin(dim=0, keepdim=True)
+    counts = counts.index_select(0, best).squeeze(0)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     words = _words(starts, counts, room)
-    keys = (of_part[best] * tiles.keys).reshape(1)
+    keys = of_part.index_select(0, best) * tiles.keys
     return torch.cat([keys, words, starts]).to(torch.int32)
 
 

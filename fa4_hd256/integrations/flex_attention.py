@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
+from fa4_hd256.call.interception import is_lasting
 from fa4_hd256.gpus.devices import is_captured
-from fa4_hd256.interception import is_lasting
 from fa4_hd256.interface import flash_attn_func
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import Scored, ScoreMod

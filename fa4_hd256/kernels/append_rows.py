@@ -26,6 +26,9 @@ from .limits import HEAD_DIM, WARP_SIZE
 from .problem_class import OF_PAGES, AppendClass
 from .views import by_sequence, columns_of, lane_columns, load_lane_columns
 
+#: The largest number of rows.
+LARGEST_COUNT = (1 << 31) - 1
+
 __all__ = ["AppendConfig", "AppendKernel", "AppendTables"]
 
 
@@ -213,7 +216,9 @@ class AppendKernel:
             added = Int32(seqlen)
             if cutlass.const_expr(self.problem_class.packed):
                 added = tables.offsets[sequence + 1] - tables.offsets[sequence]
-            tables.after[sequence] = tables.lengths[sequence] + added
+            # What is past all rows stays so, whatever the sum would wrap to.
+            room = Int32(LARGEST_COUNT) - added
+            tables.after[sequence] = cutlass.min(tables.lengths[sequence], room) + added
 
 
 def _rows_of(rows: cute.Tensor) -> Int32:

@@ -336,6 +336,34 @@ WRONG = {
         {"cache_batch_idx": int32([0, 1], "cpu"), "page_table": int32([[0], [1]], "cpu")},
         ValueError, "both given",
     ),
+    "a table of one sequence": (
+        {"page_table": int32([[0]], "cpu")}, ValueError, r"page_table has shape \(1, 1\) on cpu"
+    ),
+    "a table without pages": (
+        {"page_table": torch.zeros(2, 0, dtype=torch.int32), "cache_seqlens": 0}, ValueError,
+        r"page_table has shape \(2, 0\) on cpu; accepted: \(2, pages of the longest",
+    ),
+    "no such entry": (
+        {"cache_batch_idx": int32([0, 7], "cpu")}, ValueError,
+        "cache_batch_idx holds 7; accepted: 0 to 1, the entries of the cache",
+    ),
+    "entries of 20 rows": (
+        {"cache_batch_idx": int32([0, 1], "cpu"), "k_cache": randn(2, 20, 1, 256),
+         "v_cache": randn(2, 20, 1, 256)}, ValueError,
+        "have 20 rows with cache_batch_idx; accepted: a multiple of 16",
+    ),
+    "a negated view": (
+        {"v_cache": torch._neg_view(randn(2, 16, 1, 256))}, ValueError, "v_cache is a negated view"
+    ),
+    "queries that lack a dimension, rotated": (
+        {"q": randn(2, 2, 256), "rotary_cos": randn(16, 8), "rotary_sin": randn(16, 8)},
+        ValueError, "q has 3 dimensions",
+    ),
+    "a list that is none": (
+        {"scheduler_metadata": [1]}, TypeError, "scheduler_metadata must be an int32 tensor"
+    ),
+    "a cap that makes all alike": ({"softcap": 1e-40}, ValueError, "from 1e-06 to 10000"),
+    "a scale beyond": ({"softmax_scale": -1e7}, ValueError, "number of up to 1e.06"),
     "no such page": (
         {"page_table": int32([[0], [2]], "cpu"), "window_size": (0, 0), "causal": True},
         ValueError, "2; accepted: 0 to 1",
@@ -405,12 +433,29 @@ def test_errors_leave_the_cache_as_it_was(wrong):
 
 
 @pytest.mark.simulator
-@pytest.mark.parametrize("name", ["q", "k_cache"])
+def test_caches_in_one_place_are_refused():
+    """The rows of one would be those of the other."""
+    given = call("cpu")
+    given["v_cache"] = given["k_cache"]
+    before = given["k_cache"].clone()
+    with pytest.raises(ValueError, match="k_cache and v_cache lie in one place; accepted"):
+        flash_attn_with_kvcache(**given)
+    assert torch.equal(given["k_cache"], before)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("name", ["q", "k_cache", "k", "slopes"])
 def test_out_that_the_call_reads_leaves_the_cache_as_it_was(name):
     given = call("cpu", q=randn(2, 1, 2, 256))
     given["out"] = given["q"].view(-1).as_strided((2, 1, 2, 256), (512, 512, 256, 1))
     if name == "k_cache":
         given["out"] = given[name].view(2, 8, 2, 256)[:, :1]
+    if name == "k":
+        given["out"] = randn(2, 1, 2, 256)
+        given["k"] = given["out"][:, :, :1]
+    if name == "slopes":
+        given["out"] = randn(2, 1, 2, 256)
+        given["score_mod"] = alibi(given["out"].view(-1)[:4].view(torch.float32))
     before = [given[name].clone() for name in ("k_cache", "v_cache")]
     with pytest.raises(ValueError, match="out lies in memory that the call reads"):
         flash_attn_with_kvcache(**given)
@@ -426,7 +471,8 @@ METADATA = {"cache_seqlens": int32([7, 22], "cpu"), "max_seqlen_q": 2, "max_seql
 @pytest.mark.parametrize(
     ("name", "value", "error", "says"),
     [
-        ("max_seqlen_q", -1, ValueError, "max_seqlen_q is -1; accepted: 0 to"),
+        ("max_seqlen_q", -1, ValueError, "max_seqlen_q is -1; accepted: 1 to"),
+        ("num_heads_q", 0, ValueError, "num_heads_q is 0; accepted: 1 to"),
         ("max_seqlen_q", True, TypeError, "max_seqlen_q must be an int, got True"),
         ("max_seqlen_k", 1 << 70, ValueError, "max_seqlen_k is"),
         ("max_seqlen_k", 32.0, TypeError, "max_seqlen_k must be an int"),
@@ -455,8 +501,8 @@ def test_what_metadata_is_made_for(changed):
 def test_factors_of_no_number_leave_the_cache_as_it_was(form):
     given = call("cpu", **form)
     caches = {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
-    scales = {"k_descale": torch.ones(2, 1, 1), "v_descale": torch.ones(2, 1, 1)}
-    scales["v_descale"][1] = 0
+    scales = {name: torch.ones(1, 2, 1, 1) for name in ("k_descale", "v_descale")}
+    scales["v_descale"][0, 1] = 0
     before = {name: cache.view(torch.uint8).clone() for name, cache in caches.items()}
     with pytest.raises(ValueError, match="v_descale has a factor of 0.0; accepted: finite"):
         flash_attn_with_kvcache(**given | caches | scales)

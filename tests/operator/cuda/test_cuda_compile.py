@@ -6,7 +6,7 @@ import pytest
 import torch
 from cuda_cases import CASES, differing
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 
 pytestmark = pytest.mark.cuda
 
@@ -58,6 +58,25 @@ def test_packed_sequences(mode, device):
     for seed in range(4):
         tensors = case.tensors(device, seed)
         assert differing(through(compiled, tensors), through(layer, tensors)) == [], seed
+
+
+@MODES
+def test_a_block_mask(mode, device):
+    """Of two layers and more calls: what a graph makes of it is the graph's, and an eager call
+    after it is as ever."""
+    mask = masks.sliding_window(300, 1100, device=device)
+
+    def layers(q, k, v):
+        once = flash_attn_func(q * 2, k, v, block_mask=mask)
+        return flash_attn_func(once, k, v, block_mask=mask) + 1
+
+    compiled = torch.compile(layers, fullgraph=True, mode=mode)
+    found = []
+    for seed in range(3):
+        tensors = CASES["dense"].tensors(device, seed)
+        found.append((tensors, through(compiled, tensors)))
+    for tensors, results in found:
+        assert differing(results, through(layers, tensors)) == []
 
 
 @MODES

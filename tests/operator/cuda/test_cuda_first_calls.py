@@ -42,7 +42,9 @@ def test_what_would_be_is_found():
 
 
 @pytest.mark.parametrize("use_clc", ["0", "1"], ids=["static", "dynamic"])
-@pytest.mark.parametrize("test", ["test_a_layer", "test_packed_sequences", "test_divided_keys"])
+@pytest.mark.parametrize("test", [
+    "test_a_layer", "test_packed_sequences", "test_divided_keys", "test_a_block_mask",
+])  # fmt: skip
 def test_compiled_first(test, use_clc):
     """PyTorch's graphs refuse what stays alive in their pool."""
     node = f"{COMPILED}::{test}[reduce-overhead]"

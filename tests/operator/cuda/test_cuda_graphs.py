@@ -6,6 +6,7 @@ import pytest
 import torch
 from cuda_cases import CASES, differing
 
+from fa4_hd256 import flash_attn_varlen_func, get_scheduler_metadata
 from fa4_hd256.call import tile_mask
 
 pytestmark = pytest.mark.cuda
@@ -76,8 +77,6 @@ def test_a_graph_beside_eager_launches(use_clc, device):
 def test_decoding_steps(use_clc, device):
     """One graph of a decoding step serves a cache that grows: `seqused_k` says how far it is in
     use."""
-    from fa4_hd256 import flash_attn_varlen_func
-
     q = torch.randn(3, 1, 16, 256, device=device).bfloat16()
     k, v = (torch.randn(3, 4096, 2, 256, device=device).bfloat16() for _ in range(2))
     used = torch.full((3,), 5, dtype=torch.int32, device=device)
@@ -95,6 +94,33 @@ def test_decoding_steps(use_clc, device):
         wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1),
                               v[:, :seqlen].float().repeat_interleave(8, 2))
         assert (out.float() - wanted).norm() < 8e-3 * wanted.norm(), seqlen
+
+
+@SCHEDULERS
+def test_a_list_of_parts_follows_the_lengths(use_clc, device):
+    """It is made on the device, nothing waits: by a graph at each replay."""
+    q = torch.randn(4, 1, 16, 256, device=device).bfloat16()
+    k, v = (torch.randn(4, 4096, 2, 256, device=device).bfloat16() for _ in range(2))
+    used = torch.tensor([4096, 5, 300, 0], dtype=torch.int32, device=device)
+
+    def step():
+        listed = get_scheduler_metadata(used, 1, 4096, 16, 2, True)
+        return flash_attn_varlen_func(
+            q, k, v, seqused_k=used, causal=True, scheduler_metadata=listed, use_clc=use_clc
+        ), listed
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph, (out, listed) = captured(step)
+    for lengths in ([1, 4000, 0, 700], [4096] * 4):
+        used.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        expected, wanted = step()
+        assert torch.equal(listed, wanted) and torch.equal(out, expected), lengths
 
 
 def test_a_mask_made_in_a_capture_is_not_counted(monkeypatch, device):

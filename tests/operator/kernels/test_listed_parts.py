@@ -11,6 +11,7 @@ import torch
 from backward_cases import inputs
 from gpus import gpu
 from operator_calls import forward_arguments
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.measure import host
 from fa4_hd256 import (
@@ -18,7 +19,9 @@ from fa4_hd256 import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
+    metadata,
 )
+from fa4_hd256.call import checks
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.part_lists import list_of_parts
 from fa4_hd256.call.splits import BY_RULE, LARGEST, longest_row, room_for_parts, splits_for
@@ -32,6 +35,23 @@ USED = (1200, 90, 0, 700)
 
 def ints(values, device="cpu"):
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Refuses what hands a number to the host, which waits for a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "local_scalar" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_list_is_made_without_reading(monkeypatch):
+    monkeypatch.setattr(metadata, "check_lengths", lambda *_: None)
+    monkeypatch.setattr(checks, "check_contents", lambda *_: None)
+    with NothingIsRead():
+        get_scheduler_metadata(ints(USED), 2, 1300, 8, 2, True)
+    with pytest.raises(AssertionError), NothingIsRead():
+        ints(USED)[ints(0)]
 
 
 def accurate(out, lse, seen, **options):

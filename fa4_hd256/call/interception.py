@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .gpus.family import as_seen
+from fa4_hd256.gpus.family import as_seen
 
 __all__ = ["is_intercepted", "is_lasting", "refuse_tangents"]
 
