@@ -271,12 +271,12 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
             raise TypeError(f"{name} has dtype {table.dtype}; accepted: {q.dtype} or torch.float32")
         if table.device != q.device:
             raise ValueError(f"{name} is on {table.device}; accepted: {q.device}, like q")
-    rotated = 2 * cos.shape[-1] if cos.ndim == 2 else 0
+    rotated = 2 * cos.shape[-1] if cos.ndim == 2 and len(cos) else 0
     if cos.shape != sin.shape or not 0 < rotated <= HEAD_DIM or rotated % ROTARY_MULTIPLE:
         raise ValueError(
             f"rotary_cos has shape {tuple(cos.shape)}, rotary_sin {tuple(sin.shape)}; accepted: "
-            f"(positions, rotary_dim / 2) both, rotary_dim a multiple of {ROTARY_MULTIPLE} up to "
-            f"{HEAD_DIM}"
+            f"(positions, rotary_dim / 2) both, at least one position, rotary_dim a multiple of "
+            f"{ROTARY_MULTIPLE} up to {HEAD_DIM}"
         )
     if not isinstance(interleaved, bool):
         raise TypeError(f"rotary_interleaved must be True or False, got {interleaved!r}")

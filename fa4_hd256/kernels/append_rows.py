@@ -26,10 +26,10 @@ from .limits import HEAD_DIM, WARP_SIZE
 from .problem_class import OF_PAGES, AppendClass
 from .views import by_sequence, columns_of, lane_columns, load_lane_columns
 
+__all__ = ["AppendConfig", "AppendKernel", "AppendTables"]
+
 #: The largest number of rows.
 LARGEST_COUNT = (1 << 31) - 1
-
-__all__ = ["AppendConfig", "AppendKernel", "AppendTables"]
 
 
 @dataclass(frozen=True)

@@ -325,6 +325,9 @@ WRONG = {
     "an odd part": (
         {"rotary_cos": randn(16, 9), "rotary_sin": randn(16, 9)}, ValueError, "multiple of 16"
     ),
+    "no positions": (
+        {"rotary_cos": randn(0, 8), "rotary_sin": randn(0, 8)}, ValueError, "at least one position"
+    ),
     "few positions": (
         {"rotary_cos": randn(4, 8), "rotary_sin": randn(4, 8)}, ValueError, "accepted: 0 to 3"
     ),
