@@ -576,6 +576,7 @@ def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[st
         if given is None:
             return named_configs.DEFAULT
         kinds = kernels_of(architecture_of(q.device)).configs(direction)
-        return named_configs.encode(given, *kinds)
+        said = "config" if direction == "forward" else "backward_config"
+        return named_configs.encode(given, *kinds, said=said)
 
     return name(config, "forward"), name(backward_config, "backward")

@@ -21,8 +21,9 @@ __all__ = ["DEFAULT", "decode", "encode"]
 DEFAULT = ""
 
 
-def encode(config: Any, *kinds: type) -> str:
-    """The name of `config`, an instance of one of `kinds` or None for the default one.
+def encode(config: Any, *kinds: type, said: str = "config") -> str:
+    """The name of `config`, an instance of one of `kinds` or None for the default one. said: what
+    users call it.
 
     Raises TypeError for anything else.
     """
@@ -32,7 +33,7 @@ def encode(config: Any, *kinds: type) -> str:
         wanted, found = [kind.__name__ for kind in kinds], type(config).__name__
         if found in wanted:
             *wanted, found = (f"{t.__module__}.{t.__name__}" for t in (*kinds, type(config)))
-        raise TypeError(f"config must be a {', a '.join(wanted)} or None, got {found}")
+        raise TypeError(f"{said} must be a {', a '.join(wanted)} or None, got {found}")
     return _encode(config)
 
 

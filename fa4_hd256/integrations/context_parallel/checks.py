@@ -85,7 +85,7 @@ def settings_of(
     placed(order, ranks.count, q.shape[1])
     documents = None if offsets is None else _documents(offsets, ranks.count * q.shape[1])
     kinds = kernels_of(architecture_of(q.device)).configs("backward")
-    backward = named_configs.encode(given.backward_config, *kinds)
+    backward = named_configs.encode(given.backward_config, *kinds, said="backward_config")
     rows = ranks.count * q.shape[1]
     mask = None
     if given.block_mask is not None or given.mask_mod is not None:

@@ -441,7 +441,7 @@ def test_config_of_another_type():
 
 
 def test_backward_config_of_another_type():
-    with pytest.raises(TypeError, match="config must be a BackwardConfig or None, got Forward"):
+    with pytest.raises(TypeError, match="backward_config must be a BackwardConfig or None, got"):
         flash_attn_func(*inputs(), backward_config=ForwardConfig())
 
 
