@@ -48,6 +48,21 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     """(dq, dk, dv, dsink) of the fields of `BackwardTensors` and `BackwardValues`; those that are
     not wanted are empty. Bitwise the same for the same arguments."""
     tensors, values = _named(given)
+    values = values._replace(wanted=tuple(values.wanted))
+    facts = (*values, *[tensor is None for tensor in tensors])
+    found = backward_bodies.within(tensors, facts)
+    # A repeated call has None where nothing was asked for.
+    like = tensors.q, tensors.k, tensors.v, tensors.q if tensors.sink is None else tensors.sink
+    dq, dk, dv, dsink = (
+        tensor.new_empty(0) if gradient is None else gradient
+        for tensor, gradient in zip(like, found, strict=True)
+    )
+    return dq, dk, dv, dsink
+
+
+def _run(given: Sequence[Any], values: BackwardValues) -> Any:
+    """given: the fields of `BackwardTensors`."""
+    tensors = BackwardTensors(*given)
     ragged = tensors.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
     call = BackwardCall(
@@ -118,6 +133,9 @@ def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> BackwardValues:
 backward_calls = OperatorCalls(
     "fa4_hd256::backward", _operator, _values, BackwardTensors._fields
 )
+
+#: Those of graphs, in the operator's body.
+backward_bodies = OperatorCalls("fa4_hd256::backward", _run, _values, BackwardTensors._fields)
 
 
 def call_backward(

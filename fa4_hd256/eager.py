@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -33,9 +34,11 @@ import torch
 from . import environment
 from .call.interception import is_intercepted
 from .run import packed
-from .run.recording import Replayed, Tensors, recording
+from .run.recording import Replayed, Tensors, current, recording
 
-__all__ = ["ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "key_of", "repeats"]
+__all__ = [
+    "ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "forget_calls", "key_of", "repeats",
+]  # fmt: skip
 
 #: Keys of an operator that are kept; beyond, the oldest goes.
 LARGEST = 2048
@@ -178,11 +181,18 @@ def _place(alike: _Alike, tensors: Tensors, switches: tuple[str, ...]) -> Hashab
     return alike, first.shape, second.shape, switches
 
 
-class OperatorCalls:
-    """Calls of one operator on plain tensors, those that came before repeated.
+_all_calls: weakref.WeakSet[OperatorCalls] = weakref.WeakSet()
 
-    Calls that graphs make, through the dispatcher, are none of these.
-    """
+
+def forget_calls() -> None:
+    """Let go of what is kept of calls, of all operators."""
+    for calls in _all_calls:
+        calls.forget()
+
+
+class OperatorCalls:
+    """Calls of one operator on plain tensors, those that came before repeated: past the dispatcher
+    (`find`, `run`), or in the operator's body where a graph calls it (`within`)."""
 
     def __init__(
         self,
@@ -207,6 +217,7 @@ class OperatorCalls:
             lambda *facts: self._alike[facts, _types(facts)]
         )
         self._lock = threading.Lock()
+        _all_calls.add(self)
 
     def find(
         self, facts: tuple[Any, ...], tensors: Tensors
@@ -314,6 +325,17 @@ class OperatorCalls:
             results = self._operator(tensors, entry.scalars)
         entry.replayed, entry.recorded = recorded.replayed(), True
         return results
+
+    def within(self, tensors: Tensors, facts: tuple[Any, ...]) -> Any:
+        """The results of an operator in its own body. facts: as of `find`.
+
+        A call that is recorded already, past the dispatcher, is recorded there.
+        """
+        if current() is None and repeats(tensors):
+            found = self.find(facts, tensors)
+            if found is not None:
+                return self.run(found[0], tensors, found[1])
+        return self._operator(tensors, self._resolve(tensors, facts))
 
     def forget(self) -> None:
         """Let go of all that is kept."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .call.function_tensors import functions_of_keys
 from .call.memory_checks import check_writable
 from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
 from .call.splits import BY_RULE, check_num_splits
+from .eager import OperatorCalls
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_STEPS
 from .kernels.kernel_set import kernels_of
@@ -21,7 +23,9 @@ from .run.append import run_append
 from .run.append_arguments import AppendOptions, AppendTensors
 from .run.forward import run_forward
 
-__all__ = ["append_rows", "forward", "forward_out"]
+__all__ = [
+    "append_bodies", "append_rows", "forward", "forward_bodies", "forward_out", "out_bodies",
+]  # fmt: skip
 
 _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
 
@@ -38,13 +42,26 @@ def _named(given: tuple[Any, ...]) -> tuple[ForwardTensors, ForwardValues]:
 def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
     sequences with a batch of 1."""
-    return _run(*_named(given))
+    tensors, values = _named(given)
+    out, lse = forward_bodies.within(tensors, _facts(tensors, values))
+    return out, lse
 
 
-def _run(
-    tensors: ForwardTensors, values: ForwardValues, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    (q, k, v, sink, *_), ragged = tensors, tensors.others()
+def _facts(tensors: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
+    """What the body of an operator depends on beside its tensors, `values` first."""
+    return (*values, *[tensor is None for tensor in tensors])
+
+
+def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
+    """Of `_facts`."""
+    return ForwardValues(*facts[: len(ForwardValues._fields)])
+
+
+def _run(tensors: Sequence[Any], values: ForwardValues) -> tuple[torch.Tensor, torch.Tensor]:
+    """tensors: the fields of `ForwardTensors`, and behind them, where it is given, out."""
+    count = len(ForwardTensors._fields)
+    inputs, out = ForwardTensors(*tensors[:count]), (*tensors, None)[count]
+    (q, k, v, sink, *_), ragged = inputs, inputs.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
     options = Options.of_operator(values, functions)
     call = ForwardCall(q, k, v, sink, ragged)
@@ -84,7 +101,10 @@ forward.register_autograd(gradients, setup_context=save_for_backward)
 def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
     """lse of `forward` with these arguments, whose result goes to out, 4-D."""
     check_writable(out, given)
-    return _run(*_named(given), out)[1]
+    inputs, values = _named(given)
+    tensors = *inputs, out
+    _, lse = out_bodies.within(tensors, _facts(tensors, values))
+    return lse
 
 
 @forward_out.register_fake
@@ -104,7 +124,8 @@ def append_rows(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     `AppendOptions`. Returns the rows in use with them, and q, turned; without rotary_cos something
     empty, since a schema with results that may be missing is none that PyTorch compiles."""
     count = len(AppendTensors._fields)
-    after, *turned = run_append(AppendTensors(*given[:count]), AppendOptions(*given[count:]))
+    tensors = AppendTensors(*given[:count])
+    after, *turned = append_bodies.within(tensors, _facts(tensors, given[count:]))
     return after, turned[0] if turned else after.new_empty(0)
 
 
@@ -115,3 +136,17 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if tensors.rotary_cos is None:
         return after, empty
     return after, torch.empty_like(tensors.q, memory_format=torch.contiguous_format)
+
+
+# Graphs call operators, not functions: what came before is repeated in their bodies. Versions of
+# what they write to are the dispatcher's to count.
+forward_bodies = OperatorCalls("fa4_hd256::forward", _run, _values, ForwardTensors._fields)
+out_bodies = OperatorCalls(
+    "fa4_hd256::forward_out", _run, _values, (*ForwardTensors._fields, "out")
+)
+append_bodies = OperatorCalls(
+    "fa4_hd256::append_rows",
+    lambda tensors, options: run_append(AppendTensors(*tensors), options),
+    lambda tensors, facts: AppendOptions(*facts[: len(AppendOptions._fields)]),
+    AppendTensors._fields,
+)

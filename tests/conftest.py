@@ -201,11 +201,9 @@ def _seeded():
 @pytest.fixture(autouse=True)
 def _first_calls():
     """No call has come before one of this test: what it replaces in the package is used."""
-    from fa4_hd256 import autograd, interface
+    from fa4_hd256.eager import forget_calls
 
-    interface.forward_calls.forget()
-    interface.out_calls.forget()
-    autograd.backward_calls.forget()
+    forget_calls()
 
 
 @pytest.fixture

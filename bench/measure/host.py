@@ -237,12 +237,15 @@ _CALLERS = interface, autograd, kv_cache
 @contextlib.contextmanager
 def unkept() -> Iterator[None]:
     """Inside, no call is repeated: each takes the long way through the operator."""
-    before = interception.is_intercepted
+    before, repeats = interception.is_intercepted, eager.repeats
     for module in _CALLERS:
         module.is_intercepted = lambda: True  # type: ignore[attr-defined]
+    # Nor in the operator's body.
+    eager.repeats = lambda tensors: False
     try:
         yield
     finally:
+        eager.repeats = repeats
         for module in _CALLERS:
             module.is_intercepted = before  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import autograd, interface, kv_cache
+from fa4_hd256.eager import forget_calls as forget
 from fa4_hd256.run import launch as launching
 from fa4_hd256.run import packed
 from sm100_sim.host.host_code import Run
@@ -51,13 +51,6 @@ def _host_code(compiled: Any, launched: list[str]) -> Callable[[int], None]:
         launched.extend(report.kernel for report in reports)
 
     return call
-
-
-def forget() -> None:
-    """No call has come before."""
-    interface.forward_calls.forget()
-    autograd.backward_calls.forget()
-    kv_cache.append_calls.forget()
 
 
 def simulated(monkeypatch: Any) -> list[str]:
