@@ -28,11 +28,12 @@ def _has_pointer(value: Any, depth: int = 0) -> bool:
 
 def _memory_of(tensor: Any) -> tuple[int, int]:
     """(start, end) of a tensor's storage; (0, 0) for one without memory, as those are that
-    torch.compile traces with: there PyTorch raises RuntimeError, or warns, when asked."""
-    storage = tensor.untyped_storage()
-    if storage.device.type == "meta":
-        return 0, 0
+    torch.compile traces with, or that torch.func wraps: there PyTorch raises RuntimeError, or
+    warns, when asked."""
     try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":
+            return 0, 0
         start = storage.data_ptr()
     except RuntimeError:
         return 0, 0

@@ -172,7 +172,7 @@ def test_a_table_of_addresses_tells_which_tensors_a_kernel_may_touch():
 
 
 def test_tensors_without_memory_may_be_alive():
-    """Those that torch.compile traces with, which it may leave behind."""
+    """Those that torch.compile traces with, which it may leave behind; that torch.func wraps."""
     from cutlass.cute.runtime import from_dlpack
     from torch._subclasses import FakeTensorMode
 
@@ -181,6 +181,10 @@ def test_tensors_without_memory_may_be_alive():
     functional = torch._to_functional_tensor(torch.ones(3))
     with pytest.raises(RuntimeError):
         functional.untyped_storage().data_ptr()
+    wrapped = []
+    torch.func.grad(lambda x: wrapped.append(x) or x.sum())(torch.ones(3))
+    with pytest.raises(NotImplementedError):
+        wrapped[0].untyped_storage()
     source, target = torch.randn(64), torch.zeros(64)
     with sm100_sim.attached(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*data pointer")
