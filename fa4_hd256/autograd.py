@@ -23,11 +23,11 @@ from .call.operator_arguments import (
 )
 from .call.packed_ds import check_begins
 from .call.tile_mask import TileMask
-from .eager import OperatorCalls
+from .eager import OperatorCalls, leading
 from .gpus.devices import is_captured
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
-from .run.backward import Wanted, run_backward
+from .run.backward import Wanted, or_empty, run_backward
 
 __all__ = [
     "backward", "call_backward", "check_differentiable", "gradients", "gradients_of",
@@ -49,15 +49,8 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     not wanted are empty. Bitwise the same for the same arguments."""
     tensors, values = _named(given)
     values = values._replace(wanted=tuple(values.wanted))
-    facts = (*values, *[tensor is None for tensor in tensors])
-    found = backward_bodies.within(tensors, facts)
     # A repeated call has None where nothing was asked for.
-    like = tensors.q, tensors.k, tensors.v, tensors.q if tensors.sink is None else tensors.sink
-    dq, dk, dv, dsink = (
-        tensor.new_empty(0) if gradient is None else gradient
-        for tensor, gradient in zip(like, found, strict=True)
-    )
-    return dq, dk, dv, dsink
+    return or_empty(backward_bodies.within(tensors, values), tensors)
 
 
 def _run(given: Sequence[Any], values: BackwardValues) -> Any:
@@ -125,17 +118,14 @@ def _operator(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.T
     )
 
 
-def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> BackwardValues:
-    """What `call_backward` was given; it puts them first into what a call depends on."""
-    return BackwardValues(*facts[: len(BackwardValues._fields)])
-
-
 backward_calls = OperatorCalls(
-    "fa4_hd256::backward", _operator, _values, BackwardTensors._fields
+    "fa4_hd256::backward", _operator, leading(BackwardValues), BackwardTensors._fields
 )
 
 #: Those of graphs, in the operator's body.
-backward_bodies = OperatorCalls("fa4_hd256::backward", _run, _values, BackwardTensors._fields)
+backward_bodies = OperatorCalls(
+    "fa4_hd256::backward", _run, leading(BackwardValues), BackwardTensors._fields
+)
 
 
 def call_backward(

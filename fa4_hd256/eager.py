@@ -37,7 +37,8 @@ from .run import packed
 from .run.recording import Replayed, Tensors, current, recording
 
 __all__ = [
-    "ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "forget_calls", "key_of", "repeats",
+    "ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "forget_calls", "key_of", "leading",
+    "repeats",
 ]  # fmt: skip
 
 #: Keys of an operator that are kept; beyond, the oldest goes.
@@ -326,22 +327,29 @@ class OperatorCalls:
         entry.replayed, entry.recorded = recorded.replayed(), True
         return results
 
-    def within(self, tensors: Tensors, facts: tuple[Any, ...]) -> Any:
-        """The results of an operator in its own body. facts: as of `find`.
+    def within(self, tensors: Tensors, values: Sequence[Any]) -> Any:
+        """The results of an operator in its own body. values: its arguments that are no tensors,
+        which `resolve` finds first in the facts (`leading`).
 
         A call that is recorded already, past the dispatcher, is recorded there.
         """
         if current() is None and repeats(tensors):
-            found = self.find(facts, tensors)
+            found = self.find((*values, *[tensor is None for tensor in tensors]), tensors)
             if found is not None:
                 return self.run(found[0], tensors, found[1])
-        return self._operator(tensors, self._resolve(tensors, facts))
+        return self._operator(tensors, values)
 
     def forget(self) -> None:
         """Let go of all that is kept."""
         with self._lock:
             self._kept.clear()
             self._forget_guards()
+
+
+def leading(kind: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
+    """A `resolve` of `OperatorCalls`: facts begin with the fields of a named tuple."""
+    count = len(kind._fields)
+    return lambda tensors, facts: kind(*facts[:count])
 
 
 def repeats(tensors: Tensors) -> bool:

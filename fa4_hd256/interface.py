@@ -21,7 +21,7 @@ from .call.checks import (
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
 from .call.interception import is_intercepted, refuse_tangents
-from .call.memory_checks import check_apart, check_changeable, check_out
+from .call.memory_checks import check_out, check_writable_again
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
@@ -429,9 +429,7 @@ def _attend_into(
         refuse_tangents(tensors)
         lse = _operator_into(tensors, _resolve_into(tensors, given))
     else:
-        # Addresses and modes are no part of a key.
-        check_changeable("out", out)
-        check_apart(out, inputs)
+        check_writable_again(out, inputs)
         _, lse = out_calls.run(found[0], tensors, found[1])
     return lse if named.cu_seqlens_q is None else lse.squeeze(0)
 

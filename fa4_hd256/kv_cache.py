@@ -331,8 +331,8 @@ class _NewRows(NamedTuple):
             self.rotary_sin, self.rotary_seqlens, places.q, places.cu_seqlens_q,
             others["learnable_sink"], metadata, words, others["out"],
         )  # fmt: skip
-        values = [*options.values(), *(others[name] for name in _OTHERS), *longest]
-        asked = _Asked(*[*values, self.interleaved])
+        of_others = [others[name] for name in _OTHERS]
+        asked = _Asked(*[*options.values(), *of_others, *longest, self.interleaved])
         found = None
         if _is_repeated(places, others):
             form = (marked(metadata), *[tensor is None for tensor in tensors])
@@ -344,8 +344,7 @@ class _NewRows(NamedTuple):
             # Addresses and modes are no part of a key.
             _check_memory(tensors)
             if others["out"] is not None:
-                memory_checks.check_changeable("out", others["out"])
-                memory_checks.check_apart(others["out"], tensors[:-1])
+                memory_checks.check_writable_again(others["out"], tensors[:-1])
             after, *rotated = append_calls.run(found[0], tensors, found[1])
         places = places._replace(lengths=after)
         return places._replace(q=rotated[0]) if rotated else places

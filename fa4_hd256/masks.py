@@ -33,7 +33,6 @@ from .call.tile_mask import (
     count_mask_tiles,
 )
 from .call.tree_mask import tree_words
-from .gpus.devices import is_captured
 from .kernels.block_mask import FULL, MASK_TILE
 
 __all__ = [
@@ -278,7 +277,7 @@ def as_tile_mask(
         found = from_block_mask(
             block_mask, with_bits=with_bits, batch=needed[1], heads=needed[2]
         )
-    if is_lasting(found.tiles) and not is_captured(found.device):
+    if is_lasting(found.tiles):
         known[needed] = known[asked] = found
     return found
 

@@ -15,7 +15,7 @@ from .call.function_tensors import functions_of_keys
 from .call.memory_checks import check_writable
 from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
 from .call.splits import BY_RULE, check_num_splits
-from .eager import OperatorCalls
+from .eager import OperatorCalls, leading
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_STEPS
 from .kernels.kernel_set import kernels_of
@@ -43,24 +43,16 @@ def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
     sequences with a batch of 1."""
     tensors, values = _named(given)
-    out, lse = forward_bodies.within(tensors, _facts(tensors, values))
+    out, lse = forward_bodies.within(tensors, values)
     return out, lse
-
-
-def _facts(tensors: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
-    """What the body of an operator depends on beside its tensors, `values` first."""
-    return (*values, *[tensor is None for tensor in tensors])
-
-
-def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
-    """Of `_facts`."""
-    return ForwardValues(*facts[: len(ForwardValues._fields)])
 
 
 def _run(tensors: Sequence[Any], values: ForwardValues) -> tuple[torch.Tensor, torch.Tensor]:
     """tensors: the fields of `ForwardTensors`, and behind them, where it is given, out."""
     count = len(ForwardTensors._fields)
-    inputs, out = ForwardTensors(*tensors[:count]), (*tensors, None)[count]
+    inputs, out = ForwardTensors(*tensors[:count]), None
+    if len(tensors) > count:
+        out = tensors[count]
     (q, k, v, sink, *_), ragged = inputs, inputs.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
     options = Options.of_operator(values, functions)
@@ -102,8 +94,7 @@ def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
     """lse of `forward` with these arguments, whose result goes to out, 4-D."""
     check_writable(out, given)
     inputs, values = _named(given)
-    tensors = *inputs, out
-    _, lse = out_bodies.within(tensors, _facts(tensors, values))
+    _, lse = out_bodies.within((*inputs, out), values)
     return lse
 
 
@@ -124,8 +115,8 @@ def append_rows(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     `AppendOptions`. Returns the rows in use with them, and q, turned; without rotary_cos something
     empty, since a schema with results that may be missing is none that PyTorch compiles."""
     count = len(AppendTensors._fields)
-    tensors = AppendTensors(*given[:count])
-    after, *turned = append_bodies.within(tensors, _facts(tensors, given[count:]))
+    tensors, options = AppendTensors(*given[:count]), AppendOptions(*given[count:])
+    after, *turned = append_bodies.within(tensors, options)
     return after, turned[0] if turned else after.new_empty(0)
 
 
@@ -140,13 +131,15 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 # Graphs call operators, not functions: what came before is repeated in their bodies. Versions of
 # what they write to are the dispatcher's to count.
-forward_bodies = OperatorCalls("fa4_hd256::forward", _run, _values, ForwardTensors._fields)
+forward_bodies = OperatorCalls(
+    "fa4_hd256::forward", _run, leading(ForwardValues), ForwardTensors._fields
+)
 out_bodies = OperatorCalls(
-    "fa4_hd256::forward_out", _run, _values, (*ForwardTensors._fields, "out")
+    "fa4_hd256::forward_out", _run, leading(ForwardValues), (*ForwardTensors._fields, "out")
 )
 append_bodies = OperatorCalls(
     "fa4_hd256::append_rows",
     lambda tensors, options: run_append(AppendTensors(*tensors), options),
-    lambda tensors, facts: AppendOptions(*facts[: len(AppendOptions._fields)]),
+    leading(AppendOptions),
     AppendTensors._fields,
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fa4_hd256.gpus.devices import is_captured
 from fa4_hd256.gpus.family import as_seen
 
 __all__ = ["is_intercepted", "is_lasting", "refuse_tangents"]
@@ -35,11 +36,14 @@ def is_intercepted() -> bool:
     )
 
 
-def is_lasting(made: torch.Tensor) -> bool:
+def is_lasting(made: torch.Tensor, of_capture: bool = False) -> bool:
     """Whether what was made in a call may be kept for later ones: neither the result of a graph of
     torch.compile, which overwrites it when it runs again, nor a stand-in, of a graph that is traced
-    or of torch.func."""
-    return not _is_compiling() and type(made) is torch.Tensor and not _is_wrapped(made)
+    or of torch.func; nor what a CUDA graph makes, which is there once it is replayed, unless it is
+    for calls of that graph. of_capture: whether it is."""
+    if _is_compiling() or type(made) is not torch.Tensor or _is_wrapped(made):
+        return False
+    return is_captured(made.device) == of_capture
 
 
 def refuse_tangents(tensors: Iterable[Any]) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "check_out",
     "check_spans_apart",
     "check_writable",
+    "check_writable_again",
     "memory_span",
     "require_dense",
 ]
@@ -71,6 +72,12 @@ def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
             f"last stride of 1, other strides and the address multiples of {TMA_ALIGNMENT} bytes"
         )
     check_not_overlapping("out", out)
+    check_apart(out, inputs)
+
+
+def check_writable_again(out: torch.Tensor, inputs: Sequence[Any]) -> None:
+    """Of `check_writable` what no key of a call that came before has: modes and addresses."""
+    check_changeable("out", out)
     check_apart(out, inputs)
 
 

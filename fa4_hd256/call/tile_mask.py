@@ -7,7 +7,7 @@ kernel, once for a mask. All of it happens on the mask's device, without a loop 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,9 @@ def count_mask_tiles(rows: int) -> int:
     return -(-rows // MASK_TILE)
 
 
+Made = TypeVar("Made", "TileMask", torch.Tensor)
+
+
 class TileMask:
     """Which keys queries see, for `block_mask=`; made by the functions of `fa4_hd256.masks`.
 
@@ -81,11 +84,11 @@ class TileMask:
     ) -> None:  # fmt: skip
         self.lengths, self.tiles, self.bits, self.of_first = lengths, tiles, bits, of_first
         self._made: dict[Any, torch.Tensor] = {}
-        self._parts: dict[tuple[range, range, range], TileMask] = {}
+        #: Its tiles without bits, and its parts.
+        self._masks: dict[Any, TileMask] = {}
         self._units: dict[int, tuple[tuple[bool, ...], ...]] = {}
         #: Made of the bits, and shared with masks that have the same.
         self._of_bits: dict[str, torch.Tensor] = {}
-        self._lists: TileMask | None = None
         #: Tiles of dS of a query head in a sequence, at most: `count_listed`; 0 where unknown.
         self.listed_tiles = 0
         # Each replay of a graph makes what its capture makes anew.
@@ -135,17 +138,20 @@ class TileMask:
         """The same tiles without bits."""
         if self.bits is None:
             return self
-        if self._lists is not None:
-            return self._lists
-        made = TileMask(self.lengths, self.tiles.clamp(max=ASKED), None)
-        if self._keeps(made.tiles):
-            self._lists = made
-        return made
+        return self._once(
+            self._masks, "lists", lambda: TileMask(self.lengths, self.tiles.clamp(max=ASKED), None)
+        )
 
-    def _keeps(self, made: torch.Tensor) -> bool:
-        """Whether what is made of this mask now may serve all its calls. What a CUDA graph makes is
-        there once it is replayed, and serves calls of a mask that is of that graph, too."""
-        return is_lasting(made) and is_captured(self.device) == self._is_captured
+    def _once(self, kept: dict[Any, Made], kind: Any, make: Callable[[], Made]) -> Made:
+        """What `make` makes of this mask, of this kind; once, where that may serve all its
+        calls."""
+        found = kept.get(kind)
+        if found is None:
+            found = make()
+            made = found.tiles if isinstance(found, TileMask) else found
+            if is_lasting(made, self._is_captured):
+                kept[kind] = found
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -182,21 +188,13 @@ class TileMask:
     def steps(self, halves: int) -> torch.Tensor:
         """The lists of a kernel whose tiles have `halves` x 128 queries and whose steps have 128
         keys: (1 or batch, 1 or heads, tiles of queries, 1 + tiles of keys, 4) int32."""
-        return self._of_tiles(halves, lambda: _steps(self.tiles, halves))
-
-    def _of_tiles(self, kind: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        found = self._made.get(kind)
-        if found is None:
-            found = make()
-            if self._keeps(found):
-                self._made[kind] = found
-        return found
+        return self._once(self._made, halves, lambda: _steps(self.tiles, halves))
 
     @property
     def blocks(self) -> torch.Tensor:
         """The lists of dS (`kernels.backward_block_mask`): (1 or batch, 1 or heads, blocks of keys
         and of queries, 1 + most tiles, 4) int32."""
-        return self._of_tiles("blocks", lambda: _blocks(self.tiles))
+        return self._once(self._made, "blocks", lambda: _blocks(self.tiles))
 
     @property
     def is_large(self) -> bool:
@@ -223,16 +221,8 @@ class TileMask:
         """`bits` with queries and keys exchanged."""
         if self.bits is None:
             return None
-        if "key_bits" in self._of_bits:
-            return self._of_bits["key_bits"]
-        columns = torch.arange(WORD_BITS, dtype=torch.int32, device=self.device)
-        found = torch.empty_like(self.bits)
-        for chosen in _chunks(len(found), self.device):
-            seen = self.bits[chosen, ..., None] >> columns & 1
-            found[chosen] = _packed(seen.flatten(2).transpose(1, 2))
-        if self._keeps(found):
-            self._of_bits["key_bits"] = found
-        return found
+        bits = self.bits
+        return self._once(self._of_bits, "key_bits", lambda: _exchanged(bits))
 
     def part(self, queries: range, keys: range, heads: range) -> TileMask:
         """The mask of some queries, keys and heads; made once.
@@ -242,12 +232,7 @@ class TileMask:
         """
         heads = heads if self.tiles.shape[1] > 1 else range(1)
         place = queries, keys, heads
-        found = self._parts.get(place)
-        if found is None:
-            found = self._part(*place)
-            if self._keeps(found.tiles):
-                self._parts[place] = found
-        return found
+        return self._once(self._masks, place, lambda: self._part(*place))
 
     def _part(self, queries: range, keys: range, heads: range) -> TileMask:
         lengths, tiles = (len(queries), len(keys)), self.tiles[:, heads.start : heads.stop]
@@ -293,6 +278,16 @@ class TileMask:
                 ]).T  # fmt: skip
             self._units[rows] = tuple(map(tuple, found.tolist()))
         return self._units[rows]
+
+
+def _exchanged(bits: torch.Tensor) -> torch.Tensor:
+    """Tiles of bits with queries and keys exchanged."""
+    columns = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
+    found = torch.empty_like(bits)
+    for chosen in _chunks(len(found), bits.device):
+        seen = bits[chosen, ..., None] >> columns & 1
+        found[chosen] = _packed(seen.flatten(2).transpose(1, 2))
+    return found
 
 
 def _kinds_from(kinds: torch.Tensor, dimension: int, rows: range) -> torch.Tensor:

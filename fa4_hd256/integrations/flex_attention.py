@@ -19,7 +19,6 @@ import torch
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from fa4_hd256.call.interception import is_lasting
-from fa4_hd256.gpus.devices import is_captured
 from fa4_hd256.interface import flash_attn_func
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import Scored, ScoreMod
@@ -147,7 +146,7 @@ def _traced_mask(block_mask: Any, device: torch.device) -> MaskMod:
         # No inference tensors, which a later training could not save.
         with torch.inference_mode(False):
             found = mask_mod_of(block_mask.mask_mod, device)
-        if all(map(is_lasting, found.tensors)) and not is_captured(device):
+        if all(map(is_lasting, found.tensors)):
             _masks[block_mask] = found
     return found
 

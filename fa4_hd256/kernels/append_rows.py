@@ -82,10 +82,12 @@ class AppendKernel:
         rows = tuple(by_sequence(t, 16, own.row_columns) for t in rows)
         of_warps = _rows_of(rows[0])
         if cutlass.const_expr(tables.rotary is not None):
-            queries, rotated = (by_sequence(t, 16) for t in tables.rotary[3:5])
-            rotary = tables.rotary._replace(queries=queries, rotated=rotated)
+            rotary = tables.rotary
+            rotary = rotary._replace(
+                queries=by_sequence(rotary.queries, 16), rotated=by_sequence(rotary.rotated, 16)
+            )
             tables = tables._replace(rotary=rotary)
-            of_warps += _rows_of(queries)
+            of_warps += _rows_of(rotary.queries)
         warps = self.config.num_warps
         self.kernel(caches, rows, tables).launch(
             grid=((of_warps + warps - 1) // warps, 1, 1),

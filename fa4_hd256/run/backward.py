@@ -54,6 +54,7 @@ from .recording import (
 __all__ = [
     "Wanted",
     "empty_stats",
+    "or_empty",
     "run_backward",
     "run_preprocess",
 ]
@@ -114,11 +115,17 @@ def run_backward(
         _run_gradients(division, tensors, results, config)
         if problem.sums and OF_KEYS[0] in made:
             _run_sum(problem, results, made)
-    found = finish(call_tensors(call), tuple(made.values()))
+    return or_empty(finish(call_tensors(call), tuple(made.values())), call)
+
+
+def or_empty(
+    results: Sequence[torch.Tensor | None], call: BackwardCall | BackwardTensors
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v and the sink, empty tensors in place of None."""
     like = call.q, call.k, call.v, call.q if call.sink is None else call.sink
     dq, dk, dv, dsink = (
         tensor.new_empty(0) if gradient is None else gradient
-        for tensor, gradient in zip(like, found, strict=True)
+        for tensor, gradient in zip(like, results, strict=True)
     )
     return dq, dk, dv, dsink
 

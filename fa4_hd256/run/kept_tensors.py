@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 
@@ -23,29 +25,16 @@ def made_to_keep(make: Callable[[], Made], device: torch.device) -> Made:
 
     Not for the capture of a graph, where memory that is made anew is refused.
     """
-    made = _Made(make, device)
-    thread = threading.Thread(target=made, name="fa4_hd256 kept tensors", daemon=True)
-    thread.start()
-    thread.join()
-    if made.error is not None:
-        raise made.error
-    return made.value
+    made: Future[Made] = Future()
 
-
-class _Made:
-    """What a thread makes, or raises."""
-
-    def __init__(self, make: Callable[[], Any], device: torch.device) -> None:
-        self._make, self._device = make, device
-        self.value: Any = None
-        self.error: BaseException | None = None
-
-    def __call__(self) -> None:
+    def run() -> None:
+        is_cuda = device.type == "cuda"
         try:
-            if self._device.type == "cuda":
-                with torch.cuda.device(self._device):
-                    self.value = self._make()
-            else:
-                self.value = self._make()
+            with torch.cuda.device(device) if is_cuda else contextlib.nullcontext():
+                made.set_result(make())
         except BaseException as error:
-            self.error = error
+            made.set_exception(error)
+
+    # Of no pool of threads: those end with the main thread, which others may outlive.
+    threading.Thread(target=run, name="fa4_hd256 kept tensors", daemon=True).start()
+    return made.result()

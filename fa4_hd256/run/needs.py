@@ -218,9 +218,7 @@ def specs_of(
             found |= dict.fromkeys(_listed(problem, gpu))
     for dtype in needs.dtypes:
         found |= dict.fromkeys(_combines(dtype, architecture))
-    found |= dict.fromkeys(_appends(needs, architecture))
-    if needs.rotary:
-        found |= dict.fromkeys(_rotaries(model, needs, architecture))
+    found |= dict.fromkeys(_appends(model, needs, architecture))
     if TRAINING in needs.uses:
         for problem in _changed(_trained(model, needs, architecture), needs):
             if is_masked(problem.ragged):
@@ -355,33 +353,33 @@ def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[Kernel
         yield KernelSpec("forward_combine", config, dtype, architecture)
 
 
-def _appends(needs: Needs, architecture: Architecture) -> Iterator[KernelSpec]:
+def _appends(
+    model: AttentionModel, needs: Needs, architecture: Architecture
+) -> Iterator[KernelSpec]:
     """Those that write new rows to caches, as calls with lengths of the keys may ask for."""
     forms = [FORMS[form] for form in needs.forms if _takes_list(FORMS[form])]
     choices = itertools.product(forms, needs.dtypes, needs.kv_dtypes, (False, True))
     for ragged, dtype, kv_dtype, packed in choices:
         paged = PAGE_TABLE in ragged
-        yield append_spec(AppendClass(kv_dtype or dtype, packed, paged), architecture)
+        found = [AppendClass(kv_dtype or dtype, packed, paged)]
         for descale in () if kv_dtype is None else _descales(kv_dtype, paged):
-            own = AppendClass(dtype, packed, paged, kv_dtype, descale)
+            found.append(AppendClass(dtype, packed, paged, kv_dtype, descale))
+        for own in found:
             yield append_spec(own, architecture)
+            # Rows that are in e4m3 already are turned in no call.
+            turned = needs.rotary and own.dtype == dtype
+            for rotary in _rotaries(model, dtype, ragged) if turned else ():
+                yield append_spec(replace(own, rotary=rotary), architecture)
 
 
 def _rotaries(
-    model: AttentionModel, needs: Needs, architecture: Architecture
-) -> Iterator[KernelSpec]:
-    """The same with rotary embedding: of either kind of pairs and of tables."""
+    model: AttentionModel, dtype: torch.dtype, ragged: Sequence[str]
+) -> Iterator[RotaryClass]:
+    """Rotary embedding of calls in a form: of either kind of pairs and of tables."""
     masks = [Options.check(None, mask.causal, mask.window_size, 0.0) for mask in model.masks]
-    ordered = {mask.window != (None, None) for mask in masks}
-    forms = [FORMS[form] for form in needs.forms if _takes_list(FORMS[form])]
-    for form, spec in itertools.product(forms, list(_appends(needs, architecture))):
-        own = spec.problem_class
-        if own.paged != (PAGE_TABLE in form) or own.dtype not in needs.dtypes:
-            continue  # of another form, or rows in e4m3, which are turned before that
-        of_queries = "cu_seqlens_q" in form
-        for choice in itertools.product((own.dtype, torch.float32), (False, True), sorted(ordered)):
-            rotary = RotaryClass(*choice, packed=of_queries)
-            yield append_spec(replace(own, rotary=rotary), architecture)
+    ordered = sorted({mask.window != (None, None) for mask in masks})
+    for choice in itertools.product((dtype, torch.float32), (False, True), ordered):
+        yield RotaryClass(*choice, packed="cu_seqlens_q" in ragged)
 
 
 def _backwards(forward: Problem, model: AttentionModel) -> Iterator[KernelSpec]:

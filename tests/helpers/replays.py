@@ -20,7 +20,7 @@ from sm100_sim.host.host_code import Run
 from sm100_sim.host.program import program_of
 from sm100_sim.launcher import Options, run_host_code
 
-__all__ = ["forget", "simulated"]
+__all__ = ["copied", "forget", "simulated"]
 
 
 def _ranges() -> list[tuple[int, int, str]]:
@@ -51,6 +51,14 @@ def _host_code(compiled: Any, launched: list[str]) -> Callable[[int], None]:
         launched.extend(report.kernel for report in reports)
 
     return call
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call, its tensors copied: for the same call once more."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
 
 
 def simulated(monkeypatch: Any) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from e4m3_cases import E4M3
 from paged_cases import int32, offsets
-from replays import forget, simulated
+from replays import copied, forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache, kv_cache
 from fa4_hd256.architectures import named
@@ -232,7 +232,7 @@ def test_repeated_calls(launched, own):
     given = given_call(cache_seqlens=int32([9, 20]), **others)
     if own:
         given["rotary_seqlens"] = int32([0, 30])
-    other = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    other = copied(given)
     found = flash_attn_with_kvcache(**given)
     assert len(launched) == 2
     kv_cache.append_calls.forget()
@@ -257,7 +257,7 @@ def test_what_a_key_holds(launched, changed):
     """A call that differs in one thing is another one."""
     flash_attn_with_kvcache(**given_call())
     given = given_call(**changed)
-    other = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    other = copied(given)
     found = flash_attn_with_kvcache(**given)
     forget()
     assert torch.equal(found, flash_attn_with_kvcache(**other))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from e4m3_cases import E4M3, codes, scales
 from paged_cases import int32, offsets
-from replays import forget, simulated
+from replays import copied, forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache, kv_cache
 from fa4_hd256.architectures import named
@@ -189,13 +189,6 @@ def given_call(**changed):
         "page_table": int32([[3, 0], [1, 2]]), "causal": True,
     }  # fmt: skip
     return arguments | changed
-
-
-def copied(given):
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
-    }
 
 
 @pytest.fixture

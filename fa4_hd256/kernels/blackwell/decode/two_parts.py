@@ -18,7 +18,6 @@ __all__ = ["LOW_PART", "store_parts"]
 LOW_PART = 2.0**-4
 
 
-
 def _split(values: list[Float32]) -> tuple[Int32, Int32]:
     """(hi, lo) of four values, each as `codes_of`; cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22) says what
     hi is."""
