@@ -14,6 +14,7 @@ from .exp2 import exp2_error
 from .flow import backward_flow
 from .layouts import operand_majors, pair_operands, swizzle, tensor_memory_lanes
 from .losses import training_losses
+from .measured import throughput_h200
 from .memory import memory_map
 from .race import happens_before
 from .rates import accuracy_of_the_model, throughput_forward, throughput_peers
@@ -53,6 +54,7 @@ def _barriers(title: str, plan: Any) -> Drawing:
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "throughput-forward": throughput_forward,
     "throughput-one-sequence": throughput_peers,
+    "throughput-h200": throughput_h200,
     "model-accuracy": accuracy_of_the_model,
     "training-losses": training_losses,
     "timeline-forward": role_timeline,
