@@ -51,6 +51,7 @@ def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = _UNBOUNDED,
@@ -58,7 +59,6 @@ def flash_attn_func(
     softcap: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
-    *,
     num_splits: int = BY_RULE,
     batch_invariant: bool = False,
     config: Any = None,
@@ -73,6 +73,9 @@ def flash_attn_func(
     mask_mod: MaskMod | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
+
+    All arguments behind v are keyword-only: other libraries have other arguments in these places.
+    The result is one tensor unless return_lse is True; flash-attn-4 returns a pair always.
 
     q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256), with heads a multiple
     of heads_kv; bfloat16 or float16, any lengths from 1 up. Layouts with the last stride 1 and
@@ -150,6 +153,7 @@ def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | torch.Tensor | None = None,
@@ -165,7 +169,6 @@ def flash_attn_varlen_func(
     num_splits: int = BY_RULE,
     deterministic: bool = False,
     return_lse: bool = False,
-    *,
     scheduler_metadata: torch.Tensor | None = None,
     batch_invariant: bool = False,
     config: Any = None,
@@ -228,8 +231,9 @@ def flash_attn_varlen_func(
             check_out(out, q)
         row = packed_row((q, k, v), (cu_seqlens_q, cu_seqlens_k), apart, functions)
         found, lse = flash_attn_func(
-            row.q, row.k, row.v, softmax_scale, causal, window_size, learnable_sink, softcap,
-            deterministic, True, num_splits=num_splits, batch_invariant=batch_invariant,
+            row.q, row.k, row.v, softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, learnable_sink=learnable_sink, softcap=softcap,
+            return_lse=True, num_splits=num_splits, batch_invariant=batch_invariant,
             config=config, backward_config=backward_config, use_clc=use_clc,
             out=None if out is None else out.unsqueeze(0), block_mask=row.block_mask,
             k_descale=k_descale, v_descale=v_descale, score_mod=row.score_mod,

@@ -43,6 +43,7 @@ def flash_attn_with_kvcache(
     v_cache: torch.Tensor,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    *,
     qv: torch.Tensor | None = None,
     rotary_cos: torch.Tensor | None = None,
     rotary_sin: torch.Tensor | None = None,
@@ -62,7 +63,6 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True,
     num_splits: int = BY_RULE,
     return_lse: bool = False,
-    *,
     scheduler_metadata: torch.Tensor | None = None,
     max_seqlen_k: int | torch.Tensor | None = None,
     batch_invariant: bool = False,
@@ -75,6 +75,8 @@ def flash_attn_with_kvcache(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over a cache, after k and v, if given, were written to it in place.
+
+    All arguments behind v are keyword-only. The result is one tensor unless return_lse is True.
 
     q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q and max_seqlen_q,
         which may be a tensor as of `flash_attn_varlen_func`.
@@ -156,9 +158,10 @@ def flash_attn_with_kvcache(
         places = new_rows.written(places, cache_batch_idx, options, others)
         q, cache_seqlens, page_table = places.q, places.lengths, places.page_table
     return flash_attn_varlen_func(
-        q, k_cache, v_cache, cu_seqlens_q, None, max_seqlen_q, max_seqlen_k, None,
-        cast("torch.Tensor | None", cache_seqlens), page_table, **options, **others,
-        return_lse=return_lse, scheduler_metadata=scheduler_metadata,
+        q, k_cache, v_cache, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, seqused_k=cast("torch.Tensor | None", cache_seqlens),
+        page_table=page_table, **options, **others, return_lse=return_lse,
+        scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
 
 

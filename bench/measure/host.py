@@ -130,7 +130,9 @@ def our_call(case: HostCase, tensors: Tensors) -> Callable[[], torch.Tensor]:
     if tensors.offsets is not None:
         function = flash_attn_varlen_func
         longest = (max(q for q, _ in case.lengths), max(k for _, k in case.lengths))
-        arguments = (*arguments, *tensors.offsets, *longest)
+        given = (*tensors.offsets, *longest)
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        options |= zip(names, given, strict=True)
     return lambda: function(*arguments, **options)
 
 

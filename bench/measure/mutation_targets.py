@@ -160,8 +160,9 @@ def _packed(
     q, k, v = (tensor[0] for tensor in tensors)
     longest_q, longest_k = sizes.amax(0).tolist()
     out = flash_attn_varlen_func(
-        q, k, v, offsets_q, offsets_k, longest_q, longest_k, **options
-    )
+        q, k, v, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k, **options,
+    )  # fmt: skip
     return cast(torch.Tensor, out)
 
 

@@ -38,8 +38,8 @@ def gradients(lengths: list[int], device: torch.device) -> dict[str, Callable[[]
     found: dict[str, Callable[[], Any]] = {}
     for name, metadata in known.items():
         out = flash_attn_varlen_func(
-            q, k, v, of_q, of_k, case.seqlen_q, case.seqlen_k, causal=True,
-            backward_metadata=metadata,
+            q, k, v, cu_seqlens_q=of_q, cu_seqlens_k=of_k, max_seqlen_q=case.seqlen_q,
+            max_seqlen_k=case.seqlen_k, causal=True, backward_metadata=metadata,
         )  # fmt: skip
         found[name] = partial(torch.autograd.grad, out, leaves, inputs.dout, retain_graph=True)
     return found

@@ -185,8 +185,9 @@ class Ours:
         if inputs.cu_seqlens is None:
             return cast(torch.Tensor, flash_attn_func(*inputs.leaves, **options))
         out = flash_attn_varlen_func(
-            *inputs.leaves, *inputs.cu_seqlens, case.seqlen_q, case.seqlen_k, **options
-        )
+            *inputs.leaves, cu_seqlens_q=inputs.cu_seqlens[0], cu_seqlens_k=inputs.cu_seqlens[1],
+            max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k, **options,
+        )  # fmt: skip
         return cast(torch.Tensor, out)
 
 

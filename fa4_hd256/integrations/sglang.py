@@ -111,7 +111,8 @@ def flash_attn_varlen_func(
         # SGLang's own default is not to divide keys.
         ours.setdefault("num_splits", 1)
     attend = partial(
-        interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, **places, **ours,
+        interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **places,
+        **ours,
     )  # fmt: skip
     return written_to(out, q, attend, wants_lse)

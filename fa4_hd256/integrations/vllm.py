@@ -87,8 +87,9 @@ def flash_attn_varlen_func(
     if ours.get("score_mod") is not None:
         ours["score_mod"] = alibi(ours["score_mod"])
     attend = partial(
-        interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, seqused_k=seqused_k, **ours,
+        interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        seqused_k=seqused_k, **ours,
     )  # fmt: skip
     return written_to(out, q, attend, wants_lse)
 

@@ -55,8 +55,9 @@ class Case:
         if self.is_packed:
             longest = [max(side) for side in zip(*self.lengths)]
             out, lse = flash_attn_varlen_func(
-                *leaves, tensors["cu_q"], tensors["cu_k"], *longest, return_lse=True, **options
-            )
+                *leaves, cu_seqlens_q=tensors["cu_q"], cu_seqlens_k=tensors["cu_k"],
+                max_seqlen_q=longest[0], max_seqlen_k=longest[1], return_lse=True, **options,
+            )  # fmt: skip
         else:
             out, lse = flash_attn_func(*leaves, return_lse=True, **options)
         found = {"out": out.detach(), "lse": lse.detach()}

@@ -31,9 +31,9 @@ MORE_PARAMETERS = {
 # Likewise -> lines.
 MORE_LINES = {
     # The same: a line a parameter, and what each of them means.
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 124,
-    ("fa4_hd256/interface.py", "flash_attn_func"): 100,
-    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 117,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 127,
+    ("fa4_hd256/interface.py", "flash_attn_func"): 103,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 118,
 }
 
 _LIBRARIES = ("schedulers", "softmax_emu")

@@ -307,8 +307,9 @@ def test_ds_beyond_32_bits(monkeypatch, backward_config):
     for rows, ends, said, lengths in ((500, offsets, 300, None), (longest, of_keys, longest, used)):
         tensors = [tensor[:rows].detach().requires_grad_() for tensor in (q, k, v)]
         out = flash_attn_varlen_func(
-            *tensors, offsets, ends, said, said, seqused_k=lengths, backward_config=config
-        )
+            *tensors, cu_seqlens_q=offsets, cu_seqlens_k=ends, max_seqlen_q=said, max_seqlen_k=said,
+            seqused_k=lengths, backward_config=config,
+        )  # fmt: skip
         out.backward(dout)
         found.append([tensor.grad[:500] for tensor in tensors])
     assert max(made) * 3 // 4 > 1 << 31

@@ -45,7 +45,10 @@ class Packed:
         self.dout = torch.randn_like(self.tensors[0])
 
     def attend(self, *tensors, **options):
-        return flash_attn_varlen_func(*tensors, self.cu_q, self.cu_k, *self.longest, **options)
+        return flash_attn_varlen_func(
+            *tensors, cu_seqlens_q=self.cu_q, cu_seqlens_k=self.cu_k, max_seqlen_q=self.longest[0],
+            max_seqlen_k=self.longest[1], **options,
+        )  # fmt: skip
 
     def gradients(self, **options):
         leaves = [t.detach().requires_grad_() for t in self.tensors]
@@ -153,8 +156,9 @@ def test_compiled(device):
 
     def layer(q, k, v, cu, metadata):
         return flash_attn_varlen_func(
-            q * 1, k, v, cu, cu, 600, 600, causal=True, backward_metadata=metadata
-        )
+            q * 1, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=600, max_seqlen_k=600,
+            causal=True, backward_metadata=metadata,
+        )  # fmt: skip
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for batch in batches:

@@ -74,7 +74,10 @@ def test_compiled_graph(device):
 
 def test_compiled_varlen_graph(device):
     def layer(q, k, v, cu):
-        return flash_attn_varlen_func(q, k, v, cu, cu, 20, 20, causal=True) * 2
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=20, max_seqlen_k=20,
+            causal=True,
+        ) * 2  # fmt: skip
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     cu = torch.tensor([0, 13, 13, 33], dtype=torch.int32, device=device)
@@ -255,7 +258,10 @@ def test_a_check_of_contents_would_be_noticed(monkeypatch):
     offsets = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([0, 20], dtype=torch.int32)
     refuse_reading(monkeypatch)
     with pytest.raises(AssertionError, match="would synchronise"):
-        flash_attn_varlen_func(q, k, v, *offsets, max_seqlen_q=9, max_seqlen_k=20)
+        flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=9,
+            max_seqlen_k=20,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

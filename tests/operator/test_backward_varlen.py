@@ -191,7 +191,9 @@ def test_packed_slices_of_a_fused_projection(device):
     cu = offsets(lengths, device)
     q, k, v = leaf.split((2, 1, 1), dim=1)
     dout = torch.randn(2, sum(lengths), 256).to(fused).transpose(0, 1)
-    out = flash_attn_varlen_func(q, k, v, cu, cu, 150, 150, causal=True)
+    out = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=150, max_seqlen_k=150, causal=True
+    )
     (gradient,) = torch.autograd.grad(out, leaf, dout)
     found = dict(zip("qkv", gradient.split((2, 1, 1), dim=1)))
     check_each(found, fused.split((2, 1, 1), dim=1), dout, (lengths, lengths), causal=True)

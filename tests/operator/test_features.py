@@ -86,8 +86,9 @@ def check_packed(lengths_q, lengths_k, use_clc, device, heads=(2, 1), **options)
     q = torch.randn(sum(lengths_q), heads[0], 256).to(device, torch.bfloat16)
     k, v = (torch.randn(sum(lengths_k), heads[1], 256).to(device, torch.bfloat16) for _ in "kv")
     out, lse = flash_attn_varlen_func(
-        q, k, v, offsets(lengths_q, device), offsets(lengths_k, device),
-        max(*lengths_q, 1), max(*lengths_k, 1), return_lse=True, use_clc=use_clc, **options,
+        q, k, v, cu_seqlens_q=offsets(lengths_q, device), cu_seqlens_k=offsets(lengths_k, device),
+        max_seqlen_q=max(*lengths_q, 1), max_seqlen_k=max(*lengths_k, 1), return_lse=True,
+        use_clc=use_clc, **options,
     )  # fmt: skip
     assert out.shape == q.shape and lse.shape == (heads[0], q.shape[0])
     start_q = start_k = 0
@@ -176,10 +177,16 @@ def test_neighbours_in_a_pack_do_not_leak(device):
     lengths = (70, 90, 200)
     tensors = [torch.randn(sum(lengths), h, 256).to(device, torch.bfloat16) for h in (2, 1, 1)]
     cu = offsets(lengths, device)
-    clean = flash_attn_varlen_func(*tensors, cu, cu, 200, 200, causal=True, return_lse=True)
+    clean = flash_attn_varlen_func(
+        *tensors, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=200, max_seqlen_k=200, causal=True,
+        return_lse=True,
+    )  # fmt: skip
     for tensor in tensors[1:]:
         tensor[70:160] = math.inf
-    dirty = flash_attn_varlen_func(*tensors, cu, cu, 200, 200, causal=True, return_lse=True)
+    dirty = flash_attn_varlen_func(
+        *tensors, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=200, max_seqlen_k=200, causal=True,
+        return_lse=True,
+    )  # fmt: skip
     for rows in (slice(0, 70), slice(160, 360)):
         assert torch.equal(clean[0][rows], dirty[0][rows])
         assert torch.equal(clean[1][:, rows], dirty[1][:, rows])
@@ -216,8 +223,9 @@ def test_packed_layouts(use_clc, device):
     for q, k, v in packed_layouts(device):
         assert not q.is_contiguous()
         out, lse = flash_attn_varlen_func(
-            q, k, v, cu, cu, 150, 150, causal=True, return_lse=True, use_clc=use_clc
-        )
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=150, max_seqlen_k=150,
+            causal=True, return_lse=True, use_clc=use_clc,
+        )  # fmt: skip
         for rows in (slice(0, 70), slice(70, 220)):
             part = tuple(t[rows][None] for t in (q, k, v))
             accurate(out[rows][None], lse[:, rows][None], part, causal=True)
@@ -227,11 +235,16 @@ def test_nothing_to_do(device):
     empty = offsets((0, 0), device)
     q, k = torch.zeros(0, 2, 256).to(device, torch.bfloat16), torch.zeros(0, 1, 256).bfloat16()
     k = k.to(device)
-    out, lse = flash_attn_varlen_func(q, k, k, empty, empty, 1, 1, return_lse=True)
+    out, lse = flash_attn_varlen_func(
+        q, k, k, cu_seqlens_q=empty, cu_seqlens_k=empty, max_seqlen_q=1, max_seqlen_k=1,
+        return_lse=True,
+    )  # fmt: skip
     assert out.shape == (0, 2, 256) and lse.shape == (2, 0)
     q = torch.randn(5, 2, 256).to(device, torch.bfloat16)
-    out, lse = flash_attn_varlen_func(q, k, k, offsets((5,), device), empty[:2], 5, 1,
-                                      return_lse=True)  # fmt: skip
+    out, lse = flash_attn_varlen_func(
+        q, k, k, cu_seqlens_q=offsets((5,), device), cu_seqlens_k=empty[:2], max_seqlen_q=5,
+        max_seqlen_k=1, return_lse=True,
+    )  # fmt: skip
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
@@ -269,7 +282,10 @@ def test_the_default_scheduler(monkeypatch):
         assert is_dynamic() == is_clc
     for lengths, is_clc in (([9, 0], True), ([9] + [0] * 6, False)):
         offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-        flash_attn_varlen_func(q[0], k[0, :9], v[0, :9], offsets, offsets, 9, 9, causal=True)
+        flash_attn_varlen_func(
+            q[0], k[0, :9], v[0, :9], cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=9,
+            max_seqlen_k=9, causal=True,
+        )  # fmt: skip
         assert is_dynamic() == is_clc
 
 

@@ -28,11 +28,11 @@ def dense(device):
 
 @pytest.fixture
 def packed(device):
-    """q, k, v, cu_seqlens of three sequences, one without rows."""
+    """(q, k, v; cu_seqlens by name) of three sequences, one without rows."""
     offsets = torch.tensor([0, 40, 40, 70], dtype=torch.int32, device=device)
     q = torch.randn(70, 4, 256, device=device).bfloat16()
     k, v = (torch.randn(70, 2, 256, device=device).bfloat16() for _ in range(2))
-    return q, k, v, offsets, offsets
+    return (q, k, v), {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
 
 
 def room(like, layout):
@@ -60,9 +60,11 @@ def test_dense(dense, layout, splits):
 
 
 def test_packed(packed):
-    expected, expected_lse = flash_attn_varlen_func(*packed, 40, 40, causal=True, return_lse=True)
-    out = torch.full_like(packed[0], BAD)
-    result, lse = flash_attn_varlen_func(*packed, 40, 40, causal=True, return_lse=True, out=out)
+    tensors, lengths = packed
+    options = {**lengths, "max_seqlen_q": 40, "max_seqlen_k": 40, "causal": True}
+    expected, expected_lse = flash_attn_varlen_func(*tensors, **options, return_lse=True)
+    out = torch.full_like(tensors[0], BAD)
+    result, lse = flash_attn_varlen_func(*tensors, **options, return_lse=True, out=out)
     assert result is out and lse.shape == expected_lse.shape
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
@@ -189,18 +191,24 @@ def unreadable(value, device):
 @pytest.mark.parametrize("sides", ["q", "k", "qk"])
 def test_a_bound_on_the_device(packed, device, sides):
     """Same bits as with the rows of q, whatever it holds; nothing is read, nothing compiled."""
-    rows = len(packed[0])
-    expected = flash_attn_varlen_func(*packed, rows, causal=True, num_splits=1)
+    tensors, lengths = packed
+    options, rows = {**lengths, "causal": True, "num_splits": 1}, len(tensors[0])
+    expected = flash_attn_varlen_func(*tensors, **options, max_seqlen_q=rows)
     compiled = compile.counters["compiled"]
     for value in (40, 41):
-        bounds = [unreadable(value, device) if side in sides else rows for side in "qk"]
-        result = flash_attn_varlen_func(*packed, *bounds, causal=True, num_splits=1)
+        bounds = {
+            f"max_seqlen_{side}": unreadable(value, device) if side in sides else rows
+            for side in "qk"
+        }
+        result = flash_attn_varlen_func(*tensors, **options, **bounds)
         assert torch.equal(result, expected)
     assert compile.counters["compiled"] == compiled
 
 
 def test_a_bound_on_the_device_cannot_divide_keys(packed, device):
+    tensors, lengths = packed
     with pytest.raises(ValueError, match="max_seqlen_k is a tensor with batch_invariant=True"):
         flash_attn_varlen_func(
-            *packed, 40, unreadable(40, device), causal=True, batch_invariant=True
-        )
+            *tensors, **lengths, max_seqlen_q=40, max_seqlen_k=unreadable(40, device), causal=True,
+            batch_invariant=True,
+        )  # fmt: skip

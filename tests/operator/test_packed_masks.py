@@ -14,6 +14,7 @@ from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import alibi
 
 OF_Q, OF_K = [130, 0, 170], [150, 40, 190]
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 
 
 def offsets_of(lengths, device="cpu"):
@@ -54,8 +55,9 @@ def leaves(device):
 def attend(tensors, device, **options):
     cu_q, cu_k = offsets_of(OF_Q, device), offsets_of(OF_K, device)
     return flash_attn_varlen_func(
-        *tensors, cu_q, cu_k, max(OF_Q), max(OF_K), return_lse=True, **options
-    )
+        *tensors, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max(OF_Q),
+        max_seqlen_k=max(OF_K), return_lse=True, **options,
+    )  # fmt: skip
 
 
 def check(tensors, found, dense, score_mod=None):
@@ -146,7 +148,10 @@ def test_masks_are_joined_once(device, monkeypatch):
     q, k, v = (torch.randn(20, 1, 256).to(device, torch.bfloat16) for _ in range(3))
 
     def call():
-        return flash_attn_varlen_func(q, k, v, offsets, offsets, 12, 12, block_mask=mask)
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=12, max_seqlen_k=12,
+            block_mask=mask,
+        )  # fmt: skip
 
     first = call()
     assert torch.equal(call(), first) and len(made) == 1
@@ -204,7 +209,8 @@ def test_errors(device):
     mod = MaskMod.of(near_in_kernel)
 
     def call(*given, **options):
-        return flash_attn_varlen_func(q, k, v, *given, block_mask=mask, **options)
+        options |= zip(LENGTHS, given, strict=False)
+        return flash_attn_varlen_func(q, k, v, block_mask=mask, **options)
 
     with pytest.raises(ValueError, match="block_mask; accepted: .*cu_seqlens_q and cu_seqlens_k"):
         call()
@@ -223,11 +229,19 @@ def test_errors(device):
     with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_k hold no sequence"):
         call(cu[:1], cu[:1], 5, 5)
     with pytest.raises(ValueError, match="q has 4 dimensions"):
-        flash_attn_varlen_func(q[None], k, v, cu, cu, 5, 5, block_mask=mask)
+        flash_attn_varlen_func(
+            q[None], k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5, max_seqlen_k=5,
+            block_mask=mask,
+        )  # fmt: skip
     with pytest.raises(ValueError, match="block_mask is of 8 queries and 8 keys; accepted: 6"):
-        flash_attn_varlen_func(q[:6], k, v, cu.clamp(max=6), cu, 5, 5, block_mask=mask)
+        flash_attn_varlen_func(
+            q[:6], k, v, cu_seqlens_q=cu.clamp(max=6), cu_seqlens_k=cu, max_seqlen_q=5,
+            max_seqlen_k=5, block_mask=mask,
+        )  # fmt: skip
     with pytest.raises(ValueError, match="mask_mod is given without block_mask.*packed row"):
-        flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, mask_mod=mod)
+        flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5, max_seqlen_k=5, mask_mod=mod
+        )
     with pytest.raises(ValueError, match="mask_mod is given without block_mask"):
         flash_attn_varlen_func(q, k, v, mask_mod=mod)
     with pytest.raises(TypeError, match="cu_seqlens_q must be an int32 tensor"):
@@ -239,7 +253,10 @@ def test_errors(device):
             given = [q, k, v]
             given[place] = wrong
             with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor"):
-                flash_attn_varlen_func(*given, cu, cu, 5, 5, block_mask=mask)
+                flash_attn_varlen_func(
+                    *given, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5, max_seqlen_k=5,
+                    block_mask=mask,
+                )  # fmt: skip
     with pytest.raises(TypeError, match="v must be a torch.Tensor, got NoneType"):
         flash_attn_func(q[None], k[None], None, block_mask=mask)
     with pytest.raises(TypeError, match="mask_mod is function"):
@@ -252,7 +269,10 @@ def test_graphs_take_a_mask_made_before(device):
     cu = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
 
     def layer(q):
-        return flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, block_mask=mask)
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5, max_seqlen_k=5,
+            block_mask=mask,
+        )  # fmt: skip
 
     with pytest.raises(Exception, match="inside torch.compile; accepted: a mask of"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(q)
@@ -290,8 +310,8 @@ def test_what_inference_made_may_be_trained_with(device):
     tensors = tuple(tensor.requires_grad_() for tensor in row(device=device))
     mask = masks.from_dense(torch.ones(8, 8, device=device) > 0)
     cu = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
-    given = (cu, cu, 5, 5)
+    given = dict(zip(LENGTHS, (cu, cu, 5, 5), strict=True))
     with torch.inference_mode():
-        flash_attn_varlen_func(*tensors, *given, block_mask=mask)
-    flash_attn_varlen_func(*tensors, *given, block_mask=mask).sum().backward()
+        flash_attn_varlen_func(*tensors, **given, block_mask=mask)
+    flash_attn_varlen_func(*tensors, **given, block_mask=mask).sum().backward()
     assert all(tensor.grad is not None for tensor in tensors)

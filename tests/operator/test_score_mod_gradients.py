@@ -104,8 +104,8 @@ def test_gradients_of_packed_sequences(stored, device, backward_config):
     tensors = tuple(t.requires_grad_() for t in (q, k, v))
     config = None if stored else backward_config(ds_bytes=0)
     results = flash_attn_varlen_func(
-        *tensors, cu_q, cu_k, 130, 200, causal=True, score_mod=case.mod(device, (3, 2)),
-        return_lse=True, backward_config=config,
+        *tensors, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=130, max_seqlen_k=200,
+        causal=True, score_mod=case.mod(device, (3, 2)), return_lse=True, backward_config=config,
     )  # fmt: skip
     found, (dout, dlse) = gradients(results, tensors)
     for b in range(len(of_q)):

@@ -181,7 +181,10 @@ def test_wrong_calls(device):
         flash_attn_func(q, k, v, score_mod=learnt)
     offsets = torch.tensor([0, 8], dtype=torch.int32, device=device)
     with pytest.raises(TypeError, match="score_mod is Tensor"):
-        flash_attn_varlen_func(q[0], k[0], v[0], offsets, offsets, 8, score_mod=offsets)
+        flash_attn_varlen_func(
+            q[0], k[0], v[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=8,
+            score_mod=offsets,
+        )  # fmt: skip
 
 
 @pytest.mark.architecture("sm_100a")
@@ -230,8 +233,9 @@ def test_slopes_of_other_heads_are_refused(device, way, shape):
         else:
             mask = masks.prefix_lm(2, 8, device=device) if way == "masked" else None
             flash_attn_varlen_func(
-                q[0], k[0], v[0], ends, ends, 5, 5, score_mod=score_mod, block_mask=mask
-            )
+                q[0], k[0], v[0], cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=5,
+                max_seqlen_k=5, score_mod=score_mod, block_mask=mask,
+            )  # fmt: skip
 
 
 def test_keys_that_nobody_made(device):

@@ -165,8 +165,9 @@ def test_packed_sequences(name, device):
     v, _, each_v = packed(of_k, 1, device)
     mod = case.mod(device, (len(of_q), 2))
     out, lse = flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, 130, 260, causal=True, score_mod=mod, return_lse=True
-    )
+        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=130, max_seqlen_k=260,
+        causal=True, score_mod=mod, return_lse=True,
+    )  # fmt: skip
     for b, rows in enumerate(zip(each_q, each_k, each_v, strict=True)):
         if of_q[b]:
             span = slice(int(cu_q[b]), int(cu_q[b + 1]))

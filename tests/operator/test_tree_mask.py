@@ -139,8 +139,9 @@ def test_beside_a_score_mod(device):
 
 def attend_pages(q, paged, lengths_q, mask, **options):
     return flash_attn_varlen_func(
-        q, paged.k, paged.v, offsets(lengths_q, q.device), max_seqlen_q=options.pop("longest", 16),
-        seqused_k=paged.used, page_table=paged.table, return_lse=True, tree_mask=mask, **options,
+        q, paged.k, paged.v, cu_seqlens_q=offsets(lengths_q, q.device),
+        max_seqlen_q=options.pop("longest", 16), seqused_k=paged.used, page_table=paged.table,
+        return_lse=True, tree_mask=mask, **options,
     )  # fmt: skip
 
 
@@ -208,8 +209,10 @@ def test_one_mask_for_all_and_words_that_were_packed_before(device):
     q, k, v = (t.flatten(0, 1) for t in tensors)
     starts = [offsets((n, n), device) for n in (32, 140)]
     packed = flash_attn_varlen_func(
-        q, k, v, *starts, torch.tensor(32, device=device), 140, tree_mask=mask, num_splits=1
-    )
+        q, k, v, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
+        max_seqlen_q=torch.tensor(32, device=device), max_seqlen_k=140, tree_mask=mask,
+        num_splits=1,
+    )  # fmt: skip
     accurate(packed.unflatten(0, (2, 32)), found[1], tensors,
              mask=reference.seen_by_nodes(mask, 140))  # fmt: skip
 

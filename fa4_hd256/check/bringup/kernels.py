@@ -203,8 +203,9 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
     offsets = [torch.tensor(e, dtype=torch.int32, device=target.device) for e in ends]
     longest = [max(side) for side in zip(*_PACKED)]
     out, lse = flash_attn_varlen_func(
-        leaves[0], leaves[1], leaves[2], offsets[0], offsets[1], longest[0], longest[1],
-        causal=True, return_lse=True, use_clc=use_clc,
+        leaves[0], leaves[1], leaves[2], cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1],
+        max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=True, return_lse=True,
+        use_clc=use_clc,
     )  # fmt: skip
     gradients = torch.autograd.grad(out, leaves, dout) if is_backward else ()
     worst, right = 0.0, True

@@ -189,7 +189,10 @@ def attend(
         return out, lse
     q, k, v = (tensor.squeeze(0) for tensor in tensors)
     offsets, longest = _lengths_of(documents, q.device)
-    out, lse = flash_attn_varlen_func(q, k, v, *offsets, *longest, **given)
+    out, lse = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=longest[0],
+        max_seqlen_k=longest[1], **given,
+    )  # fmt: skip
     return out.unsqueeze(0), lse.unsqueeze(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 
@@ -64,6 +65,19 @@ def test_shapes(shapes, message):
 def test_dtype(dtype):
     with pytest.raises(TypeError, match=rf"{dtype}; accepted: torch.bfloat16 or torch.float16"):
         flash_attn_func(*inputs(dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("function", "positional"),
+    [(flash_attn_func, 3), (flash_attn_varlen_func, 3), (flash_attn_with_kvcache, 5)],
+)
+def test_arguments_behind_v_are_keyword_only(function, positional):
+    """Other libraries have dropout_p, or qv, in the place of softmax_scale."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    by_name = [inspect.Parameter.KEYWORD_ONLY] * (len(kinds) - positional)
+    assert kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * positional + by_name
+    with pytest.raises(TypeError, match=f"takes.* {positional} positional arguments"):
+        function(*[inputs()[0]] * positional, 0.0)
 
 
 def test_mixed_dtypes():

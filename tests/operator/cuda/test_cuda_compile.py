@@ -52,7 +52,10 @@ def test_packed_sequences(mode, device):
     longest = [max(side) for side in zip(*case.lengths)]
 
     def layer(q, k, v, cu_q, cu_k):
-        return flash_attn_varlen_func(q * 2, k, v, cu_q, cu_k, *longest, causal=True) + 1
+        return flash_attn_varlen_func(
+            q * 2, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1], causal=True,
+        ) + 1  # fmt: skip
 
     compiled = torch.compile(layer, fullgraph=True, mode=mode)
     for seed in range(4):

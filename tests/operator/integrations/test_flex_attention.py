@@ -192,7 +192,7 @@ def test_a_mask_for_all_heads_whose_function_tells_them_apart(ways, tensors, dev
             out = flex_attention(*leaves, block_mask=mask, scale=SCALE, enable_gqa=True)
         else:
             rows = (t.transpose(1, 2) for t in leaves)
-            out = flash_attn_func(*rows, SCALE, block_mask=mask).transpose(1, 2)
+            out = flash_attn_func(*rows, softmax_scale=SCALE, block_mask=mask).transpose(1, 2)
         found.append((out, *torch.autograd.grad(out, leaves, tensors[3])))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

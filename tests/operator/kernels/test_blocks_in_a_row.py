@@ -21,17 +21,18 @@ LENGTHS = (300, 1, 0, 17, 130, 260, 5, *[2] * 40, 129)
 
 
 def packed(heads, device):
-    """(q, k, v; the other arguments of a call) of sequences with as many keys as queries."""
+    """(q, k, v; other arguments by name) of sequences with as many keys as queries."""
     tensors = tuple(torch.randn(sum(LENGTHS), h, 256).to(device, torch.bfloat16)
                     for h in (heads[0], heads[1], heads[1]))  # fmt: skip
     cu_seqlens, longest = offsets(LENGTHS, device), max(LENGTHS)
-    return tensors, (cu_seqlens, cu_seqlens, longest, longest)
+    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return tensors, {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, **lengths}
 
 
 def attend(heads, device, **options):
     """(tensors, out, lse)."""
     tensors, lengths = packed(heads, device)
-    return tensors, *flash_attn_varlen_func(*tensors, *lengths, return_lse=True, **options)
+    return tensors, *flash_attn_varlen_func(*tensors, **lengths, return_lse=True, **options)
 
 
 def is_right(tensors, out, lse, **options):
@@ -63,7 +64,7 @@ def gradients(heads, device, **options):
     torch.manual_seed(5)
     tensors, lengths = packed(heads, device)
     tensors = tuple(tensor.requires_grad_() for tensor in tensors)
-    out = flash_attn_varlen_func(*tensors, *lengths, causal=True, **options)
+    out = flash_attn_varlen_func(*tensors, **lengths, causal=True, **options)
     return torch.autograd.grad(out, tensors, torch.randn_like(out))
 
 

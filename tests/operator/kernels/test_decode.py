@@ -84,7 +84,8 @@ def test_padding_of_a_group():
     accurate(found, (q, k, v), causal=True, window_size=(150, 0), learnable_sink=sink)
     offsets = [torch.tensor(ends, dtype=torch.int32) for ends in ((0, 3, 3, 8), (0, 100, 250, 600))]
     packed = flash_attn_varlen_func(
-        q.reshape(-1, 12, 256)[:8], *(t.reshape(-1, 2, 256) for t in (k, v)), *offsets, 5, 350,
+        q.reshape(-1, 12, 256)[:8], *(t.reshape(-1, 2, 256) for t in (k, v)),
+        cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=5, max_seqlen_k=350,
         causal=True, num_splits=2, config=config,
     )  # fmt: skip
     for first, last, keys in ((0, 3, slice(0, 100)), (3, 8, slice(250, 600))):

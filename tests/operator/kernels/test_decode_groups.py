@@ -116,8 +116,8 @@ def test_sequences_of_fewer_queries_than_a_tile():
     ends = offsets(lengths_q), offsets(lengths_k)
     for num_splits in (1, 2):
         out, lse = flash_attn_varlen_func(
-            q, k, v, *ends, 8, 300, causal=True, return_lse=True, num_splits=num_splits,
-            config=CONFIG,
+            q, k, v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=8, max_seqlen_k=300,
+            causal=True, return_lse=True, num_splits=num_splits, config=CONFIG,
         )  # fmt: skip
         for i in (0, 1, 3):
             rows, keys = (slice(*end[i : i + 2].tolist()) for end in ends)

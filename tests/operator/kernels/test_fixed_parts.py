@@ -95,7 +95,7 @@ def test_windows_and_packed_queries(device):
     _, k, v = inputs((1, LONGEST), HEADS, len(lengths), device=device)
     options = {"window_size": (800, 0), "batch_invariant": True, "return_lse": True}
     out, lse = flash_attn_varlen_func(
-        q, k, v, starts, None, 3, seqused_k=ints(used, device), **options
+        q, k, v, cu_seqlens_q=starts, max_seqlen_q=3, seqused_k=ints(used, device), **options
     )
     for entry, (count, keys) in enumerate(zip(lengths, used, strict=True)):
         if not count:
@@ -103,8 +103,9 @@ def test_windows_and_packed_queries(device):
         rows = slice(int(starts[entry]), int(starts[entry + 1]))
         own = q[rows], k[entry : entry + 1], v[entry : entry + 1]
         alone = flash_attn_varlen_func(
-            *own, ints([0, count], device), None, 3, seqused_k=ints([keys], device), **options
-        )
+            *own, cu_seqlens_q=ints([0, count], device), max_seqlen_q=3,
+            seqused_k=ints([keys], device), **options,
+        )  # fmt: skip
         assert torch.equal(alone[0], out[rows]) and torch.equal(alone[1], lse[:, rows])
         seen = own[0][None], own[1][:, :keys], own[2][:, :keys]
         found = reference.compare(out[rows][None], lse[:, rows][None], seen, window_size=(800, 0))
@@ -183,4 +184,7 @@ def test_what_is_refused(device):
     packed = [tensor.squeeze(0) for tensor in tensors]
     starts = ints([0, 1], device), ints([0, 600], device)
     with pytest.raises(ValueError, match="max_seqlen_k is None with cu_seqlens_k and batch_inv"):
-        flash_attn_varlen_func(*packed, *starts, 1, batch_invariant=True)
+        flash_attn_varlen_func(
+            *packed, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=1,
+            batch_invariant=True,
+        )  # fmt: skip

@@ -199,8 +199,9 @@ def test_l2_is_asked_for_q_of_the_next_step(use_clc, reports, copied):
     k = torch.randn(520, 1, 256).bfloat16().requires_grad_()
     offsets = [torch.tensor(values, dtype=torch.int32) for values in ([0, 100, 300], [0, 0, 520])]
     out = flash_attn_varlen_func(
-        q, k, k, *offsets, 200, 520, causal=True, backward_config=STORED, use_clc=use_clc
-    )
+        q, k, k, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=200,
+        max_seqlen_k=520, causal=True, backward_config=STORED, use_clc=use_clc,
+    )  # fmt: skip
     copied.clear()
     out.backward(torch.ones_like(out))
     num_tiles = 3  # of 256 of the second sequence's keys

@@ -114,8 +114,8 @@ def test_packed_queries_on_pages(device):
     k, v = (torch.randn(4 * columns, page, 1, 256).to(device, torch.bfloat16) for _ in "kv")
     listed = get_scheduler_metadata(ints(used, device), 3, ROWS, 8, 1, True)
     out, lse = flash_attn_varlen_func(
-        q, k, v, starts, None, 3, seqused_k=ints(used, device), page_table=table, causal=True,
-        return_lse=True, scheduler_metadata=listed,
+        q, k, v, cu_seqlens_q=starts, max_seqlen_q=3, seqused_k=ints(used, device),
+        page_table=table, causal=True, return_lse=True, scheduler_metadata=listed,
     )  # fmt: skip
     for b, (count, n) in enumerate(zip(lengths, used, strict=True)):
         if count:

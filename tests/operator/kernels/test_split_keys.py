@@ -196,9 +196,9 @@ def check_packed(lengths_q, lengths_k, num_splits, device):
     q = torch.randn(sum(lengths_q), 2, 256).to(device, torch.bfloat16)
     k, v = (torch.randn(sum(lengths_k), 1, 256).to(device, torch.bfloat16) for _ in "kv")
     out, lse = flash_attn_varlen_func(
-        q, k, v, offsets(lengths_q, device), offsets(lengths_k, device),
-        max(*lengths_q, 1), max(*lengths_k, 1), causal=True, return_lse=True,
-        num_splits=num_splits, use_clc=True,
+        q, k, v, cu_seqlens_q=offsets(lengths_q, device), cu_seqlens_k=offsets(lengths_k, device),
+        max_seqlen_q=max(*lengths_q, 1), max_seqlen_k=max(*lengths_k, 1), causal=True,
+        return_lse=True, num_splits=num_splits, use_clc=True,
     )  # fmt: skip
     assert out.shape == q.shape and lse.shape == (2, q.shape[0])
     start_q = start_k = 0
@@ -452,14 +452,22 @@ def test_keys_of_unknown_length_are_not_divided_unless_asked(combined):
     """Packed keys without max_seqlen_k: their rows say nothing of the longest sequence."""
     q, k, v = (tensor[0] for tensor in inputs((1, 1300), HEADS))
     offsets = [ints((0, n), "cpu") for n in (1, 1300)]
-    known = flash_attn_varlen_func(q, k, v, *offsets, 1, 1300, use_clc=False)
+    known = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=1,
+        max_seqlen_k=1300, use_clc=False,
+    )  # fmt: skip
     ((problem, _),) = combined
     # A part for each of the KV tiles.
     parts = -(-1300 // problem.tiles.keys)
     assert problem.num_splits == parts
-    unknown = flash_attn_varlen_func(q, k, v, *offsets, 1, use_clc=False)
+    unknown = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=1, use_clc=False
+    )
     assert len(combined) == 1
-    asked = flash_attn_varlen_func(q, k, v, *offsets, 1, num_splits=parts, use_clc=False)
+    asked = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=1, num_splits=parts,
+        use_clc=False,
+    )  # fmt: skip
     assert len(combined) == 2 and torch.equal(asked, known)
     assert (unknown.float() - known.float()).abs().max() < 2**-8
 

@@ -126,7 +126,10 @@ def test_packed(stored):
     )
     leaves = [t.requires_grad_() for t in (q, k, v)]
     options = {"causal": True}
-    flash_attn_varlen_func(*leaves, cu_q, cu_k, 300, 700, **options).backward(dout)
+    flash_attn_varlen_func(
+        *leaves, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=300, max_seqlen_k=700,
+        **options,
+    ).backward(dout)  # fmt: skip
     ((problem, ds),) = stored
     wanted = []
     for entry, (of_q, of_k) in enumerate(lengths):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -265,8 +266,9 @@ def test_packed_lengths_are_in_the_key(long_way):
         shapes = ((total, 2, 256), (total, 1, 256), (total, 1, 256))
         cu = int32(*offsets)
         return repeats(
-            flash_attn_varlen_func, *tensors(*shapes), cu, cu, longest, longest, seqused_k=used
-        )
+            flash_attn_varlen_func, *tensors(*shapes), cu_seqlens_q=cu, cu_seqlens_k=cu,
+            max_seqlen_q=longest, max_seqlen_k=longest, seqused_k=used,
+        )  # fmt: skip
 
     assert not call() and call() and call()
     # Other contents of the same shape are no other call.
@@ -282,7 +284,8 @@ def test_a_score_mod_is_in_the_key(long_way):
         if function is flash_attn_func:
             return repeats(function, *small(), causal=True, score_mod=mod)
         rows, offsets = tensors((20, 2, 256), (20, 2, 256), (20, 2, 256)), int32(0, 5, 20)
-        return repeats(function, *rows, offsets, offsets, 15, score_mod=mod)
+        lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 15}
+        return repeats(function, *rows, **lengths, score_mod=mod)
 
     halved = ScoreMod.of(lambda score, place, tensors: score * 0.5)
     other = ScoreMod.of(lambda score, place, tensors: score * 0.25)
@@ -494,9 +497,13 @@ def test_a_tensor_given_twice_is_guarded(long_way):
     calls, offsets = interface.forward_calls, int32(0, 5, 20)
     q, v = tensors((20, 2, 256), (20, 2, 256))
     given = q, q, v, offsets, offsets
+    attend = partial(
+        flash_attn_varlen_func, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=15,
+        max_seqlen_k=15,
+    )  # fmt: skip
     for _ in range(3):
-        flash_attn_varlen_func(*given, 15, 15)
-    facts, asked = _asked(calls, (*given, 15, 15), flash_attn_varlen_func)
+        attend(q, q, v)
+    facts, asked = _asked(calls, (q, q, v), attend)
     guard = calls._alike_of(*facts).last
     assert guard.addresses(asked) == [tensor.data_ptr() for tensor in given]
     for name in ("k", "cu_seqlens_k"):

@@ -50,7 +50,10 @@ def divided(q, k, v):
 def packed(q, k, v):
     begins = offsets([70, 130])
     flat = (t.flatten(0, 1) for t in (q, k, v))
-    return flash_attn_varlen_func(*flat, begins, begins, 130, 130, causal=True).view(q.shape)
+    return flash_attn_varlen_func(
+        *flat, cu_seqlens_q=begins, cu_seqlens_k=begins, max_seqlen_q=130, max_seqlen_k=130,
+        causal=True,
+    ).view(q.shape)  # fmt: skip
 
 
 MASK = masks.sliding_window(64, 100)

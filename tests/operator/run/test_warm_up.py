@@ -395,11 +395,13 @@ def test_a_warm_model_compiles_nothing(warm_model):
         )
     offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
     q, k = torch.randn(70, 2, 256).bfloat16(), torch.randn(70, 1, 256).bfloat16()
-    bounds, window = (offsets, offsets, 40, 40), warm_model.masks[0].window_size
-    flash_attn_varlen_func(q, k, k, *bounds, causal=True, window_size=window)
+    window = warm_model.masks[0].window_size
+    bounds = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 40)
+    bounds |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    flash_attn_varlen_func(q, k, k, **bounds, causal=True, window_size=window)
     with pytest.raises(AssertionError, match="a call needs KernelSpec.*float16"):
         half = q.half(), k.half(), k.half()
-        flash_attn_varlen_func(*half, *bounds, causal=True, window_size=window)
+        flash_attn_varlen_func(*half, **bounds, causal=True, window_size=window)
 
 
 def test_padded_calls_and_those_with_a_block_mask(monkeypatch, architecture):
