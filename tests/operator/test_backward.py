@@ -32,6 +32,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.sampled("(64, 1)-full", "(64, 1)-causal", "(256, 128)-causal")
 def test_lengths(lengths, causal, device):
     check(inputs(lengths, device=device), causal=causal)
 
@@ -39,6 +40,7 @@ def test_lengths(lengths, causal, device):
 # Query heads over KV heads as models have them: 1, 2, 4 and 8 divide 128; 6 and 12 do not; 16 is
 # the largest in use.
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (12, 2), (8, 1), (12, 1), (16, 1)])
+@pytest.mark.sampled("heads0", "heads1", "heads3")
 def test_head_ratios(heads, device):
     check(inputs((70, 140), heads, device=device), causal=True)
 
@@ -50,6 +52,7 @@ def test_head_ratios(heads, device):
 @pytest.mark.parametrize(
     ("clusters", "queries", "parts"), [(1, 40, 1), (1, 300, 2), (4, 300, 3), (74, 300, 6)]
 )
+@pytest.mark.sampled("1-300-2", "4-300-3", "74-300-6")
 def test_parts_of_the_query_heads(clusters, queries, parts, monkeypatch):
     monkeypatch.setenv("SM100_SIM_DEVICE", f"b200:{2 * clusters}")
     seen = []
@@ -98,6 +101,7 @@ def test_rows_without_a_visible_key(device):
     assert (found["q"][:, :260] == 0).all() and found["q"][:, 260:].any()
 
 
+@pytest.mark.sampled
 def test_keys_that_no_query_sees(device):
     """A window of 20 keys to the left of 30 queries: the first keys have no gradient at all."""
     found = check(inputs((30, 500), device=device), window_size=(20, None), softcap=50.0)
@@ -115,6 +119,7 @@ def test_keys_that_no_query_sees(device):
         ((300, 300), (10**9, 10**9)),
     ],
 )
+@pytest.mark.sampled("lengths0-window0", "lengths1-window1", "lengths3-window3")
 def test_windows(lengths, window, device):
     check(inputs(lengths, device=device), window_size=window)
 
@@ -131,6 +136,7 @@ def test_left_windows_and_softcap(lengths, left, softcap, scale, device):
 
 
 @pytest.mark.parametrize("window", [(None, 70), (-1, 0)])
+@pytest.mark.sampled
 def test_windows_bounded_to_the_right(window, device):
     check(inputs((300, 400), device=device), window_size=window)
 
@@ -157,6 +163,7 @@ def test_gradient_of_lse_alone(device):
     "logits", [(0.5, -2.0), (60.0, 30.0), (-300.0, -40.0), (-math.inf, 0.5)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.sampled("dtype0-logits0", "dtype0-logits1", "dtype1-logits0")
 def test_sinks(logits, dtype, device):
     sink = torch.tensor(logits, device=device, dtype=dtype)
     found = check(inputs((200, 130), device=device), causal=True, learnable_sink=sink)
@@ -172,6 +179,7 @@ def test_a_sink_with_the_gradient_of_lse(device):
 
 # Hopper has no mix: a step has 512 clocks of exp2 for 3072 of the tensor core.
 @pytest.mark.architecture("sm_100a")
+@pytest.mark.sampled
 def test_exp2_patterns(device, backward_config):
     """The polynomial for all of P; dQ alone, both kernels call the same function."""
     q, k, v = inputs((140, 300), device=device)
@@ -336,6 +344,7 @@ def test_layouts_of_the_lses_gradient(device):
 
 
 @pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.sampled
 def test_one_kv_head_expanded_to_many(heads, device, operands):
     """Each copy has its own gradient, of which autograd makes the sum; k and v are not copied."""
     q, k, v = inputs((70, 100), (8, 1), batch=2, device=device)

@@ -78,6 +78,7 @@ def test_sequences_lie_one_behind_the_other(exact_room):
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.sampled("static-causal")
 def test_gradients(mask, use_clc, device, backward_config, divisions, exact_room):
     """Those of the reference, in no more room than there are tiles, and the bits of calls whose
     lengths are not known."""
@@ -100,6 +101,7 @@ def test_gradients(mask, use_clc, device, backward_config, divisions, exact_room
     assert all(map(torch.equal, found, without))
 
 
+@pytest.mark.sampled
 def test_some_heads_at_a_time_and_no_room(device, backward_config, divisions, exact_room):
     """Heads of keys in two portions; and kernels that store no dS."""
     batch = Packed(LENGTHS, device)
@@ -203,6 +205,7 @@ def wrong(monkeypatch, change):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_too_little_room_is_found(monkeypatch, exact_room):
     """Of one tile less; the memory ends there."""
     batch, metadata = wrong(monkeypatch, lambda one: one._replace(ds_tiles=one.ds_tiles - 1))
@@ -223,6 +226,7 @@ def test_sequences_that_share_tiles_are_found(monkeypatch):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_kernels_that_read_other_begins_are_found(planted, exact_room):
     """Each sequence's tiles where those of the next one are."""
     plain = StoredDs.of.__func__

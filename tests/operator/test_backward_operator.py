@@ -53,6 +53,7 @@ def test_shapes_without_running():
         assert leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype
 
 
+@pytest.mark.sampled
 def test_compiled_graph(device):
     """torch.compile keeps both operators whole: no graph break, the same bits."""
 
@@ -72,6 +73,7 @@ def test_compiled_graph(device):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.sampled
 def test_compiled_varlen_graph(device):
     def layer(q, k, v, cu):
         return flash_attn_varlen_func(
@@ -113,6 +115,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("asked", ["q", "k", "v", "qv", "s"])
+@pytest.mark.sampled("qv", "s")
 def test_only_what_is_asked_for_is_computed(asked, kernels, device):
     alone = ALONE[architecture_of(torch.device(device)).name]
     kinds = {
@@ -156,6 +159,7 @@ def test_nothing_runs_without_a_gradient(kernels, device):
 
 
 @pytest.mark.architecture("sm_100a")
+@pytest.mark.sampled
 def test_configuration(kernels, device):
     """Every kernel gets its part of it; the number of stages changes no sum."""
     config = BackwardConfig(products=ProductsPlan(stages=2))
@@ -233,6 +237,7 @@ def refuse_reading(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, refuse)
 
 
+@pytest.mark.sampled
 def test_no_host_synchronisation(device, monkeypatch):
     """Nothing of the operator's own reads a tensor; checks of contents are for the CPU alone."""
     from fa4_hd256.call import checks

@@ -44,6 +44,7 @@ def lengths_of(lengths, device):
 
 
 @pytest.mark.parametrize("lengths", RAGGED, ids=str)
+@pytest.mark.sampled("((300, 5, 0, 129, 64), (200, 70, 33, 0, 300))", "((0, 256, 0), (0, 256, 7))")
 def test_packed_sequences(lengths, device):
     tensors = packed(lengths, (2, 1), torch.bfloat16, device)
     dout = torch.randn_like(tensors[0])
@@ -52,6 +53,7 @@ def test_packed_sequences(lengths, device):
 
 
 @pytest.mark.parametrize("longest", [1000, (1 << 31) - 1, 1 << 40])
+@pytest.mark.sampled
 def test_bounds_beyond_all_rows(longest, device):
     """A bound of keys may be any number; grids have room for the rows that there are."""
     lengths = (5, 3), (4, 4)
@@ -63,6 +65,7 @@ def test_bounds_beyond_all_rows(longest, device):
         assert torch.equal(found[name], gradient), name
 
 
+@pytest.mark.sampled
 def test_every_option_at_once(device):
     """Packed fp16 with windows, softcap, negative scale, a sink and the gradient of LSE."""
     lengths = ((150, 0, 300), (150, 20, 280))
@@ -118,6 +121,7 @@ def test_the_longest_key_sequence_need_not_be_given(device):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_grids_follow_the_longest_sequence():
     """64 sequences of 34 tokens: one block of queries and one of keys each, not the total's."""
 
@@ -199,6 +203,7 @@ def test_packed_slices_of_a_fused_projection(device):
     check_each(found, fused.split((2, 1, 1), dim=1), dout, (lengths, lengths), causal=True)
 
 
+@pytest.mark.sampled
 def test_nothing_to_do(device):
     """No rows at all; queries without keys; keys without queries."""
     sink = torch.randn(2, device=device)
@@ -241,6 +246,7 @@ def test_schedulers_give_the_same_bits(monkeypatch):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_each_direction_has_a_scheduler_of_its_own_by_default(monkeypatch):
     """Seven of eight sequences have one row: the forward counts past their blocks, while dQ and
     dK/dV ask for each tile, unless FA_CLC says otherwise."""

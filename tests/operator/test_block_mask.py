@@ -48,6 +48,9 @@ def holes(seqlen_q, seqlen_k, batch=1, heads=1, device="cpu"):
     [((1, 1), 1, (1, 1), 1), ((256, 256), 1, (1, 1), 1), ((600, 500), 1, (2, 1), 2),
      ((515, 900), 2, (2, 2), 1), ((130, 257), 2, (3, 1), 3)],
 )  # fmt: skip
+@pytest.mark.sampled(
+    "static-lengths0-1-heads0-1", "static-lengths1-1-heads1-1", "static-lengths3-2-heads3-1",
+)  # fmt: skip
 def test_holes(lengths, batch, heads, own_heads, use_clc, device):
     tensors = inputs(*lengths, heads, batch, device=device)
     mask = holes(*lengths, batch, own_heads, device)
@@ -100,6 +103,7 @@ def test_a_mask_of_flex_attention(device):
     check(inputs(500, 500, batch=2, device=device), mask, use_clc=False)
 
 
+@pytest.mark.sampled("static")
 def test_the_bits_of_a_causal_call(use_clc, device):
     """Where heads share no tiles the steps are those of causal=True."""
     tensors = inputs(400, 500, (2, 2), device=device)

@@ -51,17 +51,19 @@ def check(tensors, mask, with_lse=False, sink=None, use_clc=False, config=None, 
     ("lengths", "batch", "heads", "own_heads"),
     [((1, 1), 1, (1, 1), 1), ((600, 500), 1, (2, 1), 2), ((300, 700), 2, (2, 2), 1)],
 )
-@pytest.mark.sampled("static-lengths1-*", "clc-lengths0-*")
+@pytest.mark.sampled("static-lengths1-1-heads1-2")
 def test_holes(lengths, batch, heads, own_heads, use_clc, device):
     tensors = inputs(*lengths, heads, batch, device=device)
     check(tensors, holes(*lengths, batch, own_heads, device), use_clc=use_clc)
 
 
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.sampled("prefix", "window", "documents, all keys of each")
 def test_named_masks(name, device):
     check(inputs(400, 400, batch=2, device=device), NAMED[name](device), with_lse=True)
 
 
+@pytest.mark.sampled
 def test_dtypes_and_kinds_of_scores(device):
     """float16, a softcap, a sink, a scale below 0, the gradient of the LSE."""
     tensors = inputs(300, 400, (4, 2), 1, torch.float16, device)
@@ -112,7 +114,7 @@ def test_portions_of_a_group(fitting, own_heads, device, backward_config):
     [((600, 300), (2, 1), 2, 1), ((600, 300), (4, 2), 4, 2), ((1100, 130), (1, 1), 1, 2)],
     ids=["a head", "heads of a group", "some blocks"],
 )
-@pytest.mark.sampled("static-heads of a group", "clc-some blocks")
+@pytest.mark.sampled("static-heads of a group")
 def test_ranges_of_queries(
     lengths, heads, own_heads, fitting, use_clc, device, backward_config
 ):
@@ -135,6 +137,7 @@ WINDOW = 100
 LISTED = 4 * (2 * 6 - 1)
 
 
+@pytest.mark.sampled("static")
 def test_room_of_listed_tiles(use_clc, device, backward_config, divisions, monkeypatch):
     """No more than there are, and the bits of a call with room for all."""
     for name, value in (("MOST_TILES", 0), ("ROUNDED_TILES", 1)):

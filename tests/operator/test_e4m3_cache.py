@@ -42,7 +42,7 @@ def nearest(values, scale):
 
 
 @pytest.mark.parametrize("form", ["one", "sequences", "entries", "pages", None])
-@pytest.mark.sampled("pages", "None")
+@pytest.mark.sampled("pages")
 def test_new_rows_are_rounded_to_nearest(form):
     q = torch.randn(3, NEW, 4, 256).bfloat16()
     k, v = (torch.randn(3, NEW, 2, 256).bfloat16() for _ in "kv")
@@ -80,6 +80,7 @@ def test_new_rows_are_rounded_to_nearest(form):
         assert torch.equal(cache.view(torch.uint8), old.view(torch.uint8))
 
 
+@pytest.mark.sampled
 def test_the_attention_is_of_new_rows_too():
     q = torch.randn(3, NEW, 4, 256).bfloat16()
     k, v = (torch.randn(3, NEW, 1, 256).bfloat16() for _ in "kv")
@@ -94,6 +95,7 @@ def test_the_attention_is_of_new_rows_too():
         accurate((out[b : b + 1], lse[b : b + 1]), q[b : b + 1], keys, causal=True)
 
 
+@pytest.mark.sampled
 def test_rows_in_e4m3_are_written_as_they_are_and_others_are_refused():
     q = torch.randn(1, 1, 4, 256).bfloat16()
     caches, new = [codes(1, ROWS, 1, 256) for _ in "kv"], [codes(1, 1, 1, 256) for _ in "kv"]
@@ -123,6 +125,7 @@ def test_repeated_calls(monkeypatch):
         forget()
 
 
+@pytest.mark.sampled
 def test_torch_compile_and_the_operators_schema():
     q, keys, given = torch.randn(1, 1, 4, 256).bfloat16(), [codes(1, 40, 1, 256)] * 2, scales(1, 1)
 
@@ -138,6 +141,7 @@ def test_torch_compile_and_the_operators_schema():
     torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
+@pytest.mark.sampled
 def test_a_list_of_parts():
     lengths = int32([700, 60])
     q, keys, given = torch.randn(2, 1, 8, 256).bfloat16(), [codes(2, 700, 1, 256)] * 2, scales(1)
@@ -152,7 +156,7 @@ def test_a_list_of_parts():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.sampled("vllm")
+@pytest.mark.sampled
 def test_engines(engine):
     """Scales expanded from one value; bf16 caches without."""
     q = torch.randn(2, 4, 256).bfloat16()

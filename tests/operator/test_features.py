@@ -46,11 +46,14 @@ def check(tensors, use_clc, **options):
         ((300, 300), (10**9, 10**9)),
     ],
 )
-@pytest.mark.sampled("static-*", "clc-lengths3-window3")
+@pytest.mark.sampled(
+    "static-lengths1-window1", "static-lengths2-window2", "static-lengths4-window4",
+)  # fmt: skip
 def test_windows(lengths, window, use_clc, device):
     check(inputs(*lengths, device=device), use_clc, window_size=window)
 
 
+@pytest.mark.sampled("static")
 def test_causal_with_a_left_window(use_clc, device):
     """Gemma's local layers."""
     check(inputs(500, 500, 4, 2, device=device), use_clc, causal=True, window_size=(127, 0))
@@ -58,7 +61,7 @@ def test_causal_with_a_left_window(use_clc, device):
 
 # 50 is Gemma 2's; 3 bends nearly every score; with scale -1 the tensor core negates first.
 @pytest.mark.parametrize(("softcap", "scale"), [(50.0, None), (3.0, 0.0625), (20.0, -1.0)])
-@pytest.mark.sampled("static-*")
+@pytest.mark.sampled("static-50.0-None", "static-3.0-0.0625")
 def test_softcap(softcap, scale, use_clc, device):
     tensors = inputs(200, 300, device=device)
     check(tensors, use_clc, softcap=softcap, softmax_scale=scale, causal=True)
@@ -75,6 +78,7 @@ def test_sinks(logits, use_clc, device):
     check(inputs(200, 130, device=device), use_clc, causal=True, learnable_sink=sink)
 
 
+@pytest.mark.sampled
 def test_a_bf16_sink_with_window_and_softcap(use_clc, device):
     sink = torch.randn(4, device=device).bfloat16()
     options = {"learnable_sink": sink, "window_size": (100, 20), "softcap": 30.0}
@@ -110,11 +114,12 @@ RAGGED = [
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", RAGGED)
-@pytest.mark.sampled("static-*", "clc-lengths0-causal")
+@pytest.mark.sampled("static-lengths0-full", "static-lengths0-causal", "static-lengths1-full")
 def test_packed_sequences(lengths, causal, use_clc, device):
     check_packed(*lengths, use_clc, device, causal=causal)
 
 
+@pytest.mark.sampled("static")
 def test_packed_with_every_option(use_clc, device):
     check_packed(
         (150, 0, 300), (150, 20, 280), use_clc, device, heads=(4, 2), window_size=(60, 10),
@@ -122,6 +127,7 @@ def test_packed_with_every_option(use_clc, device):
     )  # fmt: skip
 
 
+@pytest.mark.sampled
 def test_many_short_sequences_follow_max_seqlen(use_clc, device, architecture):
     """64 sequences of 70 tokens: the grid counts one query block each, not the total's."""
     check_packed((70,) * 64, (70,) * 64, use_clc, device, heads=(1, 1), causal=True)
@@ -135,6 +141,7 @@ def test_many_short_sequences_follow_max_seqlen(use_clc, device, architecture):
         assert steps == 64
 
 
+@pytest.mark.sampled("static")
 def test_rows_past_the_used_ones_may_hold_anything(use_clc, device):
     """Padded sequences: NaN past seqused must not reach a result, nor be overwritten as one."""
     q, k, v = inputs(200, 300, batch=3, device=device)
@@ -156,6 +163,7 @@ def test_rows_past_the_used_ones_may_hold_anything(use_clc, device):
         assert (out[b, n:] == 0).all() and (lse[b, :, n:] == -math.inf).all()
 
 
+@pytest.mark.sampled
 def test_padded_with_a_left_window_and_softcap(use_clc, device):
     """Each sequence has its own diagonal, from which the window counts; the right is unbounded."""
     q, k, v = inputs(200, 300, batch=3, device=device)
@@ -192,6 +200,7 @@ def test_neighbours_in_a_pack_do_not_leak(device):
         assert torch.equal(clean[1][:, rows], dirty[1][:, rows])
 
 
+@pytest.mark.sampled
 def test_packed_queries_with_padded_keys(device):
     """cu_seqlens on one side only, as a prefill against a cache has it."""
     lengths = (60, 130)
@@ -218,6 +227,7 @@ def packed_layouts(device):
     yield [torch.randn(220, h, 260).to(fused)[..., 1:257] for h in (2, 1, 1)]
 
 
+@pytest.mark.sampled("static")
 def test_packed_layouts(use_clc, device):
     cu = offsets((70, 150), device)
     for q, k, v in packed_layouts(device):
@@ -231,6 +241,7 @@ def test_packed_layouts(use_clc, device):
             accurate(out[rows][None], lse[:, rows][None], part, causal=True)
 
 
+@pytest.mark.sampled
 def test_nothing_to_do(device):
     empty = offsets((0, 0), device)
     q, k = torch.zeros(0, 2, 256).to(device, torch.bfloat16), torch.zeros(0, 1, 256).bfloat16()
@@ -257,6 +268,7 @@ def is_dynamic() -> bool:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.sampled
 def test_schedulers_give_the_same_bits(causal, device, monkeypatch):
     """FA_CLC and use_clc select the same kernel; all give the same result."""
     tensors = inputs(700, 500, 4, 2, batch=2, device=device)

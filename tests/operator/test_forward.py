@@ -49,6 +49,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+@pytest.mark.sampled("127-127-full", "127-127-causal", "256-384-full")
 def test_lengths(seqlen_q, seqlen_k, causal, device):
     check(inputs(seqlen_q, seqlen_k, device=device), causal=causal)
 
@@ -58,6 +59,7 @@ def test_lengths(seqlen_q, seqlen_k, causal, device):
 @pytest.mark.parametrize(
     ("heads", "heads_kv"), [(2, 2), (4, 2), (4, 1), (12, 2), (8, 1), (12, 1), (16, 1)]
 )
+@pytest.mark.sampled("2-2", "4-2", "12-2")
 def test_head_ratios(heads, heads_kv, device):
     check(inputs(70, 140, heads, heads_kv, device=device), causal=True)
 
@@ -68,12 +70,14 @@ def test_batch(causal, device):
     check(inputs(150, 200, 4, 2, batch=3, device=device), causal=causal)
 
 
+@pytest.mark.sampled
 def test_more_tiles_than_clusters(device):
     """80 tiles on the 74 clusters of a B200: some clusters run the persistent loop twice."""
     check(inputs(20, 130, 16, 4, batch=5, device=device), causal=True)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.sampled("full")
 def test_fp16(causal, device):
     check(inputs(200, 300, dtype=torch.float16, device=device), causal=causal)
 
@@ -82,6 +86,7 @@ def test_fp16(causal, device):
 # and zero are a user's right; 1e-30 is far below every score's resolution.
 @pytest.mark.parametrize("scale", [1.0, -0.0625, -1.0, 0.0, 1e-30, 0.01])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.sampled("full-1.0", "full-0.0", "causal-1.0")
 def test_scale(scale, causal, device):
     check(inputs(140, 200, device=device), softmax_scale=scale, causal=causal)
 
@@ -94,6 +99,7 @@ def test_rows_without_a_visible_key(device):
     assert lse[:, :, 260:].isfinite().all()
 
 
+@pytest.mark.sampled
 def test_a_row_maximum_that_grows_in_every_step(device):
     """Every step is rescaled: the keys are sorted so that later ones score far higher."""
     q, k, v = inputs(130, 640, 1, 1, device=device)
@@ -125,11 +131,13 @@ def test_magnitudes(magnitude, device):
     [Ex2Pattern(4, 3), Ex2Pattern(2, 2, last_fragment_hardware=False)],
     ids=["mixed", "polynomial"],
 )
+@pytest.mark.sampled
 def test_exp2_patterns(pattern, device, forward_config):
     config = forward_config(ex2_pattern=pattern)
     check(inputs(140, 300, device=device), config=config, causal=True)
 
 
+@pytest.mark.sampled
 def test_every_rescale_threshold(device, forward_config):
     """0 rescales whenever the maximum grows: the same result as with the default."""
     tensors = inputs(140, 300, device=device)
@@ -202,6 +210,7 @@ def test_an_empty_batch(device):
     assert out.shape == (0, 5, 2, 256) and lse.shape == (0, 2, 5)
 
 
+@pytest.mark.sampled
 def test_out_alone(device):
     tensors = inputs(30, 40, device=device)
     out = flash_attn_func(*tensors)

@@ -47,6 +47,7 @@ def room(like, layout):
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("layout", ["contiguous", "slice", "heads first"])
+@pytest.mark.sampled("contiguous-1", "slice-1", "heads first-1")
 def test_dense(dense, layout, splits):
     options = {"causal": True, "num_splits": splits, "return_lse": True}
     expected, expected_lse = flash_attn_func(*dense, **options)
@@ -69,6 +70,7 @@ def test_packed(packed):
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
+@pytest.mark.sampled
 def test_rows_that_are_not_in_use(dense, device):
     """They are 0 in a tensor of the user's, too."""
     used = torch.tensor([3, 70], dtype=torch.int32, device=device)

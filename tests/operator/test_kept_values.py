@@ -96,6 +96,7 @@ FORMS = {
 @pytest.mark.simulator
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.sampled("tiles-compiled", "tiles-exported", "blocks-compiled")
 def test_a_mask_whose_first_call_is_another_kind_of_call(form, first):
     """Be it refused or not: an eager call with the mask, and a training, are as ever."""
     make, function = form
@@ -148,6 +149,7 @@ def test_lists_that_a_capture_makes_are_its_own():
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_forward_mode_gradients_are_refused():
     """An operator would drop them in silence."""
     q, k, v = inputs()

@@ -102,6 +102,7 @@ def check(q, caches, lengths, new=None, counts=(None, None), rotary=None, table=
     ],
     ids=["causal", "window", "sliding", "full"],
 )
+@pytest.mark.sampled("causal")
 def test_new_rows_of_a_dense_cache(device, options):
     """Four query heads share one of keys; a sequence without rows before, one that fills up."""
     q = randn(3, NEW, 4, 256, device=device)
@@ -109,6 +110,7 @@ def test_new_rows_of_a_dense_cache(device, options):
     check(q, dense_cache(device), LENGTHS, new, **options)
 
 
+@pytest.mark.sampled
 def test_a_sink(device):
     q, sink = randn(3, 1, 2, 256, device=device), torch.randn(2).to(device)
     new = tuple(randn(3, 1, 1, 256, device=device) for _ in "kv")
@@ -117,6 +119,7 @@ def test_a_sink(device):
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, (3, 1)), (False, None)])
+@pytest.mark.sampled("True-None-True")
 def test_rotary_embedding(device, interleaved, causal, window):
     """Positions of keys count from the rows in use; those of queries only where they have an order.
 
@@ -131,6 +134,7 @@ def test_rotary_embedding(device, interleaved, causal, window):
     check(q, dense_cache(device), LENGTHS, new, rotary=rotary, causal=causal, **window)
 
 
+@pytest.mark.sampled
 def test_packed_queries_and_new_rows(device):
     """Sequences of any number of each, none among them."""
     counts = [4, 0, 3], [2, 5, 0]
@@ -140,6 +144,7 @@ def test_packed_queries_and_new_rows(device):
     check(q, dense_cache(device), LENGTHS, new, counts, rotary, causal=True)
 
 
+@pytest.mark.sampled
 def test_a_bound_on_the_queries_that_is_a_tensor(device):
     """With new rows as without: not read, so that the rows of q bound each sequence; with a tree
     its nodes do."""
@@ -219,6 +224,7 @@ def pages(device, page_size, counts, heads_kv=1, heads_first=False):
         (16, {"softcap": 8.0, "window_size": (30, 1)}),
     ],
 )
+@pytest.mark.sampled("16-options0")
 def test_new_rows_of_a_cache_in_pages(device, page_size, options):
     """Rows that begin a page, fill one, and lie in two."""
     lengths = [0, page_size - 2, 2 * page_size - NEW]
@@ -228,6 +234,7 @@ def test_new_rows_of_a_cache_in_pages(device, page_size, options):
     check(q, caches, lengths, new, table=table, **options)
 
 
+@pytest.mark.sampled
 def test_pages_packed_and_turned(device):
     """All at once: several KV heads, heads before rows, packed rows, rotary embedding."""
     counts = [3, 1, 0], [3, 1, 2]
@@ -239,6 +246,7 @@ def test_pages_packed_and_turned(device):
 
 
 @pytest.mark.parametrize("with_rows", [True, False], ids=["new rows", "none"])
+@pytest.mark.sampled("none")
 def test_results_in_memory_that_is_given(device, with_rows):
     """out=, with rotated queries where there are new rows."""
     q, caches = randn(3, 2, 2, 256, device=device), dense_cache(device)
@@ -254,6 +262,7 @@ def test_results_in_memory_that_is_given(device, with_rows):
     assert all(torch.equal(one, other) for one, other in zip(caches, again))
 
 
+@pytest.mark.sampled
 def test_entries_of_a_larger_cache(device):
     """cache_batch_idx: an entry is a page of all its rows."""
     caches = dense_cache(device, batch=5)
@@ -514,6 +523,7 @@ def test_factors_of_no_number_leave_the_cache_as_it_was(form):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_kernel_that_is_missing_leaves_the_cache_as_it_was(monkeypatch, tmp_path):
     monkeypatch.setenv("FA4_HD256_JIT", "0")
     monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
@@ -558,6 +568,7 @@ def test_what_nothing_is_written_to_here(name):
 
 
 @pytest.mark.parametrize("name", ["q", "rotary_cos"])
+@pytest.mark.sampled
 def test_no_gradients(device, name):
     cos, sin = tables(device, positions=16)
     given = call(device, rotary_cos=cos, rotary_sin=sin)

@@ -97,6 +97,7 @@ def check(tensors, dense, found, score_mod=None, **options):
     [((1, 1), (1, 1), 1, 1, False), ((515, 390), (2, 1), 1, 2, False),
      ((300, 385), (3, 3), 2, 1, True)],
 )  # fmt: skip
+@pytest.mark.sampled("lengths1-heads1-1-2-False")
 def test_forward_and_gradients(lengths, heads, batch, own_heads, use_clc, device):
     lists, dense = tiles_and_dense(lengths, heads[0], batch, own_heads, device)
     tensors = leaves(*lengths, heads, batch, device=device)
@@ -104,6 +105,7 @@ def test_forward_and_gradients(lengths, heads, batch, own_heads, use_clc, device
     check(tensors, dense, found)
 
 
+@pytest.mark.sampled
 def test_kinds_of_scores(device):
     """float16, a softcap, a sink, a scale below 0: rows that see nothing have the sink alone."""
     lengths, options = (200, 300), {"softcap": 20.0, "softmax_scale": -0.1}
@@ -114,6 +116,7 @@ def test_kinds_of_scores(device):
     check(tensors, dense, found, learnable_sink=sink.detach(), **options)
 
 
+@pytest.mark.sampled
 def test_beside_a_score_mod(device):
     """Each reads its own tensors."""
     lengths, slopes = (200, 300), torch.tensor([0.05, 0.011], device=device)
@@ -128,6 +131,7 @@ def test_beside_a_score_mod(device):
 
 
 @pytest.mark.parametrize("heads_kv", [2, 1], ids=["heads", "heads of a group"])
+@pytest.mark.sampled("heads of a group")
 def test_portions(heads_kv, device, backward_config, monkeypatch):
     """Heads and entries count in the whole call, wherever a portion of dS begins."""
     lists, dense = tiles_and_dense((200, 256), 2, 2, 1, device)
@@ -145,6 +149,7 @@ def test_portions(heads_kv, device, backward_config, monkeypatch):
     assert {(origin.batch, origin.head) for origin in origins} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
+@pytest.mark.sampled
 def test_ranges_of_queries(device, backward_config):
     """Queries count in the whole call, too, in the mask_mod and beside it in a score_mod."""
     lengths, slopes = (600, 200), torch.tensor([0.05, 0.011], device=device)
@@ -160,6 +165,7 @@ def test_ranges_of_queries(device, backward_config):
     )  # fmt: skip
 
 
+@pytest.mark.sampled
 def test_the_bits_of_bits(device):
     """The same result, bit for bit, as with bits that PyTorch made of the same function."""
     def near(b, h, q, k):
@@ -248,6 +254,7 @@ def call_of_exact_tensors(device):
     return out, torch.autograd.grad(out, tensors[0], torch.ones_like(out))[0]
 
 
+@pytest.mark.sampled
 def test_places_stay_inside(device):
     """Kernels read no tensor past its end for rows of a tile that no sequence has."""
     out, dq = call_of_exact_tensors(device)
@@ -255,6 +262,7 @@ def test_places_stay_inside(device):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_places_beyond_are_seen(planted):
     """The simulator knows what memory a call has."""
     planted.setattr(
@@ -306,7 +314,7 @@ BUGS = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled("another head", "the key before", "halves *")
+@pytest.mark.sampled
 def test_a_planted_bug_is_refused(bug, planted):
     lists, dense = tiles_and_dense((270, 390), 2, 2)
     tensors = leaves(270, 390, (2, 1), 2)
@@ -356,6 +364,7 @@ def test_wrong_calls(device):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_what_is_no_truth():
     lists, _ = tiles_and_dense((8, 8))
     lists = masks.TileMask(lists.lengths, torch.full_like(lists.tiles, ASKED), None)

@@ -96,6 +96,7 @@ def test_a_block_mask_for_all_heads(device):
     check(tensors, attend(tensors, device, block_mask=mask), dense_of(near))
 
 
+@pytest.mark.sampled
 def test_a_function(device):
     """The block mask's own one is not called."""
     tensors, mask = leaves(device), block_mask_of(near, device)
@@ -187,6 +188,7 @@ def test_joined_masks_that_are_kept_have_a_bound(device, monkeypatch):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sampled("sequences are forgotten")
 def test_a_planted_bug_is_refused(bug, monkeypatch):
     monkeypatch.setattr(packed_row, *BUGS[bug])
     tensors, mod = leaves("cpu"), MaskMod.of(near_in_kernel)

@@ -24,7 +24,7 @@ def queries(*shape, device="cpu", dtype=torch.bfloat16):
 # Packed queries, two heads of which share tiles; sequences without queries, without keys, that end
 # with a page, inside one, and behind their first tile of keys.
 @pytest.mark.parametrize("page_size", SIZES)
-@pytest.mark.sampled("16", "48", "256", "784")
+@pytest.mark.sampled("16")
 def test_page_sizes(page_size, device):
     paged = Paged.of((300, 40, 0, 128, 16), page_size, device=device)
     lengths = (3, 0, 5, 1, 20)
@@ -32,6 +32,7 @@ def test_page_sizes(page_size, device):
     assert (out[3:8] == 0).all() and (lse[:, 3:8] == -torch.inf).all()
 
 
+@pytest.mark.sampled
 def test_dynamic_scheduler(device):
     paged = Paged.of((300, 40, 0, 128, 16), 16, device=device)
     tensors = queries(29, 2, device=device), paged, (3, 0, 5, 1, 20)
@@ -47,6 +48,7 @@ def same(first, second):
 @pytest.mark.parametrize(
     ("layout", "page_size"), [("hnd", 48), ("pages of both", 16), ("rows of both", 128)]
 )
+@pytest.mark.sampled
 def test_layouts(layout, page_size, device):
     """Several KV heads, decoding in parts; rows of a tile of which some are of no query."""
     paged = Paged.of((500, 0, 130), page_size, 2, layout, device)
@@ -63,6 +65,7 @@ def test_layouts(layout, page_size, device):
         (150, (2, 1), 64, {"window_size": (60, 10)}),
     ],
 )
+@pytest.mark.sampled("200-heads0-16-options0")
 def test_the_bits_of_keys_in_no_pages(seqlen_q, heads, page_size, options, device):
     paged = Paged.of((470, 300), page_size, heads[1], device=device)
     q = queries(2, seqlen_q, heads[0], device=device)
@@ -95,6 +98,7 @@ def test_the_operator_by_itself_refuses_gradients(device):
         torch.ops.fa4_hd256.forward(*arguments)
 
 
+@pytest.mark.sampled
 def test_compiled_graph(device):
     """torch.compile keeps the operator whole, and gives the same bits."""
     paged = Paged.of((300, 40), 16, device=device)
@@ -116,6 +120,7 @@ def test_compiled_graph(device):
         ((1, 3), 48, {"window_size": (37, 5)}),
     ],
 )
+@pytest.mark.sampled("static-lengths_q1-48-options1")
 def test_pages_left_of_a_window_are_never_read(lengths_q, page_size, options, use_clc, device):
     lengths = (640, 300)
     paged = Paged.of(lengths, page_size, device=device)
@@ -126,6 +131,7 @@ def test_pages_left_of_a_window_are_never_read(lengths_q, page_size, options, us
     check(q, paged, lengths_q, before, use_clc=use_clc, **options)
 
 
+@pytest.mark.sampled
 def test_every_feature(use_clc, device):
     """Window, softcap, a sink, a negative scale, fp16, parts, and heads of several KV heads."""
     paged = Paged.of((260, 0, 77), 16, 2, "hnd", device, torch.float16)
@@ -137,6 +143,7 @@ def test_every_feature(use_clc, device):
     check(q, paged, (5, 3, 1), use_clc=use_clc, **options)
 
 
+@pytest.mark.sampled
 def test_rows_of_padded_queries(device):
     """seqused_q: rows past it are 0 with an LSE of -inf."""
     paged = Paged.of((300, 40), 64, device=device)
@@ -149,6 +156,7 @@ def test_rows_of_padded_queries(device):
         assert (out[row, n:] == 0).all() and (lse[row, :, n:] == -torch.inf).all()
 
 
+@pytest.mark.sampled
 def test_a_shared_prefix(device):
     """Pages of one sequence in the rows of another; a table whose rows are one expanded row."""
     paged = Paged.of((200, 190), 32, device=device)

@@ -45,7 +45,7 @@ def leaves(*given, **named):
     [("alibi", {"causal": True}), ("bounded", {"softmax_scale": -0.3}),
      ("everything", {"window_size": (70, 20)})],
 )  # fmt: skip
-@pytest.mark.sampled("alibi-*-stored", "everything-*-anew")
+@pytest.mark.sampled("everything-options2-anew")
 def test_gradients(name, options, stored, device, backward_config):
     lengths, case = (150, 200), CASES[name]
     tensors = leaves(*lengths, (2, 1), 2, device)
@@ -81,6 +81,7 @@ def test_gradients_of_portions(device, backward_config, monkeypatch):
     check(found, tensors, given, score_mod=case.of_reference(*lengths), **options)
 
 
+@pytest.mark.sampled
 def test_gradients_of_a_block_mask(device):
     lengths, case = (200, 300), CASES["everything"]
     dense = torch.rand(1, 2, *lengths) > 0.5
@@ -95,7 +96,7 @@ def test_gradients_of_a_block_mask(device):
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "anew"])
-@pytest.mark.sampled("stored")
+@pytest.mark.sampled
 def test_gradients_of_packed_sequences(stored, device, backward_config):
     of_q, of_k, case = [130, 0, 70], [150, 40, 200], CASES["everything"]
     q, cu_q, _ = packed(of_q, 2, device)
@@ -120,6 +121,7 @@ def test_gradients_of_packed_sequences(stored, device, backward_config):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_wrong_slope_is_seen():
     """As that of the score the function makes, instead of that which it gets."""
     case, tensors = CASES["bounded"], leaves(64, 64, (1, 1))
@@ -143,6 +145,7 @@ def test_one_gradient_alone(device):
     assert (dq - expected).norm() <= 0.01 * expected.norm()
 
 
+@pytest.mark.sampled
 def test_graphs_and_schema(device):
     """torch.compile keeps the operators whole, and gives the same bits, also where the graph makes
     the score_mod; the schema holds."""
@@ -167,6 +170,7 @@ def test_graphs_and_schema(device):
     torch.library.opcheck(torch.ops.fa4_hd256.backward.default, arguments)
 
 
+@pytest.mark.sampled
 def test_tensors_may_not_change_before_the_backward(device):
     """What the kernels of gradients read is what the forward read."""
     slopes = torch.ones(1, device=device)

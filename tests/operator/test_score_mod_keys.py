@@ -282,6 +282,7 @@ def doubled(score, place, tensors):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_another_process_finds_the_kernels(tmp_path, monkeypatch):
     """Two functions take two kernels, which the next process has not to compile."""
     monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path / "kernels"))

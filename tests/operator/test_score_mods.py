@@ -124,7 +124,7 @@ def check(found, tensors, **options):
      ("by key", (2, 500), (4, 1), {"num_splits": 2}),
      ("alibi", (3, 260), (3, 1), {"causal": True})],
 )  # fmt: skip
-@pytest.mark.sampled("bounded-*", "by key-lengths2*", "alibi-lengths4*")
+@pytest.mark.sampled("bounded-lengths1-heads1-options1")
 def test_forward(name, lengths, heads, options, device):
     case, batch = CASES[name], 2
     q, k, v = inputs(*lengths, heads, batch, device)
@@ -136,6 +136,7 @@ def test_forward(name, lengths, heads, options, device):
 
 
 @pytest.mark.parametrize("name", ["alibi", "by key"])
+@pytest.mark.sampled
 def test_forward_of_a_block_mask(name, device):
     """Listed steps have places of their own: not all tiles are there, some rows see nothing."""
     lengths = 300, 390
@@ -157,6 +158,7 @@ def packed(lengths, heads, device):
 
 
 @pytest.mark.parametrize("name", ["alibi", "by key"])
+@pytest.mark.sampled
 def test_packed_sequences(name, device):
     """Places count in each sequence, and the batch counts sequences; one of them is empty."""
     of_q, of_k, case = [130, 0, 70], [150, 40, 260], CASES[name]
@@ -176,6 +178,7 @@ def test_packed_sequences(name, device):
             check((out[None, span], lse[None, :, span]), alone, causal=True, score_mod=own)
 
 
+@pytest.mark.sampled
 def test_keys_in_pages(device):
     """Of a cache in pages the places are those of the sequence, whatever page holds a key."""
     q = torch.randn(2, 1, 4, 256).to(device, torch.bfloat16)
@@ -193,6 +196,7 @@ def test_keys_in_pages(device):
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "pages"])
+@pytest.mark.sampled
 def test_a_cache_with_new_rows(paged, device):
     """New rows are keys behind those in use, and queries level with them."""
     lengths, new, case = [0, 21, 59], 5, CASES["everything"]
@@ -242,6 +246,7 @@ def call_of_exact_tensors(device):
     return out, torch.autograd.grad(out, tensors[0], torch.ones_like(out))[0]
 
 
+@pytest.mark.sampled
 def test_places_stay_inside(device):
     """Kernels read no tensor past its end for rows of a tile that no sequence has."""
     out, dq = call_of_exact_tensors(device)
@@ -249,6 +254,7 @@ def test_places_stay_inside(device):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_places_beyond_are_seen(planted):
     """The simulator knows what memory a call has."""
     planted.setattr(
@@ -259,6 +265,7 @@ def test_places_beyond_are_seen(planted):
         call_of_exact_tensors("cpu")
 
 
+@pytest.mark.sampled
 def test_another_tensor_takes_the_same_kernel(device):
     """The function is compiled in, tensors are not, be they larger or with a stride."""
     tensors = inputs(1, 100, (2, 1), 1, device)
@@ -273,6 +280,7 @@ def test_another_tensor_takes_the_same_kernel(device):
     assert compile.counters["compiled"] + compile.counters["disk"] == compiled
 
 
+@pytest.mark.sampled
 def test_graphs_and_schema(device):
     """torch.compile keeps the operator whole, and gives the same bits; its schema holds."""
     q, k, v = inputs(70, 100, (2, 1), 1, device)

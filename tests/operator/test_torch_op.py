@@ -22,6 +22,7 @@ def test_opcheck(device):
     torch.library.opcheck(operator, call)
 
 
+@pytest.mark.sampled
 def test_opcheck_of_split_keys(device, combined):
     operator = torch.ops.fa4_hd256.forward.default
     call = forward_arguments(*inputs(device, heads=8), num_splits=2)
@@ -60,12 +61,14 @@ def packed(device):
 
 
 @pytest.mark.parametrize("variant", [features, packed])
+@pytest.mark.sampled
 def test_opcheck_of_features(device, variant):
     operator = torch.ops.fa4_hd256.forward.default
     torch.library.opcheck(operator, forward_arguments(*inputs(device), **variant(device)))
 
 
 @pytest.mark.parametrize("variant", [features, packed])
+@pytest.mark.sampled
 def test_compiled_features(device, variant):
     """torch.compile keeps the operator whole with every feature, and gives the same bits."""
     options = {**variant(device), "return_lse": True}
@@ -121,6 +124,7 @@ def test_compiled_graph(device):
         assert torch.equal(got, expected)
 
 
+@pytest.mark.sampled
 def test_compiled_graph_of_split_keys(device):
     tensors = inputs(device, heads=8)
 

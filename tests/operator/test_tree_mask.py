@@ -74,12 +74,14 @@ def same(first, second):
     [(1, 129, (8, 1), 1), (5, 130, (8, 1), 1), (16, 257, (16, 2), 2), (32, 270, (2, 2), 3),
      (7, 300, (6, 1), 2), (9, 4, (2, 1), 1)],
 )  # fmt: skip
+@pytest.mark.sampled("5-130-heads1-1")
 def test_trees(queries, keys, heads, num_splits, device):
     tensors = dense(queries, keys, heads, device=device)
     check(tensors, trees(2, queries, device=device), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("queries", [2, 16])
+@pytest.mark.sampled
 def test_the_lower_triangle_is_the_causal_mask(queries, device):
     """The same bits, wherever the last keys lie."""
     triangle = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
@@ -90,6 +92,7 @@ def test_the_lower_triangle_is_the_causal_mask(queries, device):
         assert same(found, flash_attn_func(*tensors, causal=True, **options))
 
 
+@pytest.mark.sampled
 def test_a_mask_of_any_form_and_the_causal_mask_take_away(device):
     """Later nodes are seen where causal allows it; nodes that see nothing of the tree; roots."""
     tensors = dense(6, 131, (4, 1), device=device)
@@ -101,6 +104,7 @@ def test_a_mask_of_any_form_and_the_causal_mask_take_away(device):
     check(tensors, trees(2, 6, roots=3, device=device))
 
 
+@pytest.mark.sampled
 def test_nodes_without_a_key(device):
     """Alone in the cache, and they see not even themselves."""
     tensors, nothing = dense(3, 3, (4, 1), device=device), torch.zeros(3, 3, dtype=torch.bool)
@@ -110,6 +114,7 @@ def test_nodes_without_a_key(device):
 
 
 @pytest.mark.parametrize("queries", [4, 16])
+@pytest.mark.sampled
 def test_every_option(queries, device):
     """A window counts rows; a sink, softcap, a negative scale, float16, both schedulers."""
     tensors = dense(queries, 300, (8, 1), device=device, dtype=torch.float16)
@@ -124,6 +129,7 @@ def test_every_option(queries, device):
         assert same(found, flash_attn_func(*tensors, tree_mask=mask, **options))
 
 
+@pytest.mark.sampled
 def test_beside_a_score_mod(device):
     """ALiBi, whose distances count rows."""
     tensors, mask = dense(4, 130, (4, 1), device=device), trees(2, 4, device=device)
@@ -166,12 +172,14 @@ LENGTHS_Q, LENGTHS_K = (16, 0, 5, 1, 3), (400, 30, 131, 16, 3)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.sampled
 def test_pages_and_lengths_on_the_device(num_splits, device):
     paged = Paged.of(LENGTHS_K, 16, 2, device=device)
     q, mask = randn(25, 8, device=device), trees(5, 16, device=device)
     check_pages(q, paged, LENGTHS_Q, mask, causal=True, num_splits=num_splits)
 
 
+@pytest.mark.sampled
 def test_a_list_of_parts(device):
     paged = Paged.of((700, 30, 131), 64, device=device)
     lengths = (2, 0, 2)
@@ -183,6 +191,7 @@ def test_a_list_of_parts(device):
     )  # fmt: skip
 
 
+@pytest.mark.sampled
 def test_batch_invariant(device):
     """A sequence alone and among others, whose masks differ."""
     paged = Paged.of((700, 1100), 16, device=device)
@@ -194,6 +203,7 @@ def test_batch_invariant(device):
     assert same(found, (out[:5], lse[:, :5]))
 
 
+@pytest.mark.sampled
 def test_one_mask_for_all_and_words_that_were_packed_before(device):
     """The same bits, the 32nd of a word among them; a bound that nobody reads."""
     tensors, mask = dense(32, 140, (2, 1), device=device), tree(32).to(device)
@@ -217,6 +227,7 @@ def test_one_mask_for_all_and_words_that_were_packed_before(device):
              mask=reference.seen_by_nodes(mask, 140))  # fmt: skip
 
 
+@pytest.mark.sampled
 def test_padded_queries(device):
     """seqused_q: the tree ends with the queries in use."""
     (q, k, v), mask = dense(8, 135, (2, 1), device=device), trees(2, 8, device=device)
@@ -230,6 +241,7 @@ def test_padded_queries(device):
         accurate(out[row : row + 1, :n], lse[row : row + 1, :, :n], one, mask=seen)
 
 
+@pytest.mark.sampled
 def test_new_rows_of_a_cache_are_the_tree(device):
     caches = [randn(2, 160, 1, device=device) for _ in "kv"]
     q, k, v = dense(4, 4, (4, 1), device=device)
@@ -245,6 +257,7 @@ def test_new_rows_of_a_cache_are_the_tree(device):
 
 
 @pytest.mark.parametrize("queries", [2, 16])
+@pytest.mark.sampled
 def test_keys_in_e4m3(queries):
     q, mask, given = randn(2, queries, 8), trees(2, queries), scales(2, 1)
     keys = [codes(2, 129 + queries // 2, 1, 256) for _ in "kv"]
@@ -292,6 +305,7 @@ def test_planted_bugs_are_noticed(bug, planted):
         check(dense(5, 642, (8, 1)), mask, num_splits=1)
 
 
+@pytest.mark.sampled
 def test_no_findings(sanitize):
     sanitize(None, clusters=2)
     check(dense(5, 130, (8, 1)), trees(2, 5), num_splits=2)
@@ -335,12 +349,14 @@ def test_more_that_is_refused():
     assert torch.equal(k, before)
 
 
+@pytest.mark.sampled
 def test_opcheck(device):
     words = masks.tree_words(trees(2, 3, device=device))
     arguments = forward_arguments(*dense(3, 9, (2, 1), device=device), tree_words=words)
     torch.library.opcheck(torch.ops.fa4_hd256.forward.default, arguments)
 
 
+@pytest.mark.sampled
 def test_compiled_graph(device):
     """Packing is of the graph; the same bits."""
     tensors, mask = dense(3, 9, (2, 1), device=device), trees(2, 3, device=device)
@@ -354,6 +370,7 @@ def test_compiled_graph(device):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_repeated_calls(monkeypatch):
     """Of another mask: what is packed but for addresses."""
     launched, tensors = simulated(monkeypatch), dense(4, 100, (4, 1))

@@ -119,6 +119,7 @@ def test_the_default_configuration_reads_the_table(monkeypatch):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_replayed_sweep(monkeypatch, tmp_path, capsys):
     """The whole command with one mix, replayed on one tile; costs of hardware exp2 are given."""
     pytest.importorskip("numba")

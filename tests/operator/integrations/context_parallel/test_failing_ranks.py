@@ -56,6 +56,7 @@ def check_steps(answers, failing):
 @pytest.mark.simulator
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("way", ["ring_attention", "all_gather_attention", "ulysses_attention"])
+@pytest.mark.sampled("ring_attention-True")
 def test_a_rank_that_raises_inside_a_call_is_an_error_on_all(two, way, in_backward):
     check(two.run(failing_ranks.raises_inside, 1, way, in_backward, 0), 1)
 
@@ -69,6 +70,7 @@ def test_a_rank_that_has_done_its_part_hears_at_its_next_call(two):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.sampled
 def test_one_of_four(four, in_backward):
     check(four.run(failing_ranks.raises_inside, 2, "ring_attention", in_backward, 0), 2)
 
@@ -83,6 +85,7 @@ def check_ended(answers):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.sampled
 def test_a_rank_that_ends_before_its_call_is_an_error_on_all(count):
     with Pool(count) as pool:
         check_ended(pool.run(failing_ranks.dies))
@@ -99,6 +102,7 @@ def test_a_rank_that_ends_before_its_call_is_an_error_on_all(count):
         (4, "ring_attention", True),
     ],
 )
+@pytest.mark.sampled
 def test_a_rank_that_ends_inside_a_call_is_an_error_on_all(count, way, in_backward):
     with Pool(count) as pool:
         check_ended(pool.run(failing_ranks.dies_inside, 1, way, in_backward))

@@ -30,6 +30,7 @@ def two(request):
 
 
 @pytest.mark.parametrize("arguments", CALLS)
+@pytest.mark.sampled
 def test_forward_and_gradients(two, device, arguments):
     for answer, calls in zip(two.run(cases.run, device, *arguments), CALLS[arguments], strict=True):
         assert not isinstance(answer, Failed), answer.trace
@@ -39,11 +40,13 @@ def test_forward_and_gradients(two, device, arguments):
         assert set(worst) == {"out", "q", "k", "v"} and max(worst.values()) <= 1, worst
 
 
+@pytest.mark.sampled
 def test_wrong_lse_is_found(two, device):
     for found, _ in two.run(cases.planted, device, *next(iter(CALLS))):
         assert max(cases.errors(found, causal=True).values()) > 2
 
 
+@pytest.mark.sampled
 def test_what_pytorch_refuses(two, device):
     """Head to tail, its default, without a causal mask (docs/context_parallel.md)."""
     for answer in two.run(cases.run, device, False, True, "allgather"):
