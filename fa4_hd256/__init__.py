@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .run.prebuilt import use_prebuilt
     from .warm import warm_up
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AttentionModel", "BackwardConfig", "BackwardMetadata", "ForwardConfig", "Mask", "Needs",
     "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
@@ -38,6 +40,10 @@ _HOMES = {"AttentionModel": "models", "Mask": "models", "Needs": "run.needs",
           "flash_attn_with_kvcache": "kv_cache",
           "BackwardMetadata": "call.packed_ds",
           "get_backward_metadata": "metadata", "get_scheduler_metadata": "metadata"}  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -4,44 +4,73 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
-from . import environment
+from . import __version__, environment
 from .models import MODELS
 
+PROGRAM = "python -m fa4_hd256"
 
-def _parser() -> argparse.ArgumentParser:
-    from . import warm
-    from .check import demo
 
-    parser = argparse.ArgumentParser(prog="python -m fa4_hd256", description=__doc__)
+#: Command -> its line of help.
+COMMANDS = {
+    "demo": "causal attention in the shape of a real model",
+    "plan": "roles, memory, barriers and steps of the kernels",
+    "env": "environment variables, caches and versions",
+    "build": "a directory of kernels that a container ships",
+    "bringup": "the first hour on a GPU: one command, one report",
+}
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """Return the parser; only the given command has its options, and imports what it needs."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
+    parser.add_argument("--version", action="version", version=f"fa4-hd256 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("demo", help="causal attention in the shape of a real model")
-    run.add_argument("--model", choices=sorted(MODELS), default=demo.DEFAULT_MODEL)
-    run.add_argument("--seqlen", type=int, default=demo.DEFAULT_SEQLEN, help="tokens (default 512)")
-    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulator")
-    run.add_argument("--json", action="store_true", help="print one JSON object")
-    run.set_defaults(main=demo.main)
-    plan = commands.add_parser("plan", help="roles, memory, barriers and steps of the kernels")
-    plan.set_defaults(main=_plan)
-    settings = commands.add_parser("env", help="environment variables, caches and versions")
-    settings.set_defaults(main=_env)
-    ahead = commands.add_parser("build", help="a directory of kernels that a container ships")
-    warm.add_arguments(ahead)
-    ahead.set_defaults(main=warm.main)
-    commands.add_parser("bringup", help="the first hour on a GPU: one command, one report")
+    for name, summary in COMMANDS.items():
+        options = commands.add_parser(name, help=summary, description=summary)
+        if name == command:
+            _ADD_OPTIONS[name](options)
     return parser
 
 
-def _bringup_parser() -> argparse.ArgumentParser:
-    """A parser of its own: bringup also runs where CuTe DSL, which the others need, is missing."""
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=sorted(MODELS), default="gemma-3-4b")
+    parser.add_argument("--seqlen", type=int, default=512, help="tokens (default %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="cpu: the simulator")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(main=_demo)
+
+
+def _build_options(parser: argparse.ArgumentParser) -> None:
+    from . import warm
+
+    warm.add_arguments(parser)
+    parser.set_defaults(main=warm.main)
+
+
+def _bringup_options(parser: argparse.ArgumentParser) -> None:
     from .check.bringup import command
 
-    parser = argparse.ArgumentParser(
-        prog="python -m fa4_hd256 bringup", description=command.__doc__
-    )
+    parser.description = command.__doc__
     command.add_arguments(parser)
     parser.set_defaults(main=command.main)
-    return parser
+
+
+_ADD_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "demo": _demo_options,
+    "plan": lambda parser: parser.set_defaults(main=_plan),
+    "env": lambda parser: parser.set_defaults(main=_env),
+    "build": _build_options,
+    "bringup": _bringup_options,
+}
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .check import demo
+
+    return demo.main(arguments)
 
 
 def _plan(_: argparse.Namespace) -> int:
@@ -54,33 +83,10 @@ def _plan(_: argparse.Namespace) -> int:
 
 
 def _env(_: argparse.Namespace) -> int:
-    from .run.compile import versions
-    from .run.keys import disk_cache
-    from .run.launch import describe_gpus, simulator_state
+    from .run import bug_report
 
-    print(environment.describe())
-    print()
-    print(describe_gpus())
-    print()
-    cache = disk_cache()
-    print(f"{cache.contents} in {cache.directory}: {cache.state()}")
-    print(_prebuilt_state())
-    print(simulator_state())
-    print()
-    print("\n".join(f"{name} {version}" for name, version in versions().items()))
+    print(bug_report.describe())
     return 0
-
-
-def _prebuilt_state() -> str:
-    from .run import prebuilt
-
-    try:
-        place = prebuilt.active()
-    except ValueError as error:
-        return f"prebuilt kernels: {error}"
-    if place is None:
-        return "no prebuilt kernels in use"
-    return f"{place.directory}: {place.describe()}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,10 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     not installed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if arguments[:1] == ["bringup"]:
-            parsed = _bringup_parser().parse_args(arguments[1:])
-        else:
-            parsed = _parser().parse_args(arguments)
+        parsed = _parser(next(iter(arguments), None)).parse_args(arguments)
         return parsed.main(parsed)
     except (ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)

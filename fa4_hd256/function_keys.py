@@ -62,7 +62,8 @@ def key_of(kind: FunctionKind, *functions: Any) -> str:
 
 #: Packages whose functions, classes and modules mean the same wherever they have the same name: of
 #: versions that a kernel's key has, or of Python.
-_FIXED = ("cutlass", "math", "builtins", "operator", "fa4_hd256.kernels", "softmax_emu")
+_FIXED = ("cutlass", "math", "builtins", "operator", "fa4_hd256.kernels",
+          "fa4_hd256.softmax_emu")
 _PLAIN = (bool, int, float, str, bytes, type(None), type(Ellipsis))
 #: Attributes that CuTe DSL gives to a function that it wraps.
 _OF_WRAPPERS = ("__wrapped__", "_decorator_", "_dsl_", "_preprocess_", "set_name_prefix")

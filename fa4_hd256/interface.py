@@ -20,7 +20,7 @@ from .call.checks import (
 )
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
-from .call.interception import is_intercepted, refuse_tangents
+from .call.interception import constant_in_graphs, is_intercepted, refuse_tangents
 from .call.memory_checks import check_out, check_writable_again
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.packed_ds import BackwardMetadata, check_metadata
@@ -364,7 +364,7 @@ def mask_tables(
     return mask, found | {name: made for name, made in bits.items() if made is not None}
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _halves(device: torch.device) -> int:
     """Tiles of a mask that a tile of the forward's queries has."""
     architecture = architecture_of(device)

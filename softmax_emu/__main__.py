@@ -1,4 +1,4 @@
-"""`python -m softmax_emu fit --degree 3`: fit the polynomial and report its errors."""
+"""`python -m fa4_hd256.softmax_emu fit --degree 3`: fit the polynomial and report its errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .fit import DEGREES, Fit, error_curve, fit
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m softmax_emu")
+    parser = argparse.ArgumentParser(prog="python -m fa4_hd256.softmax_emu")
     commands = parser.add_subparsers(dest="command", required=True)
     fitting = commands.add_parser("fit", help="fit a minimax polynomial for 2^f on [0, 1]")
     fitting.add_argument("--degree", type=int, choices=DEGREES, default=3)

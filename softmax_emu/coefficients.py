@@ -1,7 +1,7 @@
 """Coefficients c0, c1, ... of the polynomials for 2^f on [0, 1] that the kernels use.
 
-Relative minimax with c0 = 1, each a float32, as `python -m softmax_emu fit --degree N` finds
-them; written as exact hexadecimal floats.  Largest relative errors of the float32 evaluation:
+Relative minimax with c0 = 1, each a float32, as `python -m fa4_hd256.softmax_emu fit --degree N`
+finds them; written as exact hexadecimal floats.  Largest relative errors of the float32 evaluation:
 2.054e-3, 8.565e-5, 2.955e-6, 1.415e-7 for degrees 2 to 5.
 """
 

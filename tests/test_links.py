@@ -59,7 +59,7 @@ def test_files_names_and_commands_that_are_mentioned_exist():
 
 
 def test_every_command_is_in_the_list_of_commands():
-    page = (ROOT / "docs/commands.md").read_text("utf-8")
+    page = mentions.named_at_the_top((ROOT / "docs/commands.md").read_text("utf-8"))
     for package, commands in mentions.commands().items():
         lines = [line for line in page.splitlines() if f"python -m {package} " in line]
         assert commands and not {name for name in commands if name not in " ".join(lines)}

@@ -29,6 +29,11 @@ def test_imports():
     assert not offences, say(offences)
 
 
+def test_libraries_are_imported_by_names_that_cannot_collide():
+    offences = style.bare_imports(ROOT)
+    assert not offences, say(offences)
+
+
 def test_the_simulator_is_used_by_its_published_names():
     offences = published.imports(ROOT)
     assert not offences, say(offences)

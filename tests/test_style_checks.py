@@ -26,7 +26,9 @@ def checkout(tmp_path):
     return tmp_path
 
 
-CHECKS = (style.sizes, style.imports, style.module_names, style.machine_paths)
+CHECKS = (
+    style.sizes, style.imports, style.bare_imports, style.module_names, style.machine_paths,
+)  # fmt: skip
 
 
 def test_nothing_is_found_where_nothing_is(checkout):
@@ -34,8 +36,9 @@ def test_nothing_is_found_where_nothing_is(checkout):
     built = checkout / "sm100_sim/build/lib"
     built.mkdir(parents=True)
     (built / "test_a.py").write_text(LONG)
-    (checkout / "fa4_hd256/run/launch/a.py").write_text("import sm100_sim\nfrom ... import call\n")
-    assert [check(checkout) for check in CHECKS] == [[], [], [], []]
+    text = "import sm100_sim\nfrom ... import call\n"
+    (checkout / "fa4_hd256/run/simulated/a.py").write_text(text)
+    assert [check(checkout) for check in CHECKS] == [[]] * len(CHECKS)
 
 
 def test_this_checkout_has_the_files_that_are_checked():
@@ -56,7 +59,12 @@ def test_this_checkout_has_the_files_that_are_checked():
      "bench/a.py:1: f has 9 parameters, at most 8"),
     ("schedulers/a.py", "def f():\n    import fa4_hd256\n", style.imports,
      "schedulers/a (room schedulers) imports fa4_hd256 (room fa4_hd256)"),
-    ("sm100_sim/a.py", "from schedulers import static\n", style.imports,
+    ("bench/a.py", "from schedulers.clc import a\n", style.bare_imports,
+     "bench/a.py imports schedulers.clc; write fa4_hd256.schedulers.clc"),
+    ("tests/a.py", "def f():\n    import softmax_emu\n", style.bare_imports,
+     "tests/a.py imports softmax_emu; write fa4_hd256.softmax_emu"),
+    ("bench/a.py", "from bench.commands import schedulers\n", style.bare_imports, None),
+    ("sm100_sim/a.py", "from fa4_hd256.schedulers import static\n", style.imports,
      "sm100_sim/a (room sm100_sim) imports schedulers (room schedulers)"),
     ("fa4_hd256/kernels/a.py", "from ..call import b\n", style.imports,
      "fa4_hd256/kernels/a (room fa4_hd256/kernels) imports fa4_hd256/call (room fa4_hd256/call)"),

@@ -24,7 +24,7 @@ from bench.tables.origin import simulator_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.check.reference import GradientComparison
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 COLUMNS = (
     Column("dtype"),

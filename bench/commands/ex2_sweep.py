@@ -36,9 +36,9 @@ from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.blackwell import tuning
+from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from sm100_sim.timing import load
-from softmax_emu.coefficients import COEFFICIENTS
-from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 
 def rows_of(

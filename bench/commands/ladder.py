@@ -26,8 +26,8 @@ from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit, markdown_text
 from bench.tables.shape_options import add_shape_options, chosen_case
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import Machine, load
-from softmax_emu.pattern import Ex2Pattern
 
 NOT_RUNNABLE = "not runnable here"
 

@@ -14,8 +14,8 @@ from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case
 from bench.tables.results import add_output_options, emit
 from bench.tables.shape_options import add_shape_options, chosen_case
 from bench.tables.table import Column, Plot, Table
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import Machine, load
-from softmax_emu.pattern import Ex2Pattern
 
 COLUMNS = (
     Column("direction"),

@@ -28,7 +28,7 @@ from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from schedulers.choice import VARIABLE
+from fa4_hd256.schedulers.choice import VARIABLE
 
 STATIC, CLC = "static", "CLC"
 

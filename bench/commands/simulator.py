@@ -21,8 +21,8 @@ from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import launch_forward
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.tools import speed
-from softmax_emu.pattern import Ex2Pattern
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import launch_forward
-from softmax_emu.coefficients import COEFFICIENTS
-from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 DTYPES = (torch.bfloat16, torch.float16)
 #: freq, res, last fragment on hardware: 18.75 %, 37.5 % and 100 % of a step's columns.

@@ -18,8 +18,8 @@ from bench.suite import Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
-from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
-from softmax_emu.reference_twin import exponentiate, round_to_bfloat16
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu.reference_twin import exponentiate, round_to_bfloat16
 
 from .checking import check_forward
 from .providers import Inputs, Ours

@@ -30,8 +30,7 @@ from fa4_hd256 import (
 )
 from fa4_hd256.call import interception
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run import launch as launching
-from fa4_hd256.run import packed
+from fa4_hd256.run import packed, simulated
 
 __all__ = ["CASES", "HostCase", "Times", "microseconds", "parts_of_long_way", "unkept"]
 
@@ -212,14 +211,14 @@ def stand_in() -> Iterator[None]:
     function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(
         ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value or 0
     )
-    before = packed.stand_in, launching.simulator
+    before = packed.stand_in, simulated.simulator
     packed.stand_in = lambda compiled: function
     empty = _Nothing(before[1]())
-    launching.simulator = lambda: empty  # type: ignore
+    simulated.simulator = lambda: empty  # type: ignore
     try:
         yield
     finally:
-        packed.stand_in, launching.simulator = before
+        packed.stand_in, simulated.simulator = before
 
 
 class _Nothing:

@@ -18,7 +18,7 @@ from fa4_hd256 import flash_attn_func
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 from .checking import check_forward
 from .providers import Inputs, Provider, attempt, forward_call

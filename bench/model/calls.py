@@ -23,7 +23,7 @@ from fa4_hd256.gpus.family import of_capability
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.sequences import PADDING
-from schedulers.choice import BACKWARD_PREFERS_CLC, grid_rows, prefers_clc
+from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, grid_rows, prefers_clc
 
 
 @dataclass(frozen=True)

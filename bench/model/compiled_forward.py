@@ -17,9 +17,9 @@ from bench.peers import flash_attn_4
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.resources import resource_usage
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from sm100_sim import launch_configs
 from sm100_sim.timing import SassInstruction
-from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 from . import ours
 from .calls import Kind

@@ -24,9 +24,9 @@ from fa4_hd256.kernels.blackwell.architecture import STORED
 from fa4_hd256.kernels.blackwell.backward.config import DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.steps import CLAIM_STEPS
-from schedulers.choice import MOST_EMPTY, prefers_clc
+from fa4_hd256.schedulers.choice import MOST_EMPTY, prefers_clc
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from sm100_sim.timing import BURST, Late
-from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 from . import ours
 from .backward import Backward

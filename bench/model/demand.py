@@ -23,8 +23,8 @@ from fa4_hd256.kernels.blackwell.backward.config import TILE_BYTES, BackwardConf
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, CTAS
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import Machine, Values, l2_share, mma_cost
-from softmax_emu.pattern import Ex2Pattern
 
 from .calls import backward_portions
 from .machines import B200

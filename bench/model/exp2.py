@@ -15,8 +15,8 @@ from bench.measure.exp2 import (
 from bench.processes import each
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from sm100_sim.timing import Machine, load
-from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 from . import ours
 from .calls import Kind

@@ -30,7 +30,7 @@ from fa4_hd256.kernels.block_mask import FULL, MASK_BITS, MASK_STEPS, MASK_TILE
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.mask_function import MASK_MOD
 from fa4_hd256.mask_mods import MaskMod
-from schedulers.choice import prefers_clc
+from fa4_hd256.schedulers.choice import prefers_clc
 from sm100_sim import timing
 from sm100_sim.timing import Call, Machine, Tile, Values
 

@@ -15,8 +15,8 @@ from bench.tables.origin import modelled_machine
 from bench.tables.table import BASIS, MACHINE
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import CTAS, ForwardConfig
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import Machine, Values
-from softmax_emu.pattern import Ex2Pattern
 
 from . import demand
 from .demand import Total

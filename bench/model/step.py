@@ -6,8 +6,8 @@ from typing import Any
 
 from bench.peers import flash_attn_4
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim import timing
-from softmax_emu.pattern import Ex2Pattern
 
 from . import ours
 from .calls import Kind

@@ -19,7 +19,13 @@ from bench.suite import Case
 from fa4_hd256.call.portions import visible_keys
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
-from schedulers import PackedBlocks, TileOrder, TileProblem, section_heads_for, tile_coordinates
+from fa4_hd256.schedulers import (
+    PackedBlocks,
+    TileOrder,
+    TileProblem,
+    section_heads_for,
+    tile_coordinates,
+)
 from sm100_sim.timing import Late, Tile
 
 from .machines import B200
@@ -87,13 +93,13 @@ class ForwardTiling:
     whether a tile's rows are those of all query heads of a KV head, see `tile_of_queries`; costs
     stay those of replays with one query head. exact_grid: whether the grid of packed sequences
     follows their queries; otherwise each has blocks for the longest one, or, `in_a_row`, they may
-    be numbered as `schedulers.order.PackedBlocks` says. num_splits: parts into which the keys of a
-    tile are divided; equal_parts: of equal size but for the last ones, which may be empty, else as
-    even as can be; dependent: what makes one result of them is launched as a dependent. kv_bytes:
-    of an element of K or V. prefetches: whether the queries of the next tile are asked for while a
-    tile is worked on, claims: how many tiles a cluster has claimed ahead, both as
-    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2 the
-    order is made for; order: how.
+    be numbered as `fa4_hd256.schedulers.order.PackedBlocks` says. num_splits: parts into which the
+    keys of a tile are divided; equal_parts: of equal size but for the last ones, which may be
+    empty, else as even as can be; dependent: what makes one result of them is launched as a
+    dependent. kv_bytes: of an element of K or V. prefetches: whether the queries of the next tile
+    are asked for while a tile is worked on, claims: how many tiles a cluster has claimed ahead,
+    both as `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose
+    L2 the order is made for; order: how.
     """
 
     policy: str

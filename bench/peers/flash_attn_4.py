@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from fa4_hd256.kernels.limits import HEAD_DIM
-from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 PACKAGE = "flash-attn-4"
 #: As tables name its backward with five products, and its forward with keys divided by its rule.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from softmax_emu.coefficients import COEFFICIENTS
-from softmax_emu.fit import error_curve
+from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
+from fa4_hd256.softmax_emu.fit import error_curve
 
 from .plot import Axes, Scale
 from .svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, Drawing

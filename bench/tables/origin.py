@@ -26,7 +26,7 @@ def git(root: Path, *arguments: str) -> bytes | None:
 def environment() -> dict[str, str]:
     """Versions of what results depend on, the commit of a checkout, the time in UTC."""
     from bench.peers.flash_attn_4 import PACKAGE
-    from fa4_hd256.run.compile import versions
+    from fa4_hd256.run.bug_report import versions
 
     try:
         theirs = importlib.metadata.version(PACKAGE)

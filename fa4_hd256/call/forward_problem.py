@@ -16,7 +16,7 @@ from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
 from fa4_hd256.kernels.sequences import DS_BEGINS, PADDING, PAGE_TABLE, PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass
-from schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
+from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 
 from . import checks, descales, memory_checks
 from .layouts import without_expanded_heads

@@ -3,8 +3,8 @@ torch.func, forward-mode gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -12,7 +12,9 @@ from torch.autograd import forward_ad
 from fa4_hd256.gpus.devices import is_captured
 from fa4_hd256.gpus.family import as_seen
 
-__all__ = ["is_intercepted", "is_lasting", "refuse_tangents"]
+__all__ = ["constant_in_graphs", "is_intercepted", "is_lasting", "refuse_tangents"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Bound once: a call asks all of them.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -34,6 +36,16 @@ def is_intercepted() -> bool:
         or forward_ad._current_level >= 0
         or as_seen() is not None
     )
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """Mark a function whose result torch.compile takes as a constant of its graph.
+
+    The mark is that of `torch.compiler.assume_constant_result`, which imports the whole compiler
+    (1 to 2 s) to set it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_lasting(made: torch.Tensor, of_capture: bool = False) -> bool:

@@ -22,7 +22,7 @@ from fa4_hd256.run.compile import CompiledKernel, compile_kernel
 from fa4_hd256.run.forward import launch_forward
 from fa4_hd256.run.launch import gpu_of
 from fa4_hd256.run.resources import resource_usage
-from softmax_emu.pattern import FRAGMENT_COLUMNS
+from fa4_hd256.softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from . import reference
 

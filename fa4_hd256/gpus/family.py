@@ -20,31 +20,14 @@ from contextvars import ContextVar
 import torch
 
 from fa4_hd256 import environment
-from fa4_hd256.architectures import ARCHITECTURES, Architecture
+from fa4_hd256.architectures import Architecture
+
+from .gpu import FAMILY, describe_family, in_family, of_capability
 
 __all__ = [
     "FAMILY", "architecture_of", "as_if_seen", "as_seen", "describe_family", "in_family",
     "of_capability", "target",
 ]  # fmt: skip
-
-#: Compute capability -> the GPUs that have it, of all architectures.
-FAMILY = {
-    capability: names
-    for architecture in ARCHITECTURES
-    for capability, names in architecture.gpus.items()
-}
-
-
-def of_capability(capability: tuple[int, int]) -> Architecture | None:
-    """The architecture whose kernels run on GPUs of this compute capability, if there is one."""
-    found = (a for a in ARCHITECTURES if tuple(capability) in a.gpus)
-    return next(found, None)
-
-
-def in_family(capability: tuple[int, int]) -> bool:
-    """Whether the kernels of any architecture run on GPUs of this compute capability."""
-    return tuple(capability) in FAMILY
-
 
 #: Compute capabilities that count as those of the process's GPUs, None for what it sees.
 _as_if: ContextVar[frozenset[tuple[int, int]] | None] = ContextVar("as_if_seen", default=None)
@@ -100,8 +83,3 @@ def as_if_seen(*capabilities: tuple[int, int]) -> Iterator[None]:
 def as_seen() -> frozenset[tuple[int, int]] | None:
     """Compute capabilities that `as_if_seen` gives this thread; None outside of it."""
     return _as_if.get()
-
-
-def describe_family() -> str:
-    """What is accepted, for errors: "B200 or GB200 (compute capability 10.0), ..."."""
-    return ", ".join(architecture.describe() for architecture in ARCHITECTURES)

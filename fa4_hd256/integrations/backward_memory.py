@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fa4_hd256.call.interception import constant_in_graphs
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import kernels_of
 
@@ -22,7 +23,7 @@ def check_ds_bytes(ds_bytes: Any) -> None:
         raise ValueError(f"ds_bytes is {ds_bytes}; accepted: 0 (keep no dS) or more, or None")
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def backward_config_of(ds_bytes: int | None, device: torch.device) -> Any:
     """The backward configuration with these ds_bytes on a device; None for the default one."""
     if ds_bytes is None:

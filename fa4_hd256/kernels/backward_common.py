@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
+from fa4_hd256.schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
 
 from .kernel_functions import FunctionsOfKernel
 from .limits import SECTOR_BYTES

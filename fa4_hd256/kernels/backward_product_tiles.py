@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from schedulers import TileProblem
+from fa4_hd256.schedulers import TileProblem
 
 from .backward_block_mask import BlockList, least_section
 from .backward_common import heads_of_part, heads_per_part

@@ -2,7 +2,7 @@
 keys as rows, so that a thread has keys of a step, each for the tile's rows or for some of them.
 
 A row's maximum and sum go over all threads of the softmax, and each knows the offsets of its rows
-(`softmax_emu.by_key`); one thread a row makes its LSE.
+(`fa4_hd256.softmax_emu.by_key`); one thread a row makes its LSE.
 """
 
 from __future__ import annotations

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import shlex
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -40,7 +38,7 @@ from .tracing import trace_and_compile
 
 __all__ = [
     "CompiledKernel", "MissingKernelError", "compile_kernel", "counters", "forget",
-    "jit_entry", "room_for_files", "versions",
+    "jit_entry", "room_for_files",
 ]  # fmt: skip
 
 #: Room for what the compiler writes, several times what any kernel takes.
@@ -315,15 +313,3 @@ def _room_for_files() -> Iterator[None]:
 
 def _as_bytes(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode()
-
-
-def versions() -> dict[str, str]:
-    """Versions that a bug report needs."""
-    names = ("fa4-hd256", "torch", "nvidia-cutlass-dsl", "numpy", "scipy", "llvmlite")
-    found = {"python": sys.version.split()[0]}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found

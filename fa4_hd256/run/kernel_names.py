@@ -19,8 +19,8 @@ from .catalogue import KernelSpec
 
 __all__ = ["described", "kernel_named", "name_of"]
 
-#: Packages whose classes a name may have.
-_PACKAGES = ("fa4_hd256.", "softmax_emu.")
+#: Package whose classes a name may have.
+_PACKAGE = "fa4_hd256."
 _CLASS = "class"
 
 
@@ -95,7 +95,7 @@ def _value(plain: Any) -> Any:
             raise ValueError(f"{name} is no dtype")
         return found
     module, _, path = name.partition(":")
-    if not module.startswith(_PACKAGES):
+    if not module.startswith(_PACKAGE):
         raise ValueError(f"{name} is no class of this package")
     kind = getattr(importlib.import_module(module), path)
     make: Any = kind

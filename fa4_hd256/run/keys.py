@@ -26,7 +26,7 @@ from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.gpus import family
 
 from .catalogue import KernelSpec
-from .native_cache import NativeCache
+from .kernel_cache import disk_cache
 
 __all__ = [
     "COMPILED_IN", "COMPILER", "OTHER", "cache_key", "compiled_sources", "content_digest",
@@ -52,13 +52,13 @@ COMPILED_IN = (
     "fa4_hd256/run/catalogue.py",
     "fa4_hd256/run/forward_arguments.py",
     "fa4_hd256/run/tracing.py",
-    "schedulers",
-    "softmax_emu/by_key.py",
-    "softmax_emu/coefficients.py",
-    "softmax_emu/exp2.py",
-    "softmax_emu/online.py",
-    "softmax_emu/pattern.py",
-    "softmax_emu/recompute.py",
+    "fa4_hd256/schedulers",
+    "fa4_hd256/softmax_emu/by_key.py",
+    "fa4_hd256/softmax_emu/coefficients.py",
+    "fa4_hd256/softmax_emu/exp2.py",
+    "fa4_hd256/softmax_emu/online.py",
+    "fa4_hd256/softmax_emu/pattern.py",
+    "fa4_hd256/softmax_emu/recompute.py",
 )
 
 #: First word of a kernel's kind -> first words of folders and modules that it has nothing of.
@@ -156,10 +156,3 @@ def compiled_sources(
         if not any(part.startswith(other) for part in name.split("/"))
         and not name.startswith(folders)
     ]
-
-
-def disk_cache() -> NativeCache:
-    """The kernels on disk."""
-    return NativeCache(
-        environment.cache_directory(), "compiled kernels", environment.CACHE_DIR.name
-    )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -15,7 +13,7 @@ from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.gpus.devices import Gpu, cuda_gpu
 from fa4_hd256.gpus.family import architecture_of, in_family, target
 
-from . import recording
+from . import recording, simulated
 from .compile import CompiledKernel
 from .tile_counter import tile_counter
 
@@ -41,9 +39,9 @@ def launch(
                 compiled.refuse_to_load_in_a_graph()
                 compiled.function(*values)
     else:
-        with _progress() as report, _simulated_device():
+        with _progress() as report, simulated.simulated_device():
             values = arguments(gpu_of(device), 0)
-            simulator().launch(compiled, *values, progress=report)
+            simulated.simulator().launch(compiled, *values, progress=report)
     active = recording.current()
     if active is not None:
         active.launched(compiled, device, values, roles)
@@ -57,18 +55,6 @@ def prepare(compiled: CompiledKernel, device: torch.device) -> None:
             with _every_gpu_can_take_it(device):
                 compiled.load()
             tile_counter(device, torch.cuda.current_stream().cuda_stream)
-
-
-def simulator() -> ModuleType:
-    """The package `sm100_sim`. Raises ImportError, with what to do, where it is not installed."""
-    try:
-        import sm100_sim
-    except ModuleNotFoundError as error:
-        if error.name != "sm100_sim":
-            raise
-        text = f"CPU tensors run in the simulator: {environment.NO_SIMULATOR}, or use a CUDA device"
-        raise ImportError(text, name="sm100_sim") from None
-    return sm100_sim
 
 
 @contextlib.contextmanager
@@ -107,55 +93,15 @@ def describe_gpus() -> str:
             except (RuntimeError, ValueError) as error:
                 found = f"cannot be used: {error}"
         lines.append(f"cuda:{index}: {name}, {'.'.join(map(str, capability))}: {found}")
-    try:
-        lines.append(f"cpu: the simulator's: {gpu_of(torch.device('cpu')).describe()}")
-    except ImportError as error:
-        lines.append(f"cpu: cannot be used: {error}")
     return "\n".join(lines)
-
-
-def simulator_state() -> str:
-    """Two lines for a bug report: the simulator's version, and its translated kernels."""
-    try:
-        sm100_sim = simulator()
-        return f"sm100_sim {sm100_sim.__version__}\n{sm100_sim.cache_state()}"
-    except ImportError:
-        return environment.NO_SIMULATOR
 
 
 def gpu_of(device: torch.device) -> Gpu:
     """The GPU that tensors on this device are worked on by; the simulator's for the CPU."""
     if device.type == "cuda":
         return cuda_gpu(device)
-    with _simulated_device() as simulated:
-        return simulated_gpu(simulated)
-
-
-@contextlib.contextmanager
-def _simulated_device() -> Iterator[Any]:
-    """The simulator's device, which within is one of the architecture that CPU tensors take.
-
-    Raises ValueError where the user's setting names one of another.
-    """
-    architecture = environment.architecture()
-    with simulator().default_device(architecture.simulated) as device:
-        if device.capability not in architecture.gpus:
-            major, minor = device.capability
-            raise ValueError(
-                f"the simulator passes for a {device.name} (compute capability {major}.{minor}, "
-                f"SM100_SIM_DEVICE), but {environment.ARCHITECTURE.name} is {architecture.name}, "
-                f"{architecture.describe()}; accepted: a device of these, such as "
-                f"{architecture.simulated}, or another architecture"
-            )
-        yield device
-
-
-def simulated_gpu(device: Any) -> Gpu:
-    """A `sm100_sim.SimulatedDevice` as the operator sees it."""
-    return Gpu(
-        device.capability, device.sms, device.clusters(2), device.l2_bytes,
-        device.hbm_bytes_per_second,
-    )  # fmt: skip
+    with simulated.simulated_device() as device_of_simulator:
+        return simulated.simulated_gpu(device_of_simulator)
 
 
 @contextlib.contextmanager

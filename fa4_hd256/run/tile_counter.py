@@ -1,5 +1,5 @@
 """The counter of the dynamic tile scheduler, where it is one in global memory
-(`schedulers.counter`).
+(`fa4_hd256.schedulers.counter`).
 
 A launch leaves it at 0, as it found it, so nothing is zeroed between launches of a stream, and
 launches that may run at the same time have one each: every stream its own. A handle of a stream

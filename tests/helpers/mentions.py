@@ -76,11 +76,17 @@ def texts() -> Iterator[tuple[str, str]]:
             yield name, "\n".join(docstring or comment for docstring, comment in found)
 
 
+def named_at_the_top(text: str) -> str:
+    """The text with the names of the libraries as their folders have them."""
+    return re.sub(r"\bfa4_hd256([./](?:schedulers|softmax_emu)\b)", lambda m: m[1][1:], text)
+
+
 def offences(place: str, text: str) -> list[str]:
     """What a text mentions that the checkout does not hold, one line each.
 
     place: the text's file below ROOT, whose folder relative paths begin at.
     """
+    text = named_at_the_top(text)
     found = [f"path {path}" for path in _PATH.findall(text) if not _is_there(path)]
     found += [f"name {name}" for name in _DOTTED.findall(text) if not _resolves(name)]
     found += [f"command python -m {package} {command}".rstrip()

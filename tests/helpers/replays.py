@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fa4_hd256.eager import forget_calls as forget
-from fa4_hd256.run import launch as launching
 from fa4_hd256.run import packed
+from fa4_hd256.run.simulated import simulated_device
 from sm100_sim.host.host_code import Run
 from sm100_sim.host.program import program_of
 from sm100_sim.launcher import Options, run_host_code
@@ -46,7 +46,7 @@ def _host_code(compiled: Any, launched: list[str]) -> Callable[[int], None]:
         def run(on_launch: Callable) -> None:
             program._call(program._entry, address, ctypes.c_int32(0), Run(program, on_launch))
 
-        with launching._simulated_device():
+        with simulated_device():
             reports = run_host_code(run, _ranges(), Options())
         launched.extend(report.kernel for report in reports)
 

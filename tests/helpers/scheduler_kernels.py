@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from schedulers import PackedBlocks, TileOrder, TileProblem, tile_coordinates
+from fa4_hd256.schedulers import PackedBlocks, TileOrder, TileProblem, tile_coordinates
 
 # Warps 0 and 1 work, warp 2 schedules; every warp runs the loop. Warp 0 says when the next tile is
 # wanted.

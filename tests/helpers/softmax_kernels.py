@@ -4,9 +4,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from softmax_emu.exp2 import exp2_polynomial_pair
-from softmax_emu.online import OnlineSoftmax, soft_cap
-from softmax_emu.pattern import FRAGMENT_COLUMNS
+from fa4_hd256.softmax_emu.exp2 import exp2_polynomial_pair
+from fa4_hd256.softmax_emu.online import OnlineSoftmax, soft_cap
+from fa4_hd256.softmax_emu.pattern import FRAGMENT_COLUMNS
 
 ROWS = 128
 COLUMNS = 128

@@ -42,7 +42,7 @@ _KERNELS = (*_SETTINGS, *_LIBRARIES)
 _SHARED = ("fa4_hd256/kernels", *_KERNELS)
 _CALL = ("fa4_hd256/gpus", *_SHARED)
 _RUN = ("fa4_hd256/call", "fa4_hd256/models", *_CALL)
-_OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/launch", *_RUN)
+_OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/simulated", *_RUN)
 _FOLDERS = ("blackwell", "hopper")
 _OWN = tuple(
     f"fa4_hd256/kernels/{folder}{room}"
@@ -82,9 +82,9 @@ ROOMS = {
         )
     },
     "fa4_hd256/call": _CALL,
-    "fa4_hd256/run": ("fa4_hd256/run/launch", *_RUN),
-    # Where a call on CPU tensors is launched: the one place beside check that knows the simulator.
-    "fa4_hd256/run/launch": ("fa4_hd256/run", "sm100_sim", *_RUN),
+    "fa4_hd256/run": ("fa4_hd256/run/simulated", *_RUN),
+    # Where a call on CPU tensors finds it: the one place beside check that knows the simulator.
+    "fa4_hd256/run/simulated": ("sm100_sim", *_RUN),
     # It also names what users import of an architecture.
     "fa4_hd256": (*_OWN, *_OPERATOR),
     "fa4_hd256/integrations": ("fa4_hd256", *_OPERATOR),
@@ -195,8 +195,31 @@ def import_graph(root: Path) -> dict[str, set[str]]:
                 base = base + (node.module.split(".") if node.module else [])
                 names |= {"/".join([*base, alias.name]) for alias in node.names}
         # `from package import name`: a module of the package, or what its __init__ defines.
+        names = {at_the_top(name) for name in names}
         known = {name if name in modules else name.rpartition("/")[0] for name in names}
         found[module] = {name for name in known if name in modules} - {module}
+    return found
+
+
+def at_the_top(path: str) -> str:
+    """The path of a module in the checkout, where the package's name for a library is a link."""
+    package, _, rest = path.partition("/")
+    return rest if package == "fa4_hd256" and rest.split("/")[0] in _LIBRARIES else path
+
+
+def bare_imports(root: Path) -> list[str]:
+    """Imports of a library by a name that a user's own package may have (CONTRIBUTING.md)."""
+    found = []
+    for source in sources(root):
+        for node in ast.walk(ast.parse((root / source).read_text(), source)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            found += [
+                f"{source} imports {name}; write fa4_hd256.{name}"
+                for name in names
+                if name.split(".")[0] in _LIBRARIES
+            ]
     return found
 
 

@@ -15,7 +15,7 @@ from backward_cases import accurate, check, gradients, inputs
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.architectures import named
 from fa4_hd256.run import backward
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 # A tile of dQ is 256 queries of a CTA pair, one of dK and dV 128 keys; a step multiplies the two.
 LENGTHS = [

@@ -10,7 +10,7 @@ import torch
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.check import reference
 from fa4_hd256.run import forward as run_of_forward
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 LSE_TOLERANCE = 1e-3
 

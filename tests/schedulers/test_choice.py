@@ -2,7 +2,7 @@
 
 import pytest
 
-from schedulers import (
+from fa4_hd256.schedulers import (
     ClcScheduler,
     CounterScheduler,
     StaticPersistentScheduler,

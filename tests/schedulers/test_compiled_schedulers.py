@@ -10,7 +10,7 @@ from cross_compile import compile_for, opcode_counts
 from cutlass.cute.runtime import from_dlpack
 from scheduler_kernels import FIELDS, NUM_WARPS, schedule
 
-from schedulers import (
+from fa4_hd256.schedulers import (
     CLUSTER_SIZE,
     ClcScheduler,
     CounterScheduler,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedulers import PackedBlocks, TileProblem, section_heads_for, tile_coordinates
+from fa4_hd256.schedulers import PackedBlocks, TileProblem, section_heads_for, tile_coordinates
 
 # Small enough to enumerate; odd, even and prime counts, and sections wider than all pairs.
 problems = st.builds(

@@ -11,7 +11,7 @@ from cutlass.cute.runtime import from_dlpack
 from scheduler_kernels import FIELDS, NUM_WARPS, places, schedule
 
 import sm100_sim
-from schedulers import (
+from fa4_hd256.schedulers import (
     CLUSTER_SIZE,
     ClcScheduler,
     CounterScheduler,

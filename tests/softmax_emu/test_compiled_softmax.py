@@ -8,7 +8,7 @@ from cutlass import Float32
 from cutlass.cute.runtime import from_dlpack
 from softmax_kernels import COLUMNS, ROWS, online_softmax
 
-from softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 
 
 def _counts(pattern, loop="for", dtype=cutlass.BFloat16, threshold=8.0):

@@ -13,10 +13,10 @@ from cutlass.cute.runtime import from_dlpack
 from softmax_kernels import COLUMNS, ROWS, capped, online_softmax, polynomial
 
 import sm100_sim
-from softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
-from softmax_emu.coefficients import COEFFICIENTS
-from softmax_emu.online import LOWEST_MAXIMUM
-from softmax_emu.reference_twin import exp2_polynomial, exponentiate
+from fa4_hd256.softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
+from fa4_hd256.softmax_emu.online import LOWEST_MAXIMUM
+from fa4_hd256.softmax_emu.reference_twin import exp2_polynomial, exponentiate
 
 pytestmark = pytest.mark.simulator
 

@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from softmax_emu.__main__ import main
-from softmax_emu.coefficients import COEFFICIENTS
-from softmax_emu.fit import DEGREES, error_curve, fit, measure, minimax
+from fa4_hd256.softmax_emu.__main__ import main
+from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
+from fa4_hd256.softmax_emu.fit import DEGREES, error_curve, fit, measure, minimax
 
 # Largest relative errors allowed after rounding to float32.  Degree 3: the project's own target;
 # the coefficients published with FlashAttention-4 reach 8.76e-5.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 
 
 @pytest.mark.parametrize(

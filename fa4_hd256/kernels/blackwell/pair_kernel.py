@@ -18,7 +18,7 @@ from fa4_hd256.kernels.operands import SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import RaggedKernel, Sequences
-from schedulers import scheduler_class
+from fa4_hd256.schedulers import scheduler_class
 
 __all__ = ["PairContext", "PairKernel"]
 

@@ -8,8 +8,8 @@ from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import BARRIER_BYTES, EdgeTable
 from fa4_hd256.kernels.plans import SmemRegion
 from fa4_hd256.kernels.ring_memory import check_memory
-from schedulers import CLUSTER_SIZE
-from schedulers.clc import ClcScheduler
+from fa4_hd256.schedulers import CLUSTER_SIZE
+from fa4_hd256.schedulers.clc import ClcScheduler
 
 __all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_plan", "check_ring", "common_regions"]
 

@@ -8,7 +8,7 @@ import torch
 
 from bench.__main__ import main
 from bench.measure import accuracy as measured
-from softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 
 pytestmark = pytest.mark.simulator
 pytest.importorskip("cutlass")

@@ -16,8 +16,8 @@ from bench.model.tiles import ForwardTiling
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 from sm100_sim.timing import TileCosts, load
-from softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 
 pytest.importorskip("cutlass")
 

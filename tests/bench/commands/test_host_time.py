@@ -31,9 +31,9 @@ def test_rows(name, quick):
 
 
 def test_the_stand_in_is_taken_away_again(quick):
-    from fa4_hd256.run import launch, packed
+    from fa4_hd256.run import packed, simulated
 
-    before = packed.stand_in, launch.simulator
+    before = packed.stand_in, simulated.simulator
     with host.stand_in():
         assert packed.stand_in is not None
-    assert (packed.stand_in, launch.simulator) == before
+    assert (packed.stand_in, simulated.simulator) == before

@@ -22,8 +22,8 @@ from bench.model.tiles import ForwardTiling
 from bench.suite import Case
 from bench.tables.paths import Paths
 from fa4_hd256 import ForwardConfig
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import TileCosts
-from softmax_emu.pattern import Ex2Pattern
 
 CASE = Case("chosen", ((300, 300),), 2, 1, True)
 RIGHT = of_rungs.Error(1e-3, 2e-3, 1e-6)

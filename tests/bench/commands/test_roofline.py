@@ -14,8 +14,8 @@ from bench.model import roofline as closed_forms
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
 from fa4_hd256.check import reference
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import load
-from softmax_emu.pattern import Ex2Pattern
 
 
 def case(seqlen_q, seqlen_k, causal=False, window=None, heads=(2, 1)):

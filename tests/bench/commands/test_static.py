@@ -12,9 +12,9 @@ from bench.commands import static
 from bench.model import compiled_forward
 from bench.model.sass_loops import CLASS_NAMES, LoopNest, class_counts, instruction_class
 from bench.peers import flash_attn_4
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from sm100_sim.timing import SassFunction, SassInstruction
 from sm100_sim.timing.sass import Control
-from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 pytest.importorskip("cutlass")
 

@@ -20,7 +20,7 @@ from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.run import launch as launching
 from fa4_hd256.run.arguments import call_scalars
 from fa4_hd256.run.catalogue import forward_spec
-from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 pytestmark = pytest.mark.architecture("sm_100a")
 

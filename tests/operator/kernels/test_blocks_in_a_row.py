@@ -14,7 +14,7 @@ from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.backward_common import BackwardEntry
 from fa4_hd256.run import compile
-from schedulers import PackedBlocks
+from fa4_hd256.schedulers import PackedBlocks
 
 #: A long one at each end, none, one row, and more of them than a warp has lanes.
 LENGTHS = (300, 1, 0, 17, 130, 260, 5, *[2] * 40, 129)

@@ -14,7 +14,7 @@ from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig, ForwardWar
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
 from fa4_hd256.kernels.limits import SMEM_CAPACITY
 from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, TmemPlan, TmemRegion
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 DOCS = ROOT / "docs"
 

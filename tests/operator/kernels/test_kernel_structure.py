@@ -17,7 +17,7 @@ from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from fa4_hd256.run.resources import resource_usage
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 

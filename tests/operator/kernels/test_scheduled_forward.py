@@ -21,7 +21,7 @@ from fa4_hd256.run.forward_arguments import (
     call_arguments,
     compile_arguments,
 )
-from schedulers import ClcScheduler, StaticPersistentScheduler, StaticSingleTileScheduler
+from fa4_hd256.schedulers import ClcScheduler, StaticPersistentScheduler, StaticSingleTileScheduler
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 

@@ -31,7 +31,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run import compile, keys, native_cache
 from fa4_hd256.run.catalogue import KINDS, KernelSpec
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 pytestmark = pytest.mark.architecture("sm_100a")
 
@@ -281,9 +281,8 @@ def test_an_unknown_kind_of_kernel():
 @pytest.fixture
 def copy(tmp_path):
     """A copy of the sources: an edit of a file, and the digest of what is compiled in."""
-    for package in ("fa4_hd256", "schedulers", "softmax_emu"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "fa4_hd256", tmp_path / "fa4_hd256", ignore=ignored)
 
     def edit(name, before, after):
         path = tmp_path / name
@@ -307,10 +306,10 @@ def copy(tmp_path):
         ("fa4_hd256/kernels/masking.py", '"""', '"""Another first line.\n\n'),
         ("fa4_hd256/kernels/masking.py", "\nfrom", "\n# A comment, and a line more.\n\nfrom"),
         ("fa4_hd256/kernels/blackwell/forward/kernel.py", "    def ", "\n    def "),
-        ("softmax_emu/fit.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
-        ("softmax_emu/reference_twin.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
+        ("fa4_hd256/softmax_emu/fit.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
+        ("fa4_hd256/softmax_emu/reference_twin.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
         ("fa4_hd256/interface.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
-        ("fa4_hd256/check/demo.py", "DEFAULT_SEQLEN = 512", "DEFAULT_SEQLEN = 1024"),
+        ("fa4_hd256/check/demo.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
         ("fa4_hd256/run/launch.py", "PROGRESS_AFTER = 3.0", "PROGRESS_AFTER = 4.0"),
     ],
 )
@@ -328,8 +327,8 @@ def test_edits_that_compile_nothing_again(copy, name, before, after):
         ("fa4_hd256/kernels/limits.py", "TMA_ALIGNMENT = 16", "TMA_ALIGNMENT = 32"),
         ("fa4_hd256/kernels/blackwell/forward/consumers.py", "cute.arch", "cute.another"),
         ("fa4_hd256/run/forward_arguments.py", "range(3)", "range(4)"),
-        ("schedulers/order.py", "divmod(first + in_block", "divmod(first - in_block"),
-        ("softmax_emu/coefficients.py", "0x1.54f8d6p-1", "0x1.54f8d8p-1"),
+        ("fa4_hd256/schedulers/order.py", "divmod(first + in_block", "divmod(first - in_block"),
+        ("fa4_hd256/softmax_emu/coefficients.py", "0x1.54f8d6p-1", "0x1.54f8d8p-1"),
     ],
 )
 def test_edits_that_do(copy, name, before, after):
@@ -401,7 +400,8 @@ def test_what_is_compiled_in_imports_nothing_else(direction, architecture):
     """A module that is compiled in and not among the sources would leave stale kernels."""
     graph = style.import_graph(ROOT)
     sources = dict(keys.compiled_sources(direction, architecture))
-    modules = {name.removesuffix(".py").removesuffix("/__init__") for name in sources}
+    names = (name.removesuffix(".py").removesuffix("/__init__") for name in sources)
+    modules = {style.at_the_top(name) for name in names}
     others = {
         f"fa4_hd256/kernels/{a.folder}/architecture" for a in ARCHITECTURES if a is not architecture
     }

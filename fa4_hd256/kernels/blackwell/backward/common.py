@@ -18,8 +18,8 @@ from fa4_hd256.kernels.blackwell.pair_kernel import PairKernel
 from fa4_hd256.kernels.blackwell.producers import PairProducers
 from fa4_hd256.kernels.operands import TmaTensor
 from fa4_hd256.kernels.problem_class import GradientClass
-from schedulers import WorkTile
-from softmax_emu.recompute import probabilities_from_lse, scale_for_masking
+from fa4_hd256.schedulers import WorkTile
+from fa4_hd256.softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 
 from .config import GradientConfig
 

@@ -30,7 +30,7 @@ from fa4_hd256.kernels.plans import (
     describe_plans,
 )
 from fa4_hd256.kernels.steps import StepTable
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 from .steps import (
     DKDV_STEPS,

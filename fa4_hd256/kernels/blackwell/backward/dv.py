@@ -64,7 +64,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
 from fa4_hd256.kernels.masking import WORD_BITS, hide_unseen
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
-from schedulers import WorkTile
+from fa4_hd256.schedulers import WorkTile
 
 from .common import FRAGMENT, multiply_by, score_gradients
 from .row_result import OWN_COLUMNS, OWN_ROWS, RowResult

@@ -67,7 +67,7 @@ from fa4_hd256.kernels.plans import (
     describe_plans,
 )
 from fa4_hd256.kernels.steps import StepTable
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 from .steps import HALVES, decode_steps, e4m3_steps
 
@@ -172,7 +172,7 @@ class DecodeConfig:
     ex2_pattern: which score elements take the polynomial exp2; its columns are the rows, so that
         a pattern which leaves the last fragment to the hardware leaves all of 16 or 32 rows.
     rescale_threshold: in log2 units; O is rescaled only when a row's maximum grew by more.
-    ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`).
+    ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
     """
 
     rows: int = 16

@@ -20,7 +20,7 @@ from fa4_hd256.kernels.edges import RingState
 from fa4_hd256.kernels.limits import WARP_SIZE
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
-from softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
+from fa4_hd256.softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
 
 from .config import BLOCK_KV, HALF
 from .steps import HALVES

@@ -32,7 +32,7 @@ from fa4_hd256.kernels.operands import ATOM_ROWS, SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
-from softmax_emu.by_key import KeySoftmax
+from fa4_hd256.softmax_emu.by_key import KeySoftmax
 
 from .config import BLOCK_KV, HALF, DecodeConfig
 from .kernel import CORE_BYTES, GROUP, GROUP_BYTES, Context, DecodeKernel

@@ -43,7 +43,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import SharedMemory, TmaTensor
 from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
 from fa4_hd256.kernels.scalars import CallScalars
-from schedulers import TileOrder
+from fa4_hd256.schedulers import TileOrder
 
 from .config import BLOCK_KV, HALF, DecodeConfig
 from .consumers import DecodeConsumers

@@ -27,8 +27,8 @@ from fa4_hd256.kernels.plans import (
     describe_plans,
 )
 from fa4_hd256.kernels.steps import StepTable
-from softmax_emu.online import ARITHMETICS
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.softmax_emu.online import ARITHMETICS
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 from .steps import MMA_K, P_PARTS, forward_steps
 
@@ -88,9 +88,9 @@ class ForwardConfig:
 
     The rest is there to be compared with (`python -m bench ladder`):
     s_stages: S buffers; with one, the tensor core waits for the softmax of every step.
-    arithmetic: of the exponents and row sums, one of `softmax_emu.online.ARITHMETICS`.
-    ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`); False:
-        blocks upwards, one head after the other.
+    arithmetic: of the exponents and row sums, one of `fa4_hd256.softmax_emu.online.ARITHMETICS`.
+    ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`);
+        False: blocks upwards, one head after the other.
     """
 
     q_stages: int = 2

@@ -18,7 +18,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.mask_function import times_asked
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.sequences import tma_tile
-from softmax_emu.pattern import FRAGMENT_COLUMNS
+from fa4_hd256.softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from .steps import MMA_K
 

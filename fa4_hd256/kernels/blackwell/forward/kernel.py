@@ -58,8 +58,8 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import SharedMemory, TmaTensor
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.scalars import CallScalars
-from schedulers import TileOrder
-from softmax_emu.online import OnlineSoftmax
+from fa4_hd256.schedulers import TileOrder
+from fa4_hd256.softmax_emu.online import OnlineSoftmax
 
 from .config import ForwardConfig
 from .consumers import ForwardConsumers

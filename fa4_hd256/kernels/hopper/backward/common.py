@@ -27,7 +27,7 @@ from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import Sequences
 from fa4_hd256.kernels.steps import Copy, Load
-from schedulers import scheduler_class
+from fa4_hd256.schedulers import scheduler_class
 
 from .config import CTAS, GradientConfig
 

@@ -15,7 +15,7 @@ from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZ
 from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
 from fa4_hd256.kernels.steps import StepTable
 from fa4_hd256.kernels.timeline import describe_roles
-from schedulers.counter import CounterScheduler
+from fa4_hd256.schedulers.counter import CounterScheduler
 
 from .steps import dv_steps, products_steps, single_steps
 

@@ -56,8 +56,8 @@ from fa4_hd256.kernels.hopper.instructions import (
 )
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
-from softmax_emu.exp2 import exp2_hardware
-from softmax_emu.recompute import scale_for_masking
+from fa4_hd256.softmax_emu.exp2 import exp2_hardware
+from fa4_hd256.softmax_emu.recompute import scale_for_masking
 
 from .common import ScoreGradient
 from .config import CTAS, DvPlan

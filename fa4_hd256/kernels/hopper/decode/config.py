@@ -34,8 +34,8 @@ from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZ
 from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
 from fa4_hd256.kernels.steps import StepTable
 from fa4_hd256.kernels.timeline import describe_roles
-from schedulers import CounterScheduler
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.schedulers import CounterScheduler
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 from .steps import QK_PARTS, decode_steps
 
@@ -114,7 +114,7 @@ class E4m3Config:
         leaves all.
     rescale_threshold: in log2 units; O is rescaled only when a row's maximum grew by so much less
         `HEADROOM`.
-    ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`).
+    ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
     """
 
     rows: int = 16

@@ -38,7 +38,7 @@ from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
 from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import Sequences
-from schedulers import TileOrder, scheduler_class
+from fa4_hd256.schedulers import TileOrder, scheduler_class
 
 from .config import BLOCK_KV, E4m3Config
 from .consumers import P_CORE, E4m3Consumer

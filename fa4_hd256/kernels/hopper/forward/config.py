@@ -17,8 +17,8 @@ from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan
 from fa4_hd256.kernels.steps import StepTable
 from fa4_hd256.kernels.timeline import describe_roles
-from schedulers import CounterScheduler
-from softmax_emu.pattern import Ex2Pattern
+from fa4_hd256.schedulers import CounterScheduler
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 from .plan import BLOCK_KV, CTAS, DECODE_SECONDS, SECONDS, SHORT_BLOCK_KV, WARPGROUP_ROWS
 from .steps import ByWarpgroup, forward_steps
@@ -75,7 +75,7 @@ class ForwardConfig:
         quarter of block_kv, are its only fragment, so that a pattern which leaves the last one to
         the hardware leaves all.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
-    ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`).
+    ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
     skips: whether a warpgroup leaves out steps of which its own rows see nothing.
     """
 

@@ -27,7 +27,7 @@ from fa4_hd256.kernels.hopper.instructions import (
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.masking import TileRange, hide_unseen
 from fa4_hd256.kernels.ranges import traced
-from softmax_emu.online import OnlineSoftmax
+from fa4_hd256.softmax_emu.online import OnlineSoftmax
 
 from .plan import WARPGROUP_ROWS
 

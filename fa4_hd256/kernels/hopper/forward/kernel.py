@@ -46,7 +46,7 @@ from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
 from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import Sequences
-from schedulers import TileOrder, scheduler_class
+from fa4_hd256.schedulers import TileOrder, scheduler_class
 
 from .config import ForwardConfig
 from .consumers import ForwardConsumer

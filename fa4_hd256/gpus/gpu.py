@@ -1,0 +1,92 @@
+"""The figures of a GPU that the operator asks for, and the GPUs that kernels run on.
+
+This module needs neither PyTorch nor a driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa4_hd256 import environment
+from fa4_hd256.architectures import ARCHITECTURES, Architecture
+
+__all__ = ["FAMILY", "Gpu", "describe_family", "in_family", "of_capability"]
+
+#: Compute capability -> the GPUs that have it, of all architectures.
+FAMILY = {
+    capability: names
+    for architecture in ARCHITECTURES
+    for capability, names in architecture.gpus.items()
+}
+
+
+def of_capability(capability: tuple[int, int]) -> Architecture | None:
+    """The architecture whose kernels run on GPUs of this compute capability, if there is one."""
+    found = (a for a in ARCHITECTURES if tuple(capability) in a.gpus)
+    return next(found, None)
+
+
+def in_family(capability: tuple[int, int]) -> bool:
+    """Whether the kernels of any architecture run on GPUs of this compute capability."""
+    return tuple(capability) in FAMILY
+
+
+def describe_family() -> str:
+    """What is accepted, for errors: "B200 or GB200 (compute capability 10.0), ..."."""
+    return ", ".join(architecture.describe() for architecture in ARCHITECTURES)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the operator asks of a GPU.
+
+    capability: compute capability.  pairs: CTA pairs, one CTA an SM, that it holds at once.
+    """
+
+    capability: tuple[int, int]
+    sms: int
+    pairs: int
+    l2_bytes: int
+    hbm_bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1:
+            raise ValueError(
+                f"the device holds no CTA pair: it has {self.sms} SMs, of which no two are peers; "
+                "accepted are GPUs and slices with a pair of SMs or more"
+            )
+
+    def describe(self) -> str:
+        """All of it in a line."""
+        return (
+            f"{self.sms} SMs, {self.pairs} CTA pairs at once, {self.grid_clusters(2)} in a "
+            f"static grid, L2 {self.l2_bytes / 1e6:.1f} MB, HBM "
+            f"{self.hbm_bytes_per_second / 1e12:.2f} TB/s, tuned as {self.tuning_name}"
+        )
+
+    @property
+    def tuning_name(self) -> str:
+        """Its rows in the tuning table are those of the first GPU of its compute capability."""
+        return FAMILY[self.capability][0]
+
+    @property
+    def l2_bytes_for_tiles(self) -> int:
+        """Half of L2, for what the tiles of a section share. To the nearest 4 MiB: lengths that are
+        powers of two then fill it, though a GPU has somewhat less than one (126.5 MB)."""
+        step = 4 << 20
+        return max(1, round(self.l2_bytes / 2 / step)) * step
+
+    def clusters(self, size: int) -> int:
+        """Clusters of 1 or 2 CTAs, one CTA an SM, that it holds at once."""
+        return {1: self.sms, 2: self.pairs}[size]
+
+    def grid_clusters(self, size: int) -> int:
+        """Clusters of so many CTAs of a static grid: all but those left to other kernels
+        (RESERVED_SMS)."""
+        reserved = environment.reserved_sms()
+        if reserved >= self.sms:
+            raise ValueError(
+                f"{environment.RESERVED_SMS.name} is {reserved}; accepted here: 0 to "
+                f"{self.sms - 1}, as the device has {self.sms} SMs"
+            )
+        return max(1, self.clusters(size) - -(-reserved // size))

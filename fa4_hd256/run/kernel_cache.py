@@ -1,0 +1,16 @@
+"""The directory of compiled kernels, for modules that load neither PyTorch nor CuTe DSL, too."""
+
+from __future__ import annotations
+
+from fa4_hd256 import environment
+
+from .native_cache import NativeCache
+
+__all__ = ["disk_cache"]
+
+
+def disk_cache() -> NativeCache:
+    """The kernels on disk."""
+    return NativeCache(
+        environment.cache_directory(), "compiled kernels", environment.CACHE_DIR.name
+    )

@@ -1,0 +1,80 @@
+"""The first second: commands that only print load neither PyTorch nor CuTe DSL, and looking up an
+operator loads no compiler of PyTorch's and proves no plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fa4_hd256
+from fa4_hd256.call.interception import constant_in_graphs
+
+#: Runs a command and prints, last, which slow packages it has loaded.
+COMMAND = """
+import contextlib, importlib, sys
+from fa4_hd256.run import bug_report
+bug_report.has_driver = lambda: False
+main = importlib.import_module(f"{sys.argv[1]}.__main__").main
+with contextlib.suppress(SystemExit):
+    main(sys.argv[2:])
+print(sorted({"torch", "cutlass", "matplotlib", "scipy", "transformers"} & set(sys.modules)))
+"""
+
+LOOK_UP = """
+import sys
+import torch, cutlass
+import fa4_hd256
+fa4_hd256.flash_attn_func, fa4_hd256.flash_attn_varlen_func, fa4_hd256.flash_attn_with_kvcache
+from fa4_hd256.kernels import drain
+print(sorted({"torch._dynamo", "torch._inductor", "sympy", "sm100_sim"} & set(sys.modules)))
+print(drain.counters["proved"])
+"""
+
+
+def run(code: str, *arguments: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [
+        ("fa4_hd256", ["--help"]),
+        ("fa4_hd256", ["--version"]),
+        ("fa4_hd256", ["env"]),
+        ("fa4_hd256", ["dmeo"]),
+        ("fa4_hd256", ["demo", "--model", "no-model"]),
+        ("bench", ["--help"]),
+        ("bench", ["throughptu"]),
+        ("sm100_sim", ["--help"]),
+        ("fa4_hd256.softmax_emu", ["--help"]),
+        ("fa4_hd256.softmax_emu", ["fti"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_commands_that_only_print_load_little(package, arguments):
+    assert run(COMMAND, package, *arguments)[-1] == "[]"
+
+
+def test_looking_up_an_operator_loads_no_compiler_and_proves_nothing():
+    loaded, proved = run(LOOK_UP)
+    assert loaded == "[]" and proved == "0"
+
+
+def test_the_mark_of_constants_is_pytorchs_own():
+    def one():
+        pass
+
+    def other():
+        pass
+
+    marked = torch.compiler.assume_constant_result(one)
+    assert vars(marked) and vars(marked) == vars(constant_in_graphs(other))
+
+
+def test_public_names_are_listed():
+    assert set(fa4_hd256.__all__) | {"__version__"} <= set(dir(fa4_hd256))

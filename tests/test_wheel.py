@@ -1,0 +1,76 @@
+"""What a wheel of fa4_hd256 installs: one top-level package, which works beside a user's own
+`schedulers`, `softmax_emu` and `bench`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+
+#: In an interpreter that finds the wheel first, and packages of a user's with these names.
+ALONE = """
+import sys
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+import fa4_hd256
+from fa4_hd256.__main__ import main
+assert fa4_hd256.__file__.startswith(sys.argv[1]), fa4_hd256.__file__
+assert main(["plan"]) == 0
+from fa4_hd256.kernels import drain
+from fa4_hd256.run import keys
+from fa4_hd256.architectures import ARCHITECTURES
+users = map(__import__, ("schedulers", "softmax_emu", "bench"))
+assert all(module.whose == "the user's" for module in users)
+assert drain.counters["proved"] == 0
+print(*(name for name, _ in keys.compiled_sources("forward", ARCHITECTURES[0])))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The wheel, unpacked; built from a copy of the files that git knows."""
+    place = tmp_path_factory.mktemp("wheel")
+    source = place / "source"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    for name in listed:
+        kept = name.startswith(("fa4_hd256/", "schedulers/", "softmax_emu/", "bench/"))
+        if (kept or "/" not in name) and (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", str(source)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *command, "--wheel-dir", str(place)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = place.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(place / "site")
+    return place / "site"
+
+
+def test_it_installs_one_package(site):
+    tops = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
+    assert tops == {"fa4_hd256"}
+    files = {p.relative_to(site).as_posix() for p in site.rglob("*")}
+    assert {"fa4_hd256/schedulers/clc.py", "fa4_hd256/softmax_emu/online.py",
+            "fa4_hd256/kernels/proved_plans.json", "fa4_hd256/py.typed",
+            "fa4_hd256/kernels/blackwell/tuning.json"} <= files  # fmt: skip
+
+
+def test_it_works_beside_packages_of_these_names(site, tmp_path):
+    for name in ("schedulers", "softmax_emu", "bench"):
+        (tmp_path / f"{name}.py").write_text("whose = \"the user's\"\n")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(site), str(tmp_path)], cwd=tmp_path,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "fa4_hd256/schedulers/clc.py" in done.stdout.splitlines()[-1]
