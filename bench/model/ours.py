@@ -26,8 +26,9 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
+from fa4_hd256.run.bug_report import versions
 from fa4_hd256.run.catalogue import KernelSpec, backward_specs
-from fa4_hd256.run.compile import compile_kernel, versions
+from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from sm100_sim import timing
