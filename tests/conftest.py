@@ -9,7 +9,7 @@ two GPUs.
 
 from __future__ import annotations
 
-import ctypes
+import gc
 import os
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,6 +38,7 @@ for _name in (
 # the part of `make test` that sets this variable.
 os.environ.setdefault("FA_CLC", "0")
 
+import held_memory  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -94,6 +95,14 @@ def pytest_collection_modifyitems(config, items):
         mark = item.get_closest_marker("cuda")
         if mark is not None and (missing := missing_gpus(on_gpu, *mark.args)):
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def pytest_collection_finish():
+    """Collect garbage less often: what imports and collection made stays, and tracing a kernel
+    makes millions of objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def takes_all_cases(config) -> bool:
@@ -185,12 +194,10 @@ def divisions(monkeypatch) -> list:
 
 @pytest.fixture(autouse=True, scope="module")
 def _memory_is_given_back():
-    """What compilers and the simulator have freed lies in pieces all over the heap: gigabytes of a
-    worker, until the C library is asked to return them."""
+    """Keep a worker small: caches above a limit go, and freed memory is returned."""
     yield
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
+    held_memory.release_above(held_memory.LIMIT)
+    held_memory.trim()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from sm100_sim.errors import Hang, SimulationError
 
 pytestmark = [
     pytest.mark.third_party,
+    pytest.mark.sampled,
     pytest.mark.simulator,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Argument aux_data"),
 ]

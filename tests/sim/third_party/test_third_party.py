@@ -16,6 +16,7 @@ import sm100_sim
 
 pytestmark = [
     pytest.mark.third_party,
+    pytest.mark.sampled,
     pytest.mark.simulator,
     # flash-attn-4 is older than the DSL it runs on here.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Argument aux_data"),

@@ -14,6 +14,7 @@ from fa4_hd256.check import reference
 
 pytestmark = [
     pytest.mark.third_party,
+    pytest.mark.sampled,
     pytest.mark.simulator,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
 ]

@@ -39,6 +39,7 @@ def both(function, reference, *inputs, grad):
     return session, found, [out.detach(), *(t.grad for t in exact)]
 
 
+@pytest.mark.sampled
 def test_rmsnorm():
     def simulated(x, weight):
         from quack.rmsnorm import rmsnorm
@@ -56,6 +57,7 @@ def test_rmsnorm():
         close(one, true)
 
 
+@pytest.mark.sampled
 def test_layernorm():
     x, weight = torch.randn(6, 1024, dtype=torch.bfloat16), torch.randn(1024)
     with sm100_sim.attached():
@@ -66,6 +68,7 @@ def test_layernorm():
 
 
 @pytest.mark.parametrize("length", [1000, 65536])
+@pytest.mark.sampled("1000")
 def test_softmax(length):
     def simulated(x):
         from quack.softmax import softmax
@@ -82,6 +85,7 @@ def test_softmax(length):
 
 
 @pytest.mark.parametrize("length", [1000, 65536])
+@pytest.mark.sampled
 def test_cross_entropy(length):
     target = torch.tensor([3, length - 1])
 
@@ -99,6 +103,7 @@ def test_cross_entropy(length):
     close(found[1], exact[1])
 
 
+@pytest.mark.sampled
 def test_topk():
     x = torch.randn(3, 1024, dtype=torch.bfloat16)
     with sm100_sim.attached():
@@ -109,6 +114,7 @@ def test_topk():
     assert torch.equal(x.gather(1, indices.long()), values)
 
 
+@pytest.mark.sampled
 def test_gemm_with_cluster_launch_control():
     """quack's persistent GEMM: TMA, two-CTA tcgen05.mma and CLC scheduling."""
     a, b = torch.randn(300, 136, dtype=torch.bfloat16), torch.randn(136, 264, dtype=torch.bfloat16)

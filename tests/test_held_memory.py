@@ -1,0 +1,29 @@
+"""Release of the memory that test modules leave behind: `held_memory`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+
+import held_memory
+
+from fa4_hd256.run import compile
+
+
+def test_caches_are_emptied_above_the_limit_only(monkeypatch):
+    module = ModuleType("bench.stand_in")
+    module.traced = functools.cache(lambda number: [number])
+    monkeypatch.setitem(sys.modules, "bench.stand_in", module)
+    monkeypatch.setitem(compile._memory, "a kernel", object())
+    module.traced(1)
+    assert not held_memory.release_above(1 << 60)
+    assert "a kernel" in compile._memory and module.traced.cache_info().currsize == 1
+    assert held_memory.release_above(0)
+    assert not compile._memory and module.traced.cache_info().currsize == 0
+
+
+def test_allocated_memory_is_resident():
+    before = held_memory.resident_bytes()
+    held = bytearray(b"1") * (1 << 28)
+    assert held_memory.resident_bytes() - before > len(held) // 2
