@@ -17,6 +17,8 @@ DEMO ?=
 TESTS ?= -n 2 --dist worksteal --durations 10
 CLC_TESTS ?= -n 2 --dist worksteal tests/operator/test_forward.py tests/operator/test_backward.py \
     -k "(lengths or batch or tiles or visible or fp16 or named) and not negative"
+# Set by test-all.
+CASES ?=
 CUDA_TESTS ?= -n 8 tests/operator
 HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS) tests/operator/test_block_mask.py \
     tests/operator/test_block_mask_backward.py
@@ -36,24 +38,25 @@ check: $(STAMP)
 check-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 @tests/check.txt
 
-# All parts run whatever the first one says; one that fails makes the whole fail.
+# The telling cases of each kind, in at most 20 minutes on two cores from empty caches. All parts run
+# whatever the first one says; one that fails makes the whole fail.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-clc test-hopper types
 
-# The same with all cases of tests that are marked sampled.
+# Every test, with all cases of those that are marked sampled.
 test-all:
-	@$(MAKE) --no-print-directory test TESTS="$(TESTS) --all-cases"
+	@$(MAKE) --no-print-directory test CASES=--all-cases
 
 # Everything under the static scheduler, and a part of it under the dynamic one.
 test-static: $(STAMP)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(TESTS) $(CASES)
 
 test-clc: $(STAMP)
-	FA_CLC=1 $(BIN)/python -m pytest $(CLC_TESTS)
+	FA_CLC=1 $(BIN)/python -m pytest $(CLC_TESTS) $(CASES)
 
 # The same part, of Hopper's kernels.
 test-hopper: $(STAMP)
-	$(BIN)/python -m pytest $(HOPPER_TESTS)
+	$(BIN)/python -m pytest $(HOPPER_TESTS) $(CASES)
 
 # On a GPU: the operator's tests under both schedulers, those of memory again by themselves, where
 # what the driver has left is this process's doing, then compute-sanitizer.

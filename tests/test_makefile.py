@@ -73,9 +73,11 @@ def test_a_goal_installs_what_it_needs_and_no_more(tmp_path, goal, extras):
     assert ("--no-deps nvidia-cudnn-frontend" in installs) == (goal != "demo")
 
 
-def test_all_cases_are_those_of_the_tests_and_those_left_out(tmp_path):
-    found = make(tmp_path, "-n", "test-all", "TESTS=tests/sim").stdout
-    assert "-m pytest tests/sim --all-cases" in found
+def test_every_part_of_test_all_has_all_cases(tmp_path):
+    lines = make(tmp_path, "-n", "test-all", "TESTS=tests/sim").stdout.splitlines()
+    parts = [line for line in lines if "-m pytest" in line]
+    assert len(parts) == 3 and "-m pytest tests/sim --all-cases" in parts[0]
+    assert all(line.endswith(" --all-cases") for line in parts)
 
 
 def test_the_check_runs_its_three_parts(tmp_path):

@@ -145,6 +145,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.sampled("neighbours", "all columns, halves", "no new rows of a batch")
 def test_rows_and_queries(case, device):
     check(case, device)
 
@@ -152,12 +153,14 @@ def test_rows_and_queries(case, device):
 @pytest.mark.simulator
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.sampled("sm_100a-True")
 def test_of_each_architecture(architecture, interleaved, monkeypatch):
     monkeypatch.setenv("FA4_HD256_ARCH", architecture)
     check(Case(interleaved=interleaved), "cpu")
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.sampled("True")
 def test_positions_that_the_tables_have_not(interleaved, device):
     """NaN where a row is turned, in the cache too, so that nobody takes it for a result."""
     begins = (-1, POSITIONS - 1, 1 << 30)
@@ -194,6 +197,7 @@ def test_a_sign_that_is_wrong_is_seen(planted):
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.sampled("sm_100a-True")
 def test_it_keeps_its_values_in_registers(architecture, interleaved):
     rotary = RotaryClass(torch.float32, interleaved, ordered=True, packed=True)
     own = AppendClass(torch.bfloat16, True, True, E4M3, OF_PAGES, rotary)
@@ -289,6 +293,7 @@ def test_what_is_refused(changed, error, says):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_over_a_cache_in_e4m3():
     """Turned first, then divided and rounded; rows that are in e4m3 already are refused."""
     given = given_call(k_descale=torch.full((2, 1), 0.5), v_descale=torch.full((2, 1), 0.25))
@@ -307,6 +312,7 @@ def test_over_a_cache_in_e4m3():
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.sampled("False")
 def test_opcheck(device, packed):
     counts = ((1, 1), (1, 1))
     case = Case(lengths=(3, 9), counts=counts, packed=(packed, packed))

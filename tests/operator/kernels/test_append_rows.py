@@ -72,6 +72,7 @@ def check(caches, new, lengths, counts, table=None, packed=False):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3])
 @pytest.mark.simulator
+@pytest.mark.sampled("sm_100a-dtype0")
 def test_rows_of_a_batch(of_architecture, dtype):
     check(*caches_and_rows(3, 20, 2, (3, 4), dtype), [0, 7, 16], [4, 4, 4])
 
@@ -82,6 +83,7 @@ def test_rows_of_pages(device):
 
 
 @pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.sampled("False")
 def test_packed_rows(device, paged):
     """Of more sequences than a warp has lanes, some without any, the first and the last too."""
     counts = [0, 3, 0, 0, *(i % 4 for i in range(60)), 1, 0]
@@ -136,6 +138,7 @@ FORMS = [("", False), (OF_SEQUENCES, False), (OF_SEQUENCES, True), (OF_PAGES, Tr
 
 @pytest.mark.simulator
 @pytest.mark.parametrize(("descale", "paged"), FORMS)
+@pytest.mark.sampled("sm_100a-pages-True")
 def test_rows_brought_to_e4m3(of_architecture, descale, paged):
     """The codes that PyTorch rounds to; NaN stays NaN, what is too large becomes the largest."""
     lengths, heads = [3, 14], 2
@@ -173,6 +176,7 @@ def test_without_rows_nothing_is_launched(device):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.sampled("sm_100a-False")
 def test_it_keeps_its_values_in_registers(architecture, packed):
     own = AppendClass(torch.bfloat16, packed, True, E4M3, OF_PAGES)
     usage = resource_usage(compile_kernel(append_spec(own, named(architecture))).cubin)
@@ -251,6 +255,7 @@ CHANGES = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
+@pytest.mark.sampled("a window", "causal", "lengths of int64")
 def test_what_is_refused_is_refused_after_a_call_that_was_not(launched, changed):
     flash_attn_with_kvcache(**given_call())
     given = given_call(**changed)
@@ -262,6 +267,7 @@ def test_what_is_refused_is_refused_after_a_call_that_was_not(launched, changed)
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.sampled("False-False", "False-True", "True-False")
 def test_opcheck(device, packed, paged):
     shape = (3,) if packed else (2, 2)
     caches, new = caches_and_rows(4, 16, 1, shape, device=device)

@@ -47,6 +47,9 @@ def run(lengths, heads=(2, 1), causal=True, config=STORED, **options):
 @pytest.mark.parametrize(
     ("lengths", "causal"), [((300, 330), True), ((300, 330), False), ((330, 150), True)]
 )
+@pytest.mark.sampled(
+    "lengths0-True-None-stored", "lengths0-True-1-stored", "lengths1-False-2-stored",
+)  # fmt: skip
 def test_no_findings(lengths, causal, seed, config, sanitize):
     """No race, lifetime error or missing fence that the sanitizer sees, whatever the schedule."""
     sanitize(seed, clusters=2)
@@ -57,6 +60,7 @@ def test_no_findings(lengths, causal, seed, config, sanitize):
 
 @both_ways
 @pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.sampled("None-stored", "1-stored")
 def test_no_findings_across_tiles(seed, config, sanitize):
     """One cluster runs all tiles: the next one's loads and products overlap this one's results."""
     sanitize(seed, device="b200:2")
@@ -65,6 +69,7 @@ def test_no_findings_across_tiles(seed, config, sanitize):
 
 
 @both_ways
+@pytest.mark.sampled("stored")
 def test_results_do_not_depend_on_the_schedule(config, monkeypatch):
     """Any order of warps and completions, any number of resident clusters: the same bits."""
     results = []
@@ -78,6 +83,7 @@ def test_results_do_not_depend_on_the_schedule(config, monkeypatch):
         assert all(torch.equal(results[0][name], other[name]) for name in "qkv")
 
 
+@pytest.mark.sampled
 def test_launch_control_may_refuse_and_reorder(monkeypatch):
     """Requests that fail although tiles are left, and tiles in any order: the same bits."""
     monkeypatch.setattr(backward_problem, "choose_head_parts", lambda work, group, *rest: group)
@@ -106,6 +112,7 @@ def steps(lengths, causal, queries, keys):
 @both_ways
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(512, 512), (300, 700), (700, 300), (515, 131)], ids=str)
+@pytest.mark.sampled("(700, 300)-full-stored", "(700, 300)-causal-stored", "(515, 131)-full-stored")
 def test_mma_count_is_the_closed_form(lengths, causal, config):
     """Every step that some row sees is computed once for each head, no other one at all."""
     _, (_, *reports) = run(lengths, causal=causal, config=config)
@@ -116,6 +123,7 @@ def test_mma_count_is_the_closed_form(lengths, causal, config):
     assert [report.warps("tcgen05.mma") for report in reports] == [2 * count for count in expected]
 
 
+@pytest.mark.sampled
 def test_tma_bytes_are_the_closed_form():
     """dQ: Q and dO once a tile, K in two forms and V in each step.  dK/dV, by tiles of two parts:
     K and V once a tile, Q and dO in two forms in each step, with LSE and delta of its rows for
@@ -137,6 +145,7 @@ def test_tma_bytes_are_the_closed_form():
     assert not any(report.tma["store_bytes"] for report in (dq, dkdv, dv, products))
 
 
+@pytest.mark.sampled
 def test_every_probability_is_exponentiated_once():
     """By executed lanes of the special-function unit, on which the default pattern puts all."""
     _, (_, dkdv, dq) = run((300, 400), config=ANEW)
@@ -178,7 +187,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
-@pytest.mark.sampled("*-fp16, window, softcap, packed *", "dv-varlen, clc")
+@pytest.mark.sampled("products-fp16, window, softcap, packed with lengths in use")
 def test_no_spills_and_no_local_memory(result, variant):
     """By the compiler's own report, for every kind of kernel."""
     kind = f"backward_{result}"
@@ -192,6 +201,7 @@ def test_no_spills_and_no_local_memory(result, variant):
 
 
 @pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
+@pytest.mark.sampled("dv", "products")
 def test_rows_of_results_leave_in_whole_sectors(result):
     """By 256-bit stores: half a sector at a time takes an SM four times as long."""
     kind = f"backward_{result}"

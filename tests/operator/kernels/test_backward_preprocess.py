@@ -68,6 +68,7 @@ def random_rows(batch, seqlen, heads, device, dtype=torch.bfloat16):
 # One row; one less and one more than the 16 rows of a warp, the 128 of a CTA, the 256 of a block.
 @pytest.mark.parametrize("seqlen", [1, 15, 17, 127, 128, 129, 255, 256, 257])
 @pytest.mark.parametrize("lse_gradient", [False, True], ids=["out", "out and lse"])
+@pytest.mark.sampled("out-1", "out-15", "out and lse-1")
 def test_lengths(seqlen, lse_gradient, device):
     out, dout, lse = random_rows(2, seqlen, 3, device)
     dlse = torch.randn_like(lse) if lse_gradient else None
@@ -176,6 +177,7 @@ CLASSES = [
 
 
 @pytest.mark.parametrize("problem_class", CLASSES, ids=["plain", "everything"])
+@pytest.mark.sampled("plain")
 def test_resources(problem_class):
     """No spill and no local memory; registers few enough for 32 warps of an SM."""
     compiled = compile_kernel(KernelSpec("backward_preprocess", PreprocessConfig(), problem_class))

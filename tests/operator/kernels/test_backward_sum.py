@@ -49,6 +49,7 @@ def expected(parts, heads, dtype):
     ("batch", "rows", "heads", "count"),
     [(1, 1, 1, 2), (2, 5, 3, 3), (1, 9, 2, 8), (3, 17, 1, 5)],
 )
+@pytest.mark.sampled("1-1-1-2-dtype0", "1-1-1-2-dtype1", "1-9-2-8-dtype0")
 def test_sums_are_those_of_float32_in_order(device, batch, rows, heads, count, dtype):
     torch.manual_seed(rows)
     shape = batch, rows, heads * count, 256
@@ -83,6 +84,7 @@ def test_it_keeps_its_values_in_registers():
 
 
 @pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.sampled
 def test_gradients_in_parts(device, monkeypatch, parts):
     """Also where the last part has fewer heads; whatever the memory of the sums held."""
     monkeypatch.setattr(backward_problem, "choose_head_parts", lambda *given: parts)

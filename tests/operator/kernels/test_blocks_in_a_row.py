@@ -48,6 +48,7 @@ def is_right(tensors, out, lse, **options):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("heads", [(2, 1), (3, 1), (2, 2)], ids=str)
+@pytest.mark.sampled("(2, 1)-static", "(3, 1)-dynamic", "(2, 2)-dynamic")
 def test_every_row_is_computed(device, heads, use_clc):
     found = attend(heads, device, causal=True, use_clc=use_clc)
     assert is_right(*found, window_size=(None, 0))
@@ -69,7 +70,7 @@ def gradients(heads, device, **options):
 
 
 @pytest.mark.parametrize("memory", ["0", None], ids=["anew", "stored"])
-@pytest.mark.sampled("stored")
+@pytest.mark.sampled
 def test_gradients_have_the_bits_of_those_of_a_grid(device, planted, tmp_path, memory):
     """As many blocks for each sequence as the longest one has; and numbers that leave a long
     sequence too few are seen, wherever a kernel has numbers: some kernels that store dS have none.
@@ -102,6 +103,7 @@ def test_gradients_have_the_bits_of_those_of_a_grid(device, planted, tmp_path, m
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_number_that_leads_elsewhere_is_seen(device, planted):
     """So these lengths are numbered in a row, and the number counts."""
     found = PackedBlocks.found

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
     ids=lambda value: str(getattr(value, "rows", value)),
 )  # fmt: skip
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled("1-16-2-*", "1-64-8-*", "3-32-*")
+@pytest.mark.sampled("1-16-2-(8, 1)")
 def test_rows_and_tiles(config, queries, heads, num_splits):
     given = tensors(queries, 450, heads)
     found = flash_attn_func(
@@ -52,6 +52,7 @@ def test_rows_and_tiles(config, queries, heads, num_splits):
      ({"softmax_scale": 0.0}, torch.float16, 1)],
     ids=str,
 )  # fmt: skip
+@pytest.mark.sampled
 def test_options(options, dtype, num_splits):
     given = tensors(3, 333, (8, 1), dtype=dtype)
     sink = torch.randn(8)
@@ -62,6 +63,7 @@ def test_options(options, dtype, num_splits):
     accurate(found, given, learnable_sink=sink, **options)
 
 
+@pytest.mark.sampled
 def test_a_sink_where_no_key_is_seen():
     """Rows before the first key: their LSE is the sink's."""
     q, k, v = tensors(8, 5, (2, 1), batch=1)
@@ -73,6 +75,7 @@ def test_a_sink_where_no_key_is_seen():
     assert torch.allclose(found[1][0, :, 0], sink, rtol=1e-6)
 
 
+@pytest.mark.sampled
 def test_padding_of_a_group():
     """Every option whose value is a head's or a query's; each row of the result is its own."""
     q, k, v = tensors(5, 300, (12, 2))
@@ -97,6 +100,7 @@ def test_padding_of_a_group():
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.sampled("3")
 def test_lengths_on_the_device(num_splits):
     """A cache of which each sequence uses a part, one of them nothing."""
     q, k, v = tensors(1, 257, (8, 1), batch=4)
@@ -114,6 +118,7 @@ def test_lengths_on_the_device(num_splits):
             assert not out[i].any() and (lse[i] == -torch.inf).all()
 
 
+@pytest.mark.sampled
 def test_maxima_that_grow():
     """Every step raises the maximum of some rows by more than the threshold, others never."""
     q, k, v = tensors(2, 700, (8, 1), batch=1)
@@ -125,6 +130,7 @@ def test_maxima_that_grow():
         accurate(found, (q, k, v))
 
 
+@pytest.mark.sampled
 def test_a_row_does_not_depend_on_the_others():
     """Whether a row's maximum moves is its own affair, though all are looked at together."""
     q, k, v = tensors(1, 600, (16, 1), batch=1)
@@ -138,6 +144,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 @pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.sampled
 def test_polynomial_exponentials(rows):
     """The mix of both, over rows: the elements that were asked for take the polynomial."""
     config = DecodeConfig(
@@ -152,7 +159,7 @@ def test_polynomial_exponentials(rows):
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-@pytest.mark.sampled("4")
+@pytest.mark.sampled
 def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
     monkeypatch.setenv("SM100_SIM_DEVICE", "b200:3")
     given = tensors(5, 400, (8, 2))
@@ -168,7 +175,7 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("config", DECODE, ids=lambda config: str(config.rows))
-@pytest.mark.sampled("16-None-static", "64-1-clc")
+@pytest.mark.sampled
 def test_no_findings(use_clc, seed, config, sanitize):
     sanitize(seed, clusters=2)
     lengths = torch.tensor([500, 0, 300], dtype=torch.int32)
@@ -194,6 +201,7 @@ def test_a_configuration_that_is_given_decides():
         assert (one.float() - other.float()).abs().max() < 0.02
 
 
+@pytest.mark.sampled
 def test_planted_bugs_are_noticed(planted, sanitize):
     """The checks above can fail: P that the tensor core may not see yet, and an O that keeps the
     scale of lower maxima."""
@@ -269,7 +277,7 @@ def test_configurations_that_are_refused(fields, message):
      (64, {"batch_invariant": True})],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled("16-*", "64-*")
+@pytest.mark.sampled
 def test_keys_in_pages(page_size, options):
     paged = Paged.of((700, 0, 130, 1), page_size, 2)
     q = torch.randn(4, 2, 16, 256).bfloat16()

@@ -44,7 +44,7 @@ def test_plan():
 
 @pytest.mark.parametrize("config", [CONFIG, E4M3_CONFIG], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
-@pytest.mark.sampled("static-bf16", "dynamic-e4m3")
+@pytest.mark.sampled
 def test_both_groups_do_what_the_table_says(config, use_clc, monkeypatch):
     """Waits and signals of the first group's first warp and of the second one's last; tiles of two
     and three steps."""
@@ -65,7 +65,7 @@ CASES = [(1, (40, 1)), (2, (64, 1)), (2, (24, 1)), (11, (6, 2)), (8, (8, 1)), (5
 
 @pytest.mark.parametrize(("queries", "heads"), CASES, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.sampled("1-1-*40*", "2-1-*40*", "1-11-*", "2-8-*")
+@pytest.mark.sampled("1-1-(40, 1)")
 def test_rows_of_both_groups(queries, heads, num_splits):
     """Each head has a sink and a size of its own, and each query its keys."""
     given, sink = tensors(queries, 290, heads, batch=1), torch.randn(heads[0])
@@ -79,7 +79,7 @@ def test_rows_of_both_groups(queries, heads, num_splits):
 
 @pytest.mark.parametrize(("queries", "heads"), [(1, (40, 1)), (8, (8, 1)), (5, (12, 2))], ids=str)
 @pytest.mark.parametrize("option", ["window", "softcap", "tree", "alibi"])
-@pytest.mark.sampled("window-8-*", "tree-8-*", "tree-1-*", "alibi-1-*", "alibi-5-*", "softcap-5-*")
+@pytest.mark.sampled("tree-8-(8, 1)")
 def test_options(queries, heads, option):
     given = tensors(queries, 270, heads)
     mask, slopes = torch.rand(2, queries, queries) < 0.5, torch.linspace(0.01, 0.4, heads[0])
@@ -98,6 +98,7 @@ def test_options(queries, heads, option):
     accurate(found, given, **wanted)
 
 
+@pytest.mark.sampled
 def test_a_step_that_one_group_does_not_see():
     """The first step's keys are those of the last four queries alone, the second group's; then
     keys that the first group does not see at all; and a tile whose second group has no query."""
@@ -109,6 +110,7 @@ def test_a_step_that_one_group_does_not_see():
         accurate(found, given, causal=True)
 
 
+@pytest.mark.sampled
 def test_sequences_of_fewer_queries_than_a_tile():
     lengths_q, lengths_k = (8, 3, 0, 5), (150, 40, 9, 300)
     q = torch.randn(sum(lengths_q), 8, 256).bfloat16()
@@ -126,6 +128,7 @@ def test_sequences_of_fewer_queries_than_a_tile():
 
 
 @pytest.mark.parametrize("head", [3, 35])
+@pytest.mark.sampled
 def test_maxima_that_grow_in_one_group(head):
     """In every step those of a row of one group, and the other group's never: its bits are those
     that it has beside other rows."""
@@ -144,7 +147,7 @@ def test_maxima_that_grow_in_one_group(head):
 
 @pytest.mark.parametrize(("queries", "heads"), [(1, (40, 1)), (8, (8, 1))], ids=str)
 @pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.sampled("1-1-*", "2-8-*")
+@pytest.mark.sampled
 def test_e4m3(queries, heads, num_splits):
     q = tensors(queries, 1, heads, batch=1)[0] * torch.linspace(0.5, 2, heads[0])[:, None]
     keys, given = [codes(1, 290, 1, 256) for _ in "kv"], scales(1, 1)
@@ -156,6 +159,7 @@ def test_e4m3(queries, heads, num_splits):
     accurate_e4m3(found, q, exact(keys, given), causal=True)
 
 
+@pytest.mark.sampled
 def test_keys_in_pages():
     paged = Paged.of((300, 0, 130), 16, 1)
     check_pages(torch.randn(3, 1, 40, 256).bfloat16(), paged, config=CONFIG, num_splits=2)
@@ -163,7 +167,7 @@ def test_keys_in_pages():
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("config", [CONFIG, E4M3_CONFIG], ids=["bf16", "e4m3"])
-@pytest.mark.sampled("bf16-1", "e4m3-None")
+@pytest.mark.sampled
 def test_no_findings(config, seed, sanitize):
     """Groups that are apart: one raises its maxima in every step, the other never, over several
     tiles of a CTA."""
@@ -179,7 +183,7 @@ def test_no_findings(config, seed, sanitize):
 
 
 @pytest.mark.parametrize("method", ["_own_queries", "_first_in_group", "_first_row"])
-@pytest.mark.sampled("_first_in_group")
+@pytest.mark.sampled
 def test_a_group_with_the_other_ones_rows_is_noticed(method, planted):
     """Of masks, of heads, of LSE."""
     queries, heads = (1, 40) if method == "_first_in_group" else (8, 8)
@@ -205,7 +209,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.sampled("plain")
+@pytest.mark.sampled
 def test_registers(name):
     """All that there are, and none of a thread's rows in local memory: at most an address."""
     options, most = CLASSES[name]

@@ -35,6 +35,7 @@ def rows_behind_a_load(function: SassFunction) -> int:
 
 
 @pytest.mark.parametrize("config", DECODE_E4M3, ids=lambda config: str(config.rows))
+@pytest.mark.sampled("64")
 def test_registers(config):
     kernel, function = compiled(config)
     plan = config.warps.registers
@@ -58,6 +59,7 @@ def load_row(kernel, context, row, stage):
     )
 
 
+@pytest.mark.sampled
 def test_rows_that_warps_load_are_noticed(planted):
     planted.setattr(DecodeE4m3Kernel, "_load_row", load_row)
     assert rows_behind_a_load(compiled(DECODE_E4M3[-1])[1]) > 0

@@ -40,6 +40,7 @@ def of(tensors, entries):
     return tuple(tensor[list(entries)].clone() for tensor in tensors)
 
 
+@pytest.mark.sampled
 def test_a_sequence_has_the_same_bits_in_every_batch(use_clc, device):
     """All together, in another order, and each alone; the sink is the first part's."""
     tensors = inputs((2, LONGEST), HEADS, len(USED), device=device)
@@ -86,6 +87,7 @@ def test_each_part_has_its_keys(combined, device):
                 assert (out[3 * entry + part, row].cpu() - wanted[0, 0]).abs().max() < 2**-7
 
 
+@pytest.mark.sampled
 def test_windows_and_packed_queries(device):
     """Parts begin where a window does."""
     lengths = (3, 1, 0, 2)
@@ -124,12 +126,14 @@ def one_more_tile(device):
     assert found.max_error <= found.tolerance and found.lse_max_error <= 1e-3, found
 
 
+@pytest.mark.sampled
 def test_the_last_part_has_all_that_is_left(device):
     one_more_tile(device)
 
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize("mistake", ["a tile twice", "a tile left out"])
+@pytest.mark.sampled
 def test_planted_bugs_are_noticed(mistake, planted, device):
     of_part = Visibility._bounds_of_part
 

@@ -83,6 +83,7 @@ def check(parts, splits, dtype=torch.bfloat16):
 # second warp may begin, and a third; as many as lanes, one less and one more; all that may be.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 9, 31, 32, 33, 64])
+@pytest.mark.sampled("1-torch.bfloat16", "2-torch.bfloat16", "4-torch.bfloat16")
 def test_numbers_of_parts(splits, dtype, device):
     check(random_parts(splits, (2, 5, 3), device), splits, dtype)
 
@@ -93,6 +94,7 @@ def test_numbers_of_parts(splits, dtype, device):
     "shape", [(1, 1, 1), (1, 3, 1), (1, 1, 5), (3, 1, 3), (2, 9, 2), (2, 9, 15)], ids=str
 )
 @pytest.mark.parametrize("splits", [3, 7, 33])
+@pytest.mark.sampled("3-(1, 1, 1)", "3-(1, 3, 1)", "7-(1, 1, 1)")
 def test_numbers_of_rows(shape, splits, device):
     check(random_parts(splits, shape, device), splits)
 
@@ -142,6 +144,7 @@ def test_all_far_from_zero(level, device):
 
 
 @pytest.mark.parametrize("splits", [1, 3, 32, 40])
+@pytest.mark.sampled("1", "3")
 def test_a_nan_stays_in_its_row(splits, device):
     """An LSE that is NaN makes all of its row NaN, and nothing else; so does +inf."""
     out, lse = random_parts(splits, (2, 6, 3), device)
@@ -188,6 +191,7 @@ def test_any_strides(device):
 
 
 @pytest.mark.parametrize("splits", [2, 4, 9, 32, 61])
+@pytest.mark.sampled("2", "4")
 def test_bits_do_not_depend_on_the_number_of_rows(splits, device):
     """Rows are shared by more warps and CTAs the fewer they are."""
     parts = random_parts(splits, (1, 150, 8), device)
@@ -206,6 +210,7 @@ def test_a_second_run_is_bitwise_equal(device):
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("splits", [3, 32, 37])
+@pytest.mark.sampled("3-None", "3-1")
 def test_no_findings(splits, seed, sanitize):
     """The last CTA has fewer rows than warps, where a warp makes a row."""
     import sm100_sim
@@ -222,6 +227,7 @@ def test_no_findings(splits, seed, sanitize):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("splits", "rows"), [(4, 32), (5, 512), (32, 32), (64, 64), (64, 4096)])
 @pytest.mark.parametrize("name", ["sm_100a", "sm_90a"])
+@pytest.mark.sampled("sm_100a-4-32-torch.bfloat16")
 def test_resources(dtype, splits, rows, name):
     """No spill and no local memory; registers few enough for 32 warps of an SM."""
     kernels = kernels_of(named(name))

@@ -70,6 +70,7 @@ def of_architecture(request, monkeypatch):
 
 @pytest.mark.parametrize(("seed", "use_clc"), [(None, False), (1, True)], ids=["static", "clc"])
 @pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
+@pytest.mark.sampled("sm_100a-score_mod-static")
 def test_no_findings(kind, seed, use_clc, of_architecture, sanitize):
     sanitize(seed, device=ARCHITECTURES[of_architecture])
     reports, results = reports_of(kind, use_clc)
@@ -85,7 +86,7 @@ def _without_fence(self, context, edge, state):
 
 
 @pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
-@pytest.mark.sampled("sm_100a-mask_mod", "sm_90a-score_mod")
+@pytest.mark.sampled
 def test_planted_bugs_are_found(kind, of_architecture, planted, sanitize):
     """Scores that are changed, or hidden, while they may still be written or read."""
     sanitize(None, device=ARCHITECTURES[of_architecture])

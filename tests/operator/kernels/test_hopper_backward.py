@@ -54,7 +54,7 @@ def function_of(kind: str, name: str):
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled("*-packed", "dv-capped", "products-capped")
+@pytest.mark.sampled("dv-packed", "products-capped")
 def test_no_register_is_spilled_and_every_role_has_those_it_names(kind, name):
     if kind == "products" and name == "capped":
         pytest.skip("has no scores")
@@ -64,6 +64,7 @@ def test_no_register_is_spilled_and_every_role_has_those_it_names(kind, name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled("dv")
 def test_no_step_looks_up_where_a_packed_sequence_lies(kind):
     no_step_looks_up(function_of(kind, "packed")[1])
 
@@ -77,6 +78,7 @@ SINGLE_STEP = re.compile("FS{16}b*(?:FS{16}b*)?FO{4}W([xb]*)W")
 
 
 @pytest.mark.parametrize("name", ["full", "packed"])
+@pytest.mark.sampled("packed")
 def test_products_stay_in_flight_and_hide_the_arithmetic(name):
     """ptxas puts a wait behind every product where registers do not suffice, and moves arithmetic
     behind the wait for the product that hides it."""
@@ -113,7 +115,7 @@ def test_what_l2_gives_up_first_and_last():
 @pytest.mark.parametrize("config", [STORED, ANEW], ids=["stored", "anew"])
 @pytest.mark.parametrize(("seed", "sms"), [(None, 132), (1, 2), (2, 4)])
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "counted"])
-@pytest.mark.sampled("static-None-132-stored", "counted-1-2-anew")
+@pytest.mark.sampled
 def test_no_findings(config, seed, sms, use_clc, monkeypatch, sanitize):
     """No race, lifetime error or missing fence that the sanitizer sees, whatever the schedule."""
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
@@ -129,6 +131,7 @@ def test_no_findings(config, seed, sms, use_clc, monkeypatch, sanitize):
     accurate(found, tensors, dout, causal=True)
 
 
+@pytest.mark.sampled
 def test_schedulers_give_the_same_bits(monkeypatch):
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
     monkeypatch.setenv("SM100_SIM_DEVICE", "h200:6")

@@ -29,7 +29,7 @@ def hopper(monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled("1-4-*", "1-8-*", "3-5-*")
+@pytest.mark.sampled("1-4-(32, 2)-64")
 def test_rows_of_one_warpgroup(queries, heads, rows, num_splits):
     given = tensors(queries, 300, heads)
     problem = Problem.describe(given, Options(1.0))
@@ -55,6 +55,7 @@ def test_groups_that_do_not_divide_a_tile():
         assert (found.packed_heads, found.tile_queries) == (packed, of_tile)
 
 
+@pytest.mark.sampled
 def test_padding_of_a_group():
     """Every option whose value is a head's or a query's; each row of the result is its own."""
     q, k, v = tensors(5, 300, (12, 2))
@@ -94,6 +95,7 @@ def test_a_configuration_that_is_given_decides():
     [{"window_size": (100, 0)}, {"causal": True, "softcap": 20.0}, {"softmax_scale": -0.1}],
     ids=str,
 )
+@pytest.mark.sampled
 def test_options(options):
     given = tensors(3, 333, (8, 1))
     sink = torch.randn(8)
@@ -101,6 +103,7 @@ def test_options(options):
     accurate(found, given, learnable_sink=sink, **options)
 
 
+@pytest.mark.sampled
 def test_lengths_on_the_device():
     """A cache of which each sequence uses a part, one of them nothing."""
     q, k, v = tensors(1, 257, (8, 1), batch=4)
@@ -118,7 +121,7 @@ def test_lengths_on_the_device():
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-@pytest.mark.sampled("4")
+@pytest.mark.sampled
 def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
     monkeypatch.setenv("SM100_SIM_DEVICE", "h200:3")
     given = tensors(2, 400, (8, 2))
@@ -131,7 +134,7 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "counter"])
 @pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.sampled("None-static", "1-counter")
+@pytest.mark.sampled
 def test_no_findings(use_clc, seed, sanitize):
     sanitize(seed, clusters=2)
     given = tensors(2, 500, (8, 1))

@@ -40,7 +40,7 @@ def compiled(config, name):
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("config", DECODE_E4M3, ids=lambda config: str(config.rows))
-@pytest.mark.sampled("16-pages", "64-causal")
+@pytest.mark.sampled
 def test_machine_code(config, name):
     """Registers within the budgets, nothing spilled; and products are under way together: where
     ptxas cannot tell registers apart it fences and awaits each by itself."""
@@ -96,6 +96,7 @@ def _early(real):
 
 
 @pytest.mark.parametrize("bug", ["barrier", "fence", "free"])
+@pytest.mark.sampled
 def test_the_sanitizer_finds_what_is_missing(bug, planted, hopper, sanitize):
     """A barrier of the softmax; the fence behind P and Q; a buffer given back too early."""
     sanitize(1, clusters=2)
@@ -128,6 +129,7 @@ REAL_PAIRS, REAL_ROW = consumers.pair_of, queries.QueryRows._store_row
 
 
 @pytest.mark.parametrize("bug", ["pairs", "columns", None])
+@pytest.mark.sampled
 def test_results_notice_another_order(bug, planted, hopper):
     """Pairs of keys of V, or columns of Q, that are not those of P and of K."""
     if bug == "pairs":

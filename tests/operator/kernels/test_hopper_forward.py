@@ -56,7 +56,7 @@ def function_of(name: str):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.sampled("window", "*everything")
+@pytest.mark.sampled("everything")
 def test_no_register_is_spilled_and_every_role_has_those_it_names(name):
     kernel, function = function_of(name)
     plan = ForwardConfig().warps.registers
@@ -65,6 +65,7 @@ def test_no_register_is_spilled_and_every_role_has_those_it_names(name):
 
 
 @pytest.mark.parametrize("name", [name for name, (_, one) in KERNELS.items() if one.ragged])
+@pytest.mark.sampled("everything")
 def test_no_step_looks_up_where_a_packed_sequence_lies(name):
     no_step_looks_up(function_of(name)[1])
 
@@ -80,6 +81,7 @@ def hidden_exponentials(code: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.sampled("everything")
 def test_products_stay_in_flight_and_hide_the_exponentials(name):
     """ptxas puts a wait behind every product where registers do not suffice, and moves
     exponentials behind the wait for PV; in each of the loops."""
@@ -134,12 +136,14 @@ def sanitized(monkeypatch):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("config", [LONG, SHORT, ForwardConfig(ctas=2)], ids=repr)
+@pytest.mark.sampled("*block_kv=80,*-static", "*block_kv=64,*-dynamic")
 def test_no_findings(sanitized, config, use_clc):
     """Several tiles a CTA, steps that a warpgroup leaves out, and loads for a cluster."""
     out, findings = sanitized(config, 700, use_clc)
     assert out.isfinite().all() and findings == []
 
 
+@pytest.mark.sampled
 def test_products_that_are_not_waited_for_are_found(sanitized, planted):
     """Scores are read, and K given back, while QK may still run."""
     original = consumers.wait
@@ -149,6 +153,7 @@ def test_products_that_are_not_waited_for_are_found(sanitized, planted):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.sampled
 def test_the_same_bits_under_both_schedulers(num_splits, monkeypatch):
     """Tiles of several lengths on fewer SMs, in whatever order these come to them."""
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")

@@ -88,7 +88,7 @@ def plans_of(config):
         ((300, 150), False, {"softcap": 20.0}),
     ],
 )
-@pytest.mark.sampled("lengths0-*-anew", "lengths1-*-stored", "lengths2-*-stored")
+@pytest.mark.sampled("lengths1-True-options1-stored")
 def test_the_backward_does_what_its_tables_say(lengths, causal, options, config, reports):
     seen = attend(lengths, causal, backward=config, **options)
     capped = "softcap" in options
@@ -141,7 +141,7 @@ def claimed_late(claimed, table, steps, once, each):
     [(STORED, [(2, 8, 2, 2), (4, 4, 0, 3)]), (ANEW, [(2, 8, 1, 2)] * 3)],
     ids=["stored", "anew"],
 )
-@pytest.mark.sampled("stored")
+@pytest.mark.sampled
 def test_the_next_tile_is_claimed_when_few_steps_are_left(config, shapes, reports):
     """Claimed early, a tile is kept from clusters that have nothing to do.  shapes: of each launch
     tiles, steps of a tile, buffers that are filled once and in each step."""
@@ -194,6 +194,7 @@ def assert_asked_ahead(copied, num_tiles):
 # Packed rows have another descriptor; several tiles and heads, under both schedulers.
 @pytest.mark.simulator
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+@pytest.mark.sampled
 def test_l2_is_asked_for_q_of_the_next_step(use_clc, reports, copied):
     q = torch.randn(300, 2, 256).bfloat16().requires_grad_()
     k = torch.randn(520, 1, 256).bfloat16().requires_grad_()
@@ -268,6 +269,7 @@ def assert_forward(report, config, seen, order):
         ((300, 150), False, {}),
     ],
 )
+@pytest.mark.sampled("lengths0-True-options0-one")
 def test_the_forward_does_what_its_table_says(lengths, causal, options, config, reports):
     seen = attend(lengths, causal, config=config, **options)
     if "window_size" in options:
@@ -284,7 +286,7 @@ def test_the_forward_does_what_its_table_says(lengths, causal, options, config, 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("config", [DECODE_E4M3[0], DECODE_E4M3[-1]], ids=lambda c: str(c.rows))
 @pytest.mark.parametrize(("lengths", "q_stages"), [((100, 330), 2), ((60, 40), 1)])
-@pytest.mark.sampled("lengths0-2-16-static", "lengths1-1-64-dynamic")
+@pytest.mark.sampled
 def test_the_decode_kernel_of_e4m3_does_what_its_table_says(
     lengths, q_stages, config, use_clc, monkeypatch
 ):

@@ -92,6 +92,7 @@ def tiles_launched(call):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "CLC"])
+@pytest.mark.sampled
 def test_against_the_reference(few_pairs, use_clc):
     tensors, sink = inputs((QUERIES, KEYS), (2, 2)), torch.randn(2)
     options = {"learnable_sink": sink, "softcap": 20.0}
@@ -111,6 +112,7 @@ def test_against_the_reference(few_pairs, use_clc):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_gradients(few_pairs):
     tensors = inputs((QUERIES, KEYS), (2, 2))
     dout, dlse = torch.randn_like(tensors[0]), torch.randn(1, 2, QUERIES)

@@ -80,11 +80,13 @@ def check(tensors, used, made_for=None, window=(None, None), **options):
 
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+@pytest.mark.sampled("static")
 def test_sequences_of_different_lengths(use_clc, device):
     tensors = inputs((2, ROWS), HEADS, len(USED), device=device)
     check(tensors, USED, use_clc=use_clc)
 
 
+@pytest.mark.sampled
 def test_what_rows_past_the_lengths_hold_reaches_nothing(device):
     """NaN in K and V; a window, a softcap and a sink, which is the first part's."""
     tensors = inputs((2, ROWS), HEADS, len(USED), device=device)
@@ -104,6 +106,7 @@ def test_a_list_for_other_lengths_only_balances_worse(made_for, device):
     check(tensors, USED, made_for)
 
 
+@pytest.mark.sampled
 def test_packed_queries_on_pages(device):
     """As serving engines call: queries of 0 to 3 rows, keys in pages in any order."""
     lengths, used, page = (3, 1, 0, 2), (1200, 300, 40, 513), 64
@@ -150,6 +153,7 @@ def test_a_cache_with_new_rows(device):
     assert torch.equal(caches[0][0, 1100:1102], new[0][0])
 
 
+@pytest.mark.sampled
 def test_several_tiles_of_queries_are_not_divided(device):
     q, k, v = inputs((300, 600), HEADS, device=device)
     used = ints([600], device)

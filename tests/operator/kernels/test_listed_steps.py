@@ -37,6 +37,7 @@ def attend(use_clc=False, batch=1):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.sampled("None-static", "1-static")
 def test_no_findings(use_clc, seed, sanitize):
     sanitize(seed, clusters=2)
     attend(use_clc, batch=2)
@@ -105,7 +106,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled("the step before", "bits of the next row")
+@pytest.mark.sampled
 def test_a_planted_bug_is_refused(bug, planted):
     planted.setattr(*BUGS[bug])
     with pytest.raises(AssertionError):
@@ -114,7 +115,7 @@ def test_a_planted_bug_is_refused(bug, planted):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize("bug", AHEAD)
-@pytest.mark.sampled("stale bits", "a full *")
+@pytest.mark.sampled
 def test_a_planted_bug_of_pairs_is_refused(bug, planted):
     planted.setattr(*AHEAD[bug])
     with pytest.raises(AssertionError):

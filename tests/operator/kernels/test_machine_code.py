@@ -65,6 +65,7 @@ def compiled(kind: str, use_clc: bool = False, ragged: tuple[str, ...] = ()):
 
 
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
+@pytest.mark.sampled("forward", "backward_dv", "backward_products")
 def test_the_kernel_is_launched_with_the_registers_of_its_plan(kind):
     """By its machine code: the pool that the budgets are checked against is the pool there is."""
     kernel, plan = compiled(kind)
@@ -72,6 +73,7 @@ def test_the_kernel_is_launched_with_the_registers_of_its_plan(kind):
 
 
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
+@pytest.mark.sampled("forward", "backward_dv", "backward_products")
 def test_no_role_names_a_register_that_its_budget_lacks(kind):
     """Behind each setmaxnreg of the machine code, on every path."""
     kernel, plan = compiled(kind)
@@ -81,7 +83,7 @@ def test_no_role_names_a_register_that_its_budget_lacks(kind):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
-@pytest.mark.sampled("*-clc")
+@pytest.mark.sampled("forward-clc")
 def test_no_arrival_waits_for_the_whole_gpu(kind, use_clc):
     """MEMBAR.ALL.GPU, hundreds of clocks, stands before two cluster barriers and nowhere else: the
     one after tensor memory is allocated and the one before the CTAs exit."""
@@ -112,7 +114,7 @@ def test_stores_of_the_first_half_of_p_are_hidden_by_exponentials(use_clc):
 
 
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
-@pytest.mark.sampled("forward", "backward_dv")
+@pytest.mark.sampled("forward")
 def test_no_step_looks_up_where_a_packed_sequence_lies(kind):
     """Nor is anything spilled for that."""
     kernel, plan = compiled(kind, True, ("cu_seqlens_q", "cu_seqlens_k"))
@@ -140,7 +142,7 @@ def test_a_plan_that_the_launch_cannot_serve_is_refused(plan):
 
 
 @pytest.mark.parametrize("kind", ["dv", "products", "dkdv", "dq"])
-@pytest.mark.sampled("dv", "products")
+@pytest.mark.sampled
 def test_budgets_of_the_whole_register_file_hang(kind, monkeypatch):
     """Warpgroups that together want all 65,536 registers wait for the last 1,024."""
     monkeypatch.setattr(RegisterPlan, "__post_init__", lambda self: None)
@@ -197,11 +199,13 @@ def _shortest_step() -> int:
     return shortest_turn(code, names.index("LDTM.x64"))
 
 
+@pytest.mark.sampled
 def test_a_step_that_sees_all_asks_no_mask_mod():
     """NOTE [a loop that runs once]."""
     assert (found := _shortest_step()) < 900, found
 
 
+@pytest.mark.sampled
 def test_under_a_branch_every_step_asks_a_mask_mod(planted):
     planted.setattr(ForwardKernel, "_hide_unseen", _hide_under_a_branch)
     assert (found := _shortest_step()) > 1400, found

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 @pytest.mark.parametrize(
     ("seqlen", "heads", "causal", "clc"), [(300, (2, 1), True, False), (520, (2, 2), False, True)]
 )
+@pytest.mark.sampled("300-heads0-True-False")
 def test_native_and_python_agree(monkeypatch, seqlen, heads, causal, clc):
     torch.manual_seed(0)
     q = torch.randn(1, seqlen, heads[0], 256).bfloat16()
@@ -57,6 +58,7 @@ def test_every_schedule_performs_products_by_one_routine(monkeypatch, options):
 
 
 @pytest.mark.parametrize("clc", [False, True])
+@pytest.mark.sampled("False")
 def test_threads_do_not_show(monkeypatch, clc):
     torch.manual_seed(0)
     q = torch.randn(1, 700, 4, 256).bfloat16()

@@ -26,6 +26,7 @@ def decoding(page_size=16, **options):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.sampled("None-static", "1-static")
 def test_no_findings(use_clc, seed, sanitize):
     sanitize(seed, clusters=2)
     decoding(use_clc=use_clc)
@@ -34,6 +35,7 @@ def test_no_findings(use_clc, seed, sanitize):
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.sampled("16")
 def test_boxes_have_the_bytes_of_tiles(page_size):
     """As many bytes as without pages, of tiles that end beside a page, in it and past the end."""
     paged, q = Paged.of((300,), page_size), torch.randn(1, 1, 2, 256).bfloat16()

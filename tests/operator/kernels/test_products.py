@@ -154,6 +154,7 @@ def run(case: Case):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.sampled("causal, GQA", "causal, some queries see nothing", "a short last part")
 def test_products(case):
     """Within the rounding of the results; NaN where no tile may be read."""
     torch.manual_seed(0)
@@ -168,6 +169,7 @@ def test_products(case):
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("name", ["causal, GQA", "packed", "dynamic"])
+@pytest.mark.sampled("causal, GQA-None", "causal, GQA-1", "causal, GQA-2")
 def test_no_findings(name, seed, sanitize):
     """No race, lifetime error or missing fence that the sanitizer sees; one cluster after the
     other runs several tiles."""
@@ -193,6 +195,7 @@ def steps(case: Case) -> int:
 @pytest.mark.parametrize(
     "name", ["several blocks, rests", "causal, GQA", "window", "packed, parts, fp16"]
 )
+@pytest.mark.sampled("causal, GQA")
 def test_what_is_executed_is_the_closed_form(name):
     """Every step with a visible pair once, no other one; of each a tile of dS and one of Q or K in
     each CTA."""

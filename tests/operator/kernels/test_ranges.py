@@ -77,6 +77,7 @@ def test_under_the_option_every_role_has_its_ranges():
 
 
 @pytest.mark.parametrize("spec", KERNELS.values(), ids=KERNELS)
+@pytest.mark.sampled("forward")
 def test_the_default_kernel_has_none(spec):
     assert "iket" not in compile_kernel(spec).ptx
 
