@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .function_keys import check_function, key_of, read_of
+from .function_keys import check_function, key_of, read_of, register
 from .kernels.mask_function import MASK_MOD
 from .kernels.part_places import key_in_part
 from .kernels.user_functions import Functions
@@ -37,7 +37,7 @@ class MaskMod:
 
     def __post_init__(self) -> None:
         check_function(MASK_MOD, self.key, self.function, self.tensors)
-        MASK_MOD.register(self.key, Functions(self.function))
+        register(MASK_MOD, self.key, Functions(self.function))
 
     @classmethod
     def of(

@@ -33,6 +33,8 @@ from .call.tile_mask import (
     count_mask_tiles,
 )
 from .call.tree_mask import tree_words
+from .function_state import FunctionState, TensorStates
+from .gpus.devices import is_captured
 from .kernels.block_mask import FULL, MASK_TILE
 
 __all__ = [
@@ -156,7 +158,7 @@ def from_block_mask(
     block_mask: Any, *, with_bits: bool = True, batch: int | None = None, heads: int | None = None
 ) -> TileMask:
     """From PyTorch's `BlockMask`, of blocks that are multiples of 128. Its partial blocks are
-    evaluated by its own mask_mod, on its device; what that reads must not change afterwards.
+    evaluated by its own mask_mod, on its device; the result is of what that reads now.
     with_bits: False where they are not, for calls with `mask_mod=`. batch, heads: of the calls,
     which have bits for each where the `BlockMask` has 1 and its mask_mod reads which one it is;
     with None these are of the first one, and calls of more refuse them.
@@ -168,6 +170,14 @@ def from_block_mask(
             f"block_mask is {type(block_mask).__name__}; accepted: a BlockMask of "
             f"{_FLEX_ATTENTION} or a mask of fa4_hd256.masks"
         )
+    apart = _apart(block_mask) if with_bits else None
+    return _from_block_mask(block_mask, batch, heads, apart)
+
+
+def _from_block_mask(
+    block_mask: Any, batch: int | None, heads: int | None, apart: tuple[bool, bool] | None
+) -> TileMask:
+    """`from_block_mask`. apart: of `_apart`, None for a mask without bits."""
     sizes = tuple(block_mask.BLOCK_SIZE)
     if any(size % MASK_TILE for size in sizes):
         raise ValueError(
@@ -184,9 +194,8 @@ def from_block_mask(
         kinds = kinds.repeat_interleave(size // MASK_TILE, dimension)
     tiles = [count_mask_tiles(length) for length in lengths]
     kinds = kinds[:, :, : tiles[0], : tiles[1]].contiguous()
-    if not with_bits:
+    if apart is None:
         return TileMask.of_kinds(lengths, kinds)
-    apart = _apart(block_mask)
     own_of = [
         size if is_apart and size is not None else -1
         for is_apart, size in zip(apart, (batch, heads), strict=True)
@@ -266,26 +275,82 @@ def as_tile_mask(
         return block_mask
     if not _is_block_mask(block_mask):
         return from_block_mask(block_mask)  # which says what is accepted
-    known = _known.setdefault(block_mask, {})
-    asked = with_bits, batch, heads
-    if asked in known:
-        return known[asked]
-    apart = _apart(block_mask) if with_bits else (False, False)
-    needed = with_bits, batch if apart[0] else None, heads if apart[1] else None
-    found = known.get(needed)
+    if torch.compiler.is_compiling() or is_captured(block_mask.kv_num_blocks.device):
+        # Each run of a graph reads tables and tensors of the function again.
+        return from_block_mask(block_mask, with_bits=with_bits, batch=batch, heads=heads)
+    tables = _tables_of(block_mask)
+    if not with_bits:
+        return _lists_of(block_mask, tables)
+    kept = _with_bits.get(block_mask)
+    if kept is None or not kept.is_of(block_mask, tables):
+        kept = _Kept(block_mask, tables)
+        if kept.lasts:
+            _with_bits[block_mask] = kept
+    asked = batch, heads
+    if asked in kept.masks:
+        return kept.masks[asked]
+    of_batch, of_heads = kept.apart
+    needed = batch if of_batch else None, heads if of_heads else None
+    found = kept.masks.get(needed)
     if found is None:
-        found = from_block_mask(
-            block_mask, with_bits=with_bits, batch=needed[1], heads=needed[2]
-        )
+        found = _from_block_mask(block_mask, *needed, kept.apart)
     if is_lasting(found.tiles):
-        known[needed] = known[asked] = found
+        kept.masks[needed] = kept.masks[asked] = found
     return found
 
 
-#: Made of masks of PyTorch's that are alive, by (with_bits, batch, heads) of calls.
-_known: weakref.WeakKeyDictionary[Any, dict[tuple, TileMask]] = weakref.WeakKeyDictionary()
-#: What `_apart` has found of such masks.
-_known_apart: weakref.WeakKeyDictionary[Any, tuple[bool, bool]] = weakref.WeakKeyDictionary()
+class _Kept:
+    """Masks with bits made of a `BlockMask`, by (batch, heads) of calls.
+
+    apart: what `_apart` says of it. lasts: False where later changes could not be noticed.
+    """
+
+    def __init__(self, block_mask: Any, tables: tuple[Any, ...]) -> None:
+        self._tables = TensorStates(tables)
+        self._function = FunctionState.of(block_mask.mask_mod)
+        self._sizes = _sizes_of(block_mask)
+        self.apart = _apart(block_mask)
+        self.masks: dict[tuple[int | None, int | None], TileMask] = {}
+        self.lasts = self._function is not None
+
+    def is_of(self, block_mask: Any, tables: tuple[Any, ...]) -> bool:
+        """Return True if nothing that they were made of has changed."""
+        assert self._function is not None
+        return (
+            self._sizes == _sizes_of(block_mask)
+            and self._tables.are_of(tables)
+            and self._function.is_of(block_mask.mask_mod)
+        )
+
+
+#: Masks with bits, by masks of PyTorch's that are alive.
+_with_bits: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
+#: Masks without bits, by the same: (states of the tables, sizes, mask).
+_lists: weakref.WeakKeyDictionary[Any, tuple[TensorStates, Any, TileMask]]
+_lists = weakref.WeakKeyDictionary()
+
+
+def _lists_of(block_mask: Any, tables: tuple[Any, ...]) -> TileMask:
+    """Return the mask without bits, made again where the tables have changed."""
+    known = _lists.get(block_mask)
+    if known is not None and known[1] == _sizes_of(block_mask) and known[0].are_of(tables):
+        return known[2]
+    found = from_block_mask(block_mask, with_bits=False)
+    if is_lasting(found.tiles):
+        _lists[block_mask] = TensorStates(tables), _sizes_of(block_mask), found
+    return found
+
+
+def _tables_of(block_mask: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors of a `BlockMask` that say which blocks are partial, and which full."""
+    return (
+        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )  # fmt: skip
+
+
+def _sizes_of(block_mask: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
 
 
 def _check_first(mask: TileMask, batch: int | None, heads: int | None) -> None:
@@ -343,15 +408,12 @@ def _evaluator(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 def _apart(block_mask: Any) -> tuple[bool, bool]:
     """Whether a `BlockMask` has one batch entry, and one head, for all, of which its mask_mod may
     see each otherwise. Its function is asked once."""
-    if block_mask in _known_apart:
-        return _known_apart[block_mask]
     tables = block_mask.kv_num_blocks
     sizes = [*(1,) * (3 - tables.ndim), *tables.shape[:-1]]
     batch, head = (
         size == 1 and _reads(block_mask.mask_mod, number, tables.device)
         for number, size in enumerate(sizes)
     )
-    _known_apart[block_mask] = batch, head
     return batch, head
 
 

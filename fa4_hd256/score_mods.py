@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .function_keys import check_function, key_of, read_of
+from .function_keys import check_function, key_of, read_of, register
 from .kernels.part_places import key_in_part
 from .kernels.score_change import ALIBI, SCORE_MOD, Scored
 from .kernels.user_functions import Functions
@@ -47,7 +47,7 @@ class ScoreMod:
                 f"slope of a ScoreMod is {type(self.slope).__name__}; accepted: a function of "
                 f"{SCORE_MOD.arguments}, or None"
             )
-        SCORE_MOD.register(self.key, Functions(self.function, self.slope))
+        register(SCORE_MOD, self.key, Functions(self.function, self.slope))
 
     @classmethod
     def of(

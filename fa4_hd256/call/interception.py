@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from fa4_hd256.gpus.devices import is_captured
 from fa4_hd256.gpus.family import as_seen
 
-__all__ = ["constant_in_graphs", "is_intercepted", "is_lasting", "refuse_tangents"]
+__all__ = ["constant_in_graphs", "is_intercepted", "is_lasting", "is_wrapped", "refuse_tangents"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -56,6 +56,11 @@ def is_lasting(made: torch.Tensor, of_capture: bool = False) -> bool:
     if _is_compiling() or type(made) is not torch.Tensor or _is_wrapped(made):
         return False
     return is_captured(made.device) == of_capture
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Return True for a stand-in of torch.func."""
+    return bool(_is_wrapped(tensor))
 
 
 def refuse_tangents(tensors: Iterable[Any]) -> None:

@@ -102,11 +102,18 @@ class TileMask:
         """From the kinds of tiles, (1 or batch, 1 or heads, tiles of queries, tiles of keys).
 
         Tiles that turn out to be full, or empty, when they are evaluated, are so. Waits for a GPU
-        only if there are more than `MOST_TILES`, to learn how many are partial.
+        only if there are more than `MOST_TILES`, to learn how many are partial; raises RuntimeError
+        then in the capture of a CUDA graph.
         """
         kinds = _with_end(lengths, kinds)
         is_partial = (kinds == PARTIAL).flatten()
         if kinds.device.type == "cpu" or kinds.numel() > MOST_TILES:
+            if is_captured(kinds.device):
+                raise RuntimeError(
+                    f"a mask of {kinds.numel()} tiles is made in the capture of a CUDA graph, and "
+                    f"waits for the GPU; accepted: up to {MOST_TILES} tiles, or a mask that was "
+                    "made before: fa4_hd256.masks.as_tile_mask(block_mask)"
+                )
             places = is_partial.nonzero()[:, 0]
         else:
             places = torch.arange(kinds.numel(), device=kinds.device)

@@ -19,6 +19,8 @@ import torch
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from fa4_hd256.call.interception import is_lasting
+from fa4_hd256.function_state import FunctionState
+from fa4_hd256.gpus.devices import is_captured
 from fa4_hd256.interface import flash_attn_func
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import Scored, ScoreMod
@@ -131,8 +133,9 @@ def mask_mod_of(
     return MaskMod(seen, key, read)
 
 
-#: Traced functions of masks that are alive.
-_masks: weakref.WeakKeyDictionary[BlockMask, MaskMod] = weakref.WeakKeyDictionary()
+#: Traced functions of masks that are alive, and the state in which they were traced.
+_masks: weakref.WeakKeyDictionary[BlockMask, tuple[FunctionState, MaskMod]]
+_masks = weakref.WeakKeyDictionary()
 
 
 def _traced_mask(block_mask: Any, device: torch.device) -> MaskMod:
@@ -141,13 +144,19 @@ def _traced_mask(block_mask: Any, device: torch.device) -> MaskMod:
             f"traces_mask is True and block_mask {type(block_mask).__name__}; accepted: a "
             "BlockMask, whose mask_mod is traced"
         )
-    found = _masks.get(block_mask)
-    if found is None:
-        # No inference tensors, which a later training could not save.
-        with torch.inference_mode(False):
-            found = mask_mod_of(block_mask.mask_mod, device)
-        if all(map(is_lasting, found.tensors)):
-            _masks[block_mask] = found
+    mask_mod = block_mask.mask_mod
+    if is_captured(device):
+        # Copies of what it reads are made at each replay of the graph.
+        return mask_mod_of(mask_mod, device)
+    known = _masks.get(block_mask)
+    if known is not None and known[0].is_of(mask_mod):
+        return known[1]
+    state = FunctionState.of(mask_mod)
+    # No inference tensors, which a later training could not save.
+    with torch.inference_mode(False):
+        found = mask_mod_of(mask_mod, device)
+    if state is not None and all(map(is_lasting, found.tensors)):
+        _masks[block_mask] = state, found
     return found
 
 

@@ -33,7 +33,7 @@ from fa4_hd256.gpus import family
 from . import prebuilt
 from .catalogue import KernelSpec
 from .kernel_names import described, name_of
-from .keys import cache_key, disk_cache, prebuilt_key
+from .keys import cache_key, disk_cache, lasts, prebuilt_key
 from .tracing import trace_and_compile
 
 __all__ = [
@@ -214,7 +214,7 @@ def _prebuilt_entry(spec: KernelSpec) -> tuple[str, _Entry | None]:
     has no kernel at all for the target.
     """
     place = prebuilt.active()
-    if place is None:
+    if place is None or not lasts(spec):
         return "", None
     target, key = family.target(spec.architecture), prebuilt_key(spec)
     if key not in place.kernels:
@@ -240,7 +240,7 @@ def _jit_entry(key: str, spec: KernelSpec) -> tuple[_Entry, str]:
     """(entry, "disk" or "compiled"); `MissingKernelError` where nothing may be compiled."""
     name, place = f"{key}.kernel", prebuilt.active()
     if not prebuilt.jit_allowed():
-        found = disk_cache().read(name)
+        found = disk_cache().read(name) if lasts(spec) else None
         if found is None:
             where = None if place is None else str(place.directory)
             raise MissingKernelError(spec, build_command(spec), where)
@@ -252,6 +252,8 @@ def _jit_entry(key: str, spec: KernelSpec) -> tuple[_Entry, str]:
             RuntimeWarning,
             stacklevel=2,
         )
+    if not lasts(spec):
+        return _compile_entry(key, spec), "compiled"
     header, parts, from_disk = disk_cache().obtain(name, lambda: _compile_entry(key, spec))
     return (header, parts), "disk" if from_disk else "compiled"
 

@@ -23,14 +23,16 @@ from typing import Any
 
 from fa4_hd256 import environment
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
+from fa4_hd256.call.function_meaning import described_meaning
 from fa4_hd256.gpus import family
+from fa4_hd256.kernels.kernel_functions import FUNCTION_KINDS
 
 from .catalogue import KernelSpec
 from .kernel_cache import disk_cache
 
 __all__ = [
     "COMPILED_IN", "COMPILER", "OTHER", "cache_key", "compiled_sources", "content_digest",
-    "cpu_features", "direction_of", "disk_cache", "prebuilt_key",
+    "cpu_features", "direction_of", "disk_cache", "lasts", "prebuilt_key",
 ]  # fmt: skip
 
 #: The distribution that compiles.
@@ -92,8 +94,20 @@ def direction_of(spec: KernelSpec) -> str:
     return spec.kind.partition("_")[0]
 
 
+def lasts(spec: KernelSpec) -> bool:
+    """Return False where another process could not tell what functions of a kernel mean."""
+    return all(is_known for _, is_known in _meanings(spec))
+
+
+def _meanings(spec: KernelSpec) -> list[tuple[str | None, bool]]:
+    """Return `described_meaning` of the functions of users in a kernel."""
+    asked = ((kind, getattr(spec.problem_class, kind.argument, None)) for kind in FUNCTION_KINDS)
+    return [described_meaning(kind, given.key) for kind, given in asked if given is not None]
+
+
 def _common(spec: KernelSpec) -> dict[str, Any]:
-    return {
+    meanings = [meaning for meaning, _ in _meanings(spec) if meaning is not None]
+    return ({"functions": meanings} if meanings else {}) | {
         "format": FORMAT,
         "architecture": family.target(spec.architecture),
         "kind": spec.kind,

@@ -22,6 +22,7 @@ from fa4_hd256 import (
     flash_attn_with_kvcache,
     masks,
 )
+from fa4_hd256.call import function_meaning
 from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.kernels.kernel_functions import check_unchanged
@@ -29,6 +30,7 @@ from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.score_change import SCORE_MOD
 from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.mask_mods import MaskMod
+from fa4_hd256.run import compile, keys
 from fa4_hd256.run.catalogue import KernelSpec, backward_specs
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.tracing import trace_and_compile
@@ -296,6 +298,73 @@ def test_another_process_finds_the_kernels(tmp_path, monkeypatch):
         for _ in range(2)
     ]  # fmt: skip
     assert found == [["2", "0"], ["0", "2"]]
+
+
+@pytest.fixture
+def restart(monkeypatch):
+    """Forgets which functions keys name, as another process does."""
+
+    def forget():
+        monkeypatch.setattr(SCORE_MOD, "_known", dict(known))
+        monkeypatch.setattr(function_meaning, "_noted", {})
+
+    known = SCORE_MOD._known
+    return forget
+
+
+def key_on_disk(function):
+    """Of a kernel whose score_mod has a key of the user's own; None where none is kept."""
+    ScoreMod(function, None, "my own")
+    own = ProblemClass(torch.bfloat16, score_mod=FunctionClass("my own"))
+    spec = KernelSpec("forward", ForwardConfig(), own)
+    return keys.cache_key(spec) if keys.lasts(spec) else None
+
+
+def test_an_edited_function_with_a_key_of_ones_own(restart):
+    """A process that is started again does not take the kernel of the function as it was."""
+    functions = (
+        lambda: made(SOURCE), lambda: made(SOURCE.replace("2.0", "3.0")), lambda: plus(1.0),
+        lambda: plus(2.0), lambda: plus([1.0]), lambda: plus([2.0]), lambda: Times(2.0),
+        lambda: Times(3.0), lambda: Times(2.0).method, lambda: functools.partial(capped),
+        lambda: functools.partial(capped, slope=1), lambda: plus(torch.ones(2)),
+        lambda: plus(torch.zeros(2)),
+    )  # fmt: skip
+    found = []
+    for make in functions * 2:
+        restart()
+        found.append(key_on_disk(make()))
+    count = len(functions)
+    assert found[:count] == found[count:] and None not in found
+    assert len(set(found)) == count
+
+
+def test_a_function_that_says_not_what_it_means_is_kept_in_the_process(restart, monkeypatch):
+    stored = []
+    monkeypatch.setattr(compile, "disk_cache", lambda: stored)
+    monkeypatch.setattr(compile, "_compile_entry", lambda key, spec: "compiled anew")
+    for function in (importing, lambda score, place, tensors: score * eval("BOUND")):
+        restart()
+        assert key_on_disk(function) is None
+        own = ProblemClass(torch.bfloat16, score_mod=FunctionClass("my own"))
+        spec = KernelSpec("forward", ForwardConfig(), own)
+        assert compile._jit_entry("a key", spec) == ("compiled anew", "compiled")
+
+
+def test_a_function_that_changes_keeps_no_key(restart):
+    limit = 1.0
+
+    def bounded(score, place, tensors):
+        return score * limit
+
+    restart()
+    first = key_on_disk(bounded)
+    assert key_on_disk(bounded) == first
+    limit = 2.0
+    with pytest.raises(ValueError, match="'my own' of a score_mod names other functions already"):
+        ScoreMod(bounded, None, "my own")
+    own = ProblemClass(torch.bfloat16, score_mod=FunctionClass("my own"))
+    with pytest.raises(ValueError, match="'my own' has changed since its ScoreMod was made"):
+        keys.cache_key(KernelSpec("forward", ForwardConfig(), own))
 
 
 def both(first, second):
