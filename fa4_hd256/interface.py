@@ -39,7 +39,7 @@ from .kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
 from .mask_mods import MaskMod
 from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask
-from .operators import forward, forward_out
+from .operators import forward, forward_max_logits, forward_out
 from .packed_row import packed_row
 from .score_mods import ScoreMod, read_by
 
@@ -71,7 +71,8 @@ def flash_attn_func(
     score_mod: ScoreMod | None = None,
     tree_mask: torch.Tensor | None = None,
     mask_mod: MaskMod | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return_max_logits: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
     All arguments behind v are keyword-only: other libraries have other arguments in these places.
@@ -109,18 +110,23 @@ def flash_attn_func(
         made before: a function of the user's (`fa4_hd256.mask_mods`).
     tree_mask: which of the last keys, as many as there are queries, each query sees, if causal and
         window_size let it; it sees all keys before those. bool (seqlen_q, seqlen_q) or (batch,
-        seqlen_q, seqlen_q), True where seen, up to 32 queries; or the words of
+        seqlen_q, seqlen_q), True where seen, up to 64 queries; or the words of
         `fa4_hd256.masks.tree_words`. No gradients (docs/serving.md).
     k_descale, v_descale: factors of k and of v in float8_e4m3fn, float32: one value, or (batch,
         heads_kv). With such k and v q and out are bfloat16 or float16, and there are no gradients
         (docs/serving.md).
     score_mod: a function of scores, softmax_scale * q k, before the mask: ALiBi, or one of the
         user's (`fa4_hd256.score_mods`, docs/score_mods.md); lse is of what it returns.
+    return_max_logits: also return the greatest logit of each head, for QK-clip (MuonClip): (heads,)
+        float32, over all queries of the batch and the keys that they see. Logits are softmax_scale
+        * q k after softcap and score_mod; a sink is none of them. Exact, deterministic, without a
+        gradient; -inf where no query sees a key, NaN with a logit that is NaN. Not with out= or
+        with k and v in float8.
 
-    Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
-    seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and
-    lse = -inf (or the sink's logit). Autograd differentiates both results with respect to q, k, v
-    and learnable_sink, once.
+    Returns out, shaped and typed like q, or (out, lse) with return_lse; return_max_logits adds
+    max_logits at the end. lse: (batch, heads, seqlen_q) float32, natural log, the sink included. A
+    query that sees no key has out = 0 and lse = -inf (or the sink's logit). Autograd differentiates
+    out and lse with respect to q, k, v and learnable_sink, once.
 
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
@@ -142,6 +148,8 @@ def flash_attn_func(
     if others:
         tensors = ForwardTensors(q, k, v, learnable_sink, **others)
     form = learnable_sink is None, *others
+    if return_max_logits:
+        return _attend_for_maxima(tensors, given, form, (out, return_lse))
     if out is None:
         out, lse = _attend(tensors, given, form, return_lse)
     else:
@@ -182,7 +190,8 @@ def flash_attn_varlen_func(
     tree_mask: torch.Tensor | None = None,
     mask_mod: MaskMod | None = None,
     backward_metadata: BackwardMetadata | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return_max_logits: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
 
     q: (total_q, heads, 256) with cu_seqlens_q, else (batch, seqlen_q, heads, 256); k, v likewise
@@ -213,8 +222,8 @@ def flash_attn_varlen_func(
     k_descale, v_descale: as of `flash_attn_func`; with page_table also (pages, heads_kv).
     The other arguments are those of `flash_attn_func`.
 
-    Returns out like q, or (out, lse); lse: (heads, total_q) with cu_seqlens_q, else (batch, heads,
-    seqlen_q).
+    Returns out like q, or (out, lse), and max_logits at the end as `flash_attn_func` does; lse:
+    (heads, total_q) with cu_seqlens_q, else (batch, heads, seqlen_q).
 
     Raises TypeError or ValueError as `flash_attn_func` does, and NotImplementedError for gradients
     with page_table. Page numbers out of range: ValueError for CPU tensors, or where
@@ -230,17 +239,18 @@ def flash_attn_varlen_func(
         if out is not None:
             check_out(out, q)
         row = packed_row((q, k, v), (cu_seqlens_q, cu_seqlens_k), apart, functions)
-        found, lse = flash_attn_func(
+        found, lse, *max_logits = flash_attn_func(
             row.q, row.k, row.v, softmax_scale=softmax_scale, causal=causal,
             window_size=window_size, learnable_sink=learnable_sink, softcap=softcap,
             return_lse=True, num_splits=num_splits, batch_invariant=batch_invariant,
             config=config, backward_config=backward_config, use_clc=use_clc,
             out=None if out is None else out.unsqueeze(0), block_mask=row.block_mask,
             k_descale=k_descale, v_descale=v_descale, score_mod=row.score_mod,
-            mask_mod=row.mask_mod,
+            mask_mod=row.mask_mod, return_max_logits=return_max_logits,
         )  # fmt: skip
         out = found.squeeze(0) if out is None else out
-        return (out, lse.squeeze(0)) if return_lse else out
+        results = (out, lse.squeeze(0)) if return_lse else (out,)
+        return (*results, *max_logits) if max_logits or return_lse else out
     others, key, ds_tiles = _NONE, None, 0
     if not (tree_mask is score_mod is k_descale is v_descale is None):
         others, key = _read_options(tree_mask, score_mod, k_descale, v_descale)
@@ -262,6 +272,8 @@ def flash_attn_varlen_func(
     if others:
         tensors = ForwardTensors(q, k, v, learnable_sink, *sequences, **others)
     form = learnable_sink is None, *_form(sequences), *others
+    if return_max_logits:
+        return _attend_for_maxima(tensors, given, form, (out, return_lse))
     if out is None:
         out, lse = _attend(tensors, given, form, return_lse)
     else:
@@ -402,6 +414,43 @@ def _attend(
     return _without_batch(tensors, out, lse)
 
 
+def _attend_for_maxima(
+    tensors: Sequence[Any],
+    given: tuple[Any, ...],
+    form: tuple[Any, ...],
+    asked: tuple[torch.Tensor | None, bool],
+) -> tuple[torch.Tensor, ...]:
+    """Return (out, max_logits), or (out, lse, max_logits); arguments as for `_attend`.
+
+    asked: (out, return_lse) as users give them. Raises ValueError for an out.
+    """
+    if asked[0] is not None:
+        raise ValueError(
+            "out is given with return_max_logits=True; accepted: a call without out=, whose result "
+            "is a new tensor"
+        )
+    refuse_gradients(*tensors[_K_DESCALE : _K_DESCALE + len(DESCALES)])
+    found = None
+    if not is_intercepted():
+        found = max_logits_calls.find(_facts(given, form), tensors)
+    if found is None:
+        refuse_tangents(tensors)
+        out, lse, max_logits = _operator_for_maxima(tensors, _resolve(tensors, given))
+        out, lse = _without_batch(tensors, out, lse)
+    elif are_differentiated(tensors[:4]):
+        check_differentiable(ForwardTensors(*tensors))
+        out, lse, max_logits = _AttentionAndMaxima.apply((*found, tensors), *tensors[:4])
+    else:
+        out, lse, max_logits = max_logits_calls.run(found[0], tensors, found[1])
+        out, lse = _without_batch(tensors, out, lse)
+    return (out, lse, max_logits) if asked[1] else (out, max_logits)
+
+
+def _operator_for_maxima(tensors: Sequence[Any], values: ForwardValues) -> Any:
+    """Call `forward_max_logits`; arguments as for `_operator`."""
+    return forward_max_logits(*ForwardTensors(*tensors).with_batches(), *values)
+
+
 def _facts(given: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
     """`facts_of`; arguments as for `_attend`."""
     return facts_of(given, given[_WINDOW_SIZE], form)
@@ -539,8 +588,35 @@ class _Attention(torch.autograd.Function):
 #: `_Attention.apply` without what it does for torch.func, which such calls are none of.
 _apply: Any = super(torch.autograd.Function, _Attention).apply
 
+
+class _AttentionAndMaxima(torch.autograd.Function):
+    """`_Attention` of calls with return_max_logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, found: tuple[Entry, list[int], Sequence[Any]], *differentiable: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        entry, addresses, tensors = found
+        tensors = ForwardTensors(*differentiable, *tensors[len(differentiable) :])
+        out, lse, max_logits = max_logits_calls.run(entry, tensors, addresses)
+        output = _without_batch(tensors, out, lse)
+        save(ctx, tensors, entry.scalars, output)
+        ctx.mark_non_differentiable(max_logits)
+        return *output, max_logits
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        return _Attention.backward(ctx, dout, dlse)
+
+
 forward_calls = OperatorCalls(
     "fa4_hd256::forward", _operator, _resolve, ForwardTensors._fields
+)
+
+max_logits_calls = OperatorCalls(
+    "fa4_hd256::forward_max_logits", _operator_for_maxima, _resolve, ForwardTensors._fields
 )
 
 out_calls = OperatorCalls(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ from .run.append_arguments import AppendOptions, AppendTensors
 from .run.forward import run_forward
 
 __all__ = [
-    "append_bodies", "append_rows", "forward", "forward_bodies", "forward_out", "out_bodies",
+    "append_bodies", "append_rows", "forward", "forward_bodies", "forward_max_logits",
+    "forward_out", "max_logits_bodies", "out_bodies",
 ]  # fmt: skip
 
 _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
@@ -47,15 +50,18 @@ def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _run(tensors: Sequence[Any], values: ForwardValues) -> tuple[torch.Tensor, torch.Tensor]:
-    """tensors: the fields of `ForwardTensors`, and behind them, where it is given, out."""
+def _run(
+    tensors: Sequence[Any], values: ForwardValues, max_logits: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Run a forward; results as of `run_forward`. tensors: the fields of `ForwardTensors`, and
+    behind them, where it is given, out."""
     count = len(ForwardTensors._fields)
     inputs, out = ForwardTensors(*tensors[:count]), None
     if len(tensors) > count:
         out = tensors[count]
     (q, k, v, sink, *_), ragged = inputs, inputs.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
-    options = Options.of_operator(values, functions)
+    options = replace(Options.of_operator(values, functions), max_logits=max_logits)
     call = ForwardCall(q, k, v, sink, ragged)
     config = None
     if values.config != named_configs.DEFAULT:
@@ -84,6 +90,35 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 forward.register_autograd(gradients, setup_context=save_for_backward)
+
+
+@torch.library.custom_op(
+    "fa4_hd256::forward_max_logits", mutates_args=(),
+    schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def forward_max_logits(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (out, lse, max_logits) for the arguments of `forward`; max_logits: (heads,) float32,
+    without a gradient."""
+    tensors, values = _named(given)
+    out, lse, max_logits = max_logits_bodies.within(tensors, values)
+    return out, lse, max_logits
+
+
+@forward_max_logits.register_fake
+def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, lse = forward(*given)
+    return out, lse, lse.new_empty(lse.shape[1])
+
+
+def _save_beside_maxima(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
+    *results, max_logits = output
+    save_for_backward(ctx, inputs, tuple(results))
+    ctx.mark_non_differentiable(max_logits)
+
+
+forward_max_logits.register_autograd(
+    lambda ctx, dout, dlse, _: gradients(ctx, dout, dlse), setup_context=_save_beside_maxima
+)
 
 
 @torch.library.custom_op(
@@ -134,6 +169,10 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 forward_bodies = OperatorCalls(
     "fa4_hd256::forward", _run, leading(ForwardValues), ForwardTensors._fields
 )
+max_logits_bodies = OperatorCalls(
+    "fa4_hd256::forward_max_logits", partial(_run, max_logits=True), leading(ForwardValues),
+    ForwardTensors._fields,
+)  # fmt: skip
 out_bodies = OperatorCalls(
     "fa4_hd256::forward_out", _run, leading(ForwardValues), (*ForwardTensors._fields, "out")
 )

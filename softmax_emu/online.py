@@ -13,7 +13,7 @@ tile after tile, with c = softmax_scale * log2(e) >= 0::
 out = O / l and LSE = c * m * ln 2 + ln l are exact whatever m is, because p, l and O carry the
 same offset.  So m is only moved when c * (true maximum - m) exceeds `rescale_threshold`
 (FlashAttention-4, arXiv 2603.05451): P then reaches at most 2^threshold, and most tiles need no
-rescaling of O.
+rescaling of O.  Where a caller needs the true maximum of s, `largest` holds it beside m.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ _NUM_SUM_CHAINS = 4
 
 
 class OnlineSoftmax:
-    """State (row_max, row_sum, offset) and arithmetic of one row; lives across dynamic loops.
+    """State and arithmetic of one row; lives across dynamic loops.
+
+    The state is row_max, row_sum, offset and, where the true maximum is tracked, largest.
 
     For each tile: `update_max`, then `exponentiate` for every fragment of its columns, then
     `accumulate_sum`; `finish` after the last.  Rows without any visible key end with
@@ -78,7 +80,9 @@ class OnlineSoftmax:
         self.scale_log2, self.lowest_max = self._constants = constants
         self._settings = settings
         self.pattern, self.rescale_threshold, self.dtype, self.arithmetic, self.lanes = settings
-        self.row_max, self.row_sum, self.offset = state
+        self.row_max, self.row_sum, self.offset, *largest = state
+        # The true maximum of all scores so far, where it is tracked.
+        self.largest = largest[0] if largest else None
 
     @classmethod
     def create(
@@ -89,6 +93,7 @@ class OnlineSoftmax:
         dtype: Any,
         arithmetic: str = "packed",
         lanes: int = 1,
+        tracks_largest: bool = False,
     ) -> OnlineSoftmax:
         """A softmax with empty state.
 
@@ -98,6 +103,7 @@ class OnlineSoftmax:
         arithmetic: one of `ARITHMETICS`, static.
         lanes: neighbouring lanes of a warp that share a row, static, a power of two.  They agree
             about the maximum; each sums its own columns, and `finish` adds the sums up.
+        tracks_largest: keep the true maximum for `largest_logit`, static.
 
         Raises ValueError for another dtype or arithmetic, or a threshold with which P could
         overflow it.
@@ -114,7 +120,7 @@ class OnlineSoftmax:
         scale = cute.arch.fmax(Float32(scale_log2), SMALLEST_SCALE)
         lowest = cute.arch.fmax(LOWEST_LOGIT * cute.arch.rcp_approx(scale), LOWEST_MAXIMUM)
         settings = (pattern, float(rescale_threshold), dtype, arithmetic, lanes)
-        softmax = cls((scale, lowest), settings, (lowest, lowest, lowest))
+        softmax = cls((scale, lowest), settings, (lowest,) * (4 if tracks_largest else 3))
         softmax.reset()
         return softmax
 
@@ -122,6 +128,8 @@ class OnlineSoftmax:
         """Empty state, for the next row."""
         self.row_max, self.row_sum = self.lowest_max, Float32(0.0)
         self.offset = self.offset_of(self.lowest_max)
+        if self.largest is not None:
+            self.largest = self.lowest_max
 
     def update_max(self, scores: cute.Tensor) -> Float32:
         """Take a tile's scores into the maximum; return the factor for O (and apply it to l).
@@ -132,6 +140,9 @@ class OnlineSoftmax:
         """
         old = self.row_max
         new = self._tile_max(scores, old)
+        if self.largest is not None:
+            # `new` is a score, or an older maximum that is below one.
+            self.largest = cute.arch.fmax(self.largest, new)
         if cutlass.const_expr(self.rescale_threshold > 0):
             keep = (new - old) * self.scale_log2 <= self.rescale_threshold
             new = cutlass.select_(keep, old, new)
@@ -216,6 +227,15 @@ class OnlineSoftmax:
         lse = (log2_sum - offset) * Float32(math.log(2.0))
         return inverse, cutlass.select_(is_empty, Float32(-math.inf), lse)
 
+    def largest_logit(self) -> Float32:
+        """Return the greatest score times the scale, in natural units; -inf without visible key.
+
+        A sink takes no part.  A NaN among the scores is passed over, as max does (PTX ISA 9.7.3).
+        """
+        logit = self.largest * self.scale_log2 * math.log(2.0)
+        is_empty = self.largest <= self.lowest_max
+        return cutlass.select_(is_empty, Float32(-math.inf), logit)
+
     def _exponents(self, s0: Float32, s1: Float32) -> tuple[Float32, Float32]:
         """c * s - c * m of two scores."""
         if self.arithmetic == "plain":
@@ -272,18 +292,18 @@ class OnlineSoftmax:
         offset, _ = cute.arch.mul_packed_f32x2((row_max, row_max), (negative_scale, negative_scale))
         return offset
 
+    @property
+    def _state(self) -> tuple:
+        state = self.row_max, self.row_sum, self.offset
+        return state if self.largest is None else (*state, self.largest)
+
     def __extract_mlir_values__(self) -> list:
-        return [
-            *cutlass.extract_mlir_values(self.row_max),
-            *cutlass.extract_mlir_values(self.row_sum),
-            *cutlass.extract_mlir_values(self.offset),
-        ]
+        return [value for part in self._state for value in cutlass.extract_mlir_values(part)]
 
     def __new_from_mlir_values__(self, values: list) -> OnlineSoftmax:
-        old = (self.row_max, self.row_sum, self.offset)
         state = tuple(
             cutlass.new_from_mlir_values(field, [value])
-            for field, value in zip(old, values, strict=True)
+            for field, value in zip(self._state, values, strict=True)
         )
         return OnlineSoftmax(self._constants, self._settings, state)
 

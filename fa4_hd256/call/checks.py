@@ -30,7 +30,6 @@ from fa4_hd256.kernels.block_mask import (
 from fa4_hd256.kernels.kernel_functions import FUNCTION_TENSORS
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
-from fa4_hd256.kernels.masking import WORD_BITS
 from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
 from fa4_hd256.kernels.sequences import DS_BEGINS, PAGE_TABLE, PART_LIST, TREE_WORDS
 
@@ -335,7 +334,8 @@ def bounds_of(
 def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
     """Dtypes, dimensions and devices, and which go together."""
     for name, tensor in ragged.items():
-        if tensor.dtype != torch.int32:
+        is_wide = name == TREE_WORDS and tensor.dtype == torch.int64
+        if tensor.dtype != torch.int32 and not is_wide:
             raise TypeError(_NOT_INT32.format(_said(name)))
         require_dense(_said(name), tensor)
         if name == PAGE_TABLE:
@@ -377,10 +377,12 @@ def _check_page_table(table: torch.Tensor) -> None:
 
 
 def _check_tree_words(words: torch.Tensor) -> None:
-    if words.ndim != 2 or not 1 <= words.shape[1] <= WORD_BITS or words.stride(1) != 1:
+    most = torch.iinfo(words.dtype).bits
+    if words.ndim != 2 or not 1 <= words.shape[1] <= most or words.stride(1) != 1:
         raise ValueError(
             f"{TREE_WORDS} has shape {tuple(words.shape)} and strides {words.stride()}; accepted: "
-            f"(1 or batch, up to {WORD_BITS} nodes) with a last stride of 1"
+            f"(1 or batch, up to {most} nodes) with a last stride of 1, int32 up to 32 nodes, or "
+            "int64"
         )
 
 

@@ -21,7 +21,7 @@ from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, gri
 from . import checks, descales, memory_checks
 from .layouts import without_expanded_heads
 from .operator_arguments import RAGGED, BackwardValues, ForwardValues
-from .tree_mask import check_words
+from .tree_mask import check_words, is_wide
 
 #: A side of a window without a bound, in an operator's schema.
 UNBOUNDED = -1
@@ -33,6 +33,7 @@ class Options:
 
     softmax_scale: finite. window: keys visible to the left and right of the diagonal, None for
     unbounded; causal is (., 0). softcap: 0 for none. score_mod, mask_mod: None for none.
+    max_logits: the greatest logit of each head is a result, too.
     """
 
     softmax_scale: float
@@ -41,6 +42,7 @@ class Options:
     use_clc: bool = False
     score_mod: FunctionClass | None = None
     mask_mod: FunctionClass | None = None
+    max_logits: bool = False
 
     @classmethod
     def check(
@@ -108,7 +110,7 @@ class Problem:
     divides the keys of each query tile (see `splits`), of all sequences where parts are listed;
     part_keys: of each part, None where parts are equal or listed. architecture: that the tensors
     are on. tiles: of its kernel. page_size: rows of a page where k and v are (pages, page_size,
-    heads_kv, 256), else None. kv_dtype, descale: see `ProblemClass`.
+    heads_kv, 256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
     """
 
     q_shape: tuple[int, ...]
@@ -128,6 +130,7 @@ class Problem:
     page_size: int | None = None
     kv_dtype: torch.dtype | None = None
     descale: str = ""
+    wide_tree: bool = False
 
     @classmethod
     def describe(
@@ -161,6 +164,8 @@ class Problem:
         if is_masked(ragged):
             known = tiles_for_masks(known, architecture)
             checks.check_mask(q, k, ragged, known[0])
+        if options.max_logits:
+            known = tiles_for_max_logits(known, architecture)
         descale = descales.descale_of(ragged, k, sequences, paged)
         _check_contents(tensors, ragged, options, descale)
         longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
@@ -184,6 +189,7 @@ class Problem:
             page_size=k.shape[1] if paged else None,
             kv_dtype=kv_dtype,
             descale=descale,
+            wide_tree=is_wide(ragged.get(TREE_WORDS)),
         )
 
     @property
@@ -207,6 +213,8 @@ class Problem:
             self.descale,
             options.score_mod,
             options.mask_mod,
+            self.wide_tree,
+            options.max_logits,
         )
 
     @property
@@ -316,6 +324,20 @@ def tiles_for_masks(
         raise NotImplementedError(
             f"block_mask: the kernel {kind} of {architecture.name} takes none; accepted: the "
             "default configuration, with k and v of the dtype that q has"
+        )
+    return found
+
+
+def tiles_for_max_logits(
+    known: tuple[ForwardTiles, ...], architecture: Architecture
+) -> tuple[ForwardTiles, ...]:
+    """Return the tiles of kernels that keep the greatest logits. Raises NotImplementedError if
+    there are none."""
+    found = tuple(tiles for tiles in known if tiles.kind == "forward")
+    if not found:
+        raise NotImplementedError(
+            f"return_max_logits: the kernel {known[0].kind} of {architecture.name} does not keep "
+            "them; accepted: the default configuration, with k and v of the dtype that q has"
         )
     return found
 

@@ -44,12 +44,12 @@ def last_turn(problem: Problem, num_splits: int, gpu: Gpu) -> LastTurn | None:
     tiles are done at once soonest, or less than `least_saved` steps are saved.
 
     Tiles must take equally long, and queries must not know which rows they are: no bound on the
-    keys of a query, one length of all sequences, no function of scores. The same for every call of
-    the same shapes on such a GPU.
+    keys of a query, one length of all sequences, no function of scores. The greatest logits have
+    one tensor of one launch. The same for every call of the same shapes on such a GPU.
     """
     kernel, options = problem.tiles, problem.options
     is_equal = options.window == (None, None) and not problem.tables
-    is_plain = options.score_mod is None and options.mask_mod is None
+    is_plain = options.score_mod is None and options.mask_mod is None and not options.max_logits
     launch = kernel.launch_steps
     if num_splits != BY_RULE or launch is None or not (is_equal and is_plain):
         return None

@@ -1,4 +1,4 @@
-"""Masks of trees of drafted tokens: from what users give to a word of bits for each query."""
+"""Pack tree masks (speculative decoding) into one word of bits for each query."""
 
 from __future__ import annotations
 
@@ -8,47 +8,59 @@ import torch
 
 from fa4_hd256.kernels.masking import WORD_BITS
 
-__all__ = ["check_apart", "check_words", "tree_words"]
+__all__ = ["MOST_NODES", "WORD_NODES", "check_apart", "check_words", "is_wide", "tree_words"]
 
-#: Queries of a sequence, so many as a word has bits.
-MOST_NODES = WORD_BITS
+#: Dtype of words -> the most nodes of a tree whose words have that dtype.
+WORD_NODES = {torch.int32: WORD_BITS, torch.int64: 2 * WORD_BITS}
+#: The most queries of a sequence with a tree mask.
+MOST_NODES = max(WORD_NODES.values())
 _FORMS = (
     "a bool tensor (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q), True where a query sees "
-    f"the key of a node, of up to {MOST_NODES} queries; or the int32 words of "
-    "fa4_hd256.masks.tree_words"
+    f"the key of a node, of up to {MOST_NODES} queries; or the words of "
+    "fa4_hd256.masks.tree_words, int32 of up to 32 nodes, or int64"
 )
 
 
 def tree_words(tree_mask: Any) -> torch.Tensor:
-    """(1 or batch, nodes) int32, bit j of the word of a node: whether it sees node j.
+    """Return (1 or batch, nodes) words: bit j of a node's word says whether it sees node j.
 
-    tree_mask: such words, or (nodes,) of them, taken as they are; else a bool tensor (nodes, nodes)
-    or (batch, nodes, nodes), packed by operations on its device, for which nothing waits. nodes: 1
-    to 32. Raises TypeError for another kind or dtype, ValueError for another shape.
+    tree_mask: a bool tensor (nodes, nodes) or (batch, nodes, nodes). It is packed on its device,
+    without a synchronisation, into int32 words for up to 32 nodes and int64 words for up to 64.
+    Such words, or (nodes,) of them, are taken as they are.
+
+    Raises TypeError for another kind or dtype, ValueError for another shape or more nodes.
     """
     if not isinstance(tree_mask, torch.Tensor):
         raise TypeError(f"tree_mask is {type(tree_mask).__name__}; accepted: None, or {_FORMS}")
-    if tree_mask.dtype not in (torch.bool, torch.int32):
+    if tree_mask.dtype != torch.bool and tree_mask.dtype not in WORD_NODES:
         raise TypeError(f"tree_mask has dtype {tree_mask.dtype}; accepted: {_FORMS}")
     if tree_mask.is_nested or tree_mask.layout != torch.strided:
         raise ValueError(f"tree_mask is nested or of layout {tree_mask.layout}; accepted: {_FORMS}")
-    is_packed, shape = tree_mask.dtype == torch.int32, tuple(tree_mask.shape)
+    is_packed, shape = tree_mask.dtype != torch.bool, tuple(tree_mask.shape)
     is_square = is_packed or (len(shape) > 1 and shape[-1] == shape[-2])
     dimensions = len(shape) + is_packed
-    fits = 0 not in shape and shape[-1:] <= (MOST_NODES,)
+    fits = 0 not in shape and shape[-1:] <= (WORD_NODES.get(tree_mask.dtype, MOST_NODES),)
     if dimensions not in (2, 3) or not is_square or not fits:
         raise ValueError(f"tree_mask has shape {shape}; accepted: {_FORMS}")
     words = tree_mask
     if not is_packed:
-        bits = torch.arange(shape[-1], dtype=torch.int32, device=tree_mask.device)
-        words = (tree_mask.to(torch.int32) << bits).sum(-1, dtype=torch.int32)
+        dtype = next(dtype for dtype, most in WORD_NODES.items() if shape[-1] <= most)
+        bits = torch.arange(shape[-1], dtype=dtype, device=tree_mask.device)
+        words = (tree_mask.to(dtype) << bits).sum(-1, dtype=dtype)
     words = words if words.ndim == 2 else words.unsqueeze(0)
     return words if words.stride(1) == 1 else words.contiguous()
 
 
+def is_wide(words: torch.Tensor | None) -> bool:
+    """Return True for words of 64 bits."""
+    return words is not None and words.dtype == torch.int64
+
+
 def check_words(words: torch.Tensor | None, sequences: int, longest: int) -> None:
-    """Words, if there are any, are of as many sequences as a call has, or of one, and of all its
-    queries. longest: of a sequence. Raises ValueError."""
+    """Raise ValueError unless words fit the sequences and the queries of a call.
+
+    sequences: of the call. longest: the most queries of a sequence.
+    """
     if words is None:
         return
     batch, nodes = words.shape

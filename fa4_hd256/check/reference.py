@@ -125,6 +125,25 @@ def attention(
     return out, torch.stack(lses).unflatten(0, (batch, heads))
 
 
+def max_logits(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the greatest visible logit of each query head, (heads,) in float64.
+
+    Arguments are those of `attention`. A head whose queries see no key has -inf; a sink is no logit
+    of a key.
+    """
+    chosen = AttentionOptions(**options)
+    batch, seqlen_q, heads, _ = q.shape
+    largest = torch.full((heads,), -math.inf, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            of_q, of_k = q[b, :, h].cpu().double(), k[b, :, h * k.shape[2] // heads].cpu().double()
+            for start in range(0, seqlen_q if len(of_k) else 0, _ROWS):
+                rows = range(start, min(start + _ROWS, seqlen_q))
+                found = _scores(of_q, of_k, rows, chosen, (b, h)).amax()
+                largest[h] = torch.maximum(largest[h], found)
+    return largest
+
+
 @dataclass(frozen=True)
 class Rotary:
     """Rotary embedding of new rows, as `flash_attn_with_kvcache` takes it.
@@ -225,17 +244,25 @@ def _weights(
     place: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Probabilities (len(rows), keys) of some rows of one head, and their lse."""
+    scores = _scores(q, k, rows, chosen, place)
+    lse = _log_sum_exp(_with_sink(scores, chosen.learnable_sink, place[1]))
+    # exp(-inf - 0) = 0 in rows without a visible key, where -inf + inf would be NaN.
+    shift = lse.masked_fill(lse == -math.inf, 0.0)
+    return torch.exp(scores - shift[:, None]), lse
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, rows: range, chosen: AttentionOptions,
+    place: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    """Return the logits (len(rows), keys) of some rows of one head, -inf for invisible keys."""
     scores = chosen.scale(q.shape[1]) * (q[rows.start : rows.stop] @ k.T)
     batch, head = (torch.tensor(number) for number in place)
     scores = chosen.changed(scores, batch, head, rows.start)
     seen, mask = visible((len(q), len(k)), chosen.window, rows), chosen.masked(*place)
     if mask is not None:
         seen &= mask[rows.start : rows.stop]
-    scores = scores.masked_fill(~seen, -math.inf)
-    lse = _log_sum_exp(_with_sink(scores, chosen.learnable_sink, place[1]))
-    # exp(-inf - 0) = 0 in rows without a visible key, where -inf + inf would be NaN.
-    shift = lse.masked_fill(lse == -math.inf, 0.0)
-    return torch.exp(scores - shift[:, None]), lse
+    return scores.masked_fill(~seen, -math.inf)
 
 
 def _log_sum_exp(scores: torch.Tensor) -> torch.Tensor:

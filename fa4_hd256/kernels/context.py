@@ -58,8 +58,10 @@ class KernelContext(SharedByReference):
         )
 
     def nodes(self, work: Any, row: Int32) -> Any:
-        """The word of a row of a tile, `masking` NOTE [trees]; None where rows have none.  Rows
-        past the queries have one, too, of whichever query."""
+        """Return the word of a row of a tile, Int32 or Int64, `masking` NOTE [trees].
+
+        None without a tree mask.  Rows past the queries get the word of some query.
+        """
         if not self.mask.tree:
             return None
         words = self.sequences.tensors.tree_words

@@ -47,7 +47,8 @@ class ForwardTensors(NamedTuple):
     out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys, and where O is
     not stored by TMA, there is no o.  With split keys out is float32, and out and lse have
     `num_splits` batch entries for each one.  optional: what the problem class asks for: sink
-    (heads,), then the tensors of the ragged sequences in its order.
+    (heads,), then the tensors of the ragged sequences in its order.  row_maxima: like lse, the
+    greatest logit of each query; None unless the problem class has `max_logits`.
     """
 
     q: TmaTensor
@@ -57,6 +58,7 @@ class ForwardTensors(NamedTuple):
     out: Any
     lse: Any
     optional: Any
+    row_maxima: Any = None
 
 
 class ForwardEntries:
@@ -151,7 +153,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         q: cute.Tensor,
         k: cute.Tensor,
         v: cute.Tensor,
-        results: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, ...],
         optional: Any,
         scalars: CallScalars,
         stream: Any,
@@ -159,18 +161,21 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
         results: out like q, and lse (batch, heads, seqlen_q) float32; packed sequences have a
         batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).  With split
-        keys out is float32, and of each batch entry of q the results have one for each part.
+        keys out is float32, and of each batch entry of q the results have one for each part.  With
+        `max_logits` the row maxima, like lse, are the third result.
 
         optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
         (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales of k and
         v, (entries, heads_kv) float32, then what functions of the call read.
         """
-        out, lse = results
+        out, lse = results[:2]
         columns = HEAD_DIM * self.kv_bytes // ELEMENT_BYTES
         keys = (by_sequence(t, columns=columns) for t in (k, v))
         operands = by_sequence(q), *keys, by_sequence(out)
         sizes, problem = self.tile_problem(operands, optional, scalars)
         tensors = self.kernel_tensors(operands, lse, optional)
+        if cutlass.const_expr(self.problem_class.max_logits):
+            tensors = tensors._replace(row_maxima=results[2])
         grid = self.scheduler.grid_shape(problem, scalars.clusters)
         # What orders the tiles no kernel reads.
         scalars = scalars._replace(max_seqlen_k=None)
@@ -341,6 +346,21 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         if cutlass.const_expr(self.problem_class.split):
             return cutlass.select_(context.part(work).number == 0, logit, Float32(-math.inf))
         return logit
+
+    def store_lse(self, context: Any, work: Any, place: tuple, softmax: Any, lse: Float32) -> None:
+        """Write the LSE of a row, and its greatest logit where the problem class has `max_logits`.
+
+        place: (query, head).  softmax: `OnlineSoftmax` of the row after its last step.
+        """
+        query, head = place
+        row = context.result_offset(context.query(work)) + query
+        batch, tensors = context.result_batch(work), context.tensors
+        tensors.lse[batch, head, row] = lse
+        if self.problem_class.max_logits:
+            logit = softmax.largest_logit()
+            # max passes a NaN over, a sum does not: the result must show that a score is NaN.
+            is_number = lse == lse
+            tensors.row_maxima[batch, head, row] = cutlass.select_(is_number, logit, lse)
 
     def result_row(self, context: Any, work: Any, row: Int32, head: Int32) -> cute.Tensor:
         """(256,) of `out` in global memory."""

@@ -1,9 +1,10 @@
 """Which keys a query row sees, as KV tile ranges of a tile and as a mask on a score tile.
 
-NOTE [trees].  The queries of a sequence may be the nodes of a tree of drafted tokens, whose keys
-are its last ones, as many.  Each query then has a word: bit j says whether it sees the j-th of
-these keys; keys before them it sees in any case.  The word only takes away from what window and
-lengths allow, in masked steps, of which every one that has such a key is.
+NOTE [trees].  With a tree mask (speculative decoding) the queries of a sequence are the nodes of a
+tree, and its last keys are those of the nodes.  Each query has a word: bit j says whether it sees
+the j-th of these keys.  Trees of up to 32 nodes have words of 32 bits, larger ones of 64.  A query
+sees all keys before the tree that window and lengths allow.  Every step that has a key of the tree
+is a masked one.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Visibility:
         """The key of a tree's first node, which may lie before the first key there is."""
         return self.seqlen_k - self.seqlen_q
 
-    def sees_node(self, key: Int32, nodes: Int32) -> Boolean:
+    def sees_node(self, key: Int32, nodes: Any) -> Boolean:
         """Whether a row's word, `nodes`, lets it see a key; True for one before the tree."""
         return (_from_node(nodes, self._first_node - key) & 1) != 0
 
@@ -180,13 +181,14 @@ class Visibility:
 
     def apply(
         self, scores: cute.Tensor, row: Int32, first_key: Int32,
-        columns: tuple[int, ...] | None = None, nodes: Int32 | None = None,
+        columns: tuple[int, ...] | None = None, nodes: Any = None,
     ) -> None:  # fmt: skip
         """Set the scores of invisible keys to -inf.
 
         scores: register tensor of Float32 of one row; first_key: that of the first.  columns: how
         far each one's key is from the first, in rising order; None where they are consecutive.
-        nodes: the row's word, None where it has none or the step no key of the tree.
+        nodes: the row's word, Int32 or Int64, NOTE [trees]; None where it has none, or the step no
+        key of the tree.
 
         A word of bits says which of 32 keys are visible. ptxas moves such bits to predicates eight
         at a time, so that a key costs little more than its selection, whatever bounds it.
@@ -215,15 +217,29 @@ def _bits(first: Int32, limit: Int32, bounded_left: bool) -> Uint32:
     )
 
 
-def _from_node(nodes: Int32, first: Int32) -> Uint32:
-    """A word whose bit first + j is bit j of `nodes`, and whose bits below `first` are set; first
-    may be negative. PTX ISA 9.7.8, shr and shf.l.clamp: amounts are unsigned and clamped to 32."""
+def _from_node(nodes: Any, first: Int32) -> Uint32:
+    """Return a word whose bit first + j is bit j of `nodes`, and whose bits below `first` are set.
+
+    nodes: Int32 or Int64.  first may be negative.  PTX ISA 9.7.8, shr, shf.r.clamp and shf.l.clamp:
+    amounts are unsigned and clamped to 32.
+    """
+    skipped = cutlass.max(-first, 0)
+    if cutlass.const_expr(nodes.width == WORD_BITS):
+        rest = "shr.b32 rest, {$r0}, {$r1};\n"
+        amounts = [skipped]
+    else:
+        # The first amount brings the high half down, the second one bits of it alone.
+        rest = (
+            ".reg .b32 low, high;\n"
+            "mov.b64 {low, high}, {$r0};\n"
+            "shf.r.clamp.b32 rest, low, high, {$r1};\n"
+            "shr.b32 rest, rest, {$r3};\n"
+        )
+        amounts = [skipped, cutlass.max(skipped - WORD_BITS, 0)]
     return cute.arch.inline_ptx(
-        "{.reg .b32 rest;\n"
-        "shr.b32 rest, {$r0}, {$r1};\n"
-        "shf.l.clamp.b32 {$w0}, 0xFFFFFFFF, rest, {$r2};}",
+        "{.reg .b32 rest;\n" + rest + "shf.l.clamp.b32 {$w0}, 0xFFFFFFFF, rest, {$r2};}",
         write_only_types=[Uint32],
-        read_only_args=[nodes, cutlass.max(-first, 0), cutlass.max(first, 0)],
+        read_only_args=[nodes, amounts[0], cutlass.max(first, 0), *amounts[1:]],
     )
 
 

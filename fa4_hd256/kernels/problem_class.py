@@ -56,7 +56,8 @@ class ProblemClass:
     page_size: rows of a page of keys and values; None where they lie in no pages. kv_dtype: of
     `KV_DTYPES`; None for that of q. descale: whose factors k and v have, `OF_SEQUENCES` or
     `OF_PAGES`; empty for none. score_mod: a function of scores; mask_mod: one that says which of
-    listed tiles are seen; None for none.
+    listed tiles are seen; None for none. wide_tree: words of a tree mask have 64 bits, not 32.
+    max_logits: the forward writes the greatest score of each query (`online`, `largest`).
     """
 
     dtype: torch.dtype
@@ -75,6 +76,8 @@ class ProblemClass:
     descale: str = ""
     score_mod: FunctionClass | None = None
     mask_mod: FunctionClass | None = None
+    wide_tree: bool = False
+    max_logits: bool = False
 
     @property
     def element_type(self) -> Any:

@@ -59,8 +59,8 @@ class SequenceTensors(NamedTuple):
     or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of bits, 128, 4). mask_blocks,
     mask_key_bits: the same of its gradients (`backward_block_mask`): (1 or batch, 1 or heads,
     blocks of keys and of queries, 1 + most tiles, 4) and (tiles of bits, 128, 4).
-    tree_words: (1 or batch, most queries) which of the last keys each query sees (`masking`, NOTE
-    [trees]).
+    tree_words: (1 or batch, most queries) which of the last keys each query sees, int32, or int64
+    for trees of more than 32 nodes (`masking`, NOTE [trees]).
     ds_begins: (batch,) of packed sequences the number of the first tile of dS (`backward_ds_tiles`,
     NOTE [units of dS]).
     """

@@ -74,20 +74,25 @@ _TABLES = {
 }  # fmt: skip
 
 
-def ragged_types(names: Sequence[str]) -> list[Any]:
-    """Of ragged tensors."""
-    return [
-        tensor_type(cutlass.Int32, *_TABLES[name])
-        if name in _TABLES
-        else vector_type(cutlass.Int32)
-        for name in names
-    ]
+def ragged_types(names: Sequence[str], wide_tree: bool = False) -> list[Any]:
+    """Return the types of ragged tensors. wide_tree: as of `ProblemClass`."""
+    return [_ragged_type(name, wide_tree) for name in names]
+
+
+def _ragged_type(name: str, wide_tree: bool) -> Any:
+    if name == TREE_WORDS and wide_tree:
+        return tensor_type(cutlass.Int64, 2, 2 * WORD)
+    if name in _TABLES:
+        return tensor_type(cutlass.Int32, *_TABLES[name])
+    return vector_type(cutlass.Int32)
 
 
 def ragged_values(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[Any]:
     """The same of a call; vectors of other types may be among them."""
     return [
-        dynamic_tensor(tensor, _TABLES[name][1] if name in _TABLES else WORD)
+        dynamic_tensor(
+            tensor, max(_TABLES[name][1] if name in _TABLES else WORD, tensor.element_size())
+        )
         for name, tensor in zip(names, tensors, strict=True)
     ]
 

@@ -42,6 +42,9 @@ LARGEST_GRID = (1 << 31) - 1
 #: written behind O is an error in the simulator, and not an LSE.
 PARTS, BETWEEN_PARTS = "parts", 256
 
+#: Role of the greatest logits of the queries.
+ROW_MAXIMA = "row_maxima"
+
 #: Places of the sink, and of what is written to behind all others, among a call's tensors.
 SINK, OUT = ForwardTensors._fields.index("sink"), len(ForwardTensors._fields)
 _BETWEEN = (None,) * len(OTHERS)
@@ -53,13 +56,18 @@ def run_forward(
     num_splits: int,
     config: Any,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a described call. num_splits: see `splits.divided`. config: None for the
-    default one of the call and the GPU. out: 4-D, where the first result is written; None for a new
-    tensor."""
+) -> tuple[torch.Tensor, ...]:
+    """Return (out, lse) of a described call, with `max_logits` also (heads,) of these.
+
+    num_splits: see `splits.divided`. config: None for the default one of the call and the GPU. out:
+    4-D, where the first result is written; None for a new tensor.
+    """
     if problem.is_empty:
         made, lse = empty_results(problem)
-        return made if out is None else out, lse
+        results = (made if out is None else out), lse
+        if problem.options.max_logits:
+            results = (*results, lse.new_full(problem.q_shape[2:3], -math.inf))
+        return results
     gpu = gpu_of(problem.device)
     last = last_turn(problem, num_splits, gpu)
     if last is not None:
@@ -168,14 +176,16 @@ def launch_forward(
     sink: torch.Tensor | None = None,
     ragged: tuple[torch.Tensor, ...] = (),
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a compiled kernel on 4-D q, k, v; (out, lse), new contiguous tensors, or the `out` given.
+) -> tuple[torch.Tensor, ...]:
+    """Run a compiled kernel on 4-D q, k, v; return its results as `run_forward` does.
 
-    ragged: those of `problem.tables`, in their order. out has the shape and dtype of q; lse is
-    (batch, heads_q, seqlen_q) float32, natural log.
+    ragged: those of `problem.tables`, in their order. out: new and contiguous, or the `out` given,
+    with the shape and dtype of q; lse: (batch, heads_q, seqlen_q) float32, natural log.
     """
     made, results = _make(inputs, sink, out, problem, problem)
     _launch(compiled, problem, inputs, made, results, ragged)
+    if problem.options.max_logits:
+        return *results, _of_heads(made[ROW_MAXIMA])
     return results
 
 
@@ -189,7 +199,8 @@ def _make(
     """(what is made for a call, by role; its results). divided: of the queries whose keys may be in
     parts, those of the problem or some of them."""
     if out is None:
-        made = made_for((*inputs, sink), _allocation(problem, divided), _results)
+        finish = _results_and_maxima if problem.options.max_logits else _results
+        made = made_for((*inputs, sink), _allocation(problem, divided), finish)
         return made, (made["out"], made["lse"])
     given = (*inputs, sink, *_BETWEEN, out)
     made = made_for(given, _allocation(problem, divided, into=True), _written)
@@ -220,8 +231,10 @@ def _launch(
         k, v = k.view(problem.dtype), v.view(problem.dtype)
     tables = _operands_of_tables(problem, ragged)
     sink = () if not problem.sink else (made["sink_operand"],)
-    tensors = CallTensors(q, k, v, *parts, sink + tables)
+    tensors = CallTensors(q, k, v, *parts, sink + tables, made.get(ROW_MAXIMA))
     roles = (PARTS, PARTS) if is_split else ("out", "lse")
+    if problem.options.max_logits:
+        roles = (*roles, ROW_MAXIMA)
     launch(
         compiled,
         problem.device,
@@ -255,6 +268,18 @@ def _results(
     return out, lse
 
 
+def _results_and_maxima(
+    tensors: Tensors, made: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, lse, *_, row_maxima = made
+    return out, lse, _of_heads(row_maxima)
+
+
+def _of_heads(row_maxima: torch.Tensor) -> torch.Tensor:
+    """Return the maximum of each head, (heads,), over (batch or parts, heads, queries)."""
+    return row_maxima.amax((0, 2))
+
+
 def _written(
     tensors: Tensors, made: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -270,6 +295,8 @@ def _allocation(problem: Problem, divided: Problem, into: bool = False) -> Alloc
         roles = (*roles, PARTS)
     if problem.sink:
         roles = (*roles, "sink_operand")
+    if problem.options.max_logits:
+        roles = (*roles, ROW_MAXIMA)
     if into:
         return Allocate(roles, _all_of(divided, _lse_maker(problem)))
     unread = _unread(problem)
@@ -291,9 +318,23 @@ def _all_of(divided: Problem, results: Make) -> Make:
         makers.append(_parts_maker(divided))
     if divided.sink:
         makers.append(_sink_operand)
+    if divided.options.max_logits:
+        makers.append(_row_maxima_maker(divided))
     if len(makers) == 1:
         return results
     return lambda tensors: tuple(made for make in makers for made in make(tensors))
+
+
+def _row_maxima_maker(problem: Problem) -> Make:
+    """Make the greatest logits of all queries, like the LSE that the forward writes.
+
+    They begin with -inf: the kernel writes neither rows past the queries of a sequence nor parts
+    without work.
+    """
+    is_split = problem.num_splits > 1
+    shape = _shapes_of_parts(problem)[1] if is_split else problem.lse_shape
+    new_maxima = maker(shape, torch.float32, problem.device)
+    return lambda tensors: (new_maxima().fill_(-math.inf),)
 
 
 def _sink_operand(tensors: Tensors) -> tuple[torch.Tensor, ...]:

@@ -3,7 +3,8 @@
     q             (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
     k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16; in pages (pages, page_size, ..);
                   in e4m3 (.., 128) of q's type, two elements in each
-    results       out like q; lse (batch, heads_q, seqlen_q) float32, natural log
+    results       out like q; lse (batch, heads_q, seqlen_q) float32, natural log; with max_logits
+                  the row maxima, like lse
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
                   the ragged sequences, vectors but for page_table (batch, pages) and those of
                   masks (`kernels.sequences.SequenceTensors`), then k_descale and v_descale
@@ -51,8 +52,10 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     element = problem_class.element_type
     q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
     results = _result_types(cutlass.Float32 if problem_class.split else element)
+    if problem_class.max_logits:
+        results = (*results, results[1])
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
-    optional += ragged_types(problem_class.ragged)
+    optional += ragged_types(problem_class.ragged, problem_class.wide_tree)
     if problem_class.descale:
         optional += [tensor_type(cutlass.Float32, 2, 4) for _ in DESCALES]
     optional += function_types(problem_class)
@@ -88,12 +91,15 @@ class CallTensors:
     out: torch.Tensor
     lse: torch.Tensor
     optional: tuple[torch.Tensor, ...] = ()
+    row_maxima: torch.Tensor | None = None
 
 
 def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int) -> tuple:
     """The values of one call on a GPU."""
     q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
     results = _results((tensors.out, tensors.lse))
+    if tensors.row_maxima is not None:
+        results = (*results, dynamic_tensor(tensors.row_maxima, 4))
     names = (*(("sink",) if problem.sink else ()), *problem.tables)
     optional = tuple(ragged_values(names, tensors.optional)) or None
     return q, k, v, results, optional, call_scalars(problem, gpu, stream), cuda.CUstream(stream)

@@ -27,7 +27,7 @@ from fa4_hd256.call.forward_problem import (
     tiles_for_masks,
 )
 from fa4_hd256.call.operator_arguments import RAGGED
-from fa4_hd256.call.tree_mask import MOST_NODES
+from fa4_hd256.call.tree_mask import WORD_NODES
 from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of
@@ -105,7 +105,7 @@ class Needs:
     whether calls ask for that, too. page_sizes: of the paged forms.
     kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn with every form of scales.
     scheduler_metadata: whether calls with seqused_k, but no seqused_q, are given one, too.
-    tree_mask: whether calls of up to 32 queries are. alibi: whether calls, with k and v of q's
+    tree_mask: whether calls of up to 64 queries are. alibi: whether calls, with k and v of q's
     dtype, have that as their score_mod, too. rotary: whether calls of flash_attn_with_kvcache give
     rotary_cos and rotary_sin, too.
 
@@ -237,9 +237,11 @@ def _forward_problems(
     if TRAINING in needs.uses and None not in needs.kv_dtypes:
         yield from _changed(_trained(model, needs, architecture), needs)
     if needs.tree_mask:
-        for problem in _changed(_problems(model, needs, architecture, MOST_NODES), needs):
-            if not is_masked(problem.ragged):
-                yield replace(problem, ragged=(*problem.ragged, TREE_WORDS))
+        for dtype, nodes in WORD_NODES.items():
+            for problem in _changed(_problems(model, needs, architecture, nodes), needs):
+                if not is_masked(problem.ragged):
+                    ragged, is_wide = (*problem.ragged, TREE_WORDS), dtype == torch.int64
+                    yield replace(problem, ragged=ragged, wide_tree=is_wide)
 
 
 def _trained(model: AttentionModel, needs: Needs, architecture: Architecture) -> Iterator[Problem]:

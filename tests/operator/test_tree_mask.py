@@ -80,6 +80,41 @@ def test_trees(queries, keys, heads, num_splits, device):
     check(tensors, trees(2, queries, device=device), num_splits=num_splits)
 
 
+# Words of 64 bits: all of them, of a group of heads; in the kernel for few rows, in parts; fewer
+# keys than nodes, so that the first node's key lies before the first key.
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "num_splits"),
+    [(64, 270, (4, 1), 1), (61, 200, (1, 1), 2), (33, 30, (4, 1), 1)],
+)
+def test_trees_of_64(queries, keys, heads, num_splits, device):
+    tensors = dense(queries, keys, heads, device=device)
+    # Any bits, not those of ancestors alone: each decides about a key.
+    mask = torch.rand(2, queries, queries, device=device) < 0.5
+    check(tensors, mask, num_splits=num_splits)
+
+
+def test_words_of_64_bits(device):
+    """Words that were packed before, each bit of them; of fewer nodes, too, than need them."""
+    mask = (torch.rand(64, 64) < 0.5) | torch.eye(64, dtype=torch.bool)
+    words = masks.tree_words(mask.to(device))
+    assert words.dtype == torch.int64 and words.shape == (1, 64)
+    for node in range(64):
+        assert [bool(int(words[0, node]) >> j & 1) for j in range(64)] == mask[node].tolist()
+    assert masks.tree_words(mask[:32, :32]).dtype == torch.int32
+    assert masks.tree_words(mask[:33, :33]).dtype == torch.int64
+    few = dense(5, 90, (4, 1), device=device)
+    narrow = flash_attn_func(*few, tree_mask=mask[:5, :5].to(device), return_lse=True)
+    wide = flash_attn_func(*few, tree_mask=words[:, :5], return_lse=True)
+    assert same(wide, narrow)
+
+
+def test_trees_of_60_in_a_paged_cache(device):
+    """As engines call: packed queries of two sequences, pages, one bound of all queries."""
+    lengths, mask = (130, 200), torch.rand(2, 60, 60, device=device) < 0.5
+    paged = Paged.of(lengths, 16, 1, device=device)
+    check_pages(randn(90, 4, device=device), paged, (60, 30), mask, longest=60)
+
+
 @pytest.mark.parametrize("queries", [2, 16])
 @pytest.mark.sampled
 def test_the_lower_triangle_is_the_causal_mask(queries, device):
@@ -320,7 +355,9 @@ SQUARE = torch.ones(3, 3, dtype=torch.bool)
      ({"tree_mask": SQUARE.float()}, TypeError, "tree_mask has dtype torch.float32; accepted: a b"),
      ({"tree_mask": SQUARE[:2]}, ValueError, r"tree_mask has shape \(2, 3\); accepted"),
      ({"tree_mask": SQUARE[0]}, ValueError, r"tree_mask has shape \(3,\); accepted"),
-     ({"tree_mask": torch.ones(33, 33, dtype=torch.bool)}, ValueError, "of up to 32 queries"),
+     ({"tree_mask": torch.ones(65, 65, dtype=torch.bool)}, ValueError, "of up to 64 queries"),
+     ({"tree_mask": torch.ones(2, 33, dtype=torch.int32)}, ValueError, "int32 of up to 32 nodes"),
+     ({"tree_mask": torch.ones(2, 65, dtype=torch.int64)}, ValueError, "of up to 64 queries"),
      ({"tree_mask": SQUARE.expand(4, 3, 3)}, ValueError, "of 4 sequences; accepted: 2"),
      ({"tree_mask": SQUARE[:2, :2]}, ValueError, "of 2 nodes, and sequences have up to 3"),
      ({"tree_mask": SQUARE, "block_mask": masks.prefix_lm(1, 3, 9)}, ValueError, "both given")],

@@ -56,10 +56,7 @@ class ForwardConsumers:
                 scale_free = self._send_scale(context, inverse, scale_free)
                 states = s_done, scale_free
             if row < visibility.seqlen_q:
-                sequence = context.query(work)
-                batch = context.result_batch(work)
-                place = context.result_offset(sequence) + row
-                context.tensors.lse[batch, head, place] = lse
+                self.store_lse(context, work, (row, head), softmax, lse)
             work = scheduler.advance_to_next_work()
         # The correction warps' last releases arrive on this CTA's barriers.
         _, scale_free = states

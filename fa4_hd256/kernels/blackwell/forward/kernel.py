@@ -184,7 +184,7 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
         config = self.config
         return OnlineSoftmax.create(
             context.scalars.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype,
-            config.arithmetic,
+            config.arithmetic, tracks_largest=self.problem_class.max_logits,
         )  # fmt: skip
 
     def first_row(self, context: Context, work: Any) -> Int32:

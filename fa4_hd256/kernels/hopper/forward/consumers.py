@@ -402,7 +402,6 @@ class ForwardConsumer:
         """O / sum and LSE of both rows of a thread to global memory."""
         work, first_row = which
         query_rows = context.query(work)
-        batch = context.result_batch(work)
         packed, of_query = self.problem_class.packed_heads, self.query_rows
         rows = rows_of(fragments.o)
         for number in cutlass.range_constexpr(2):
@@ -421,8 +420,7 @@ class ForwardConsumer:
                 is_row = is_row & (in_part % of_query < packed)
             if is_row:
                 if cute.arch.thread_idx()[0] % QUAD == 0:
-                    place = context.result_offset(query_rows) + row
-                    context.tensors.lse[batch, head, place] = lse
+                    self.store_lse(context, work, (row, head), softmax[number], lse)
             if cutlass.const_expr(self.problem_class.split):
                 if is_row:
                     self._store_float32(values, self.result_row(context, work, row, head))
@@ -472,5 +470,5 @@ class ForwardConsumer:
         config = self.config
         return OnlineSoftmax.create(
             context.scalars.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype,
-            "scalar", QUAD,
+            "scalar", QUAD, self.problem_class.max_logits,
         )  # fmt: skip
