@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
+import importlib.util
 import sys
+from collections.abc import Sequence
+
+from fa4_hd256 import __version__, interrupt
+from fa4_hd256.run.bug_report import has_driver
 
 #: Command and its line of help; the module has the command's name, with _ for -.
 COMMANDS = {
@@ -50,24 +56,84 @@ COMMANDS = {
 }
 
 
+#: Commands that replay kernels on the timing model where there is no GPU, or with --modelled.
+MODELLED_WITHOUT_GPU = frozenset((
+    "ex2-sweep", "kv-types", "ladder", "masks", "pages", "schedulers", "splits", "throughput",
+))  # fmt: skip
+#: Commands that replay them in any case.
+MODELLED = frozenset(("contention", "defaults", "steps", "timing", "validate"))
+#: What the timing model needs beside what fa4_hd256 needs: modules, distributions.
+MODULES, DISTRIBUTIONS = ("llvmlite", "numba"), ("nvidia-cuda-nvdisasm",)
+INSTALL = "pip install -e ./sm100_sim -e '.[bench]'"
+
+
+def missing_extra(arguments: Sequence[str]) -> str:
+    """Return what the command needs and is not installed, with what to do; empty for nothing.
+
+    It is asked before anything else is imported, so that nobody waits for a pool to fail.
+    """
+    name = arguments[0] if arguments else ""
+    measures = name in MODELLED_WITHOUT_GPU and has_driver() and "--modelled" not in arguments
+    if measures or name not in MODELLED | MODELLED_WITHOUT_GPU or {"-h", "--help"} & {*arguments}:
+        return ""
+    lacking = [module for module in MODULES if importlib.util.find_spec(module) is None]
+    for distribution in DISTRIBUTIONS:
+        try:
+            importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            lacking.append(distribution)
+    if not lacking:
+        return ""
+    return (
+        f"python -m bench {name} needs {', '.join(lacking)}; {INSTALL} in the checkout installs "
+        "all that bench needs"
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit status. A value that is not accepted gives 2 and its message."""
+    """Run one command and return its exit status.
+
+    A value that is not accepted, and a package that is not installed, give 2 and one line.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.split("\n")[0])
+    parser.add_argument("--version", action="version", version=f"fa4-hd256 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        if name in arguments[:1]:
-            module = importlib.import_module(f"{__package__}.commands.{name.replace('-', '_')}")
-            module.add_arguments(command)
-            command.set_defaults(main=module.main)
-    parsed = parser.parse_args(arguments)
+        commands.add_parser(name, help=summary, description=summary)
+    if lacking := missing_extra(arguments):
+        print(f"error: {lacking}", file=sys.stderr)
+        return 2
     try:
+        if arguments and arguments[0] in COMMANDS:
+            _add_options(commands.choices[arguments[0]], arguments[0])
+        parsed = parser.parse_args(arguments)
         return parsed.main(parsed)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+    except ImportError as error:
+        if _is_ours(error.name):
+            raise
+        print(f"error: {error}; {INSTALL} in the checkout installs all that bench needs",
+              file=sys.stderr)  # fmt: skip
+    return 2
+
+
+def _is_ours(module: str | None) -> bool:
+    """Return True for a module of this checkout: that it is missing is a mistake of ours."""
+    return (module or "").partition(".")[0] in ("", "bench", "fa4_hd256")
+
+
+def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    module = importlib.import_module(f"{__package__}.commands.{name.replace('-', '_')}")
+    module.add_arguments(parser)
+    parser.set_defaults(main=module.main)
+
+
+def run() -> int:
+    """Run the command of this process, which Ctrl-C ends within seconds."""
+    return interrupt.command(main)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

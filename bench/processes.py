@@ -9,6 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TypeVar
 
+from fa4_hd256.interrupt import end_with_parent, starting_workers
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -32,8 +34,11 @@ def each(
     if min(jobs, len(items)) == 1:
         return [function(item) for item in items]
     # The compiler's state must not be forked.
-    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer) as pool:
-        return list(pool.map(function, items))
+    context = get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, end_with_parent, (initializer,)) as pool:
+        with starting_workers():
+            found = pool.map(function, items)
+        return list(found)
 
 
 def one_simulator_thread() -> None:

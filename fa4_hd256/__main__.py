@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from . import __version__, environment
+from . import __version__, environment, interrupt
 from .models import MODELS
 
 PROGRAM = "python -m fa4_hd256"
@@ -101,11 +101,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ImportError as error:
-        if error.name != "sm100_sim":
-            raise
-        print(f"error: {environment.NO_SIMULATOR}", file=sys.stderr)
-        return 2
+        if error.name == "sm100_sim":
+            print(f"error: {environment.NO_SIMULATOR}", file=sys.stderr)
+            return 2
+        raise
+
+
+def run() -> int:
+    """Run the command of this process, which Ctrl-C ends within seconds."""
+    return interrupt.command(main)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

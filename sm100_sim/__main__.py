@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 
+from . import interrupt
 from .errors import MissingExtra
 
 #: Command -> (module, function of its arguments that returns the exit status, what it does). Each
@@ -26,19 +27,32 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command, or a script; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
-        module, function, _ = COMMANDS[arguments[0]]
-        try:
-            run = getattr(importlib.import_module(f"sm100_sim.{module}"), function)
-            return run(arguments[1:])
-        except MissingExtra as error:
-            print(f"sm100_sim: {error}", file=sys.stderr)
-            return 2
+        return _run_command(*arguments)
+    if arguments[:1] == ["--version"]:
+        print(f"sm100-sim {sys.modules[__package__].__version__}")
+        return 0
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     from .attach.runner import run_script
 
     return run_script(arguments)
+
+
+def _run_command(name: str, *arguments: str) -> int:
+    module, function, _ = COMMANDS[name]
+    try:
+        return getattr(importlib.import_module(f"sm100_sim.{module}"), function)(list(arguments))
+    except MissingExtra as error:
+        print(f"sm100_sim: {error}", file=sys.stderr)
+        return 2
+
+
+def run() -> int:
+    """Run what this process was started for.  Ctrl-C ends a command within seconds; a script
+    decides for itself."""
+    is_command = sys.argv[1:2] and sys.argv[1] in COMMANDS
+    return interrupt.command(main) if is_command else main()
 
 
 def usage() -> str:
@@ -50,4 +64,4 @@ def usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

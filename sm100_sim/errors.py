@@ -83,10 +83,14 @@ class MissingExtra(ImportError):
     def __init__(self, what: str, extra: str, error: ImportError) -> None:
         """what: needs it ("attached()"). error: of the import."""
         super().__init__(
-            f"{what} needs {error.name}, which is not installed; pip install 'sm100-sim[{extra}]' "
-            "installs all that it needs",
+            f"{what} needs {error.name}, which is not installed; pip install "
+            f"'./sm100_sim[{extra}]' in a checkout of fa4-hd256 installs all that it needs",
             name=error.name,
         )
+        self._made_of = what, extra, error
+
+    def __reduce__(self) -> tuple:
+        return type(self), self._made_of
 
 
 class UnknownInstruction(SimulationError):

@@ -63,7 +63,7 @@ def _plot(result: Fit, path: str) -> int:
     except ImportError:
         print(
             "no error curve: it needs matplotlib, which is not installed; "
-            "pip install matplotlib (or this package with the extra [bench])",
+            "pip install matplotlib",
             file=sys.stderr,
         )
         return 1
@@ -84,5 +84,14 @@ def _plot(result: Fit, path: str) -> int:
     return 0
 
 
+def run() -> int:
+    """Run the command of this process."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fa4_hd256.interrupt import starting_workers
+
 from .providers import attempt
 
 __all__ = ["LONGEST", "ONE_GPU", "Times", "each_job", "figures", "rank_count", "say"]
@@ -77,7 +79,8 @@ def each_job(
             here, there = context.Pipe()
             place = str(Path(folder, "store")), rank, ranks
             process = context.Process(target=_serve, args=(function, place, there), daemon=True)
-            process.start()
+            with starting_workers():
+                process.start()
             there.close()
             pipes.append(here)
             processes.append(process)

@@ -17,6 +17,7 @@ from typing import Any
 from fa4_hd256 import environment
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.gpus import family
+from fa4_hd256.interrupt import end_with_parent, starting_workers
 
 from .catalogue import KernelSpec
 from .compile import jit_entry
@@ -204,8 +205,10 @@ def _entries(
         yield from map(jit_entry, specs)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(specs)), mp_context=context) as pool:
-        yield from pool.map(_entry_named, map(name_of, specs), [capability] * len(specs))
+    with ProcessPoolExecutor(min(jobs, len(specs)), context, end_with_parent) as pool:
+        with starting_workers():
+            found = pool.map(_entry_named, map(name_of, specs), [capability] * len(specs))
+        yield from found
 
 
 def _entry_named(name: str, capability: tuple[int, int]) -> tuple[dict[str, Any], list[bytes]]:

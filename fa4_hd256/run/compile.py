@@ -148,12 +148,16 @@ class MissingKernelError(RuntimeError):
 
     def __init__(self, spec: KernelSpec, command: str, where: str | None) -> None:
         self.spec, self.command = spec, command
+        self._made_of = spec, command, where
         place = "no prebuilt directory is in use" if where is None else f"{where} lacks it"
         super().__init__(
             f"nothing may be compiled, and a call needs {described(spec)}, which is not in "
             f"{disk_cache().directory}; {place}. Build it:\n{command}\nor allow compiling "
             f"({environment.JIT.name}=1, or use_prebuilt(..., jit=True))"
         )
+
+    def __reduce__(self) -> tuple:
+        return type(self), self._made_of
 
 
 def build_command(spec: KernelSpec) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 
 from sm100_sim import launcher
 from sm100_sim.errors import SimulationError
+from sm100_sim.interrupt import end_with_parent, starting_workers
 from sm100_sim.launcher import Options, make_machine, translated_kernel
 from sm100_sim.run.blas import single_threaded
 from sm100_sim.run.machine import Machine
@@ -270,6 +271,7 @@ _adopted: list[_Trials] = []
 
 
 def _adopt(trials: _Trials) -> None:
+    end_with_parent()
     _adopted[:] = [trials]
 
 
@@ -292,9 +294,14 @@ def _pool(trials: _Trials, jobs: int) -> Iterator[Callable[[Callable, Iterable],
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork.*")
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(jobs, context, _adopt, (trials,)) as executor:
-            yield lambda method, tasks: executor.map(
-                _in_worker, *zip(*[(method.__name__, task) for task in tasks], strict=True)
-            )
+
+            def each(method: Callable, tasks: Iterable) -> Iterator:
+                with starting_workers():
+                    return executor.map(
+                        _in_worker, *zip(*[(method.__name__, task) for task in tasks], strict=True)
+                    )
+
+            yield each
 
 
 def synchronisation(compiled: Any) -> list[Any]:

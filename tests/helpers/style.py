@@ -41,7 +41,7 @@ _SETTINGS = ("fa4_hd256/architectures", "fa4_hd256/environment")
 _KERNELS = (*_SETTINGS, *_LIBRARIES)
 _SHARED = ("fa4_hd256/kernels", *_KERNELS)
 _CALL = ("fa4_hd256/gpus", *_SHARED)
-_RUN = ("fa4_hd256/call", "fa4_hd256/models", *_CALL)
+_RUN = ("fa4_hd256/call", "fa4_hd256/interrupt", "fa4_hd256/models", *_CALL)
 _OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/simulated", *_RUN)
 _FOLDERS = ("blackwell", "hopper")
 _OWN = tuple(
@@ -64,6 +64,7 @@ ROOMS = {
     "sm100_sim": (),
     "fa4_hd256/architectures": (),
     "fa4_hd256/environment": ("fa4_hd256/architectures",),
+    "fa4_hd256/interrupt": (),
     "fa4_hd256/models": (),
     "fa4_hd256/gpus": _SETTINGS,
     # What kernels of all architectures share knows none of them, and the forward not the backward.
@@ -92,7 +93,7 @@ ROOMS = {
     # The commands: above all rooms, and imported by none.
     "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
     # Its modules are imported when their commands are called.
-    "bench/__main__": (),
+    "bench/__main__": ("fa4_hd256", *_OPERATOR),
     "bench/suite": _CHECK,
     "bench/peaks": _CHECK,
     "bench/processes": _CHECK,
@@ -106,7 +107,7 @@ ROOMS = {
 }
 #: Rooms of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
-    ("causes", "devices", "ptx", "settings"),
+    ("causes", "devices", "interrupt", "ptx", "settings"),
     ("jit",),
     ("native",),
     ("errors",),

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.interrupt import starting_workers
 from sm100_sim.tools.golden.cases import HEADER, KERNEL, Case
 from sm100_sim.tools.golden.record import Gpu
 
@@ -172,7 +173,8 @@ def _run_once(
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(False)
     process = context.Process(target=work, args=(sender, variants, hanging, level), daemon=True)
-    process.start()
+    with starting_workers():
+        process.start()
     sender.close()
     found: Found = {}
     trouble = _STUCK

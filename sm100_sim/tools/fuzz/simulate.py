@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.errors import Hang, SimulationError
+from sm100_sim.interrupt import end_with_parent, starting_workers
 from sm100_sim.launcher import forget_kernels
 from sm100_sim.tools.golden.cases import Case
 from sm100_sim.tools.golden.replay import replay
@@ -48,13 +49,16 @@ def outcome_of(variant: Variant) -> Result:
     return variant, Outcome(state, case.digest(), output, text), outputs
 
 
-def _without_cache() -> None:
-    """Thousands of programs that run once are not worth keeping on disk."""
+def _prepare() -> None:
+    """Initialise a worker: thousands of programs that run once are not worth keeping on disk."""
+    end_with_parent()
     os.environ["SM100_SIM_CACHE_DIR"] = "off"
 
 
 def run(variants: Iterable[Variant], processes: int = 1) -> Iterator[Result]:
     """Run variants in the simulator: what each one gave, and its outputs if it ended."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, _without_cache, maxtasksperchild=2000) as pool:
+    with starting_workers():
+        workers = context.Pool(processes, _prepare, maxtasksperchild=2000)
+    with workers as pool:
         yield from pool.imap(outcome_of, variants, 8)

@@ -7,6 +7,8 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+from sm100_sim.interrupt import starting_workers
+
 from .probes import PROBES
 from .record import Gpu
 
@@ -30,7 +32,8 @@ def run(out: Path, seconds: float, names: list[str] | None = None) -> dict[str, 
     for name in names or PROBES:
         mine, other = context.Pipe()
         process = context.Process(target=_work, args=(other, name, seconds), daemon=True)
-        process.start()
+        with starting_workers():
+            process.start()
         other.close()
         try:
             found[name] = mine.recv() if mine.poll(LIMIT) else {"failed": f"over {LIMIT:.0f} s"}

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.errors import MissingExtra
+from sm100_sim.interrupt import starting_workers
 from sm100_sim.state.tensormap import TENSORMAP_BYTES, TensorMap
 
 from .cases import KERNEL, TENSOR_MAPS, Case, Vectors
@@ -217,7 +218,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         self._process = context.Process(target=_work, args=(other,), daemon=True)
-        self._process.start()
+        with starting_workers():
+            self._process.start()
         other.close()
 
     def run(self, number: int) -> tuple[str, Any]:
