@@ -55,6 +55,7 @@ def test_rows_that_do_not_fill_a_thread_block(run):
 
 
 @pytest.mark.third_party
+@pytest.mark.sampled
 def test_flash_attn_4(run):
     pytest.importorskip("flash_attn.cute")
     out, causes = run("flash_attn_4.py", "64")
@@ -64,6 +65,7 @@ def test_flash_attn_4(run):
         assert ours < torchs
 
 
+@pytest.mark.sampled
 def test_nvidias_gemm(run):
     """The one that takes tiles by cluster launch control is exact and clean."""
     pytest.importorskip("cutlass.operators")
@@ -71,6 +73,7 @@ def test_nvidias_gemm(run):
     assert out.startswith("max error 0.0e+00") and causes == []
 
 
+@pytest.mark.sampled
 def test_nvidias_gemm_that_frees_tensor_memory_in_use(monkeypatch, capsys):
     pytest.importorskip("cutlass.operators")
     monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
@@ -150,6 +153,7 @@ def test_decoding_over_pages(plain, monkeypatch):
         plain("decode.py", *options)
 
 
+@pytest.mark.sampled
 def test_continuous_batching(plain, monkeypatch):
     """The same answers as SDPA's; another attention is an error."""
     pytest.importorskip("transformers")

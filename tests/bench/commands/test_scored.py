@@ -141,6 +141,7 @@ def test_ours_with_softcap_is_no_peer():
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("function", FUNCTIONS, ids=_named)
+@pytest.mark.sampled
 def test_ours_in_the_simulator(function):
     case = _case(function, 1, 150, (2, 1))
     inputs = providers.Inputs.random(case, CPU, torch.bfloat16)

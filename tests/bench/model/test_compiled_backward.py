@@ -44,6 +44,7 @@ def test_our_kernels(ours):
 
 
 @pytest.mark.third_party
+@pytest.mark.sampled
 def test_their_kernels(ours):
     reason = flash_attn_4.unavailable()
     if reason:

@@ -81,6 +81,7 @@ def test_another_build_is_not_taken_for_the_installed_one(tmp_path, monkeypatch)
 
 @pytest.mark.third_party
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_the_order_is_that_of_the_kernel(monkeypatch):
     """One cluster runs all tiles of a causal call; Q of each is loaded in this order."""
     pytest.importorskip("cudnn")
@@ -177,6 +178,7 @@ def test_backward_call_of_several_chunks():
 @pytest.mark.third_party
 @pytest.mark.simulator
 @pytest.mark.parametrize("lengths", [(256, 256), (100, 300)])
+@pytest.mark.sampled
 def test_gradients_of_its_backward(lengths):
     pytest.importorskip("cudnn")
     import sm100_sim
@@ -234,6 +236,7 @@ def test_tiles_of_divided_keys():
 
 @pytest.mark.third_party
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_what_is_replayed_of_few_queries(tmp_path, monkeypatch):
     """One CTA has a tile of the kernel for decoding; its steps are those of its part of keys."""
     pytest.importorskip("cudnn")

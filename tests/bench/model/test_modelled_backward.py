@@ -362,6 +362,7 @@ def test_what_flash_attn_4_refuses_is_not_predicted():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Argument aux_data")
 @pytest.mark.skipif(flash_attn_4.unavailable() is not None, reason="flash-attn-4 not installed")
 @pytest.mark.third_party
+@pytest.mark.sampled
 def test_flash_attn_4_itself_refuses_with_these_words():
     from flash_attn.cute.interface import _flash_attn_bwd
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.simulator
     # Several key tiles and two tiles a pair; ends inside a tile; more keys than queries.
     [(512, 512, False), (330, 330, True), (40, 600, True)],
 )
+@pytest.mark.sampled("330-330-True-None", "330-330-True-1", "330-330-True-2")
 def test_no_findings(seqlen_q, seqlen_k, causal, seed, sanitize):
     sanitize(seed, clusters=2)
     q = torch.randn(1, seqlen_q, 2, 256, dtype=torch.bfloat16)
@@ -27,6 +28,7 @@ def test_no_findings(seqlen_q, seqlen_k, causal, seed, sanitize):
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+@pytest.mark.sampled("static-None", "static-1")
 def test_no_findings_with_split_keys(use_clc, seed, sanitize, architecture):
     """Two tiles of 32 queries with 8 heads, 3 KV tiles in 4 parts; each pair takes several."""
     sanitize(seed, clusters=2)

@@ -64,11 +64,13 @@ def same(first, second):
     ("lengths", "heads", "batch", "num_splits"),
     [((1, 700), (16, 2), 2, 2), ((40, 520), HEADS, 1, 3), ((7, 130), HEADS, 1, 32)],
 )
+@pytest.mark.sampled("static-lengths1-heads1-1-3")
 def test_full(lengths, heads, batch, num_splits, use_clc, device):
     check(inputs(lengths, heads, batch, device=device), num_splits, use_clc)
 
 
 @pytest.mark.parametrize("num_splits", [2, 7])
+@pytest.mark.sampled("2")
 def test_each_part_is_the_attention_over_its_keys(
     num_splits, combined, device, forward_config, architecture
 ):
@@ -97,6 +99,7 @@ def test_each_part_is_the_attention_over_its_keys(
     assert sum(counts) == tiles and max(counts) - min(counts) <= 1
 
 
+@pytest.mark.sampled("static")
 def test_the_same_bits_again(use_clc, device):
     tensors = inputs((40, 520), HEADS, device=device)
     options = {"num_splits": 3, "use_clc": use_clc, "return_lse": True}
@@ -127,6 +130,7 @@ def test_the_same_bits_under_both_schedulers(clusters, monkeypatch):
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 @pytest.mark.parametrize("num_splits", [2, 32])
+@pytest.mark.sampled("2")
 def test_every_kv_tile_is_multiplied_once(num_splits):
     """16 + 8 instructions for each of 5 KV tiles of 2 query tiles, however these are divided."""
     import sm100_sim
@@ -164,6 +168,7 @@ def no_sink(device):
 
 
 @pytest.mark.parametrize(("lengths", "window", "num_splits"), WINDOWS)
+@pytest.mark.sampled("lengths0-window0-3", "lengths2-window2-2", "lengths4-window4-4")
 def test_windows(lengths, window, num_splits, device):
     """A sink of -inf is none."""
     check(inputs(lengths, THREE, device=device), num_splits, window_size=window, **no_sink(device))
@@ -173,6 +178,7 @@ def test_windows(lengths, window, num_splits, device):
 @pytest.mark.parametrize(
     ("logits", "num_splits"), [((0.5, -2.0, -math.inf), 12), ((200.0, 5.0, -300.0), 2)]
 )
+@pytest.mark.sampled("logits0-12")
 def test_sinks(logits, num_splits, device):
     """Rows 0 to 19 see no key: their LSE is the sink's logit."""
     sink = torch.tensor(logits, device=device)
@@ -183,6 +189,7 @@ def test_sinks(logits, num_splits, device):
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(50.0, -0.0625), (3.0, -1.0)])
+@pytest.mark.sampled
 def test_softcap_and_a_negative_scale_in_fp16(softcap, scale, device):
     """With a sink, and tiles that two heads share."""
     tensors = inputs((130, 600), dtype=torch.float16, device=device)
@@ -220,16 +227,19 @@ def check_packed(lengths_q, lengths_k, num_splits, device):
         ((1, 1, 100, 33), (1, 900, 50, 33), 5),
     ],
 )
+@pytest.mark.sampled("lengths_q1-lengths_k1-2")
 def test_packed_sequences(lengths_q, lengths_k, num_splits, device):
     check_packed(lengths_q, lengths_k, num_splits, device)
 
 
+@pytest.mark.sampled
 def test_packed_keys_without_any_row(device):
     out, lse = check_packed((5, 0, 2), (0, 0, 0), 3, device)
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("num_splits", [3, 16])
+@pytest.mark.sampled("16")
 def test_rows_past_the_used_ones_may_hold_anything(num_splits, device):
     """NaN past seqused_k reaches no part; rows past seqused_q are 0 with an LSE of -inf."""
     q, k, v = inputs((140, 500), batch=3, device=device)
@@ -250,6 +260,7 @@ def test_rows_past_the_used_ones_may_hold_anything(num_splits, device):
 
 
 @pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.sampled("2")
 def test_a_nan_key_reaches_the_rows_that_see_it(num_splits, device):
     """Rows 20 to 60 see key 550; all others keep their bits."""
     q, k, v = inputs((70, 600), THREE, device=device)
@@ -266,6 +277,7 @@ def test_a_nan_key_reaches_the_rows_that_see_it(num_splits, device):
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3])
+@pytest.mark.sampled("2", "3")
 def test_a_nan_value_counts_however_little_its_part_weighs(num_splits, device):
     """Key 10 has a score 320 above all others, so that the weight of every other part is 0."""
     shapes = ((20, 3), (600, 1), (600, 1))
@@ -432,6 +444,7 @@ def test_the_rule_for_packed_and_padded_sequences():
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_calls_follow_the_rule(combined):
     """Both functions, where nothing is said and where 0 is; the same bits as with that number."""
     q, k, v = inputs((1, 1300), HEADS)
@@ -448,6 +461,7 @@ def test_calls_follow_the_rule(combined):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_keys_of_unknown_length_are_not_divided_unless_asked(combined):
     """Packed keys without max_seqlen_k: their rows say nothing of the longest sequence."""
     q, k, v = (tensor[0] for tensor in inputs((1, 1300), HEADS))
@@ -496,6 +510,7 @@ def test_numbers_that_are_accepted():
 
 
 @pytest.mark.architecture("sm_100a")
+@pytest.mark.sampled
 def test_planted_bugs_are_noticed(planted, device):
     """The checks above can fail: one kernel that of three parts counts the sink in each, and of two
     reads the first KV tile of the second in the first, too."""
@@ -522,6 +537,7 @@ def test_planted_bugs_are_noticed(planted, device):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("seqlen_q", [1, 40], ids=["decode", "tiles"])
+@pytest.mark.sampled("tiles")
 def test_the_combining_kernel_begins_early(seqlen_q):
     """Each warp of the forward consents, each of the other waits (PTX ISA 9.7.13.13); a forward
     without parts has nothing to consent to."""

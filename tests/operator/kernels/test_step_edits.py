@@ -149,7 +149,7 @@ def attend(config, kernel, monkeypatch, **options):
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.sampled("PV first")
+@pytest.mark.sampled
 def test_an_edited_table_gives_the_same_bits(edit, monkeypatch):
     expected = attend(ForwardConfig(), ForwardKernel, monkeypatch)
     config, kernel = EDITS[edit]

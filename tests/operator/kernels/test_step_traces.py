@@ -57,7 +57,7 @@ def test_the_next_tile_is_asked_for_when_few_steps_are_left(keys, reports):
         ((512, 600), False, {"s_stages": 1}),
     ],
 )
-@pytest.mark.sampled("lengths[02]-*-static", "lengths[13]-*-dynamic")
+@pytest.mark.sampled("lengths0-True-options0-static", "lengths2-False-options2-static")
 def test_the_forward_does_what_its_table_says(lengths, causal, options, use_clc, reports):
     config = ForwardConfig(**options)
     seen = attend(lengths, causal, config=config, use_clc=use_clc)
@@ -71,7 +71,7 @@ def test_the_forward_does_what_its_table_says(lengths, causal, options, use_clc,
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("kind", [DECODE[0], DECODE_E4M3[0]], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize(("lengths", "q_stages"), [((100, 330), 2), ((60, 40), 1)])
-@pytest.mark.sampled("lengths0-2-bf16-static", "lengths1-1-e4m3-dynamic")
+@pytest.mark.sampled
 def test_the_decode_kernel_does_what_its_table_says(lengths, q_stages, kind, use_clc, monkeypatch):
     """Tiles of none to three steps, all of them on one CTA, or every other one of them."""
     monkeypatch.setenv("SM100_SIM_CLUSTERS", "1")
@@ -86,6 +86,7 @@ def test_the_decode_kernel_does_what_its_table_says(lengths, q_stages, kind, use
 
 @pytest.mark.parametrize("ds_bytes", [0, BackwardConfig().ds_bytes], ids=["anew", "stored"])
 @pytest.mark.parametrize(("lengths", "causal"), [((600, 300), True), ((300, 150), False)])
+@pytest.mark.sampled("lengths0-True-stored")
 def test_the_backward_does_what_its_tables_say(lengths, causal, ds_bytes, reports):
     config = BackwardConfig(ds_bytes=ds_bytes)
     seen = attend(lengths, causal, backward=config)

@@ -93,7 +93,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize(("lengths", "options"), DENSE.values(), ids=DENSE)
-@pytest.mark.sampled("full", "left bound", "softcap, clc")
+@pytest.mark.sampled("full")
 def test_dense(lengths, options, stored):
     torch.manual_seed(0)
     dtype = torch.float16 if options.get("softcap") else torch.bfloat16

@@ -21,6 +21,7 @@ PLAIN_UNORDERED = ForwardConfig(arithmetic="plain", ordered_tiles=False, rescale
 
 
 @pytest.mark.parametrize("config", [FOLDED_ONE_S, PLAIN_UNORDERED], ids=["folded", "plain"])
+@pytest.mark.sampled("folded")
 def test_results_and_races(config):
     """Several tiles a cluster, ends inside a tile, an adversarial schedule, the sanitizer."""
     q, k, v = (torch.randn(1, s, h, 256).bfloat16() for s, h in ((520, 2), (600, 1), (600, 1)))
@@ -31,6 +32,7 @@ def test_results_and_races(config):
     assert found.max_error <= found.tolerance and found.lse_max_error <= 1e-3, found
 
 
+@pytest.mark.sampled
 def test_one_s_buffer_puts_pv_before_the_next_qk():
     """Causal tiles of one and of three steps, on one cluster."""
     chains = mma_chains(run(512, 384, True, clusters=1, config=FOLDED_ONE_S, trace=True))
@@ -56,6 +58,7 @@ def test_order_of_tiles():
     assert steps(PLAIN_UNORDERED) == [2, 4, 6] * 3
 
 
+@pytest.mark.sampled
 def test_arithmetic_of_the_exponents():
     """Opcodes of the two loops, with a mask and without, that have 128 scores a thread each."""
 

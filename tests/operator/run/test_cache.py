@@ -313,6 +313,7 @@ def copy(tmp_path):
         ("fa4_hd256/run/launch.py", "PROGRESS_AFTER = 3.0", "PROGRESS_AFTER = 4.0"),
     ],
 )
+@pytest.mark.sampled("*Another first line*", "*demo.py-*")
 def test_edits_that_compile_nothing_again(copy, name, before, after):
     """Docstrings, comments, lines; whatever is not compiled in."""
     edit, digest = copy
@@ -331,6 +332,7 @@ def test_edits_that_compile_nothing_again(copy, name, before, after):
         ("fa4_hd256/softmax_emu/coefficients.py", "0x1.54f8d6p-1", "0x1.54f8d8p-1"),
     ],
 )
+@pytest.mark.sampled("*limits.py-*", "*consumers.py-*")
 def test_edits_that_do(copy, name, before, after):
     edit, digest = copy
     first = digest()
@@ -348,6 +350,7 @@ def test_edits_that_do(copy, name, before, after):
         ("fa4_hd256/kernels/masking.py", "cutlass.", "another.", ["append", "backward", "forward"]),
     ],
 )
+@pytest.mark.sampled("*dq.py-*", "*forward_combine.py-*")
 def test_edits_that_one_direction_minds(copy, name, before, after, directions):
     edit, digest = copy
     first = {direction: digest(direction) for direction in keys.OTHER}
@@ -356,6 +359,7 @@ def test_edits_that_one_direction_minds(copy, name, before, after, directions):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+@pytest.mark.sampled("sm_100a")
 def test_edits_that_other_architectures_do_not_mind(copy, architecture):
     edit, digest = copy
     name = f"fa4_hd256/kernels/{architecture.folder}/architecture.py"

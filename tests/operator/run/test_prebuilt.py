@@ -564,6 +564,7 @@ def ranks(spec, tmp_path):
         process.communicate()
 
 
+@pytest.mark.sampled
 def test_ranks_that_start_together_compile_once(ranks):
     processes = [ranks("waits") for _ in range(3)]
     for process in processes:

@@ -69,6 +69,7 @@ def calls(model, architecture, generator, count):
 
 @pytest.mark.parametrize("name", ["gemma-3-4b", "embeddinggemma", "qwen3.8-27b", "glm-5-tp8"])
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@pytest.mark.sampled("sm_100a-gemma-3-4b", "sm_90a-qwen3.8-27b")
 def test_no_call_of_a_model_takes_another_kernel(name, arch):
     """Random calls, planned by what plans real ones: split, combined, divided for the backward."""
     target, model = TARGETS[arch], MODELS[name]
