@@ -52,9 +52,9 @@ def key_of(kind: FunctionKind, *functions: Any) -> str:
     """A key of functions, None for one that is not given: of their code, constants, defaults, what
     they close over and the globals that they read.
 
-    These may be numbers, str, None, tuples of such, other functions of Python, and what CuTe DSL,
-    `math` and Python itself offer. Raises ValueError for anything else, whose meaning another
-    process could not tell.
+    These may be numbers, str, None, tuples of such, classes of named tuples, other functions of
+    Python, modules of which attributes are read by name, and what CuTe DSL, `math` and Python
+    itself offer. Raises ValueError for anything else, whose meaning another process could not tell.
     """
     name = getattr(functions[0], "__name__", kind.argument)
     key = f"{name}-{digest_of(functions)}"

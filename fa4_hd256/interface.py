@@ -75,8 +75,9 @@ def flash_attn_func(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
-    All arguments behind v are keyword-only: other libraries have other arguments in these places.
-    The result is one tensor unless return_lse is True; flash-attn-4 returns a pair always.
+    All arguments behind v are keyword-only: other libraries have other arguments in these places
+    (`fa4_hd256.compat` has their signatures). The result is one tensor unless return_lse is True;
+    flash-attn-4 returns a pair always.
 
     q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256), with heads a multiple
     of heads_kv; bfloat16 or float16, any lengths from 1 up. Layouts with the last stride 1 and

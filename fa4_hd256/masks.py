@@ -39,7 +39,8 @@ from .kernels.block_mask import FULL, MASK_TILE
 
 __all__ = [
     "TileMask", "as_tile_mask", "bidirectional_blocks", "documents", "from_block_mask",
-    "from_dense", "in_sequences", "keys_of_rows", "prefix_lm", "sliding_window", "tree_words",
+    "from_dense", "in_sequences", "keys_of_rows", "kinds_of_blocks", "prefix_lm",
+    "sliding_window", "tree_words",
 ]  # fmt: skip
 
 #: Where PyTorch's `BlockMask` is from.
@@ -185,15 +186,11 @@ def _from_block_mask(
             "default of create_block_mask"
         )
     lengths = tuple(block_mask.seq_lengths)
-    of_blocks = tuple(-(-length // size) for length, size in zip(lengths, sizes, strict=True))
-    kinds = _kinds(block_mask.kv_num_blocks, block_mask.kv_indices, of_blocks, PARTIAL)
-    if block_mask.full_kv_num_blocks is not None:
-        given = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-        kinds = torch.maximum(kinds, _kinds(*given, of_blocks, WHOLE))
-    for dimension, size in ((2, sizes[0]), (3, sizes[1])):
-        kinds = kinds.repeat_interleave(size // MASK_TILE, dimension)
-    tiles = [count_mask_tiles(length) for length in lengths]
-    kinds = kinds[:, :, : tiles[0], : tiles[1]].contiguous()
+    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    kinds = kinds_of_blocks(
+        (block_mask.kv_num_blocks, block_mask.kv_indices), None if full[0] is None else full,
+        sizes, lengths,
+    )  # fmt: skip
     if apart is None:
         return TileMask.of_kinds(lengths, kinds)
     own_of = [
@@ -203,6 +200,27 @@ def _from_block_mask(
     of_first = apart[0] and batch is None, apart[1] and heads is None
     kinds = kinds.expand(*own_of, -1, -1).contiguous()
     return TileMask.of(lengths, kinds, _evaluator(block_mask.mask_mod), of_first)
+
+
+def kinds_of_blocks(
+    partial: tuple[torch.Tensor, torch.Tensor],
+    full: tuple[torch.Tensor, torch.Tensor] | None,
+    sizes: tuple[int, ...],
+    lengths: tuple[int, ...],
+) -> torch.Tensor:
+    """Return the kinds of tiles, (1 or batch, 1 or heads, tiles of queries, tiles of keys) int8.
+
+    partial, full: (counts, indices) of blocks of keys for each block of queries, as a `BlockMask`
+    has them. sizes: (queries, keys) of a block, multiples of 128. lengths: (seqlen_q, seqlen_k).
+    """
+    of_blocks = tuple(-(-length // size) for length, size in zip(lengths, sizes, strict=True))
+    kinds = _kinds(*partial, of_blocks, PARTIAL)
+    if full is not None:
+        kinds = torch.maximum(kinds, _kinds(*full, of_blocks, WHOLE))
+    for dimension, size in ((2, sizes[0]), (3, sizes[1])):
+        kinds = kinds.repeat_interleave(size // MASK_TILE, dimension)
+    tiles = [count_mask_tiles(length) for length in lengths]
+    return kinds[:, :, : tiles[0], : tiles[1]].contiguous()
 
 
 def in_sequences(

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,6 +129,9 @@ class _Words:
             yield f"itself {[outer is value for outer in inside].index(True)}"
         elif isinstance(_own(value), types.FunctionType):
             yield from self._of_function(value, inside)
+        elif _is_named_tuple(value):
+            yield f"named tuple {value.__name__}"
+            yield from self.of((value._fields, *value._field_defaults.items()), inside)
         elif self._contents:
             yield from self._of_contents(value, (*inside, value))
         else:
@@ -168,13 +171,26 @@ class _Words:
                     f"a function reads {name!r}, which has no value yet; accepted: one that was "
                     "assigned before"
                 ) from None
-            yield from self.of(held, inside)
+            yield from self._of_read(held, code, inside)
         for name in sorted(_globals_read(code)):
             # Others are Python's own, or there is no such name.
             if name in function.__globals__ or name in _UNNAMED:
                 yield name
                 found = function.__globals__.get(name, vars(builtins).get(name))
-                yield from self.of(found, inside)
+                yield from self._of_read(found, code, inside)
+
+    def _of_read(
+        self, value: Any, code: types.CodeType, inside: tuple[Any, ...]
+    ) -> Iterator[str]:
+        """Words of what code reads by a name; of a user's module the attributes that it names."""
+        if not isinstance(value, types.ModuleType) or _is_fixed(value):
+            yield from self.of(value, inside)
+            return
+        yield f"module {value.__name__}"
+        for name in sorted(_attributes_read(code)):
+            if hasattr(value, name):
+                yield name
+                yield from self._of_read(getattr(value, name), code, inside)
 
     def _of_code(self, code: types.CodeType, inside: tuple[Any, ...]) -> Iterator[str]:
         counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
@@ -259,6 +275,25 @@ def _is_fixed(value: Any) -> bool:
     if own == "builtins" and value.__name__ in _UNNAMED:
         return False
     return any(_is_of(package, own) for package in _FIXED)
+
+
+class _Example(NamedTuple):
+    """Any named tuple, for the names that every one has."""
+
+    name: Any
+
+
+def _is_named_tuple(value: Any) -> bool:
+    """Return True for a class of named tuples that has nothing but its fields."""
+    if not (isinstance(value, type) and value.__bases__ == (tuple,) and hasattr(value, "_fields")):
+        return False
+    return set(vars(value)) - set(value._fields) <= set(vars(_Example)) - {"name"}
+
+
+def _attributes_read(code: types.CodeType) -> set[str]:
+    """Return the names of attributes that a function reads, or one inside it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_attributes_read, inner))
 
 
 def _globals_read(code: types.CodeType) -> set[str]:

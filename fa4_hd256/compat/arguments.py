@@ -1,0 +1,222 @@
+"""What becomes of each argument of flash-attention's functions: one table for each library.
+
+The tables are the source of the checks here and of the tables in docs/compat.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fa4_hd256.kernels.limits import HEAD_DIM
+
+__all__ = ["FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "Argument", "Library", "document"]
+
+#: Fates of an argument: its meaning is kept; any value gives the same result; any value that asks
+#: for something is refused.
+HONOURED, NEUTRAL, REFUSED = "honoured", "neutral", "refused"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What becomes of an argument.
+
+    fate: `HONOURED`, `NEUTRAL` or `REFUSED`. note: how, why, or what to do instead. accepted: of a
+    refused argument the values that ask for nothing.
+    """
+
+    fate: str
+    note: str
+    accepted: tuple[Any, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library whose functions are offered here.
+
+    name, module: of its distribution and of the module with its functions. arguments: by name, of
+    all of its functions.
+    """
+
+    name: str
+    module: str
+    arguments: dict[str, Argument]
+
+    def refuse(self, function: str, given: dict[str, Any]) -> None:
+        """Raise NotImplementedError for a refused argument that asks for something.
+
+        given: all arguments of a call of `function`, by name.
+        """
+        for name, value in given.items():
+            argument = self.arguments[name]
+            if argument.fate != REFUSED or _is_one_of(value, argument.accepted):
+                continue
+            shown = " or ".join(map(repr, argument.accepted))
+            what = repr(value) if isinstance(value, (bool, int, float)) else type(value).__name__
+            raise NotImplementedError(
+                f"{name} of {self.name}'s {function} is {what}; accepted at head_dim {HEAD_DIM}: "
+                f"{shown}. {argument.note}"
+            )
+
+    def original(self, function: str, head_dim: int) -> Callable[..., Any]:
+        """Return the library's own function, for tensors of another head_dim.
+
+        Raises ValueError where the library is not installed.
+        """
+        module: Any = sys.modules.get(self.module)
+        if module is None:
+            try:
+                module = importlib.import_module(self.module)
+            except ImportError as error:
+                raise ValueError(
+                    f"{function} is given head_dim {head_dim}; accepted: {HEAD_DIM}, or another "
+                    f"one where {self.name} is installed, which it is not ({error})"
+                ) from error
+        found: Callable[..., Any] = getattr(module, function)
+        if found.__module__.startswith(__package__ or "fa4_hd256.compat"):
+            raise ValueError(
+                f"{function} is given head_dim {head_dim}; accepted: {HEAD_DIM}, since the module "
+                f"{self.module} of this process is fa4_hd256's own"
+            )
+        return found
+
+
+def other_head_dim(*tensors: Any) -> int | None:
+    """Return the first head_dim of tensors that is not ours, or None."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] != HEAD_DIM:
+            return tensor.shape[-1]
+    return None
+
+
+def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Compare numbers by value and all else by identity: tensors are not read."""
+    plain = (bool, int, float, str)
+    return any(
+        value is one or (isinstance(value, plain) and isinstance(one, plain) and value == one)
+        for one in accepted
+    )
+
+
+def document(library: Library) -> str:
+    """Return a library's table as Markdown."""
+    rows = ["| argument | | what becomes of it |", "|---|---|---|"]
+    for name, argument in library.arguments.items():
+        fate = argument.fate
+        if fate == REFUSED:
+            fate += " unless " + " or ".join(f"`{one!r}`" for one in argument.accepted)
+        rows.append(f"| `{name}` | {fate} | {argument.note} |")
+    return "\n".join(rows)
+
+
+def _kept(note: str = "as there") -> Argument:
+    return Argument(HONOURED, note)
+
+
+def _neutral(note: str) -> Argument:
+    return Argument(NEUTRAL, note)
+
+
+def _refused(note: str, *accepted: Any) -> Argument:
+    return Argument(REFUSED, note, accepted or (None,))
+
+
+_TENSORS = _kept("as there; another head_dim goes to the library itself")
+_PACK_GQA = _neutral("query heads of a group share tiles wherever that helps")
+_SM_MARGIN = _neutral("no call reserves SMs; `FA4_HD256_RESERVED_SMS` does for a process")
+_DETERMINISTIC = _neutral("results and gradients are deterministic in any case")
+_QV = _refused("A second query for V belongs to MLA at head_dim 64")
+_CHUNK = _refused("Use a block_mask of fa4_hd256.flash_attn_func for chunked attention", 0)
+_WINDOW = _kept("keys before and behind; a negative number is unbounded")
+_SEQUENCES = {
+    "cu_seqlens_q": _kept(), "cu_seqlens_k": _kept(), "max_seqlen_q": _kept(),
+    "max_seqlen_k": _kept(), "seqused_q": _kept(), "seqused_k": _kept(),
+}  # fmt: skip
+_CACHE = {
+    "k_cache": _TENSORS, "v_cache": _TENSORS, "rotary_cos": _kept(), "rotary_sin": _kept(),
+    "cache_seqlens": _kept(), "cache_batch_idx": _kept(), "cache_leftpad": _kept(),
+    "rotary_interleaved": _kept(), "return_softmax_lse": _kept("True: `(out, lse)`"),
+}  # fmt: skip
+_COMBINED = {
+    "out_partial": _kept("any head_dim; in PyTorch's operations"), "lse_partial": _kept(),
+    "out": _kept(), "out_dtype": _kept("the partial results' if None"),
+}  # fmt: skip
+
+FLASH_ATTN_4 = Library("flash-attn-4", "flash_attn.cute.interface", {
+    "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, **_SEQUENCES,
+    "page_table": _kept("page sizes that are multiples of 16"),
+    "softmax_scale": _kept(),
+    "causal": _kept("ignored with mask_mod, as there"),
+    "window_size": _kept(
+        "two negative numbers are unbounded; one beside another bound shifts the window; ignored "
+        "with mask_mod, as there"
+    ),
+    "learnable_sink": _kept(), "softcap": _kept(),
+    "num_splits": _kept("below 1: the operator's own rule"),
+    "return_lse": _kept(
+        "the result is a pair in any case; without it lse is None unless there are gradients, and "
+        "has none itself"
+    ),
+    "score_mod": _kept("translated; called with vectors of one score"),
+    "score_mod_bwd": _kept("translated: its result for a gradient of 1 is the slope"),
+    "mask_mod": _kept("translated; refused with cu_seqlens, seqused or pages"),
+    "aux_tensors": _kept("up to 4; 16-bit floats are read as copies in float32"),
+    "aux_scalars": _kept("compiled in: a new value is a new kernel"),
+    "block_sparse_tensors": _kept(
+        "a mask of tiles; block_size: multiples of 128; refused with cu_seqlens, seqused or pages"
+    ),
+    "block_sparse_tensors_bwd": _neutral("gradients follow block_sparse_tensors"),
+    "deterministic": _DETERMINISTIC, "pack_gqa": _PACK_GQA,
+    "min_seqlen_k": _neutral("only its gathered keys need it"),
+    "scheduler_metadata": _neutral("work is divided by the operator's own rule"),
+    "disable_scheduler_metadata": _neutral("as scheduler_metadata"),
+    "qv": _QV,
+    "gather_kv_indices": _refused("Gathered keys belong to sparse MLA"),
+    "gather_bwd_recompute_p": _refused("It belongs to gather_kv_indices", False),
+    "gather_bwd_token_chunk": _refused("It belongs to gather_kv_indices"),
+    "seqlen_k_per_split": _refused("Use batch_invariant=True of fa4_hd256's own function"),
+    **_COMBINED,
+    "cu_seqlens": _neutral("rows are combined one by one"),
+    "seqused": _neutral("rows past those in use are combined, too"),
+    "virtual_batch_idx": _refused("It belongs to a scheduler that sorts sequences"),
+})  # fmt: skip
+
+FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", {
+    "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, "qkv": _TENSORS, **_SEQUENCES, **_CACHE,
+    "cu_seqlens_k_new": _kept(), "rotary_seqlens": _kept("ignored without rotary tables"),
+    "page_table": _kept("page sizes that are multiples of 16"),
+    "softmax_scale": _kept(), "causal": _kept(), "window_size": _WINDOW, "softcap": _kept(),
+    "q_descale": _kept("with q in e4m3, which is read as bfloat16; part of k_descale"),
+    "k_descale": _kept(), "v_descale": _kept(),
+    "num_splits": _kept("0: the operator's own rule"),
+    "num_heads_q": _kept("of flash_attn_qkvpacked_func"),
+    "return_attn_probs": _kept("True: `(out, lse)`, as there"),
+    "deterministic": _DETERMINISTIC, "pack_gqa": _PACK_GQA, "sm_margin": _SM_MARGIN,
+    "scheduler_metadata": _neutral("work is divided by the operator's own rule"),
+    "qv": _QV, "attention_chunk": _CHUNK,
+    **_COMBINED,
+    **dict.fromkeys(
+        ("batch_size", "num_heads_kv", "headdim", "qkv_dtype", "headdim_v",
+         "page_size", "max_seqlen_k_new", "has_softcap"),
+        _neutral("get_scheduler_metadata returns None: no plan is needed"),
+    ),
+})  # fmt: skip
+
+FLASH_ATTN_2 = Library("flash-attn", "flash_attn", {
+    "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, "kv": _TENSORS, "qkv": _TENSORS,
+    **{name: note for name, note in _SEQUENCES.items() if not name.startswith("seqused")},
+    "cu_seqlens": _kept(), "max_seqlen": _kept(), **_CACHE,
+    "block_table": _kept("page sizes that are multiples of 16"),
+    "dropout_p": _refused("There is no dropout; apply it to the result of the layer", 0.0),
+    "softmax_scale": _kept(), "causal": _kept(), "window_size": _WINDOW,
+    "softcap": _kept("0 and below: none"),
+    "alibi_slopes": _kept("`fa4_hd256.score_mods.alibi`; no gradient to them"),
+    "num_splits": _kept("0: the operator's own rule"),
+    "return_attn_probs": _kept("True: `(out, lse, S)`, S empty as there without dropout"),
+    "deterministic": _DETERMINISTIC,
+})  # fmt: skip

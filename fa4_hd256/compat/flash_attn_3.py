@@ -1,0 +1,258 @@
+"""The public functions of flash-attention 3 (`flash_attn_interface`), on this operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa4_hd256 import interface, kv_cache
+from fa4_hd256.kernels.problem_class import KV_DTYPES
+
+from .arguments import FLASH_ATTN_3, other_head_dim
+from .combine import combine
+from .windows import window_of
+
+__all__ = [
+    "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
+]  # fmt: skip
+
+Window = tuple[int, int]
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention with q, k and v in one tensor, as flash-attention 3's function of this name.
+
+    qkv: (batch, seqlen, 3, heads, 256), or (batch, seqlen, heads + 2 heads_kv, 256) with
+    num_heads_q. Returns and raises as `flash_attn_func` does.
+    """
+    given = dict(locals())
+    head_dim = other_head_dim(qkv)
+    if head_dim is not None:
+        return FLASH_ATTN_3.original("flash_attn_qkvpacked_func", head_dim)(**given)
+    del given["qkv"], given["num_heads_q"]
+    if qkv.ndim == 5:
+        q, k, v = qkv.unbind(dim=-3)
+    else:
+        if num_heads_q is None:
+            raise ValueError(
+                f"qkv has {qkv.ndim} dimensions and num_heads_q is None; accepted: num_heads_q, "
+                "or qkv of (batch, seqlen, 3, heads, 256)"
+            )
+        heads_kv = (qkv.shape[-2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=-2)
+    return flash_attn_func(q, k, v, **given)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention with the arguments and the result of flash-attention 3's function of this name.
+
+    `fa4_hd256.compat.arguments` lists what becomes of each argument. Another head_dim than 256
+    goes to flash-attention 3 itself.
+
+    Returns out, or (out, lse) with return_attn_probs. Raises NotImplementedError for arguments
+    that are not offered, ValueError for another head_dim without flash-attention 3, else as
+    `fa4_hd256.flash_attn_func` does.
+    """
+    given = dict(locals())
+    head_dim = other_head_dim(q, k, v)
+    if head_dim is not None:
+        return FLASH_ATTN_3.original("flash_attn_func", head_dim)(**given)
+    FLASH_ATTN_3.refuse("flash_attn_func", given)
+    return interface.flash_attn_func(
+        _queries(q), k, v, return_lse=return_attn_probs, **_options(given)
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` for packed sequences, as flash-attention 3's function of this name."""
+    given = dict(locals())
+    head_dim = other_head_dim(q, k, v)
+    if head_dim is not None:
+        return FLASH_ATTN_3.original("flash_attn_varlen_func", head_dim)(**given)
+    FLASH_ATTN_3.refuse("flash_attn_varlen_func", given)
+    return interface.flash_attn_varlen_func(
+        _queries(q), k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
+        seqused_k=seqused_k, return_lse=return_attn_probs, **_options(given),
+    )  # fmt: skip
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine results of KV splits; see `fa4_hd256.compat.combine.combine`."""
+    return combine(out_partial, lse_partial, out, out_dtype)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """Attention over a cache, new rows written to it first, as flash-attention 3's of this name.
+
+    Returns out, or (out, lse) with return_softmax_lse. Raises as `flash_attn_func` of this module
+    and `fa4_hd256.flash_attn_with_kvcache` do.
+    """
+    given = dict(locals())
+    head_dim = other_head_dim(q, k_cache, v_cache)
+    if head_dim is not None:
+        return FLASH_ATTN_3.original("flash_attn_with_kvcache", head_dim)(**given)
+    FLASH_ATTN_3.refuse("flash_attn_with_kvcache", given)
+    places = {name: given[name] for name in _PLACES if given[name] is not None}
+    return kv_cache.flash_attn_with_kvcache(
+        _queries(q), k_cache, v_cache, k, v, rotary_interleaved=rotary_interleaved,
+        return_lse=return_softmax_lse, **places, **_options(given),
+    )  # fmt: skip
+
+
+#: Arguments of a cache that our function has under the same names.
+_PLACES = (
+    "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table",
+    "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens",
+)  # fmt: skip
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Any:
+    """Return None at head_dim 256: calls here need no plan, and take any as scheduler_metadata.
+
+    `fa4_hd256.get_scheduler_metadata` makes plans for `fa4_hd256.flash_attn_with_kvcache`. Another
+    headdim goes to flash-attention 3 itself.
+    """
+    given = dict(locals())
+    other = next((dim for dim in (headdim, headdim_v) if dim not in (None, 256)), None)
+    if other is None:
+        return None
+    return FLASH_ATTN_3.original("get_scheduler_metadata", other)(**given)
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of our functions that all of these share."""
+    options = {
+        "softmax_scale": given["softmax_scale"], "causal": given["causal"],
+        "window_size": window_of(given["window_size"]), "softcap": given["softcap"],
+        "num_splits": given.get("num_splits", 1),
+    }  # fmt: skip
+    q, k_descale = given["q"], given["k_descale"]
+    if q.dtype in KV_DTYPES and given["q_descale"] is not None:
+        # Scores are products of both: one of a sequence and a KV head is as good as two.
+        q_descale = given["q_descale"]
+        k_descale = q_descale if k_descale is None else q_descale * k_descale
+    scales = {"k_descale": k_descale, "v_descale": given["v_descale"]}
+    return options | {name: scale for name, scale in scales.items() if scale is not None}
+
+
+def _queries(q: torch.Tensor) -> torch.Tensor:
+    """Return q, of e4m3 the same values in bfloat16, as the result then is."""
+    return q.to(torch.bfloat16) if q.dtype in KV_DTYPES else q

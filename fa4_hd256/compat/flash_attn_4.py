@@ -1,0 +1,212 @@
+"""The public functions of flash-attn-4 (`flash_attn.cute`, 4.0.0b36), on this operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fa4_hd256 import interface
+
+from .arguments import FLASH_ATTN_4, other_head_dim
+from .combine import combine
+from .functions import translate_mask_mod, translate_score_mod
+from .masks import translate_blocks
+
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+
+Window = tuple[int | None, int | None]
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: list | None = None,
+    aux_scalars: tuple | None = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
+) -> Pair:
+    """Attention with the arguments and the result of flash-attn-4's function of this name.
+
+    `fa4_hd256.compat.arguments` lists what becomes of each argument. Another head_dim than 256
+    goes to flash-attn-4 itself.
+
+    Returns (out, lse) always; lse is None without return_lse where no input requires gradients.
+    Raises NotImplementedError for arguments that are not offered, ValueError for another head_dim
+    without flash-attn-4, else as `fa4_hd256.flash_attn_func` does.
+    """
+    given = dict(locals())
+    head_dim = other_head_dim(q, k, v)
+    if head_dim is not None:
+        return FLASH_ATTN_4.original("flash_attn_func", head_dim)(**given)
+    FLASH_ATTN_4.refuse("flash_attn_func", given)
+    options = _options(given)
+    if mask_mod is not None or block_sparse_tensors is not None:
+        options |= _masks(given)
+    out, lse = interface.flash_attn_func(q, k, v, return_lse=True, **options)
+    return out, _lse_of(lse, return_lse, (q, k, v, learnable_sink))
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: list | None = None,
+    aux_scalars: tuple | None = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
+) -> Pair:
+    """`flash_attn_func` for sequences of different lengths, as flash-attn-4's of this name.
+
+    Returns and raises as `flash_attn_func` does, and NotImplementedError for mask_mod and
+    block_sparse_tensors with cu_seqlens, seqused or page_table.
+    """
+    given = dict(locals())
+    head_dim = other_head_dim(q, k, v)
+    if head_dim is not None:
+        return FLASH_ATTN_4.original("flash_attn_varlen_func", head_dim)(**given)
+    FLASH_ATTN_4.refuse("flash_attn_varlen_func", given)
+    options = _options(given, (cu_seqlens_q, cu_seqlens_k))
+    lengths = {name: given[name] for name in _LENGTHS if given[name] is not None}
+    if mask_mod is not None or block_sparse_tensors is not None:
+        _check_unpacked(lengths)
+        options |= _masks(given)
+        out, lse = interface.flash_attn_func(q, k, v, return_lse=True, **options)
+    else:
+        if cu_seqlens_q is not None and max_seqlen_q is None:
+            max_seqlen_q = q.shape[0]
+        out, lse = interface.flash_attn_varlen_func(
+            q, k, v, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True,
+            **lengths, **options,
+        )  # fmt: skip
+    return out, _lse_of(lse, return_lse, (q, k, v, learnable_sink))
+
+
+#: Arguments that say where rows of a sequence are.
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table")
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    seqused: torch.Tensor | None = None,
+    virtual_batch_idx: torch.Tensor | None = None,
+    return_lse: bool = True,
+) -> Pair:
+    """Combine results of KV splits, as flash-attn-4's function of this name.
+
+    Returns (out, lse), lse None without return_lse; see `fa4_hd256.compat.combine.combine`.
+    """
+    FLASH_ATTN_4.refuse("flash_attn_combine", {"virtual_batch_idx": virtual_batch_idx})
+    found, lse = combine(out_partial, lse_partial, out, out_dtype)
+    return found, lse if return_lse else None
+
+
+def _options(
+    given: dict[str, Any],
+    offsets: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> dict[str, Any]:
+    """Return the options of our functions that dense and packed calls share."""
+    options = {
+        "softmax_scale": given["softmax_scale"], "causal": given["causal"],
+        "window_size": window_of(given["window_size"]),
+        "learnable_sink": given["learnable_sink"], "softcap": given["softcap"] or 0.0,
+        "num_splits": max(given["num_splits"], 0),
+    }  # fmt: skip
+    if given["score_mod"] is not None:
+        aux = given["aux_tensors"], given["aux_scalars"]
+        functions = given["score_mod"], given["score_mod_bwd"]
+        options["score_mod"] = translate_score_mod(*functions, aux, offsets)
+    return options
+
+
+def window_of(window_size: Window) -> Window:
+    """Return a window of flash-attn-4 as our functions take it."""
+    left, right = window_size
+    if left is not None and right is not None and left < 0 and right < 0:
+        return None, None
+    if any(side is not None and side < 0 for side in (left, right)):
+        raise NotImplementedError(
+            f"window_size is {window_size}; accepted: bounds that are None or 0 and above"
+        )
+    return left, right
+
+
+def _masks(given: dict[str, Any]) -> dict[str, Any]:
+    """Return block_mask and mask_mod of our function, with what they replace."""
+    q, k, mask_mod = given["q"], given["k"], given["mask_mod"]
+    lengths = q.shape[1], k.shape[1]
+    left, right = window_of(given["window_size"])
+    window = left, 0 if given["causal"] else right
+    found: dict[str, Any] = {"causal": False, "window_size": (None, None)}
+    found["block_mask"] = translate_blocks(
+        given["block_sparse_tensors"], lengths, q.device, mask_mod is not None, window
+    )
+    if mask_mod is not None:
+        aux = given["aux_tensors"], given["aux_scalars"]
+        found["mask_mod"] = translate_mask_mod(mask_mod, aux, lengths, q.device)
+    return found
+
+
+def _check_unpacked(lengths: dict[str, Any]) -> None:
+    if lengths:
+        raise NotImplementedError(
+            f"mask_mod or block_sparse_tensors is given with {', '.join(lengths)}; accepted: "
+            "sequences of one length. Use block_mask and mask_mod of "
+            "fa4_hd256.flash_attn_varlen_func, whose positions are those of the packed rows"
+        )
+
+
+def _lse_of(lse: torch.Tensor, wanted: bool, inputs: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return lse as flash-attn-4 does: without return_lse no gradients go through it."""
+    if wanted:
+        return lse
+    return lse.detach() if any(t is not None and t.requires_grad for t in inputs) else None

@@ -1,0 +1,270 @@
+"""Functions of `fa4_hd256.compat` have their libraries' signatures; every argument has a fate."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fa4_hd256 import interface, kv_cache
+from fa4_hd256.compat import arguments, flash_attn_2, flash_attn_3, flash_attn_4
+
+ROOT = Path(__file__).resolve().parents[3]
+LIBRARIES = {
+    flash_attn_2: arguments.FLASH_ATTN_2, flash_attn_3: arguments.FLASH_ATTN_3,
+    flash_attn_4: arguments.FLASH_ATTN_4,
+}  # fmt: skip
+FUNCTIONS = [
+    pytest.param(module, name, id=f"{module.__name__[-1]}-{name}")
+    for module in LIBRARIES
+    for name in module.__all__
+]
+
+_OPTIONS_2 = (
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 "
+    "alibi_slopes=None deterministic=False return_attn_probs=False"
+)
+_LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_SCALES = "q_descale=None k_descale=None v_descale=None"
+#: Facts of flash-attention 2.8 and of flash-attention 3 (hopper/), which no machine here has.
+WRITTEN = {
+    flash_attn_2: {
+        "flash_attn_func": f"q k v {_OPTIONS_2}",
+        "flash_attn_kvpacked_func": f"q kv {_OPTIONS_2}",
+        "flash_attn_qkvpacked_func": f"qkv {_OPTIONS_2}",
+        "flash_attn_varlen_func": f"q k v {_LENGTHS} {_OPTIONS_2} block_table=None",
+        "flash_attn_varlen_kvpacked_func": f"q kv {_LENGTHS} {_OPTIONS_2}",
+        "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {_OPTIONS_2}",
+        "flash_attn_with_kvcache": (
+            "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None "
+            "cache_batch_idx=None cache_leftpad=None block_table=None softmax_scale=None "
+            "causal=False window_size=(-1,-1) softcap=0.0 rotary_interleaved=True "
+            "alibi_slopes=None num_splits=0 return_softmax_lse=False"
+        ),
+    },
+    flash_attn_3: {
+        "flash_attn_qkvpacked_func": (
+            f"qkv softmax_scale=None causal=False {_SCALES} window_size=(-1,-1) "
+            "attention_chunk=0 softcap=0.0 deterministic=False num_heads_q=None sm_margin=0 "
+            "return_attn_probs=False"
+        ),
+        "flash_attn_func": (
+            f"q k v softmax_scale=None causal=False qv=None {_SCALES} window_size=(-1,-1) "
+            "attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None deterministic=False "
+            "sm_margin=0 return_attn_probs=False"
+        ),
+        "flash_attn_varlen_func": (
+            f"q k v {_LENGTHS} seqused_q=None seqused_k=None softmax_scale=None causal=False "
+            f"qv=None {_SCALES} window_size=(-1,-1) attention_chunk=0 softcap=0.0 num_splits=1 "
+            "pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False"
+        ),
+        "flash_attn_combine": "out_partial lse_partial out=None out_dtype=None",
+        "flash_attn_with_kvcache": (
+            "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None "
+            "cache_seqlens=None cache_batch_idx=None cache_leftpad=None page_table=None "
+            "cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
+            f"{_SCALES} softmax_scale=None causal=False window_size=(-1,-1) attention_chunk=0 "
+            "softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 "
+            "pack_gqa=None sm_margin=0 return_softmax_lse=False"
+        ),
+        "get_scheduler_metadata": (
+            "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim "
+            "cache_seqlens qkv_dtype=torch.bfloat16 headdim_v=None cu_seqlens_q=None "
+            "cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 "
+            "causal=False window_size=(-1,-1) attention_chunk=0 has_softcap=False num_splits=0 "
+            "pack_gqa=None sm_margin=0"
+        ),
+    },
+}
+
+
+def parameters(function):
+    """(name, default) of each, none of them keyword-only."""
+    found = inspect.signature(function).parameters.values()
+    assert {each.kind for each in found} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return [(each.name, each.default) for each in found]
+
+
+def tensors(head_dim=256):
+    return [torch.zeros(1, 4, 1, head_dim).bfloat16() for _ in range(3)]
+
+
+@pytest.mark.parametrize("module", WRITTEN, ids=lambda module: module.__name__[-1])
+def test_signatures_that_are_written_down(module):
+    assert set(WRITTEN[module]) == set(module.__all__)
+    for name, text in WRITTEN[module].items():
+        expected = []
+        for word in text.split():
+            argument, _, default = word.partition("=")
+            value = eval(default, {"torch": torch}) if default else inspect.Parameter.empty
+            expected.append((argument, value))
+        assert parameters(getattr(module, name)) == expected, name
+
+
+def test_signatures_of_flash_attn_4():
+    theirs = pytest.importorskip("flash_attn.cute.interface")
+    for name in flash_attn_4.__all__:
+        assert parameters(getattr(flash_attn_4, name)) == parameters(getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("module, name", FUNCTIONS)
+def test_every_argument_has_a_fate(module, name):
+    known = LIBRARIES[module].arguments
+    assert set(inspect.signature(getattr(module, name)).parameters) <= set(known)
+
+
+@pytest.mark.parametrize("module, name", FUNCTIONS)
+def test_refused_arguments_are_refused_by_name(module, name):
+    """Before anything else is looked at, so that any other values will do."""
+    function, library = getattr(module, name), LIBRARIES[module]
+    given = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is inspect.Parameter.empty:
+            given[parameter.name] = tensors()[0]
+    if name == "flash_attn_qkvpacked_func":
+        given["qkv"] = torch.zeros(1, 4, 3, 1, 256).bfloat16()
+    if "kvpacked" in name and "kv" in given:
+        given["kv"] = torch.zeros(1, 4, 2, 1, 256).bfloat16()
+    if name == "flash_attn_varlen_qkvpacked_func":
+        given["qkv"] = torch.zeros(4, 3, 1, 256).bfloat16()
+    if name == "get_scheduler_metadata":
+        return
+    for argument, default in parameters(function):
+        if library.arguments[argument].fate != arguments.REFUSED:
+            continue
+        assert default in library.arguments[argument].accepted
+        with pytest.raises(NotImplementedError, match=f"^{argument} of {library.name}'s"):
+            function(**given, **{argument: 3 if default in (0, 0.0) else torch.ones(1)})
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=lambda library: library.name)
+def test_the_page_has_the_tables(library):
+    assert arguments.document(library) in (ROOT / "docs" / "compat.md").read_text()
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Arguments of the calls that reach our own functions."""
+    found = []
+
+    def attend(*args, return_lse=False, **options):
+        found.append((args, options))
+        result = torch.zeros_like(args[0]), torch.zeros(1, 1, 4, requires_grad=True)
+        return result if return_lse else result[0]
+
+    for module, names in (
+        (interface, ("flash_attn_func", "flash_attn_varlen_func")),
+        (kv_cache, ("flash_attn_with_kvcache",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, attend)
+    return found
+
+
+def test_results(given):
+    """flash-attn-4 returns a pair always; the others say so by an argument of other names."""
+    q, k, v = tensors()
+    assert flash_attn_4.flash_attn_func(q, k, v)[1] is None
+    out, lse = flash_attn_4.flash_attn_func(q.requires_grad_(), k, v)
+    assert not lse.requires_grad
+    assert flash_attn_4.flash_attn_func(q, k, v, return_lse=True)[1].requires_grad
+    q = q.detach()
+    assert isinstance(flash_attn_3.flash_attn_func(q, k, v), torch.Tensor)
+    assert len(flash_attn_3.flash_attn_func(q, k, v, return_attn_probs=True)) == 2
+    assert len(flash_attn_3.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True)) == 2
+    out, lse, probabilities = flash_attn_2.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert probabilities.numel() == 0
+    assert isinstance(flash_attn_2.flash_attn_func(q, k, v, 0.0), torch.Tensor)
+
+
+def test_windows(given):
+    """A negative bound is none in flash-attention 2 and 3; in 4 only two of them are."""
+    q, k, v = tensors()
+    cases = ((-1, -1), (None, None)), ((-7, 3), (None, 3)), ([0, -2], (0, None))
+    for module in (flash_attn_2, flash_attn_3):
+        for window, expected in cases:
+            module.flash_attn_func(q, k, v, window_size=window)
+            assert given[-1][1]["window_size"] == expected
+    cases = ((-1, -5), (None, None)), ((2, None), (2, None)), ((None, 0), (None, 0))
+    for window, expected in cases:
+        flash_attn_4.flash_attn_func(q, k, v, window_size=window)
+        assert given[-1][1]["window_size"] == expected
+
+
+def test_packed_tensors(given):
+    """They are views of one tensor, in the order of its parts."""
+    qkv = torch.arange(1 * 4 * 3 * 2 * 256).view(1, 4, 3, 2, 256).bfloat16()
+    for module in (flash_attn_2, flash_attn_3):
+        module.flash_attn_qkvpacked_func(qkv)
+        assert all(torch.equal(a, b) for a, b in zip(given[-1][0], qkv.unbind(2), strict=True))
+    flash_attn_3.flash_attn_qkvpacked_func(qkv.flatten(2, 3), num_heads_q=4)
+    assert [each.shape[2] for each in given[-1][0]] == [4, 1, 1]
+    with pytest.raises(ValueError, match="num_heads_q is None"):
+        flash_attn_3.flash_attn_qkvpacked_func(qkv.flatten(2, 3))
+    flash_attn_2.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:])
+    assert torch.equal(given[-1][0][2], qkv[:, :, 2])
+
+
+def test_scales_of_queries_are_part_of_those_of_keys(given):
+    q, k, v = (tensor.to(torch.float8_e4m3fn) for tensor in tensors())
+    scales = {name: torch.tensor([[number]]) for name, number in (
+        ("q_descale", 3.0), ("k_descale", 5.0), ("v_descale", 7.0))}  # fmt: skip
+    flash_attn_3.flash_attn_func(q, k, v, **scales)
+    args, options = given[-1]
+    assert args[0].dtype == torch.bfloat16 and args[1].dtype == k.dtype
+    assert options["k_descale"].item() == 15.0 and options["v_descale"].item() == 7.0
+
+
+def test_pages_of_flash_attention_2(given):
+    q = torch.zeros(5, 2, 256).bfloat16()
+    cache = torch.zeros(6, 16, 1, 256).bfloat16()
+    of_q, of_k = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 20, 50]).int()
+    table = torch.zeros(2, 3).int()
+    flash_attn_2.flash_attn_varlen_func(q, cache, cache, of_q, of_k, 3, 30, block_table=table)
+    options = given[-1][1]
+    assert options["seqused_k"].tolist() == [20, 30] and "cu_seqlens_k" not in options
+    assert options["seqused_k"].dtype == torch.int32
+
+
+@pytest.mark.parametrize("module", LIBRARIES, ids=lambda module: module.__name__[-1])
+def test_another_head_dim_goes_to_the_library(module, monkeypatch):
+    library, given = LIBRARIES[module], tensors(64)
+    monkeypatch.setitem(sys.modules, library.module, None)
+    with pytest.raises(ValueError, match=rf"head_dim 64; accepted: 256, .*{library.name} is inst"):
+        module.flash_attn_func(*given)
+    installed = types.ModuleType(library.module)
+    installed.flash_attn_func = lambda q, k, v, **options: (q, options)
+    monkeypatch.setitem(sys.modules, library.module, installed)
+    q, options = module.flash_attn_func(*given, causal=True)
+    assert q is given[0] and options["causal"] is True
+    # Our own module under their name is not the library.
+    installed.flash_attn_func = module.flash_attn_func
+    with pytest.raises(ValueError, match="fa4_hd256's own"):
+        module.flash_attn_func(*given)
+
+
+def test_combine():
+    """Against the softmax of all keys; a split without keys may hold anything."""
+    scores, values = torch.randn(3, 1, 5, 2, 7), torch.randn(3, 1, 5, 2, 7, 8)
+    scores[1, 0, 2] = -torch.inf
+    scores[:, 0, 4, 1] = -torch.inf
+    parts = (scores.softmax(-1)[..., None] * values).sum(-2)
+    lse = scores.logsumexp(-1)
+    together = scores.permute(1, 2, 3, 0, 4).flatten(3)
+    expected = (together.softmax(-1)[..., None] * values.permute(1, 2, 3, 0, 4, 5).flatten(3, 4))
+    expected = torch.nan_to_num(expected.sum(-2))
+    for module in (flash_attn_3, flash_attn_4):
+        out, found = module.flash_attn_combine(parts, lse)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(found, together.logsumexp(-1))
+    place = torch.empty_like(expected, dtype=torch.float16)
+    assert flash_attn_3.flash_attn_combine(parts, lse, place)[0] is place
+    assert flash_attn_4.flash_attn_combine(parts, lse, return_lse=False)[1] is None
+    out, _ = flash_attn_3.flash_attn_combine(parts, lse, None, torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="out_partial has shape"):
+        flash_attn_3.flash_attn_combine(parts, lse[:2])
