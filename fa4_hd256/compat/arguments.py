@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 
 __all__ = ["FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "Argument", "Library", "document"]
 
@@ -61,6 +61,17 @@ class Library:
             raise NotImplementedError(
                 f"{name} of {self.name}'s {function} is {what}; accepted at head_dim {HEAD_DIM}: "
                 f"{shown}. {argument.note}"
+            )
+
+    def refuse_pages(self, name: str, page_table: Any, pages: torch.Tensor) -> None:
+        """Raise NotImplementedError for a page size that kernels cannot read.
+
+        name: that of the argument page_table. pages: (pages, page_size, heads_kv, 256).
+        """
+        if page_table is not None and pages.ndim == 4 and pages.shape[1] % PAGE_MULTIPLE:
+            raise NotImplementedError(
+                f"{name} is given with pages of {pages.shape[1]} rows; accepted: multiples of "
+                f"{PAGE_MULTIPLE}"
             )
 
     def original(self, function: str, head_dim: int) -> Callable[..., Any]:

@@ -111,6 +111,7 @@ def flash_attn_varlen_func(
     if head_dim is not None:
         return FLASH_ATTN_4.original("flash_attn_varlen_func", head_dim)(**given)
     FLASH_ATTN_4.refuse("flash_attn_varlen_func", given)
+    FLASH_ATTN_4.refuse_pages("page_table", page_table, k)
     options = _options(given, (cu_seqlens_q, cu_seqlens_k))
     lengths = {name: given[name] for name in _LENGTHS if given[name] is not None}
     if mask_mod is not None or block_sparse_tensors is not None:

@@ -141,16 +141,32 @@ def run(suite: Suite, arguments: argparse.Namespace, only: list[str] | None = No
         if only is None and arguments.workers > 1:
             command += ["-n", str(arguments.workers)]
         command += [f"{arguments.checkout / suite.path}::{test}" for test in suite.tests]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        output, status = _output_of(command, environment, arguments.seconds)
         written = results.read_text().splitlines() if results.exists() else []
     if arguments.log:
         with arguments.log.open("a") as log:
-            log.write(ended.stdout + ended.stderr)
+            log.write(output)
     found = Outcome.read([json.loads(line) for line in written])
-    if ended.returncode not in (0, 1, 2, 5) or not found.selected:
-        found.error = (ended.stdout + ended.stderr)[-3000:]
+    if status not in (0, 1, 2, 5) or not found.selected:
+        found.error = output[-3000:]
     print(f"    pytest took {time.monotonic() - started:.0f} s", flush=True)
     return found
+
+
+def _output_of(
+    command: list[str], environment: dict[str, str], seconds: float | None
+) -> tuple[str, int]:
+    """Return what a pytest wrote, and its exit status; it is ended when a case hangs."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        try:
+            status = process.wait(seconds and seconds + REPORTING)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            status = 2
+        output.seek(0)
+        return output.read(), status
 
 
 def run_with_memory(suite: Suite, arguments: argparse.Namespace) -> Outcome:

@@ -240,10 +240,7 @@ def pytest_collection_modifyitems(config: Any, items: list) -> None:
         _write(what="selected", id="", count=len(items))
 
 
-def pytest_configure(config: Any) -> None:
-    config.acceptance_started = time.monotonic()
-
-
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list) -> None:
     _write(what="selected", id="", count=len(ids))
 
@@ -254,33 +251,24 @@ def pytest_runtest_teardown() -> None:
 
 
 class _Controller:
-    """Hooks of the process that hears of every case."""
+    """Hooks of the process that hears of every case; it stops the session when time is over."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init__(self, session: Any) -> None:
+        self._session, self._started = session, time.monotonic()
 
-    @pytest.hookimpl
     def pytest_runtest_logreport(self, report: Any) -> None:
         _report(report)
+        seconds = SETTINGS["seconds"]
+        if seconds and time.monotonic() - self._started > seconds:
+            self._session.shouldstop = "the time is over"
+            workers = self._session.config.pluginmanager.getplugin("dsession")
+            if workers is not None:
+                workers.shouldstop = "the time is over"
 
 
 def pytest_sessionstart(session: Any) -> None:
     if not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(_Controller(session.config))
-        _Deadline.session = session
-
-
-class _Deadline:
-    """When the session stops; xdist looks at `shouldstop`, too."""
-
-    session: Any = None
-    started = time.monotonic()
-
-    @classmethod
-    def check(cls) -> None:
-        seconds = SETTINGS["seconds"]
-        if seconds and cls.session and time.monotonic() - cls.started > seconds:
-            cls.session.shouldstop = "the time is over"
+        session.config.pluginmanager.register(_Controller(session))
 
 
 def _report(report: Any) -> None:
@@ -299,7 +287,6 @@ def _report(report: Any) -> None:
         lines = [line for line in text.splitlines() if line.startswith("E ")] or [text[-200:]]
         memory = "OutOfMemoryError" in text or "out of memory" in text
         _write(what="failed", id=name, reason=lines[0][:300], out_of_memory=memory)
-    _Deadline.check()
 
 
 def _write(**line: Any) -> None:

@@ -226,6 +226,14 @@ def test_pages_of_flash_attention_2(given):
     table = torch.zeros(2, 3).int()
     flash_attn_2.flash_attn_varlen_func(q, cache, cache, of_q, of_k, 3, 30, block_table=table)
     options = given[-1][1]
+    small = cache[:, :4]
+    for function, name in (
+        (flash_attn_2.flash_attn_with_kvcache, "block_table"),
+        (flash_attn_3.flash_attn_with_kvcache, "page_table"),
+        (flash_attn_4.flash_attn_varlen_func, "page_table"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{name} is given with pages of 4 rows"):
+            function(q, small, small, **{name: table})
     assert options["seqused_k"].tolist() == [20, 30] and "cu_seqlens_k" not in options
     assert options["seqused_k"].dtype == torch.int32
 
