@@ -39,7 +39,8 @@ def flash_attn_qkvpacked_func(
     if head_dim is not None:
         return FLASH_ATTN_2.original("flash_attn_qkvpacked_func", head_dim)(**given)
     del given["qkv"]
-    return flash_attn_func(*qkv.unbind(dim=-3), **given)
+    q, k, v = qkv.unbind(dim=-3)
+    return flash_attn_func(q, k, v, **given)
 
 
 def flash_attn_kvpacked_func(
@@ -60,7 +61,8 @@ def flash_attn_kvpacked_func(
     if head_dim is not None:
         return FLASH_ATTN_2.original("flash_attn_kvpacked_func", head_dim)(**given)
     del given["q"], given["kv"]
-    return flash_attn_func(q, *kv.unbind(dim=-3), **given)
+    k, v = kv.unbind(dim=-3)
+    return flash_attn_func(q, k, v, **given)
 
 
 def flash_attn_func(
@@ -114,7 +116,8 @@ def flash_attn_varlen_qkvpacked_func(
         return FLASH_ATTN_2.original("flash_attn_varlen_qkvpacked_func", head_dim)(**given)
     del given["qkv"], given["cu_seqlens"], given["max_seqlen"]
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(dim=-3), *lengths, **given)
+    q, k, v = qkv.unbind(dim=-3)
+    return flash_attn_varlen_func(q, k, v, *lengths, **given)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -139,7 +142,8 @@ def flash_attn_varlen_kvpacked_func(
     if head_dim is not None:
         return FLASH_ATTN_2.original("flash_attn_varlen_kvpacked_func", head_dim)(**given)
     del given["q"], given["kv"]
-    return flash_attn_varlen_func(q, *kv.unbind(dim=-3), **given)
+    k, v = kv.unbind(dim=-3)
+    return flash_attn_varlen_func(q, k, v, **given)
 
 
 def flash_attn_varlen_func(
