@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from .call.function_meaning import digest_of, note_meaning
 from .call.function_tensors import check_tensors
 from .kernels.user_functions import FunctionKind, Functions
 
-__all__ = ["check_function", "key_of", "read_of", "register"]
+__all__ = ["check_function", "key_of", "read_of", "register", "with_tensors"]
 
 
 def check_function(kind: FunctionKind, key: Any, function: Any, tensors: Any) -> None:
@@ -46,6 +47,14 @@ def read_of(kind: FunctionKind, given: Any) -> tuple[dict[str, torch.Tensor], st
             "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
         )
     return dict(zip(kind.tensors, given.tensors)), given.key
+
+
+def with_tensors(kind: FunctionKind, given: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """Return a ScoreMod or MaskMod with other tensors. Raises as `check_tensors`."""
+    check_tensors(kind, tensors, given.key)
+    found = copy.copy(given)
+    object.__setattr__(found, "tensors", tensors)
+    return found
 
 
 def key_of(kind: FunctionKind, *functions: Any) -> str:

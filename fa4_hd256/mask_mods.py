@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .function_keys import check_function, key_of, read_of, register
+from .function_keys import check_function, key_of, read_of, register, with_tensors
 from .kernels.mask_function import MASK_MOD
 from .kernels.part_places import key_in_part
 from .kernels.user_functions import Functions
@@ -46,6 +46,11 @@ class MaskMod:
         """The same with a key made of the function, as that of a `ScoreMod`. Raises ValueError for
         one whose meaning another process could not tell: give it a key of your own."""
         return cls(function, key_of(MASK_MOD, function), tensors)
+
+    def with_tensors(self, tensors: tuple[torch.Tensor, ...]) -> MaskMod:
+        """Return the same with other tensors; the function is not looked at again. Raises TypeError
+        or ValueError for tensors that kernels cannot read."""
+        return with_tensors(MASK_MOD, self, tensors)
 
 
 def read_by(mask_mod: Any) -> tuple[dict[str, torch.Tensor], str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .function_keys import check_function, key_of, read_of, register
+from .function_keys import check_function, key_of, read_of, register, with_tensors
 from .kernels.part_places import key_in_part
 from .kernels.score_change import ALIBI, SCORE_MOD, Scored
 from .kernels.user_functions import Functions
@@ -64,6 +64,11 @@ class ScoreMod:
         another process could not tell: give such a function a key of your own.
         """
         return cls(function, slope, key_of(SCORE_MOD, function, slope), tensors)
+
+    def with_tensors(self, tensors: tuple[torch.Tensor, ...]) -> ScoreMod:
+        """Return the same with other tensors; the function is not looked at again. Raises TypeError
+        or ValueError for tensors that kernels cannot read."""
+        return with_tensors(SCORE_MOD, self, tensors)
 
 
 def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:

@@ -16,9 +16,6 @@ import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from fa4_hd256.function_keys import key_of
-from fa4_hd256.kernels.mask_function import MASK_MOD
-from fa4_hd256.kernels.score_change import SCORE_MOD
 from fa4_hd256.kernels.user_functions import MOST_TENSORS
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod
@@ -64,19 +61,19 @@ def translate_score_mod(
         begins = []
     packed = tuple(each is not None for each in offsets) if begins else None
     functions = score_mod, score_mod_bwd
-    made = _score_functions(functions, scalars, len(own), packed, _state_of(functions))
-    return ScoreMod(*made, (*own, *begins))
+    found = _score_mod(functions, scalars, len(own), packed, _state_of(functions))
+    return found.with_tensors((*own, *begins))
 
 
 @lru_cache(maxsize=128)
-def _score_functions(
+def _score_mod(
     functions: tuple[Callable[..., Any], Callable[..., Any] | None],
     scalars: tuple[tuple[str, Any], ...],
     count: int,
     packed: tuple[bool, bool] | None,
     state: Any,
-) -> tuple[Callable[..., Any], Callable[..., Any], str]:
-    """Return (function, slope, key) of a `ScoreMod`, once: a key takes milliseconds.
+) -> ScoreMod:
+    """Return a `ScoreMod` without tensors, once: its key takes milliseconds.
 
     functions: (score_mod, score_mod_bwd). count: of aux_tensors. packed: which sides have offsets
     behind them. state: what the functions hold now.
@@ -106,7 +103,7 @@ def _score_functions(
         return _first(score_mod_bwd(*values, **given(place, tensors)))
 
     function.__name__ = getattr(score_mod, "__name__", "score_mod")
-    return function, slope, key_of(SCORE_MOD, function, slope)
+    return ScoreMod.of(function, slope)
 
 
 def translate_mask_mod(
@@ -122,19 +119,19 @@ def translate_mask_mod(
     own, scalars = _tensors_of(aux[0]), _scalars_of(aux[1])
     has_room = len(own) < MOST_TENSORS
     fixed = None if has_room else tuple(map(int, lengths))
-    function, key = _mask_function(mask_mod, scalars, len(own), fixed, _state_of((mask_mod,)))
-    return MaskMod(function, key, (*own, _length_tensor(lengths, device)) if has_room else own)
+    found = _mask_mod(mask_mod, scalars, len(own), fixed, _state_of((mask_mod,)))
+    return found.with_tensors((*own, _length_tensor(lengths, device)) if has_room else own)
 
 
 @lru_cache(maxsize=128)
-def _mask_function(
+def _mask_mod(
     mask_mod: Callable[..., Any],
     scalars: tuple[tuple[str, Any], ...],
     count: int,
     fixed: tuple[int, int] | None,
     state: Any,
-) -> tuple[Callable[..., Any], str]:
-    """Return (function, key) of a `MaskMod`, once; fixed: lengths that are compiled in."""
+) -> MaskMod:
+    """Return a `MaskMod` without tensors, once; fixed: lengths that are compiled in."""
     size = getattr(mask_mod, "__vec_size__", 1)
 
     def function(batch: Any, head: Any, query: Any, key: Any, tensors: tuple[Any, ...]) -> Any:
@@ -147,7 +144,7 @@ def _mask_function(
         return _first(seen) if size == 1 else _bit_of(seen, key - first)
 
     function.__name__ = getattr(mask_mod, "__name__", "mask_mod")
-    return function, key_of(MASK_MOD, function)
+    return MaskMod.of(function)
 
 
 def _state_of(functions: tuple[Any, ...]) -> tuple[Any, ...]:
