@@ -16,6 +16,9 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, masking_utils
 from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
+from fa4_hd256.integrations.transformers import layers, masks
+from fa4_hd256.integrations.transformers.descriptions import Description, described, padded
+
 WINDOW = 8
 VOCABULARY = 64
 
@@ -137,9 +140,15 @@ def test_padding(device, side):
     compared(models, tokens(3, 13, device), padding.bool(), attention_mask=padding)
 
 
-def test_bidirectional_model(device):
-    """EmbeddingGemma's kind: no causality, a window on both sides."""
-    models = gemma(device, use_bidirectional_attention=True)
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_bidirectional_attention": True}, {"is_causal": False}],
+    ids=["exclusive", "inclusive"],
+)
+def test_bidirectional_model(device, settings):
+    """No causality, and a window on both sides: EmbeddingGemma's is exclusive; a decoder's that is
+    made bidirectional is inclusive, and its layers still say that they are causal."""
+    models = gemma(device, **settings)
     padding = torch.ones(2, 13, dtype=torch.long, device=device)
     padding[1, 9:] = 0
     compared(models, tokens(2, 13, device), padding.bool(), attention_mask=padding)
@@ -174,10 +183,11 @@ def test_softcap_sink_and_no_scale(device):
     module = torch.nn.Module()
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     out, weights = integration.attention(
-        module, q, k, v, None, softcap=5.0, s_aux=sink, sliding_window=3, is_causal=False,
+        module, q, k, v, None, softcap=5.0, s_aux=sink, sliding_window=3, is_causal=True,
         dropout=0.0, position_ids=None,
     )  # fmt: skip
-    expected = flash_attn_func(*turned, softcap=5.0, learnable_sink=sink, window_size=(2, 2))
+    options = {"softcap": 5.0, "learnable_sink": sink}
+    expected = flash_attn_func(*turned, causal=True, window_size=(2, 0), **options)
     assert weights is None and torch.equal(out, expected)
     causal, _ = integration.attention(module, q, k, v, None)
     assert torch.equal(causal, flash_attn_func(*turned, causal=True))
@@ -196,7 +206,7 @@ def test_refusals(device):
 
 
 def test_padding_between_tokens(device, caplog):
-    integration._warn_once.cache_clear()
+    masks._warn_once.cache_clear()
     ids = tokens(2, 10, device)
     holes = torch.ones_like(ids)
     holes[0, 3:5] = holes[1, 0] = holes[1, 6] = 0
@@ -206,7 +216,7 @@ def test_padding_between_tokens(device, caplog):
 
 def test_a_line_in_the_log_once_for_each_reason(caplog):
     """At the level that is shown where nobody has set one, whatever the lengths."""
-    integration._warn_once.cache_clear()
+    masks._warn_once.cache_clear()
 
     def hidden_first(b, h, q, k):
         return (k <= q) & (k != 1)
@@ -259,13 +269,14 @@ def test_images(device):
     none = images.fill_(-1)
     embeddings = model.get_input_embeddings()(ids)
     model.set_attn_implementation(integration.NAME)
-    assert create(model.config, embeddings, None, None, block_sequence_ids=none) is None
+    plain = create(model.config, embeddings, None, None, block_sequence_ids=none)
+    assert described(plain) == Description((None, 0))
 
 
 def test_layers_share_a_mask(device, monkeypatch):
     made = []
-    monkeypatch.setattr(integration, "from_dense", lambda mask: made.append(mask) or mask)
-    monkeypatch.setattr(integration, "flash_attn_func", lambda q, *_, **options: q)
+    monkeypatch.setattr(layers, "from_dense", lambda mask: made.append(mask) or mask)
+    monkeypatch.setattr(layers, "flash_attn_func", lambda q, *_, **options: q)
     rows = torch.zeros(1, 2, 5, 256)
     seen = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     for _ in range(3):
@@ -279,8 +290,8 @@ def test_layers_share_a_mask(device, monkeypatch):
 def test_layers_share_a_mask_in_inference_mode(device, monkeypatch):
     """One that `mask` made; of a user's nothing is kept, since writing to it would not be seen."""
     made = []
-    monkeypatch.setattr(integration, "from_dense", lambda mask: made.append(mask) or mask)
-    monkeypatch.setattr(integration, "flash_attn_func", lambda q, *_, block_mask, **__: block_mask)
+    monkeypatch.setattr(layers, "from_dense", lambda mask: made.append(mask) or mask)
+    monkeypatch.setattr(layers, "flash_attn_func", lambda q, *_, block_mask, **__: block_mask)
     rows, layer = torch.zeros(2, 2, 5, 256), torch.nn.Module()
     with torch.inference_mode():
         given = torch.ones(1, 1, 5, 5, dtype=torch.bool)
@@ -356,7 +367,7 @@ def test_packed_sequences_by_their_offsets(device):
     assert (alone[:, rows].float() - expected.float()).abs().max() <= 2**-7 * expected.abs().max()
     with pytest.raises(ValueError, match="max_length_k is missing"):
         integration.attention(module, q, k, v, None, **packed | {"max_length_k": None})
-    padding = torch.tensor([[[[0, 15, 0, 15]]]], dtype=torch.int32, device=device)
+    padding = padded((None, 0), torch.tensor([[0, 15, 0, 15]], device=device))
     with pytest.raises(ValueError, match="one of them"):
         integration.attention(module, q, k, v, padding, **packed)
 
@@ -385,13 +396,13 @@ def test_training_on_packed_sequences(device):
 
 def test_layers_share_what_is_known_of_packed_sequences(device, monkeypatch):
     """Their lengths are read once a pass and kind of layer, where gradients are asked for."""
-    made, plain = [], integration.get_backward_metadata
+    made, plain = [], layers.get_backward_metadata
 
     def noted(*arguments):
         made.append(plain(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(integration, "get_backward_metadata", noted)
+    monkeypatch.setattr(layers, "get_backward_metadata", noted)
     model, _ = gemma(device)
     positions = torch.tensor(SEQUENCES["three"], device=device)
     for _ in range(2):
@@ -436,9 +447,9 @@ def test_continuous_batching(device, monkeypatch):
     model.set_attn_implementation("sdpa")
     peers = logprobs()
     assert integration.use_in_continuous_batching(model) == integration.BATCHING_NAME
-    calls, attend = [], integration.flash_attn_varlen_func
+    calls, attend = [], layers.flash_attn_varlen_func
     monkeypatch.setattr(
-        integration, "flash_attn_varlen_func",
+        layers, "flash_attn_varlen_func",
         lambda *args, **options: calls.append(options) or attend(*args, **options),
     )  # fmt: skip
     found = logprobs()
@@ -479,7 +490,8 @@ def test_without_registration_of_the_mask(device, monkeypatch):
     create = masking_utils.create_causal_mask
     assert create(model.config, embeddings, padding, None) is None
     integration.register()
-    assert create(model.config, embeddings, padding, None).flatten().tolist() == [2, 6, 2, 6]
+    described_padding = described(create(model.config, embeddings, padding, None))
+    assert described_padding.ranges.tolist() == [[2, 6, 2, 6]]
 
 
 def test_training_step(device):

@@ -1,0 +1,122 @@
+"""The tensor that the mask function hands to the attention function of every layer.
+
+It says which keys queries see, so that no layer's own settings have to be consulted. Models hand
+it on like any mask of four dimensions; its numbers are read on the host, without waiting for the
+device, because they are in its shape:
+
+    form       dtype   shape
+    whole      uint16  (1, left, right, 1)        every row is in use
+    padded     uint64  (batch, left, right, 4)    rows in use: `KEY_START` and the others
+    packed     uint32  (left, right, longest, sequences + 1)    offsets of the sequences
+
+left and right stand for keys visible on each side of a query: 1 if unbounded, else the number + 2.
+All dimensions but the batch and the last one are expanded and take no memory. No mask of a user
+has these dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = [
+    "KEY_END", "KEY_START", "QUERY_END", "QUERY_START", "Description", "Window", "described",
+    "packed", "padded", "seen_by", "whole",
+]  # fmt: skip
+
+#: Keys visible before and behind a query; None: all.
+Window = tuple[int | None, int | None]
+
+#: Columns of the padded form.
+KEY_START, KEY_END, QUERY_START, QUERY_END = range(4)
+
+_WHOLE, _PADDED, _PACKED = torch.uint16, torch.uint64, torch.uint32
+
+
+class Description(NamedTuple):
+    """A mask as read from its tensor.
+
+    window: keys visible on each side. ranges: (batch, 4) int64, rows in use; None if all are.
+    offsets: (sequences + 1,) int32 of packed sequences, or None; longest: the longest of them.
+    """
+
+    window: Window
+    ranges: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    longest: int = 0
+
+
+def whole(window: Window, device: torch.device | str) -> torch.Tensor:
+    """The mask of sequences whose rows are all in use."""
+    codes = _codes(window)
+    return torch.zeros(1, 1, 1, 1, dtype=_WHOLE, device=device).expand(1, *codes, 1)
+
+
+def padded(window: Window, ranges: torch.Tensor) -> torch.Tensor:
+    """The mask of sequences with padding; ranges: (batch, 4) integers."""
+    return ranges.to(_PADDED)[:, None, None].expand(-1, *_codes(window), -1)
+
+
+def packed(window: Window, offsets: torch.Tensor, longest: int) -> torch.Tensor:
+    """The mask of packed sequences; offsets: (sequences + 1,) integers."""
+    return offsets.to(_PACKED).expand(*_codes(window), longest, -1)
+
+
+def described(attention_mask: torch.Tensor) -> Description | None:
+    """Return what a mask describes; None for a tensor that is none of these forms."""
+    if attention_mask.ndim != 4:
+        return None
+    if attention_mask.dtype == _PACKED:
+        codes, longest = attention_mask.shape[:2], attention_mask.shape[2]
+        return Description(_window(*codes), None, attention_mask[0, 0, 0].int(), longest)
+    window = _window(*attention_mask.shape[1:3])
+    if attention_mask.dtype == _WHOLE and attention_mask.shape[3] == 1:
+        return Description(window)
+    if attention_mask.dtype == _PADDED and attention_mask.shape[3] == 4:
+        return Description(window, attention_mask[:, 0, 0].long())
+    return None
+
+
+def seen_by(description: Description, batch: int, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """Return the mask as booleans, (1 or batch, 1, seqlen_q, seqlen_k), True where a key is seen.
+
+    Queries and keys are aligned at the ends of the rows in use, of packed sequences at theirs.
+    """
+    found = description.ranges if description.offsets is None else description.offsets
+    device = "cpu" if found is None else found.device
+    queries = torch.arange(seqlen_q, device=device)[:, None]
+    keys = torch.arange(seqlen_k, device=device)
+    if description.offsets is not None:
+        rows = torch.arange(batch * seqlen_q, device=device)
+        numbers = torch.searchsorted(description.offsets[1:].contiguous(), rows, right=True)
+        numbers = numbers.view(batch, 1, seqlen_q, 1)
+        return (numbers == numbers.mT) & _within(description.window, queries - keys)
+    if description.ranges is None:
+        return _within(description.window, queries - keys + seqlen_k - seqlen_q)[None, None]
+    first_key, end_key, first_query, end_query = (
+        side[:, None, None, None] for side in description.ranges.unbind(1)
+    )
+    is_in_use = (keys >= first_key) & (keys < end_key)
+    is_in_use = is_in_use & (queries >= first_query) & (queries < end_query)
+    return is_in_use & _within(description.window, queries - end_query - keys + end_key)
+
+
+def _within(window: Window, distances: torch.Tensor) -> torch.Tensor:
+    """Whether a window has these distances, of a query's position from a key's."""
+    left, right = window
+    found = torch.ones_like(distances, dtype=torch.bool)
+    if left is not None:
+        found &= distances <= left
+    if right is not None:
+        found &= distances >= -right
+    return found
+
+
+def _codes(window: Window) -> tuple[int, int]:
+    left, right = (1 if side is None else side + 2 for side in window)
+    return left, right
+
+
+def _window(left: int, right: int) -> Window:
+    return (None if left == 1 else left - 2), (None if right == 1 else right - 2)

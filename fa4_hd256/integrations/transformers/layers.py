@@ -1,0 +1,323 @@
+"""The attention function of transformers' AttentionInterface."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from fa4_hd256.call.checks import are_differentiated
+from fa4_hd256.call.packed_ds import BackwardMetadata
+from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.masks import from_dense
+from fa4_hd256.metadata import get_backward_metadata
+from fa4_hd256.until_changed import UntilChanged
+
+from ..backward_memory import backward_config_of
+from .descriptions import (
+    KEY_END,
+    KEY_START,
+    QUERY_END,
+    QUERY_START,
+    Description,
+    Window,
+    described,
+)
+
+__all__ = ["BATCHING_NAME", "NAME", "PACKED", "attention", "batched_attention"]
+
+#: Without "flash" in it: transformers treats such names as releases of flash-attn.
+NAME = "fa4_hd256"
+#: With it: continuous batching takes no other names but those of its own two.
+BATCHING_NAME = "fa4_hd256_flash"
+
+#: Options of transformers that would change the result and are not offered.
+REFUSED = {
+    "dropout": "attention dropout; set config.attention_dropout to 0 or call model.eval()",
+    "output_attentions": "attention weights; load the model with attn_implementation='eager'",
+    "block_table": "block tables, which transformers keeps for flash-attn's own releases",
+    "position_bias": "a position bias",
+    "score_mod": "a score modification",
+}
+
+#: Options of `attention` that describe packed sequences: all of them, or none.
+PACKED = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+
+#: Dimensions of a mask that says of each query and key whether it is seen.
+DIMENSIONS = 4
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' AttentionInterface.
+
+    query: (batch, heads, seqlen_q, 256); key, value: (batch, heads_kv, seqlen_k, 256), with the
+    cached keys before the new ones. attention_mask: what `mask` returned, which says causality,
+    windows and padding; or a bool mask (1 or batch, 1 or heads, seqlen_q, seqlen_k) of the user's,
+    True where a key is seen. The layer's own settings count only where there is no mask: see
+    `_window_of_layer`.
+    options: scaling, softcap, s_aux (a sink logit per head), is_causal and sliding_window of the
+    layer; `PACKED`: offsets and longest sequence of the rows of all batch entries together, which
+    are then packed sequences; cache: that of continuous batching, which has the cached keys and
+    says where the sequences are; ds_bytes: as of `register`. Other options do not matter here,
+    except those in `REFUSED`.
+    Under autocast float32 tensors are cast to its dtype, as PyTorch's own attention casts them.
+
+    Returns (out, None), out: (batch, seqlen_q, heads, 256); rows of padding are 0.
+
+    Raises NotImplementedError for options that are not offered, TypeError and ValueError as
+    `flash_attn_func` does.
+    """
+    _check_offered(options)
+    is_cached = options.get("cache") is not None
+    if is_cached:
+        key, value = _updated(module, key, value, options)
+    q, k, v = (tensor.transpose(1, 2) for tensor in _autocast(query, key, value))
+    dense, description = None, None
+    if attention_mask is not None:
+        description = described(attention_mask)
+        if description is None:
+            dense = _checked_dense(attention_mask)
+    else:
+        description = Description(_window_of_layer(module, options))
+        if not is_cached and options.get(PACKED[0]) is None:
+            _check_alignment(description.window, q, k)
+    arguments: dict[str, Any] = {
+        "softmax_scale": options.get("scaling"),
+        "softcap": options.get("softcap") or 0.0,
+        "learnable_sink": options.get("s_aux"),
+        "backward_config": backward_config_of(options.get("ds_bytes"), query.device),
+    }
+    if description is None:
+        return _masked(q, k, v, cast(torch.Tensor, dense), arguments, options), None
+    arguments |= _bounds(description.window)
+    lengths = _packed_lengths(description, options)
+    if lengths is not None:
+        # Offsets that are given may be other ones, and are nobody's to read.
+        counted = attention_mask if options.get(PACKED[0]) is None else None
+        if counted is not None and are_differentiated((q, k, v, options.get("s_aux"))):
+            arguments["backward_metadata"] = _metadata_of(counted, lengths, arguments)
+        return _packed(q, k, v, lengths, arguments), None
+    if description.ranges is None:
+        return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments)), None
+    return _padded(q, k, v, description.ranges, arguments), None
+
+
+def batched_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`attention` of continuous batching: options have its cache. Raises ValueError where they
+    have none, since then masks, of which this name has none, would be missing."""
+    if options.get("cache") is None:
+        raise ValueError(
+            f"the model's attention is {BATCHING_NAME!r}, that of continuous batching "
+            f"(generate_batch); for all else call model.set_attn_implementation({NAME!r})"
+        )
+    return attention(module, query, key, value, attention_mask, **options)
+
+
+def _check_offered(options: dict[str, Any]) -> None:
+    for name, what in REFUSED.items():
+        given = options.get(name)
+        if given is not None and not (isinstance(given, (bool, float, int)) and not given):
+            raise NotImplementedError(f"{name} is given; {NAME} does not offer {what}")
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v in autocast's dtype where that is on and one of them has float32."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    if all(tensor.dtype != torch.float32 for tensor in tensors):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _window_of_layer(module: torch.nn.Module, options: dict[str, Any]) -> Window:
+    """Keys visible on each side where the model built no mask: what the layer is set to.
+
+    The layer's is_causal counts, an option of the call before the module's attribute, and its
+    sliding_window, which includes the query itself.
+
+    Raises ValueError for a window without causality: transformers' masks include the key at that
+    distance, its flash attention does not, and nothing tells which one is meant.
+    """
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    reach = options.get("sliding_window")
+    if reach is None:
+        return None, 0 if causal else None
+    if not causal:
+        raise ValueError(
+            f"sliding_window is {reach} in a layer that is not causal, and attention_mask is None; "
+            "accepted: a mask of transformers' create_bidirectional_sliding_window_mask, or "
+            "sliding_window=None"
+        )
+    return reach - 1, 0
+
+
+def _check_alignment(window: Window, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raise ValueError where causality without a mask does not say which keys a query is level
+    with: transformers' SDPA aligns first rows, its flash attention last ones."""
+    if window[1] is None or q.shape[1] == 1 or q.shape[1] == k.shape[1]:
+        return
+    raise ValueError(
+        f"attention_mask is None in a causal layer with {q.shape[1]} queries and {k.shape[1]} "
+        "keys; accepted: a mask that transformers makes for the model, equal numbers, or 1 query"
+    )
+
+
+def _bounds(window: Window) -> dict[str, Any]:
+    """The arguments causal and window_size."""
+    if window[1] == 0:
+        return {"causal": True, "window_size": (window[0], 0 if window[0] is not None else None)}
+    return {"causal": False, "window_size": window}
+
+
+def _updated(
+    module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """key and value with the cached ones, which options then describe: continuous batching."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    cache = options["cache"]
+    if not isinstance(cache, PagedAttentionCache):
+        raise NotImplementedError(
+            f"cache is a {type(cache).__name__}; accepted: the PagedAttentionCache of continuous "
+            "batching"
+        )
+    return cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options
+    )
+
+
+def _packed_lengths(description: Description, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Arguments of `flash_attn_varlen_func` for packed sequences; None where they are not."""
+    given: list[Any] = [options.get(name) for name in PACKED]
+    if all(value is None for value in given):
+        if description.offsets is None:
+            return None
+        offsets, longest = description.offsets, description.longest
+        given = [offsets, offsets, longest, longest]
+    elif any(value is None for value in given):
+        missing = ", ".join(name for name, value in zip(PACKED, given) if value is None)
+        raise ValueError(f"{missing} is missing; accepted: {', '.join(PACKED)} all, or none")
+    elif description.ranges is not None:
+        raise ValueError(
+            f"attention_mask describes padding and {PACKED[0]} packed sequences; accepted: one of "
+            "them"
+        )
+    offsets_q, offsets_k, longest_q, longest_k = given
+    # The same tensor stays the same: lengths of keys are then those of queries.
+    packed_q = offsets_q.int()
+    packed_k = packed_q if offsets_k is offsets_q else offsets_k.int()
+    return {
+        "cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k, "max_seqlen_q": int(longest_q),
+        "max_seqlen_k": int(longest_k),
+    }  # fmt: skip
+
+
+#: Results of `get_backward_metadata` by mask, each by window.
+_metadata = UntilChanged()
+
+
+def _metadata_of(
+    attention_mask: torch.Tensor, lengths: dict[str, Any], arguments: dict[str, Any]
+) -> BackwardMetadata:
+    """Metadata of the sequences that `mask` has counted, which all layers of a pass share."""
+    known = _metadata.get(attention_mask) or {}
+    asked = arguments["causal"], arguments["window_size"]
+    if asked not in known:
+        known[asked] = get_backward_metadata(lengths["cu_seqlens_q"], None, *asked)
+        _metadata[attention_mask] = known
+    return known[asked]
+
+
+def _packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: dict[str, Any],
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of packed sequences, the rows of all batch entries one after the other."""
+    rows_q, rows_k, rows_v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    out = flash_attn_varlen_func(rows_q, rows_k, rows_v, **lengths, **arguments)
+    return cast(torch.Tensor, out).view(q.shape)
+
+
+def _checked_dense(attention_mask: torch.Tensor) -> torch.Tensor:
+    if attention_mask.dtype == torch.bool and attention_mask.ndim == DIMENSIONS:
+        return attention_mask
+    raise ValueError(
+        f"attention_mask is a {attention_mask.dtype} tensor of shape "
+        f"{tuple(attention_mask.shape)}; accepted: a mask of shape (batch, seqlen) given to the "
+        "model, 0 for padding, or a bool one of four dimensions, True where a key is seen"
+    )
+
+
+#: Results of `masks.from_dense` by mask.
+_tiles = UntilChanged()
+
+
+def _masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dense: torch.Tensor,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention with a mask of four dimensions, whose tiles all layers of a pass share.
+
+    Raises ValueError for offsets of packed sequences beside it.
+    """
+    if any(options.get(name) is not None for name in PACKED):
+        raise ValueError(
+            f"attention_mask has four dimensions and {PACKED[0]} is given; accepted: one of them"
+        )
+    tiles = _tiles.get(dense)
+    if tiles is None:
+        tiles = _tiles[dense] = from_dense(dense)
+    return cast(torch.Tensor, flash_attn_func(q, k, v, block_mask=tiles, **arguments))
+
+
+def _padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: torch.Tensor,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of the rows in use: they are moved to the front, their numbers being `seqused`.
+
+    Nothing is read back from the device, and all shapes are those of the padded tensors.
+    """
+    first_key, first_query = ranges[:, KEY_START], ranges[:, QUERY_START]
+    out = flash_attn_varlen_func(
+        _rolled(q, first_query), _rolled(k, first_key), _rolled(v, first_key),
+        seqused_q=(ranges[:, QUERY_END] - first_query).int(),
+        seqused_k=(ranges[:, KEY_END] - first_key).int(),
+        **arguments,
+    )  # fmt: skip
+    return _rolled(cast(torch.Tensor, out), -first_query)
+
+
+def _rolled(tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """(batch, seqlen, ...), each sequence rolled so that its row `first` becomes row 0."""
+    rows = torch.arange(tensor.shape[1], device=tensor.device)
+    rows = (rows + first[:, None]) % tensor.shape[1]
+    return tensor[torch.arange(tensor.shape[0], device=tensor.device)[:, None], rows]

@@ -1,0 +1,285 @@
+"""The mask function of transformers' AttentionMaskInterface."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .descriptions import Window, packed, padded, whole
+from .patterns import Band, band_of
+
+__all__ = ["mask"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Lengths(NamedTuple):
+    """Queries at positions q_offset + [0, q_length), keys at kv_offset + [0, kv_length)."""
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: Any
+    kv_offset: int
+
+    @property
+    def used(self) -> Any:
+        """Keys up to the position of the last query."""
+        return self.q_offset + self.q_length - self.kv_offset
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """The mask function of transformers' AttentionMaskInterface.
+
+    Queries sit at positions q_offset + [0, q_length), keys at kv_offset + [0, kv_length).
+    mask_function: the pattern, causal if None. Full, causal and windows on one or both sides are
+    read by `band_of`. Any other pattern is evaluated, which takes memory for batch * q_length *
+    kv_length booleans, and described as a band if it turns out to be one. attention_mask: (batch,
+    positions) bool, False for padding, or None.
+
+    Returns a mask that tells `attention` all of it: a tensor of `descriptions`, or, for other
+    patterns and for padding between tokens, a bool tensor (batch, 1, q_length, kv_length), True
+    where a key is seen. Queries that are padding see nothing in the former.
+    """
+    device = options.get("device", "cpu")
+    is_static = isinstance(q_offset, torch.Tensor)
+    # A static cache counts on the device; reading it once per pass tells whether it is full.
+    if isinstance(q_offset, torch.Tensor) and not torch.compiler.is_compiling():
+        q_offset = int(q_offset)
+    lengths = _Lengths(batch_size, q_length, kv_length, q_offset, kv_offset)
+    asked = _Asked(mask_function or _causal, lengths, attention_mask, {**options, "device": device})
+    band = band_of(asked.function)
+    if band is None:
+        seen = _evaluated(asked._replace(attention_mask=None))
+        band = None if torch.compiler.is_compiling() else _band_of_seen(seen, lengths)
+        if band is None:
+            return _dense(f"mask {_name_of(mask_function)}", asked, seen)
+    elif _is_to_be_combined(options, band, is_static and q_length == 1):
+        return _evaluated(asked)
+    if band.sequences is not None:
+        return _packed(band, asked)
+    window = _window_of(band)
+    if window is None or not _is_aligned(window, lengths):
+        return _dense(f"mask {_name_of(mask_function)}", asked)
+    return _described(window, asked)
+
+
+class _Asked(NamedTuple):
+    """What transformers asks for. attention_mask: (batch, positions) bool or None."""
+
+    function: Callable
+    lengths: _Lengths
+    attention_mask: torch.Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def device(self) -> Any:
+        return self.options["device"]
+
+
+def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key <= query
+
+
+def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool) -> bool:
+    """Return True if the model asks for booleans, to combine them with others of its own.
+
+    transformers also forbids to leave out the mask where sequences are packed, where a function of
+    the user's is part of it, and in steps of one token with a static cache.
+    """
+    kinds = "allow_is_causal_skip", "allow_is_bidirectional_skip"
+    may_skip = any(options.get(kind, kind == kinds[0]) for kind in kinds)
+    if may_skip or options.get("use_vmap") or band.sequences is not None:
+        return False
+    return not is_static_step or kinds[1] in options
+
+
+def _window_of(band: Band) -> Window | None:
+    """Keys visible on each side of a query; None if the query's own position is not visible."""
+    if band.is_empty or band.positions is not None:
+        return None
+    left, right = band.high, None if band.low is None else -band.low
+    if any(side is not None and side < 0 for side in (left, right)):
+        return None
+    return left, right
+
+
+def _is_aligned(window: Window, lengths: _Lengths) -> bool:
+    """Return True if kernels, which align the last query with the last key, see the same keys.
+
+    Without bounds there is nothing to align. Keys behind the last query are cut off, which a query
+    with a window behind it may not lose.
+    """
+    if window == (None, None):
+        return True
+    if window[1] == 0:
+        # A static cache, whose count is on the device, always has room for its queries.
+        return isinstance(lengths.q_offset, torch.Tensor) or lengths.used <= lengths.kv_length
+    return not isinstance(lengths.q_offset, torch.Tensor) and lengths.used == lengths.kv_length
+
+
+def _described(window: Window, asked: _Asked) -> torch.Tensor:
+    """The whole or padded form; the dense mask where padding lies between tokens."""
+    lengths, device = asked.lengths, asked.device
+    tracing = torch.compiler.is_compiling()
+    # Without bounds keys may be another sequence's, whose padding says nothing of queries.
+    is_full = window == (None, None)
+    used = lengths.kv_length if is_full else lengths.used
+    first, count = lengths.kv_offset, lengths.kv_length
+    padding = asked.attention_mask
+    padding = None if padding is None else padding[:, first : first + count]
+    is_in_use = padding is None or (
+        not tracing and padding.shape[1] == count and bool(padding.all())
+    )
+    if is_in_use and not isinstance(used, torch.Tensor) and used == count:
+        return whole(window, device)
+    in_use = (torch.arange(count, device=device) < used).expand(lengths.batch_size, -1)
+    if padding is not None:
+        in_use = in_use & torch.nn.functional.pad(padding, (0, count - padding.shape[1]))
+    ranges = _ranges(in_use, None if is_full else used - lengths.q_length, lengths.q_length)
+    rows = torch.arange(count, device=device)
+    inside = (rows >= ranges[:, 0, None]) & (rows < ranges[:, 1, None])
+    is_contiguous = (inside == in_use).all()
+    if tracing:
+        torch._assert_async(is_contiguous, _HOLES)
+    elif not is_contiguous:
+        return _dense("padding between tokens", asked)
+    return padded(window, ranges)
+
+
+_HOLES = (
+    "attention_mask has padding between tokens; under torch.compile fa4_hd256 accepts padding "
+    "before and behind them, or a bool mask (batch, 1, seqlen_q, seqlen_k)"
+)
+
+
+def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tensor:
+    """Return (batch, 4) rows in use of in_use (batch, keys).
+
+    first_query: the key beside the first query, None where queries are another sequence.
+    """
+    start = in_use.int().argmax(dim=-1)
+    end = start + in_use.sum(dim=-1)
+    if first_query is None:
+        queries = [torch.zeros_like(start), torch.full_like(start, q_length)]
+    else:
+        queries = [(side - first_query).clamp(0, q_length) for side in (start, end)]
+    return torch.stack([start, end, *queries], dim=-1)
+
+
+def _packed(band: Band, asked: _Asked) -> torch.Tensor:
+    """The packed form, of ids that `band` has of each row; the dense mask where ids return.
+
+    Raises ValueError under torch.compile, where sequences cannot be counted.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "position_ids may hold packed sequences, which cannot be counted while tracing; "
+            "accepted under torch.compile: cu_seq_lens_q, cu_seq_lens_k, max_length_q and "
+            "max_length_k, or an attention_mask"
+        )
+    lengths, ids, positions = asked.lengths, band.sequences, band.positions
+    window = _window_of(Band(band.low, band.high))
+    shape = lengths.batch_size, lengths.q_length
+    is_square = lengths[1:] == (lengths.kv_length, lengths.kv_length, 0, 0)
+    tables = [table for table in (ids, positions) if table is not None]
+    if (
+        window is None or not is_square or asked.attention_mask is not None or ids is None
+        or any(table.shape != shape for table in tables)
+    ):  # fmt: skip
+        return _dense("packed sequences", asked)
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    steps = ids.diff(dim=1)
+    begins[:, 1:] = steps != 0
+    counts_up = (steps >= 0).all()
+    if positions is not None:
+        counts_up &= (begins[:, 1:] | (positions.diff(dim=1) == 1)).all()
+    if not counts_up:
+        return _dense("packed sequences", asked)
+    starts = begins.flatten().nonzero().flatten()
+    offsets = torch.cat((starts, starts.new_tensor([ids.numel()])))
+    return packed(window, offsets, int(offsets.diff().max()))
+
+
+def _band_of_seen(seen: torch.Tensor, lengths: _Lengths) -> Band | None:
+    """The band that a pattern is in this pass; None if it is none. seen: (batch, 1, q, kv) bool."""
+    queries = lengths.q_offset + torch.arange(lengths.q_length, device=seen.device)
+    keys = lengths.kv_offset + torch.arange(lengths.kv_length, device=seen.device)
+    distances = (queries[:, None] - keys).expand(seen.shape)
+    found = distances[seen]
+    if not found.numel():
+        return None
+    low, high = int(found.min()), int(found.max())
+    if not torch.equal(seen, (distances >= low) & (distances <= high)):
+        return None
+    is_low, is_high = low > int(distances.min()), high < int(distances.max())
+    return Band(low if is_low else None, high if is_high else None)
+
+
+def _dense(reason: str, asked: _Asked, pattern: torch.Tensor | None = None) -> torch.Tensor:
+    """The evaluated mask, for a reason that the log says once; pattern: it without padding."""
+    lengths, padding = asked.lengths, asked.attention_mask
+    if pattern is None:
+        seen = _evaluated(asked)
+    elif padding is None:
+        seen = pattern
+    else:
+        missing = lengths.kv_offset + lengths.kv_length - padding.shape[1]
+        padding = torch.nn.functional.pad(padding, (0, max(0, missing)))
+        keys = padding[:, lengths.kv_offset : lengths.kv_offset + lengths.kv_length]
+        seen = pattern & keys[:, None, None]
+    if not torch.compiler.is_compiling():
+        _warn_once(reason)
+        seen = _counted(seen)
+    return seen.expand(lengths.batch_size, 1, lengths.q_length, lengths.kv_length)
+
+
+def _evaluated(asked: _Asked) -> torch.Tensor:
+    """(batch, 1, q_length, kv_length) bool: the pattern, and keys that are no padding."""
+    from transformers.masking_utils import sdpa_mask
+
+    found: Any = sdpa_mask(
+        *asked.lengths, asked.function, asked.attention_mask, allow_is_causal_skip=False,
+        use_vmap=asked.options.get("use_vmap", False), device=asked.device,
+    )  # fmt: skip
+    return found
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    """Log once that every pass evaluates its mask, at a level that is shown by default."""
+    _log.warning(
+        "fa4_hd256: keys that queries see are no interval (%s); their mask is evaluated in every "
+        "pass, for each query and key, and goes to the kernels by tiles (block_mask)", reason,
+    )  # fmt: skip
+
+
+def _counted(seen: torch.Tensor) -> torch.Tensor:
+    """A mask with a batch of 1 where it is expanded, whose changes PyTorch counts.
+
+    Layers share what is made of such masks; in inference mode PyTorch counts none.
+    """
+    if seen.stride(0) == 0:
+        seen = seen[:1]
+    if not seen.is_inference():
+        return seen
+    with torch.inference_mode(False):
+        return seen.clone()
+
+
+def _name_of(mask_function: Callable | None) -> str:
+    """The function's name, which is the same for all of one kind."""
+    return getattr(mask_function, "__qualname__", type(mask_function).__name__)

@@ -1,0 +1,87 @@
+"""Registration of this attention with transformers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..backward_memory import check_ds_bytes
+from .layers import BATCHING_NAME, NAME, attention, batched_attention
+from .masks import mask
+
+__all__ = ["VERSIONS", "check_version", "register", "use_in_continuous_batching"]
+
+#: transformers versions whose mask interface this package speaks: from, and before.
+VERSIONS = ((5, 20), (6, 0))
+
+
+def register(name: str = NAME, *, ds_bytes: int | None = None) -> str:
+    """Make this attention available to transformers models as `attn_implementation=name`.
+
+    ds_bytes: memory that dS of a backward may take at a time, as of `BackwardConfig`; None: what
+    FA4_HD256_DS_BYTES says, or the default.
+
+    Returns name. Raises ImportError where transformers is missing or of a version that this
+    function does not know, ValueError for a name that transformers would take for flash-attn and
+    ds_bytes below 0, TypeError for such that are no int.
+    """
+    check_ds_bytes(ds_bytes)
+    check_version()
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    if "flash" in name:
+        raise ValueError(
+            f"name is {name!r}; accepted: a name without 'flash', which transformers takes for a "
+            "release of flash-attn"
+        )
+    bounded = attention if ds_bytes is None else functools.partial(attention, ds_bytes=ds_bytes)
+    AttentionInterface.register(name, bounded)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+def use_in_continuous_batching(model: Any) -> str:
+    """Make this attention that of `model` in continuous batching (`model.generate_batch`), and in
+    nothing else until another one is set. Returns its name, `BATCHING_NAME`.
+
+    Written into the model's configuration: `set_attn_implementation` looks for names with "flash"
+    among releases of flash-attn. Under this name transformers builds no masks, which continuous
+    batching does not need; any other use of the model is refused by `batched_attention`.
+
+    Raises ImportError as `register` does.
+    """
+    check_version()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(BATCHING_NAME, batched_attention)
+    model.config._attn_implementation = BATCHING_NAME
+    return BATCHING_NAME
+
+
+def check_version() -> None:
+    """Raise ImportError unless transformers is installed and has the interface used here."""
+    low, high = (".".join(map(str, version)) for version in VERSIONS)
+    wanted = f"fa4_hd256 needs transformers >={low},<{high}"
+    try:
+        import transformers
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        advice = f"pip install 'transformers>={low},<{high}'"
+        raise ImportError(f"{wanted}: {error}; {advice}") from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not VERSIONS[0] <= version < VERSIONS[1]:
+        raise ImportError(f"{wanted}; transformers {transformers.__version__} is installed")
+    missing = {*_positional(mask)} - {*_positional(sdpa_mask)}
+    if missing:
+        raise ImportError(
+            f"{wanted}; the mask functions of transformers {transformers.__version__} do not take "
+            f"{', '.join(sorted(missing))}"
+        )
+
+
+def _positional(function: Callable) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -1,0 +1,159 @@
+"""Masks of transformers as `integrations.transformers` describes them, beside transformers' own.
+
+Nothing here runs a kernel: descriptions are evaluated on the host, as kernels follow them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from transformers import masking_utils as known
+
+from fa4_hd256.integrations import transformers as integration
+from fa4_hd256.integrations.transformers.descriptions import described, seen_by
+from fa4_hd256.integrations.transformers.patterns import band_of
+
+#: Mask functions of transformers and of models, and what they are: (low, high) bounds of query
+#: position - key position, None for no bound.
+BANDS = {
+    "causal": (known.causal_mask_function, (0, None)),
+    "bidirectional": (known.bidirectional_mask_function, (None, None)),
+    "window": (known.sliding_window_causal_mask_function(5), (0, 4)),
+    "both sides": (known.sliding_window_bidirectional_mask_function(5), (-5, 5)),
+    # Gemma 3's own, without the key at that distance.
+    "exclusive": (
+        known.or_masks(
+            known.sliding_window_causal_mask_function(5), lambda b, h, q, k: abs(q - k) < 5
+        ),
+        (-4, 4),
+    ),
+    # T5Gemma 2's and Gemma 4's own, with two sides of different length.
+    "two lengths": (
+        lambda b, h, q, k: ((q - k >= 0) & (q - k < 5)) | ((q - k < 0) & (-(q - k) < 3)), (-2, 4)
+    ),
+    "window of a union": (
+        known.and_masks(
+            known.or_masks(known.causal_mask_function, lambda b, h, q, k: abs(q - k) <= 2),
+            known.sliding_window_overlay(4),
+        ),
+        (-2, 3),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BANDS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bounds_of_known_functions(kind, compiled):
+    """Read without evaluating anything, and while tracing, too."""
+    function, bounds = BANDS[kind]
+
+    def read(x):
+        band = band_of(function)
+        return x, (band.low, band.high)
+
+    if compiled:
+        read = torch.compile(read, fullgraph=True, backend="eager")
+    assert read(torch.zeros(2))[1] == bounds
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_functions_are_no_bands(compiled):
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    others = (
+        known.or_masks(known.causal_mask_function, known.blockwise_overlay(ids)),
+        known.chunked_causal_mask_function(4, ids[:, 0]),
+        lambda b, h, q, k: (k <= q) & (k != 3),
+        lambda b, h, q, k: (q - k > 3) | (q - k < 1),
+        lambda b, h, q, k: k <= q if q > 3 else k < 1,
+    )
+
+    def read(x):
+        return x, [band_of(function) is None for function in others]
+
+    if compiled:
+        read = torch.compile(read, fullgraph=True, backend="eager")
+    assert all(read(torch.zeros(2))[1])
+
+
+def seen(mask, batch, seqlen_q, seqlen_k):
+    """What queries see, (batch, 1, seqlen_q, seqlen_k)."""
+    if mask.dtype != torch.bool:
+        mask = seen_by(described(mask), batch, seqlen_q, seqlen_k)
+    return mask.expand(batch, 1, seqlen_q, seqlen_k)
+
+
+def functions(length):
+    """Random mask functions of positions below `length`, nested in each other."""
+    sizes = st.integers(1, 6)
+    ids = st.lists(st.integers(-1, 1), min_size=2 * length, max_size=2 * length).map(
+        lambda numbers: torch.tensor(numbers).view(2, length)
+    )
+    leaves = st.one_of(
+        st.just(known.causal_mask_function),
+        st.just(known.bidirectional_mask_function),
+        sizes.map(known.sliding_window_causal_mask_function),
+        sizes.map(known.sliding_window_bidirectional_mask_function),
+        sizes.map(known.sliding_window_overlay),
+        sizes.map(lambda size: lambda b, h, q, k: abs(q - k) < size),
+        sizes.map(lambda size: lambda b, h, q, k: k < q + size),
+        sizes.map(lambda size: lambda b, h, q, k: k < size),
+        ids.map(known.blockwise_overlay),
+        ids.map(known.packed_sequence_mask_function),
+        st.tuples(sizes, st.integers(0, 3)).map(
+            lambda pair: known.chunked_causal_mask_function(pair[0], torch.tensor([0, pair[1]]))
+        ),
+    )
+    return st.recursive(
+        leaves,
+        lambda inner: st.tuples(
+            st.sampled_from((known.and_masks, known.or_masks)), inner, inner
+        ).map(lambda node: node[0](node[1], node[2])),
+        max_leaves=4,
+    )
+
+
+@st.composite
+def requests(draw):
+    """Arguments of a mask function as transformers calls it: self-attention, with or without a
+    cache that holds `offset` keys before the queries and room behind them."""
+    offset = draw(st.sampled_from((0, 0, 3)))
+    q_length = draw(st.sampled_from((1, 4, 7)))
+    kv_length = offset + q_length + draw(st.sampled_from((0, 0, 2)))
+    padding = None
+    if draw(st.booleans()):
+        rows = [
+            draw(st.sampled_from(("left", "right", "holes", "none"))) for _ in range(2)
+        ]
+        padding = torch.ones(2, offset + q_length, dtype=torch.bool)
+        for row, kind in zip(padding, rows):
+            count = draw(st.integers(0, len(row) - 1))
+            if kind == "left":
+                row[:count] = False
+            elif kind == "right":
+                row[len(row) - count :] = False
+            elif kind == "holes":
+                row[count] = False
+    function = draw(functions(offset + q_length + 2))
+    return {
+        "batch_size": 2, "q_length": q_length, "kv_length": kv_length, "q_offset": offset,
+        "mask_function": function, "attention_mask": padding, "use_vmap": False,
+    }  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(request=requests())
+def test_descriptions_see_what_transformers_sees(request):
+    """Of every query that is no padding, whatever pattern and padding."""
+    wanted = known.sdpa_mask(**request, allow_is_causal_skip=False)
+    batch, q, k = (request[name] for name in ("batch_size", "q_length", "kv_length"))
+    found = seen(integration.mask(**request), batch, q, k)
+    padding, first = request["attention_mask"], request["q_offset"]
+    rows = torch.ones(batch, q, dtype=torch.bool)
+    if padding is not None:
+        rows = padding[:, first : first + q]
+    assert torch.equal(found[rows[:, None]], wanted.expand_as(found)[rows[:, None]])
