@@ -164,8 +164,7 @@ FLASH_ATTN_4 = Library("flash-attn-4", "flash_attn.cute.interface", {
     "softmax_scale": _kept(),
     "causal": _kept("ignored with mask_mod, as there"),
     "window_size": _kept(
-        "two negative numbers are unbounded; one beside another bound shifts the window; ignored "
-        "with mask_mod, as there"
+        "two negative numbers are unbounded, one shifts the window; ignored with mask_mod, as there"
     ),
     "learnable_sink": _kept(), "softcap": _kept(),
     "num_splits": _kept("below 1: the operator's own rule"),

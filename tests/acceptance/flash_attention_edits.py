@@ -113,7 +113,7 @@ class _Edit(ast.NodeTransformer):
 
 
 def _raised(value: ast.expr) -> ast.expr:
-    """A head_dim that is written as a number, as 256; not the number of a dimension."""
+    """Return 256 for a head_dim that is written as a number; numbers of dimensions stay."""
     if isinstance(value, ast.Constant) and isinstance(value.value, int) and value.value >= 8:
         return ast.copy_location(ast.Constant(HEAD_DIM), value)
     return value

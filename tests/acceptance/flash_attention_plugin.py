@@ -39,13 +39,13 @@ NOT_APPLICABLE = "not applicable: "
 
 
 class _Cache(dict):
-    """In the place of their caches of compiled kernels, which tests clear."""
+    """A stand-in for caches of compiled kernels, which tests clear."""
 
     cache: dict = {}
 
 
 def _skipping(function: Any) -> Any:
-    """The same function; a call that is not offered here skips its test."""
+    """Wrap a function so that a call that is not offered here skips its test."""
 
     def called(*args: Any, **options: Any) -> Any:
         for tensor in args[:3]:
@@ -61,7 +61,7 @@ def _skipping(function: Any) -> Any:
 
 
 def _forward(q: Any, k: Any, v: Any, **given: Any) -> tuple:
-    """flash-attn-4's private forward, by its public functions."""
+    """Compute what flash-attn-4's private forward does, by its public functions."""
     out, lse = given.pop("out", None), given.pop("lse", None)
     given["window_size"] = (
         given.pop("window_size_left", None), given.pop("window_size_right", None)
@@ -79,7 +79,7 @@ def _forward(q: Any, k: Any, v: Any, **given: Any) -> tuple:
 def _backward(
     q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *others: Any, **given: Any
 ) -> tuple:
-    """flash-attn-4's private backward, by gradients of its public functions."""
+    """Compute what flash-attn-4's private backward does, by gradients of its public functions."""
     given |= zip(("softmax_scale", "causal", "softcap"), others, strict=False)
     given["window_size"] = (
         given.pop("window_size_left", None), given.pop("window_size_right", None)
@@ -105,7 +105,7 @@ def _backward(
 
 
 def _public(given: dict[str, Any]) -> Any:
-    """The public function for arguments of a private one, without those that it has not."""
+    """Return the public function for arguments of a private one; drop those that it has not."""
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table")
     is_ragged = any(given.get(name) is not None for name in lengths)
     names = ("flash_attn_func", "flash_attn_varlen_func")
@@ -119,7 +119,7 @@ def _public(given: dict[str, Any]) -> Any:
 
 
 def _of_queries(blocks: Any, lengths: tuple[int, int]) -> Any:
-    """Lists of blocks of keys for each block of queries, of lists the other way round."""
+    """Return lists of keys' blocks for each block of queries, of lists the other way round."""
     size = tuple(blocks.block_size or (MASK_TILE, MASK_TILE))
     if any(side % MASK_TILE for side in size):
         pytest.skip(f"{NOT_APPLICABLE}block_size {size}")
@@ -137,7 +137,7 @@ def _of_queries(blocks: Any, lengths: tuple[int, int]) -> Any:
 
 
 def _no_metadata(*args: Any, **options: Any) -> None:
-    """flash-attn-4's plan, which calls here do not need."""
+    """Return no plan: calls here need none."""
 
 
 def _interface() -> types.ModuleType:
@@ -157,7 +157,7 @@ def _interface() -> types.ModuleType:
 
 
 def _namespace(name: str, *folders: Path) -> types.ModuleType:
-    """A package whose modules are the checkout's, without what its own __init__ imports."""
+    """Make a package of the checkout's modules, without what its own __init__ imports."""
     found = types.ModuleType(name)
     found.__path__ = list(map(str, folders))
     found.__spec__ = importlib.util.spec_from_loader(name, None, is_package=True)
@@ -215,7 +215,7 @@ def _values(value: Any, count: int) -> tuple:
 
 
 def _shown(value: Any) -> str:
-    """A value in an id; of a tuple of functions their names."""
+    """Return a value as ids have it; of a tuple of functions their names."""
     if isinstance(value, (tuple, list)):
         return "_".join(map(_shown, value))
     name = getattr(value, "__name__", None)
@@ -223,7 +223,7 @@ def _shown(value: Any) -> str:
 
 
 def _sample(test: str, ids: list[str]) -> list[str]:
-    """A sample that is the same in every process, in the order of the tests."""
+    """Return a sample, the same one in every process, in the order of the tests."""
     if SETTINGS["only"] is not None:
         asked = set(SETTINGS["only"])
         return [case for case in ids if f"{test}[{case}]" in asked]
