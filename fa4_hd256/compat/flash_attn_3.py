@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 Window = tuple[int, int]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def flash_attn_qkvpacked_func(
