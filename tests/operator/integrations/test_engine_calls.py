@@ -159,6 +159,7 @@ MIXED = [1, 9, 20], [37, 41, 20]
     ],
     ids=["plain", "Gemma 2", "graphs of FA3"],
 )
+@pytest.mark.sampled("plain")
 def test_vllm_with_its_cache(device, changed, options):
     batch = Batch(device, *MIXED)
     k, v = vllm_cache(batch)
@@ -168,6 +169,7 @@ def test_vllm_with_its_cache(device, changed, options):
     batch.accurate(batch.out, k, v, causal=True, **options)
 
 
+@pytest.mark.sampled
 def test_vllm_with_sinks(device):
     batch = Batch(device, [1, 1], [20, 33])
     k, v = vllm_cache(batch)
@@ -186,6 +188,7 @@ def of_reference(slopes, seqlen_q, seqlen_k):
     return lambda s, b, h, q, k: s - own[h] * (q + seqlen_k - seqlen_q - k).abs()
 
 
+@pytest.mark.sampled
 def test_vllm_with_alibi(device):
     """Over its cache and over packed keys, queries the last of their keys."""
     slopes, counts = slopes_of(4, device), (9, 37)
@@ -234,6 +237,7 @@ def test_vllm_keys_dealt_out_to_ranks(device):
     batch.accurate_packed(batch.out, *new, batch.queries, lse, causal=True)
 
 
+@pytest.mark.sampled
 def test_vllm_encoder(device):
     """No cache, no causality, a window on both sides."""
     batch = Batch(device, [7, 23], [7, 23])
@@ -270,6 +274,7 @@ def sglang_values(batch):
     ],
     ids=["extend", "sliding window", "decode", "cross-attention"],
 )  # fmt: skip
+@pytest.mark.sampled("extend", "cross-attention")
 def test_sglang_with_its_cache(device, site, requests, changed, others):
     batch = Batch(device, *requests)
     k_cache, v_cache = sglang_cache(batch)
@@ -345,6 +350,7 @@ def test_sglang_drafts(device):
 
 
 @pytest.mark.parametrize("site", ["without a cache", "parts of a prefix"])
+@pytest.mark.sampled
 def test_sglang_without_a_cache(device, site):
     batch = Batch(device, [7, 23], [7, 23])
     k, v = (batch.both(30, batch.heads_kv, 256) for _ in "kv")
@@ -371,6 +377,7 @@ def three_calls(batch):
 
 
 @pytest.mark.parametrize("which", range(3), ids=["vllm", "sglang", "sglang, no cache"])
+@pytest.mark.sampled
 def test_out_is_written_by_the_kernels(device, monkeypatch, which):
     """Where its layout lets them; else it is copied to."""
     batch, seen = Batch(device, [1, 3], [20, 5]), []

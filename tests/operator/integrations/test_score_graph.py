@@ -123,6 +123,7 @@ def evaluated(function, arguments):
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("ignore:Argument tensors")
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.sampled("alibi", "relative bias", "integers")
 def test_a_kernel_computes_what_pytorch_does(name, arguments):
     found, expected = evaluated(FUNCTIONS[name], arguments)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-5)

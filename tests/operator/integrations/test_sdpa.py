@@ -57,6 +57,7 @@ def close(out, expected):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.sampled("False")
 def test_dense(device, adapted, causal):
     q, k, v = inputs(device)
     out, lse, *_, max_q, max_k, seed, offset, _ = (
@@ -75,6 +76,7 @@ def test_dense(device, adapted, causal):
     assert (max_q, max_k) == (9, 9) and seed is not None and offset is not None
 
 
+@pytest.mark.sampled
 def test_packed_sequences_with_a_window(device, adapted):
     """What torch.nn.attention.varlen passes: offsets, both maxima, a window, seqused_k."""
     lengths = (3, 0, 6)
@@ -101,6 +103,7 @@ def test_packed_sequences_with_a_window(device, adapted):
 @pytest.mark.skipif(adapter_without("_fa4_flash_attention_forward_impl", "num_splits"),
                     reason="this PyTorch's adapter knows no num_splits")
 @pytest.mark.parametrize("num_splits", [None, 4])
+@pytest.mark.sampled
 def test_split_keys(num_splits, device, adapted, combined, monkeypatch):
     """A number is passed on; for None the adapter passes 1."""
     passed, forward = [], integration.flash_attn_varlen_func
@@ -173,6 +176,7 @@ def test_what_is_not_offered(device, adapted):
         adapted._fa4_flash_attention_forward_impl(*dense, num_splits=LARGEST + 1)
 
 
+@pytest.mark.sampled
 def test_packed_sequences_of_unknown_lengths(device, adapted):
     """An adapter that does not say how long they are: the same bits, whatever the bound."""
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
@@ -184,6 +188,7 @@ def test_packed_sequences_of_unknown_lengths(device, adapted):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.sampled("False")
 def test_backward(device, adapted, is_causal):
     """dq, dk, dv of the adapter against PyTorch's own in float32."""
     q, k, v = inputs(device)
@@ -203,6 +208,7 @@ def test_backward(device, adapted, is_causal):
         assert (gradient.float() - wanted).norm() < 0.02 * wanted.norm()
 
 
+@pytest.mark.sampled
 def test_backward_of_packed_sequences(device, adapted, monkeypatch):
     """As dense sequences one by one; grids follow the longest one, which the forward was told."""
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)

@@ -90,6 +90,7 @@ def test_logits(device):
         assert (wrong - exact).abs().max() > 4 * (got - exact).abs().max()
 
 
+@pytest.mark.sampled
 def test_steps_with_a_cache(device):
     """Prefill, a chunk of queries over more keys, then decoding beyond the sliding window."""
     model, exact = gemma(device)
@@ -145,6 +146,7 @@ def test_padding(device, side):
     [{"use_bidirectional_attention": True}, {"is_causal": False}],
     ids=["exclusive", "inclusive"],
 )
+@pytest.mark.sampled("inclusive")
 def test_bidirectional_model(device, settings):
     """No causality, and a window on both sides: EmbeddingGemma's is exclusive; a decoder's that is
     made bidirectional is inclusive, and its layers still say that they are causal."""
@@ -174,6 +176,7 @@ def test_another_family(device):
     compared(models, tokens(2, 13, device), padding.bool(), attention_mask=padding)
 
 
+@pytest.mark.sampled
 def test_softcap_sink_and_no_scale(device):
     """What Gemma 2 and gpt-oss pass beside Gemma 3's arguments."""
     q, k, v = (
@@ -336,6 +339,7 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("positions", SEQUENCES.values(), ids=SEQUENCES)
+@pytest.mark.sampled
 def test_packed_sequences(device, positions):
     """Padding-free batches, as collators make them: positions that begin anew; some longer than
     the window. Each sequence is as it is alone."""
@@ -349,6 +353,7 @@ def test_packed_sequences(device, positions):
     assert_as_good(alone, logits(models[0], "eager", ids[:1, :3], use_cache=False), whole)
 
 
+@pytest.mark.sampled
 def test_packed_sequences_by_their_offsets(device):
     """The arguments that transformers gives its flash-attention, with and without positions."""
     positions = torch.tensor(SEQUENCES["three"], device=device)
@@ -372,6 +377,7 @@ def test_packed_sequences_by_their_offsets(device):
         integration.attention(module, q, k, v, padding, **packed)
 
 
+@pytest.mark.sampled
 def test_training_on_packed_sequences(device):
     """Parameter gradients of one step, against SDPA in float64 of the sequences one by one."""
     model, exact = gemma(device)
@@ -394,6 +400,7 @@ def test_training_on_packed_sequences(device):
         assert error <= 2 * eager_error + 2**-8 * wanted.norm(), parameter
 
 
+@pytest.mark.sampled
 def test_layers_share_what_is_known_of_packed_sequences(device, monkeypatch):
     """Their lengths are read once a pass and kind of layer, where gradients are asked for."""
     made, plain = [], layers.get_backward_metadata
@@ -423,6 +430,7 @@ def test_layers_share_what_is_known_of_packed_sequences(device, monkeypatch):
     assert len(made) == 4
 
 
+@pytest.mark.sampled
 def test_continuous_batching(device, monkeypatch):
     """Requests of several lengths, more than fit one pass, in a paged cache; prompts in parts."""
     from transformers import ContinuousBatchingConfig, GenerationConfig

@@ -59,6 +59,7 @@ def small_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["0", "300000"])
+@pytest.mark.sampled("300000")
 def test_the_environment_bounds_it(device, bounds, monkeypatch, given):
     monkeypatch.setenv(VARIABLE, given)
     gradients(device)
@@ -140,6 +141,7 @@ def test_less_is_tried_where_memory_is_short(device, bounds, small_memory, backw
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_none_is_stored_where_nothing_fits(device, bounds, small_memory, backward_config):
     expected = gradients(device, backward_config=backward_config(ds_bytes=0))
     small_memory(0)

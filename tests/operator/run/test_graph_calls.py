@@ -81,6 +81,7 @@ def through(function, tensors, gradients):
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.sampled("dense-forward", "dense-gradients", "masked-forward", "masked-gradients")
 def test_compiled_calls_are_repeated(launched, function, gradients):
     """The same bits as the first call with the same tensors."""
     compiled = torch.compile(function, backend="aot_eager")
@@ -131,6 +132,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
+@pytest.mark.sampled("a scale", "a window", "parts")
 def test_what_a_key_holds(launched, changed):
     """Calls that differ in one thing are others, each with its own results."""
     tensors = [normal(2, 64, heads, 256) for heads in (2, 1, 1)]
@@ -148,6 +150,7 @@ def test_what_a_key_holds(launched, changed):
     assert all(map(torch.equal, found, results()))
 
 
+@pytest.mark.sampled
 def test_a_key_without_arguments_is_seen(launched, monkeypatch):
     """So these checks tell calls apart."""
     tensors, operator = [normal(1, 64, 1, 256) for _ in "qkv"], torch.ops.fa4_hd256.forward
@@ -176,6 +179,7 @@ def test_gradients_that_are_not_asked_for_are_empty(launched, wanted):
     assert sizes == [wanted[0], wanted[1], wanted[1], False]
 
 
+@pytest.mark.sampled
 def test_eager_calls_are_recorded_once(launched):
     """Past the dispatcher alone, where a repeated call takes less."""
     tensors = [normal(1, 40, 1, 256, grad=True) for _ in "qkv"]

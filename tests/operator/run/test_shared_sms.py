@@ -68,6 +68,7 @@ def test_who_decides_otherwise(monkeypatch):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_the_same_bits():
     """Alone and as one of several, plain and in a graph of torch.compile."""
     tensors = inputs((40, 200), (2, 2))
@@ -97,6 +98,7 @@ def kernels(use_clc: bool):
 
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "CLC"])
+@pytest.mark.sampled("static")
 def test_no_cluster_waits_for_another(use_clc):
     """So a grid of which only some clusters are resident ends, whatever holds the other SMs: of a
     kernel nothing communicates beyond its cluster but requests of launch control, which the

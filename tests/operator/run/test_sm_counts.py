@@ -49,6 +49,7 @@ def test_forward(tensors, monkeypatch):
 
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "CLC"])
+@pytest.mark.sampled
 def test_backward(use_clc, tensors, monkeypatch):
     """A key/value head for each query head: there is nothing to divide by the SMs' number."""
     dout = torch.randn_like(tensors[0])
