@@ -86,7 +86,7 @@ def test_scale(scale, device):
 
 
 @pytest.mark.parametrize("scale", [-0.0625, -1.0])
-@pytest.mark.sampled("-0.0625")
+@pytest.mark.sampled
 def test_fp16_and_negative_scale(scale, device):
     """The tensor core negates the scores; dQ and dK get the scale with its sign."""
     tensors = inputs((200, 300), (4, 2), dtype=torch.float16, device=device)
@@ -129,7 +129,7 @@ def test_windows(lengths, window, device):
     ("lengths", "left", "softcap", "scale"),
     [((600, 600), 130, 50.0, None), ((300, 700), 200, 50.0, None), ((300, 200), 100, 3.0, 0.5)],
 )
-@pytest.mark.sampled("lengths0-*")
+@pytest.mark.sampled
 def test_left_windows_and_softcap(lengths, left, softcap, scale, device):
     options = {"window_size": (left, None), "softcap": softcap, "softmax_scale": scale}
     check(inputs(lengths, device=device), **options)

@@ -44,7 +44,7 @@ MASKS = [{}, {"causal": True}, {"window_size": (100, 0)}, {"window_size": (70, 5
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.sampled("1-{'window_size': (100, 0)}")
+@pytest.mark.sampled
 def test_masks(mask, num_splits):
     """Scales of sequences and KV heads."""
     q, *keys = dense(3, 333, (8, 2))

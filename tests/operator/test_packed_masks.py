@@ -106,6 +106,7 @@ def test_a_function(device):
 
 
 @pytest.mark.parametrize("ranges", [False, True], ids=["at once", "ranges of queries"])
+@pytest.mark.sampled
 def test_scores_by_their_places_in_sequences(ranges, device, backward_config):
     """As everywhere with packed sequences; masks count in the packed row. Both wherever a portion
     of dS begins, of which there are 256 queries of a head with 512 keys."""

@@ -46,6 +46,7 @@ def test_a_row(here):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_wrong_results_are_not_timed(here, monkeypatch):
     call = kv_types.Ours.call
     monkeypatch.setattr(
@@ -58,6 +59,7 @@ def test_wrong_results_are_not_timed(here, monkeypatch):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_modelled_row(capsys, tmp_path):
     """Half of the bytes at HBM's rate, with tiles of 16 rows."""
     found = tmp_path / "found.json"

@@ -13,6 +13,7 @@ SHAPE = 2, 32
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_calls_write_where_they_say():
     """All kinds have a result; with new rows the last of the keys is another one."""
     calls = new_rows.calls_of(*SHAPE, torch.device("cpu"))

@@ -33,6 +33,7 @@ def test_pages_hold_the_rows(size):
     assert found.lengths.tolist() == [300, 300]
 
 
+@pytest.mark.sampled
 def test_a_row(here):
     row = pages.measured(CASE, CountingTimer(), Sampling(0, 3))
     assert [row[name] for name in ("none", "pages_128", "pages_16")] == pytest.approx([1, 2, 3])
@@ -43,6 +44,7 @@ def test_a_row(here):
     assert "2x(2, 300)" in text and "Not run: flash-attn-4: no CUDA device." in text
 
 
+@pytest.mark.sampled
 def test_wrong_results_are_not_timed(here, monkeypatch):
     call = measure.Ours.call
     monkeypatch.setattr(

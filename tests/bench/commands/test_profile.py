@@ -98,6 +98,7 @@ def test_command_line():
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_names_of_the_kernels_match_the_filter():
     earlier = sm100_sim.last_reports()
     q, k, v = (torch.randn(1, 64, 1, 256).bfloat16().requires_grad_() for _ in range(3))

@@ -35,6 +35,7 @@ def program(kernel, sample):
         ("mufu_interval", (4, 8, 16)),
     ],
 )
+@pytest.mark.sampled("*-forward-sample1")
 def test_a_worse_machine_is_never_faster(kernel, sample, constant, worse):
     values = MACHINE.values()._replace(l2_terabytes=60.0)
     clocks = [
