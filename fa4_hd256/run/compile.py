@@ -12,7 +12,6 @@ rules of the files, `keys` what an entry is known by).
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 import shutil
 import tempfile
@@ -37,7 +36,7 @@ from .keys import cache_key, disk_cache, lasts, prebuilt_key
 from .tracing import trace_and_compile
 
 __all__ = [
-    "CompiledKernel", "MissingKernelError", "compile_kernel", "counters", "forget",
+    "CompiledKernel", "Linked", "MissingKernelError", "compile_kernel", "counters", "forget",
     "jit_entry", "room_for_files",
 ]  # fmt: skip
 
@@ -51,6 +50,18 @@ counters: Counter[str] = Counter()
 _memory: dict[tuple[KernelSpec, str, tuple], CompiledKernel] = {}
 _lock = threading.RLock()
 _files_lock = threading.RLock()
+_linking_lock = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class Linked:
+    """A host object that has been linked: CuTe DSL's module, which owns the code, and the callable.
+
+    Whatever launches the kernel keeps it: the callable's C function owns nothing.
+    """
+
+    module: Any
+    function: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +83,27 @@ class CompiledKernel:
     from_disk: bool
     seconds: float
 
-    @functools.cached_property
+    @property
     def function(self) -> Any:
         """CuTe DSL's callable, linked from the host object."""
+        return self.linked.function
+
+    @property
+    def linked(self) -> Linked:
+        """The host object in this process, linked once whichever threads ask for it first.
+
+        `functools.cached_property` has no lock from Python 3.12 on.  Two threads would link twice,
+        and one library would be unloaded under the launch that uses it.
+        """
+        found = self.__dict__.get("_linked")
+        if found is None:
+            with _linking_lock:
+                found = self.__dict__.get("_linked")
+                if found is None:
+                    found = self.__dict__["_linked"] = self._link()
+        return found
+
+    def _link(self) -> Linked:
         import cutlass.cute as cute
 
         # A file of this process alone: the bytes that were checked are those that run.
@@ -82,7 +111,7 @@ class CompiledKernel:
             file.write(self.host_object)
             file.flush()
             module = cute.runtime.load_module(file.name)
-        return module[self.object_prefix]
+        return Linked(module, module[self.object_prefix])
 
     def load(self) -> None:
         """Load it into the process's GPUs."""

@@ -112,6 +112,7 @@ class LaunchTemplate:
                 "convention is not that of the version that this package is made for"
             )
         self.compiled, self.function, self.counts = compiled, function, counts
+        self.linked = compiled.linked
         self.words: list[int] = []
         self.starts: list[int] = []
         places, remaining = [], list(bases)
@@ -163,8 +164,8 @@ class PackedLaunch:
         self._plain = tuple([(p.word, p.role) for p in template.places if not p.offset])
         self._shifted = tuple([tuple(p) for p in template.places if p.offset])
         self._stream = template.stream
-        # Kept alive: the code belongs to it.
-        self._compiled = template.compiled
+        # Kept alive: the code belongs to the linked module.
+        self._kept = template.compiled, template.linked
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
         """Launch on a stream of the current device. addresses: of the roles' tensors, by number.

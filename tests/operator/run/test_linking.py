@@ -1,0 +1,97 @@
+"""A kernel's host object is linked once, whichever threads ask first, and stays linked."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import cutlass.cute as cute
+import pytest
+import style
+from checkout import ROOT
+
+from fa4_hd256.run import packed
+from fa4_hd256.run.compile import CompiledKernel
+
+
+class Module:
+    """What `load_module` returns: it owns the code of its functions."""
+
+    def __getitem__(self, prefix: str):
+        return SimpleNamespace(to=lambda device: SimpleNamespace(capi_func=lambda address: 0))
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Modules that have been linked, slowly, as weak references."""
+    found = []
+
+    def load_module(path):
+        time.sleep(0.2)  # another thread asks meanwhile
+        module = Module()
+        found.append(weakref.ref(module))
+        return module
+
+    monkeypatch.setattr(cute.runtime, "load_module", load_module)
+    return found
+
+
+def kernel() -> CompiledKernel:
+    return CompiledKernel("key", b"object", SimpleNamespace(), "name", "prefix", 0.0, True, 0.0)
+
+
+def asked_by_threads(compiled: CompiledKernel, count: int = 6) -> list:
+    start, functions = threading.Barrier(count), []
+
+    def ask():
+        start.wait()
+        functions.append(compiled.function)
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return functions
+
+
+def test_threads_that_ask_at_once_get_one_module(loaded):
+    functions = asked_by_threads(kernel())
+    assert len(loaded) == 1 and len(functions) == 6 and len(set(map(id, functions))) == 1
+
+
+def test_two_kernels_have_two(loaded):
+    one, other = kernel(), kernel()
+    assert one.function is not other.function and len(loaded) == 2
+
+
+def test_a_launch_keeps_the_module(loaded, monkeypatch):
+    """The C function alone owns nothing."""
+    monkeypatch.setattr(packed, "_leaves", lambda values: iter(values))
+    monkeypatch.setattr(packed, "_is_tensor", lambda leaf: False)
+    stream = packed.cuda.CUstream(0)
+    compiled = kernel()
+    compiled.linked.function.execution_args = SimpleNamespace(
+        generate_execution_args=lambda values, _: ([stream.getPtr()], None)
+    )
+    template = packed.LaunchTemplate(compiled, lambda address: 0, (stream,), ())
+    launch = packed.PackedLaunch(template)
+    del compiled, template
+    gc.collect()
+    assert loaded[0]() is not None
+    del launch
+    gc.collect()
+    assert loaded[0]() is None
+
+
+def test_nothing_in_the_operator_is_a_cached_property():
+    """It runs once only where threads do not meet: from Python 3.12 on it has no lock."""
+    assert not isinstance(vars(CompiledKernel)["function"], functools.cached_property)
+    sources = [name for name in style.sources(ROOT) if name.startswith("fa4_hd256/")]
+    assert len(sources) > 100
+    assert [n for n in sources if "@functools.cached_property" in (ROOT / n).read_text()] == []
+    assert [n for n in sources if "import cached_property" in (ROOT / n).read_text()] == []
