@@ -104,6 +104,10 @@ _HOMES = {
 }  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """The public names; each loads what it needs and no more."""
     if name in ("timing", "tools"):

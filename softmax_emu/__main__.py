@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import sys
 
@@ -12,6 +13,7 @@ from .fit import DEGREES, Fit, error_curve, fit
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m fa4_hd256.softmax_emu")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True)
     fitting = commands.add_parser("fit", help="fit a minimax polynomial for 2^f on [0, 1]")
     fitting.add_argument("--degree", type=int, choices=DEGREES, default=3)
@@ -35,6 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error curve: {path}")
     # A curve that was not asked for by name is no reason to fail.
     return status if options.plot else 0
+
+
+def _version() -> str:
+    try:
+        return f"fa4-hd256 {importlib.metadata.version('fa4-hd256')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "fa4-hd256, not installed"
 
 
 def _half_ulp(precision: int) -> float:

@@ -65,7 +65,7 @@ def minimax(degree: int) -> np.ndarray:
         from scipy.optimize import linprog
     except ImportError as error:
         raise ModuleNotFoundError(
-            "a fit needs scipy, which is not installed: pip install 'fa4-hd256[fit]'", name="scipy"
+            "a fit needs scipy, which is not installed: pip install scipy", name="scipy"
         ) from error
     nodes = (1 - np.cos(np.pi * np.arange(_NODES + 1) / _NODES)) / 2
     powers = nodes[:, None] ** np.arange(1, degree + 1) / np.exp2(nodes)[:, None]

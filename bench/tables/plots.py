@@ -52,7 +52,7 @@ def _draw(panels: list[_Panel], target: Any, form: str | None) -> None:
         import matplotlib
     except ImportError as error:
         raise ValueError(
-            "a plot needs matplotlib, which is not installed: pip install 'fa4-hd256[bench]'"
+            "a plot needs matplotlib, which is not installed: pip install matplotlib"
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

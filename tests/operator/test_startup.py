@@ -3,6 +3,9 @@ operator loads no compiler of PyTorch's and proves no plan."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import re
 import subprocess
 import sys
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 import fa4_hd256
+import sm100_sim
 from fa4_hd256.call.interception import constant_in_graphs
 
 #: Runs a command and prints, last, which slow packages it has loaded.
@@ -76,5 +80,16 @@ def test_the_mark_of_constants_is_pytorchs_own():
     assert vars(marked) and vars(marked) == vars(constant_in_graphs(other))
 
 
-def test_public_names_are_listed():
-    assert set(fa4_hd256.__all__) | {"__version__"} <= set(dir(fa4_hd256))
+@pytest.mark.parametrize("package", [fa4_hd256, sm100_sim], ids=lambda package: package.__name__)
+def test_public_names_are_listed(package):
+    assert {*package.__all__, "__version__"} <= set(dir(package))
+    assert package.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("package", ["fa4_hd256", "bench", "sm100_sim", "softmax_emu"])
+def test_every_command_tells_its_version(package, capsys):
+    main = importlib.import_module(f"{package}.__main__").main
+    with contextlib.suppress(SystemExit):
+        assert main(["--version"]) == 0
+    shown = capsys.readouterr().out
+    assert re.match(r"(fa4-hd256|sm100-sim),? (\d+\.\d+\.\d+|not installed)", shown)

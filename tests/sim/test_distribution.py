@@ -127,11 +127,11 @@ def test_the_kernel_of_the_page(site):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("sm100_sim.timing.predict", r"needs numba, .*; pip install 'sm100-sim\[timing\]'"),
+        ("sm100_sim.timing.predict", r"needs numba, .*; pip install './sm100_sim\[timing\]'"),
         ("with sm100_sim.attached(): pass",
-         r"needs cutlass, .*; pip install 'sm100-sim\[attach\]'"),
+         r"needs cutlass, .*; pip install './sm100_sim\[attach\]'"),
         ("from sm100_sim.tools.golden.record import Gpu; Gpu()",
-         r"needs cuda, .*; pip install 'sm100-sim\[gpu\]'"),
+         r"needs cuda, .*; pip install './sm100_sim\[gpu\]'"),
     ],
 )
 def test_what_an_extra_is_for_says_so(site, code, said):
@@ -155,7 +155,7 @@ runpy.run_module("sm100_sim", run_name="__main__")
 """)  # fmt: skip
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert re.fullmatch(r"sm100_sim: .* needs \w+, .*; pip install 'sm100-sim\[\w+\]' .*", line)
+    assert re.fullmatch(r"sm100_sim: .* needs \w+, .*; pip install './sm100_sim\[\w+\]' .*", line)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

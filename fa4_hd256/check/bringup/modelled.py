@@ -25,7 +25,7 @@ def missing() -> str:
     for module, package in (("numba", "numba"), ("triton", "triton, for its ptxas"),
                             ("llvmlite", "llvmlite")):
         if importlib.util.find_spec(module) is None:
-            return f"{package} is not installed (pip install 'fa4-hd256[bench]' triton)"
+            return f"{package} is not installed (pip install ./sm100_sim '.[bench]' triton)"
     return "" if _assembler().exists() else f"triton has no {_assembler().name}"
 
 
