@@ -194,10 +194,16 @@ def divisions(monkeypatch) -> list:
 
 @pytest.fixture(autouse=True, scope="module")
 def _memory_is_given_back():
-    """Keep a worker small: caches above a limit go, and freed memory is returned."""
+    """Keep a worker small: caches above a limit go, and their memory is returned."""
     yield
-    held_memory.release_above(held_memory.LIMIT)
-    held_memory.trim()
+    if held_memory.release_above(held_memory.LIMIT):
+        held_memory.trim()
+
+
+@pytest.fixture(autouse=True)
+def _freed_memory_is_returned():
+    yield
+    held_memory.trim_if_grown()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,9 @@ from pathlib import Path
 
 #: Resident bytes above which `release_above` empties caches. Imports take 0.7 to 1 GiB of them.
 LIMIT = 3 << 29
+#: Bytes by which a process may grow before `trim_if_grown` trims it again.
+GROWTH = 1 << 28
+_resident_after_trim = 0
 
 
 def resident_bytes() -> int:
@@ -51,3 +54,13 @@ def trim() -> None:
     release = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if release is not None:
         release(0)
+
+
+def trim_if_grown() -> bool:
+    """Trim if the process has grown by `GROWTH` since the last time; return True if it did so."""
+    global _resident_after_trim
+    if resident_bytes() < _resident_after_trim + GROWTH:
+        return False
+    trim()
+    _resident_after_trim = resident_bytes()
+    return True

@@ -120,6 +120,7 @@ def test_some_heads_at_a_time_and_no_room(device, backward_config, divisions, ex
     assert not divisions[-1].problem.keeps_ds
 
 
+@pytest.mark.sampled
 def test_calls_of_other_counts(device, divisions, exact_room):
     """Each has its own room, although it is repeated and differs in contents alone."""
     short, long = (((n, 600 - n),) * 2 for n in (300, 40))
@@ -152,6 +153,7 @@ def test_offsets_given_once_and_lengths_on_the_host(device):
         assert one[1:] == both[1:]
 
 
+@pytest.mark.sampled
 def test_compiled(device):
     """The graph is whole, and traced once for metadata of batches of as many tiles."""
     batches = [Packed(((n, 600 - n),) * 2, device) for n in (300, 299)]
@@ -186,6 +188,7 @@ def test_opcheck(device):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.sampled
 def test_no_findings(seed, sanitize, exact_room):
     sanitize(seed, clusters=2)
     batch = Packed(LENGTHS, "cpu")

@@ -261,9 +261,7 @@ BUGS = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled(
-    "dS of the tile behind", "bits of the other half", "a full tile taken as partial"
-)
+@pytest.mark.sampled
 def test_a_planted_bug_is_refused(bug, planted):
     tensors, mask = inputs(300, 600), holes(300, 600)
     planted.setattr(LIST, *BUGS[bug])

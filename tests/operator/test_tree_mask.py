@@ -332,6 +332,7 @@ BUGS = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sampled("shifted by one")
 def test_planted_bugs_are_noticed(bug, planted):
     """Three of the nodes' keys end a tile, on either architecture, that nothing else masks."""
     planted.setattr(*BUGS[bug])

@@ -18,6 +18,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["forward, no gradients", "packed forward"])
+@pytest.mark.sampled("packed forward")
 def test_rows(name, quick):
     """A call that came before takes less than one on the long way, and launches nothing real."""
     table = command.measure(name)

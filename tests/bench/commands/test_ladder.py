@@ -98,6 +98,7 @@ class Clock:
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_measured():
     """Correctness is checked on the inputs that are timed; PyTorch is timed with them."""
     rung = of_rungs.Rung("default", ForwardConfig())

@@ -218,6 +218,7 @@ def test_vllm_with_wrong_slopes():
         vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["cache"])})
 
 
+@pytest.mark.sampled
 def test_vllm_keys_dealt_out_to_ranks(device):
     """The context in pages, all of it seen, and the new keys, which are packed: two results with
     LSE, to be merged."""

@@ -35,7 +35,7 @@ def rows_behind_a_load(function: SassFunction) -> int:
 
 
 @pytest.mark.parametrize("config", DECODE_E4M3, ids=lambda config: str(config.rows))
-@pytest.mark.sampled("64")
+@pytest.mark.sampled
 def test_registers(config):
     kernel, function = compiled(config)
     plan = config.warps.registers
@@ -44,7 +44,7 @@ def test_registers(config):
 
 
 @pytest.mark.parametrize("config", DECODE_E4M3, ids=lambda config: str(config.rows))
-@pytest.mark.sampled("64")
+@pytest.mark.sampled
 def test_rows_come_by_tma(config):
     """Rows that warps load take a latency of memory each turn, 1.6 us beside the loads of K and V
     (docs/hopper.md)."""

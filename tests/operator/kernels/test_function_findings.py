@@ -70,7 +70,7 @@ def of_architecture(request, monkeypatch):
 
 @pytest.mark.parametrize(("seed", "use_clc"), [(None, False), (1, True)], ids=["static", "clc"])
 @pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
-@pytest.mark.sampled("sm_100a-score_mod-static")
+@pytest.mark.sampled
 def test_no_findings(kind, seed, use_clc, of_architecture, sanitize):
     sanitize(seed, device=ARCHITECTURES[of_architecture])
     reports, results = reports_of(kind, use_clc)

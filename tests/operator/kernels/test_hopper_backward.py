@@ -78,7 +78,7 @@ SINGLE_STEP = re.compile("FS{16}b*(?:FS{16}b*)?FO{4}W([xb]*)W")
 
 
 @pytest.mark.parametrize("name", ["full", "packed"])
-@pytest.mark.sampled("packed")
+@pytest.mark.sampled
 def test_products_stay_in_flight_and_hide_the_arithmetic(name):
     """ptxas puts a wait behind every product where registers do not suffice, and moves arithmetic
     behind the wait for the product that hides it."""
@@ -99,6 +99,7 @@ def hints(ptx: str) -> set[int]:
     return {int(re.search(rf"mov\.b64\s+{name}, (\d+);", ptx)[1]) for name in registers}
 
 
+@pytest.mark.sampled
 def test_what_l2_gives_up_first_and_last():
     """First dS as it is stored, and it alone; last Q and K of the products, and no dS of theirs."""
     dv, products = (function_of(kind, "causal")[0].ptx for kind in ("dv", "products"))

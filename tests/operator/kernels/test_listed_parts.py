@@ -166,6 +166,7 @@ def test_several_tiles_of_queries_are_not_divided(device):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize("mistake", ["the last part ends early", "results of the part before"])
+@pytest.mark.sampled
 def test_planted_bugs_are_noticed(mistake, planted, device):
     part, of_sequence = PartList.part, PartList.of_sequence
     if mistake == "the last part ends early":

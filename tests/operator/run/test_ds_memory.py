@@ -153,6 +153,7 @@ def test_none_is_stored_where_nothing_fits(device, bounds, small_memory, backwar
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_under_a_block_mask_some_is_stored(device, bounds, small_memory, backward_config):
     """dS of the 512 queries of a head has 256 KiB, of a block of them half of it; without that
     there are no gradients, and the error is of the memory."""

@@ -226,6 +226,7 @@ def sample(instructions):
     return chosen
 
 
+@pytest.mark.sampled
 def test_sample_of_the_forward_kernel(monkeypatch):
     """12 mutants of the forward kernel; one CTA pair does 4 tiles, so that all is reached."""
     import torch
