@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .call.checks import are_differentiated
-from .call.function_meaning import digest_of, note_meaning
+from .call.function_meaning import digest_of, is_derived_of, note_meaning
 from .call.function_tensors import check_tensors
 from .kernels.user_functions import FunctionKind, Functions
 
@@ -33,7 +33,13 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
     Raises ValueError for a key that names other functions already, or the same ones when they meant
     something else.
     """
-    kind.register(key, functions)
+    try:
+        kind.register(key, functions)
+    except ValueError:
+        # A traced function differs from a new one of the same meaning, of which the key is, too.
+        if not is_derived_of(functions, key):
+            raise
+        return
     if kind.users_key(key) == key:
         note_meaning(kind, key, functions)
 

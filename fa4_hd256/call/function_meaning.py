@@ -23,7 +23,7 @@ import torch
 
 from fa4_hd256.kernels.user_functions import FunctionKind, SelfDescribed
 
-__all__ = ["UnnamedError", "described_meaning", "digest_of", "note_meaning"]
+__all__ = ["UnnamedError", "described_meaning", "digest_of", "is_derived_of", "note_meaning"]
 
 
 class UnnamedError(ValueError):
@@ -60,6 +60,14 @@ def note_meaning(kind: FunctionKind, key: str, functions: Sequence[Any]) -> None
         )
 
 
+def is_derived_of(functions: Sequence[Any], key: str) -> bool:
+    """Return True if a key was derived of functions, as they are now."""
+    with contextlib.suppress(UnnamedError):
+        # Of a mask_mod alone, of a score_mod with its slope.
+        return key.endswith((digest_of(functions[:1]), digest_of(functions)))
+    return False
+
+
 def described_meaning(kind: FunctionKind, key: str) -> tuple[str | None, bool]:
     """Return (what caches add to a key of functions, whether another process may know them by it);
     (None, True) where the key says all.
@@ -70,10 +78,8 @@ def described_meaning(kind: FunctionKind, key: str) -> tuple[str | None, bool]:
     functions = kind.functions_of(own)
     if all(function is None or _is_fixed(function) for function in functions):
         return None, True
-    with contextlib.suppress(UnnamedError):
-        # Of a mask_mod alone, of a score_mod with its slope.
-        if own.endswith((digest_of(functions[:1]), digest_of(functions))):
-            return None, True
+    if is_derived_of(functions, own):
+        return None, True
     meaning = _meaning(functions)
     if _noted.get((kind.argument, own), meaning) != meaning:
         raise ValueError(
@@ -97,7 +103,9 @@ def _meaning(functions: Sequence[Any]) -> str | None:
 _FIXED = ("cutlass", "math", "builtins", "operator", "fa4_hd256.kernels", "fa4_hd256.softmax_emu")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 #: Attributes that CuTe DSL gives to a function that it wraps.
-_OF_WRAPPERS = ("__wrapped__", "_decorator_", "_dsl_", "_preprocess_", "set_name_prefix")
+_OF_WRAPPERS = (
+    "__wrapped__", "_decorator_", "_dsl_", "_original_code", "_preprocess", "set_name_prefix",
+)  # fmt: skip
 #: Python's own functions by which a function reads what its code does not name.
 _UNNAMED = frozenset((
     "__import__", "compile", "eval", "exec", "globals", "input", "locals", "open", "vars",
@@ -154,7 +162,9 @@ class _Words:
         if function is not value and function in inside:
             yield f"itself {inside.index(function)}"
             return
-        code, inside = function.__code__, (*inside, function)
+        # CuTe DSL replaces the code of a wrapped function when it traces it.
+        code = vars(function).get("_original_code", function.__code__)
+        inside = (*inside, function)
         yield from self._of_code(code, inside)
         yield from self.of(function.__defaults__, inside)
         named = function.__kwdefaults__ or {}

@@ -131,7 +131,7 @@ def _of_queries(blocks: Any, lengths: tuple[int, int]) -> Any:
 
     def listed(kind: int) -> tuple[torch.Tensor, torch.Tensor]:
         found = kinds == kind
-        return found.sum(-1).int(), (~found).int().argsort(-1, stable=True).int()
+        return found.sum(-1).int(), (~found).int().argsort(dim=-1, stable=True).int()
 
     return type(blocks)(*listed(PARTIAL), *listed(WHOLE), block_size=(MASK_TILE, MASK_TILE))
 
