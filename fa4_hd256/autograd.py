@@ -170,7 +170,7 @@ def check_differentiable(tensors: ForwardTensors) -> None:
     """Raise NotImplementedError for a call that has no gradients."""
     refused = (
         tensors.page_table, tensors.part_list, tensors.tree_words, tensors.k_descale,
-        tensors.v_descale,
+        tensors.v_descale, tensors.cache_batch_idx, tensors.cache_leftpad,
     )  # fmt: skip
     if tensors.k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
         raise NotImplementedError(

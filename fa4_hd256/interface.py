@@ -87,8 +87,9 @@ def flash_attn_func(
 
     softmax_scale: any finite number, 1 / sqrt(256) if None.
     causal: bottom-right aligned: query i sees the keys j <= i + seqlen_k - seqlen_q.
-    window_size: (left, right), keys visible beside i + seqlen_k - seqlen_q; None and -1 mean
-        unbounded; causal sets the right one to 0.
+    window_size: (left, right), query i sees the keys i + seqlen_k - seqlen_q - left to i + seqlen_k
+        - seqlen_q + right; None and -1 mean unbounded, other negative numbers are bounds, which put
+        the window before or behind the diagonal; causal sets the right one to 0.
     learnable_sink: (heads,) logits that take part in the softmax with a value of 0, or None.
     softcap: scores become softcap * tanh(score / softcap), up to 1e4; 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
@@ -138,7 +139,7 @@ def flash_attn_func(
         masked = _read_masks(inputs, block_mask, mask_mod, tree_mask)
         others, key_of_mask, listed_tiles = masked
     if not (tree_mask is score_mod is k_descale is v_descale is None):
-        read, key = _read_options(tree_mask, score_mod, k_descale, v_descale)
+        read, key = read_options(tree_mask, score_mod, k_descale, v_descale)
         others = {**others, **read}
     given = (
         softmax_scale, causal, window_size, softcap, use_clc,
@@ -210,8 +211,9 @@ def flash_attn_varlen_func(
         may hold anything, rows of q past them get out = 0 and lse = -inf. More than a sequence has
         is an error on the CPU; on a GPU, where nobody reads them, all its rows.
     page_table: (batch, pages) int32, any row stride: the pages of k and v that hold each sequence's
-        keys, in order; needs seqused_k, refuses cu_seqlens_k. page_size: any multiple of 16; pages
-        of any strides that TMA takes, never copied. No gradients. See docs/serving.md.
+        keys, in order; all rows of them are in use without seqused_k. Refuses cu_seqlens_k.
+        page_size: any multiple of 16; pages of any strides that TMA takes, never copied. No
+        gradients. See docs/serving.md.
     scheduler_metadata: of `get_scheduler_metadata`, in place of num_splits. No gradients.
     backward_metadata: of `get_backward_metadata`, for sequences packed on both sides: their dS then
         takes the tiles that are visible, instead of what the longest sequence leaves room for.
@@ -254,25 +256,43 @@ def flash_attn_varlen_func(
         return (*results, *max_logits) if max_logits or return_lse else out
     others, key, ds_tiles = _NONE, None, 0
     if not (tree_mask is score_mod is k_descale is v_descale is None):
-        others, key = _read_options(tree_mask, score_mod, k_descale, v_descale)
+        others, key = read_options(tree_mask, score_mod, k_descale, v_descale)
     if backward_metadata is not None:
         apart = {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
         check_metadata(backward_metadata, causal, window_size, apart)
         read, ds_tiles = _read_metadata((q, k, v, learnable_sink), backward_metadata)
         others = {**others, **read}
     splits = asked_splits(num_splits, batch_invariant)
-    if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
-        longest, words = (max_seqlen_q, max_seqlen_k), others.get(TREE_WORDS)
-        max_seqlen_q, max_seqlen_k = bounds_of(longest, q, words, splits == FIXED_PARTS)
     given = (
         softmax_scale, causal, window_size, softcap, use_clc, splits, max_seqlen_q, max_seqlen_k,
         config, backward_config, key, None, ds_tiles,
     )  # fmt: skip
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
-    tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *sequences, *_NO_OTHERS[len(sequences) :])
+    results, inputs = (out, return_lse, return_max_logits), (q, k, v, learnable_sink)
+    return attend_sequences(inputs, sequences, others, given, results)
+
+
+def attend_sequences(
+    inputs: tuple[Any, ...], sequences: tuple[Any, ...], others: dict[str, torch.Tensor],
+    given: tuple[Any, ...], results: tuple[Any, bool, bool],
+) -> Any:  # fmt: skip
+    """Results of `flash_attn_varlen_func`.
+
+    inputs: q, k, v, the sink. sequences: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    page_table, scheduler_metadata. others: further tensors by name. given: fields of `_Given`,
+    max_seqlen_q and max_seqlen_k as users give them. results: out, return_lse,
+    return_max_logits.
+    """
+    out, return_lse, return_max_logits = results
+    longest = given[_LONGEST]
+    if isinstance(longest[0], torch.Tensor) or isinstance(longest[1], torch.Tensor):
+        is_fixed = given[_NUM_SPLITS] == FIXED_PARTS
+        bounds = bounds_of(longest, inputs[0], others.get(TREE_WORDS), is_fixed)
+        given = (*given[: _LONGEST.start], *bounds, *given[_LONGEST.stop :])
+    tensors: tuple[Any, ...] = (*inputs, *sequences, *_NO_OTHERS[len(sequences) :])
     if others:
-        tensors = ForwardTensors(q, k, v, learnable_sink, *sequences, **others)
-    form = learnable_sink is None, *_form(sequences), *others
+        tensors = ForwardTensors(*inputs, *sequences, **others)
+    form = inputs[-1] is None, *_form(sequences), *others
     if return_max_logits:
         return _attend_for_maxima(tensors, given, form, (out, return_lse))
     if out is None:
@@ -312,7 +332,9 @@ class _Given(NamedTuple):
     listed_tiles: int
 
 
-_WINDOW_SIZE = _Given._fields.index("window_size")
+_WINDOW_SIZE, _NUM_SPLITS = map(_Given._fields.index, ("window_size", "num_splits"))
+#: max_seqlen_q and max_seqlen_k.
+_LONGEST = slice(_NUM_SPLITS + 1, _NUM_SPLITS + 3)
 
 
 def _form(sequences: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -337,7 +359,7 @@ def _read_masks(
     return {**masks, **asked}, key, listed_tiles_of(mask) if has_gradients else 0
 
 
-def _read_options(
+def read_options(
     tree_mask: Any, score_mod: Any, *scales: Any
 ) -> tuple[dict[str, torch.Tensor], str | None]:
     """(tensors by name, the key of score_mod) of a call with some of these."""
@@ -461,7 +483,7 @@ def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tupl
     """What a call depends on beside its tensors and their types, given first. given: arguments that
     are no tensors, window_size among them; form: which tensors are given, and are the same."""
     sides = None
-    if window is not _UNBOUNDED and type(window) is tuple:
+    if window is not _UNBOUNDED and isinstance(window, tuple):
         sides = tuple(map(type, window))
     return (*given, sides, sms_are_shared(), *form)
 

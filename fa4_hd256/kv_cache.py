@@ -26,8 +26,16 @@ from .call.splits import (
 )
 from .call.tree_mask import tree_words
 from .eager import OperatorCalls, repeats
-from .interface import config_names, facts_of, flash_attn_varlen_func, longest_of
-from .kernels.sequences import PART_LIST, TREE_WORDS
+from .interface import (
+    attend_sequences,
+    config_names,
+    facts_of,
+    flash_attn_varlen_func,
+    longest_of,
+    read_options,
+)
+from .kernels.problem_class import DESCALES
+from .kernels.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
 from .operators import append_rows
 from .run.append import ready_to_append
 from .run.append_arguments import AppendOptions, AppendTensors
@@ -86,19 +94,20 @@ def flash_attn_with_kvcache(
         rows written behind those in use, of which the attention is then, too. The cache must have
         room for them, and no two sequences may be given the same rows. cache_seqlens stays as it
         is.
-    cache_seqlens: rows in use before the call: an int, or (batch,) int32; None for all, which k, v
-        and page_table do not allow. No more than the cache has: an int, or a tensor on the CPU,
-        that says more is an error; one on a GPU, which is not read, is taken for all rows.
-    cache_batch_idx: (batch,) int32, the entry of the cache that a sequence has; the cache then has
-        any batch, and a number of rows that is a multiple of 16.
+    cache_seqlens: rows in use before the call: an int, or (batch,) int32; None for all, which k and
+        v do not allow. No more than the cache has: an int, or a tensor on the CPU, that says more
+        is an error; one on a GPU, which is not read, is taken for all rows.
+    cache_batch_idx: (batch,) int32, the entry of the cache of each sequence, or the row of
+        page_table; the cache, or the table, then has any batch.
+    cache_leftpad: (batch,) int32, the first row of each sequence; cache_seqlens counts the rows
+        before it, too. Not with page_table.
     page_table: (batch, pages) int32 numbers of the pages of each sequence.
     cu_seqlens_k_new: (batch + 1,) int32 offsets of packed k and v; nothing without these.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), typed like q or float32: rotary embedding
         of the first rotary_dim elements of k, at the positions cache_seqlens + i, and of q: at
         cache_seqlens + i if causal or with a window, else at cache_seqlens. Only with k and v.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, or i and i + rotary_dim / 2.
-    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions. Only with
-        rotary_cos and rotary_sin.
+    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions.
     max_seqlen_k: a bound on the rows in use with page_table, new ones included, for the choice of
         num_splits; None for as many as a row of page_table holds.
     k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
@@ -110,7 +119,7 @@ def flash_attn_with_kvcache(
     out: as of `flash_attn_varlen_func`; not where the caches lie.
     scheduler_metadata: of `get_scheduler_metadata`, for the rows in use with the new ones among
         them, in place of num_splits.
-    qv, cache_leftpad: not offered; None.
+    qv: not offered; None.
     The other arguments are those of `flash_attn_varlen_func`, whose errors call the caches k and v.
 
     Nothing waits for the device, so that CUDA graphs can hold calls. A row of k and v whose place
@@ -126,8 +135,7 @@ def flash_attn_with_kvcache(
     if tree_mask is not None:
         tree_mask = tree_words(tree_mask)
         cache_checks.check_beside_tree(rotary_cos)
-    if qv is not None or cache_leftpad is not None:
-        cache_checks.refuse({"qv": qv, "cache_leftpad": cache_leftpad})
+    cache_checks.refuse({"qv": qv})
     if torch.is_grad_enabled():
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
         tensors |= {"learnable_sink": learnable_sink, "out": out, "rotary_cos": rotary_cos}
@@ -144,18 +152,19 @@ def flash_attn_with_kvcache(
         "use_clc": use_clc,
     }  # fmt: skip
     # Engines write their caches themselves: a call without new rows is one of the attention.
-    given = k, v, rotary_cos, rotary_sin, cache_batch_idx, rotary_seqlens
-    if not _are_plain(cache_seqlens, page_table) or any(tensor is not None for tensor in given):
+    given = k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad
+    if not _are_plain(cache_seqlens) or any(tensor is not None for tensor in given):
         places = _Places(
             q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, max_seqlen_q,
-            max_seqlen_k, scheduler_metadata,
+            max_seqlen_k, scheduler_metadata, cache_batch_idx, cache_leftpad,
         )  # fmt: skip
         new_rows = _NewRows(
-            k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
-        )
-        if cache_batch_idx is not None:
-            others |= cache_checks.scales_of_sequences(others)
-        places = new_rows.written(places, cache_batch_idx, options, others)
+            k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved,
+            None if rotary_cos is rotary_sin is None else rotary_seqlens,
+        )  # fmt: skip
+        places = new_rows.written(places, options, others)
+        if places.in_cache:
+            return places.attend({**options, **others}, return_lse)
         q, cache_seqlens, page_table = places.q, places.lengths, places.page_table
     return flash_attn_varlen_func(
         q, k_cache, v_cache, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
@@ -165,10 +174,9 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
-def _are_plain(cache_seqlens: Any, page_table: Any) -> bool:
+def _are_plain(cache_seqlens: Any) -> bool:
     """Whether the attention takes lengths as they are; those on the CPU are looked at first, which
-    costs nothing there. Raises ValueError for pages without lengths."""
-    cache_checks.check_lengths_of_pages(cache_seqlens, page_table)
+    costs nothing there."""
     if cache_seqlens is None:
         return True
     return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
@@ -176,7 +184,8 @@ def _are_plain(cache_seqlens: Any, page_table: Any) -> bool:
 
 class _Places(NamedTuple):
     """Queries, and where the keys of each sequence are; lengths: (batch,) int32 rows in use, None
-    for all, and before `in_use` as users give them, like the others."""
+    for all, and before `in_use` as users give them, like the others. entries: cache_batch_idx, None
+    where page_table says where rows are; leftpad: cache_leftpad."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -187,6 +196,19 @@ class _Places(NamedTuple):
     max_seqlen_q: int | torch.Tensor | None
     max_seqlen_k: int | torch.Tensor | None
     scheduler_metadata: torch.Tensor | None = None
+    entries: torch.Tensor | None = None
+    leftpad: torch.Tensor | None = None
+
+    @property
+    def in_cache(self) -> dict[str, torch.Tensor]:
+        """Tensors that say where in a cache without pages keys lie, by name."""
+        given = {CACHE_BATCH_IDX: self.entries, CACHE_LEFTPAD: self.leftpad}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    @property
+    def table_of_rows(self) -> torch.Tensor | None:
+        """page_table; with cache_batch_idx alone that of pages of all rows of an entry."""
+        return self.page_table if self.entries is None else self.entries[:, None]
 
     @property
     def batch(self) -> int:
@@ -208,41 +230,64 @@ class _Places(NamedTuple):
             return True
         return environment.checks_pages() and not torch.cuda.is_current_stream_capturing()
 
-    def in_use(self, cache_batch_idx: Any = None) -> _Places:
-        """The same with lengths. An entry of a cache of (batch, rows, ...) is a page of all its
-        rows where cache_batch_idx says which one. Raises TypeError or ValueError for what is not
-        accepted."""
+    def attend(self, options: dict[str, Any], return_lse: bool) -> Any:
+        """Return what `flash_attn_varlen_func` would if it took `in_cache`. options: its other
+        arguments by name."""
+        read = (options[name] for name in ("tree_mask", "score_mod", *DESCALES))
+        others, key = read_options(*read)
+        asked = (options[name] for name in _OPTIONS)
+        splits = asked_splits(options["num_splits"], options["batch_invariant"])
+        given = (
+            *asked, options["use_clc"], splits, self.max_seqlen_q, self.max_seqlen_k,
+            options["config"], None, key, None, 0,
+        )  # fmt: skip
+        return attend_sequences(
+            (self.q, self.k_cache, self.v_cache, options["learnable_sink"]),
+            (self.cu_seqlens_q, None, None, self.lengths, None, self.scheduler_metadata),
+            {**others, **self.in_cache}, given, (options["out"], return_lse, False),
+        )  # fmt: skip
+
+    def in_use(self) -> _Places:
+        """The same with lengths, and with the rows of page_table that the sequences have. Raises
+        TypeError or ValueError for what is not accepted."""
         cache_checks.check_caches(
             self.q, self.k_cache, self.v_cache, self.page_table, self.cu_seqlens_q
         )
-        device, places, cache_seqlens = self.q.device, self, self.lengths
-        if cache_batch_idx is not None:
-            if self.page_table is not None:
-                raise ValueError(
-                    "cache_batch_idx and page_table are both given; accepted: one of them (a "
-                    "page_table already says where the rows of a sequence are)"
-                )
-            entries = cache_checks.of_batch("cache_batch_idx", cache_batch_idx, self.batch, device)
-            cache_checks.check_cache_rows(self.k_cache)
+        device, places, cache_seqlens = self.q.device, self._of_entries(), self.lengths
+        if self.leftpad is not None:
+            before = cache_checks.of_batch("cache_leftpad", self.leftpad, self.batch, device)
+            cache_checks.check_leftpad(self.page_table)
+            places = places._replace(leftpad=before.contiguous())
+        if cache_seqlens is not None:
+            found = cache_checks.lengths_of(cache_seqlens, self.batch, self.capacity, device)
             if self.read_back:
-                cache_checks.check_within(
-                    "cache_batch_idx holds", entries, len(self.k_cache), "the entries of the cache"
-                )
-            places = self._replace(page_table=entries[:, None])
-            if cache_seqlens is None:
-                cache_seqlens = places.capacity
-        if cache_seqlens is None:
-            return places
-        found = cache_checks.lengths_of(cache_seqlens, self.batch, places.capacity, device)
+                cache_checks.check_lengths(found, self.capacity)
+            places = places._replace(lengths=found)
+        if self.read_back and places.leftpad is not None:
+            cache_checks.check_before(places.leftpad, places.lengths, self.capacity)
+        return places
+
+    def _of_entries(self) -> _Places:
+        """The same with rows of page_table as cache_batch_idx, where both are given, chooses
+        them."""
+        if self.entries is None:
+            return self
+        device, table = self.q.device, self.page_table
+        entries = cache_checks.of_batch("cache_batch_idx", self.entries, self.batch, device)
+        of_what = "the entries of the cache" if table is None else "the rows of page_table"
         if self.read_back:
-            cache_checks.check_lengths(found, places.capacity)
-        return places._replace(lengths=found)
+            count = len(self.k_cache) if table is None else len(table)
+            cache_checks.check_within("cache_batch_idx holds", entries, count, of_what)
+        if table is None:
+            return self._replace(entries=entries.contiguous())
+        cache_checks.check_int32("page_table", table)
+        return self._replace(page_table=table.index_select(0, entries), entries=None)
 
     def ragged(self) -> dict[str, Any]:
         """Tensors of `flash_attn_varlen_func` that say where rows are."""
         given = {
             "cu_seqlens_q": self.cu_seqlens_q, "seqused_k": self.lengths,
-            "page_table": self.page_table, PART_LIST: self.scheduler_metadata,
+            "page_table": self.page_table, PART_LIST: self.scheduler_metadata, **self.in_cache,
         }  # fmt: skip
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
@@ -307,15 +352,15 @@ class _NewRows(NamedTuple):
     rotary_seqlens: Any = None
 
     def written(
-        self, places: _Places, cache_batch_idx: Any, options: dict[str, Any], others: dict[str, Any]
+        self, places: _Places, options: dict[str, Any], others: dict[str, Any]
     ) -> _Places:
         """The attention of which they are part, if there are any, its queries rotated. options,
         others: arguments of the attention. Raises TypeError or ValueError for what is not accepted,
         before anything is written."""
         are_given = self.k is not None or self.v is not None
         counted = isinstance(places.lengths, torch.Tensor)
-        if not are_given or cache_batch_idx is not None or not counted:
-            places = places.in_use(cache_batch_idx)
+        if not are_given or places.in_cache or not counted:
+            places = places.in_use()
             if not self.check(places):
                 return places
         return self._appended(places, options, others)
@@ -329,10 +374,11 @@ class _NewRows(NamedTuple):
             words, asked_splits(others["num_splits"], others["batch_invariant"])
         )
         tensors = _CallTensors(
-            self.k, self.v, places.k_cache, places.v_cache, places.lengths, places.page_table,
+            self.k, self.v, places.k_cache, places.v_cache, places.lengths, places.table_of_rows,
             self.cu_seqlens, others["k_descale"], others["v_descale"], self.rotary_cos,
             self.rotary_sin, self.rotary_seqlens, places.q, places.cu_seqlens_q,
-            others["learnable_sink"], metadata, words, others["out"],
+            others["learnable_sink"], metadata, words, places.entries, places.leftpad,
+            others["out"],
         )  # fmt: skip
         of_others = [others[name] for name in _OTHERS]
         asked = _Asked(*[*options.values(), *of_others, *longest, self.interleaved])
@@ -355,7 +401,6 @@ class _NewRows(NamedTuple):
     def check(self, places: _Places) -> bool:
         """Whether there are any. Raises TypeError or ValueError for what is not accepted."""
         given = self.k is not None or self.v is not None
-        cache_checks.check_positions(self.rotary_seqlens, (self.rotary_cos, self.rotary_sin))
         if self.rotary_cos is not None or self.rotary_sin is not None:
             cache_checks.check_rotary(
                 self.rotary_cos, self.rotary_sin, self.interleaved, places.q, given
@@ -386,13 +431,14 @@ class _NewRows(NamedTuple):
         device."""
         if places.page_table is not None:
             cache_checks.check_entries(places.page_table, places.batch, places.q.device)
+        table = places.table_of_rows
         rows = NewRows.of(self.k, self.cu_seqlens)
         positions = rows.positions(places.lengths)
         cache_checks.check_within(
             "a new row would be row", positions, places.capacity, "the rows of the cache"
         )
-        if places.page_table is not None:
-            entries = places.page_table[rows.sequence, positions // places.k_cache.shape[1]]
+        if table is not None:
+            entries = table[rows.sequence, positions // places.k_cache.shape[1]]
             cache_checks.check_within(
                 "a new row belongs to page or batch entry", entries, len(places.k_cache),
                 "those of the cache",
@@ -420,8 +466,9 @@ class _NewRows(NamedTuple):
 
 
 class _CallTensors(NamedTuple):
-    """Of a call with new rows, None where not given: those of `AppendTensors`, then what the
-    attention is asked for with them."""
+    """Tensors of a call with new rows, None where not given: those of `AppendTensors`, then what
+    the attention is asked for with them. With cache_batch_idx, page_table says the same: an entry
+    of the cache is a page of all its rows."""
 
     k: Any
     v: Any
@@ -440,6 +487,8 @@ class _CallTensors(NamedTuple):
     learnable_sink: Any
     scheduler_metadata: Any
     tree_mask: Any
+    cache_batch_idx: Any
+    cache_leftpad: Any
     out: Any
 
     def of_operator(self) -> AppendTensors:
@@ -486,8 +535,10 @@ def _resolve(tensors: Sequence[Any], facts: Sequence[Any]) -> AppendOptions:
         asked.rotary_interleaved, call.rotary_seqlens,
     )  # fmt: skip
     places = _Places(
-        call.q, call.k_cache, call.v_cache, call.cu_seqlens_q, call.page_table, call.lengths,
-        asked.max_seqlen_q, asked.max_seqlen_k, call.scheduler_metadata,
+        call.q, call.k_cache, call.v_cache, call.cu_seqlens_q,
+        call.page_table if call.cache_batch_idx is None else None, call.lengths,
+        asked.max_seqlen_q, asked.max_seqlen_k, call.scheduler_metadata, call.cache_batch_idx,
+        call.cache_leftpad,
     ).in_use()  # fmt: skip
     rows.check(places)
     caches = {"k_cache": call.k_cache, "v_cache": call.v_cache}

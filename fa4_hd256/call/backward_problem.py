@@ -135,10 +135,11 @@ class BackwardProblem:
         is known of the kernels that make dK and dV, None for the architecture's."""
         if self.copies > 1:
             return self.copies
-        forward, (left, right) = self.forward, self.forward.options.window
+        forward, reach = self.forward, self.forward.options.reach
+        left, right = reach.window
         own = self.kernels.stored_keys if self.keeps_ds else self.kernels.anew_keys
         kernel = kernel or own
-        seen, keys = forward.max_seqlen_q, forward.max_seqlen_k
+        seen, keys = reach.lengths(forward.max_seqlen_q, forward.max_seqlen_k)
         if right is not None:
             seen = min(seen, keys + right)
         band = seen

@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import KV_DTYPES
 
 from . import checks, memory_checks
-from .descales import scales_among
 
 #: Arguments of the field's function that are not offered, and why or what serves instead.
 NOT_OFFERED = {
     "qv": "the second part of a query (MLA): queries, keys and values have head_dim 256 alike",
-    "cache_leftpad": "padding before the first row: let page_table begin with the first page in "
-    "use, or move the rows to the front",
 }
 
 #: Sizes of tensors here are below: two of them and a row of 256 stay within 64 bits.
@@ -96,12 +93,24 @@ def _beyond(given: int | list[int], capacity: int, of: str) -> ValueError:
     return ValueError(f"cache_seqlens is {given}; accepted: 0 to {capacity}, {of}")
 
 
-def check_lengths_of_pages(cache_seqlens: Any, page_table: Any) -> None:
-    """Raise ValueError for pages without lengths."""
-    if cache_seqlens is None and page_table is not None:
+def check_leftpad(page_table: Any) -> None:
+    """Raise ValueError for rows before the first one beside pages."""
+    if page_table is not None:
         raise ValueError(
-            "cache_seqlens is None; accepted with page_table: an int or a (batch,) int32 tensor, "
-            "the rows in use of each sequence"
+            "cache_leftpad and page_table are both given; accepted: one of them: let page_table "
+            "begin with the first page in use"
+        )
+
+
+def check_before(
+    leftpad: torch.Tensor, lengths: torch.Tensor | None, capacity: int
+) -> None:
+    """Raise ValueError unless the rows before the first one are rows in use. lengths: None for all,
+    `capacity`. Waits for the device."""
+    used = torch.full_like(leftpad, capacity) if lengths is None else lengths
+    if ((leftpad < 0) | (leftpad > used)).any():
+        raise ValueError(
+            f"cache_leftpad is {leftpad.tolist()}; accepted: 0 to {used.tolist()}, the rows in use"
         )
 
 
@@ -121,16 +130,6 @@ def of_batch(name: str, tensor: Any, batch: int, device: torch.device) -> torch.
             f"number a sequence, on {device} like q"
         )
     return tensor
-
-
-def scales_of_sequences(given: dict[str, Any]) -> dict[str, Any]:
-    """Those of k and v with four dimensions where they have two: entries of a cache are pages of a
-    call then, and there may be as many of them as sequences (`descales.descale_of`)."""
-    found = scales_among(given)
-    for name, scale in found.items():
-        if isinstance(scale, torch.Tensor) and scale.ndim == 2:
-            found[name] = scale[None, ..., None]
-    return found
 
 
 def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: Any) -> None:
@@ -153,17 +152,6 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
         checks.check_pages(k_cache.shape)
     if offsets is not None and (getattr(offsets, "ndim", None) != 1 or not offsets.numel()):
         raise ValueError("cu_seqlens_q must be a (batch + 1,) int32 tensor")
-
-
-def check_cache_rows(cache: torch.Tensor) -> None:
-    """Raise ValueError for a cache whose entries are no pages, which they are with
-    cache_batch_idx."""
-    rows = cache.shape[1]
-    if not rows or rows % PAGE_MULTIPLE:
-        raise ValueError(
-            f"k_cache and v_cache have {rows} rows with cache_batch_idx; accepted: a multiple of "
-            f"{PAGE_MULTIPLE}"
-        )
 
 
 def check_entries(table: torch.Tensor, batch: int, device: torch.device) -> None:
@@ -245,15 +233,6 @@ def check_new_rows(
             )
     if new["k"].dtype != new["v"].dtype:
         raise TypeError(f"k is {new['k'].dtype}, v {new['v'].dtype}; accepted: one dtype of both")
-
-
-def check_positions(rotary_seqlens: Any, given: tuple[Any, Any]) -> None:
-    """Raise ValueError for positions of nothing. given: rotary_cos and rotary_sin."""
-    if rotary_seqlens is not None and all(table is None for table in given):
-        raise ValueError(
-            "rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them, or "
-            "None"
-        )
 
 
 def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends: bool) -> None:

@@ -31,7 +31,15 @@ from fa4_hd256.kernels.kernel_functions import FUNCTION_TENSORS
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
-from fa4_hd256.kernels.sequences import DS_BEGINS, PAGE_TABLE, PART_LIST, TREE_WORDS
+from fa4_hd256.kernels.sequences import (
+    CACHE_BATCH_IDX,
+    CACHE_LEFTPAD,
+    DS_BEGINS,
+    PAGE_TABLE,
+    PART_LIST,
+    TREE_WORDS,
+)
+from fa4_hd256.kernels.windows import Reach, Window
 
 from .memory_checks import require_dense
 
@@ -78,19 +86,6 @@ def causal_of(causal: Any) -> bool:
     return causal
 
 
-def window_of(window_size: Any) -> tuple[int | None, int | None]:
-    """(left, right) with None for unbounded; -1 means unbounded too."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size!r}; accepted: a pair (left, right)")
-    for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window_size is {window_size!r}; each side must be an int or None")
-        if side is not None:
-            _carried("a side of window_size", side)
-    left, right = (None if side == -1 else side for side in window_size)
-    return left, right
-
-
 def scale_of(softmax_scale: Any) -> float:
     """A Python float; 1 / sqrt(256) for None."""
     if softmax_scale is None:
@@ -121,18 +116,12 @@ LARGEST_SOFTCAP, LEAST_SOFTCAP = 1e4, 1e-6
 LARGEST_SCALE = 1e6
 
 
-def check_options(
-    softmax_scale: float, window: tuple[int | None, int | None], softcap: float
-) -> None:
-    """Their ranges. window: None for unbounded."""
+def check_options(softmax_scale: float, softcap: float) -> None:
+    """Raise ValueError for a number out of range."""
     if not abs(softmax_scale) <= LARGEST_SCALE:
         raise ValueError(
             f"softmax_scale is {softmax_scale}; accepted: any number of up to {LARGEST_SCALE:g}, "
             "negative ones and 0 too"
-        )
-    if any(side is not None and side < 0 for side in window):
-        raise ValueError(
-            f"window_size is {window}; accepted: 0 or more, None or -1 for unbounded"
         )
     if softcap != 0 and not LEAST_SOFTCAP <= softcap <= LARGEST_SOFTCAP:
         raise ValueError(
@@ -244,14 +233,18 @@ def _check_equal(what: str, values: Mapping[str, object], error: type[Exception]
 
 def check_shapes(
     q: Sequence[int], k: Sequence[int], v: Sequence[int], packed_q: bool, packed_k: bool,
-    paged: bool = False,
+    paged: bool = False, chosen: bool = False,
 ) -> None:  # fmt: skip
     """Batch, lengths and heads of three shapes (b, s, h, 256). A batch of 0 is an empty result,
-    and so are packed sequences without any row. paged: k and v are (pages, page_size, h, 256)."""
+    and so are packed sequences without any row. paged: k and v are (pages, page_size, h, 256).
+    chosen: cache_batch_idx chooses entries of k and v, which have a batch of their own."""
     if tuple(k) != tuple(v):
         raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}")
     if paged:
         check_pages(k)
+    elif chosen:
+        if k[0] < 1:
+            raise ValueError(f"k and v have no entries, shape {tuple(k)}; accepted: 1 or more")
     elif q[0] != k[0] and packed_q == packed_k:
         raise ValueError(f"q, k and v must have the same batch; got q {q[0]}, k and v {k[0]}")
     for name, shape, packed in (("q", q, packed_q), ("k", k, packed_k)):
@@ -357,13 +350,10 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
             f"{DS_BEGINS} is given with {', '.join(ragged)}; accepted: cu_seqlens_q and "
             "cu_seqlens_k, and nothing else"
         )
-    if PAGE_TABLE not in ragged:
-        return
-    if "seqused_k" not in ragged or "cu_seqlens_k" in ragged:
-        given = ", ".join(name for name in ragged if name != PAGE_TABLE) or "nothing else"
+    if PAGE_TABLE in ragged and "cu_seqlens_k" in ragged:
         raise ValueError(
-            f"page_table is given with {given}; accepted: seqused_k, the keys in use of each "
-            "sequence, which is required, and no cu_seqlens_k: keys in pages have no offsets"
+            "page_table is given with cu_seqlens_k; accepted: seqused_k, the keys in use of each "
+            "sequence, or neither: keys in pages have no offsets"
         )
 
 
@@ -478,9 +468,10 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
         for name, t in ragged.items()
         if name not in (PART_LIST, *MASK_TABLES, TREE_WORDS, *DESCALES, *FUNCTION_TENSORS)
     }  # fmt: skip
-    for side, tensor in (("q", q), ("k", k)):
-        if f"cu_seqlens_{side}" not in ragged and (side == "q" or PAGE_TABLE not in ragged):
-            sizes[side] = tensor.shape[0]
+    if "cu_seqlens_q" not in ragged:
+        sizes["q"] = q.shape[0]
+    if not {"cu_seqlens_k", PAGE_TABLE, CACHE_BATCH_IDX} & {*ragged}:
+        sizes["k"] = k.shape[0]
     if len(set(sizes.values())) > 1 or min(sizes.values()) < 0:
         raise ValueError(
             f"the batch sizes disagree: {sizes} (cu_seqlens hold batch + 1 offsets, seqused batch "
@@ -516,26 +507,47 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
                 f"seqused_{side} is {used.tolist()}; accepted: up to {rows.tolist()}, the rows of "
                 "each sequence"
             )
+    _check_places(k, ragged)
+
+
+def _check_places(k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError for entries that a cache has not, and for padding beyond the rows in use."""
+    entries, before = ragged.get(CACHE_BATCH_IDX), ragged.get(CACHE_LEFTPAD)
+    if entries is not None and ((entries < 0) | (entries >= k.shape[0])).any():
+        raise ValueError(
+            f"cache_batch_idx is {entries.tolist()}; accepted: 0 to {k.shape[0] - 1}, the entries "
+            "of the cache"
+        )
+    if before is None:
+        return
+    used = ragged.get("seqused_k", before.new_full(before.shape, k.shape[1]))
+    if ((before < 0) | (before > used)).any():
+        raise ValueError(
+            f"cache_leftpad is {before.tolist()}; accepted: 0 to {used.tolist()}, the rows in use"
+        )
 
 
 def check_page_numbers(
-    q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], left: int | None
+    q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], window: Window
 ) -> torch.Tensor:
-    """Lengths in use fit into the pages of a row, and all entries that are read number a page;
-    returns these numbers. Those read are of pages with a key that some query sees. left: of the
-    window. Waits for the device.
+    """Return the page numbers that are read, those of pages with a key that some query sees.
+
+    Raises ValueError for lengths that do not fit into a row of pages, and for a number that is read
+    and is none of a page. Waits for the device.
     """
-    table, used = ragged[PAGE_TABLE], ragged["seqused_k"].long()
+    table = ragged[PAGE_TABLE]
     (pages, page_size), columns = k.shape[:2], table.shape[1]
+    used = ragged.get("seqused_k", table.new_full(table.shape[:1], columns * page_size)).long()
     if (used > columns * page_size).any():
         raise ValueError(
             f"seqused_k is {used.tolist()}; accepted: up to {columns * page_size}, the {columns} "
             f"pages of a row of page_table of {page_size} rows each"
         )
+    left, reach = window[0], Reach.of(window)
     queries = _query_lengths(q, ragged)
     first = torch.zeros_like(used) if left is None else (used - queries - left).clamp(min=0)
-    # A row that no query has reads nothing.
-    last = torch.where(queries > 0, used, 0)
+    # A row without a query that sees something reads nothing.
+    last = torch.where(queries > reach.queries, used - reach.keys, 0)
     starts = torch.arange(columns, device=table.device) * page_size
     is_read = (starts + page_size > first[:, None]) & (starts < last[:, None])
     wrong = is_read & ((table < 0) | (table >= pages))
@@ -566,8 +578,16 @@ def check_max_seqlen(
     keys in pages if not all of a row of page_table may be in use."""
     offsets, lengths = ragged.get(f"cu_seqlens_{side}"), tensor.new_empty(0)
     if side == "k" and PAGE_TABLE in ragged:
-        lengths, most = ragged["seqused_k"], ragged[PAGE_TABLE].shape[1] * tensor.shape[1]
+        table, used = ragged[PAGE_TABLE], ragged.get("seqused_k")
+        most = table.shape[1] * tensor.shape[1]
         longest = most if longest is None else min(longest, most)
+        if used is None and longest < most:
+            raise ValueError(
+                f"max_seqlen_k is {longest} with page_table and without seqused_k; accepted: "
+                f"{most}, all rows of a row of page_table, or None; or give seqused_k, the keys in "
+                "use of each sequence"
+            )
+        lengths = lengths if used is None else used
     elif offsets is None:
         return tensor.shape[1]
     if longest is None or longest < 1:

@@ -14,26 +14,32 @@ from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from fa4_hd256.kernels.kernel_functions import FUNCTION_KINDS
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
-from fa4_hd256.kernels.sequences import DS_BEGINS, PADDING, PAGE_TABLE, PART_LIST, TREE_WORDS
+from fa4_hd256.kernels.sequences import (
+    CACHE_BATCH_IDX,
+    DS_BEGINS,
+    PADDING,
+    PAGE_TABLE,
+    PART_LIST,
+    TREE_WORDS,
+)
 from fa4_hd256.kernels.user_functions import FunctionClass
+from fa4_hd256.kernels.windows import Reach
 from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 
 from . import checks, descales, memory_checks
 from .layouts import without_expanded_heads
 from .operator_arguments import RAGGED, BackwardValues, ForwardValues
 from .tree_mask import check_words, is_wide
-
-#: A side of a window without a bound, in an operator's schema.
-UNBOUNDED = -1
+from .windows import UNBOUNDED, bounds_of_operator, window_of
 
 
 @dataclass(frozen=True)
 class Options:
     """What a call asks for beside q, k and v.
 
-    softmax_scale: finite. window: keys visible to the left and right of the diagonal, None for
-    unbounded; causal is (., 0). softcap: 0 for none. score_mod, mask_mod: None for none.
-    max_logits: the greatest logit of each head is a result, too.
+    softmax_scale: finite. window: keys visible to the left and right of the diagonal, of either
+    sign, None for unbounded; causal is (., 0). softcap: 0 for none. score_mod, mask_mod: None for
+    none. max_logits: the greatest logit of each head is a result, too.
     """
 
     softmax_scale: float
@@ -54,9 +60,9 @@ class Options:
         accepted. Their ranges are checked with the tensors (`Problem.describe`).
         """
         is_causal = checks.causal_of(causal)
-        left, right = checks.window_of(window_size)
+        window = window_of(window_size, is_causal)
         scale, softcap = checks.scale_of(softmax_scale), checks.softcap_of(softcap)
-        return cls(scale, (left, 0 if is_causal else right), softcap, use_clc)
+        return cls(scale, window, softcap, use_clc)
 
     @classmethod
     def of_operator(
@@ -70,9 +76,13 @@ class Options:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The window as an operator's schema takes it: `UNBOUNDED` for None."""
-        left, right = (UNBOUNDED if side is None else side for side in self.window)
-        return left, right
+        """The window as an operator's schema takes it."""
+        return bounds_of_operator(self.window)
+
+    @property
+    def reach(self) -> Reach:
+        """What the window leaves of lengths."""
+        return Reach.of(self.window)
 
     def scheduled(
         self,
@@ -154,7 +164,7 @@ class Problem:
         architecture that has no forward.
         """
         (q, k, v), ragged = tensors, ragged or {}
-        checks.check_options(options.softmax_scale, options.window, options.softcap)
+        checks.check_options(options.softmax_scale, options.softcap)
         checks.check_functions((options.score_mod, options.mask_mod), options.softcap, k, ragged)
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
@@ -171,7 +181,7 @@ class Problem:
         longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
         if max_seqlen_k is None and not paged:
             max_seqlen_k = max(1, k.shape[1])
-        check_words(ragged.get(TREE_WORDS), sequences, longest)
+        check_words(ragged.get(TREE_WORDS), sequences, longest, options.window)
         tiles, packed = choose_tiles(known, q.shape[2] // k.shape[2], longest, ragged)
         return cls(
             q_shape=tuple(q.shape),
@@ -299,10 +309,12 @@ def _check_contents(
     on_cpu, pages = q.device.type == "cpu", None
     if on_cpu:
         checks.check_contents(q, k, ragged)
+    for name in (PAGE_TABLE, CACHE_BATCH_IDX):
+        if name in ragged:
+            memory_checks.check_in_place({"k": k, "v": v}, f"{name}, where nothing is copied")
     if PAGE_TABLE in ragged:
-        memory_checks.check_in_place({"k": k, "v": v}, "page_table, where nothing is copied")
         if on_cpu:
-            pages = checks.check_page_numbers(q, k, ragged, options.window[0])
+            pages = checks.check_page_numbers(q, k, ragged, options.window)
     if on_cpu:
         descales.check_values(ragged, descale, pages)
 
@@ -416,8 +428,8 @@ def check_call(
     packed_q, packed_k = "cu_seqlens_q" in ragged, "cu_seqlens_k" in ragged
     packed = {"q": packed_q, "k": packed_k, "v": packed_k}
     checks.check_tensors({"q": q, "k": k, "v": v}, packed)
-    paged = PAGE_TABLE in ragged
-    checks.check_shapes(q.shape, k.shape, v.shape, packed_q, packed_k, paged)
+    kinds = packed_q, packed_k, PAGE_TABLE in ragged, CACHE_BATCH_IDX in ragged
+    checks.check_shapes(q.shape, k.shape, v.shape, *kinds)
     if sink is not None:
         checks.check_sink(sink, q)
     checks.check_ragged(q, {name: t for name, t in ragged.items() if name in RAGGED})

@@ -17,6 +17,8 @@ from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_TABLES
 from fa4_hd256.kernels.kernel_functions import FUNCTION_TENSORS
 from fa4_hd256.kernels.problem_class import DESCALES
 from fa4_hd256.kernels.sequences import (
+    CACHE_BATCH_IDX,
+    CACHE_LEFTPAD,
     DS_BEGINS,
     PAGE_TABLE,
     PART_LIST,
@@ -33,12 +35,12 @@ __all__ = [
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = SequenceTensors._fields
+#: Those that are no lengths.
+_NO_LENGTHS = (
+    PAGE_TABLE, PART_LIST, *MASK_TABLES, TREE_WORDS, DS_BEGINS, CACHE_BATCH_IDX, CACHE_LEFTPAD,
+)  # fmt: skip
 #: Those of them that calls with gradients may have.
-LENGTHS = tuple(
-    name
-    for name in RAGGED
-    if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES, TREE_WORDS, DS_BEGINS)
-)
+LENGTHS = tuple(name for name in RAGGED if name not in _NO_LENGTHS)
 #: All tensors of a call beside q, k, v and the sink.
 OTHERS = (*RAGGED, *DESCALES, *FUNCTION_TENSORS)
 
@@ -66,6 +68,8 @@ class ForwardTensors(NamedTuple):
     mask_key_bits: torch.Tensor | None = None
     tree_words: torch.Tensor | None = None
     ds_begins: torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None
+    cache_leftpad: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
     score_tensor_0: torch.Tensor | None = None
@@ -138,9 +142,9 @@ class BackwardTensors(NamedTuple):
 
 
 class ForwardValues(NamedTuple):
-    """window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`;
-    what is the backward's is used by autograd alone. score_mod, mask_mod: the key of one, None for
-    none. listed_tiles: as of `BackwardProblem`."""
+    """window_left, window_right: `windows.UNBOUNDED` without a bound. config, backward_config: see
+    `named_configs`; what is the backward's is used by autograd alone. score_mod, mask_mod: the key
+    of one, None for none. listed_tiles: as of `BackwardProblem`."""
 
     softmax_scale: float
     window_left: int

@@ -146,11 +146,13 @@ def room_for_parts(problem: Problem, gpu: Gpu) -> int | None:
 
 
 def longest_row(problem: Problem) -> int:
-    """Keys that the queries of a tile see at most."""
-    keys, (left, right) = problem.max_seqlen_k, problem.options.window
+    """Keys that the queries of a tile see at most, 1 or more."""
+    reach = problem.options.reach
+    queries, keys = reach.lengths(problem.max_seqlen_q, problem.max_seqlen_k)
+    left, right = reach.window
     if left is not None and right is not None:
-        keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
-    return keys
+        keys = min(keys, left + right + min(problem.tile_queries, queries))
+    return max(keys, 1)
 
 
 def rows_a_step(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fa4_hd256.kernels.masking import WORD_BITS
+from fa4_hd256.kernels.windows import Window
 
 __all__ = ["MOST_NODES", "WORD_NODES", "check_apart", "check_words", "is_wide", "tree_words"]
 
@@ -56,13 +57,21 @@ def is_wide(words: torch.Tensor | None) -> bool:
     return words is not None and words.dtype == torch.int64
 
 
-def check_words(words: torch.Tensor | None, sequences: int, longest: int) -> None:
-    """Raise ValueError unless words fit the sequences and the queries of a call.
+def check_words(
+    words: torch.Tensor | None, sequences: int, longest: int, window: Window
+) -> None:
+    """Raise ValueError unless words fit the sequences and the queries of a call, and the window.
 
-    sequences: of the call. longest: the most queries of a sequence.
+    sequences: of the call. longest: the most queries of a sequence. window: no bound of it may hide
+    a node.
     """
     if words is None:
         return
+    if any(side is not None and side < 0 for side in window):
+        raise ValueError(
+            f"window_size is {window} with tree_mask; accepted: 0 or more, None or -1 for "
+            "unbounded, since a negative bound hides nodes of the tree"
+        )
     batch, nodes = words.shape
     if batch not in (1, sequences):
         raise ValueError(

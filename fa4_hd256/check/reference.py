@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fa4_hd256.call.windows import ExactWindow
+
 #: Rows of scores held at once, so that long sequences do not need seqlen_q * seqlen_k doubles.
 _ROWS = 4096
 
@@ -33,8 +35,12 @@ class AttentionOptions:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """(left, right), None for unbounded; causal bounds the right side at 0."""
-        left, right = (None if side == -1 else side for side in self.window_size)
+        """(left, right), None for unbounded; causal bounds the right side at 0. -1 is a bound in an
+        `ExactWindow` alone."""
+        is_exact = isinstance(self.window_size, ExactWindow)
+        left, right = (
+            None if side == -1 and not is_exact else side for side in self.window_size
+        )
         return left, 0 if self.causal else right
 
     def masked(self, batch: int, head: int) -> torch.Tensor | None:
@@ -175,12 +181,13 @@ class Rotary:
 class KvCache:
     """A cache of keys and values. k, v: (batch, rows, heads_kv, dim), or (pages, page_size,
     heads_kv, dim) with table, of each sequence the numbers of its pages. lengths: rows in use of
-    each sequence."""
+    each sequence, those before its first key included. leftpad: how many these are; None for 0."""
 
     k: torch.Tensor
     v: torch.Tensor
     lengths: list[int]
     table: list[list[int]] | None = None
+    leftpad: list[int] | None = None
 
     def place(self, sequence: int, row: int) -> tuple[int, int]:
         """Where a row of a sequence is."""
@@ -216,12 +223,13 @@ class KvCache:
                 place = self.place(b, start + i)
                 k[place], v[place] = keys[i].cpu().double(), values[i].cpu().double()
             after[b] += len(keys)
-            places = [self.place(b, row) for row in range(after[b])]
+            padding = 0 if self.leftpad is None else self.leftpad[b]
+            places = [self.place(b, row) for row in range(padding, after[b])]
             keys, values = (
                 torch.stack([t[place] for place in places]) if places else t[:0, 0] for t in (k, v)
             )
             rows.append((q, keys, values))
-        return KvCache(k, v, after, self.table), rows
+        return KvCache(k, v, after, self.table, self.leftpad), rows
 
 
 def _one_head(

@@ -40,6 +40,7 @@ from cutlass import Int32
 from .edges import SharedByReference
 from .limits import ELEMENT_BYTES
 from .masking import MaskKind
+from .windows import Reach
 
 __all__ = [
     "BLOCK_TILES",
@@ -108,7 +109,8 @@ class DsTiles(SharedByReference):
 
     @classmethod
     def of(cls, lengths: tuple[Any, Any], kind: MaskKind, window: tuple[Any, Any]) -> DsTiles:
-        """Of a sequence of so many queries and keys.  window: (left, right) as in `Visibility`."""
+        """Of a sequence of so many queries and keys, without hidden ones.  window: (left, right) as
+        in `Visibility`."""
         (queries, keys), (left, right) = lengths, window
         blocks_q, first, limit = count_blocks(queries), None, None
         # Key j is seen by the queries j + queries - keys - right .. j + queries - keys + left.
@@ -152,10 +154,11 @@ class DsTiles(SharedByReference):
 
 
 def count_tiles(lengths: tuple[int, int], window: tuple[int | None, int | None]) -> int:
-    """Tiles of a query head in a sequence of so many queries and keys.  window: (left, right), None
-    for unbounded."""
-    left, right = window
-    tiles = DsTiles.of(lengths, MaskKind(left is not None, right is not None), window)
+    """Tiles of a query head in a sequence of so many queries and keys.  window: (left, right) of
+    either sign, None for unbounded."""
+    reach = Reach.of(window)
+    (left, right), lengths = reach.window, reach.lengths(*lengths)
+    tiles = DsTiles.of(lengths, MaskKind(left is not None, right is not None), reach.window)
     return tiles.count(lengths[1])
 
 
@@ -168,7 +171,7 @@ def ds_units(
     longest: queries and keys that no sequence has more of.  window: (left, right), None for
     unbounded.  packed: keys of all sequences where they are packed, None where they are padded.
     """
-    (queries, keys), (left, right) = map(count_blocks, longest), window
+    (queries, keys), (left, right) = map(count_blocks, longest), Reach.of(window).window
     # Blocks of queries that a block of keys meets, twice, on average over those of a sequence.
     widths = [2 * queries]
     if right is not None:

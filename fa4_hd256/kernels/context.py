@@ -45,12 +45,20 @@ class KernelContext(SharedByReference):
         return None
 
     def visibility(self, work: Any, block_kv: int) -> Visibility:
-        """Which keys the rows of a tile see."""
-        batch = self.batch(work)
+        """Which keys the rows of a tile see, counted without rows that a negative bound hides:
+        `windows`, NOTE [negative windows]."""
+        batch, mask, scalars = self.batch(work), self.mask, self.scalars
+        queries, keys = (
+            side(batch).length for side in (self.sequences.query, self.sequences.key)
+        )
+        if cutlass.const_expr(mask.bounded_left):
+            queries = cutlass.max(queries - scalars.unseen_queries, 0)
+        if cutlass.const_expr(mask.bounded_right):
+            keys = cutlass.max(keys - scalars.unseen_keys, 0)
         return Visibility(
-            self.sequences.query(batch).length,
-            self.sequences.key(batch).length,
-            self.mask,
+            queries,
+            keys,
+            mask,
             self.scalars.window_left,
             self.scalars.window_right,
             block_kv,

@@ -21,6 +21,8 @@ from cutlass import Int32
 from .edges import SharedByReference
 
 __all__ = [
+    "CACHE_BATCH_IDX",
+    "CACHE_LEFTPAD",
     "DS_BEGINS",
     "PADDING",
     "PAGE_TABLE",
@@ -45,6 +47,8 @@ PADDING = 256
 PAGE_TABLE, PART_LIST, TREE_WORDS = "page_table", "part_list", "tree_words"
 #: That of them which kernels of gradients alone read.
 DS_BEGINS = "ds_begins"
+#: Those that say where the keys of a sequence lie in a cache.
+CACHE_BATCH_IDX, CACHE_LEFTPAD = "cache_batch_idx", "cache_leftpad"
 
 
 class SequenceTensors(NamedTuple):
@@ -63,6 +67,9 @@ class SequenceTensors(NamedTuple):
     for trees of more than 32 nodes (`masking`, NOTE [trees]).
     ds_begins: (batch,) of packed sequences the number of the first tile of dS (`backward_ds_tiles`,
     NOTE [units of dS]).
+    cache_batch_idx: (batch,) the batch entry of K and V that holds the keys of each sequence.
+    cache_leftpad: (batch,) how many rows of that entry lie before the first key; seqused_k counts
+    them, too.
     """
 
     cu_seqlens_q: Any = None
@@ -77,6 +84,8 @@ class SequenceTensors(NamedTuple):
     mask_key_bits: Any = None
     tree_words: Any = None
     ds_begins: Any = None
+    cache_batch_idx: Any = None
+    cache_leftpad: Any = None
 
     @classmethod
     def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:
@@ -85,9 +94,12 @@ class SequenceTensors(NamedTuple):
 
     @property
     def are_unequal(self) -> bool:
-        """Whether sequences have lengths of their own."""
-        lengths = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
-        return any(tensor is not None for tensor in lengths)
+        """Whether sequences have lengths or places of their own."""
+        own = (
+            self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k,
+            self.cache_batch_idx, self.cache_leftpad,
+        )  # fmt: skip
+        return any(tensor is not None for tensor in own)
 
     def num_batches(self, q: cute.Tensor) -> Any:
         """Batch entries: of q, (seqlen, 256, heads, batch), or as many as packed sequences."""
@@ -135,7 +147,13 @@ class Sequences(SharedByReference):
     def key(self, batch: Int32) -> Sequence:
         """The key rows of a batch entry."""
         tensors = self.tensors
-        return self._sequence(batch, tensors.cu_seqlens_k, tensors.seqused_k, self.seqlen_k)
+        rows = self._sequence(batch, tensors.cu_seqlens_k, tensors.seqused_k, self.seqlen_k)
+        entry, before = rows.batch, Int32(0)
+        if cutlass.const_expr(tensors.cache_batch_idx is not None):
+            entry = tensors.cache_batch_idx[batch]
+        if cutlass.const_expr(tensors.cache_leftpad is not None):
+            before = cutlass.max(cutlass.min(tensors.cache_leftpad[batch], rows.length), 0)
+        return Sequence(rows.offset + before, rows.length - before, entry)
 
     def padded_query_offset(self, batch: Int32) -> Int32:
         """Where a batch entry begins in tensors with padded query rows (see `padded_rows`)."""

@@ -149,9 +149,9 @@ def call_scalars(
         of_softmax, of_scores = softcap, scale / softcap
     elif options.score_mod is not None:
         of_softmax, of_scores = 1.0, scale
-    left, right = options.window
+    unseen_queries, unseen_keys, window = options.reach
     # A bound beyond every length changes nothing, and sums with it stay in 32 bits.
-    left, right = (min(side or 0, LARGEST_WINDOW) for side in (left, right))
+    left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
     backward = head_parts is not None
     counter = None
     if options.use_clc and problem.kernels.counts_tiles:
@@ -162,6 +162,8 @@ def call_scalars(
         softmax_scale=cutlass.Float32(options.softmax_scale) if backward else None,
         window_left=cutlass.Int32(left),
         window_right=cutlass.Int32(right),
+        unseen_queries=cutlass.Int32(unseen_queries),
+        unseen_keys=cutlass.Int32(unseen_keys),
         max_seqlen_q=cutlass.Int32(problem.max_seqlen_q),
         max_seqlen_k=cutlass.Int32(min(problem.max_seqlen_k, LARGEST_LENGTH)),
         head_parts=cutlass.Int32(head_parts) if backward else None,

@@ -166,7 +166,7 @@ def _check_pages(call: ForwardCall, problem: Problem) -> None:
             f"{environment.CHECK_PAGES.name} is set: page numbers are read on the host, which a "
             "CUDA graph cannot capture; accepted: capture without it"
         )
-    check_page_numbers(call.q, call.k, call.ragged, problem.options.window[0])
+    check_page_numbers(call.q, call.k, call.ragged, problem.options.window)
 
 
 def launch_forward(

@@ -315,7 +315,7 @@ def _options(model: AttentionModel, mask: Mask, use_clc: bool) -> Options:
     options = Options.check(
         model.softmax_scale, mask.causal, mask.window_size, model.softcap, use_clc
     )
-    check_options(options.softmax_scale, options.window, options.softcap)
+    check_options(options.softmax_scale, options.softcap)
     return options
 
 

@@ -10,11 +10,12 @@ from fa4_hd256.call.operator_arguments import (
     ForwardTensors,
     ForwardValues,
 )
+from fa4_hd256.call.windows import UNBOUNDED
 
 #: Of a call of dense sequences without a mask, on the static scheduler, whose keys are not divided.
 _PLAIN: dict[str, Any] = {
-    "softmax_scale": 0.0625, "window_left": -1, "window_right": -1, "softcap": 0.0,
-    "max_seqlen_q": None, "max_seqlen_k": None, "use_clc": False, "config": "",
+    "softmax_scale": 0.0625, "window_left": UNBOUNDED, "window_right": UNBOUNDED,
+    "softcap": 0.0, "max_seqlen_q": None, "max_seqlen_k": None, "use_clc": False, "config": "",
     "backward_config": "", "num_splits": 1, "backward_use_clc": False, "score_mod": None,
     "mask_mod": None, "listed_tiles": 0, "wanted": [True, True, False],
 }  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.call.tile_mask import TileMask
+from fa4_hd256.call.windows import ExactWindow
 from fa4_hd256.integrations.given_results import gradients_of_results
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.kernels.block_mask import MASK_TILE
@@ -167,7 +168,7 @@ def _forward(
     options = settings.options
     given: dict[str, Any] = {
         "softmax_scale": options.softmax_scale,
-        "window_size": part.window,
+        "window_size": ExactWindow(*part.window),
         "softcap": options.softcap,
         "config": settings.config,
         "use_clc": settings.use_clc,

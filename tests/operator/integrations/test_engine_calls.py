@@ -448,7 +448,7 @@ def test_every_argument_is_in_the_tables_of_the_page():
         options = engine.OPTIONS
         assert set(options.honoured) <= kinds["honoured"]
         assert set(options.unused) == kinds["any value"]
-        assert set(options.neutral) == kinds["the value"] - {"cache_leftpad"}
+        assert set(options.neutral) == kinds["the value"]
 
 
 def test_every_argument_of_a_call_site_is_in_a_table():

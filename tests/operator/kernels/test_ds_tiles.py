@@ -18,11 +18,13 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     tile_strides,
 )
 from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.kernels.windows import Reach
 
 #: Around the ends of tiles and of blocks, and more blocks than any bound of `SIDES` has.
 LENGTHS = (1, 255, 256, 257, 512, 700, 1281, 1792)
-#: None, only the own key, a part of a block, a block and around, beyond some lengths, beyond all.
-SIDES = (None, 0, 1, 255, 256, 600, 5000)
+#: None, only the own key, a part of a block, a block and around, beyond some lengths, beyond all;
+#: negative bounds that hide a key, a block, more than some lengths.
+SIDES = (None, 0, 1, 255, 256, 600, 5000, -1, -256, -300)
 
 
 def test_an_element_of_a_tile():
@@ -64,8 +66,8 @@ def seen_blocks(lengths, window) -> list[range]:
 def is_wrong(lengths, window) -> bool:
     """Whether tiles of a case are not numbered one by one, by tiles of keys, then of queries, or
     are not counted."""
-    kind = MaskKind(*(side is not None for side in window))
-    tiles, before = DsTiles.of(lengths, kind, window), 0
+    kind, reach = MaskKind(*(side is not None for side in window)), Reach.of(window)
+    tiles, before = DsTiles.of(reach.lengths(*lengths), kind, reach.window), 0
     for block, columns in enumerate(seen_blocks(lengths, window)):
         for half in range(2) if columns else ():
             if tiles.row(2 * block + half) + 2 * columns.start != before:
@@ -88,7 +90,7 @@ def test_tiles_are_numbered_one_by_one():
 
 def test_random_lengths_and_windows():
     draw = random.Random(0)
-    sides = (None, 0, *range(1, 4000, 37))
+    sides = (None, 0, *range(1, 4000, 37), *range(-4000, 0, 97))
     for _ in range(1000):
         lengths = draw.randint(1, 4000), draw.randint(1, 4000)
         assert not is_wrong(lengths, (draw.choice(sides), draw.choice(sides)))

@@ -55,7 +55,8 @@ class ForwardConsumers:
                 s_done, scale_free = states
                 scale_free = self._send_scale(context, inverse, scale_free)
                 states = s_done, scale_free
-            if row < visibility.seqlen_q:
+            # Rows that a negative bound hides are stored, too.
+            if row < context.query(work).length:
                 self.store_lse(context, work, (row, head), softmax, lse)
             work = scheduler.advance_to_next_work()
         # The correction warps' last releases arrive on this CTA's barriers.

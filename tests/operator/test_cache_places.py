@@ -1,0 +1,170 @@
+"""Where the keys of a sequence lie in a KV cache: entries, rows of a page table, left padding.
+
+cache_batch_idx and cache_leftpad are arguments at run time, so that caches of any number of rows
+have one kernel.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_cases import accurate, int32
+
+from fa4_hd256 import flash_attn_varlen_func, flash_attn_with_kvcache
+from fa4_hd256.check import reference
+
+#: Rows in use, left padding among them: none, a few, more than a tile of keys, all.
+LENGTHS, LEFTPAD = [0, 21, 150, 203], [0, 21, 140, 7]
+#: Of a larger cache.
+ENTRIES, BATCH = [5, 0, 2, 3], 6
+
+
+def randn(*shape, device):
+    return torch.randn(*shape, 256).to(device, torch.bfloat16)
+
+
+def cache(rows, device, layout="nhd"):
+    """k and v, (6, rows, 1, 256)."""
+    if layout == "pages of both":
+        both = randn(BATCH, 2, rows, 1, device=device)
+        return tuple(both.unbind(1))
+    return tuple(randn(BATCH, rows + 5, 1, device=device)[:, :rows] for _ in "kv")
+
+
+def check(caches, q, new=(), rotary=None, leftpad=None, **options):
+    """One call on entries of the caches against the reference; new rows are written where theirs
+    belong."""
+    device, lengths = q.device, LENGTHS
+    if new:
+        lengths = [min(length, caches[0].shape[1] - new[0].shape[1]) for length in LENGTHS]
+    before = reference.KvCache(
+        *(t.clone() for t in caches), lengths, [[entry] for entry in ENTRIES], leftpad
+    )
+    rows_of = list(zip(*new)) if new else None
+    after, rows = before.appended(list(q), rows_of, rotary, True)
+    given = {"cache_seqlens": int32(lengths, device), "cache_batch_idx": int32(ENTRIES, device)}
+    if leftpad is not None:
+        given["cache_leftpad"] = int32(leftpad, device)
+    if rotary is not None:
+        given |= {"rotary_cos": rotary.cos, "rotary_sin": rotary.sin}
+    out, lse = flash_attn_with_kvcache(
+        q, *caches, *new, **given, **options, causal=True, return_lse=True
+    )
+    for tensor, exact in zip(caches, (after.k, after.v)):
+        error = (tensor.cpu().double() - exact).abs()
+        assert (error <= (2**-8 if rotary is not None else 0) * exact.abs() + 2**-20).all()
+    for got, got_lse, exact in zip(out, lse, rows):
+        tensors = [t[None].to(got.dtype) for t in exact]
+        accurate(got[None], got_lse[None], tensors, causal=True)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "pages of both"])
+def test_entries_of_any_number_of_rows(device, layout):
+    """Entries lie further apart than their rows take; K and V of an entry behind each other."""
+    check(cache(203, device, layout), randn(4, 3, 4, device=device), num_splits=1)
+
+
+def test_rows_are_not_compiled_in(device, monkeypatch):
+    """Another number of rows asks for no other kernel."""
+    from fa4_hd256.run import forward
+
+    specs, spec = [], forward.forward_spec
+
+    def noted(*arguments):
+        specs.append(spec(*arguments))
+        return specs[-1]
+
+    monkeypatch.setattr(forward, "forward_spec", noted)
+    for rows in (203, 250, 256):
+        check(cache(rows, device), randn(4, 1, 4, device=device), num_splits=1)
+    assert len({(one.problem_class, one.config) for one in specs}) == 1
+
+
+def test_left_padding(device):
+    """Sequences begin at any row; one has none but padding, and its queries see no key."""
+    q = randn(4, 3, 4, device=device)
+    check(cache(203, device), q, leftpad=LEFTPAD, num_splits=3)
+
+
+def test_new_rows_behind_left_padding(device):
+    """New rows lie behind those in use, and have the positions of their rows: padding counts."""
+    new = tuple(randn(4, 3, 1, device=device) for _ in "kv")
+    angles = torch.randn(210, 32)
+    rotary = reference.Rotary(*(t.to(device, torch.bfloat16) for t in (angles.cos(), angles.sin())))
+    check(cache(203, device), randn(4, 3, 4, device=device), new, rotary, LEFTPAD)
+
+
+def test_left_padding_of_a_whole_batch(device):
+    """Without cache_batch_idx and lengths: all rows behind the padding."""
+    k, v = (t[:4] for t in cache(203, device))
+    q, leftpad = randn(4, 1, 4, device=device), int32(LEFTPAD, device)
+    out, lse = flash_attn_with_kvcache(q, k, v, cache_leftpad=leftpad, return_lse=True)
+    for row, first in enumerate(LEFTPAD):
+        one = slice(row, row + 1)
+        accurate(out[one], lse[one], (q[one], k[one, first:], v[one, first:]))
+
+
+def test_a_prefill_of_packed_queries(device):
+    """The kernel of large tiles, whose keys begin anywhere."""
+    counts = [150, 0, 200, 70]
+    q, caches = randn(sum(counts), 1, device=device), cache(203, device)
+    given = {
+        "cu_seqlens_q": int32([0, *counts], device).cumsum(0).int(), "max_seqlen_q": 200,
+        "cache_seqlens": int32(LENGTHS, device), "cache_batch_idx": int32(ENTRIES, device),
+        "cache_leftpad": int32(LEFTPAD, device),
+    }  # fmt: skip
+    out, lse = flash_attn_with_kvcache(q, *caches, **given, causal=True, return_lse=True)
+    end = 0
+    for row, count in enumerate(counts):
+        rows, end = slice(end, end + count), end + count
+        keys = [t[ENTRIES[row], None, LEFTPAD[row] : LENGTHS[row]] for t in caches]
+        accurate(out[None, rows], lse[None, :, rows], (q[None, rows], *keys), causal=True)
+
+
+def test_rows_of_a_page_table(device):
+    """cache_batch_idx with page_table: the row of the table; all its rows without lengths."""
+    k, v = (randn(6, 32, 1, device=device) for _ in "kv")
+    table = int32([[0, 1], [2, 3], [4, 5]], device)
+    q, chosen = randn(2, 1, 2, device=device), int32([2, 0], device)
+    found = flash_attn_with_kvcache(q, k, v, page_table=table, cache_batch_idx=chosen)
+    expected = flash_attn_with_kvcache(q, k, v, page_table=table[[2, 0]])
+    assert torch.equal(found, expected)
+    lengths = int32([33, 64], device)
+    found = flash_attn_with_kvcache(
+        q, k, v, page_table=table, cache_batch_idx=chosen, cache_seqlens=lengths
+    )
+    expected = flash_attn_with_kvcache(
+        q, k, v, page_table=table[[2, 0]], cache_seqlens=lengths
+    )
+    assert torch.equal(found, expected)
+
+
+def test_pages_without_lengths(device):
+    """All rows of a row of the table are in use."""
+    k, v = (randn(6, 32, 1, device=device) for _ in "kv")
+    table, q = int32([[4, 1], [2, 0]], device), randn(2, 1, 2, device=device)
+    found = flash_attn_varlen_func(q, k, v, page_table=table)
+    keys = [t[table.long()].flatten(1, 2) for t in (k, v)]
+    out, lse = flash_attn_varlen_func(q, k, v, page_table=table, return_lse=True)
+    assert torch.equal(out, found)
+    accurate(out, lse, (q, *keys))
+
+
+@pytest.mark.simulator
+def test_pages_without_lengths_have_a_bound_that_holds():
+    k = v = randn(6, 32, 1, device="cpu")
+    q, table = randn(2, 1, 2, device="cpu"), int32([[4, 1], [2, 0]])
+    with pytest.raises(ValueError, match="max_seqlen_k is 63 with page_table and without seqused"):
+        flash_attn_varlen_func(q, k, v, page_table=table, max_seqlen_k=63)
+
+
+def test_positions_without_tables_have_no_effect(device):
+    caches = cache(64, device)
+    q, new = randn(6, 1, 2, device=device), tuple(randn(6, 1, 1, device=device) for _ in "kv")
+    again = tuple(t.clone() for t in caches)
+    lengths, positions = int32([3] * 6, device), int32([9] * 6, device)
+    expected = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lengths)
+    found = flash_attn_with_kvcache(
+        q, *again, *new, cache_seqlens=lengths, rotary_seqlens=positions
+    )
+    assert torch.equal(found, expected) and all(map(torch.equal, again, caches))
