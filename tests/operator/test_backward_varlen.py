@@ -220,6 +220,7 @@ def test_nothing_to_do(device):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_schedulers_give_the_same_bits(monkeypatch):
     """FA_CLC and use_clc select the same kernels; clusters really take tiles from others."""
     monkeypatch.setattr(backward_problem, "choose_head_parts", lambda work, group, *rest: group)

@@ -58,7 +58,7 @@ def test_holes(lengths, batch, heads, own_heads, use_clc, device):
     assert (lse[:, :, (lengths[0] - 1) // 128 * 128 :] == -math.inf).all()
 
 
-@pytest.mark.sampled("static")
+@pytest.mark.sampled
 def test_dtypes_and_kinds_of_scores(use_clc, device):
     """float16, a softcap, a sink, a scale below 0: rows that see nothing have the sink alone."""
     tensors = inputs(300, 400, (4, 2), 2, torch.float16, device)

@@ -269,6 +269,7 @@ def test_a_list_for_more_keys_than_there_are():
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_list_with_as_many_words_by_chance():
     """Of another batch over other heads, also where a call of those shapes came before. Of other
     bounds and another window a list serves."""
