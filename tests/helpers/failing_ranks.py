@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from fa4_hd256 import autograd
 from fa4_hd256.integrations import context_parallel
@@ -101,6 +103,31 @@ def raises_inside_on_gpu(rank: int, failing: int, way: str, in_backward: bool) -
     group = dist.new_group(timeout=timedelta(seconds=GPU_PATIENCE))
     launches = _failing(way, in_backward, 0)
     return _three_steps(way, group, "cuda", launches, rank == failing)
+
+
+def checkpointed(rank: int, way: str, ends_early: bool) -> list[str]:
+    """How results and gradients of checkpoints differ from those without, twice with recomputation
+    that PyTorch ends by an exception, and once with reentrant autograd. ends_early: nothing else is
+    saved behind the attention."""
+    torch.manual_seed(rank)
+    given = [torch.randn(1, 32, heads, 256).bfloat16() for heads in (4, 2, 2)]
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = getattr(context_parallel, way)(q, k, v)
+        return out if ends_early else out.sin()
+
+    def step(attend: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in given]
+        out = attend(*leaves)
+        out.float().square().sum().backward()
+        return [out, *[leaf.grad for leaf in leaves]]
+
+    expected, differ = step(layer), []
+    for is_reentrant in (False, False, True):
+        found = step(functools.partial(checkpoint, layer, use_reentrant=is_reentrant))
+        names = zip(("out", "dq", "dk", "dv"), found, expected, strict=True)
+        differ += [f"{name} {is_reentrant}" for name, f, e in names if not torch.equal(f, e)]
+    return differ
 
 
 def waits_for_its_gpu(rank: int) -> Met:

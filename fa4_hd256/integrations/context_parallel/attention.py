@@ -137,32 +137,37 @@ def _attend(
         return text_of(found, settings, name, order), (found, settings)
 
     (q, k, v, sink), settings = ranks.agree(check)
-    with ranks.in_common():
-        if name == "ulysses":
-            out, lse = attend_by_heads((q, k, v, sink), settings, given._asdict(), (ranks, order))
-        else:
-            kind = Ring if name == "ring" else Gathered
-            walk = kind(ranks, order, k.shape[1], settings)
-            out, lse = _OverRanks.apply(walk, settings, q, k, v, sink)
+    if name == "ulysses":
+        out, lse = attend_by_heads((q, k, v, sink), settings, given._asdict(), (ranks, order))
+    else:
+        kind = Ring if name == "ring" else Gathered
+        out, lse = _OverRanks.apply(kind, ranks, order, settings, q, k, v, sink)
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if wants_lse else out
 
 
 class _OverRanks(torch.autograd.Function):
-    """Attention of this rank's queries over all ranks' keys."""
+    """Attention of this rank's queries over all ranks' keys.
+
+    Only the exchanges are in common. An exception of a hook that packs saved tensors comes when
+    all is exchanged: activation checkpoints end a recomputation by one.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        walk: Ring | Gathered,
+        kind: type[Ring] | type[Gathered],
+        ranks: Ranks,
+        order: str,
         settings: Settings,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = walk.attend(q, (k, v), settings).results(sink, q.dtype)
+        """tensors: q, k, v, the sink, which may be None."""
+        q, k, v, sink = tensors
+        with ranks.in_common():
+            walk = kind(ranks, order, k.shape[1], settings)
+            out, lse = walk.attend(q, (k, v), settings).results(sink, q.dtype)
         # Those of functions, so that autograd finds out where they have changed.
         ctx.save_for_backward(q, k, v, sink, out, lse, *settings.read)
         ctx.walk, ctx.settings = walk, settings
@@ -181,4 +186,5 @@ class _OverRanks(torch.autograd.Function):
         with ctx.walk.ranks.in_common():
             dq, (dk, dv) = ctx.walk.gradients(own, (k, v), ctx.settings)
             dsink = None if sink is None else sink_gradient(own, sink)
-        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+        found = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+        return None, None, None, None, *found

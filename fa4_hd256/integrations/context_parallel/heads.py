@@ -85,7 +85,7 @@ class _InCommon(torch.autograd.Function):
             None if tensor is None else tensor.detach().requires_grad_(needs)
             for tensor, needs in zip(tensors, needed, strict=True)
         ]
-        with torch.enable_grad():
+        with ranks.in_common(), torch.enable_grad():
             results = function(*leaves)
         ctx.ranks, ctx.results = ranks, results
         ctx.save_for_backward(*tensors)
@@ -125,7 +125,8 @@ def attend_by_heads(
 
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _InCommon.apply(divided[0], attention, *tensors)
-    return attention(*tensors)
+    with divided[0].in_common():
+        return attention(*tensors)
 
 
 def _attend(

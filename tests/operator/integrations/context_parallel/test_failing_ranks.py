@@ -62,6 +62,15 @@ def test_a_rank_that_raises_inside_a_call_is_an_error_on_all(two, way, in_backwa
 
 
 @pytest.mark.simulator
+@pytest.mark.parametrize("ends_early", [True, False])
+@pytest.mark.parametrize("way", ["ring_attention", "all_gather_attention", "ulysses_attention"])
+def test_the_end_of_a_recomputation_is_no_failure(two, way, ends_early):
+    for answer in two.run(failing_ranks.checkpointed, way, ends_early):
+        assert not isinstance(answer, Failed), answer.trace
+        assert not answer
+
+
+@pytest.mark.simulator
 def test_a_rank_that_has_done_its_part_hears_at_its_next_call(two):
     """The other's last kernel fails, when it has sent all that is asked of it."""
     answers = two.run(failing_ranks.raises_inside, 0, "ring_attention", False, 1)
