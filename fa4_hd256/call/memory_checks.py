@@ -11,6 +11,7 @@ import torch
 from fa4_hd256.kernels.limits import TMA_ALIGNMENT
 
 from .layouts import tma_can_take
+from .overlap import share_memory
 
 __all__ = [
     "check_apart",
@@ -18,10 +19,8 @@ __all__ = [
     "check_in_place",
     "check_not_overlapping",
     "check_out",
-    "check_spans_apart",
     "check_writable",
     "check_writable_again",
-    "memory_span",
     "require_dense",
 ]
 
@@ -113,27 +112,11 @@ def check_not_overlapping(name: str, tensor: torch.Tensor) -> None:
 def check_apart(
     out: torch.Tensor, inputs: Sequence[Any], what: str = "out lies in memory that the call reads"
 ) -> None:
-    """Raises ValueError for a result where the call reads. inputs: arguments; what: said then."""
+    """Raise ValueError if a tensor that is written to shares memory with an input. inputs: tensors
+    among any arguments. what: begins the error."""
     if out.is_meta:
         return
-    span = memory_span(out)
     for tensor in inputs:
         if isinstance(tensor, torch.Tensor) and tensor.device == out.device:
-            check_spans_apart(span, memory_span(tensor), what)
-
-
-def check_spans_apart(one: tuple[int, int], other: tuple[int, int], what: str) -> None:
-    """Raises ValueError for two of `memory_span` that share a byte. what: said then."""
-    if one[0] < other[1] and other[0] < one[1]:
-        raise ValueError(f"{what}; accepted: memory of its own")
-
-
-def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of its first byte, and past its last."""
-    begin = tensor.data_ptr()
-    if tensor.is_contiguous():  # of most calls, and found in a tenth of the time
-        return begin, begin + tensor.nbytes
-    if not tensor.numel():
-        return begin, begin
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return begin, begin + (last + 1) * tensor.element_size()
+            if share_memory(out, tensor):
+                raise ValueError(f"{what}; accepted: memory of its own")

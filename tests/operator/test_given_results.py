@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -140,6 +141,23 @@ def test_memory_that_is_read_is_refused_in_repeated_calls(dense):
     flash_attn_func(*dense, out=torch.empty_like(q))
     with pytest.raises(ValueError, match="out lies in memory that the call reads"):
         flash_attn_func(*dense, out=q)
+
+
+def test_views_of_one_buffer_that_share_no_byte(dense):
+    """Every second head; and every second row, in repeated calls, too."""
+    q, *keys = dense
+    batch, rows, heads, columns = q.shape
+    expected = flash_attn_func(*dense)
+    buffer = q.new_full((batch, 2 * rows, 2 * heads, columns), math.nan)
+    of_heads = buffer[:, :rows, 0::2], buffer[:, :rows, 1::2]
+    of_rows = buffer[:, 0::2, :heads], buffer[:, 1::2, :heads]
+    for given, out in (of_heads, of_rows, of_rows[::-1]):
+        given.copy_(q)
+        flash_attn_func(given, *keys, out=out)
+        assert torch.equal(out, expected) and torch.equal(given, q)
+    for out in (buffer[:, :rows, :heads], buffer[:, rows // 2 : rows // 2 + rows, 1::2]):
+        with pytest.raises(ValueError, match="out lies in memory that the call reads"):
+            flash_attn_func(buffer[:, :rows, 1::2], *keys, out=out)
 
 
 @pytest.mark.parametrize("which", ["q", "out"])
