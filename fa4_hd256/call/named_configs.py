@@ -15,7 +15,7 @@ from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
 
-__all__ = ["DEFAULT", "decode", "encode"]
+__all__ = ["DEFAULT", "decode", "encode", "spelled"]
 
 #: The name of the default configuration.
 DEFAULT = ""
@@ -35,6 +35,12 @@ def encode(config: Any, *kinds: type, said: str = "config") -> str:
             *wanted, found = (f"{t.__module__}.{t.__name__}" for t in (*kinds, type(config)))
         raise TypeError(f"{said} must be a {', a '.join(wanted)} or None, got {found}")
     return _encode(config)
+
+
+def spelled(kind: type) -> str:
+    """The class of a configuration as a user writes it: with its module, since classes of several
+    architectures have the same name."""
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 @functools.lru_cache

@@ -30,6 +30,7 @@ from fa4_hd256.kernels.sequences import DS_BEGINS, PADDING
 
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
+from .named_configs import spelled
 from .tile_mask import blocks_of_queries
 
 __all__ = ["Division", "Portion", "divide", "least_ds_bytes", "visible_keys"]
@@ -112,10 +113,11 @@ def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Divisio
     found = _by_sequences(problem, ds_bytes, gpu) or _of_group(problem, ds_bytes, gpu)
     if found is None:
         heads, least = _least_of_group(problem)
+        config = spelled(problem.forward.kernels.config("backward"))
         raise NotImplementedError(
             f"gradients with block_mask keep dS of at least {DS_BLOCK} queries of {heads} query "
             f"head(s) of a sequence with all its keys, {least} bytes here; ds_bytes allows "
-            f"{ds_bytes}. Accepted: backward_config=BackwardConfig(ds_bytes={least}) or more"
+            f"{ds_bytes}. Accepted: backward_config={config}(ds_bytes={least}) or more"
         )
     return found
 

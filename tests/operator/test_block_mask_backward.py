@@ -87,6 +87,7 @@ def test_portions(device, backward_config):
     # A block of queries with all keys.
     least = of_one // 2
     message = f"least 256 queries of 1 query head.*, {least} bytes here; ds_bytes allows 5. "
+    message += rf"Accepted: backward_config={backward_config.__module__}.BackwardConfig\(ds_bytes="
     with pytest.raises(NotImplementedError, match=message):
         small = backward_config(ds_bytes=5)
         gradients(tensors, mask, dout, backward_config=small, **options)
