@@ -43,11 +43,17 @@ RESERVED_SMS = Variable(
     "SMs that grids of the static tile scheduler, and on Hopper of the dynamic one, leave to other "
     "kernels (NCCL's, say); FA_CLC=0 makes all static; same bits",
 )
+CHECK = Variable(
+    "FA4_HD256_CHECK",
+    "0",
+    "1: contents of tensors on a GPU are checked like those of CPU tensors: offsets, lengths, "
+    "max_seqlen_q and max_seqlen_k, page numbers, places of new rows, scheduler and backward "
+    "metadata. Every such call then waits for the GPU",
+)
 CHECK_PAGES = Variable(
     "FA4_HD256_CHECK_PAGES",
     "0",
-    "1: page numbers out of range, and new rows that a cache has no place for, are an error on a "
-    "GPU, too, at the cost of waiting for it at every such call; for CPU tensors they always are",
+    "1: the same of page numbers and of places of new rows in a cache alone",
 )
 DS_BYTES = Variable(
     "FA4_HD256_DS_BYTES",
@@ -78,6 +84,7 @@ ARCHITECTURE = Variable(
 VARIABLES = (
     ARCHITECTURE,
     CACHE_DIR,
+    CHECK,
     CHECK_PAGES,
     DS_BYTES,
     JIT,
@@ -199,12 +206,22 @@ def _whole_number(variable: Variable, unit: str) -> int | None:
     return int(given)
 
 
+def checks_contents() -> bool:
+    """Return True if contents of tensors on a GPU are checked. Raises ValueError for anything but 0
+    and 1."""
+    return _checks(CHECK)
+
+
 def checks_pages() -> bool:
-    """Whether page numbers and places of new rows are checked on a GPU. Raises ValueError for
-    anything but 0 and 1."""
-    given = os.environ.get(CHECK_PAGES.name) or "0"
+    """Return True if page numbers and places of new rows are checked on a GPU. Raises ValueError
+    for anything but 0 and 1."""
+    return _checks(CHECK_PAGES) or _checks(CHECK)
+
+
+def _checks(variable: Variable) -> bool:
+    given = os.environ.get(variable.name) or "0"
     if given not in ("0", "1"):
-        raise ValueError(f"{CHECK_PAGES.name} is {given!r}; accepted: 0 or 1")
+        raise ValueError(f"{variable.name} is {given!r}; accepted: 0 or 1")
     return given == "1"
 
 
@@ -258,7 +275,8 @@ def switches() -> tuple[str, ...]:
         named = [
             f"{variable}={os.environ.get(variable)}"
             for variable in (
-                "FA_CLC", ARCHITECTURE.name, RESERVED_SMS.name, CHECK_PAGES.name, DS_BYTES.name,
+                "FA_CLC", ARCHITECTURE.name, RESERVED_SMS.name, CHECK.name, CHECK_PAGES.name,
+                DS_BYTES.name,
             )
         ]  # fmt: skip
         named += [f"{name}={value}" for name, value in compiler_settings().items()]

@@ -90,7 +90,8 @@ def flash_attn_func(
     window_size: (left, right), query i sees the keys i + seqlen_k - seqlen_q - left to i + seqlen_k
         - seqlen_q + right; None and -1 mean unbounded, other negative numbers are bounds, which put
         the window before or behind the diagonal; causal sets the right one to 0.
-    learnable_sink: (heads,) logits that take part in the softmax with a value of 0, or None.
+    learnable_sink: (heads,) logits that take part in the softmax with a value of 0, or None. With
+        +inf a head has out = 0, lse = +inf, and no gradients but that of lse for the sink.
     softcap: scores become softcap * tanh(score / softcap), up to 1e4; 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
@@ -200,6 +201,10 @@ def flash_attn_varlen_func(
     with cu_seqlens_k, or with page_table (pages, page_size, heads_kv, 256).
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of packed sequences; lengths may be 0.
+        Rows behind the last offset belong to no sequence: there out = 0, lse = -inf and gradients
+        are 0. Offsets on a GPU that do not ascend from 0, that exceed the rows, or that make a
+        sequence longer than max_seqlen_q (in a backward max_seqlen_k, too) give NaN in all rows
+        that they describe; on the CPU, or with FA4_HD256_CHECK=1, they are a ValueError.
     max_seqlen_q: the longest query sequence, an int; required with cu_seqlens_q, since the grid
         follows it. max_seqlen_k: the longest key sequence, which the grid of dK and dV follows;
         if None max_seqlen_q where cu_seqlens_k is cu_seqlens_q itself, else the rows of k, and the
@@ -229,8 +234,8 @@ def flash_attn_varlen_func(
     (heads, total_q) with cu_seqlens_q, else (batch, heads, seqlen_q).
 
     Raises TypeError or ValueError as `flash_attn_func` does, and NotImplementedError for gradients
-    with page_table. Page numbers out of range: ValueError for CPU tensors, or where
-    FA4_HD256_CHECK_PAGES is 1; else undefined.
+    with page_table. Page numbers out of range: ValueError for CPU tensors, or where FA4_HD256_CHECK
+    or FA4_HD256_CHECK_PAGES is 1; else undefined.
     """
     if block_mask is not None or mask_mod is not None:
         apart = {

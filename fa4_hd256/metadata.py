@@ -44,8 +44,10 @@ def get_scheduler_metadata(
     the calls. kv_dtype: of k and v, None for that of q.
 
     Returns an int32 vector. Nothing waits for the device; in a CUDA graph it follows the lengths at
-    each replay. Other bounds need another one, which a call says; other lengths only balance it
-    worse. Bits of a result depend on it as on num_splits.
+    each replay. Other lengths only balance it worse. Bits of a result depend on it as on
+    num_splits. It begins with what it was made for. A call of another batch, number of query heads
+    or bound of queries raises ValueError; where the tensor is a copy on a GPU, which nobody reads,
+    its results are NaN instead.
 
     Raises TypeError or ValueError as the calls do.
     """
@@ -90,8 +92,8 @@ def get_backward_metadata(
     None where it is cu_seqlens_q. Their contents are read, which waits for a GPU that has them, and
     for none where they lie on the CPU. device: of the calls, None for that of cu_seqlens_q.
 
-    One serves all layers of a mask as long as lengths stay as they are. With other lengths
-    gradients are undefined, and memory of others may be written to; on the CPU it is an error.
+    One serves all layers of a mask as long as lengths stay as they are. With other lengths all
+    gradients are NaN on a GPU; on the CPU, or with FA4_HD256_CHECK=1, they are a ValueError.
 
     Raises TypeError or ValueError for offsets or a mask that calls do not accept, and RuntimeError
     in a CUDA graph's capture or under torch.compile, where nothing can be read.

@@ -8,16 +8,22 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import environment
+
 __all__ = ["UntilChanged"]
 
 
 class UntilChanged:
-    """A value by tensor, while this lives and is not changed in place. Nothing is kept of inference
-    tensors: PyTorch does not count the changes of these. Nor does it count those by others that
-    have the memory, a NumPy array or `.data`, by collectives as `broadcast` and `all_reduce`, by
-    kernels of the user's and by replays of CUDA graphs: tensors on the CPU are compared with what
-    they were, those on a GPU, which nothing waits for, may not be changed so. For several threads
-    at once."""
+    """Values by tensor, each valid while the tensor lives and nobody changes it in place.
+
+    PyTorch counts changes of a tensor, but not all: not those of inference tensors, of which
+    nothing is kept, nor those through other holders of the memory (a NumPy array, `.data`), by
+    collectives (`broadcast`, `all_reduce`), by kernels of the user's and by replays of CUDA graphs.
+    Tensors on the CPU are therefore compared with a copy, those on a GPU with FA4_HD256_CHECK=1,
+    too. Without it a user must not change tensors on a GPU in these ways. Lengths that changed so
+    are noticed by the kernels that use them (`kernels.tail_rows`, NOTE [wrong lengths]); a mask of
+    packed rows is not. Safe for several threads at once.
+    """
 
     def __init__(self, most: int | None = None) -> None:
         """most: values that are kept, of which the oldest goes first; None: of all tensors."""
@@ -48,6 +54,8 @@ class UntilChanged:
 
 def _contents(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy of what a tensor holds, None where nobody looks at it."""
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+    if type(tensor) is not torch.Tensor:
+        return None
+    if tensor.device.type != "cpu" and not environment.checks_contents():
         return None
     return tensor.detach().clone()

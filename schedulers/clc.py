@@ -110,6 +110,7 @@ def _wait_for_empty(channel: pipeline.PipelineClcFetchAsync, state: pipeline.Pip
 class ClcScheduler(DynamicScheduler):
     """One warp's view of the cluster's sequence of tiles."""
 
+    cancels_clusters: ClassVar[bool] = True
     smem_bytes: ClassVar[int] = NUM_STAGES * (3 * BARRIER_BYTES + RESPONSE_BYTES) + 16
 
     @classmethod

@@ -51,6 +51,7 @@ class DynamicScheduler:
     `setup` of the scheduler returns it."""
 
     needs_scheduler_warp: ClassVar[bool] = True
+    cancels_clusters: ClassVar[bool] = False
     cluster_size: ClassVar[int] = CLUSTER_SIZE
 
     def __init__(

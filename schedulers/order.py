@@ -309,6 +309,8 @@ def _of_row(block: Any, batch: Any, packed: PackedBlocks) -> tuple[Any, Any]:
 def _of_row_on_device(block: Int32, batch: Int32, packed: PackedBlocks) -> tuple:
     if packed.is_used != 0:
         block, batch = packed.found(block)
+        # Offsets that do not ascend may put a sequence's first number behind this one.
+        block = cutlass.max(block, 0)
     return block, batch
 
 

@@ -107,6 +107,9 @@ class TileScheduler(Protocol):
     # Whether some warp of the leader CTA must call prefetch_next_work and producer_tail.
     needs_scheduler_warp: ClassVar[bool]
 
+    # Running clusters cancel the launch of others (PTX ISA 9.7.14).
+    cancels_clusters: ClassVar[bool]
+
     # CTAs of a cluster; see `of_clusters`.
     cluster_size: ClassVar[int]
 

@@ -17,6 +17,7 @@ class _StaticScheduler:
     """What both static schedulers share: nothing is exchanged between the roles."""
 
     needs_scheduler_warp: ClassVar[bool] = False
+    cancels_clusters: ClassVar[bool] = False
     cluster_size: ClassVar[int] = CLUSTER_SIZE
     smem_bytes: ClassVar[int] = 0
 

@@ -207,6 +207,7 @@ class OnlineSoftmax:
 
         sink_log2: logit of a sink, times log2(e), or None.  It takes part in l and LSE like a key
         whose value is 0; a row without visible key then has LSE = the sink's logit, -inf too.
+        A logit of +inf takes everything: (0, +inf).
         """
         row_sum, offset = self._over_lanes(self.row_sum, lambda a, b: a + b), self.offset
         if cutlass.const_expr(sink_log2 is not None):
@@ -216,7 +217,11 @@ class OnlineSoftmax:
             # Finite where there is neither key nor sink: a difference of infinities is no number.
             largest = cute.arch.fmax(cute.arch.fmax(kept, sink_log2), Float32(LOWEST_LOGIT))
             shrink = exp2_row_factor(kept - largest)
-            total = row_sum * shrink + exp2_row_factor(sink_log2 - largest)
+            # Nor is that of the largest sink and itself, if it is +inf.
+            of_sink = cutlass.select_(
+                sink_log2 == largest, Float32(0.0), sink_log2 - largest
+            )
+            total = row_sum * shrink + exp2_row_factor(of_sink)
             lse = (largest + cute.math.log2(total, approx=True, ftz=True)) * math.log(2.0)
             is_void = total == Float32(0.0)
             inverse = cutlass.select_(is_void, Float32(0.0), shrink * cute.arch.rcp_approx(total))

@@ -29,7 +29,8 @@ _KEPT = ("SM100_SIM_THREADS", "SM100_SIM_CACHE_DIR")
 for _name in [name for name in os.environ if name.startswith("SM100_SIM_") and name not in _KEPT]:
     del os.environ[_name]
 for _name in (
-    "FA4_HD256_ARCH", "FA4_HD256_DS_BYTES", "FA4_HD256_JIT", "FA4_HD256_PREBUILT",
+    "FA4_HD256_ARCH", "FA4_HD256_CHECK", "FA4_HD256_CHECK_PAGES", "FA4_HD256_DS_BYTES",
+    "FA4_HD256_JIT", "FA4_HD256_PREBUILT",
     "FA4_HD256_PROGRESS", "FA4_HD256_RESERVED_SMS", "CUTE_DSL_ARCH",
 ):  # fmt: skip
     os.environ.pop(_name, None)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fa4_hd256 import environment
+from fa4_hd256.gpus.devices import is_captured
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK
 from fa4_hd256.kernels.block_mask import (
     BIT_WORDS,
@@ -480,18 +482,36 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
     return next(iter(sizes.values()))
 
 
+def reads_contents(device: torch.device) -> bool:
+    """Return True if a call looks at what lengths and offsets hold: on the CPU, where nothing waits
+    for it, and on a GPU by FA4_HD256_CHECK.
+
+    Raises RuntimeError in the capture of a CUDA graph, which cannot read them.
+    """
+    if device.type == "cpu" or not environment.checks_contents():
+        return device.type == "cpu"
+    if is_captured(device):
+        raise RuntimeError(
+            f"{environment.CHECK.name} is set: lengths are read on the host, which a CUDA graph "
+            "cannot capture; accepted: capture without it"
+        )
+    return True
+
+
 def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
-    """Offsets ascend from 0 to the total; lengths in use are not negative, nor more than there are
-    rows (of keys in pages: `check_page_numbers`). Only for the CPU, where reading them costs no
-    synchronisation; kernels take what is beyond for all rows."""
+    """Check that offsets ascend from 0 to the total at most, and that lengths in use are not
+    negative, nor more than there are rows (of keys in pages: `check_page_numbers`).
+
+    For calls of `reads_contents`; in others kernels take what is beyond for all rows.
+    """
     for side, tensor in (("q", q), ("k", k)):
         offsets = ragged.get(f"cu_seqlens_{side}")
         if offsets is not None and offsets.numel():
             steps = offsets.diff()
-            if offsets[0] != 0 or offsets[-1] != tensor.shape[1] or (steps < 0).any():
+            if offsets[0] != 0 or offsets[-1] > tensor.shape[1] or (steps < 0).any():
                 raise ValueError(
                     f"cu_seqlens_{side} is {offsets.tolist()}; accepted: offsets that ascend from "
-                    f"0 to {tensor.shape[1]}, the number of rows of {side}"
+                    f"0 to at most {tensor.shape[1]}, the number of rows of {side}"
                 )
         used = ragged.get(f"seqused_{side}")
         if used is None:
@@ -594,7 +614,7 @@ def check_max_seqlen(
         raise ValueError(f"max_seqlen_{side} is {longest}; accepted: 1 or more")
     if side == "q" and longest > LARGEST_QUERIES:
         raise ValueError(f"max_seqlen_q is {longest}; accepted: up to {LARGEST_QUERIES}")
-    if tensor.device.type == "cpu":
+    if reads_contents(tensor.device):
         if offsets is not None:
             lengths = offsets.diff()
         found = int(lengths.max()) if lengths.numel() else 0

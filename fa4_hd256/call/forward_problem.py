@@ -303,19 +303,20 @@ def _check_contents(
     options: Options,
     descale: str,
 ) -> None:
-    """Pages can be read where they are; and on the CPU, where nothing waits for it, what lengths,
-    page tables and factors hold. tensors: q, k, v. descale: whose factors k and v have."""
+    """Check that pages can be read where they are, and what lengths, page tables and scales hold
+    if the call looks at it (`reads_contents`). tensors: q, k, v. descale: whose scales k and v
+    have."""
     q, k, v = tensors
-    on_cpu, pages = q.device.type == "cpu", None
-    if on_cpu:
+    is_read, pages = checks.reads_contents(q.device), None
+    if is_read:
         checks.check_contents(q, k, ragged)
     for name in (PAGE_TABLE, CACHE_BATCH_IDX):
         if name in ragged:
             memory_checks.check_in_place({"k": k, "v": v}, f"{name}, where nothing is copied")
     if PAGE_TABLE in ragged:
-        if on_cpu:
+        if is_read:
             pages = checks.check_page_numbers(q, k, ragged, options.window)
-    if on_cpu:
+    if is_read:
         descales.check_values(ragged, descale, pages)
 
 

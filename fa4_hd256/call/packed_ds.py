@@ -17,6 +17,7 @@ from fa4_hd256.kernels.backward_ds_tiles import count_tiles
 from fa4_hd256.kernels.sequences import DS_BEGINS
 
 from .backward_problem import BackwardProblem
+from .checks import reads_contents
 from .forward_problem import Options
 from .tile_mask import rounded_tiles
 
@@ -107,8 +108,8 @@ def check_metadata(metadata: Any, causal: Any, window_size: Any, others: dict[st
 
 
 def check_begins(problem: BackwardProblem, ragged: dict[str, torch.Tensor]) -> None:
-    """Of a backward with `DS_BEGINS`: room for its tiles is given; and on the CPU, where nothing
-    waits for it, they are those of the lengths. Raises ValueError."""
+    """Check `DS_BEGINS` of a backward: room for its tiles is given, and they are those of the
+    lengths if the call looks at these (`reads_contents`). Raises ValueError."""
     if DS_BEGINS not in ragged:
         return
     if problem.listed_tiles <= 0:
@@ -116,7 +117,7 @@ def check_begins(problem: BackwardProblem, ragged: dict[str, torch.Tensor]) -> N
             f"listed_tiles is {problem.listed_tiles} with {DS_BEGINS}; accepted: the tiles of all "
             "sequences, as get_backward_metadata counts them"
         )
-    if problem.forward.device.type != "cpu":
+    if not reads_contents(problem.forward.device):
         return
     offsets = (ragged[f"cu_seqlens_{side}"].tolist() for side in "qk")
     begins, tiles = begins_of(lengths_between(*offsets), problem.forward.options.window)

@@ -26,18 +26,19 @@ from .splits import LARGEST, longest_row, room_for_parts, rows_a_step
 
 __all__ = ["list_of_parts", "mark", "marked"]
 
-#: The attribute of a list that says what it was made for. A call reads no contents, and sizes that
-#: differ can come to the same number of words. Copies have none.
+#: The attribute of a list that says what it was made for, as its header does, which calls do not
+#: read. It turns a mismatch into an error. Copies have none: there the device compares.
 _MARK = "_fa4_hd256_part_list"
 
 
 def mark(words: torch.Tensor, problem: Problem, gpu: Gpu) -> None:
     """Note on a list what it was made for."""
-    setattr(words, _MARK, (room_for_parts(problem, gpu) or 0, problem.sequences))
+    room = room_for_parts(problem, gpu) or 0
+    setattr(words, _MARK, (room, problem.sequences, problem.q_shape[2]))
 
 
-def marked(words: Any) -> tuple[int, int] | None:
-    """(parts that a list has room for, sequences); None where it has no mark."""
+def marked(words: Any) -> tuple[int, ...] | None:
+    """(parts that a list has room for, sequences, query heads); None where it has no mark."""
     return getattr(words, _MARK, None)
 
 
@@ -71,7 +72,9 @@ def list_of_parts(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Te
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     words = _words(starts, counts, room)
     keys = of_part.index_select(0, best) * tiles.keys
-    return torch.cat([keys, words, starts]).to(torch.int32)
+    made_for = (room, problem.sequences, problem.q_shape[2])
+    header = [keys, *(keys.new_full((1,), number) for number in made_for)]
+    return torch.cat([*header, words, starts]).to(torch.int32)
 
 
 def _steps(problem: Problem, lengths: torch.Tensor) -> torch.Tensor:

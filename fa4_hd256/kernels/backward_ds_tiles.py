@@ -59,6 +59,7 @@ __all__ = [
     "tile_of",
     "tile_strides",
     "tiles_of_head",
+    "within_head",
 ]
 
 DS_TILE = 128  # keys, and queries, of a tile
@@ -226,6 +227,15 @@ def tiles_of_head(ds: cute.Tensor) -> Int32:
     """Tiles of a query head: so many numbers lie between those of two heads."""
     _, units, of_unit, _ = ds.shape
     return units * of_unit
+
+
+def within_head(ds: cute.Tensor, number: Int32, tensors: Any) -> Int32:
+    """A tile's number in its query head, brought into the room of one where sequences have lengths
+    of their own: these may contradict what the room was made for (`tail_rows`, NOTE [wrong
+    lengths]).  tensors: `SequenceTensors`."""
+    if not tensors.are_unequal:
+        return number
+    return cutlass.max(cutlass.min(number, tiles_of_head(ds) - 1), 0)
 
 
 def tile_of(ds: cute.Tensor, number: Int32) -> cute.Tensor:

@@ -3,7 +3,8 @@
 Part i of a row has O_i, divided by its own sum, and LSE_i.  With L = ln sum_i exp(LSE_i) the row's
 result is out = sum_i exp(LSE_i - L) O_i and LSE = L (arXiv 2205.14135, algorithm 1, for blocks that
 are worked on one after the other).  A part without a visible key has LSE_i = -inf and weighs
-nothing, whatever its O_i holds; a row without any has out = 0 and LSE = -inf.
+nothing, whatever its O_i holds; a row without any has out = 0 and LSE = -inf.  A part with a sink
+of +inf has LSE_i = +inf and takes all of the weight.
 
 A lane makes the weight of a part, or of two; then a warp has the columns of a row, 8 a lane, of all
 parts, or of some.
@@ -42,6 +43,8 @@ from .views import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lan
 __all__ = ["CombineKernel"]
 
 LOG2_E = math.log2(math.e)
+#: Stands for an LSE of +inf: the largest float32.
+LARGEST_LSE = 3.4028234663852886e38
 #: Of shared memory, more than half of an SM's.
 ALONE_BYTES = 116 << 10
 
@@ -241,6 +244,8 @@ class CombineKernel:
         row, head, first, splits = source
         part = cute.arch.lane_idx() + begin if begin else cute.arch.lane_idx()
         own = part_lse[first + cutlass.min(part, splits - 1), head, row] * LOG2_E
+        # That of a sink of +inf has differences to others; NaN stays.
+        own = cutlass.select_(own == Float32(math.inf), Float32(LARGEST_LSE), own)
         return cutlass.select_(part < splits, own, Float32(-math.inf))
 
     def _weights(self, own: list[Float32]) -> tuple[list[Float32], Float32]:
@@ -260,4 +265,6 @@ class CombineKernel:
         inverse = cutlass.select_(is_void, Float32(0.0), cute.arch.rcp_approx(total))
         lse = (largest + cute.math.log2(total, approx=True, ftz=True)) * math.log(2.0)
         lse = cutlass.select_(is_void, Float32(-math.inf), lse)
+        is_full = (largest == Float32(LARGEST_LSE)) & (total > Float32(0.0))
+        lse = cutlass.select_(is_full, Float32(math.inf), lse)
         return [weight * inverse for weight in weights], lse

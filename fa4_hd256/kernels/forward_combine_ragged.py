@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from .combine_config import CombineConfig
 from .forward_combine import CombineKernel
 from .limits import WARP_SIZE
 from .part_list import PartList
 from .problem_class import CombineClass
-from .views import by_sequence
+from .views import LANE_COLUMNS, by_sequence, lane_columns
 
 __all__ = ["RaggedCombineKernel"]
 
@@ -69,11 +70,25 @@ class RaggedCombineKernel(CombineKernel):
         cute.arch.griddepcontrol_wait()
         if index < batch * seqlen * heads:
             row, head, entry = index // heads % seqlen, index % heads, index // heads // seqlen
-            first, count = PartList(lists[0], num_parts).of_sequence(entry)
+            listed = PartList(lists[0], num_parts)
+            first, count = listed.of_sequence(entry)
             offset, length, in_results = Int32(0), seqlen, entry
             if cutlass.const_expr(self.problem_class.packed):
                 offset, in_results = lists[1][entry], Int32(0)
                 length = lists[1][entry + 1] - offset
             if row < length:
                 source, place = (row, head, first, count), (offset + row, head, in_results)
-                self.combine_row(parts, results, source, place)
+                if listed.is_for(heads):
+                    self.combine_row(parts, results, source, place)
+                else:
+                    self._refuse_row(results, place)
+
+    @cute.jit
+    def _refuse_row(self, results: tuple, place: tuple):
+        """NaN in one row.  place: (row, head, batch entry)."""
+        (out, lse), (row, head, batch) = results, place
+        values = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
+        values.fill(math.nan)
+        cute.autovec_copy(values, lane_columns(out[row, None, head, batch], cute.arch.lane_idx()))
+        if cute.arch.lane_idx() == 0:
+            lse[batch, head, row] = Float32(math.nan)

@@ -142,9 +142,10 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
     kernel: Any
 
     def allow_next(self) -> None:
-        """With split keys, a CTA's consent to the combining kernel: `forward_combine` NOTE [before
-        the forward ends]."""
-        if self.problem_class.split:
+        """With split keys, let the combining kernel begin: `forward_combine` NOTE [before the
+        forward ends].  A grid whose clusters may be cancelled does not (docs/silicon.md,
+        `clc-dependents`)."""
+        if self.problem_class.split and not self.scheduler.cancels_clusters:
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit

@@ -1,21 +1,32 @@
 """A list of the parts into which the keys of sequences of different lengths are divided.
 
-It lies in global memory as int32: the keys of a part; a word for each part that the grid has room
-for; and for each sequence, and behind the last one, the number of its first part.  A word is the
-sequence, whether the part is its last one, and the part's number in it; of room that is not used
-the number is past all keys.
+It lies in global memory as int32: a header; a word for each part that the grid has room for; and
+for each sequence, and behind the last one, the number of its first part.  A word is the sequence,
+whether the part is its last one, and the part's number in it; of room that is not used the number
+is past all keys.
+
+NOTE [header of a list].  The header holds the keys of a part, then what the list was made for:
+parts that it has room for, sequences, query heads.  Copies of a list keep it, and the host reads
+none of it.  The combining kernel compares it with the call and writes NaN if they differ.  The
+forward reads any other memory in place of a list without leaving its tensors.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from .masking import Part
 
-__all__ = ["LAST_BIT", "SEQUENCE_SHIFT", "UNUSED", "PartList", "list_length"]
+__all__ = ["HEADER", "LAST_BIT", "SEQUENCE_SHIFT", "UNUSED", "PartList", "list_length"]
+
+#: Words of the header.
+HEADER = 4
+#: Keys of a part at most, so that products with the number of a part stay in 32 bits.
+MOST_KEYS = 1 << 23
 
 #: Of a word: the bit of a sequence's last part, above the part's number, and the bits below the
 #: sequence.
@@ -27,7 +38,7 @@ UNUSED = LAST_BIT - 1
 
 def list_length(num_parts: int, num_sequences: int) -> int:
     """Words of a list."""
-    return 1 + num_parts + num_sequences + 1
+    return HEADER + num_parts + num_sequences + 1
 
 
 class PartList(NamedTuple):
@@ -38,19 +49,28 @@ class PartList(NamedTuple):
 
     @property
     def num_sequences(self) -> Any:
-        return cute.size(self.words) - self.num_parts - 2
+        return cute.size(self.words) - self.num_parts - (HEADER + 1)
+
+    def is_for(self, heads: Any) -> Boolean:
+        """Return True if the list was made for so many parts, sequences and query heads: NOTE
+        [header of a list]."""
+        words, (parts, sequences) = self.words, (self.num_parts, self.num_sequences)
+        return (words[1] == parts) & (words[2] == sequences) & (words[3] == heads)
 
     def sequence(self, number: Int32) -> Int32:
         """The sequence that a part belongs to."""
-        return self.words[1 + number] >> SEQUENCE_SHIFT
+        sequence = self.words[HEADER + number] >> SEQUENCE_SHIFT
+        return cutlass.max(cutlass.min(sequence, self.num_sequences - 1), 0)
 
     def part(self, number: Int32) -> Part:
         """Which part of its sequence's keys it is."""
-        word = self.words[1 + number]
+        word = self.words[HEADER + number]
         is_last = (word & LAST_BIT) != 0
-        return Part(word & (LAST_BIT - 1), None, self.words[0], is_last)
+        keys = cutlass.max(cutlass.min(self.words[0], MOST_KEYS), 1)
+        return Part(word & (LAST_BIT - 1), None, keys, is_last)
 
     def of_sequence(self, entry: Int32) -> tuple[Int32, Int32]:
         """(the first part of a sequence, of how many)."""
-        first = self.words[1 + self.num_parts + entry]
-        return first, self.words[2 + self.num_parts + entry] - first
+        begin = HEADER + self.num_parts + entry
+        first = self.words[begin]
+        return first, self.words[begin + 1] - first

@@ -160,7 +160,8 @@ class Sequences(SharedByReference):
         cu_seqlens = self.tensors.cu_seqlens_q
         if cutlass.const_expr(cu_seqlens is None):
             return batch * ((self.seqlen_q + (PADDING - 1)) // PADDING * PADDING)
-        return (cu_seqlens[batch] + batch * PADDING) // PADDING * PADDING
+        offset = cutlass.max(cutlass.min(cu_seqlens[batch], self.seqlen_q), 0)
+        return (offset + batch * PADDING) // PADDING * PADDING
 
     def of_batch(self, batch: Int32) -> Sequences:
         """The same for one batch entry, which is the only one that may be asked for: what memory
@@ -175,10 +176,12 @@ class Sequences(SharedByReference):
     def _sequence(batch: Int32, cu_seqlens: Any, used: Any, length: Int32) -> Sequence:
         offset, in_tensor = Int32(0), batch
         if cutlass.const_expr(cu_seqlens is not None):
-            offset, in_tensor = cu_seqlens[batch], Int32(0)
-            length = cu_seqlens[batch + 1] - offset
+            # Within the tensor, whatever the offsets are: `tail_rows`, NOTE [wrong lengths].
+            in_tensor = Int32(0)
+            offset = cutlass.max(cutlass.min(cu_seqlens[batch], length), 0)
+            length = cutlass.max(cutlass.min(cu_seqlens[batch + 1], length) - offset, 0)
         if cutlass.const_expr(used is not None):
-            length = cutlass.min(used[batch], length)
+            length = cutlass.max(cutlass.min(used[batch], length), 0)
         return Sequence(offset, length, in_tensor)
 
 

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
+from fa4_hd256.call.checks import reads_contents
 from fa4_hd256.call.forward_problem import Problem, is_masked
 from fa4_hd256.call.function_tensors import function_operand
 from fa4_hd256.call.layouts import without_expanded_heads
+from fa4_hd256.call.named_configs import spelled
 from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.portions import Division, divide, least_ds_bytes
 from fa4_hd256.environment import DS_BYTES
@@ -50,6 +52,7 @@ from .recording import (
     operand,
     row_values,
 )
+from .tail import finish_packed
 
 __all__ = [
     "Wanted",
@@ -87,6 +90,8 @@ def run_backward(
 
     config: of the architecture's backward.
     """
+    if reads_contents(call.q.device) and call.q.device.type != "cpu":
+        give_up()  # contents are read again at every call
     division, made, finish = _divided(call, problem, wanted, config)
     problem = division.problem
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
@@ -113,6 +118,7 @@ def run_backward(
             name: made[_role(problem, name)] for name in ("dq", *OF_KEYS) if name in made
         }
         _run_gradients(division, tensors, results, config)
+        _finish_packed(problem, results, call.ragged)
         if problem.sums and OF_KEYS[0] in made:
             _run_sum(problem, results, made)
     return or_empty(finish(call_tensors(call), tuple(made.values())), call)
@@ -156,8 +162,8 @@ def _divided(
         bound = taken // 2
         warnings.warn(
             f"the {taken >> 20} MiB of dS that this backward stores at a time are not to be had; "
-            f"it tries {bound >> 20} MiB, which takes longer. {DS_BYTES.name} or "
-            "BackwardConfig(ds_bytes=...) asks for less from the start",
+            f"it tries {bound >> 20} MiB, which takes longer. {DS_BYTES.name} or backward_config="
+            f"{spelled(type(config))}(ds_bytes=...) asks for less from the start",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -214,6 +220,18 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
         lambda gpu, stream: preprocess_call_arguments(tensors, problem, stream),
         ("out", "dout", "lse", *dlse, "stats", *problem.preprocess_class.ragged),
     )
+
+
+def _finish_packed(
+    problem: BackwardProblem, results: dict[str, torch.Tensor], ragged: dict[str, torch.Tensor]
+) -> None:
+    """See `finish_packed`. results: gradients, or their parts, by the gradients' names."""
+    packed = [
+        (_role(problem, name), "q" if name == "dq" else "k", tensor)
+        for name, tensor in results.items()
+    ]
+    lengths = problem.k_shape[1], problem.forward.max_seqlen_k, problem.listed_tiles
+    finish_packed(problem.forward, packed, None, ragged, lengths)
 
 
 def _run_sum(
@@ -357,10 +375,11 @@ def _maker(
 
 
 def _sink_gradient(sink: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
-    """-sum over the rows of P_sink * delta, P_sink = exp(sink - LSE) being the sink's share."""
+    """-sum over the rows of P_sink * delta, P_sink = exp(sink - LSE) being the sink's share: all of
+    the weight where its logit is +inf."""
     negative_lse, negative_delta = stats
     exponent = sink.detach().float()[:, None] * math.log2(math.e)
-    share = torch.exp2(exponent + negative_lse)
+    share = torch.exp2(exponent + negative_lse).masked_fill(exponent == math.inf, 1.0)
     return (share * negative_delta).sum(dim=1).to(sink.dtype)
 
 

@@ -22,6 +22,7 @@ from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of, kinds
 from fa4_hd256.kernels.limits import WARP_SIZE
 from fa4_hd256.kernels.problem_class import AppendClass, CombineClass, ProblemClass
+from fa4_hd256.kernels.tail_rows import TailClass, TailConfig
 
 __all__ = [
     "KINDS",
@@ -35,6 +36,7 @@ __all__ = [
     "forward_spec",
     "preprocess_spec",
     "sum_spec",
+    "tail_spec",
     "tuning_key",
 ]
 
@@ -153,6 +155,11 @@ def append_spec(own: AppendClass, architecture: Architecture) -> KernelSpec:
     return KernelSpec("append_rows", AppendConfig(), own, architecture)
 
 
+def tail_spec(own: TailClass, problem: Problem) -> KernelSpec:
+    """The last kernel over packed results."""
+    return KernelSpec("tail_rows", TailConfig(), own, problem.kernels.architecture)
+
+
 def build(spec: KernelSpec) -> tuple[Any, tuple]:
     """(kernel, arguments): what `cute.compile` gets, the arguments by type only.
 
@@ -215,6 +222,15 @@ def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
     return SumKernel(spec.config, element), sum_compile_arguments(element)
 
 
+def _tail_rows(spec: KernelSpec) -> tuple[Any, tuple]:
+    from fa4_hd256.kernels.tail_rows import TailKernel
+
+    from .tail_arguments import tail_compile_arguments
+
+    kernel = TailKernel(spec.config, spec.problem_class)
+    return kernel, tail_compile_arguments(spec.problem_class)
+
+
 def _gradients(spec: KernelSpec) -> tuple[Any, tuple]:
     from .backward_arguments import gradient_compile_arguments
 
@@ -236,5 +252,6 @@ KINDS: dict[str, Callable[[KernelSpec], tuple[Any, tuple]]] = {
     "forward_combine_ragged": _forward_combine_ragged,
     "backward_preprocess": _backward_preprocess,
     "backward_sum": _backward_sum,
+    "tail_rows": _tail_rows,
     **{kind: _own(kind) for kind in sorted(kinds())},
 }

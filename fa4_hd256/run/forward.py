@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fa4_hd256 import environment
-from fa4_hd256.call.checks import check_page_numbers
+from fa4_hd256.call.checks import check_page_numbers, reads_contents
 from fa4_hd256.call.descales import scale_operand
 from fa4_hd256.call.forward_problem import ForwardCall, Problem
 from fa4_hd256.call.function_tensors import function_operand
@@ -22,9 +22,10 @@ from fa4_hd256.call.operator_arguments import OTHERS, ForwardTensors
 from fa4_hd256.call.part_lists import marked
 from fa4_hd256.call.splits import divided
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.part_list import list_length
+from fa4_hd256.kernels.part_list import HEADER, list_length
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
 
+from .arguments import LARGEST_LENGTH
 from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
 from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
@@ -32,6 +33,7 @@ from .kept_tensors import made_to_keep
 from .launch import gpu_of, launch
 from .new_tensors import maker
 from .recording import Allocate, Make, Tensors, give_up, in_place, made_for, operand, table
+from .tail import finish_packed, ready_to_finish
 
 __all__ = ["combine", "empty_results", "get_ready", "launch_forward", "run_forward"]
 
@@ -64,7 +66,8 @@ def run_forward(
     """
     if problem.is_empty:
         made, lse = empty_results(problem)
-        results = (made if out is None else out), lse
+        # Without sequences all rows are behind the last offset.
+        results = (made if out is None else out).zero_(), lse.fill_(-math.inf)
         if problem.options.max_logits:
             results = (*results, lse.new_full(problem.q_shape[2:3], -math.inf))
         return results
@@ -77,7 +80,9 @@ def run_forward(
     _check_list(call, problem)
     _check_grid(problem)
     compiled = compile_kernel(forward_spec(problem, gpu, config))
-    if PAGE_TABLE in call.ragged and environment.checks_pages():
+    if reads_contents(problem.device) and problem.device.type != "cpu":
+        give_up()  # contents are read again at every call
+    elif PAGE_TABLE in call.ragged and environment.checks_pages():
         _check_pages(call, problem)
     ragged = tuple(call.ragged[name] for name in problem.tables)
     return launch_forward(compiled, problem, call.inputs, call.sink, ragged, out)
@@ -97,6 +102,7 @@ def get_ready(call: ForwardCall, problem: Problem, num_splits: int, config: Any)
         compile_kernel(forward_spec(one, gpu, config))
     if launched[-1].num_splits > 1:
         compile_kernel(combine_spec(launched[-1]))
+    ready_to_finish(problem)
 
 
 def _run_in_two(
@@ -144,11 +150,17 @@ def _check_list(call: ForwardCall, problem: Problem) -> None:
             f"scheduler_metadata has {words.numel()} words; accepted here: {length}, as "
             "get_scheduler_metadata makes for the batch, the heads and the queries of this call"
         )
-    sizes = marked(words)
-    if sizes is not None and sizes != (problem.num_splits, problem.sequences):
+    made_for = marked(words)
+    if made_for is None and reads_contents(words.device):
+        made_for = tuple(words[1:HEADER].tolist())
+    wanted = problem.num_splits, problem.sequences, problem.q_shape[2]
+    if made_for is not None and made_for != wanted:
+        given, accepted = (
+            f"{sequences} sequences of {heads} query heads in up to {parts} parts"
+            for parts, sequences, heads in (made_for, wanted)
+        )
         raise ValueError(
-            f"scheduler_metadata is a list for {sizes[1]} sequences in up to {sizes[0]} "
-            f"parts; accepted: {problem.sequences} in up to {problem.num_splits}, as "
+            f"scheduler_metadata is a list for {given}; accepted: {accepted}, as "
             "get_scheduler_metadata makes for the batch, the heads and the queries of this call"
         )
 
@@ -215,12 +227,14 @@ def _launch(
     results: tuple[torch.Tensor, torch.Tensor],
     ragged: tuple[torch.Tensor, ...] = (),
 ) -> None:
-    """One launch, and where keys are divided that of the combining kernel. made: by `_make`."""
+    """Launch the forward, then the kernels that its results need: the combining one where keys are
+    divided, the last one where queries are packed. made: by `_make`."""
     is_split = problem.num_splits > 1
     parts = _parts_in(problem, made[PARTS]) if is_split else results
+    # All kernels are there before any is launched.
     if is_split:
-        # Both kernels are there before either is launched.
         compile_kernel(combine_spec(problem))
+    ready_to_finish(problem)
     q, k, v = map(operand, inputs)
     if k.shape[1] == 0:
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
@@ -243,6 +257,10 @@ def _launch(
     )
     if is_split:
         combine(problem, parts, results, tables[: len(problem.ragged)])
+    by_name = dict(zip(problem.tables, ragged))
+    finish_packed(
+        problem, [("out", "q", results[0])], results[1], by_name, (k.shape[1], LARGEST_LENGTH, 0)
+    )
 
 
 def _operands_of_tables(

@@ -53,6 +53,7 @@ COMPILED_IN = (
     "fa4_hd256/run/backward_arguments.py",
     "fa4_hd256/run/catalogue.py",
     "fa4_hd256/run/forward_arguments.py",
+    "fa4_hd256/run/tail_arguments.py",
     "fa4_hd256/run/tracing.py",
     "fa4_hd256/schedulers",
     "fa4_hd256/softmax_emu/by_key.py",
@@ -65,9 +66,10 @@ COMPILED_IN = (
 
 #: First word of a kernel's kind -> first words of folders and modules that it has nothing of.
 OTHER = {
-    "forward": ("backward", "append"),
-    "backward": ("forward", "decode", "append"),
-    "append": ("forward", "backward", "decode"),
+    "forward": ("backward", "append", "tail"),
+    "backward": ("forward", "decode", "append", "tail"),
+    "append": ("forward", "backward", "decode", "tail"),
+    "tail": ("forward", "decode", "append"),
 }
 
 def cache_key(spec: KernelSpec) -> str:
@@ -90,7 +92,8 @@ def prebuilt_key(spec: KernelSpec) -> str:
 
 
 def direction_of(spec: KernelSpec) -> str:
-    """Whose sources a kernel is made of, one of `OTHER`: "forward", "backward" or "append"."""
+    """Whose sources a kernel is made of, one of `OTHER`: "forward", "backward",
+    "append" or "tail"."""
     return spec.kind.partition("_")[0]
 
 

@@ -51,8 +51,10 @@ from .catalogue import (
     backward_specs,
     combine_spec,
     configured,
+    tail_spec,
     tuning_key,
 )
+from .tail import class_of, sides_of
 
 __all__ = ["FORMS", "USES", "Needs", "specs_of"]
 
@@ -214,6 +216,7 @@ def specs_of(
     found: dict[KernelSpec, None] = {}
     for problem in _forward_problems(model, needs, architecture):
         found |= dict.fromkeys(_forwards(problem, gpu, needs.batch_invariant))
+        found |= dict.fromkeys(_tails(problem, trained=False))
         if needs.scheduler_metadata and _takes_list(problem.ragged):
             found |= dict.fromkeys(_listed(problem, gpu))
     for dtype in needs.dtypes:
@@ -374,6 +377,18 @@ def _appends(
                 yield append_spec(replace(own, rotary=rotary), architecture)
 
 
+def _tails(problem: Problem, trained: bool) -> Iterator[KernelSpec]:
+    """The last kernels over packed results: of out, and of any of dQ, dK and dV."""
+    sides = sides_of(problem.ragged)
+    if "q" in sides:
+        yield tail_spec(class_of(problem, "q", lse=True), problem)
+    if trained:
+        for results in ("q", "kk", "qkk"):
+            of_sides = [side for side in results if side in sides]
+            if of_sides:
+                yield tail_spec(class_of(problem, of_sides), problem)
+
+
 def _rotaries(
     model: AttentionModel, dtype: torch.dtype, ragged: Sequence[str]
 ) -> Iterator[RotaryClass]:
@@ -398,3 +413,4 @@ def _backwards(forward: Problem, model: AttentionModel) -> Iterator[KernelSpec]:
             own = replace(forward, ragged=(*forward.ragged, *more))
             problem = BackwardProblem(own, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds)
             yield from backward_specs(problem, config).values()
+            yield from _tails(own, trained=True)

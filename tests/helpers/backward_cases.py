@@ -60,8 +60,11 @@ def check(tensors: Tensors, dout=None, dlse=None, use_clc=None, **options) -> di
 
 
 def last_reports(count: int) -> list[sm100_sim.Report]:
-    """Of the last simulated launches so many, but for those that sum parts of dK and dV."""
-    found = [report for report in sm100_sim.last_reports() if "SumKernel" not in report.kernel]
+    """The last simulated launches, so many, without those that add up parts of dK and dV or finish
+    packed results."""
+    others = "SumKernel", "TailKernel"
+    reports = sm100_sim.last_reports()
+    found = [r for r in reports if not any(name in r.kernel for name in others)]
     return found[-count:]
 
 

@@ -26,7 +26,15 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.part_lists import list_of_parts
 from fa4_hd256.call.splits import BY_RULE, LARGEST, longest_row, room_for_parts, splits_for
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED, PartList, list_length
+from fa4_hd256.kernels.part_list import (
+    HEADER,
+    LAST_BIT,
+    SEQUENCE_SHIFT,
+    UNUSED,
+    PartList,
+    list_length,
+)  # fmt: skip
+from fa4_hd256.run import forward
 
 #: Query heads over KV heads; rows of the cache.
 HEADS, ROWS = (8, 1), 1280
@@ -210,7 +218,9 @@ def test_every_key_is_in_one_part(lengths, window):
     room = room_for_parts(one, gpu())
     listed = list_of_parts(one, gpu(), ints(lengths)).tolist()
     assert len(listed) == list_length(room, len(lengths))
-    keys, words, starts = listed[0], listed[1 : 1 + room], listed[1 + room :]
+    assert listed[1:HEADER] == [room, len(lengths), 16]
+    keys, words = listed[0], listed[HEADER : HEADER + room]
+    starts = listed[HEADER + room :]
     assert keys > 0 and keys % one.tiles.keys == 0 and starts[0] == 0
     assert all(word & (LAST_BIT - 1) == UNUSED for word in words[starts[-1] :])
     assert all(word >> SEQUENCE_SHIFT < len(lengths) for word in words)
@@ -270,7 +280,7 @@ def test_a_list_for_more_keys_than_there_are():
 
 @pytest.mark.simulator
 @pytest.mark.sampled
-def test_a_list_with_as_many_words_by_chance():
+def test_a_list_with_as_many_words_by_chance(monkeypatch):
     """Of another batch over other heads, also where a call of those shapes came before. Of other
     bounds and another window a list serves."""
     listed = get_scheduler_metadata(ints([600, 5]), 1, 600, 8, 1)
@@ -280,10 +290,23 @@ def test_a_list_with_as_many_words_by_chance():
     used = ints([5] * batch)
     right = get_scheduler_metadata(used, 1, 16, 16, 2)
     assert right.numel() == listed.numel()
+    message = f"is a list for 2 sequences of 8 .*; accepted: {batch} sequences of 16 query heads"
     with host.stand_in():
         flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=right)
-        with pytest.raises(ValueError, match=f"is a list for 2 sequences in .*; accepted: {batch}"):
+        with pytest.raises(ValueError, match=message):
             flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=listed)
+    # A copy has no mark, but the header.
+    options = {"seqused_k": used, "return_lse": True}
+    with pytest.raises(ValueError, match=message):
+        flash_attn_varlen_func(q, k, v, scheduler_metadata=listed.clone(), **options)
+    # The host does not read that of a list on a GPU.
+    monkeypatch.setattr(forward, "reads_contents", lambda device: False)
+    others = torch.full_like(right, -1), torch.full_like(right, (1 << 31) - 1)
+    for other in (listed.clone(), *others):
+        found = flash_attn_varlen_func(q, k, v, scheduler_metadata=other, **options)
+        assert all(one.isnan().all() for one in found)
+    found = flash_attn_varlen_func(q, k, v, scheduler_metadata=right.clone(), **options)
+    assert not any(one.isnan().any() for one in found)
     q, k, v = inputs((1, 700), (8, 1), 2)
     options = {"seqused_k": ints([700, 5]), "window_size": (300, 0), "return_lse": True}
     out, lse = flash_attn_varlen_func(q, k, v, scheduler_metadata=listed, **options)

@@ -7,6 +7,7 @@ few kinds of calls, each with every number of parts.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import cutlass
 import pytest
@@ -25,6 +26,9 @@ from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 from fa4_hd256.kernels.masking import Visibility
 from fa4_hd256.run import compile
+from fa4_hd256.run.catalogue import forward_spec
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.launch import gpu_of
 
 LSE_TOLERANCE = 1e-3
 #: Query heads over KV heads: the 8 of a group share tiles of 32 queries.
@@ -172,6 +176,16 @@ def no_sink(device):
 def test_windows(lengths, window, num_splits, device):
     """A sink of -inf is none."""
     check(inputs(lengths, THREE, device=device), num_splits, window_size=window, **no_sink(device))
+
+
+def test_a_sink_of_infinity(device):
+    """Only the first part has it, and takes all of the weight."""
+    sink = torch.tensor((math.inf, 0.5, math.inf), device=device)
+    tensors = inputs((270, 250), THREE, device=device)
+    options = {"window_size": (150, 0), "learnable_sink": sink, "return_lse": True}
+    out, lse = flash_attn_func(*tensors, num_splits=2, **options)
+    assert (out[:, :, ::2] == 0).all() and (lse[:, ::2] == math.inf).all()
+    assert out[:, 20:, 1].isfinite().all() and lse[:, 1].isfinite().all()
 
 
 # Like the scores and none; far above all scores and far below.
@@ -551,3 +565,16 @@ def test_the_combining_kernel_begins_early(seqlen_q):
         assert report.warps("griddepcontrol") == warps
     flash_attn_func(*inputs((seqlen_q, 520), HEADS), num_splits=1)
     assert sm100_sim.last_reports()[-1].warps("griddepcontrol") == 0
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 40], ids=["decode", "tiles"])
+def test_no_grid_of_cancelled_clusters_lets_the_next_kernel_begin(seqlen_q, architecture):
+    """Nobody knows whether a cancelled cluster counts as finished for it (docs/silicon.md,
+    `clc-dependents`).  A counter of tiles cancels nothing."""
+    options = Options.check(None, True, (None, None), 0.0, use_clc=True)
+    q, *keys = inputs((seqlen_q, 520), HEADS)
+    one = replace(Problem.describe((q, *keys), options), num_splits=3)
+    ptx = compile_kernel(forward_spec(one, gpu_of(q.device))).ptx
+    cancels = "clusterlaunchcontrol.try_cancel" in ptx
+    assert cancels == (architecture == "sm_100a")
+    assert ("griddepcontrol.launch_dependents" in ptx) != cancels

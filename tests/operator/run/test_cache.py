@@ -343,11 +343,14 @@ def test_edits_that_do(copy, name, before, after):
 @pytest.mark.parametrize(
     ("name", "before", "after", "directions"),
     [
-        ("fa4_hd256/kernels/blackwell/backward/dq.py", "cute.arch", "cute.another", ["backward"]),
-        ("fa4_hd256/run/backward_arguments.py", "range(4)", "range(5)", ["backward"]),
+        ("fa4_hd256/kernels/blackwell/backward/dq.py", "cute.arch", "cute.another",
+         ["backward", "tail"]),
+        ("fa4_hd256/run/backward_arguments.py", "range(4)", "range(5)", ["backward", "tail"]),
         ("fa4_hd256/kernels/forward_combine.py", "cute.arch", "cute.another", ["forward"]),
         ("fa4_hd256/kernels/append_rows.py", "cute.arch", "cute.another", ["append"]),
-        ("fa4_hd256/kernels/masking.py", "cutlass.", "another.", ["append", "backward", "forward"]),
+        ("fa4_hd256/kernels/masking.py", "cutlass.", "another.",
+         ["append", "backward", "forward", "tail"]),
+        ("fa4_hd256/kernels/tail_rows.py", "cute.arch", "cute.another", ["tail"]),
     ],
 )
 @pytest.mark.sampled("*dq.py-*", "*forward_combine.py-*")

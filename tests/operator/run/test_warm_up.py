@@ -31,9 +31,10 @@ from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.models import MODELS
 from fa4_hd256.run import compile, launch
 from fa4_hd256.run.build import TARGETS
-from fa4_hd256.run.catalogue import backward_specs, combine_spec, forward_spec
+from fa4_hd256.run.catalogue import backward_specs, combine_spec, forward_spec, tail_spec
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.needs import FORMS, Needs, _options, specs_of
+from fa4_hd256.run.tail import class_of, sides_of
 
 pytestmark = pytest.mark.simulator
 
@@ -80,6 +81,8 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
         found.add(forward_spec(chosen, where))
         if chosen.num_splits > 1:
             found.add(combine_spec(chosen))
+        if "q" in sides_of(problem.ragged):
+            found.add(tail_spec(class_of(problem, "q", lse=True), problem))
         if "seqused_k" in problem.ragged and "seqused_q" not in problem.ragged:
             listed = replace(problem, ragged=(*problem.ragged, "part_list"))
             listed = splits.divided(listed, splits.BY_RULE, where)
@@ -100,6 +103,11 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
         for ds_bytes, one in itertools.product(memory, asked):
             divided = divide(one, ds_bytes, where).problem
             found |= set(backward_specs(divided, config).values())
+            sides = sides_of(divided.forward.ragged)
+            if sides:
+                wanted = [side for side in pick(("q", "kk", "qkk")) if side in sides]
+                own = class_of(divided.forward, wanted or sides)
+                found.add(tail_spec(own, divided.forward))
     assert len({spec.kind for spec in found}) >= 6
     assert found <= known
 

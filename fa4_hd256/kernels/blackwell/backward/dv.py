@@ -45,6 +45,7 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     RUN_STRIDE,
     tile_of,
     tiles_of_head,
+    within_head,
 )
 from fa4_hd256.kernels.backward_key_tiles import KeyTiles, ListedStep
 from fa4_hd256.kernels.blackwell.instructions import (
@@ -188,7 +189,7 @@ class DvKernel(KeyTiles, RowResult):
                 row = self.row_of_ds(context, work)
                 number = self._number_of_ds(context, step, row)
                 if cutlass.const_expr(not self.problem_class.lists_steps):
-                    self._complete_blocks(context, work, step, number)
+                    self._complete_blocks(context, work, step, row)
                 key = first_key + self._first_key()
                 if cutlass.const_expr(self.problem_class.lists_steps):
                     mask = self._listed_mask(context, work, step)
@@ -389,8 +390,9 @@ class DvKernel(KeyTiles, RowResult):
 
     def _number_of_ds(self, context: Any, step: Step, row: Int32) -> Int32:
         """The number of this CTA's tile of dS of a step."""
-        head = step.head * tiles_of_head(context.tensors.ds)
-        return row + head + step.index
+        ds = context.tensors.ds
+        number = within_head(ds, row + step.index, context.sequences.tensors)
+        return number + step.head * tiles_of_head(ds)
 
     @property
     def counts_tiles(self) -> bool:
@@ -424,17 +426,19 @@ class DvKernel(KeyTiles, RowResult):
         cute.autovec_copy(quad_fragment(cute.recast_tensor(ds, self.dtype), half), target)
 
     @cute.jit
-    def _complete_blocks(self, context: Any, work: Any, step: Step, number: Int32):
+    def _complete_blocks(self, context: Any, work: Any, step: Step, row: Int32):
         """Zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in
-        backward_ds_tiles.py.  number: of the first step's tile."""
+        backward_ds_tiles.py.  row: see `_number_of_ds`."""
         begin, end = step.span
         nothing = cute.make_rmem_tensor(OWN_QUERIES // 2, Float32)
         nothing.fill(0.0)
-        ds = context.tensors.ds
+        ds, tensors = context.tensors.ds, context.sequences.tensors
+        before, behind = (within_head(ds, row + i, tensors) for i in (begin - 1, end))
+        first = step.head * tiles_of_head(ds)
         for _ in cutlass.range(heads_of_part(context, work.head)[1], unroll=1):
             for half in cutlass.range_constexpr(2):
                 if begin % 2 == 1:
-                    self._store_ds(tile_of(ds, number - 1), nothing, half)
+                    self._store_ds(tile_of(ds, first + before), nothing, half)
                 if end % 2 == 1:
-                    self._store_ds(tile_of(ds, number + (end - begin)), nothing, half)
-            number += tiles_of_head(ds)
+                    self._store_ds(tile_of(ds, first + behind), nothing, half)
+            first += tiles_of_head(ds)

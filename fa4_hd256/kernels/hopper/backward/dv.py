@@ -42,6 +42,7 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     RUN_STRIDE,
     tile_of,
     tiles_of_head,
+    within_head,
 )
 from fa4_hd256.kernels.hopper.instructions import (
     QUAD,
@@ -253,7 +254,8 @@ class DvKernel(KeyRows, ScoreGradient):
         steps = DS_TILE // STEP_QUERIES
         key = self.warpgroup() * ROWS + row_of_fragment(0)
         ds = context.tensors.ds
-        of_step = tile_of(ds, row + step.head * tiles_of_head(ds) + step.index // steps)
+        number = within_head(ds, row + step.index // steps, context.sequences.tensors)
+        of_step = tile_of(ds, number + step.head * tiles_of_head(ds))
         own = of_step[key, step.index % steps * RUNS, None]
         return (own.iterator + cute.arch.lane_idx() % QUAD * 2).align(4)
 

@@ -33,6 +33,7 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     RUN_STRIDE,
     tile_of,
     tiles_of_head,
+    within_head,
 )
 from fa4_hd256.kernels.backward_product_tiles import ProductTiles, Walk
 from fa4_hd256.kernels.hopper.instructions import (
@@ -100,9 +101,9 @@ class ProductsKernel(ProductTiles, HopperBackward):
     def _load_ds(self, context: Any, position: Walk, target: tuple) -> None:
         """This CTA's 128 x 128 of dS: 32 KiB as they lie."""
         barrier, stage = target
-        number = position.ds_number(context.cta_rank)
-        number += position.head * tiles_of_head(context.tensors.ds)
-        first = tile_of(context.tensors.ds, number).iterator
+        ds, number = context.tensors.ds, position.ds_number(context.cta_rank)
+        number = within_head(ds, number, context.sequences.tensors)
+        first = tile_of(ds, number + position.head * tiles_of_head(ds)).iterator
         source = cute.make_tensor(first, cute.make_layout(DS_TILE_ELEMENTS))
         atom = cute.make_copy_atom(
             cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=8 * DS_TILE_BYTES

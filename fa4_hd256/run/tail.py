@@ -1,0 +1,86 @@
+"""The last launch of calls with packed sequences: rows of no sequence, and wrong lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.kernels.sequences import DS_BEGINS
+from fa4_hd256.kernels.tail_rows import TailBounds, TailClass, TailTensors
+
+from .arguments import LARGEST_LENGTH, LARGEST_WINDOW
+from .catalogue import tail_spec
+from .compile import CompiledKernel, compile_kernel
+from .launch import launch
+from .tail_arguments import tail_call_arguments
+
+__all__ = ["finish_packed", "ready_to_finish", "sides_of"]
+
+#: An operand's side -> the names of its offsets and of its lengths in use.
+_OFFSETS = {"q": "cu_seqlens_q", "k": "cu_seqlens_k"}
+_USED = {"q": "seqused_q", "k": "seqused_k"}
+
+
+def sides_of(ragged: Iterable[str]) -> tuple[str, ...]:
+    """Operands whose results this kernel finishes: those with offsets. With lengths in use all rows
+    are filled before the launch. ragged: names of tensors."""
+    names = set(ragged)
+    return tuple(s for s in "qk" if _OFFSETS[s] in names and _USED[s] not in names)
+
+
+def class_of(problem: Problem, results: Iterable[str], lse: bool = False) -> TailClass:
+    """The class for results of these sides, of which each has one of `sides_of`."""
+    left, right = problem.options.window
+    kind = MaskKind(left is not None, right is not None)
+    names = problem.ragged
+    sides = tuple(s for s in "qk" if _OFFSETS[s] in names)
+    return TailClass(tuple(results), sides, lse, kind if DS_BEGINS in names else None)
+
+
+def ready_to_finish(problem: Problem) -> CompiledKernel | None:
+    """The kernel for the results of a forward, None where it launches none."""
+    if "q" not in sides_of(problem.ragged):
+        return None
+    return compile_kernel(tail_spec(class_of(problem, "q", lse=True), problem))
+
+
+def finish_packed(
+    problem: Problem,
+    results: list[tuple[str, str, torch.Tensor]],
+    lse: torch.Tensor | None,
+    ragged: dict[str, torch.Tensor],
+    lengths: tuple[int, int, int],
+) -> None:
+    """Fill rows of results that belong to no sequence with zeros, those of lse with -inf; and all
+    rows with NaN where lengths on the device contradict the call.
+
+    results: (role, side, tensor) of each. lse: of the first, None without one. ragged: tensors by
+    name. lengths: rows of k, the most keys that a sequence may have, and tiles of dS.
+    """
+    results = [one for one in results if one[1] in sides_of(problem.ragged)]
+    if not results:
+        return
+    own = class_of(problem, (side for _, side, _ in results), lse is not None)
+    offsets = {_OFFSETS[side]: ragged[_OFFSETS[side]] for side in own.sides}
+    begins = {} if own.ds is None else {DS_BEGINS: ragged[DS_BEGINS]}
+    tensors = TailTensors(tuple(tensor for *_, tensor in results), lse, **offsets, **begins)
+    rows_k, longest_k, ds_tiles = lengths
+    unseen_queries, unseen_keys, window = problem.options.reach
+    left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
+    # Rows past those in use may be any number.
+    longest = (
+        LARGEST_LENGTH if _USED[side] in problem.ragged else min(most, LARGEST_LENGTH)
+        for side, most in (("q", problem.max_seqlen_q), ("k", longest_k))
+    )
+    bounds = TailBounds(
+        problem.q_shape[1], rows_k, *longest, left, right, unseen_queries, unseen_keys, ds_tiles
+    )
+    launch(
+        compile_kernel(tail_spec(own, problem)),
+        problem.device,
+        lambda gpu, stream: tail_call_arguments(tensors, bounds, stream),
+        (*(role for role, *_ in results), *(() if lse is None else ("lse",)), *offsets, *begins),
+    )
