@@ -35,7 +35,7 @@ CACHE_DIR = Variable(
 PROGRESS = Variable(
     "FA4_HD256_PROGRESS",
     "on where stderr is a terminal",
-    "1 or 0: progress bar of a simulated run that takes longer than a few seconds",
+    "1 or 0: what is being compiled or simulated, with its time, on stderr",
 )
 RESERVED_SMS = Variable(
     "FA4_HD256_RESERVED_SMS",

@@ -181,4 +181,5 @@ def main(arguments: argparse.Namespace) -> int:
     target = arguments.output or arguments.directory / "report.html"
     target.write_text(page(found))
     emit(summary(found), arguments)
+    print(f"page: {target}")
     return 0

@@ -40,7 +40,7 @@ def constants() -> str:
 def basis() -> str:
     """The same in words for a picture."""
     machine, digest = constants().split(" modelled, constants ")
-    return f"timing model, {machine}, constants {digest}; not measured"
+    return f"modelled, {machine}, constants {digest}; not measured"
 
 
 def read(name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from .table import Plot, Table
+from .table import BASIS, Plot, Table
 
 _PANEL_INCHES = (7.0, 3.6)
 #: Of a panel whose bars lie on their sides: above and below them, and each bar.
@@ -83,6 +83,7 @@ class _Point:
     label: Any
     y: float
     errors: tuple[float, float] | None
+    basis: str | None
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,12 @@ class _Panel:
 
     @property
     def title(self) -> str:
-        return f"{self.table.title}, {self.name}" if self.name else self.table.title
+        """What the panel shows, and that its figures are modelled where any is."""
+        title = f"{self.table.title}, {self.name}" if self.name else self.table.title
+        bases = {point.basis for point in self.points}
+        if "modelled" not in bases:
+            return title
+        return f"{title} ({'modelled' if len(bases) == 1 else 'in part modelled'})"
 
     @property
     def has_long_labels(self) -> bool:
@@ -155,7 +161,8 @@ def _points(table: Table) -> list[_Point]:
                 errors = max(0.0, row[name] - row[plot.low]), max(0.0, row[plot.high] - row[name])
             panel = "" if plot.panel is None else str(row[plot.panel])
             series = None if series is None else str(series)
-            found.append(_Point(panel, series, _label(table, row), row[name], errors))
+            label, basis = _label(table, row), row.get(BASIS)
+            found.append(_Point(panel, series, label, row[name], errors, basis))
     return found
 
 

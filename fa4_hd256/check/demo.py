@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from fa4_hd256 import progress
 from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.portions import divide
-from fa4_hd256.gpus.family import target
+from fa4_hd256.gpus.family import architecture_of, target
+from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.models import AttentionModel, model_named
 from fa4_hd256.run.backward import Wanted, run_backward
@@ -25,9 +27,6 @@ from fa4_hd256.run.resources import resource_usage
 from fa4_hd256.softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from . import reference
-
-DEFAULT_MODEL = "gemma-3-4b"
-DEFAULT_SEQLEN = 512
 
 #: Products of every architecture's tensor core.
 PRODUCTS = ("tcgen05.mma", "wgmma.mma_async")
@@ -41,20 +40,24 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
     heads = model_named(model)
     if seqlen < 1:
         raise ValueError(f"seqlen is {seqlen}; accepted: 1 or more")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but PyTorch finds no CUDA device; accepted here: cpu")
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).to(device, torch.bfloat16)
         for n in (heads.heads_q, heads.heads_kv, heads.heads_kv)
     )
-    problem = Problem.describe((q, k, v), _options())
-    config = problem.kernels.config("forward")()
+    # Of the usual tiles, however few rows there are: the figures below are of these.
+    config = kernels_of(architecture_of(q.device)).config("forward")()
+    problem = Problem.describe((q, k, v), _options(), config=config)
     compiled = compile_kernel(forward_spec(problem, gpu_of(q.device), config))
     start = time.perf_counter()
     out, lse = launch_forward(compiled, problem, (q, k, v))
     _synchronise(device)
     seconds = time.perf_counter() - start
     executed = _executed(config) if device == "cpu" else {}
-    comparison = reference.compare(out, lse, (q, k, v), causal=True)
+    with progress.step("computing the reference"):
+        comparison = reference.compare(out, lse, (q, k, v), causal=True)
     return {
         "model": heads.name,
         "shape": {"batch": 1, "seqlen": seqlen, **_heads(heads), "head_dim": HEAD_DIM},
@@ -108,7 +111,8 @@ def _run_backward(
     executed: list[dict[str, Any]] = [{}] * len(specs)
     if device == "cpu":
         executed = _executed_backward(len(division.portions), problem.sums)
-    compared = reference.compare_gradients(found, inputs, dout, causal=True)
+    with progress.step("computing the reference of the gradients"):
+        compared = reference.compare_gradients(found, inputs, dout, causal=True)
     return {
         "gradients": {f"d{name}": asdict(comparison) for name, comparison in compared.items()},
         "accurate": all(c.max_error <= c.tolerance for c in compared.values()),
@@ -142,10 +146,7 @@ def _heads(model: AttentionModel) -> dict[str, int]:
 
 def _resources(compiled: CompiledKernel, smem_bytes: int, tmem_columns: int) -> dict[str, Any]:
     found: dict[str, Any] = {"smem_bytes": smem_bytes, "tmem_columns": tmem_columns}
-    try:
-        usage = resource_usage(compiled.cubin)
-    except RuntimeError as error:
-        return {**found, "registers": None, "registers_note": str(error)}
+    usage = resource_usage(compiled.cubin)
     return {
         **found,
         "registers": usage.registers,
@@ -219,13 +220,10 @@ def text(result: dict[str, Any]) -> str:
     ]
     if "grid" in result:
         lines += _executed_text(result)
-    if result["registers"] is None:
-        lines.append(f"  registers          not known: {result['registers_note']}")
-    else:
-        lines.append(
-            f"  registers          {result['registers']} a thread at launch, "
-            f"{result['stack_bytes']} bytes of stack, {result['local_bytes']} of local memory"
-        )
+    lines.append(
+        f"  registers          {result['registers']} a thread at launch, "
+        f"{result['stack_bytes']} bytes of stack, {result['local_bytes']} of local memory"
+    )
     origin = "loaded from the cache in" if result["compiled_before"] else "compiled in"
     return "\n".join(
         [
@@ -256,7 +254,7 @@ def _backward_text(result: dict[str, Any]) -> list[str]:
                 f"  {name:18} {kernel['grid'][0]} CTAs, {kernel['products']} products, "
                 f"{kernel['mufu_ex2']} MUFU ex2, {kernel['tma_bytes']} bytes by TMA"
             )
-        registers = "" if kernel["registers"] is None else (
+        registers = (
             f"{kernel['registers']} registers, {kernel['stack_bytes']} bytes of stack, "
             f"{kernel['local_bytes']} of local memory; "
         )
@@ -280,10 +278,18 @@ def _executed_text(result: dict[str, Any]) -> list[str]:
         f"  grid               {grid} CTAs in {result['clusters']} clusters of {cluster}",
         f"  products           {result['products']} instructions, "
         f"{result['score_elements']} score elements",
-        f"  MUFU ex2           {result['mufu_ex2']} results: {result['emulated_share']:.4%} of "
-        f"the score elements emulated; the pattern's share is {result['pattern_share']:.4%}",
+        f"  MUFU ex2           {result['mufu_ex2']} results: {_emulated(result)}",
         f"  TMA                {result['tma_bytes']} bytes",
     ]
+
+
+def _emulated(result: dict[str, Any]) -> str:
+    if not (result["emulated_share"] or result["pattern_share"]):
+        return "all score elements"
+    return (
+        f"{result['emulated_share']:.4%} of the score elements emulated; the pattern's share is "
+        f"{result['pattern_share']:.4%}"
+    )
 
 
 def main(arguments: Any) -> int:

@@ -49,7 +49,7 @@ def _gpus() -> str:
     if has_driver():
         from .launch import describe_gpus
 
-        lines = describe_gpus()
+        lines = [describe_gpus()]
     else:
         lines = [f"kernels are compiled for {a.targets[0]}: {a.describe()}" for a in ARCHITECTURES]
         lines.append("cuda: this machine has no driver of NVIDIA's")

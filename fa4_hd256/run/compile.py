@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import environment
+from fa4_hd256 import environment, progress
 from fa4_hd256.gpus import family
 
 from . import prebuilt
@@ -295,7 +295,8 @@ def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[byt
     """Compile; (header, parts) of the entry, the parts being host object, PTX and cubin."""
     prefix = f"fa4_hd256_{key}"
     start = time.perf_counter()
-    with room_for_files():
+    what = f"compiling {spec.kind} ({family.target(spec.architecture)})"
+    with progress.step(what), room_for_files():
         compiled = trace_and_compile(spec)
         parts = [
             compiled.dump_to_object(prefix),

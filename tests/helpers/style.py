@@ -45,7 +45,9 @@ _SETTINGS = ("fa4_hd256/architectures", "fa4_hd256/environment")
 _KERNELS = (*_SETTINGS, *_LIBRARIES)
 _SHARED = ("fa4_hd256/kernels", *_KERNELS)
 _CALL = ("fa4_hd256/gpus", *_SHARED)
-_RUN = ("fa4_hd256/call", "fa4_hd256/interrupt", "fa4_hd256/models", *_CALL)
+_RUN = (
+    "fa4_hd256/call", "fa4_hd256/interrupt", "fa4_hd256/models", "fa4_hd256/progress", *_CALL,
+)  # fmt: skip
 _OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/simulated", *_RUN)
 _FOLDERS = ("blackwell", "hopper")
 _OWN = tuple(
@@ -69,6 +71,7 @@ ROOMS = {
     "fa4_hd256/architectures": (),
     "fa4_hd256/environment": ("fa4_hd256/architectures",),
     "fa4_hd256/interrupt": (),
+    "fa4_hd256/progress": ("fa4_hd256/environment",),
     "fa4_hd256/models": (),
     "fa4_hd256/gpus": _SETTINGS,
     # What kernels of all architectures share knows none of them, and the forward not the backward.

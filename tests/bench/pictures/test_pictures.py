@@ -52,6 +52,11 @@ def test_picture_is_legible(name, drawn):
     assert tree.find("{*}title").text and tree.find("{*}desc").text
 
 
+@pytest.mark.parametrize("name", inputs.MODELLED)
+def test_a_picture_with_modelled_figures_says_so(name, drawn):
+    assert any("modelled" in text.text for text in drawn[name].texts)
+
+
 def complaints(picture: Drawing) -> list[str]:
     found = [
         f"{one.text!r} covers {other.text!r}"

@@ -121,6 +121,7 @@ def test_plots(tmp_path, capsys):
     capsys.readouterr()
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn.count('id="axes_') == 3, "one for each table with a plot"
+    assert "(modelled)" in drawn
     with pytest.raises(ValueError, match="nothing to plot"):
         results.emit(table(plot=None), options("--plot", str(tmp_path / "b.svg")))
 

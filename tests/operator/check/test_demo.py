@@ -12,6 +12,7 @@ from fa4_hd256 import ForwardConfig, environment
 from fa4_hd256.__main__ import main
 from fa4_hd256.check import demo
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
+from fa4_hd256.run import bug_report
 from fa4_hd256.run import launch as launching
 
 pytestmark = pytest.mark.architecture("sm_100a")
@@ -92,6 +93,26 @@ def test_arguments_that_are_not_accepted(capsys):
         main(["demo", "--model", "unknown"])
 
 
+def test_a_gpu_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["demo", "--device", "cuda"]) == 2
+    said = "error: device is cuda, but PyTorch finds no CUDA device; accepted here: cpu\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_nothing_is_said_of_emulation_where_there_is_none():
+    none = {"emulated_share": 0.0, "pattern_share": 0.0}
+    assert demo._emulated(none) == "all score elements"
+    some = demo._emulated({"emulated_share": 0.25, "pattern_share": 0.25})
+    assert some == "25.0000% of the score elements emulated; the pattern's share is 25.0000%"
+
+
+@pytest.mark.simulator
+def test_few_rows_of_one_head():
+    """Their calls have tiles for few rows by default; the demo's have the usual ones."""
+    assert demo.run("gemma-3-1b", 16)["accurate"]
+
+
 def test_plan(capsys):
     assert main(["plan"]) == 0
     shown = capsys.readouterr().out
@@ -116,6 +137,7 @@ def test_env_lists_the_gpus(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     monkeypatch.setattr(launching, "cuda_gpu", lambda device: gpu(76, "gb300"))
+    monkeypatch.setattr(bug_report, "has_driver", lambda: True)
     monkeypatch.setenv("SM100_SIM_DEVICE", "b200:19")
     assert main(["env"]) == 0
     shown = capsys.readouterr().out

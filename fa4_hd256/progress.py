@@ -1,0 +1,51 @@
+"""What the package is doing, for people who wait: one logger, one line on a terminal.
+
+Every step is a record of level INFO of the logger `fa4_hd256`, to which Python's logging attaches
+nothing.  A step that takes longer than `LATER` seconds is shown on stderr with its time, where
+`environment.progress_wanted` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+from . import environment
+
+__all__ = ["LATER", "logger", "step"]
+
+logger = logging.getLogger("fa4_hd256")
+logger.addHandler(logging.NullHandler())
+
+#: Seconds after which a step is shown.
+LATER = 0.5
+_REFRESH = 1.0
+
+
+@contextlib.contextmanager
+def step(what: str) -> Iterator[None]:
+    """Log and show that a step is under way: "compiling forward (sm_90a)"."""
+    logger.info(what)
+    if not environment.progress_wanted():
+        yield
+        return
+    done = threading.Event()
+    shown = threading.Thread(target=_show, args=(what, done), daemon=True)
+    shown.start()
+    try:
+        yield
+    finally:
+        done.set()
+        shown.join()
+
+
+def _show(what: str, done: threading.Event) -> None:
+    if done.wait(LATER):
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False, initial=LATER) as line:
+        while not done.wait(_REFRESH):
+            line.refresh()
