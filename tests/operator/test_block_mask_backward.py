@@ -72,6 +72,7 @@ def test_dtypes_and_kinds_of_scores(device):
     check(tensors, holes(300, 400, 1, 1, device), True, sink, **options)
 
 
+@pytest.mark.sampled
 def test_portions(device, backward_config):
     """Of one KV head of one sequence each: of masks by head and by entry the right ones; and the
     same bits."""

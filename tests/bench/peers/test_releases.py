@@ -190,6 +190,7 @@ def test_published_rates_find_their_release(monkeypatch):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_release_is_traced_like_the_installed_one(here):
     """The whole way, with a release that is what is installed: one tile, the same program."""
     samples = ((256, 1),)
