@@ -8,7 +8,9 @@ device, because they are in its shape:
     whole      uint16  (1, left, right, 1)        every row is in use
     padded     uint64  (batch, left, right, 4)    rows in use: `KEY_START` and the others
     packed     uint32  (left, right, longest, sequences + 1)    offsets of the sequences
+    uncounted  uint16  (batch, left, right, seqlen)    1 where a packed sequence begins
 
+The last form, of at least two rows, is for graphs, in which sequences cannot be counted.
 left and right stand for keys visible on each side of a query: 1 if unbounded, else the number + 2.
 All dimensions but the batch and the last one are expanded and take no memory. No mask of a user
 has these dtypes.
@@ -22,7 +24,7 @@ import torch
 
 __all__ = [
     "KEY_END", "KEY_START", "QUERY_END", "QUERY_START", "Description", "Window", "described",
-    "packed", "padded", "seen_by", "whole",
+    "packed", "packed_seen", "padded", "seen_by", "uncounted", "whole",
 ]  # fmt: skip
 
 #: Keys visible before and behind a query; None: all.
@@ -39,12 +41,14 @@ class Description(NamedTuple):
 
     window: keys visible on each side. ranges: (batch, 4) int64, rows in use; None if all are.
     offsets: (sequences + 1,) int32 of packed sequences, or None; longest: the longest of them.
+    begins: (batch, seqlen) bool, True where a packed sequence begins, or None.
     """
 
     window: Window
     ranges: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     longest: int = 0
+    begins: torch.Tensor | None = None
 
 
 def whole(window: Window, device: torch.device | str) -> torch.Tensor:
@@ -63,6 +67,11 @@ def packed(window: Window, offsets: torch.Tensor, longest: int) -> torch.Tensor:
     return offsets.to(_PACKED).expand(*_codes(window), longest, -1)
 
 
+def uncounted(window: Window, begins: torch.Tensor) -> torch.Tensor:
+    """The mask of packed sequences that are not counted; begins: (batch, seqlen) bool."""
+    return begins.to(_WHOLE)[:, None, None].expand(-1, *_codes(window), -1)
+
+
 def described(attention_mask: torch.Tensor) -> Description | None:
     """Return what a mask describes; None for a tensor that is none of these forms."""
     if attention_mask.ndim != 4:
@@ -71,35 +80,62 @@ def described(attention_mask: torch.Tensor) -> Description | None:
         codes, longest = attention_mask.shape[:2], attention_mask.shape[2]
         return Description(_window(*codes), None, attention_mask[0, 0, 0].int(), longest)
     window = _window(*attention_mask.shape[1:3])
-    if attention_mask.dtype == _WHOLE and attention_mask.shape[3] == 1:
-        return Description(window)
+    if attention_mask.dtype == _WHOLE:
+        if attention_mask.shape[3] == 1:
+            return Description(window)
+        return Description(window, begins=attention_mask[:, 0, 0].bool())
     if attention_mask.dtype == _PADDED and attention_mask.shape[3] == 4:
         return Description(window, attention_mask[:, 0, 0].long())
     return None
 
 
-def seen_by(description: Description, batch: int, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+def seen_by(
+    description: Description, q_shape: torch.Size, seqlen_k: int, device: torch.device | str
+) -> torch.Tensor:
     """Return the mask as booleans, (1 or batch, 1, seqlen_q, seqlen_k), True where a key is seen.
 
-    Queries and keys are aligned at the ends of the rows in use, of packed sequences at theirs.
+    q_shape: (batch, seqlen_q). Queries and keys are aligned at the ends of the rows in use, those
+    of packed sequences at theirs.
     """
-    found = description.ranges if description.offsets is None else description.offsets
-    device = "cpu" if found is None else found.device
-    queries = torch.arange(seqlen_q, device=device)[:, None]
+    window, ranges, offsets, _, begins = description
+    if offsets is not None:
+        of_all = packed_seen(window, (offsets, offsets), (q_shape.numel(),) * 2)
+        rows = of_all.view(q_shape[0], q_shape[1], *q_shape)
+        return rows.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[:, None]
+    queries = torch.arange(q_shape[1], device=device)[:, None]
     keys = torch.arange(seqlen_k, device=device)
-    if description.offsets is not None:
-        rows = torch.arange(batch * seqlen_q, device=device)
-        numbers = torch.searchsorted(description.offsets[1:].contiguous(), rows, right=True)
-        numbers = numbers.view(batch, 1, seqlen_q, 1)
-        return (numbers == numbers.mT) & _within(description.window, queries - keys)
-    if description.ranges is None:
-        return _within(description.window, queries - keys + seqlen_k - seqlen_q)[None, None]
+    if begins is not None:
+        numbers = begins.cumsum(1)
+        is_same = numbers[:, None, :, None] == numbers[:, None, None]
+        return is_same & _within(window, queries - keys)
+    if ranges is None:
+        return _within(window, queries - keys + seqlen_k - q_shape[1])[None, None]
     first_key, end_key, first_query, end_query = (
-        side[:, None, None, None] for side in description.ranges.unbind(1)
+        side[:, None, None, None] for side in ranges.unbind(1)
     )
     is_in_use = (keys >= first_key) & (keys < end_key)
     is_in_use = is_in_use & (queries >= first_query) & (queries < end_query)
-    return is_in_use & _within(description.window, queries - end_query - keys + end_key)
+    return is_in_use & _within(window, queries - end_query - keys + end_key)
+
+
+def packed_seen(
+    window: Window, offsets: tuple[torch.Tensor, torch.Tensor], totals: tuple[int, int]
+) -> torch.Tensor:
+    """Return the mask of packed rows, (total_q, total_k) bool.
+
+    offsets: those of queries and of keys, (sequences + 1,) integers; the ends of a sequence's
+    queries and keys are aligned.
+    """
+    numbers, from_end = [], []
+    for of_side, total in zip(offsets, totals):
+        rows = torch.arange(total, device=of_side.device)
+        ends = of_side[1:].long().contiguous()
+        number = torch.searchsorted(ends, rows, right=True)
+        numbers.append(number)
+        from_end.append(ends[number.clamp(max=ends.numel() - 1)] - rows)
+    is_same = numbers[0][:, None] == numbers[1]
+    is_used = numbers[1] < offsets[1].numel() - 1
+    return is_same & is_used & _within(window, from_end[1] - from_end[0][:, None])
 
 
 def _within(window: Window, distances: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ import torch
 from fa4_hd256.call.checks import are_differentiated
 from fa4_hd256.call.packed_ds import BackwardMetadata
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.masks import from_dense
 from fa4_hd256.metadata import get_backward_metadata
 from fa4_hd256.until_changed import UntilChanged
 
 from ..backward_memory import backward_config_of
+from . import fallback, graphs
 from .descriptions import (
     KEY_END,
     KEY_START,
@@ -22,6 +22,8 @@ from .descriptions import (
     Description,
     Window,
     described,
+    packed_seen,
+    seen_by,
 )
 
 __all__ = ["BATCHING_NAME", "NAME", "PACKED", "attention", "batched_attention"]
@@ -39,6 +41,9 @@ REFUSED = {
     "position_bias": "a position bias",
     "score_mod": "a score modification",
 }
+
+#: Those of them that PyTorch's attention takes in layers of another head_dim.
+OF_FALLBACK = "dropout", "position_bias"
 
 #: Options of `attention` that describe packed sequences: all of them, or none.
 PACKED = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
@@ -74,36 +79,36 @@ def attention(
     Raises NotImplementedError for options that are not offered, TypeError and ValueError as
     `flash_attn_func` does.
     """
-    _check_offered(options)
-    is_cached = options.get("cache") is not None
-    if is_cached:
+    if options.get("cache") is not None:
         key, value = _updated(module, key, value, options)
     q, k, v = (tensor.transpose(1, 2) for tensor in _autocast(query, key, value))
-    dense, description = None, None
-    if attention_mask is not None:
-        description = described(attention_mask)
-        if description is None:
-            dense = _checked_dense(attention_mask)
-    else:
-        description = Description(_window_of_layer(module, options))
-        if not is_cached and options.get(PACKED[0]) is None:
-            _check_alignment(description.window, q, k)
+    is_ours = fallback.is_offered(q, k, v)
+    _check_offered(options, () if is_ours else OF_FALLBACK)
+    dense, description = _read_mask(module, q, k, attention_mask, options)
+    packed = None if description is None else _packed_lengths(description, options)
+    if not is_ours:
+        return _by_pytorch((q, k, v), attention_mask, (dense, description), packed, options), None
     arguments: dict[str, Any] = {
         "softmax_scale": options.get("scaling"),
         "softcap": options.get("softcap") or 0.0,
         "learnable_sink": options.get("s_aux"),
-        "backward_config": backward_config_of(options.get("ds_bytes"), query.device),
     }
+    begins = None if description is None or packed is not None else description.begins
+    if begins is not None or (dense is not None and torch.compiler.is_compiling()):
+        mask = begins if dense is None else dense
+        window = (None, None) if description is None else description.window
+        return graphs.attend(q, k, v, mask, window, arguments, options.get("ds_bytes")), None
+    arguments["backward_config"] = backward_config_of(options.get("ds_bytes"), query.device)
     if description is None:
-        return _masked(q, k, v, cast(torch.Tensor, dense), arguments, options), None
+        tiles = graphs.tiles_of(dense)
+        return cast(torch.Tensor, flash_attn_func(q, k, v, block_mask=tiles, **arguments)), None
     arguments |= _bounds(description.window)
-    lengths = _packed_lengths(description, options)
-    if lengths is not None:
+    if packed is not None:
         # Offsets that are given may be other ones, and are nobody's to read.
         counted = attention_mask if options.get(PACKED[0]) is None else None
         if counted is not None and are_differentiated((q, k, v, options.get("s_aux"))):
-            arguments["backward_metadata"] = _metadata_of(counted, lengths, arguments)
-        return _packed(q, k, v, lengths, arguments), None
+            arguments["backward_metadata"] = _metadata_of(counted, packed, arguments)
+        return _packed(q, k, v, packed, arguments), None
     if description.ranges is None:
         return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments)), None
     return _padded(q, k, v, description.ranges, arguments), None
@@ -127,11 +132,89 @@ def batched_attention(
     return attention(module, query, key, value, attention_mask, **options)
 
 
-def _check_offered(options: dict[str, Any]) -> None:
+def _check_offered(options: dict[str, Any], allowed: tuple[str, ...]) -> None:
     for name, what in REFUSED.items():
         given = options.get(name)
-        if given is not None and not (isinstance(given, (bool, float, int)) and not given):
+        is_neutral = given is None or (isinstance(given, (bool, float, int)) and not given)
+        if not is_neutral and name not in allowed:
             raise NotImplementedError(f"{name} is given; {NAME} does not offer {what}")
+
+
+def _read_mask(
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Any, Description | None]:
+    """Return (a bool mask of four dimensions, None) or (None, the description of the mask)."""
+    is_packed = options.get(PACKED[0]) is not None
+    if attention_mask is None:
+        window = _window_of_layer(module, options)
+        if not is_packed:
+            _check_alignment(window, q, k)
+        return None, Description(window)
+    description = described(attention_mask)
+    if description is not None:
+        return None, description
+    if is_packed:
+        raise ValueError(
+            f"attention_mask has four dimensions and {PACKED[0]} is given; accepted: one of them"
+        )
+    if attention_mask.dtype != torch.bool or attention_mask.ndim != DIMENSIONS:
+        raise ValueError(
+            f"attention_mask is a {attention_mask.dtype} tensor of shape "
+            f"{tuple(attention_mask.shape)}; accepted: a mask of shape (batch, seqlen) given to "
+            "the model, 0 for padding, or a bool one of four dimensions, True where a key is seen"
+        )
+    return attention_mask, None
+
+
+def _by_pytorch(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    read: tuple[torch.Tensor | None, Description | None],
+    packed: dict[str, Any] | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of a layer of another head_dim; read: what `_read_mask` returned."""
+    q, k, v = tensors
+    seen, description = read
+    scores = fallback.Scores(
+        options.get("scaling"), options.get("softcap") or 0.0, options.get("s_aux"),
+        options.get("dropout") or 0.0, options.get("position_bias"),
+    )  # fmt: skip
+    if packed is not None and description is not None:
+        rows = [tensor.flatten(0, 1)[None] for tensor in tensors]
+        offsets = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
+        seen = packed_seen(description.window, offsets, (rows[0].shape[1], rows[1].shape[1]))
+        out = fallback.attend(rows[0], rows[1], rows[2], seen[None, None], False, scores)
+        return out.view(*q.shape[:2], *out.shape[2:])
+    causal = False
+    if description is not None:
+        is_whole = description.ranges is None and description.begins is None
+        causal = is_whole and description.window == (None, 0) and q.shape[1] == k.shape[1]
+        if not causal and not (is_whole and description.window == (None, None)):
+            seen = _booleans(attention_mask, description, q, k)
+    return fallback.attend(q, k, v, seen, causal, scores)
+
+
+#: Results of `seen_by` by mask, each by lengths.
+_seen = UntilChanged()
+
+
+def _booleans(
+    attention_mask: torch.Tensor | None, description: Description, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor:
+    """`seen_by`, which all layers of a pass share."""
+    asked = q.shape[:2], k.shape[1]
+    if attention_mask is None or torch.compiler.is_compiling():
+        return seen_by(description, *asked, q.device)
+    known = _seen.get(attention_mask) or {}
+    if asked not in known:
+        known[asked] = seen_by(description, *asked, q.device)
+        _seen[attention_mask] = known
+    return known[asked]
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -205,7 +288,8 @@ def _updated(
 
 
 def _packed_lengths(description: Description, options: dict[str, Any]) -> dict[str, Any] | None:
-    """Arguments of `flash_attn_varlen_func` for packed sequences; None where they are not."""
+    """Arguments of `flash_attn_varlen_func` for packed sequences; None where they are not, or not
+    counted."""
     given: list[Any] = [options.get(name) for name in PACKED]
     if all(value is None for value in given):
         if description.offsets is None:
@@ -257,42 +341,6 @@ def _packed(
     rows_q, rows_k, rows_v = (tensor.flatten(0, 1) for tensor in (q, k, v))
     out = flash_attn_varlen_func(rows_q, rows_k, rows_v, **lengths, **arguments)
     return cast(torch.Tensor, out).view(q.shape)
-
-
-def _checked_dense(attention_mask: torch.Tensor) -> torch.Tensor:
-    if attention_mask.dtype == torch.bool and attention_mask.ndim == DIMENSIONS:
-        return attention_mask
-    raise ValueError(
-        f"attention_mask is a {attention_mask.dtype} tensor of shape "
-        f"{tuple(attention_mask.shape)}; accepted: a mask of shape (batch, seqlen) given to the "
-        "model, 0 for padding, or a bool one of four dimensions, True where a key is seen"
-    )
-
-
-#: Results of `masks.from_dense` by mask.
-_tiles = UntilChanged()
-
-
-def _masked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dense: torch.Tensor,
-    arguments: dict[str, Any],
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Attention with a mask of four dimensions, whose tiles all layers of a pass share.
-
-    Raises ValueError for offsets of packed sequences beside it.
-    """
-    if any(options.get(name) is not None for name in PACKED):
-        raise ValueError(
-            f"attention_mask has four dimensions and {PACKED[0]} is given; accepted: one of them"
-        )
-    tiles = _tiles.get(dense)
-    if tiles is None:
-        tiles = _tiles[dense] = from_dense(dense)
-    return cast(torch.Tensor, flash_attn_func(q, k, v, block_mask=tiles, **arguments))
 
 
 def _padded(

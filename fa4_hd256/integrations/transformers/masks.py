@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from .descriptions import Window, packed, padded, whole
+from .descriptions import Window, packed, padded, uncounted, whole
 from .patterns import Band, band_of
 
 __all__ = ["mask"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("fa4_hd256")
 
 
 class _Lengths(NamedTuple):
@@ -104,7 +103,14 @@ def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool
     may_skip = any(options.get(kind, kind == kinds[0]) for kind in kinds)
     if may_skip or options.get("use_vmap") or band.sequences is not None:
         return False
-    return not is_static_step or kinds[1] in options
+    return not is_static_step or kinds[1] in options or _combines_masks(options.get("config"))
+
+
+def _combines_masks(config: Any) -> bool:
+    """Return True for models that compute with their masks in every step: T5Gemma 2 joins those of
+    its decoder and encoder, models with an index of keys choose among visible keys."""
+    kind = getattr(config, "model_type", "")
+    return kind.startswith("t5gemma2") or hasattr(config, "index_topk")
 
 
 def _window_of(band: Band) -> Window | None:
@@ -166,6 +172,12 @@ _HOLES = (
 )
 
 
+_UNORDERED = (
+    "position_ids hold packed sequences whose positions do not count up by one; under "
+    "torch.compile fa4_hd256 accepts such as do"
+)
+
+
 def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tensor:
     """Return (batch, 4) rows in use of in_use (batch, keys).
 
@@ -183,14 +195,10 @@ def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tens
 def _packed(band: Band, asked: _Asked) -> torch.Tensor:
     """The packed form, of ids that `band` has of each row; the dense mask where ids return.
 
-    Raises ValueError under torch.compile, where sequences cannot be counted.
+    The uncounted form under torch.compile, which cannot count, for ids that transformers made of
+    position_ids.
     """
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "position_ids may hold packed sequences, which cannot be counted while tracing; "
-            "accepted under torch.compile: cu_seq_lens_q, cu_seq_lens_k, max_length_q and "
-            "max_length_k, or an attention_mask"
-        )
+    tracing = torch.compiler.is_compiling()
     lengths, ids, positions = asked.lengths, band.sequences, band.positions
     window = _window_of(Band(band.low, band.high))
     shape = lengths.batch_size, lengths.q_length
@@ -201,12 +209,18 @@ def _packed(band: Band, asked: _Asked) -> torch.Tensor:
         or any(table.shape != shape for table in tables)
     ):  # fmt: skip
         return _dense("packed sequences", asked)
+    if tracing and positions is None:
+        # Nothing is known of ids of the user's, which may return.
+        return _dense("packed sequences", asked)
     begins = torch.ones_like(ids, dtype=torch.bool)
     steps = ids.diff(dim=1)
     begins[:, 1:] = steps != 0
     counts_up = (steps >= 0).all()
     if positions is not None:
         counts_up &= (begins[:, 1:] | (positions.diff(dim=1) == 1)).all()
+    if tracing:
+        torch._assert_async(counts_up, _UNORDERED)
+        return uncounted(window, begins) if lengths.q_length > 1 else whole(window, asked.device)
     if not counts_up:
         return _dense("packed sequences", asked)
     starts = begins.flatten().nonzero().flatten()
@@ -241,8 +255,8 @@ def _dense(reason: str, asked: _Asked, pattern: torch.Tensor | None = None) -> t
         padding = torch.nn.functional.pad(padding, (0, max(0, missing)))
         keys = padding[:, lengths.kv_offset : lengths.kv_offset + lengths.kv_length]
         seen = pattern & keys[:, None, None]
+    _warn_once(reason)
     if not torch.compiler.is_compiling():
-        _warn_once(reason)
         seen = _counted(seen)
     return seen.expand(lengths.batch_size, 1, lengths.q_length, lengths.kv_length)
 
@@ -258,13 +272,21 @@ def _evaluated(asked: _Asked) -> torch.Tensor:
     return found
 
 
-@functools.cache
-def _warn_once(reason: str) -> None:
-    """Log once that every pass evaluates its mask, at a level that is shown by default."""
-    _log.warning(
-        "fa4_hd256: keys that queries see are no interval (%s); their mask is evaluated in every "
-        "pass, for each query and key, and goes to the kernels by tiles (block_mask)", reason,
-    )  # fmt: skip
+@torch.compiler.assume_constant_result
+def _warn_once(reason: str) -> bool:
+    """Log once that every pass evaluates its mask, at a level that is shown by default; graphs call
+    it while tracing."""
+    if reason not in _warned:
+        _warned.add(reason)
+        _log.warning(
+            "keys that queries see are no interval (%s); their mask is evaluated in every pass, "
+            "for each query and key, and goes to the kernels by tiles (block_mask)", reason,
+        )  # fmt: skip
+    return True
+
+
+#: Reasons of dense masks that the log has said.
+_warned: set[str] = set()
 
 
 def _counted(seen: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, masking_utils
 from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
-from fa4_hd256.integrations.transformers import layers, masks
+from fa4_hd256.integrations.transformers import graphs, layers, masks
 from fa4_hd256.integrations.transformers.descriptions import Description, described, padded
 
 WINDOW = 8
@@ -209,7 +209,7 @@ def test_refusals(device):
 
 
 def test_padding_between_tokens(device, caplog):
-    masks._warn_once.cache_clear()
+    masks._warned.clear()
     ids = tokens(2, 10, device)
     holes = torch.ones_like(ids)
     holes[0, 3:5] = holes[1, 0] = holes[1, 6] = 0
@@ -219,7 +219,7 @@ def test_padding_between_tokens(device, caplog):
 
 def test_a_line_in_the_log_once_for_each_reason(caplog):
     """At the level that is shown where nobody has set one, whatever the lengths."""
-    masks._warn_once.cache_clear()
+    masks._warned.clear()
 
     def hidden_first(b, h, q, k):
         return (k <= q) & (k != 1)
@@ -278,7 +278,7 @@ def test_images(device):
 
 def test_layers_share_a_mask(device, monkeypatch):
     made = []
-    monkeypatch.setattr(layers, "from_dense", lambda mask: made.append(mask) or mask)
+    monkeypatch.setattr(graphs, "from_dense", lambda mask: made.append(mask) or mask)
     monkeypatch.setattr(layers, "flash_attn_func", lambda q, *_, **options: q)
     rows = torch.zeros(1, 2, 5, 256)
     seen = torch.ones(1, 1, 5, 5, dtype=torch.bool)
@@ -293,7 +293,7 @@ def test_layers_share_a_mask(device, monkeypatch):
 def test_layers_share_a_mask_in_inference_mode(device, monkeypatch):
     """One that `mask` made; of a user's nothing is kept, since writing to it would not be seen."""
     made = []
-    monkeypatch.setattr(layers, "from_dense", lambda mask: made.append(mask) or mask)
+    monkeypatch.setattr(graphs, "from_dense", lambda mask: made.append(mask) or mask)
     monkeypatch.setattr(layers, "flash_attn_func", lambda q, *_, block_mask, **__: block_mask)
     rows, layer = torch.zeros(2, 2, 5, 256), torch.nn.Module()
     with torch.inference_mode():
@@ -528,3 +528,49 @@ def test_training_step(device):
         assert error <= 2 * eager_error + 2**-8 * wanted.norm().item(), parameter
         # The tolerance must be far from what a missing gradient would give.
         assert error < wanted.norm().item() / 4, parameter
+
+
+def test_float32_weights_under_autocast(device):
+    """A trainer's bf16=True: the layers get float32 queries and keys."""
+    _, exact = gemma(device)
+    ids = tokens(1, 12, device)
+    expected = logits(exact, "eager", ids)
+    exact.set_attn_implementation(integration.NAME)
+    with torch.autocast(device, torch.bfloat16):
+        found = exact(ids).logits.float()
+        found.square().mean().backward()
+    eager = logits(gemma(device)[0], "eager", ids)
+    assert_as_good(found.detach(), eager, expected)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in exact.parameters())
+
+
+@pytest.mark.parametrize("kind", ["counted later", "offsets", "images"])
+@pytest.mark.sampled("counted later", "images")
+def test_training_step_in_one_graph(device, kind):
+    """Padding-free batches and masks by tiles under torch.compile, with their gradients."""
+    model, _ = gemma(device)
+    model.set_attn_implementation(integration.NAME)
+    ids, images = tokens(1, 15, device), images_of(device)[:1, :15]
+    arguments = {"position_ids": torch.tensor(SEQUENCES["three"], device=device)}
+    if kind == "offsets":
+        offsets = torch.tensor([0, 11, 14, 15], dtype=torch.int32, device=device)
+        arguments |= dict(zip(integration.PACKED, (offsets, offsets, 11, 11)))
+
+    def forward(ids):
+        if kind == "images":
+            return with_images(model, integration.NAME, ids, images, use_cache=False).logits
+        return model(ids, use_cache=False, **arguments).logits
+
+    def step(run):
+        model.zero_grad()
+        found = run(ids)
+        found.float().square().mean().backward()
+        return found.detach().float(), {n: p.grad.float() for n, p in model.named_parameters()}
+
+    wanted, gradients = step(forward)
+    if kind == "images":
+        model.set_attn_implementation = lambda name: None
+    found, compiled = step(torch.compile(forward, fullgraph=True, backend="aot_eager"))
+    assert (found - wanted).abs().max() <= 2**-6 * wanted.abs().max()
+    for name, gradient in gradients.items():
+        assert (compiled[name] - gradient).norm() <= 2**-6 * gradient.norm(), name

@@ -1,0 +1,178 @@
+"""Operators for masks that graphs of torch.compile cannot read: they are read when a graph runs.
+
+Packed sequences whose offsets nobody gives have to be counted, and a mask of booleans becomes a
+list of tiles, whose number depends on it. Both are hidden in an operator, so that the model stays
+one graph. Layers share what was read of a mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa4_hd256.autograd import call_backward, listed_tiles_of
+from fa4_hd256.call import named_configs
+from fa4_hd256.call.forward_problem import Options, backward_use_clc
+from fa4_hd256.call.operator_arguments import BackwardTensors, BackwardValues
+from fa4_hd256.call.packed_ds import BackwardMetadata
+from fa4_hd256.call.tile_mask import TileMask
+from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
+from fa4_hd256.masks import from_dense
+from fa4_hd256.metadata import get_backward_metadata
+from fa4_hd256.until_changed import UntilChanged
+
+from ..backward_memory import backward_config_of
+from .descriptions import Window
+
+__all__ = ["attend", "counted", "tiles_of"]
+
+#: Of bounds and bytes in operators: there is none.
+_NONE = -1
+
+_tiles = UntilChanged()
+_counts = UntilChanged()
+
+
+def tiles_of(dense: torch.Tensor) -> TileMask:
+    """The tiles of a bool mask (1 or batch, 1 or heads, seqlen_q, seqlen_k), made once."""
+    tiles = _tiles.get(dense)
+    if tiles is None:
+        tiles = _tiles[dense] = from_dense(dense)
+    return tiles
+
+
+def counted(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return (offsets int32, the longest sequence) of begins, (batch, seqlen) bool. Waits for the
+    device."""
+    known = _counts.get(begins)
+    if known is None:
+        starts = begins.flatten().nonzero().flatten()
+        offsets = torch.cat((starts, starts.new_tensor([begins.numel()]))).int()
+        known = _counts[begins] = offsets, int(offsets.diff().max())
+    return known
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, window: Window,
+    arguments: dict[str, Any], ds_bytes: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention with a mask that is read when the graph runs.
+
+    q: (batch, seqlen_q, heads, 256); k, v likewise. mask: bool, four dimensions as for `tiles_of`,
+    or two as for `counted`. window: keys visible on each side. arguments: softmax_scale, softcap
+    and learnable_sink of `flash_attn_func`.
+    """
+    scale = arguments["softmax_scale"]
+    out, _ = masked_forward(
+        q, k, v, arguments["learnable_sink"], mask,
+        [_NONE if number is None else number for number in (*window, ds_bytes)],
+        q.shape[-1] ** -0.5 if scale is None else scale, arguments["softcap"],
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("fa4_hd256::masked_forward", mutates_args=())
+def masked_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
+    mask: torch.Tensor, bounds: list[int], scale: float, softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) of `attend`; lse: (batch, heads, seqlen_q), or (heads, batch * seqlen_q).
+
+    bounds: the two sides of the window, and ds_bytes, -1 for none.
+    """
+    options: dict[str, Any] = {
+        "softmax_scale": scale, "softcap": softcap, "learnable_sink": sink, "return_lse": True,
+    }  # fmt: skip
+    if mask.ndim == q.ndim:
+        out, lse = flash_attn_func(q, k, v, block_mask=tiles_of(mask), **options)
+        return out, lse
+    offsets, longest = counted(mask)
+    left, right, _ = bounds
+    out, lse = flash_attn_varlen_func(
+        *(tensor.flatten(0, 1) for tensor in (q, k, v)), cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest, causal=right == 0,
+        window_size=(left, right), **options,
+    )  # fmt: skip
+    return out.view(q.shape), lse
+
+
+@masked_forward.register_fake
+def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, mask = given[0], given[4]
+    batch, rows, heads, _ = q.shape
+    shape = (batch, heads, rows) if mask.ndim == q.ndim else (heads, batch * rows)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("fa4_hd256::masked_backward", mutates_args=())
+def masked_backward(
+    dout: torch.Tensor, tensors: list[torch.Tensor], sink: torch.Tensor | None,
+    mask: torch.Tensor, bounds: list[int], scale: float, softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv, dsink); tensors: q, k, v, out, lse of `masked_forward`. dsink is empty without
+    a sink."""
+    q = tensors[0]
+    left, right, ds_bytes = (None if number == _NONE else number for number in bounds)
+    config = backward_config_of(ds_bytes, q.device)
+    others: dict[str, Any] = {}
+    sides: tuple[int | None, int | None] = (None, None)
+    longest, listed_tiles = None, 0
+    if mask.ndim == q.ndim:
+        tiles = tiles_of(mask)
+        others = {MASK_BLOCKS: tiles.blocks, MASK_KEY_BITS: tiles.key_bits}
+        listed_tiles = listed_tiles_of(tiles)
+    else:
+        offsets, longest = counted(mask)
+        sides = left, right
+        metadata: BackwardMetadata = get_backward_metadata(offsets, None, right == 0, sides)
+        others = {
+            "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "ds_begins": metadata.ds_begins
+        }
+        listed_tiles = metadata.ds_tiles
+        dout = dout.flatten(0, 1)
+        tensors = [tensor.flatten(0, 1) for tensor in tensors[:4]] + tensors[4:]
+    options = Options.check(scale, sides[1] == 0, sides, softcap)
+    found = call_backward(
+        BackwardTensors(dout, None, *tensors, sink, **others),
+        BackwardValues(
+            options.softmax_scale, *options.bounds, options.softcap, longest, longest,
+            backward_use_clc(None), named_configs.encode(config, type(config)), None, None,
+            listed_tiles, (True, True, sink is not None),
+        ),
+    )  # fmt: skip
+    shapes = [tensor.shape for tensor in (q, *tensors[1:3])]
+    dq, dk, dv, dsink = found
+    if sink is None:
+        dsink = q.new_empty(0)
+    if mask.ndim == q.ndim:
+        return dq, dk, dv, dsink
+    rows = mask.shape
+    dq, dk, dv = (made.view(*rows, *shape[-2:]) for made, shape in zip((dq, dk, dv), shapes))
+    return dq, dk, dv, dsink
+
+
+@masked_backward.register_fake
+def _(*given: Any) -> tuple[torch.Tensor, ...]:
+    _, (q, k, v, *_), sink, *_ = given
+    made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+    return *made, q.new_empty(0) if sink is None else torch.empty_like(sink)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, sink, mask, *ctx.values = inputs
+    ctx.save_for_backward(q, k, v, *output, sink, mask)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
+    *tensors, sink, mask = ctx.saved_tensors
+    if dout is None:
+        return (None,) * (5 + len(ctx.values))
+    dq, dk, dv, dsink = masked_backward(dout, tensors, sink, mask, *ctx.values)
+    return dq, dk, dv, None if sink is None else dsink, None, *(None for _ in ctx.values)
+
+
+masked_forward.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,135 @@
+"""Every family of `tests/helpers/transformers_families.py`, with this attention and with eager."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from fa4_hd256.integrations import transformers as integration
+from fa4_hd256.integrations.transformers import fallback
+from tests.helpers.transformers_families import (
+    FAMILIES,
+    configuration,
+    documented,
+    inputs,
+    is_known,
+    summary,
+)
+
+LENGTH = 20
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def name():
+    return integration.register()
+
+
+def model_of(family):
+    if not is_known(family):
+        pytest.skip(f"transformers {transformers.__version__} has no {family.model}")
+    torch.manual_seed(7)
+    return getattr(transformers, family.model)(configuration(family)).eval()
+
+
+def outputs(model, implementation, arguments):
+    """Logits, or hidden states, of rows that are no padding, float32."""
+    model.set_attn_implementation(implementation)
+    given = dict(arguments)
+    if "pixel_values" in given:
+        given["pixel_values"] = given["pixel_values"].to(model.dtype)
+    found = model(**given)
+    found = found.logits if hasattr(found, "logits") else found.last_hidden_state
+    rows = arguments["attention_mask"].bool()
+    return (found if "decoder_input_ids" in arguments else found[rows]).float()
+
+
+def generated(model, implementation, arguments, cache):
+    """Logits of four steps, (steps, batch, vocabulary), float32."""
+    model.set_attn_implementation(implementation)
+    given = {name: t for name, t in arguments.items() if name != "decoder_input_ids"}
+    if "pixel_values" in given:
+        given["pixel_values"] = given["pixel_values"].to(model.dtype)
+    found = model.generate(
+        **given, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0,
+        cache_implementation=cache, disable_compile=True, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    return torch.stack(found.logits).float()
+
+
+def gradients(model, implementation, arguments):
+    """Of all parameters, in one row."""
+    model.zero_grad()
+    outputs(model, implementation, arguments).square().mean().backward()
+    found = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_masks_of_a_family(family, monkeypatch):
+    """In float32, with PyTorch's attention in place of kernels: logits, steps, gradients."""
+    calls = []
+
+    def noted(q, k, v):
+        calls.append({t.shape[-1] for t in (q, k, v)})
+        return False
+
+    monkeypatch.setattr(fallback, "is_offered", noted)
+    model, arguments = model_of(family), inputs(family, LENGTH, "cpu")
+    with torch.no_grad():
+        wanted = outputs(model, "eager", arguments)
+        found = outputs(model, integration.NAME, arguments)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    # What the table says of layers.
+    assert (family.here != "none") == ({256} in calls)
+    assert (family.elsewhere != "-") == any(dims != {256} for dims in calls) or (
+        "vision" in family.elsewhere and not family.has_images
+    )
+    if family.generates:
+        for cache in ("dynamic", "static"):
+            wanted = generated(model, "eager", arguments, cache)
+            found = generated(model, integration.NAME, arguments, cache)
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    wanted = gradients(model, "eager", arguments)
+    found = gradients(model, integration.NAME, arguments)
+    assert (found - wanted).norm() <= 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.sampled("Gemma 4", "T5Gemma")
+def test_family(family, device):
+    """In bfloat16, with kernels: not further from float32 than twice eager bfloat16."""
+    exact, arguments = model_of(family).to(device), inputs(family, LENGTH, device)
+    model = getattr(transformers, family.model)(exact.config).eval()
+    model.load_state_dict(exact.state_dict())
+    model = model.to(device, torch.bfloat16)
+    exact.load_state_dict(model.state_dict())
+
+    def check(run, *more):
+        wanted = run(exact, "eager", arguments, *more)
+        eager, found = (run(model, name, arguments, *more) for name in ("eager", integration.NAME))
+        if run is generated:
+            # Later steps follow the tokens chosen.
+            wanted, eager, found = wanted[0], eager[0], found[0]
+        error, eager_error = ((x - wanted).norm().item() for x in (found, eager))
+        assert error <= 2 * eager_error + 2**-8 * wanted.norm().item()
+        assert error < wanted.norm().item() / 2
+
+    with torch.no_grad():
+        check(outputs)
+    if family.generates:
+        for cache in ("dynamic", "static"):
+            check(generated, cache)
+    check(gradients)
+
+
+def test_the_tables_of_the_docs():
+    assert documented() in (ROOT / "docs" / "integrations.md").read_text()
+    assert summary() in (ROOT / "README.md").read_text()
