@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.call.windows import ExactWindow, window_of
 from fa4_hd256.integrations.context_parallel import local, ring
 from fa4_hd256.integrations.context_parallel.exchange import Transfer
 from fa4_hd256.integrations.context_parallel.local import OwnRows, Settings
+from fa4_hd256.integrations.context_parallel.spans import parts_of
 
 RANKS, ROWS = 2, 16
 
@@ -85,3 +87,21 @@ def test_short_work_stands_between_a_transfer_and_the_next_attention(monkeypatch
     between = ["send", "sum", "attention"]
     assert done == ["send", "fill", "attention", *between * 3, "sum"]
     assert torch.equal(out, rows)
+
+
+def test_a_bound_of_minus_one_stays_one(monkeypatch):
+    """Packed documents get the window of the whole sequence, whose -1 users cannot give."""
+    asked = []
+
+    def attend(q, k, v, *offsets, **given):
+        asked.append(window_of(given["window_size"]))
+        return q, q.new_zeros(q.shape[1], len(q))
+
+    monkeypatch.setattr(local, "flash_attn_varlen_func", attend)
+    settings = Settings(
+        Options(1.0, window_of(ExactWindow(-1, 5))), (0, 8, ROWS), None, "", None, ROWS
+    )
+    rows = torch.zeros(1, ROWS, 1, 256)
+    parts = parts_of((range(ROWS),), (range(ROWS),), settings.mask)
+    local.Attended(rows).add(rows, (rows, rows), parts, settings)
+    assert asked == [(-1, 5)]
