@@ -17,7 +17,7 @@ from .run.catalogue import KernelSpec
 from .run.compile import compile_kernel, counters
 from .run.kernel_names import kernel_named
 from .run.launch import gpu_of, prepare
-from .run.needs import FORMS, USES, Needs, specs_of
+from .run.needs import FLAGS, FORMS, USES, Needs, specs_of
 
 __all__ = ["WarmUp", "add_arguments", "main", "warm_up"]
 
@@ -146,6 +146,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also kernels of calls with ALiBi")  # fmt: skip
     parser.add_argument("--rotary", action="store_true",
                         help="also kernels that write rotated rows to a cache")  # fmt: skip
+    parser.add_argument("--max-logits", action="store_true",
+                        help="also kernels of calls with return_max_logits")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
 
@@ -175,10 +177,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _needs(arguments: argparse.Namespace) -> Needs:
     """What the options ask for."""
-    also = {
-        name: getattr(arguments, name)
-        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi", "rotary")
-    }
+    also = {name: getattr(arguments, name) for name in FLAGS}
     use_clc = {"static": False, "dynamic": True, "both": None}[arguments.scheduler]
     return Needs(
         arguments.use or Needs.uses, arguments.form or Needs.forms,

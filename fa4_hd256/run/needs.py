@@ -25,6 +25,7 @@ from fa4_hd256.call.forward_problem import (
     choose_tiles,
     is_masked,
     tiles_for_masks,
+    tiles_for_max_logits,
 )
 from fa4_hd256.call.operator_arguments import RAGGED
 from fa4_hd256.call.tree_mask import WORD_NODES
@@ -94,6 +95,10 @@ _LENGTHS = sorted(
 )
 
 
+#: Fields of `Needs` that are True or False, and options of the command.
+FLAGS = ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi", "rotary", "max_logits")
+
+
 @dataclass(frozen=True)
 class Needs:
     """What the calls of a model are like, of which kernels are made ahead of time.
@@ -109,7 +114,8 @@ class Needs:
     scheduler_metadata: whether calls with seqused_k, but no seqused_q, are given one, too.
     tree_mask: whether calls of up to 64 queries are. alibi: whether calls, with k and v of q's
     dtype, have that as their score_mod, too. rotary: whether calls of flash_attn_with_kvcache give
-    rotary_cos and rotary_sin, too.
+    rotary_cos and rotary_sin, too. max_logits: calls with return_max_logits=True, too; k and v have
+    q's dtype.
 
     Lists become tuples. Raises ValueError for what is none of these.
     """
@@ -125,6 +131,7 @@ class Needs:
     tree_mask: bool = False
     alibi: bool = False
     rotary: bool = False
+    max_logits: bool = False
 
     def __post_init__(self) -> None:
         for name in ("uses", "forms", "dtypes", "page_sizes", "kv_dtypes"):
@@ -150,7 +157,7 @@ class Needs:
             whole = isinstance(size, int) and not isinstance(size, bool)
             if not whole or size < 1 or size % PAGE_MULTIPLE:
                 raise ValueError(f"page size is {size!r}; accepted: multiples of {PAGE_MULTIPLE}")
-        for name in ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi", "rotary"):
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: True or False")
         if self.use_clc is not None and not isinstance(self.use_clc, bool):
@@ -179,10 +186,12 @@ class Needs:
                 f"forms are {self.forms} with {TRAINING}, which keys and values in pages have no "
                 "gradients for; accepted: a form without pages among them, or other uses"
             )
-        if self.alibi and None not in self.kv_dtypes:
-            raise ValueError(
-                f"alibi with kv_dtypes {self.kv_dtypes}; accepted: None, the dtype of q, among them"
-            )
+        for name in ("alibi", "max_logits"):
+            if getattr(self, name) and None not in self.kv_dtypes:
+                raise ValueError(
+                    f"{name} with kv_dtypes {self.kv_dtypes}; accepted: None, the dtype of q, "
+                    "among them"
+                )
 
     @property
     def schedulers(self) -> tuple[bool, ...]:
@@ -239,6 +248,9 @@ def _forward_problems(
     yield from _changed(_problems(model, needs, architecture, longest), needs)
     if TRAINING in needs.uses and None not in needs.kv_dtypes:
         yield from _changed(_trained(model, needs, architecture), needs)
+    if needs.max_logits:
+        problems = _problems(model, needs, architecture, longest, (None,), max_logits=True)
+        yield from _changed(problems, needs)
     if needs.tree_mask:
         for dtype, nodes in WORD_NODES.items():
             for problem in _changed(_problems(model, needs, architecture, nodes), needs):
@@ -265,10 +277,10 @@ def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
 
 def _problems(
     model: AttentionModel, needs: Needs, architecture: Architecture, longest: int,
-    kv_dtypes: Sequence[torch.dtype | None] | None = None,
+    kv_dtypes: Sequence[torch.dtype | None] | None = None, max_logits: bool = False,
 ) -> Iterator[Problem]:  # fmt: skip
     """One of each kind of forward. longest: queries of a sequence at most. kv_dtypes: None for
-    those of `needs`."""
+    those of `needs`. max_logits: as of `Options`."""
     kv_dtypes = needs.kv_dtypes if kv_dtypes is None else kv_dtypes
     queries = [length for length in _LENGTHS if length <= longest]
     kernels, group = kernels_of(architecture), model.heads_q // model.heads_kv
@@ -279,6 +291,8 @@ def _problems(
             if kv_dtype is not None:
                 continue  # no such call is accepted
             known, masks = tiles_for_masks(known, architecture), (FULL,)
+        if max_logits:
+            known = tiles_for_max_logits(known, architecture)
         pages = needs.page_sizes if PAGE_TABLE in ragged else (None,)
         descales = _descales(kv_dtype, PAGE_TABLE in ragged)
         tilings: dict[Any, int] = {}
@@ -295,7 +309,7 @@ def _problems(
                 sequences=1,
                 dtype=dtype,
                 device=torch.device("cpu"),
-                options=_options(model, mask, use_clc),
+                options=replace(_options(model, mask, use_clc), max_logits=max_logits),
                 sink=model.sink,
                 ragged=ragged,
                 architecture=architecture,

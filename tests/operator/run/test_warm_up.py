@@ -23,7 +23,13 @@ from fa4_hd256 import (
 from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.call import splits
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Problem, choose_tiles, is_masked, tiles_for_masks
+from fa4_hd256.call.forward_problem import (
+    Problem,
+    choose_tiles,
+    is_masked,
+    tiles_for_masks,
+    tiles_for_max_logits,
+)
 from fa4_hd256.call.portions import divide
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.problem_class import AppendClass, RotaryClass
@@ -124,15 +130,44 @@ def test_trees(arch):
     tiles = kernels_of(target.architecture).forward_tiles()
     ragged, group = (*FORMS["packed-paged"], "tree_words"), model.heads_q // model.heads_kv
     found = set()
-    for queries, mask, parts in itertools.product((1, 7, 16, 32), model.masks, (1, 5)):
+    for queries, mask, parts in itertools.product((1, 7, 16, 32, 64), model.masks, (1, 5)):
         chosen = choose_tiles(tiles, group, queries, ragged)
         problem = Problem(
             (1, queries, model.heads_q, 256), queries, 1000, 1, torch.bfloat16,
             torch.device("cpu"), _options(model, mask, False), model.sink, ragged,
-            target.architecture, *chosen, num_splits=parts, page_size=16,
+            target.architecture, *chosen, num_splits=parts, page_size=16, wide_tree=queries > 32,
         )  # fmt: skip
         found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
     assert found <= known and others <= known and not found & others
+
+
+@pytest.mark.parametrize("arch", sorted(GPUS))
+def test_greatest_logits(arch):
+    """Few and many queries, undivided and in parts, under both schedulers; none of e4m3."""
+    target, model = TARGETS[arch], MODELS["gemma-3-4b"]
+    needs = Needs(
+        ("training",), ("packed",), kv_dtypes=(None, torch.float8_e4m3fn), max_logits=True
+    )
+    known, others = (
+        set(specs_of(model, n, target.architecture, target.gpu))
+        for n in (needs, replace(needs, max_logits=False))
+    )
+    tiles = kernels_of(target.architecture).forward_tiles()
+    tiles = tiles_for_max_logits(tiles, target.architecture)
+    ragged, group = FORMS["packed"], model.heads_q // model.heads_kv
+    found = set()
+    choices = itertools.product((1, 200), model.masks, (1, 5), (False, True))
+    for queries, mask, parts, use_clc in choices:
+        problem = Problem(
+            (1, queries, model.heads_q, 256), queries, 1000, 1, torch.bfloat16,
+            torch.device("cpu"), replace(_options(model, mask, use_clc), max_logits=True),
+            model.sink, ragged, target.architecture, *choose_tiles(tiles, group, queries, ragged),
+            num_splits=parts,
+        )  # fmt: skip
+        found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
+    assert found <= known and others <= known and not found & others
+    with pytest.raises(ValueError, match="max_logits with kv_dtypes"):
+        replace(needs, uses=("decode",), kv_dtypes=(torch.float8_e4m3fn,))
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
@@ -286,6 +321,7 @@ def test_needs_that_are_none():
         ({"scheduler_metadata": None}, "scheduler_metadata is None; accepted: True or False"),
         ({"tree_mask": "yes"}, "tree_mask is 'yes'; accepted: True or False"),
         ({"alibi": 0}, "alibi is 0; accepted: True or False"),
+        ({"max_logits": 0}, "max_logits is 0; accepted: True or False"),
         ({"rotary": 1}, "rotary is 1; accepted: True or False"),
         *(
             ({"forms": ["paged"], "page_sizes": [size]}, f"page size is {size!r}; accepted: mult")
