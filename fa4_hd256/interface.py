@@ -257,8 +257,8 @@ def flash_attn_varlen_func(
             mask_mod=row.mask_mod, return_max_logits=return_max_logits,
         )  # fmt: skip
         out = found.squeeze(0) if out is None else out
-        results = (out, lse.squeeze(0)) if return_lse else (out,)
-        return (*results, *max_logits) if max_logits or return_lse else out
+        also = (lse.squeeze(0), *max_logits) if return_lse else max_logits
+        return (out, *also) if also else out
     others, key, ds_tiles = _NONE, None, 0
     if not (tree_mask is score_mod is k_descale is v_descale is None):
         others, key = read_options(tree_mask, score_mod, k_descale, v_descale)

@@ -166,12 +166,13 @@ def flash_attn_with_kvcache(
         if places.in_cache:
             return places.attend({**options, **others}, return_lse)
         q, cache_seqlens, page_table = places.q, places.lengths, places.page_table
-    return flash_attn_varlen_func(
+    found = flash_attn_varlen_func(
         q, k_cache, v_cache, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, seqused_k=cast("torch.Tensor | None", cache_seqlens),
         page_table=page_table, **options, **others, return_lse=return_lse,
         scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
+    return cast("torch.Tensor | tuple[torch.Tensor, torch.Tensor]", found)
 
 
 def _are_plain(cache_seqlens: Any) -> bool:

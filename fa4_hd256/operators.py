@@ -111,8 +111,8 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _save_beside_maxima(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
-    *results, max_logits = output
-    save_for_backward(ctx, inputs, tuple(results))
+    out, lse, max_logits = output
+    save_for_backward(ctx, inputs, (out, lse))
     ctx.mark_non_differentiable(max_logits)
 
 

@@ -175,6 +175,7 @@ class Ours:
             "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
             "use_clc": self._use_clc, "config": self._config, "num_splits": self._num_splits,
         }  # fmt: skip
+        out: torch.Tensor | tuple[torch.Tensor, ...]
         if inputs.pages is not None:
             pages = inputs.pages
             out = flash_attn_with_kvcache(

@@ -72,7 +72,10 @@ class Options:
         mask_mod."""
         sides = values.window_left, values.window_right
         left, right = (None if side == UNBOUNDED else side for side in sides)
-        return cls(values.softmax_scale, (left, right), values.softcap, values.use_clc, *functions)
+        score_mod, mask_mod = functions
+        return cls(
+            values.softmax_scale, (left, right), values.softcap, values.use_clc, score_mod, mask_mod
+        )
 
     @property
     def bounds(self) -> tuple[int, int]:

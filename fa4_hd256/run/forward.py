@@ -67,10 +67,10 @@ def run_forward(
     if problem.is_empty:
         made, lse = empty_results(problem)
         # Without sequences all rows are behind the last offset.
-        results = (made if out is None else out).zero_(), lse.fill_(-math.inf)
+        out, lse = (made if out is None else out).zero_(), lse.fill_(-math.inf)
         if problem.options.max_logits:
-            results = (*results, lse.new_full(problem.q_shape[2:3], -math.inf))
-        return results
+            return out, lse, lse.new_full(problem.q_shape[2:3], -math.inf)
+        return out, lse
     gpu = gpu_of(problem.device)
     last = last_turn(problem, num_splits, gpu)
     if last is not None:
@@ -246,7 +246,7 @@ def _launch(
     tables = _operands_of_tables(problem, ragged)
     sink = () if not problem.sink else (made["sink_operand"],)
     tensors = CallTensors(q, k, v, *parts, sink + tables, made.get(ROW_MAXIMA))
-    roles = (PARTS, PARTS) if is_split else ("out", "lse")
+    roles: tuple[str, ...] = (PARTS, PARTS) if is_split else ("out", "lse")
     if problem.options.max_logits:
         roles = (*roles, ROW_MAXIMA)
     launch(
