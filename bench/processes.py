@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TypeVar
 
+from fa4_hd256.environment import progress_wanted
 from fa4_hd256.interrupt import end_with_parent, starting_workers
 
 Item = TypeVar("Item")
@@ -32,13 +33,23 @@ def each(
     initializer: runs first in each process that is started.
     """
     if min(jobs, len(items)) == 1:
-        return [function(item) for item in items]
+        return list(_shown(map(function, items), len(items)))
     # The compiler's state must not be forked.
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, context, end_with_parent, (initializer,)) as pool:
         with starting_workers():
             found = pool.map(function, items)
-        return list(found)
+        return list(_shown(found, len(items)))
+
+
+def _shown(found: Iterable[Result], count: int) -> Iterator[Result]:
+    """The results, with a bar on a terminal that says how many are left."""
+    from tqdm import tqdm
+
+    yield from tqdm(
+        found, total=count, desc="replaying and simulating", unit="part", leave=False,
+        disable=not progress_wanted(),
+    )  # fmt: skip
 
 
 def one_simulator_thread() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -22,10 +23,12 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["INTERRUPTED", "command", "end_with_parent", "starting_workers"]
+__all__ = ["CLOSED", "INTERRUPTED", "command", "end_with_parent", "starting_workers"]
 
 #: Exit status of a command that Ctrl-C has ended.
 INTERRUPTED = 130
+#: Exit status of a command whose output is not read to its end, as of one that SIGPIPE ends.
+CLOSED = 141
 #: Seconds that a command has for cleaning up.
 _GRACE = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -39,11 +42,27 @@ def command(main: Callable[[], int]) -> int:
     _start_watchdog()
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        return main()
+        status = main()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        return CLOSED
     except KeyboardInterrupt:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(INTERRUPTED)  # threads of a pool that is broken are not waited for
+
+
+def _is_unread() -> bool:
+    """Return True where whoever read stdout has left; the rest of it then goes nowhere."""
+    place, seen = sys.stdout.fileno(), select.poll()
+    seen.register(place, 0)
+    if not any(event & select.POLLERR for _, event in seen.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), place)
+    return True
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

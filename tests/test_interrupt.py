@@ -120,6 +120,26 @@ def test_what_cleans_up_does(tmp_path):
     assert process.returncode == 130
 
 
+def test_output_that_is_not_read_to_its_end():
+    """As of `python -m fa4_hd256 plan | head -1`."""
+    code = (
+        "import sys\n"
+        "from fa4_hd256.interrupt import command\n"
+        "def main():\n"
+        "    print('one line\\n' * 100000)\n"
+        "    return 0\n"
+        "sys.exit(command(main))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "one line\n"
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 141
+    process.stderr.close()
+
+
 @pytest.mark.parametrize("package", ["fa4_hd256", "bench", "sm100_sim", "softmax_emu"])
 def test_commands_are_run_this_way(package):
     main = Path(ROOT, package, "__main__.py").read_text("utf-8")

@@ -164,7 +164,7 @@ def test_a_missing_kernel_is_named_and_its_command_builds_it(copied, inputs, mon
     with pytest.raises(compile.MissingKernelError) as caught:
         attend(q)
     text = str(caught.value)
-    assert "forward of ProblemClass(dtype=torch.float16" in text and str(copied) in text
+    assert "forward for sm_100a (dtype float16" in text and str(copied) in text
     words = shlex.split(next(line for line in text.splitlines() if line.startswith("python -m")))
     assert words[:3] == ["python", "-m", "fa4_hd256"] and caught.value.command in text
     monkeypatch.setenv("FA4_HD256_JIT", "1")
@@ -589,7 +589,7 @@ def test_compiling_while_a_graph_is_captured_is_refused(inputs, monkeypatch):
     monkeypatch.setattr(compile, "is_capturing", lambda: True)
     attend(inputs)  # it is loaded
     compile.forget()
-    message = "a CUDA graph is being captured.*forward of ProblemClass.*before capturing.*warm_up"
+    message = "a CUDA graph is being captured.*forward for sm_100a.*before capturing.*warm_up"
     with pytest.raises(RuntimeError, match=message):
         attend(inputs)
 
