@@ -191,6 +191,7 @@ def test_scales_of_any_size(of_pages):
     assert ((wide.float() - 8 * out.float()).abs() <= 2**-7 * wide.float().abs()).all()
 
 
+@pytest.mark.sampled
 def test_queries_of_any_size():
     """Each row has a factor of its own: 2^-60 beside 2^12."""
     q, *keys = dense(1, 150, (8, 1), batch=1)

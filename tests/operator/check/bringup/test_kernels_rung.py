@@ -114,6 +114,7 @@ def test_the_ladder_has_both_schedulers_and_directions():
 
 
 @pytest.mark.parametrize("name", ["backward_dq", "backward_products"])
+@pytest.mark.sampled("backward_dq")
 def test_a_gradient_on_another_architecture(name, monkeypatch):
     """Kernels and configuration are those of the GPU that the rung runs on."""
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
