@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fa4_hd256 import interface
+from fa4_hd256.call.windows import ExactWindow
 
 from .arguments import FLASH_ATTN_4, other_head_dim
 from .combine import combine
@@ -174,11 +175,8 @@ def window_of(window_size: Window) -> Window:
     left, right = window_size
     if left is not None and right is not None and left < 0 and right < 0:
         return None, None
-    if any(side is not None and side < 0 for side in (left, right)):
-        raise NotImplementedError(
-            f"window_size is {window_size}; accepted: bounds that are None or 0 and above"
-        )
-    return left, right
+    is_shifted = any(side is not None and side < 0 for side in (left, right))
+    return ExactWindow(left, right) if is_shifted else (left, right)
 
 
 def _masks(given: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fa4_hd256 import interface, kv_cache
+from fa4_hd256.call.windows import ExactWindow
 from fa4_hd256.compat import arguments, flash_attn_2, flash_attn_3, flash_attn_4
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -193,6 +194,10 @@ def test_windows(given):
     for window, expected in cases:
         flash_attn_4.flash_attn_func(q, k, v, window_size=window)
         assert given[-1][1]["window_size"] == expected
+    for window in ((-1, None), (None, -1), (7, -3), (-1, 4)):
+        flash_attn_4.flash_attn_func(q, k, v, window_size=window)
+        found = given[-1][1]["window_size"]
+        assert isinstance(found, ExactWindow) and found == window
 
 
 def test_packed_tensors(given):
