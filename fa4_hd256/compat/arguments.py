@@ -63,11 +63,19 @@ class Library:
                 f"{shown}. {argument.note}"
             )
 
-    def refuse_pages(self, name: str, page_table: Any, pages: torch.Tensor) -> None:
-        """Raise NotImplementedError for a page size that kernels cannot read.
+    def refuse_pages(
+        self, name: str, page_table: Any, pages: torch.Tensor, leftpad: Any = None
+    ) -> None:
+        """Raise NotImplementedError for a page size that kernels cannot read, and for a leftpad.
 
-        name: that of the argument page_table. pages: (pages, page_size, heads_kv, 256).
+        name: that of the argument page_table. pages: (pages, page_size, heads_kv, 256). leftpad:
+        cache_leftpad, or None.
         """
+        if page_table is not None and leftpad is not None:
+            raise NotImplementedError(
+                f"cache_leftpad and {name} are both given; accepted: one of them. Let {name} begin "
+                "with the first page in use"
+            )
         if page_table is not None and pages.ndim == 4 and pages.shape[1] % PAGE_MULTIPLE:
             raise NotImplementedError(
                 f"{name} is given with pages of {pages.shape[1]} rows; accepted: multiples of "
@@ -150,7 +158,8 @@ _SEQUENCES = {
 }  # fmt: skip
 _CACHE = {
     "k_cache": _TENSORS, "v_cache": _TENSORS, "rotary_cos": _kept(), "rotary_sin": _kept(),
-    "cache_seqlens": _kept(), "cache_batch_idx": _kept(), "cache_leftpad": _kept(),
+    "cache_seqlens": _kept(), "cache_batch_idx": _kept(),
+    "cache_leftpad": _kept("as there; refused with pages"),
     "rotary_interleaved": _kept(), "return_softmax_lse": _kept("True: `(out, lse)`"),
 }  # fmt: skip
 _COMBINED = {
