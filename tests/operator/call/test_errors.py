@@ -262,7 +262,7 @@ def packed(**changes):
         ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k is 0"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 8])}, TypeError, "must be an int32 tensor"),
         ({"cu_seqlens_q": [0, 3, 8]}, TypeError, "must be an int32 tensor"),
-        ({"cu_seqlens_q": torch.tensor([0, 3, 7], dtype=torch.int32)}, ValueError, "from 0 to 8"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 9], dtype=torch.int32)}, ValueError, "at most 8"),
         ({"cu_seqlens_k": torch.tensor([0, 5, 3, 8], dtype=torch.int32)}, ValueError, "disagree"),
         ({"cu_seqlens_k": torch.tensor([0, 9, 8], dtype=torch.int32)}, ValueError, "ascend"),
         ({"seqused_k": torch.tensor([1], dtype=torch.int32)}, ValueError, "disagree"),

@@ -111,7 +111,7 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
             found |= set(backward_specs(divided, config).values())
             sides = sides_of(divided.forward.ragged)
             if sides:
-                wanted = [side for side in pick(("q", "kk", "qkk")) if side in sides]
+                wanted = [side for side in pick.choice(("q", "kk", "qkk")) if side in sides]
                 own = class_of(divided.forward, wanted or sides)
                 found.add(tail_spec(own, divided.forward))
     assert len({spec.kind for spec in found}) >= 6
