@@ -66,7 +66,7 @@ def attend(
     if causal:
         shape = q.shape[2], k.shape[2]
         seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril()[None, None]
-    if by_sdpa:
+    if by_sdpa and bias is not None:
         lowest = torch.finfo(q.dtype).min
         mask = bias if seen is None else torch.where(seen, bias, lowest)
         found = torch.nn.functional.scaled_dot_product_attention(

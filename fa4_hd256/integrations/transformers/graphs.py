@@ -135,8 +135,9 @@ def masked_backward(
         dout = dout.flatten(0, 1)
         tensors = [tensor.flatten(0, 1) for tensor in tensors[:4]] + tensors[4:]
     options = Options.check(scale, sides[1] == 0, sides, softcap)
+    rows = tensors[0], tensors[1], tensors[2], tensors[3], tensors[4]
     found = call_backward(
-        BackwardTensors(dout, None, *tensors, sink, **others),
+        BackwardTensors(dout, None, *rows, sink, **others),
         BackwardValues(
             options.softmax_scale, *options.bounds, options.softcap, longest, longest,
             backward_use_clc(None), named_configs.encode(config, type(config)), None, None,
@@ -149,8 +150,7 @@ def masked_backward(
         dsink = q.new_empty(0)
     if mask.ndim == q.ndim:
         return dq, dk, dv, dsink
-    rows = mask.shape
-    dq, dk, dv = (made.view(*rows, *shape[-2:]) for made, shape in zip((dq, dk, dv), shapes))
+    dq, dk, dv = (made.view(*mask.shape, *shape[-2:]) for made, shape in zip((dq, dk, dv), shapes))
     return dq, dk, dv, dsink
 
 
