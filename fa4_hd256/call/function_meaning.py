@@ -104,7 +104,8 @@ _FIXED = ("cutlass", "math", "builtins", "operator", "fa4_hd256.kernels", "fa4_h
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 #: Attributes that CuTe DSL gives to a function that it wraps.
 _OF_WRAPPERS = (
-    "__wrapped__", "_decorator_", "_dsl_", "_original_code", "_preprocess", "set_name_prefix",
+    "__pyir_", "__wrapped__", "_decorator_", "_dsl_", "_original_code", "_preprocess",
+    "set_name_prefix",
 )  # fmt: skip
 #: Python's own functions by which a function reads what its code does not name.
 _UNNAMED = frozenset((
