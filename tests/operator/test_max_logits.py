@@ -74,8 +74,9 @@ def test_packed_sequences_and_padding(device):
     q[178:], k[366:] = 100.0, 100.0
     bounds = [offsets(lengths, device) for lengths in (lengths_q, lengths_k)]
     out, found = flash_attn_varlen_func(
-        q[:178], k[:366], v[:366], *bounds, 140, 290, causal=True, return_max_logits=True
-    )
+        q[:178], k[:366], v[:366], cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1],
+        max_seqlen_q=140, max_seqlen_k=290, causal=True, return_max_logits=True,
+    )  # fmt: skip
     assert out.shape == (178, 2, 256)
     wanted, first_q, first_k = torch.full((2,), -math.inf, dtype=torch.float64), 0, 0
     for rows, keys in zip(lengths_q, lengths_k, strict=True):
@@ -96,8 +97,9 @@ def test_queries_past_those_in_use_and_a_head_that_sees_nothing(device):
     assert found.tolist() == [-math.inf] * 2
     nothing = torch.zeros(2, dtype=torch.int32, device=device)
     _, found = flash_attn_varlen_func(
-        q[0, :0], k[0, :0], v[0, :0], nothing, nothing, 1, return_max_logits=True
-    )
+        q[0, :0], k[0, :0], v[0, :0], cu_seqlens_q=nothing, cu_seqlens_k=nothing, max_seqlen_q=1,
+        return_max_logits=True,
+    )  # fmt: skip
     assert found.tolist() == [-math.inf] * 2
 
 
