@@ -367,6 +367,20 @@ def test_a_function_that_changes_keeps_no_key(restart):
         keys.cache_key(KernelSpec("forward", ForwardConfig(), own))
 
 
+def test_what_tracing_leaves_in_a_function():
+    """CuTe DSL puts other code in the place of a function's own, and marks it."""
+    traced, fresh = made(SOURCE), made(SOURCE)
+    first = ScoreMod.of(traced)
+    own = ScoreMod(traced, None, "traced")
+    traced._original_code, traced._preprocessed = traced.__code__, True
+    traced.__code__ = made(SOURCE.replace("2.0", "3.0")).__code__
+    assert ScoreMod.of(traced).key == ScoreMod.of(fresh).key == first.key
+    for mod in (first, own):
+        replace(mod, tensors=(torch.ones(1),))
+    problem_class = ProblemClass(torch.bfloat16, score_mod=FunctionClass(first.key))
+    assert keys.lasts(KernelSpec("forward", ForwardConfig(), problem_class))
+
+
 def both(first, second):
     return lambda *given: first(*given) + second(*given)
 
