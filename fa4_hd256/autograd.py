@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from .run.backward import Wanted, or_empty, run_backward
 
 __all__ = [
     "backward", "call_backward", "check_differentiable", "gradients", "gradients_of",
-    "listed_tiles_of", "save", "save_for_backward",
+    "listed_tiles_of", "refuse_second_order", "save", "save_for_backward",
 ]  # fmt: skip
 
 #: Tensors of `forward` that gradients flow to, its first ones: q, k, v, sink.
@@ -92,13 +92,13 @@ def _(*given: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _refuse_second_order(context: Any, *gradients: Any) -> None:
+def refuse_second_order(context: Any, *gradients: Any) -> None:
     raise NotImplementedError(
         "fa4_hd256 offers no second-order gradients; call backward without create_graph=True"
     )
 
 
-backward.register_autograd(_refuse_second_order)
+backward.register_autograd(refuse_second_order)
 
 
 #: Tensors of the operator that have a batch, by their dimensions then.
@@ -207,9 +207,11 @@ def save(
 
 
 def gradients_of(
-    ctx: Any, needed: Sequence[bool], dout: torch.Tensor | None, dlse: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of q, k, v and the sink, None for those not asked for. needed: which are."""
+    ctx: Any, needed: Sequence[bool], dout: torch.Tensor | None, dlse: torch.Tensor | None,
+    call: Callable[..., tuple[torch.Tensor, ...]] = call_backward,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Return gradients of q, k, v and the sink, None for those not requested. needed: which are
+    requested. call: computes them, as `call_backward` does."""
     wanted = (needed[0], needed[1] or needed[2], needed[3])
     if (dout is None and dlse is None) or not any(wanted):
         return (None,) * len(needed)
@@ -217,10 +219,45 @@ def gradients_of(
     if dout is None:
         out = kept[_OUT]
         dout = out.new_zeros(()).expand(out.shape)
+    batched = [given is not None and _is_batched(given) for given in (dout, dlse)]
+    if any(batched):
+        return _of_batches(ctx, needed, (dout, dlse), batched, call)
     tensors = BackwardTensors(dout, dlse, *kept)
-    given = call_backward(tensors, ctx.values.of_backward(wanted))
+    given = call(tensors, ctx.values.of_backward(wanted))
     return tuple(
         gradient if asked else None for gradient, asked in zip(given, needed, strict=True)
+    )
+
+
+#: Return True for a batch of `torch.autograd.grad(is_grads_batched=True)`, which has no memory.
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def _of_batches(
+    ctx: Any, needed: Sequence[bool], given: tuple[torch.Tensor | None, ...],
+    batched: Sequence[bool], call: Callable[..., tuple[torch.Tensor, ...]],
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Return `gradients_of` of each entry of a batch, as a batch. given: dout and dlse; batched:
+    which of them are batches."""
+    # The thread of a GPU knows no nesting.
+    level = max(1, torch._C._vmapmode_increment_nesting() - 1)
+    torch._C._vmapmode_decrement_nesting()
+    entries = [
+        torch._remove_batch_dim(tensor, level, 0, 0) if is_batched else None
+        for tensor, is_batched in zip(given, batched, strict=True)
+    ]
+    size = next(len(entry) for entry in entries if entry is not None)
+    found = [
+        gradients_of(
+            ctx, needed,
+            *(t if entry is None else entry[i] for t, entry in zip(given, entries, strict=True)),
+            call,
+        )
+        for i in range(size)
+    ]  # fmt: skip
+    return tuple(
+        None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
+        for parts in zip(*found, strict=True)
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from .autograd import check_differentiable, gradients_of, listed_tiles_of, save
 from .call import named_configs
+from .call.autocast import autocast, is_autocasting
 from .call.checks import (
     are_differentiated,
     bounds_of,
@@ -20,16 +21,18 @@ from .call.checks import (
 )
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
-from .call.interception import constant_in_graphs, is_intercepted, refuse_tangents
+from .call.interception import constant_in_graphs, is_intercepted, is_transformed, refuse_tangents
 from .call.memory_checks import check_out, check_writable_again
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
+from .call.plain_numbers import plain
 from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
 from .eager import Entry, OperatorCalls
+from .functional import attend_under_transforms
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
@@ -134,6 +137,7 @@ def flash_attn_func(
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
     """
+    q, k, v = autocast(q, k, v, fixed=out) if is_autocasting() else (q, k, v)
     others, key, key_of_mask, listed_tiles = _NONE, None, None, 0
     if block_mask is not None or mask_mod is not None:
         inputs = q, k, v, learnable_sink
@@ -237,6 +241,7 @@ def flash_attn_varlen_func(
     with page_table. Page numbers out of range: ValueError for CPU tensors, or where FA4_HD256_CHECK
     or FA4_HD256_CHECK_PAGES is 1; else undefined.
     """
+    q, k, v = autocast(q, k, v, fixed=out) if is_autocasting() else (q, k, v)
     if block_mask is not None or mask_mod is not None:
         apart = {
             "seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table,
@@ -536,8 +541,11 @@ def _through_dispatcher(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_attend` as PyTorch's dispatcher does it. Raises as `refuse_tangents`."""
     refuse_tangents(tensors)
-    out, lse = _operator(tensors, _resolve(tensors, given))
-    return _without_batch(tensors, out, lse)
+    values = _resolve(tensors, given)
+    if is_transformed():
+        batched = ForwardTensors(*tensors).with_batches()
+        return _without_batch(tensors, *attend_under_transforms(batched, values))
+    return _without_batch(tensors, *_operator(tensors, values))
 
 
 def _without_batch(
@@ -661,6 +669,7 @@ def longest_of(
 ) -> tuple[int | None, int | None]:
     """(max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too; None
     where they are not packed."""
+    max_seqlen_q, max_seqlen_k = plain(max_seqlen_q), plain(max_seqlen_k)
     offsets_q, offsets_k = (ragged.get(f"cu_seqlens_{side}") for side in "qk")
     if offsets_q is None:
         max_seqlen_q = None

@@ -11,6 +11,7 @@ import torch
 
 from . import environment
 from .call import cache_checks, checks, memory_checks
+from .call.autocast import autocast, is_autocasting
 from .call.descales import descale_of, scales_among
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.function_tensors import functions_of_keys
@@ -132,6 +133,8 @@ def flash_attn_with_kvcache(
     Raises TypeError or ValueError as `flash_attn_varlen_func` does, NotImplementedError for what
     is not offered; the cache is then as it was.
     """
+    if is_autocasting():
+        q, k, v = autocast(q, k, v, fixed=k_cache)
     if tree_mask is not None:
         tree_mask = tree_words(tree_mask)
         cache_checks.check_beside_tree(rotary_cos)

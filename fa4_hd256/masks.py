@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from .call.interception import is_lasting
 from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
+from .call.plain_numbers import plain
 from .call.tile_mask import (
     ABSENT,
     EMPTY,
@@ -89,6 +90,7 @@ def documents(
     Raises TypeError for ids that are no integers and other kinds, ValueError for other dimensions,
     or a window without causal.
     """
+    causal = plain(causal)
     if not isinstance(causal, bool):
         raise TypeError(f"causal is {causal!r}; accepted: True or False")
     if window is not None:

@@ -12,6 +12,7 @@ import torch
 
 from .autograd import gradients, save_for_backward
 from .call import named_configs
+from .call.autocast import autocast
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.function_tensors import functions_of_keys
 from .call.memory_checks import check_writable
@@ -163,6 +164,32 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return after, empty
     return after, torch.empty_like(tensors.q, memory_format=torch.contiguous_format)
 
+
+def _with_autocast(operator: Any, leading: int, count: int, fixed: int | None) -> None:
+    """Let an operator that is called under autocast cast what functions of users cast: `count`
+    tensors behind the `leading` ones; fixed: place of a tensor that is never cast."""
+    name = operator._qualname.split("::")[1]
+
+    def impl(key: torch._C.DispatchKey) -> Any:
+        def called(*given: Any) -> Any:
+            before, after = given[:leading], given[leading + count :]
+            cast = autocast(
+                *given[leading : leading + count], fixed=None if fixed is None else given[fixed]
+            )
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                return operator(*before, *cast, *after)
+
+        return called
+
+    for key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
+        _library.impl(name, impl(key), key.name)
+
+
+_library = torch.library.Library("fa4_hd256", "FRAGMENT")
+_with_autocast(forward, 0, 3, None)
+_with_autocast(forward_max_logits, 0, 3, None)
+_with_autocast(forward_out, 1, 3, 0)
+_with_autocast(append_rows, 0, 2, 2)
 
 # Graphs call operators, not functions: what came before is repeated in their bodies. Versions of
 # what they write to are the dispatcher's to count.

@@ -14,6 +14,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import KV_DTYPES
 
 from . import checks, memory_checks
+from .plain_numbers import is_sure, plain
 
 #: Arguments of the field's function that are not offered, and why or what serves instead.
 NOT_OFFERED = {
@@ -62,11 +63,12 @@ def lengths_of(
     sequence of the cache has."""
     if isinstance(cache_seqlens, torch.Tensor):
         return of_batch("cache_seqlens", cache_seqlens, batch, device)
-    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int):
+    cache_seqlens = plain(cache_seqlens)
+    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
         raise TypeError(
             f"cache_seqlens must be an int or a (batch,) int32 tensor, got {cache_seqlens!r}"
         )
-    if not 0 <= cache_seqlens <= capacity:
+    if is_sure(cache_seqlens < 0) or is_sure(cache_seqlens > capacity):
         raise _beyond(cache_seqlens, capacity, "the rows of the cache")
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
 
@@ -75,9 +77,10 @@ def check_whole(given: dict[str, Any]) -> None:
     """Raise TypeError for what is no int, as numbers of rows and heads are, ValueError for one that
     is less than 1 or too large for a tensor's shape."""
     for name, number in given.items():
+        number = plain(number)
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
             raise TypeError(f"{name} must be an int, got {number!r}")
-        if not isinstance(number, torch.SymInt) and not 1 <= number < LARGEST_SIZE:
+        if is_sure(number < 1) or is_sure(number >= LARGEST_SIZE):
             raise ValueError(f"{name} is {number}; accepted: 1 to {LARGEST_SIZE - 1}")
 
 
@@ -253,7 +256,7 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
             f"(positions, rotary_dim / 2) both, at least one position, rotary_dim a multiple of "
             f"{ROTARY_MULTIPLE} up to {HEAD_DIM}"
         )
-    if not isinstance(interleaved, bool):
+    if not isinstance(plain(interleaved), bool):
         raise TypeError(f"rotary_interleaved must be True or False, got {interleaved!r}")
 
 

@@ -44,6 +44,7 @@ from fa4_hd256.kernels.sequences import (
 from fa4_hd256.kernels.windows import Reach, Window
 
 from .memory_checks import require_dense
+from .plain_numbers import is_sure, plain
 
 DTYPES = tuple(ELEMENT_TYPES)
 
@@ -77,12 +78,13 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
 
 
 def _carried(name: str, value: int) -> None:
-    if not -_CARRIED <= value < _CARRIED:
+    if is_sure(value < -_CARRIED) or is_sure(value >= _CARRIED):
         raise ValueError(f"{name} is {value}; accepted: a number that fits into 64 bits")
 
 
 def causal_of(causal: Any) -> bool:
     """The same, a bool."""
+    causal = plain(causal)
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
     return causal
@@ -288,9 +290,12 @@ def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
     _check_equal("device", {"q": q.device, "learnable_sink": sink.device}, ValueError)
 
 
+_INTEGERS = (int, torch.SymInt)
+
+
 def check_longest(side: str, longest: Any) -> None:
     """max_seqlen of packed sequences, an int; `bounds_of` has made one of a tensor."""
-    if longest is None or isinstance(longest, bool) or not isinstance(longest, int):
+    if longest is None or isinstance(longest, bool) or not isinstance(longest, _INTEGERS):
         raise TypeError(
             f"max_seqlen_{side} must be an int with cu_seqlens_{side}, or a tensor of one integer, "
             f"which is not read; got {longest!r}"

@@ -29,6 +29,7 @@ from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, gri
 from . import checks, descales, memory_checks
 from .layouts import without_expanded_heads
 from .operator_arguments import RAGGED, BackwardValues, ForwardValues
+from .plain_numbers import is_unknown, plain
 from .tree_mask import check_words, is_wide
 from .windows import UNBOUNDED, bounds_of_operator, window_of
 
@@ -101,17 +102,17 @@ class Options:
         masked: whether there is a block mask. Raises as `clc_requested` does.
         """
         filling = (1, 1)
-        if offsets is not None and longest is not None:
+        if offsets is not None and longest is not None and not is_unknown(longest):
             filling = rows, grid_rows(rows, offsets.numel() - 1, longest, PADDING)
         bounded = masked or self.window != (None, None)
         default = prefers_clc(bounded, *filling, sms_are_shared())
-        return replace(self, use_clc=clc_requested(use_clc, default))
+        return replace(self, use_clc=clc_requested(plain(use_clc), default))
 
 
 def backward_use_clc(use_clc: bool | None) -> bool:
     """Whether the backward of a user who passes `use_clc` takes the dynamic tile scheduler. Raises
     as `clc_requested` does."""
-    return clc_requested(use_clc, BACKWARD_PREFERS_CLC)
+    return clc_requested(plain(use_clc), BACKWARD_PREFERS_CLC)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ from torch.autograd import forward_ad
 from fa4_hd256.gpus.devices import is_captured
 from fa4_hd256.gpus.family import as_seen
 
-__all__ = ["constant_in_graphs", "is_intercepted", "is_lasting", "is_wrapped", "refuse_tangents"]
+__all__ = [
+    "constant_in_graphs", "is_intercepted", "is_lasting", "is_transformed", "is_wrapped",
+    "refuse_tangents",
+]  # fmt: skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -20,6 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
+_TransformType = torch._C._functorch.TransformType
 _tracer = torch._C._get_tracing_state
 _is_compiling = torch.compiler.is_compiling
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -36,6 +40,14 @@ def is_intercepted() -> bool:
         or forward_ad._current_level >= 0
         or as_seen() is not None
     )
+
+
+def is_transformed() -> bool:
+    """Return True under a transform of torch.func that differentiates."""
+    if _is_compiling() or _transform() is None:
+        return False
+    kinds = (_TransformType.Grad, _TransformType.Jvp)
+    return any(level.key() in kinds for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def constant_in_graphs(function: _Function) -> _Function:
@@ -71,6 +83,6 @@ def refuse_tangents(tensors: Iterable[Any]) -> None:
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
-                "forward-mode gradients (torch.func.jvp, torch.autograd.forward_ad) are not "
-                "offered; accepted: backward, torch.autograd.grad, torch.func.vjp"
+                "forward-mode gradients (torch.func.jvp, jacfwd, torch.autograd.forward_ad) are "
+                "not offered; accepted: backward, torch.autograd.grad, torch.func.grad, vjp"
             )

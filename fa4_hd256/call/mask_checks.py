@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .plain_numbers import plain
+
 __all__ = ["LARGEST", "check_integers", "check_offsets", "check_whole"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -16,6 +18,7 @@ LARGEST = (1 << 31) - 1
 def check_whole(name: str, given: Any, least: int = 0, accepted: str = "") -> None:
     """An int from `least` up. Raises TypeError for another kind, ValueError for another one."""
     accepted = accepted or f"an int, {least} or more"
+    given = plain(given)
     if isinstance(given, bool) or not isinstance(given, int):
         raise TypeError(f"{name} is {given!r}; accepted: {accepted}")
     if not least <= given <= LARGEST:

@@ -22,6 +22,7 @@ from fa4_hd256.kernels.limits import FLOAT_BYTES, HEAD_DIM
 from fa4_hd256.kernels.sequences import PART_LIST
 
 from .forward_problem import Problem
+from .plain_numbers import plain
 
 __all__ = [
     "BY_RULE",
@@ -64,6 +65,7 @@ def asked_splits(num_splits: Any, batch_invariant: Any) -> Any:
     Raises TypeError for a batch_invariant that is no bool, and ValueError for a number of parts
     beside it.
     """
+    num_splits, batch_invariant = plain(num_splits), plain(batch_invariant)
     if batch_invariant is True:
         if type(num_splits) is not int or num_splits != BY_RULE:
             raise ValueError(

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from fa4_hd256.kernels.windows import Window
 
+from .plain_numbers import plain
+
 __all__ = ["LARGEST_BOUND", "UNBOUNDED", "ExactWindow", "bounds_of_operator", "window_of"]
 
 #: A side without a bound, in an operator's schema. No bound of `window_of` is as small.
@@ -34,7 +36,8 @@ def window_of(window_size: Any, causal: bool = False) -> Window:
     """
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size!r}; accepted: a pair (left, right)")
-    for side in window_size:
+    sides = [plain(side) for side in window_size]
+    for side in sides:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size is {window_size!r}; each side must be an int or None")
         if side is not None and not -(1 << 63) <= side < 1 << 63:
@@ -42,7 +45,7 @@ def window_of(window_size: Any, causal: bool = False) -> Window:
                 f"a side of window_size is {side}; accepted: a number that fits into 64 bits"
             )
     none = None if isinstance(window_size, ExactWindow) else -1
-    left, right = (None if side is None or side == none else _bound(side) for side in window_size)
+    left, right = (None if side is None or side == none else _bound(side) for side in sides)
     if causal:
         right = 0
     is_empty = left is not None and right is not None and left + right < 0

@@ -16,15 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import flex_attention as pytorch
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from fa4_hd256.call.interception import is_lasting
+from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.function_state import FunctionState
 from fa4_hd256.gpus.devices import is_captured
 from fa4_hd256.interface import flash_attn_func
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import Scored, ScoreMod
 
+from . import other_dims
 from .score_graph import MASK, ScoreGraph
 
 __all__ = ["flex_attention", "mask_mod_of", "score_mod_of"]
@@ -44,15 +47,18 @@ def flex_attention(
     return_aux: Any = None,
     traces_mask: bool = False,
 ) -> Any:
-    """As PyTorch's function of this name.
+    """Compute what PyTorch's function of this name computes.
 
-    query: (batch, heads, seqlen_q, 256); key, value: (batch, heads_kv, seqlen_k, 256); bfloat16 or
-    float16, any strides. score_mod: of (score, batch, head, query, key), tensors of no dimension;
-    or what `score_mod_of` made of one, which spares tracing it in every call. block_mask: a
-    `BlockMask`, or a mask of `fa4_hd256.masks`. enable_gqa: needed where there are fewer KV heads
-    than query heads. kernel_options: for PyTorch's own kernels, without effect. traces_mask: the
-    kernels evaluate the mask_mod of a `BlockMask` in its partial blocks, instead of bits that
-    PyTorch makes of it once.
+    query: (batch, heads, seqlen_q, 256); key, value: (1 or batch, heads_kv, seqlen_k, 256);
+        bfloat16 or float16, any strides. Another head_dim is computed by PyTorch's function, which
+        a line in the log says once.
+    score_mod: of (score, batch, head, query, key), tensors of no dimension; or the result of
+        `score_mod_of`, which spares tracing in every call.
+    block_mask: a `BlockMask`, or a mask of `fa4_hd256.masks`.
+    enable_gqa: needed where there are fewer KV heads than query heads.
+    kernel_options: for PyTorch's own kernels, without effect.
+    traces_mask: the kernels evaluate the mask_mod of a `BlockMask` in its partial blocks, instead
+        of bits that PyTorch makes of it once.
 
     Returns out, (batch, heads, seqlen_q, 256); with return_lse (out, lse), with return_aux (out,
     AuxOutput); lse: (batch, heads, seqlen_q) float32, natural log. Tensors that score_mod reads get
@@ -63,7 +69,12 @@ def flex_attention(
     and for fewer KV heads without enable_gqa, TypeError for traces_mask without a `BlockMask`, and
     otherwise as `flash_attn_func` does.
     """
-    del kernel_options
+    if other_dims.has_other_dim(query, key, value):
+        return _by_pytorch(
+            (query, key, value), score_mod, block_mask, traces_mask, scale=scale,
+            enable_gqa=enable_gqa, return_lse=return_lse, kernel_options=kernel_options,
+            return_aux=return_aux,
+        )  # fmt: skip
     if return_lse and return_aux is not None:
         raise ValueError(
             "both return_lse and return_aux are given; accepted: one of them, "
@@ -76,6 +87,8 @@ def flex_attention(
         raise ValueError(
             f"query has {heads} heads, key {heads_kv}; accepted: as many, or enable_gqa=True"
         )
+    if key.shape[0] == 1 < query.shape[0] and value.shape[0] == 1:
+        key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         score_mod = score_mod_of(score_mod, query.device)
     mask_mod = _traced_mask(block_mask, query.device) if traces_mask else None
@@ -88,6 +101,22 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+def _by_pytorch(
+    tensors: tuple[torch.Tensor, ...], score_mod: Any, block_mask: Any, traces_mask: bool,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Return what PyTorch's function returns, for another head_dim. Raises ValueError for functions
+    and masks that only the kernels here evaluate."""
+    if isinstance(score_mod, ScoreMod) or isinstance(block_mask, TileMask) or traces_mask:
+        raise ValueError(
+            f"head_dim is {tensors[0].shape[-1]} with a ScoreMod, a mask of fa4_hd256.masks or "
+            "traces_mask=True; accepted: head_dim 256, or a score_mod and a BlockMask of PyTorch's "
+            "FlexAttention, which computes such calls"
+        )
+    other_dims.say_once("FlexAttention", "PyTorch's FlexAttention", *tensors)
+    return pytorch.flex_attention(*tensors, score_mod=score_mod, block_mask=block_mask, **options)
 
 
 def score_mod_of(

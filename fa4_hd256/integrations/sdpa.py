@@ -6,8 +6,8 @@
 
 PyTorch 2.13 replaces its flash-attention operators by an adapter over a module's `_flash_attn_fwd`
 and `_flash_attn_bwd`, which it calls by keyword; this module has both. While it is active, every
-SDPA call that PyTorch gives to flash attention comes here, also with a head_dim other than 256,
-which is an error; torch.nn.attention.restore_flash_attention_impl() ends that.
+SDPA call that PyTorch gives to flash attention comes here. Layers of another head_dim take SDPA's
+other kernels. torch.nn.attention.restore_flash_attention_impl() ends that.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.interface import flash_attn_varlen_func
 from fa4_hd256.until_changed import UntilChanged
 
+from . import other_dims
 from .backward_memory import backward_config_of, check_ds_bytes
 from .given_out import written_to
 from .given_results import gradients_of_results
@@ -103,6 +104,9 @@ def _flash_attn_fwd(
     if options.get("cu_seqlens_q") is not None and options.get("max_seqlen_q") is None:
         options["max_seqlen_q"] = q.shape[0]
     window = (window_size_left, window_size_right)
+    if other_dims.has_other_dim(q, k, v):
+        out, lse = _by_pytorch((q, k, v), out, window, options)
+        return out, lse if return_lse else None
     attend = partial(flash_attn_varlen_func, q, k, v, window_size=window, **options)
     # PyTorch records gradients above its adapter, whose tensors may require them still.
     with contextlib.nullcontext() if out is None else torch.no_grad():
@@ -128,6 +132,8 @@ def _flash_attn_bwd(
 
     Returns (dq, dk, dv). Raises as `flash_attn_varlen_func` does.
     """
+    if other_dims.has_other_dim(q, k, v):
+        return _gradients_by_pytorch((q, k, v), dout, options)
     options.pop("deterministic", None)
     ragged = (options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None))
     window = (options.pop("window_size_left", None), options.pop("window_size_right", None))
@@ -142,6 +148,49 @@ def _flash_attn_bwd(
         (q, k, v, out, dout, lse), checked, ragged, (of_q, of_k),
         backward_config=named_configs.encode(config, type(config)),
     )  # fmt: skip
+
+
+#: Options of the adapter that change nothing of PyTorch's own attention.
+_NEUTRAL = {"deterministic", "max_seqlen_q", "max_seqlen_k", "num_splits", "pack_gqa"}
+
+
+def _of_pytorch(window: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Return (scale, window, offsets) of a call that PyTorch's SDPA computes. Raises
+    NotImplementedError for options that it has not."""
+    given = dict(options)
+    offsets = given.pop("cu_seqlens_q", None), given.pop("cu_seqlens_k", None)
+    scale, causal = given.pop("softmax_scale", None), given.pop("causal", False)
+    named = [
+        name for name, value in given.items()
+        if name not in _NEUTRAL and (isinstance(value, torch.Tensor) or value)
+    ]  # fmt: skip
+    if named:
+        raise NotImplementedError(
+            f"{', '.join(named)} with a head_dim other than 256; accepted: none of these, as "
+            "PyTorch's SDPA computes such calls"
+        )
+    left, right = (None if side in (None, -1) else side for side in window)
+    return scale, (left, 0 if causal else right), offsets
+
+
+def _by_pytorch(
+    tensors: tuple[torch.Tensor, ...], out: torch.Tensor | None, window: tuple[Any, Any],
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return (out, lse) of a call with another head_dim."""
+    given = _of_pytorch(window, options)
+    other_dims.say_once("SDPA", "SDPA's other kernels", *tensors)
+    found, lse = other_dims.attend(tensors, *given)
+    return (found if out is None else out.copy_(found)), lse
+
+
+def _gradients_by_pytorch(
+    tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dq, dk, dv) of a call with another head_dim."""
+    window = options.pop("window_size_left", None), options.pop("window_size_right", None)
+    dq, dk, dv = other_dims.gradients(tensors, dout, *_of_pytorch(window, options))
+    return dq, dk, dv
 
 
 def _longest_of(rows: torch.Tensor, offsets: torch.Tensor | None) -> int | None:

@@ -35,9 +35,10 @@ COMPATIBLE = ("fa4_hd256/compat/flash_attn_2.py", "fa4_hd256/compat/flash_attn_3
 # Likewise -> lines.
 MORE_LINES = {
     # The same: a line a parameter, and what each of them means.
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 128,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 130,
     ("fa4_hd256/interface.py", "flash_attn_func"): 112,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 123,
+    ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 68,
 }
 
 _LIBRARIES = ("schedulers", "softmax_emu")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from fa4_hd256.call.autocast import autocast, is_autocasting
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod
 
@@ -126,6 +127,8 @@ def _attend(
     tensors: tuple, given: Given, ranks: Ranks, way: tuple[str, str, Any], wants_lse: bool
 ) -> Any:
     """tensors: q, k, v, the sink. way: its name, order and cu_seqlens."""
+    if is_autocasting():
+        tensors = *autocast(*tensors[:3]), tensors[3]
     name, order, offsets = way
     is_packed = offsets is not None
 

@@ -6,7 +6,9 @@ from torch.nn.attention import flex_attention as pytorch
 
 from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.check import reference
+from fa4_hd256.integrations import other_dims
 from fa4_hd256.integrations.flex_attention import flex_attention, mask_mod_of, score_mod_of
+from fa4_hd256.score_mods import alibi
 
 HEADS, HEADS_KV, QUERIES, KEYS = 4, 2, 150, 200
 SCALE = 0.07
@@ -212,3 +214,40 @@ def test_masks_that_are_not_traced(tensors, device):
         flex_attention(*tensors[:3], block_mask=masks.as_tile_mask(mask), **arguments)
     with pytest.raises(NotImplementedError, match="cannot trace mask_mod: it takes a branch"):
         mask_mod_of(lambda b, h, q, k: q >= k if h > 0 else q < k, device)
+
+
+def test_a_batch_of_keys_under_a_batch_of_queries(tensors, device):
+    """One set of keys and values for all, as PyTorch's function takes it; gradients are sums."""
+    q, k, v = (torch.randn(b, 1, 8, 256, device=device).bfloat16() for b in (2, 1, 1))
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    out = flex_attention(*leaves)
+    out.float().square().sum().backward()
+    whole = [tensor.expand(2, -1, -1, -1).clone().requires_grad_() for tensor in (q, k, v)]
+    expected = flex_attention(*whole)
+    expected.float().square().sum().backward()
+    assert torch.equal(out, expected) and torch.equal(leaves[0].grad, whole[0].grad)
+    for found, parts in zip(leaves[1:], whole[1:], strict=True):
+        summed = parts.grad.sum(0, keepdim=True)
+        torch.testing.assert_close(found.grad, summed, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_layers_of_another_head_dim(device, caplog):
+    """PyTorch's own function computes them; a line says so, once for each kind."""
+    other_dims._said.clear()
+    q, k, v = (torch.randn(1, 2, 8, 64, device=device).bfloat16() for _ in "qkv")
+    block_mask = pytorch.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device=device)
+
+    def score_mod(score, b, h, q, k):
+        return score + h
+
+    given = {"score_mod": score_mod, "block_mask": block_mask, "return_lse": True}
+    for _ in range(2):
+        found = flex_attention(q, k, v, **given)
+    assert all(map(torch.equal, found, pytorch.flex_attention(q, k, v, **given)))
+    lines = [record for record in caplog.records if record.name == "fa4_hd256"]
+    assert len(lines) == 1 and "head_dim 64 take PyTorch's FlexAttention" in lines[0].getMessage()
+    with pytest.raises(ValueError, match="head_dim is 64 with a ScoreMod.*accepted: head_dim 256"):
+        flex_attention(q, k, v, score_mod=alibi(torch.ones(2, device=device)))
+    with pytest.raises(ValueError, match="head_dim is 64 with a ScoreMod, a mask of"):
+        flex_attention(q, k, v, block_mask=masks.as_tile_mask(block_mask))

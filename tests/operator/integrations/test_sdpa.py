@@ -285,3 +285,58 @@ def test_other_pytorch(monkeypatch):
     monkeypatch.delattr(adapter, "register_flash_attention_fa4")
     with pytest.raises(ImportError, match="cannot register flash-attention implementations"):
         integration.register()
+
+
+@pytest.mark.parametrize("head_dim", [72, 512])
+@pytest.mark.parametrize("causal", [False, True])
+def test_layers_of_another_head_dim(device, adapted, caplog, head_dim, causal):
+    """SDPA's other kernels compute them; a line says so, once for each kind."""
+    integration.other_dims._said.clear()
+    q, k, v = (
+        torch.randn(2, heads, 9, head_dim, device=device, dtype=torch.bfloat16).requires_grad_()
+        for heads in (2, 1, 1)
+    )
+    scores = q.double() @ k.double().transpose(-1, -2) * 0.1
+    if causal:
+        scores = scores.masked_fill(~torch.ones(9, 9, device=device).tril().bool(), -torch.inf)
+    expected = scores.softmax(-1) @ v.double()
+    for _ in range(2):
+        out, lse, *_ = adapted._fa4_scaled_dot_product_flash_attention_forward_impl(
+            q.detach(), k.detach(), v.detach(), 0.0, causal, False, scale=0.1
+        )
+    assert out.dtype == q.dtype and close(out, expected)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-2, atol=1e-2)
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout.double())
+    found = integration._flash_attn_bwd(
+        *(t.detach().transpose(1, 2) for t in (q, k, v, out, dout)), lse, softmax_scale=0.1,
+        causal=causal, deterministic=False,
+    )  # fmt: skip
+    for one, other in zip(found, wanted, strict=True):
+        assert close(one.transpose(1, 2), other.double())
+    lines = [record for record in caplog.records if record.name == "fa4_hd256"]
+    assert len(lines) == 1 and f"head_dim {head_dim} take SDPA's other" in lines[0].getMessage()
+
+
+def test_packed_layers_of_another_head_dim(device):
+    q, k, v = (torch.randn(8, heads, 72, device=device).bfloat16() for heads in (2, 1, 1))
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+    given = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "window_size_left": 1}
+    out, lse = integration._flash_attn_fwd(q, k, v, causal=True, **given)
+    dout = torch.randn_like(out)
+    found = integration._flash_attn_bwd(q, k, v, out, dout, lse, causal=True, **given)
+    for first, last in ((0, 3), (3, 8)):
+        leaves = [t[first:last].double().transpose(0, 1).requires_grad_() for t in (q, k, v)]
+        rows = torch.arange(last - first, device=device)
+        ahead = rows - rows[:, None]
+        scores = leaves[0] @ leaves[1].transpose(-1, -2) / 72**0.5
+        scores = scores.masked_fill((ahead > 0) | (ahead < -1), -torch.inf)
+        expected = (scores.softmax(-1) @ leaves[2]).transpose(0, 1)
+        assert close(out[first:last], expected)
+        close_lse = lse[:, first:last].double() - scores.logsumexp(-1)
+        assert close_lse.abs().max() < 1e-2
+        wanted = torch.autograd.grad(expected, leaves, dout[first:last].double())
+        for one, other in zip(found, wanted, strict=True):
+            assert close(one[first:last].transpose(0, 1), other)
+    with pytest.raises(NotImplementedError, match="page_table with a head_dim other than 256"):
+        integration._flash_attn_fwd(q, k, v, page_table=offsets)

@@ -1,0 +1,95 @@
+"""Attention under transforms of torch.func that differentiate: grad, vjp, and vmap around them.
+
+The operator's own autograd keeps its context while it computes, which these transforms cannot do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .autograd import backward as backward_operator
+from .autograd import gradients_of, refuse_second_order, save
+from .call.operator_arguments import (
+    BackwardTensors,
+    BackwardValues,
+    ForwardTensors,
+    ForwardValues,
+)
+from .flops import register_when_counted
+from .operators import forward as forward_operator
+
+__all__ = ["attend_under_transforms"]
+
+# PyTorch's counter knows the operators from here on.
+register_when_counted()
+
+#: Tensors of the forward that gradients flow to, its first ones.
+_DIFFERENTIABLE = 4
+
+
+class _Held:
+    """Arguments that are no tensors, which transforms do not look into."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+
+def attend_under_transforms(
+    tensors: ForwardTensors, values: ForwardValues
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of the operator; tensors with a batch."""
+    found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(_Held(values), *tensors)
+    return found
+
+
+class _Attention(torch.autograd.Function):
+    """The operator with its gradients."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(held: _Held, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = forward_operator(*tensors, *held.values)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        held, *tensors = inputs
+        save(ctx, ForwardTensors(*tensors), held.values, output)
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1 : 1 + _DIFFERENTIABLE]
+        others = len(ctx.needs_input_grad) - 1 - _DIFFERENTIABLE
+        found = gradients_of(ctx, needed, dout, dlse, _differentiated)
+        return None, *found, *[None] * others
+
+
+def _differentiated(
+    tensors: BackwardTensors, values: BackwardValues
+) -> tuple[torch.Tensor, ...]:
+    found: tuple[torch.Tensor, ...] = _Gradients.apply(_Held(values), *tensors)
+    return found
+
+
+class _Gradients(torch.autograd.Function):
+    """The operator of the gradients, which has none itself."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(held: _Held, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = held.values._replace(wanted=list(held.values.wanted))
+        return tuple(backward_operator(*tensors, *values))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        refuse_second_order(ctx, *gradients)

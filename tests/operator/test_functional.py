@@ -1,0 +1,52 @@
+"""Gradients by torch.func, and batches of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa4_hd256 import flash_attn_func
+
+
+def inputs(device, *leading):
+    return [torch.randn(*leading, 1, 8, 1, 256, device=device).bfloat16() for _ in "qkv"]
+
+
+def loss(q, k, v):
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    return out.float().square().sum() + lse.sum()
+
+
+def expected(tensors):
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    return torch.autograd.grad(loss(*leaves), leaves)
+
+
+def test_grad_and_vjp(device):
+    given = inputs(device)
+    wanted = expected(given)
+    assert all(map(torch.equal, torch.func.grad(loss, (0, 1, 2))(*given), wanted))
+    value, pull = torch.func.vjp(loss, *given)
+    assert all(map(torch.equal, pull(torch.ones_like(value)), wanted))
+    # Of one argument alone, and of tensors that autograd differentiates, too.
+    assert torch.equal(torch.func.grad(loss)(*given), wanted[0])
+
+
+def test_vmap_of_grad(device):
+    given = inputs(device, 2)
+    found = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))(*given)
+    for number in range(2):
+        wanted = expected([tensor[number] for tensor in given])
+        assert all(map(torch.equal, [tensor[number] for tensor in found], wanted))
+
+
+def test_what_is_refused(device):
+    q, k, v = inputs(device)
+
+    def of_q(q):
+        return loss(q, k, v)
+
+    with pytest.raises(NotImplementedError, match="forward-mode.*accepted: .*torch.func.grad, vjp"):
+        torch.func.jvp(of_q, (q,), (q,))
+    with pytest.raises(NotImplementedError, match="no second-order gradients"):
+        torch.func.grad(lambda q: torch.func.grad(of_q)(q).float().sum())(q)

@@ -1,0 +1,75 @@
+"""Numbers that graphs know by a symbol alone, and those of NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata, masks
+from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.call.splits import asked_splits
+
+
+def packed(device):
+    rows = [torch.randn(8, 1, 256, device=device).bfloat16() for _ in "qkv"]
+    return *rows, torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+
+
+def attend(q, k, v, offsets):
+    """As users write it who have offsets alone."""
+    longest = offsets.diff().max().item()
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest,
+        max_seqlen_k=longest, causal=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("checked", [False], ids=["no hint"])
+def test_a_longest_sequence_that_a_graph_reads(device, checked):
+    def call(q, k, v, offsets):
+        longest = offsets.diff().max().item()
+        if checked:
+            torch._check(longest >= 1)
+            torch._check(longest <= 8)
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest,
+            max_seqlen_k=longest, causal=True,
+        ).sin()  # fmt: skip
+
+    given = packed(device)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(*given), attend(*given).sin())
+        leaves = [tensor.clone().requires_grad_() for tensor in given[:3]]
+        compiled(*leaves, given[3]).float().sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
+def test_scalars_of_numpy():
+    """Each is what Python's own would be."""
+    options = Options.check(np.float32(0.5), np.bool_(True), (np.int64(4), np.int32(0)), 0.0)
+    assert options == Options.check(0.5, True, (4, 0), 0.0)
+    assert type(asked_splits(np.int64(2), np.bool_(False))) is int
+    assert asked_splits(np.int64(0), np.bool_(True)) == asked_splits(0, True)
+    assert masks.sliding_window(np.int64(3), np.int64(8)).lengths == (8, 8)
+    masks.documents(torch.zeros(8, dtype=torch.int64), causal=np.bool_(True))
+    lengths = torch.tensor([5], dtype=torch.int32)
+    get_scheduler_metadata(lengths, np.int64(1), np.int64(8), np.int64(1), np.int64(1))
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        Options.check(None, np.int64(1), (None, None), 0.0)
+
+
+def test_calls_with_scalars_of_numpy(device):
+    q, k, v, offsets = packed(device)
+    expected = attend(q, k, v, offsets)
+    found = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=np.int64(5),
+        max_seqlen_k=np.int32(5), causal=np.bool_(True), num_splits=np.int64(1),
+        use_clc=np.bool_(False),
+    )  # fmt: skip
+    assert torch.equal(found, expected)
+    dense = [tensor[None] for tensor in (q, k, v)]
+    assert torch.equal(
+        flash_attn_func(*dense, causal=np.bool_(True)), flash_attn_func(*dense, causal=True)
+    )
