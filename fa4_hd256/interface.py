@@ -278,8 +278,8 @@ def flash_attn_varlen_func(
         config, backward_config, key, None, ds_tiles,
     )  # fmt: skip
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
-    results, inputs = (out, return_lse, return_max_logits), (q, k, v, learnable_sink)
-    return attend_sequences(inputs, sequences, others, given, results)
+    inputs, wanted = (q, k, v, learnable_sink), (out, return_lse, return_max_logits)
+    return attend_sequences(inputs, sequences, others, given, wanted)
 
 
 def attend_sequences(

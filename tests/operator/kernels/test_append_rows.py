@@ -242,7 +242,7 @@ def test_memory_is_looked_at_in_repeated_calls(launched, name, says):
 
 
 CHANGES = {
-    "a window": {"window_size": (-2, 0)},
+    "a window": {"window_size": (2,)},
     "causal": {"causal": 1},
     "parts": {"num_splits": 1.0},
     "a scheduler": {"use_clc": 1},
