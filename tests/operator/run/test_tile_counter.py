@@ -13,7 +13,7 @@ from gpus import gpu
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet
 from fa4_hd256.run import arguments, tile_counter
-from fa4_hd256.run.forward_arguments import call_arguments, compile_arguments
+from fa4_hd256.run.forward_arguments import CallTensors, call_arguments, compile_arguments
 
 CUDA = torch.device("cuda", 0)
 
@@ -103,9 +103,7 @@ def test_which_kernels_get_one(monkeypatch, counts, use_clc):
     problem = Problem.describe((q, q, q), options, config=config)
     kernels = KernelSet(problem.kernels.architecture, counts_tiles=counts)
     monkeypatch.setattr(Problem, "kernels", kernels)
-    tensors = SimpleNamespace(
-        q=q, k=q, v=q, out=q, lse=torch.zeros(1, 1, 1), optional=()
-    )
+    tensors = CallTensors(q, q, q, q, torch.zeros(1, 1, 1))
     *_, scalars, _ = call_arguments(tensors, problem, gpu(), 0)
     assert (scalars.tile_counter is not None) == (counts and use_clc)
     *_, types, _ = compile_arguments(problem.problem_class, counts and use_clc)
