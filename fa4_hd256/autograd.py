@@ -243,18 +243,17 @@ def _of_batches(
     level = max(1, torch._C._vmapmode_increment_nesting() - 1)
     torch._C._vmapmode_decrement_nesting()
     entries = [
-        torch._remove_batch_dim(tensor, level, 0, 0) if is_batched else None
+        torch._remove_batch_dim(tensor, level, 0, 0) if is_batched and tensor is not None else None
         for tensor, is_batched in zip(given, batched, strict=True)
     ]
     size = next(len(entry) for entry in entries if entry is not None)
-    found = [
-        gradients_of(
-            ctx, needed,
-            *(t if entry is None else entry[i] for t, entry in zip(given, entries, strict=True)),
-            call,
-        )
-        for i in range(size)
-    ]  # fmt: skip
+    found = []
+    for i in range(size):
+        dout, dlse = (
+            tensor if entry is None else entry[i]
+            for tensor, entry in zip(given, entries, strict=True)
+        )  # fmt: skip
+        found.append(gradients_of(ctx, needed, dout, dlse, call))
     return tuple(
         None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
         for parts in zip(*found, strict=True)

@@ -43,11 +43,11 @@ def _forward_out_flops(_out: Any, *given: Any, **options: Any) -> int:
     return _forward_flops(*given, **options)
 
 
-def _backward_flops(*given: Any, out_val: Any = None, **_: Any) -> int:
+def _backward_flops(*given: Any, out_val: Any = None, **_options: Any) -> int:
     count = len(BackwardTensors._fields)
     tensors, values = BackwardTensors(*given[:count]), BackwardValues(*given[count:])
-    dq, dkdv, _ = values.wanted
-    gemms = 2 * (dq or dkdv) + dq + 2 * dkdv
+    needs_dq, needs_dkdv, _ = map(int, values.wanted)
+    gemms = 2 * (needs_dq or needs_dkdv) + needs_dq + 2 * needs_dkdv
     blocks = tensors.mask_blocks
     if blocks is not None:
         blocks = blocks[:, :, : count_blocks(tensors.k.shape[1])]

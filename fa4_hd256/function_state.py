@@ -300,9 +300,11 @@ def _is_fixed(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] in _FIXED
     if isinstance(value, _BUILTIN):
-        if vars(builtins).get(value.__name__) is value and value.__name__ in _UNNAMED:
+        name = getattr(value, "__name__", "")
+        if vars(builtins).get(name) is value and name in _UNNAMED:
             raise _UnknownError
-        return getattr(value, "__self__", None) is None or _is_fixed(value.__self__)
+        owner = getattr(value, "__self__", None)
+        return owner is None or _is_fixed(owner)
     if isinstance(value, (type, types.FunctionType)):
         package = (value.__module__ or "").partition(".")[0]
         return package in _FIXED and "<" not in value.__qualname__

@@ -12,7 +12,7 @@ __all__ = ["autocast", "is_autocasting"]
 is_autocasting = torch._C._is_any_autocast_enabled
 
 #: Dtypes that autocast casts.
-_CAST = (torch.float32, torch.float16, torch.bfloat16)
+_CAST: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 _HALF = (torch.float16, torch.bfloat16)
 
 

@@ -6,7 +6,7 @@ the user asks for it (`environment.checks_pages`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -70,7 +70,9 @@ def lengths_of(
         )
     if is_sure(cache_seqlens < 0) or is_sure(cache_seqlens > capacity):
         raise _beyond(cache_seqlens, capacity, "the rows of the cache")
-    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    # torch.full takes a SymInt, which its signature does not say.
+    rows = cast(int, cache_seqlens)
+    return torch.full((batch,), rows, dtype=torch.int32, device=device)
 
 
 def check_whole(given: dict[str, Any]) -> None:
@@ -92,7 +94,7 @@ def check_lengths(
         raise _beyond(lengths.tolist(), capacity, of)
 
 
-def _beyond(given: int | list[int], capacity: int, of: str) -> ValueError:
+def _beyond(given: int | torch.SymInt | list[int], capacity: int, of: str) -> ValueError:
     return ValueError(f"cache_seqlens is {given}; accepted: 0 to {capacity}, {of}")
 
 

@@ -77,7 +77,7 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
     _carried("num_splits", num_splits)
 
 
-def _carried(name: str, value: int) -> None:
+def _carried(name: str, value: int | torch.SymInt) -> None:
     if is_sure(value < -_CARRIED) or is_sure(value >= _CARRIED):
         raise ValueError(f"{name} is {value}; accepted: a number that fits into 64 bits")
 

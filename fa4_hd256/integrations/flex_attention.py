@@ -104,8 +104,8 @@ def flex_attention(
 
 
 def _by_pytorch(
-    tensors: tuple[torch.Tensor, ...], score_mod: Any, block_mask: Any, traces_mask: bool,
-    **options: Any,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], score_mod: Any, block_mask: Any,
+    traces_mask: bool, **options: Any,
 ) -> Any:  # fmt: skip
     """Return what PyTorch's function returns, for another head_dim. Raises ValueError for functions
     and masks that only the kernels here evaluate."""
@@ -116,7 +116,8 @@ def _by_pytorch(
             "FlexAttention, which computes such calls"
         )
     other_dims.say_once("FlexAttention", "PyTorch's FlexAttention", *tensors)
-    return pytorch.flex_attention(*tensors, score_mod=score_mod, block_mask=block_mask, **options)
+    q, k, v = tensors
+    return pytorch.flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, **options)
 
 
 def score_mod_of(

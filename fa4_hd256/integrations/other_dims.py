@@ -47,7 +47,7 @@ def attend(
     window: None for unbounded sides. offsets: cu_seqlens_q and cu_seqlens_k, or None; a GPU is
     waited for to read them.
     """
-    parts = [_attend(*part, scale, window) for part in _sequences(tensors, offsets)]
+    parts = [_attend(q, k, v, scale, window) for q, k, v in _sequences(tensors, offsets)]
     if offsets[0] is None:
         (found,) = parts
         return found
@@ -63,8 +63,8 @@ def gradients(
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         outs = [
-            _result(*(t.transpose(1, 2) for t in part), scale, window)
-            for part in _sequences(leaves, offsets)
+            _result(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window)
+            for q, k, v in _sequences(leaves, offsets)
         ]
         out = outs[0].transpose(1, 2)
         if offsets[0] is not None:

@@ -71,13 +71,14 @@ def finish_packed(
     unseen_queries, unseen_keys, window = problem.options.reach
     left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
     # Rows past those in use may be any number.
-    longest = (
+    longest_q, longest_k = (
         LARGEST_LENGTH if _USED[side] in problem.ragged else min(most, LARGEST_LENGTH)
         for side, most in (("q", problem.max_seqlen_q), ("k", longest_k))
     )
     bounds = TailBounds(
-        problem.q_shape[1], rows_k, *longest, left, right, unseen_queries, unseen_keys, ds_tiles
-    )
+        problem.q_shape[1], rows_k, longest_q, longest_k, left, right, unseen_queries, unseen_keys,
+        ds_tiles,
+    )  # fmt: skip
     launch(
         compile_kernel(tail_spec(own, problem)),
         problem.device,

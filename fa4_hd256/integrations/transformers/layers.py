@@ -94,8 +94,8 @@ def attention(
         "learnable_sink": options.get("s_aux"),
     }
     begins = None if description is None or packed is not None else description.begins
-    if begins is not None or (dense is not None and torch.compiler.is_compiling()):
-        mask = begins if dense is None else dense
+    mask = begins if dense is None else dense
+    if mask is not None and (begins is not None or torch.compiler.is_compiling()):
         window = (None, None) if description is None else description.window
         return graphs.attend(q, k, v, mask, window, arguments, options.get("ds_bytes")), None
     arguments["backward_config"] = backward_config_of(options.get("ds_bytes"), query.device)
