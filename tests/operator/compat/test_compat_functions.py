@@ -123,7 +123,7 @@ def test_packed_sequences_have_offsets(device):
         torch.testing.assert_close(out[None, rows].double(), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.sampled("32")
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("mask_mod", [aligned_at_the_end, bits_of_two], ids=["one", "32"])
 def test_a_mask_mod(device, mask_mod):
     """Alone, and beside lists of blocks; causal and windows are then ignored, as there."""
