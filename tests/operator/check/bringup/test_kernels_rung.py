@@ -62,11 +62,10 @@ def packed_operator(swap: bool):
     """In the place of `flash_attn_varlen_func`; swap: two rows of the second sequence change
     places."""
 
-    def attention(q, k, v, *offsets_and_longest, causal, **_):
+    def attention(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal, **_):
         outs, lses = [], []
-        for (a, b), (c, d) in zip(
-            *(itertools.pairwise(offsets.tolist()) for offsets in offsets_and_longest[:2])
-        ):
+        offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        for (a, b), (c, d) in zip(*map(itertools.pairwise, offsets)):
             out, lse = reference.attention(q[None, a:b], k[None, c:d], v[None, c:d], causal=causal)
             outs.append(out[0].to(q.dtype))
             lses.append(lse[0].float())
