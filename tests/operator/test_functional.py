@@ -40,6 +40,16 @@ def test_vmap_of_grad(device):
         assert all(map(torch.equal, [tensor[number] for tensor in found], wanted))
 
 
+def test_batches_of_gradients(device):
+    leaves = [tensor.requires_grad_() for tensor in inputs(device)]
+    out = flash_attn_func(*leaves, causal=True)
+    of_out = torch.randn(2, *out.shape, device=device).bfloat16()
+    found = torch.autograd.grad(out, leaves, of_out, retain_graph=True, is_grads_batched=True)
+    for number in range(2):
+        wanted = torch.autograd.grad(out, leaves, of_out[number], retain_graph=True)
+        assert all(map(torch.equal, [tensor[number] for tensor in found], wanted))
+
+
 def test_what_is_refused(device):
     q, k, v = inputs(device)
 

@@ -25,7 +25,7 @@ def attend(q, k, v, offsets):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("checked", [False], ids=["no hint"])
+@pytest.mark.parametrize("checked", [False, True], ids=["no hint", "bounds"])
 def test_a_longest_sequence_that_a_graph_reads(device, checked):
     def call(q, k, v, offsets):
         longest = offsets.diff().max().item()
@@ -44,6 +44,17 @@ def test_a_longest_sequence_that_a_graph_reads(device, checked):
         leaves = [tensor.clone().requires_grad_() for tensor in given[:3]]
         compiled(*leaves, given[3]).float().sum().backward()
     assert all(leaf.grad is not None for leaf in leaves)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_it_is_exported(device, strict):
+    class Layer(torch.nn.Module):
+        def forward(self, *given):
+            return attend(*given)
+
+    program = torch.export.export(Layer(), packed(device), strict=strict)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert "fa4_hd256.forward.default" in targets
 
 
 def test_scalars_of_numpy():
