@@ -229,6 +229,7 @@ class Problem:
             options.mask_mod,
             self.wide_tree,
             options.max_logits,
+            options.reach.hides_rows,
         )
 
     @property

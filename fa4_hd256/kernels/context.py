@@ -51,9 +51,9 @@ class KernelContext(SharedByReference):
         queries, keys = (
             side(batch).length for side in (self.sequences.query, self.sequences.key)
         )
-        if cutlass.const_expr(mask.bounded_left):
+        if cutlass.const_expr(mask.hides_rows and mask.bounded_left):
             queries = cutlass.max(queries - scalars.unseen_queries, 0)
-        if cutlass.const_expr(mask.bounded_right):
+        if cutlass.const_expr(mask.hides_rows and mask.bounded_right):
             keys = cutlass.max(keys - scalars.unseen_keys, 0)
         return Visibility(
             queries,

@@ -28,11 +28,13 @@ class MaskKind:
     """What of the mask is compiled in: whether visibility is bounded on either side.
 
     A causal mask is a bound of 0 on the right.  tree: whether rows have words, NOTE [trees].
+    hides_rows: whether a negative bound hides rows at the end of each sequence, `windows`.
     """
 
     bounded_left: bool = False
     bounded_right: bool = False
     tree: bool = False
+    hides_rows: bool = False
 
 
 class Part(NamedTuple):

@@ -58,6 +58,7 @@ class ProblemClass:
     `OF_PAGES`; empty for none. score_mod: a function of scores; mask_mod: one that says which of
     listed tiles are seen; None for none. wide_tree: words of a tree mask have 64 bits, not 32.
     max_logits: the forward writes the greatest score of each query (`online`, `largest`).
+    hides_rows: a negative bound hides rows at the end of each sequence (`windows`).
     """
 
     dtype: torch.dtype
@@ -78,6 +79,7 @@ class ProblemClass:
     mask_mod: FunctionClass | None = None
     wide_tree: bool = False
     max_logits: bool = False
+    hides_rows: bool = False
 
     @property
     def element_type(self) -> Any:
@@ -86,7 +88,8 @@ class ProblemClass:
 
     @property
     def mask(self) -> MaskKind:
-        return MaskKind(self.bounded_left, self.bounded_right, TREE_WORDS in self.ragged)
+        has_tree = TREE_WORDS in self.ragged
+        return MaskKind(self.bounded_left, self.bounded_right, has_tree, self.hides_rows)
 
     @property
     def asks_places(self) -> bool:

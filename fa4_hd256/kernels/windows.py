@@ -51,6 +51,11 @@ class Reach(NamedTuple):
             right = max(right + keys - queries, 0)
         return cls(queries, keys, (left, right))
 
+    @property
+    def hides_rows(self) -> bool:
+        """Return True if a negative bound hides rows."""
+        return self.queries > 0 or self.keys > 0
+
     def lengths(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """The queries and keys that are not hidden, of so many."""
         return max(seqlen_q - self.queries, 0), max(seqlen_k - self.keys, 0)

@@ -157,13 +157,6 @@ def test_out_that_is_given(device, monkeypatch):
             integration._flash_attn_fwd(q, k, v, out=wrong)
 
 
-def test_a_head_dim_that_is_not_offered(device, adapted):
-    with pytest.raises(ValueError, match="head_dim 64"):
-        adapted._fa4_scaled_dot_product_flash_attention_forward_impl(
-            *(x[..., :64] for x in inputs(device))
-        )
-
-
 @pytest.mark.skipif(adapter_without("_fa4_flash_attention_forward_impl", "block_table"),
                     reason="this PyTorch's adapter knows neither block_table nor num_splits")
 def test_what_is_not_offered(device, adapted):
