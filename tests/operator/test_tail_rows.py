@@ -151,6 +151,7 @@ def test_what_is_read_of_a_gpu(monkeypatch):
     device = torch.device("cuda", 0)
     assert reads_contents(torch.device("cpu")) and not reads_contents(device)
     monkeypatch.setenv("FA4_HD256_CHECK", "1")
+    monkeypatch.setattr(checks, "is_captured", lambda device: False)
     assert reads_contents(device)
     monkeypatch.setattr(checks, "is_captured", lambda device: True)
     with pytest.raises(RuntimeError, match="FA4_HD256_CHECK is set: .* cannot capture"):

@@ -27,6 +27,7 @@ def results():
     return measured.measure_all(cases, jobs=1)
 
 
+@pytest.mark.sampled
 def test_errors_and_shares(results):
     hardware, coarse = results
     assert (hardware.executed_share, coarse.executed_share) == (0.0, 1.0)

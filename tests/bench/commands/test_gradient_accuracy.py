@@ -32,7 +32,7 @@ def dense(architecture):
 
 
 @pytest.mark.parametrize("call", [DENSE, PACKED], ids=lambda call: call.name)
-@pytest.mark.sampled("full")
+@pytest.mark.sampled
 def test_errors(call, architecture):
     found = measured.measure(case_of(call, architecture))
     assert list(found.comparisons) == ["q", "k", "v"] and found.accurate

@@ -31,6 +31,7 @@ def test_every_kernel_has_been_measured():
      "relaxed arrive, peer; bulk loads, 4 KB in flight", "fence.acq_rel.cluster; idle",
      "async fence and relaxed arrive, peer; 8 own stores"],
 )  # fmt: skip
+@pytest.mark.sampled("CuTe DSL")
 def test_modelled_within_a_tenth_of_measured(name):
     kernel = next(k for k in hopper_cubins.kernels() if k.name.startswith(name))
     assert kernel.sets == ""

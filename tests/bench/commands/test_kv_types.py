@@ -37,6 +37,7 @@ def test_both_caches_hold_the_same_numbers():
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_row(here):
     row = kv_types.measured(CASE, Timer(), Sampling(0, 3))
     assert (row["bf16"], row["e4m3"], row["ratio"]) == pytest.approx((2, 1, 2))

@@ -24,6 +24,7 @@ def case(seqlen_q, seqlen_k, causal=False, window=None, heads=(2, 1)):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("ds_bytes", [0, 1 << 30])
+@pytest.mark.sampled
 def test_what_the_simulator_counts(ds_bytes):
     """MMAs, bytes of TMA and results of the special-function units, forward and backward."""
     config, keeps_ds = BackwardConfig(ds_bytes=ds_bytes), ds_bytes > 0

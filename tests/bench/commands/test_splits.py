@@ -145,7 +145,7 @@ def test_published_times_stand_beside_the_same_call_alone():
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("sample", [(8, 1, None, 2048, 8), (16, 1, None, 4096, 32)])
-@pytest.mark.sampled("sample0")
+@pytest.mark.sampled
 def test_short_parts_take_what_their_replay_takes(sample):
     """Two steps and one a part, in numbers of parts that no cost is fitted to."""
     variant = ours.Variant(Kind(True), use_clc=True, split_rows=sample[0])

@@ -114,7 +114,7 @@ def test_the_variable_is_set_for_the_call_alone(monkeypatch):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.sampled("False")
+@pytest.mark.sampled
 def test_the_kernel_adds_what_is_charged(partial):
     if flash_attn_4.unavailable():
         pytest.skip(flash_attn_4.unavailable())
