@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .autograd import check_differentiable, gradients_of, listed_tiles_of, save
-from .call import named_configs
+from .call import interception, named_configs
 from .call.autocast import autocast, is_autocasting
 from .call.checks import (
     are_differentiated,
@@ -364,7 +364,7 @@ def _read_masks(
     asked, key = (_NONE, None) if mask_mod is None else read_by_mask(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
-    has_gradients = are_differentiated(tensors)
+    has_gradients = are_differentiated(tensors) or interception.may_have_gradients(tensors)
     mask, masks = mask_tables(block_mask, q, k, has_gradients, mask_mod is None)
     return {**masks, **asked}, key, listed_tiles_of(mask) if has_gradients else 0
 

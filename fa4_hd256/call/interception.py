@@ -14,7 +14,7 @@ from fa4_hd256.gpus.family import as_seen
 
 __all__ = [
     "constant_in_graphs", "is_intercepted", "is_lasting", "is_transformed", "is_wrapped",
-    "refuse_tangents",
+    "may_have_gradients", "refuse_tangents",
 ]  # fmt: skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -73,6 +73,14 @@ def is_lasting(made: torch.Tensor, of_capture: bool = False) -> bool:
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Return True for a stand-in of torch.func."""
     return bool(_is_wrapped(tensor))
+
+
+def may_have_gradients(tensors: Iterable[Any]) -> bool:
+    """Return True if gradients may be requested of tensors inside vmap, where requires_grad reads
+    False whatever they require outside."""
+    if _is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(isinstance(tensor, torch.Tensor) and _is_wrapped(tensor) for tensor in tensors)
 
 
 def refuse_tangents(tensors: Iterable[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa4_hd256 import flash_attn_func
+from fa4_hd256 import flash_attn_func, masks
 
 
 def inputs(device, *leading):
@@ -38,6 +38,17 @@ def test_vmap_of_grad(device):
     for number in range(2):
         wanted = expected([tensor[number] for tensor in given])
         assert all(map(torch.equal, [tensor[number] for tensor in found], wanted))
+
+
+def test_gradients_through_vmap_under_a_mask(device):
+    mask = masks.sliding_window(8, 8)
+    leaves = [tensor.requires_grad_() for tensor in inputs(device, 2)]
+    out = torch.func.vmap(lambda *each: flash_attn_func(*each, block_mask=mask))(*leaves)
+    apart = [flash_attn_func(*each, block_mask=mask) for each in zip(*leaves)]
+    assert torch.equal(out, torch.stack(apart))
+    found = torch.autograd.grad(out.float().square().sum(), leaves)
+    wanted = torch.autograd.grad(torch.stack(apart).float().square().sum(), leaves)
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_batches_of_gradients(device):
