@@ -41,6 +41,9 @@ def command(main: Callable[[], int]) -> int:
     """
     _start_watchdog()
     signal.signal(signal.SIGINT, _interrupt)
+    # The process that unlinks the semaphores of a pool gets these options.  It would warn of those
+    # that an interrupt leaves to it, a second line.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     try:
         status = main()
         sys.stdout.flush()
