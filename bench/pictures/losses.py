@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure.training import SMOOTHED, smoothed
-from bench.tables.results import read_json
+from bench.tables.results import read_json, read_markdown
 
 from . import inputs
 from .plot import Axes, Scale, mark
@@ -90,16 +90,12 @@ def _of_results(text: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _of_table(text: str) -> tuple[list[dict[str, Any]], str]:
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in text.splitlines() if line.startswith("|")
-    ]  # fmt: skip
+    table = read_markdown(text)
     origin = re.search(r"^Measured: ([^.]*)\..*?commit (\w+)", text, re.MULTILINE)
-    if not lines or origin is None or "attention" not in lines[0]:
+    if not table or origin is None or "attention" not in table[0]:
         raise ValueError("neither results nor a table of `python -m bench training`")
     rows = []
-    for cells in lines[2:]:
-        named = dict(zip(lines[0], cells, strict=True))
+    for named in table:
         if named["status"] != "ok":
             continue
         steps = [int(name.split()[-1]) for name in named if name.startswith("loss at ")]

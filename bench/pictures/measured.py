@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.tables.documents import FOLDER
+from bench.tables.results import read_markdown
 
 from .plot import Axes, Scale, mark
 from .svg import BLUE, GREEN, GREY, ORANGE, Drawing, text_width
@@ -41,16 +42,10 @@ class Measurements:
 def read_table(name: str) -> Measurements:
     """Read a table of docs/tables. Raise ValueError if it holds no measured rows."""
     text = (FOLDER / f"{name}.md").read_text("utf-8")
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
+    rows = read_markdown(text)
     origin = re.search(r"^Measured: ([^,]*),.*?commit (\w{7})", text, re.MULTILINE)
-    if len(lines) < 3 or origin is None:
+    if not rows or origin is None:
         raise ValueError(f"docs/tables/{name}.md holds no measured table")
-    header, _, *cells = lines
-    rows = [dict(zip(header, row, strict=True)) for row in cells]
     return Measurements(rows, f"{origin[1]}, commit {origin[2]}")
 
 
