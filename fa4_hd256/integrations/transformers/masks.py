@@ -59,7 +59,8 @@ def mask(
     if isinstance(q_offset, torch.Tensor) and not torch.compiler.is_compiling():
         q_offset = int(q_offset)
     lengths = _Lengths(batch_size, q_length, kv_length, q_offset, kv_offset)
-    asked = _Asked(mask_function or _causal, lengths, attention_mask, {**options, "device": device})
+    pattern = _causal if mask_function is None else mask_function
+    asked = _Asked(pattern, lengths, attention_mask, {**options, "device": device})
     band = band_of(asked.function)
     if band is None:
         seen = _evaluated(asked._replace(attention_mask=None))
