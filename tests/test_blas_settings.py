@@ -39,7 +39,7 @@ SETTINGS = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.sampled("oldest kernels, one thread")
+@pytest.mark.sampled
 def test_products(settings):
     environment = {**os.environ, **settings}
     found = subprocess.run(

@@ -65,6 +65,7 @@ def test_bounds_beyond_all_rows(longest, device):
         assert torch.equal(found[name], gradient), name
 
 
+@pytest.mark.sampled
 def test_every_option_at_once(device):
     """Packed fp16 with windows, softcap, negative scale, a sink and the gradient of LSE."""
     lengths = ((150, 0, 300), (150, 20, 280))

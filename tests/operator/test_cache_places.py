@@ -94,6 +94,7 @@ def test_new_rows_behind_left_padding(device):
     check(cache(203, device), randn(4, 3, 4, device=device), new, rotary, LEFTPAD)
 
 
+@pytest.mark.sampled
 def test_left_padding_of_a_whole_batch(device):
     """Without cache_batch_idx and lengths: all rows behind the padding."""
     k, v = (t[:4] for t in cache(203, device))

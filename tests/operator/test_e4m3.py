@@ -92,7 +92,7 @@ def test_rows_and_tiles(queries, heads, rows, architecture):
 
 
 @pytest.mark.parametrize("given", [None, 1, "sequences", "expanded", "columns"])
-@pytest.mark.sampled("None")
+@pytest.mark.sampled
 def test_forms_of_scales(given):
     """None; one value; of sequences and heads: as they are, expanded, of any strides."""
     q, *keys = dense(1, 200, (8, 2), batch=3)

@@ -108,6 +108,7 @@ def test_rows_in_e4m3_are_written_as_they_are_and_others_are_refused():
         flash_attn_with_kvcache(q, *caches, new[0].bfloat16(), new[1], cache_seqlens=7)
 
 
+@pytest.mark.sampled
 def test_repeated_calls(monkeypatch):
     """Of another tensor, another scale: what is packed but for addresses."""
     launched = simulated(monkeypatch)

@@ -298,6 +298,7 @@ def test_schedulers_give_the_same_bits(causal, device, monkeypatch):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_the_default_scheduler(monkeypatch):
     """By the mask, and static where most of the grid lies past the end of packed sequences."""
     monkeypatch.delenv("FA_CLC")

@@ -88,6 +88,7 @@ def test_pairs_of_block_masks(lengths, halves):
         assert flops._pairs(tensors, None, lists, bits) == 3 * int(dense.sum())
 
 
+@pytest.mark.sampled
 def test_a_counter_that_is_imported_later():
     """Importing the operator does not import it, since that takes long."""
     script = (

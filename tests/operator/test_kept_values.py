@@ -207,6 +207,7 @@ threading.Thread(target=serve).start()
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_first_call_of_a_thread_that_outlives_the_main_one():
     done = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-2000:]

@@ -47,7 +47,7 @@ def check(found, q, k, **options):
      ({"softcap": 3.0, "learnable_sink": torch.full((4,), 50.0)}, {})],
     ids=["causal", "dynamic", "parts", "negative", "softcap"],
 )  # fmt: skip
-@pytest.mark.sampled("causal", "softcap")
+@pytest.mark.sampled("causal")
 def test_dense(options, call, device):
     q, k, v = dense(device=device, **call)
     options = {n: o.to(device) if n == "learnable_sink" else o for n, o in options.items()}
@@ -103,6 +103,7 @@ def test_queries_past_those_in_use_and_a_head_that_sees_nothing(device):
     assert found.tolist() == [-math.inf] * 2
 
 
+@pytest.mark.sampled
 def test_a_block_mask_and_a_score_mod(device):
     q, k, v = dense((140, 280), (2, 2), device=device)
     seen = torch.rand(1, 1, 140, 280) < 0.01

@@ -32,7 +32,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(("lengths", "window"), WINDOWS)
-@pytest.mark.sampled("static-*", "clc-lengths2-window2")
+@pytest.mark.sampled("static-*")
 def test_forward(lengths, window, use_clc, device):
     tensors = inputs(lengths, device=device)
     out, lse = flash_attn_func(*tensors, window_size=window, return_lse=True, use_clc=use_clc)
@@ -50,13 +50,13 @@ def test_a_query_without_keys_has_the_sink(device):
 
 
 @pytest.mark.parametrize(("lengths", "window"), WINDOWS)
-@pytest.mark.sampled("lengths0-window0", "lengths2-window2")
+@pytest.mark.sampled
 def test_gradients(lengths, window, device):
     check_gradients(inputs(lengths, device=device), window_size=window)
 
 
 @pytest.mark.parametrize("window", [(None, -140), (-140, None), (-30, 200)])
-@pytest.mark.sampled("window0")
+@pytest.mark.sampled
 def test_gradients_without_stored_ds(window, device, backward_config):
     """Kernels that compute dS again."""
     config = backward_config(ds_bytes=0)

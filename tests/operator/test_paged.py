@@ -65,7 +65,7 @@ def test_layouts(layout, page_size, device):
         (150, (2, 1), 64, {"window_size": (60, 10)}),
     ],
 )
-@pytest.mark.sampled("200-heads0-16-options0")
+@pytest.mark.sampled
 def test_the_bits_of_keys_in_no_pages(seqlen_q, heads, page_size, options, device):
     paged = Paged.of((470, 300), page_size, heads[1], device=device)
     q = queries(2, seqlen_q, heads[0], device=device)
@@ -171,6 +171,7 @@ def test_a_shared_prefix(device):
     assert not torch.equal(found[0][0], found[0][1])
 
 
+@pytest.mark.sampled
 def test_batch_invariant(device):
     """A sequence alone and among others, with as many parts as its own keys fill."""
     paged = Paged.of((700, 1100), 16, device=device)

@@ -45,7 +45,7 @@ def leaves(*given, **named):
     [("alibi", {"causal": True}), ("bounded", {"softmax_scale": -0.3}),
      ("everything", {"window_size": (70, 20)})],
 )  # fmt: skip
-@pytest.mark.sampled("everything-options2-anew")
+@pytest.mark.sampled
 def test_gradients(name, options, stored, device, backward_config):
     lengths, case = (150, 200), CASES[name]
     tensors = leaves(*lengths, (2, 1), 2, device)

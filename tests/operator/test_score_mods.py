@@ -221,6 +221,7 @@ def test_a_cache_with_new_rows(paged, device):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_a_wrong_head_is_seen(planted):
     """Heads taken for one another, as a kernel would that forgets which of a group a row is of."""
     right = score_change.ScorePlaces.at

@@ -64,6 +64,7 @@ def test_results(device, num_splits):
     check_rows(found_lse.T, lse.T, -math.inf)
 
 
+@pytest.mark.sampled
 def test_listed_parts(device):
     """The kernel that combines them has rows of the sequences alone."""
     queries, used, pages = (1, 1, 0), (300, 40, 0), 6

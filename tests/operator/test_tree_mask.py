@@ -93,6 +93,7 @@ def test_trees_of_64(queries, keys, heads, num_splits, device):
     check(tensors, mask, num_splits=num_splits)
 
 
+@pytest.mark.sampled
 def test_words_of_64_bits(device):
     """Words that were packed before, each bit of them; of fewer nodes, too, than need them."""
     mask = (torch.rand(64, 64) < 0.5) | torch.eye(64, dtype=torch.bool)
@@ -108,6 +109,7 @@ def test_words_of_64_bits(device):
     assert same(wide, narrow)
 
 
+@pytest.mark.sampled
 def test_trees_of_60_in_a_paged_cache(device):
     """As engines call: packed queries of two sequences, pages, one bound of all queries."""
     lengths, mask = (130, 200), torch.rand(2, 60, 60, device=device) < 0.5

@@ -47,6 +47,7 @@ def test_wrong_numbers_of_runs(capsys):
     assert "accepted: whole numbers from 0 on" in capsys.readouterr().err
 
 
+@pytest.mark.sampled
 def test_translation(monkeypatch):
     """Every kernel is one that the project makes; what the cache on disk has is not compiled."""
     done = []

@@ -349,6 +349,7 @@ def test_cudnn_stands_as_published_beside_the_modelled(monkeypatch, capsys):
     assert name not in {column["name"] for column in table["columns"]}
 
 
+@pytest.mark.sampled
 def test_several_processes_give_the_rows_of_one():
     """In the order of the cases; a provider that has no model needs no replay."""
     wanted = modelled.Predictions(("PyTorch math",), "b200", 1)

@@ -39,6 +39,7 @@ def test_kernels_of_the_backward_are_named_as_their_classes(architecture):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("name", ["forward, full, static", "Hopper forward, full, static"])
+@pytest.mark.sampled("forward, full, static")
 def test_a_target_that_launches_no_such_kernel_is_an_error(name, monkeypatch):
     """Both ways, with nothing left out: the collector takes no launch of another name."""
     taken = []

@@ -25,6 +25,7 @@ def test_kernels_are_compiled_for_what_the_machine_says(name):
 
 
 @pytest.mark.simulator
+@pytest.mark.sampled
 def test_ours_is_replayed_as_gpus_of_the_machine_compile_it(monkeypatch):
     """Programs of a 10.3 are those of sm_103a, also where the other ones have been compiled in the
     same process; they are kept apart, and twice the exponentials a clock end the tile sooner."""

@@ -81,6 +81,7 @@ def test_making_a_mask_beside_an_h200s(direction, least, most):
         assert least < ratio < most, (one, ratio)
 
 
+@pytest.mark.sampled
 def test_steps_that_see_all_take_no_bits():
     """The kernel does nothing for the bits of a step without any, and waits for none in a step with
     some: numbers and bits are there a step ahead."""
@@ -95,6 +96,7 @@ def test_steps_that_see_all_take_no_bits():
         assert "global_load" not in prediction.as_text().split("critical path of the whole")[0]
 
 
+@pytest.mark.sampled
 def test_steps_that_see_all_ask_no_function():
     """As long as with bits, where a function would take more than a step's products: docs/masks.md
     has what a step with each takes."""

@@ -242,6 +242,7 @@ def fitted_kernel(request):
     return request.param, fitted(rows, "dynamic")[0]
 
 
+@pytest.mark.sampled("products")
 def test_costs_say_what_other_samples_take(fitted_kernel):
     """Lists of two and three blocks, and more tiles than any sample that costs are fitted to has:
     0.4 and 1.6 % off; a step a tile is 6 % or more."""
@@ -262,6 +263,7 @@ def test_costs_say_what_other_samples_take(fitted_kernel):
         assert wrong != pytest.approx(found.clocks, rel=0.025)
 
 
+@pytest.mark.sampled
 def test_a_loop_goes_one_way_whether_a_step_has_bits_or_not():
     """NOTE [one cost of a step]: the selections of both halves of a thread's keys stand under one
     predicate in the loop over steps, whose arithmetic is all executed in each."""

@@ -257,6 +257,7 @@ CHANGES = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
+@pytest.mark.sampled("no rotary embedding", "fewer columns")
 def test_what_a_key_holds(launched, changed):
     """A call that differs in one thing is another one."""
     flash_attn_with_kvcache(**given_call())

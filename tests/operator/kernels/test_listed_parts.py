@@ -327,6 +327,7 @@ def test_an_empty_batch(device):
     assert flash_attn_with_kvcache(q, k, v, *new, **options).shape == q.shape
 
 
+@pytest.mark.sampled
 def test_the_operator_is_one_of_pytorch(device):
     """Schema and fake kernel; the same bits through the dispatcher and past it."""
     q, k, v = inputs((1, 600), HEADS, 2, device=device)

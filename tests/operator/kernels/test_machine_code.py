@@ -123,6 +123,7 @@ def test_no_step_looks_up_where_a_packed_sequence_lies(kind):
     no_step_looks_up(function)
 
 
+@pytest.mark.sampled
 def test_a_step_of_listed_products_looks_up_its_tile_and_that_of_ds():
     """What its row of blocks says is read once a tile."""
     kernel, plan = compiled("backward_products", True, MASK_GRADIENTS)

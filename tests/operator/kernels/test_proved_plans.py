@@ -41,6 +41,7 @@ def test_the_fingerprints_are_those_of_the_shipped_plans():
     )
 
 
+@pytest.mark.sampled
 def test_defaults_are_not_proved_again():
     done = subprocess.run([sys.executable, "-c", DEFAULTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -253,7 +253,7 @@ def test_packed_keys_without_any_row(device):
 
 
 @pytest.mark.parametrize("num_splits", [3, 16])
-@pytest.mark.sampled("16")
+@pytest.mark.sampled
 def test_rows_past_the_used_ones_may_hold_anything(num_splits, device):
     """NaN past seqused_k reaches no part; rows past seqused_q are 0 with an LSE of -inf."""
     q, k, v = inputs((140, 500), batch=3, device=device)
@@ -551,7 +551,7 @@ def test_planted_bugs_are_noticed(planted, device):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("seqlen_q", [1, 40], ids=["decode", "tiles"])
-@pytest.mark.sampled("tiles")
+@pytest.mark.sampled
 def test_the_combining_kernel_begins_early(seqlen_q):
     """Each warp of the forward consents, each of the other waits (PTX ISA 9.7.13.13); a forward
     without parts has nothing to consent to."""

@@ -27,6 +27,7 @@ def reports(monkeypatch):
 
 
 @pytest.mark.parametrize("keys", [128, 1100])
+@pytest.mark.sampled("128")
 def test_the_next_tile_is_asked_for_when_few_steps_are_left(keys, reports):
     """Three tiles: each query waits until the leader's load warp has what comes before the tile's
     last steps behind it, so that no tile is kept from clusters that have nothing to do."""

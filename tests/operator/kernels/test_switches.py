@@ -40,6 +40,7 @@ def test_one_s_buffer_puts_pv_before_the_next_qk():
     assert {d for kind, d, _ in chains if kind == "QK"} == {FOLDED_ONE_S.tmem["s0"].start}
 
 
+@pytest.mark.sampled
 def test_order_of_tiles():
     """Causal, three blocks of three heads: by rows of blocks the longest first, or head by head.
 

@@ -98,7 +98,7 @@ def kernels(use_clc: bool):
 
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "CLC"])
-@pytest.mark.sampled("static")
+@pytest.mark.sampled
 def test_no_cluster_waits_for_another(use_clc):
     """So a grid of which only some clusters are resident ends, whatever holds the other SMs: of a
     kernel nothing communicates beyond its cluster but requests of launch control, which the

@@ -267,6 +267,7 @@ def test_every_combining_kernel(architecture):
 
 
 @pytest.mark.parametrize("arch", sorted(TARGETS))
+@pytest.mark.sampled("sm_100f", "sm_90a")
 def test_kernels_have_texts(arch):
     """Each comes back from its text as it was."""
     target = TARGETS[arch]
@@ -402,18 +403,23 @@ def test_ranks_begin_with_kernels_of_their_own(monkeypatch):
     assert all(sorted(order) == specs for order in orders)
 
 
-#: Layers of a small model.
-LAYERS = {"window": (Mask(True, (63, None)),), "both": (Mask(True), Mask(True, (63, None)))}
+#: Layers of small models, and the uses for which they are warm.
+WARM = {
+    "decode": ((Mask(True),), ("decode",)),
+    "window": ((Mask(True, (63, None)),), ("prefill", "decode")),
+    "both": ((Mask(True), Mask(True, (63, None))), ("prefill", "decode")),
+}
 
 
 @pytest.fixture
 def warm_model(monkeypatch, layers):
     """A small model that is warm; from then on nothing compiles."""
-    model = AttentionModel("of this test", 2, 1, LAYERS[layers])
+    shape, uses = WARM[layers]
+    model = AttentionModel("of this test", 2, 1, shape)
     compile.forget()
     loaded = []
     monkeypatch.setattr(warm, "prepare", lambda compiled, device: loaded.append(compiled))
-    done = warm_up(model, Needs(forms=["dense", "packed"], use_clc=False))
+    done = warm_up(model, Needs(uses, ["dense", "packed"], use_clc=False))
     assert done.kernels == len(loaded) == len({one.key for one in loaded}) > 4
     assert done.compiled <= done.kernels and done.seconds > 0
 
@@ -425,22 +431,22 @@ def warm_model(monkeypatch, layers):
     compile.forget()
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.sampled("window")
-def test_a_warm_model_compiles_nothing(warm_model):
+@pytest.mark.parametrize("layers", WARM)
+@pytest.mark.sampled("decode")
+def test_a_warm_model_compiles_nothing(warm_model, layers):
     """Prefill and decode, with a window and without, undivided and in parts."""
-    for mask, (queries, keys), parts in itertools.product(
-        warm_model.masks, ((1, 200), (70, 70)), (1, 3)
-    ):
+    lengths = {"decode": (1, 200), "prefill": (70, 70)}
+    for mask, use, parts in itertools.product(warm_model.masks, WARM[layers][1], (1, 3)):
+        queries, keys = lengths[use]
         q = torch.randn(1, queries, 2, 256).bfloat16()
         k = torch.randn(1, keys, 1, 256).bfloat16()
-        flash_attn_func(
-            q, k, k, causal=mask.causal, window_size=mask.window_size, num_splits=parts
-        )
-    offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
-    q, k = torch.randn(70, 2, 256).bfloat16(), torch.randn(70, 1, 256).bfloat16()
+        flash_attn_func(q, k, k, causal=mask.causal, window_size=mask.window_size, num_splits=parts)
+    longest = 40 if "prefill" in WARM[layers][1] else 1
+    offsets = torch.tensor([0, 1, 2] if longest == 1 else [0, 30, 70], dtype=torch.int32)
+    tokens = int(offsets[-1])
+    q, k = torch.randn(tokens, 2, 256).bfloat16(), torch.randn(tokens, 1, 256).bfloat16()
     window = warm_model.masks[0].window_size
-    bounds = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 40)
+    bounds = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
     bounds |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     flash_attn_varlen_func(q, k, k, **bounds, causal=True, window_size=window)
     with pytest.raises(AssertionError, match="a call needs KernelSpec.*float16"):
