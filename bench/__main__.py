@@ -1,7 +1,8 @@
 """`python -m bench COMMAND`: results as a Markdown table, JSON, CSV or a plot.
 
-A command is a module of this room with `add_arguments(parser)` and `main(arguments)`, which returns
-the exit status; it is imported only when it is asked for. Results leave through `results.emit`.
+A command is a module of `commands` with `main(arguments)`, which returns the exit status. Its
+options are a function of `options`. The module is imported after the options have been read: help
+and a mistyped option load nothing that takes long. Results leave through `results.emit`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from fa4_hd256 import __version__, interrupt
 from fa4_hd256.run.bug_report import has_driver
@@ -125,9 +127,19 @@ def _is_ours(module: str | None) -> bool:
 
 
 def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
-    module = importlib.import_module(f"{__package__}.commands.{name.replace('-', '_')}")
-    module.add_arguments(parser)
-    parser.set_defaults(main=module.main)
+    from . import options
+
+    getattr(options, _module(name))(parser)
+    parser.set_defaults(main=lambda arguments: _command(name).main(arguments))
+
+
+def _command(name: str) -> Any:
+    return importlib.import_module(f"{__package__}.commands.{_module(name)}")
+
+
+def _module(name: str) -> str:
+    """Return the name of the command's module, and of the function that adds its options."""
+    return name.replace("-", "_")
 
 
 def run() -> int:

@@ -44,18 +44,18 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _build_options(parser: argparse.ArgumentParser) -> None:
-    from . import warm
+    from . import build_options
 
-    warm.add_arguments(parser)
-    parser.set_defaults(main=warm.main)
+    build_options.add_arguments(parser)
+    parser.set_defaults(main=_build)
 
 
 def _bringup_options(parser: argparse.ArgumentParser) -> None:
-    from .check.bringup import command
+    from .check.bringup import options
 
-    parser.description = command.__doc__
-    command.add_arguments(parser)
-    parser.set_defaults(main=command.main)
+    parser.description = options.__doc__
+    options.add_arguments(parser)
+    parser.set_defaults(main=_bringup)
 
 
 _ADD_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -87,6 +87,18 @@ def _env(_: argparse.Namespace) -> int:
 
     print(bug_report.describe())
     return 0
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from . import warm
+
+    return warm.main(arguments)
+
+
+def _bringup(arguments: argparse.Namespace) -> int:
+    from .check.bringup import command
+
+    return command.main(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,10 +18,9 @@ from bench.measure import accuracy as measured
 from bench.measure import gradient_accuracy
 from bench.measure.accuracy import Accuracy
 from bench.measure.gradient_accuracy import GradientAccuracy
-from bench.processes import add_jobs_option
-from bench.suite import DIRECTIONS, FORWARD
+from bench.suite import FORWARD
 from bench.tables.origin import simulator_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.check.reference import GradientComparison
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
@@ -160,12 +159,6 @@ def _worst(results: list[GradientAccuracy]) -> list[dict[str, Any]]:
             BASIS: "measured", MACHINE: simulator_machine(),
         })  # fmt: skip
     return rows
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
-    add_jobs_option(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

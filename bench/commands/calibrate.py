@@ -34,9 +34,8 @@ from bench.model.predictor import replayable
 from bench.model.published.flash_attention import FORWARD_256
 from bench.model.published.nvidia import INFERENCE, TRAINING
 from bench.model.published.rows import FIT, TEST
-from bench.processes import add_jobs_option
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from sm100_sim.timing import SETS, load
 
@@ -158,19 +157,6 @@ def table(content: dict[str, Any]) -> Table:
         "Clocks, GHz: " + ", ".join(f"{k} {v:.3f}" for k, v in content["best"]["clocks"].items()),
     )  # fmt: skip
     return Table("calibrate", "What published rates say of the constants", COLUMNS, rows, notes)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--sets", type=int, default=64, help="to keep at most")
-    parser.add_argument("--lot", type=int, default=48, help="sets replayed in a round")
-    parser.add_argument("--rounds", type=int, default=4, help="after the first lot")
-    parser.add_argument("--limit", type=float, default=1.25, help="of an accepted set's error")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="keep the sets for all predictions")
-    parser.add_argument("--show", action="store_true", help="print what is kept, replay nothing")
-    add_jobs_option(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

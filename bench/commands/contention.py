@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import suite
-from bench.model.predictor import Predictor, add_model_options, printing_predictor
+from bench.model.predictor import Predictor, printing_predictor
 from bench.suite import BACKWARD, DIRECTIONS, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, Paths, path_figures, path_note
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from sm100_sim.timing import ALONE, Room
 
@@ -87,13 +87,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
     )
     title = "Tile schedulers while another kernel holds SMs, bf16"
     return Table("contention", title, COLUMNS, rows, notes)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both without it")
-    add_model_options(parser, draws=0)
-    suite.add_selection(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

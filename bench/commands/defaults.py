@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from bench.model.defaults import CHOICES, Choice, Decided
-from bench.model.predictor import Predictor, add_model_options, printing_predictor
-from bench.processes import add_jobs_option, each
+from bench.model.predictor import Predictor, printing_predictor
+from bench.processes import each
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import load
 
@@ -161,18 +161,6 @@ class Deciding:
         predictor: Predictor = printing_predictor(self.machine, self.draws)
         chosen = list(choice.cases())[:: self.every]
         return [choice.decide(case, predictor) for case in chosen]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "choice", nargs="*", help=f"of {'; '.join(CHOICES)}; all without one"
-    )
-    parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="of each choice's cases one in N"
-    )
-    add_model_options(parser, draws=64)
-    add_jobs_option(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -25,18 +25,15 @@ from bench.measure.exp2 import (
     measured_times,
 )
 from bench.measure.providers import Ours
-from bench.measure.timer import CudaTimer, Sampling, add_sampling_options
+from bench.measure.timer import CudaTimer, Sampling
 from bench.model.exp2 import modelled_times
-from bench.model.predictor import add_model_options
-from bench.processes import add_jobs_option
 from bench.suite import FORWARD
 from bench.tables.comparison import RESOLUTION
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.blackwell import tuning
-from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from sm100_sim.timing import load
 
@@ -142,28 +139,6 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
         Table("ex2-sweep", "exp2 mixes of the forward", columns, by_share, notes, plot),
         Table("ex2-sweep", "Best mix", columns, best, (note,)),
     ]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    axes = parser.add_argument_group("grid", "all combinations, and hardware only")
-    axes.add_argument("--freq", type=int, nargs="+", default=[4, 8, 16], help="ex2_emu_freq")
-    axes.add_argument("--res", type=int, nargs="+", default=[2, 4], help="ex2_emu_res")
-    axes.add_argument("--start", type=int, nargs="+", default=[0, 2], help="ex2_emu_start_frg")
-    axes.add_argument(
-        "--degree", type=int, nargs="+", default=[3], help=f"of {', '.join(map(str, COEFFICIENTS))}"
-    )
-    axes.add_argument(
-        "--all-fragments", action="store_true", help="emulate in a row's last fragment, too"
-    )
-    parser.add_argument("--mask", choices=("full", "causal"), help="both unless chosen")
-    add_model_options(parser, draws=2)
-    add_jobs_option(parser)
-    add_sampling_options(parser)
-    parser.add_argument(
-        "--write", nargs="?", const=str(tuning.TABLE), metavar="FILE",
-        help="write the best as tuning table, by default the one that the operator reads",
-    )
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

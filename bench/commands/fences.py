@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from bench.model.fences import calls, row
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import Column, Plot, Table
 from sm100_sim import timing
 from sm100_sim.timing import Machine, load
@@ -36,13 +36,6 @@ def measure(seqlen: int, machine: Machine, only: str = "") -> Table:
         raise ValueError(f"no kernel has {only!r} in its name; there are {names}")
     title = f"Fences of GPU and system scope, one head of {seqlen} tokens on one CTA pair"
     return Table("fences", title, COLUMNS, rows, (), Plot("kernel", ("clocks", "without")))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seqlen", type=int, default=1024)
-    parser.add_argument("--kernel", default="", help="only those with this in their names")
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from bench.measure.e4m3 import CASES, OURS, Case, Errors, errors
 from bench.model.e4m3_steps import Steps, steps_of
 from bench.model.machines import B200
 from bench.tables.origin import modelled_machine, simulator_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256.kernels.blackwell.decode.config import ROWS as TILE_ROWS
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -144,11 +144,6 @@ def _decoding_row(
         "clocks": clocks, "ratio": of_bf16.of_keys(KEYS_OF_A_TILE) / clocks,
         BASIS: "modelled", MACHINE: modelled_machine(machine),
     }  # fmt: skip
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

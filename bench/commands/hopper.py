@@ -23,7 +23,7 @@ from bench.measure.hopper_cubins import (
 )
 from bench.model.hopper import GPU, program_of, round_clocks
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import load, replay_program
 
@@ -72,17 +72,6 @@ def compare(draws: int = 4, chosen: str = "") -> Table:
     title = "Clocks of a round on a Hopper GPU, measured and modelled"
     plot = Plot("kernel", ("measured", "modelled"))
     return Table("hopper", title, COLUMNS, rows, tuple(notes), plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--build", metavar="DIR", help="write the cubins to measure, do no more")
-    parser.add_argument(
-        "--missing", action="store_true", help="with --build, those without a measurement only"
-    )
-    parser.add_argument("--add", metavar="FILE", help="add what hopper_measure.py has printed")
-    parser.add_argument("--kernel", default="", help="only those with this in their names")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

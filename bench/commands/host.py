@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.measure import host
 from bench.peers import flash_attn_4
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
 COLUMNS = (
@@ -98,13 +98,6 @@ def _peers(case: host.HostCase, tensors: host.Tensors) -> dict[str, Callable[[],
         leaves = tensors.q, tensors.k, tensors.v
         found[flash_attn_4.PACKAGE] = lambda: flash_attn_4.attention(*leaves, causal=case.causal)
     return found
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name has TEXT")
-    parser.add_argument("--no-peers", action="store_true", help="ours alone")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Iterable
 
 from bench.model.roofline import cases, level_rows
-from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case
-from bench.tables.results import add_output_options, emit
-from bench.tables.shape_options import add_shape_options, chosen_case
+from bench.suite import BACKWARD, FORWARD, Case
+from bench.tables.results import emit
+from bench.tables.shape_options import chosen_case
 from bench.tables.table import Column, Plot, Table
 from sm100_sim.timing import Machine, load
 
@@ -43,13 +43,6 @@ def table(chosen: Iterable[Case], directions: Iterable[str], machine: Machine) -
     plot = Plot(("case", "kernel"), "margin", series="level", panel="direction")
     title = "Arithmetic intensity, head_dim 256, bf16"
     return Table("intensity", title, COLUMNS, found, notes, plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_shape_options(parser)
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

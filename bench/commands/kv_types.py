@@ -18,16 +18,16 @@ import torch
 
 from bench import suite
 from bench.measure.providers import Inputs, Ours
-from bench.measure.time_limit import TimeLimit, add_time_limit
-from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
+from bench.measure.time_limit import TimeLimit
+from bench.measure.timer import CudaTimer, Sampling, Timer
 from bench.measure.variants import measured_variants
 from bench.model.calls import forward_problem
 from bench.model.machines import gpu_of
-from bench.model.predictor import OURS_E4M3, Predictor, add_model_options, printing_predictor
+from bench.model.predictor import OURS_E4M3, Predictor, printing_predictor
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
@@ -144,14 +144,6 @@ def _table(
 ) -> Table:
     title = "Decoding over K and V in e4m3 beside bf16"
     return Table("kv_types", title, columns, list(rows), notes, Plot(("shape",), tuple(BYTES)))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    suite.add_selection(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -13,18 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from bench.measure.ladder import PATTERN, Rung, Timing, measure_all, rungs
+from bench.measure.ladder import Rung, Timing, measure_all, rungs
 from bench.measure.providers import Ours, PyTorchSdpa
-from bench.measure.timer import CudaTimer, Sampling, add_sampling_options
+from bench.measure.timer import CudaTimer, Sampling
 from bench.model.ladder import Prediction, predict_all
-from bench.model.predictor import add_model_options
-from bench.processes import add_jobs_option
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import RESOLUTION
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
-from bench.tables.results import add_output_options, emit, markdown_text
-from bench.tables.shape_options import add_shape_options, chosen_case
+from bench.tables.results import emit, markdown_text
+from bench.tables.shape_options import chosen_case
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import Machine, load
@@ -127,17 +125,6 @@ def table(found: list[dict[str, Any]], case: Case, others: dict[str, float | str
         columns, notes = columns + PATH_COLUMNS, (*notes, path_note("the replays of a step"))
     plot = Plot("step", "tflops", low="tflops_low", high="tflops_high")
     return Table("ladder", title, columns, found, notes, plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_shape_options(parser, seqlen=8192)
-    parser.add_argument("--freq", type=int, default=PATTERN.ex2_emu_freq, help="of the emulation")
-    parser.add_argument("--res", type=int, default=PATTERN.ex2_emu_res, help="of the emulation")
-    add_model_options(parser)
-    add_jobs_option(parser)
-    add_sampling_options(parser)
-    parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown to FILE")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

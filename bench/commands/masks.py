@@ -31,21 +31,18 @@ from bench.measure.masks import CASES, MaskedCase
 from bench.measure.providers import Provider, attempt
 from bench.measure.scored import SCORED_CASES, ScoredCase
 from bench.measure.throughput import measured_rows
-from bench.measure.time_limit import TimeLimit, add_time_limit
-from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
+from bench.measure.time_limit import TimeLimit
+from bench.measure.timer import CudaTimer, Sampling, Timer
 from bench.model import masked, masked_backward
-from bench.model.predictor import Predictor, add_model_options, printing_predictor
+from bench.model.predictor import Predictor, printing_predictor
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, DIRECTIONS
 from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, Paths, path_figures, path_note
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import Call
-
-#: Of all rounds of a row: SDPA takes tens of times as long as ours.
-SECONDS = 3.0
 
 #: Columns: of milliseconds of each provider, of rates, of times over ours.
 TIMES = {
@@ -214,23 +211,6 @@ def _remarks(
             yield f"{provider.name}: {provider.backend}"
         elif isinstance(provider, FlexAttention) and provider.failure:
             yield f"{provider.name}: with {provider.options}; without, {provider.failure}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line has TEXT")
-    parser.add_argument(
-        "--provider", action="append", metavar="NAME", help="repeatable; all unless chosen"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS,
-        help="of all runs of a row: where they take longer there are fewer",
-    )
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    add_output_options(parser)
 
 
 def chosen(only: str, names: Sequence[str] | None) -> tuple[list[AnyCase], list[Provider]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.measure.mutation_targets import Target, measure, targets
 from bench.tables.origin import simulator_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.tools import mutants
 
@@ -54,16 +54,6 @@ def rows(target: Target, scores: list[mutants.Score]) -> list[dict[str, Any]]:
         }
         for number, score in enumerate(scores, 1)
     ]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", nargs="*", help="which kernels (default: all); an unknown name "
-                        "lists them")
-    parser.add_argument("--seeds", type=int, default=20, help="most seeds a mutant")
-    parser.add_argument("--confirm", type=int, default=4, help="seeds after which a mutant that "
-                        "a named edge implies counts as redundant")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from bench.measure.providers import Inputs, Pages
-from bench.measure.time_limit import TimeLimit, add_time_limit
-from bench.measure.timer import WARM, CudaTimer, Sampling, Timer, add_sampling_options, interleave
+from bench.measure.time_limit import TimeLimit
+from bench.measure.timer import WARM, CudaTimer, Sampling, Timer, interleave
 from bench.suite import Case
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -109,12 +109,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
         f"embedding is of {ROTARY_COLUMNS} columns.",
     )
     return Table("new_rows", "New rows of a cache of keys and values", COLUMNS, rows, notes)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -15,15 +15,15 @@ from typing import Any
 from bench import suite
 from bench.measure.pages import measured_row
 from bench.measure.providers import Ours
-from bench.measure.time_limit import TimeLimit, add_time_limit
-from bench.measure.timer import CudaTimer, Sampling, add_sampling_options
+from bench.measure.time_limit import TimeLimit
+from bench.measure.timer import CudaTimer, Sampling
 from bench.model.calls import forward_problem
-from bench.model.predictor import Predictor, add_model_options, printing_predictor
+from bench.model.predictor import Predictor, printing_predictor
 from bench.peers.flash_attn_4 import PACKAGE
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
@@ -140,14 +140,6 @@ def _table(
     plot = Plot(("shape", "heads"), tuple(map(_name, SIZES)))
     title = "Keys and values in pages, forward, bf16"
     return Table("pages", title, columns, list(rows), notes, plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    suite.add_selection(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

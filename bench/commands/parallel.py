@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.measure.parallel_block import DIVISIONS, Attention, Block, BlockShape, causal_attention
 from bench.measure.rank_processes import ONE_GPU, Times, each_job, figures, rank_count, say
 from bench.measure.ranks import sampled
-from bench.measure.time_limit import TimeLimit, add_time_limit
+from bench.measure.time_limit import TimeLimit
 from bench.tables.comparison import OURS
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
 #: Of the size of Gemma 3 12B's blocks, with all keys before a query.
@@ -85,15 +85,6 @@ def table(found: Mapping[Job, Times | str], ranks: int, machine: str) -> Table:
         rows.append(row | figures(times, one))
     note = "Forward and backward of one block, from a barrier to the end of the slowest rank."
     return Table("parallel", f"Training steps over {ranks} GPUs", COLUMNS, rows, (note,))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--ranks", type=int, help="GPUs; all that there are unless chosen")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before, of each")
-    parser.add_argument("--runs", type=int, default=16, help="timed steps of each")
-    add_time_limit(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

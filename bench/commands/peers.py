@@ -9,24 +9,14 @@ others a checkout is needed: `--source DIR`.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from bench.peers import releases
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
 COLUMNS = (
     Column("release"), Column("what"), Column("cutlass_dsl", title="CuTe DSL"), Column("state"),
 )  # fmt: skip
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("commits", nargs="*", metavar="COMMIT", help="to prepare")
-    parser.add_argument(
-        "--source", type=Path, metavar="DIR",
-        help="checkout of github.com/Dao-AILab/flash-attention at that commit",
-    )
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

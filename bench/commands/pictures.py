@@ -11,23 +11,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
-
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of pictures; all unless chosen")
-    parser.add_argument("--write", type=Path, metavar="DIR", default=FOLDER,
-                        help="default: docs/pictures")
-    parser.add_argument("--check", action="store_true",
-                        help="write nothing; exit status 1 if a file there is not current")
-    parser.add_argument("--replay", action="store_true",
-                        help="first make the data of the replays again: some minutes")
-    parser.add_argument("--losses", type=Path, metavar="FILE",
-                        help="first keep the losses of `bench training --json FILE`, of two seeds")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

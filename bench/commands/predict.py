@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from bench.measure.timer import CudaTimer
 from bench.model import hopper_rows
 from bench.model.hopper_attention import REPLAYED_GHZ, Times
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 
 #: Times of a row: columns of each begin with its name.
@@ -124,15 +123,6 @@ def to_measure(chosen: str, gpu: str) -> Iterator[hopper_rows.Row]:
     for row in hopper_rows.rows():
         if row.gpu in gpu.lower() and chosen in row.name and not row.decodes:
             yield row
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--row", default="", help="only rows with this in their names")
-    parser.add_argument(
-        "--measure", metavar="FILE", type=Path, help="predict nothing: measure them on this GPU"
-    )
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

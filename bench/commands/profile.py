@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure.nsight import (
-    BUFFER_BYTES,
-    INTERVAL,
     METRICS,
     Sampling,
     call_twice,
@@ -28,8 +26,8 @@ from bench.measure.nsight import (
     trace_command,
 )
 from bench.suite import DIRECTIONS, FORWARD, Case
-from bench.tables.results import add_output_options, emit
-from bench.tables.shape_options import add_shape_options, chosen_case
+from bench.tables.results import emit
+from bench.tables.shape_options import chosen_case
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 
 COLUMNS = (
@@ -77,19 +75,6 @@ def commands(case: Case, arguments: argparse.Namespace) -> list[tuple[str, list[
         )
         found.append((f"read {direction}", read_command(report)))
     return found
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_shape_options(parser, seqlen=8192)
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
-    parser.add_argument("--run", action="store_true", help="run the commands, and summarise")
-    parser.add_argument("--read", metavar="FILE", help="summarise a raw page written by ncu --csv")
-    parser.add_argument("--report", default="fa4_hd256", help="begin of the reports' file names")
-    parser.add_argument("--interval", type=int, default=INTERVAL, help="2^(5 + n) clocks a sample")
-    parser.add_argument("--buffer", type=int, default=BUFFER_BYTES, help="bytes for the samples")
-    parser.add_argument("--iket", action="store_true", help="timelines of the kernels' own ranges")
-    parser.add_argument("--workload", action="store_true", help=argparse.SUPPRESS)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

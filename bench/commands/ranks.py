@@ -27,9 +27,9 @@ from bench.measure.ranks import (
     RanksCase,
     timed,
 )
-from bench.measure.time_limit import TimeLimit, add_time_limit
+from bench.measure.time_limit import TimeLimit
 from bench.suite import DIRECTIONS
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 
 #: A sequence's case and a direction.
@@ -118,23 +118,6 @@ def _hidden(ring: float, kernels: float, transfers: float, waits: float) -> dict
         "ring": ring, "kernels": kernels, "transfers": transfers, "share": transfers / ring,
         "waits": waits, "hidden": max(1 - waits / transfers, 0.0),
     }  # fmt: skip
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--ranks", type=int, help="GPUs; all that there are unless chosen")
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
-    parser.add_argument(
-        "--only", action="append", metavar="TEXT",
-        help="sequences whose line has TEXT; repeatable, all unless chosen",
-    )
-    parser.add_argument(
-        "--way", action="append", choices=WAYS, help="repeatable; all unless chosen"
-    )
-    parser.add_argument("--warmup", type=int, default=3, help="runs before, of each")
-    parser.add_argument("--runs", type=int, default=12, help="timed runs of each")
-    add_time_limit(parser)
-    add_output_options(parser)
 
 
 def jobs_of(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.tables.plots import draw_panels
-from bench.tables.results import add_output_options, emit, read_json
+from bench.tables.results import emit, read_json
 from bench.tables.table import BASES, BASIS, MACHINE, Column, Plot, Table
 
 _STYLE = """
@@ -168,12 +168,6 @@ def summary(found: Found) -> Table:
     notes = tuple(f"{name} is left out: {reason}." for name, reason in found.others.items())
     plot = Plot("file", "rows", series="basis")
     return Table("report", "Results in the page", columns, rows, notes, plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, help="with results of other commands (--json FILE)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/report.html")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

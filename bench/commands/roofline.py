@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 
 from bench.model.roofline import resource_rows
-from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case
-from bench.tables.results import add_output_options, emit
-from bench.tables.shape_options import add_shape_options, chosen_case
+from bench.suite import BACKWARD, FORWARD, Case
+from bench.tables.results import emit
+from bench.tables.shape_options import chosen_case
 from bench.tables.table import Column, Plot, Table
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import Machine, load
@@ -61,15 +61,6 @@ def chosen_pattern(arguments: argparse.Namespace) -> Ex2Pattern | None:
     if (arguments.freq is None) != (arguments.res is None):
         raise ValueError("--freq and --res belong together")
     return None if arguments.freq is None else Ex2Pattern(arguments.freq, arguments.res)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_shape_options(parser, seqlen=8192)
-    parser.add_argument("--freq", type=int, help="ex2_emu_freq; with --res, default: as configured")
-    parser.add_argument("--res", type=int, help="ex2_emu_res")
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -19,14 +19,14 @@ import torch
 from bench import suite
 from bench.measure.providers import Inputs, Ours
 from bench.measure.throughput import measured_rows, times_of
-from bench.measure.time_limit import TimeLimit, add_time_limit
-from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
-from bench.model.predictor import Predictor, add_model_options, printing_predictor
-from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case, ragged_lengths
+from bench.measure.time_limit import TimeLimit
+from bench.measure.timer import CudaTimer, Sampling, Timer
+from bench.model.predictor import Predictor, printing_predictor
+from bench.suite import BACKWARD, FORWARD, Case, ragged_lengths
 from bench.tables.comparison import OURS, RESOLUTION
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.schedulers.choice import VARIABLE
 
@@ -176,15 +176,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
         notes += (modelled, path_note(f"the replays behind a row, {STATIC} / {CLC}"))
     plot = Plot(("shape", "mask"), (STATIC, CLC), panel="group")
     return Table("schedulers", "Tile schedulers, bf16", columns, rows, notes, plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    suite.add_selection(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

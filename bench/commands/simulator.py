@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from bench.tables.origin import simulator_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.call.forward_problem import Options, Problem
@@ -163,17 +163,6 @@ def translation_table(specs: Mapping[str, KernelSpec]) -> Table:
         origin = {BASIS: "measured", MACHINE: simulator_machine()}
         rows.append(asdict(found) | {"kernel": name} | origin)
     return Table("simulator", title, TRANSLATION_COLUMNS, rows, (TRANSLATION_NOTE,))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seqlen", type=int,
-        help="this one; by default 2048, 8192 (heads 2/1) and 32768 (1/1), and translation",
-    )
-    parser.add_argument("--heads", type=int, default=2, help="with --seqlen (default: 2)")
-    parser.add_argument("--heads-kv", type=int, default=1, help="with --seqlen (default: 1)")
-    parser.add_argument("--runs", type=int, help="warm runs of each; the fastest counts")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

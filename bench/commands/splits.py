@@ -20,8 +20,8 @@ import torch
 from bench import suite
 from bench.measure.providers import FlashAttention4, Frost, Ours, Provider
 from bench.measure.throughput import measured_rows, times_of
-from bench.measure.time_limit import TimeLimit, add_time_limit
-from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
+from bench.measure.time_limit import TimeLimit
+from bench.measure.timer import CudaTimer, Sampling, Timer
 from bench.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
 from bench.model.flash_attn_4 import split_numbers
 from bench.model.machines import B200, gpu_of
@@ -29,7 +29,6 @@ from bench.model.predictor import (
     OURS_FORWARD,
     Predicted,
     Predictor,
-    add_model_options,
     printing_predictor,
 )
 from bench.model.published import paged_decode
@@ -40,7 +39,7 @@ from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS, RESOLUTION, standing, standing_figures, verdict
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.call.portions import visible_keys
 from fa4_hd256.call.splits import LARGEST
@@ -289,14 +288,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
     plot = Plot(("shape", "mask"), ("1", "chosen", THEIRS, frost.NAME), panel="group")
     title = "Keys divided among CTA pairs, forward, bf16"
     return Table("splits", title, columns, rows, notes, plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    suite.add_selection(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from bench.model.compiled_forward import STEP_COLUMNS, KernelReport, LoopCounts
 from bench.model.sass_loops import CLASS_NAMES
 from bench.peers import flash_attn_4
 from bench.tables.origin import compiler_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table, markdown
 from fa4_hd256.kernels.limits import HEAD_DIM
 
@@ -116,13 +116,6 @@ def backward_table(reports: list[BackwardReport], seqlen: int = SEQLEN) -> Table
     title = f"Compiled kernels, backward, bf16, head_dim {HEAD_DIM}"
     plot = Plot("kernel", "executed", series="project")
     return Table("static", title, BACKWARD_COLUMNS, rows, tuple(notes), plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--direction", choices=("forward", "backward", "both"), default="both", help="which kernels"
-    )
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

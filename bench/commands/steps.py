@@ -21,7 +21,7 @@ from bench.peers import flash_attn_4, frost
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import TileCosts
 
@@ -118,16 +118,6 @@ def table(found: list[dict[str, Any]], draws: int) -> Table:
     plot = Plot(("provider", "makes", "mask"), "step", low="step_low", high="step_high",
                 panel="direction")  # fmt: skip
     return Table("steps", "Clocks of steps, units and tiles", COLUMNS, found, notes, plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--machine", default="b200", help="b200, gb200, gb300, or a file")
-    parser.add_argument("--draws", type=int, default=32, help="sets of its constants")
-    parser.add_argument(
-        "--provider", action="append", choices=list(dict.fromkeys(name for name, _ in KERNELS)),
-        help="repeatable; all unless chosen",
-    )
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

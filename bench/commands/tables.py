@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench import options
 from bench.tables.age import changed_since, printed_at
 from bench.tables.documents import DOCUMENTS, FOLDER, Document
-from bench.tables.results import add_output_options, emit, read_json
+from bench.tables.results import emit, read_json
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
 COLUMNS = (Column("name"), Column("command"), Column("page"), Column("state"))
@@ -28,14 +29,14 @@ AGE = (Column("printed at"), Column("changed since"))
 
 def made(document: Document) -> list[Table]:
     """The tables that its command makes now."""
-    name, *options = shlex.split(" ".join(document.command))
+    name, *given = shlex.split(" ".join(document.command))
     module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"python -m bench {name}")
-    module.add_arguments(parser)
+    getattr(options, name.replace('-', '_'))(parser)
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         target = Path(directory, "result.json")
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            module.main(parser.parse_args([*options, "--json", str(target)]))
+            module.main(parser.parse_args([*given, "--json", str(target)]))
         return read_json(target.read_text())
 
 
@@ -77,23 +78,6 @@ def _age(name: str) -> dict[str, str | None]:
     commit = printed_at((FOLDER / f"{name}.md").read_text("utf-8"))
     since = "unknown" if commit is None else changed_since(commit)
     return {"printed at": commit, "changed since": since}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of tables; all unless chosen")
-    parser.add_argument(
-        "--write", type=Path, nargs="?", const=FOLDER, metavar="DIR",
-        help="run their commands and write the files, by default into docs/tables",
-    )
-    parser.add_argument(
-        "--results", type=Path, nargs="+", default=[], metavar="JSON",
-        help="of the one table's command, run elsewhere, in place of a run here",
-    )
-    parser.add_argument(
-        "--age", action="store_true",
-        help="also the commit that printed each, and files that mean something else since",
-    )  # fmt: skip
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -16,22 +16,17 @@ import torch
 from bench import suite
 from bench.measure.providers import Provider, default_providers
 from bench.measure.throughput import measured_rows
-from bench.measure.time_limit import TimeLimit, add_time_limit
+from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import (
-    COLD,
-    L2_STATES,
     CudaTimer,
     Sampling,
-    add_sampling_options,
 )
-from bench.model.predictor import add_model_options
 from bench.model.stated_errors import stated_errors
 from bench.model.throughput import Predictions
-from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS, FORWARD, Case
 from bench.tables.comparison import AS_PUBLISHED, LIKELY, OURS, YARDSTICK
 from bench.tables.paths import PATH_COLUMNS, path_note
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
@@ -167,24 +162,6 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     for (name, reason), count in reasons.items():
         notes.append(f"{name}: {count} of {len(rows)} not run: {reason}.")
     return tuple(notes)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
-    add_model_options(parser, draws=32)
-    add_jobs_option(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")
-    parser.add_argument(
-        "--l2", choices=L2_STATES, default=COLD, help="before each run of a measurement"
-    )
-    parser.add_argument(
-        "--provider", action="append", metavar="NAME",
-        help=f"repeatable; all unless chosen, measured without {YARDSTICK}",
-    )
-    suite.add_selection(parser)
-    add_output_options(parser)
 
 
 def chosen_providers(names: list[str] | None, is_measured: bool = False) -> list[Provider]:

@@ -9,7 +9,7 @@ from typing import Any
 from bench.model.step import our_forward, their_forward
 from bench.peers import flash_attn_4
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim import timing
 from sm100_sim.timing import tensor_core_clocks
@@ -74,16 +74,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
         notes.append(f"Without the other project to compare with: {missing}.")
     plot = Plot("provider", "step_clocks")
     return Table("timing", "A forward step on one CTA pair", COLUMNS, rows, tuple(notes), plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seqlen", type=int, default=2048)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
-    parser.add_argument(
-        "--freq", type=int, nargs="+", default=(), help="of exp2 emulated by flash-attn-4, 0: none"
-    )
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -20,13 +20,14 @@ import torch
 
 from bench.measure import training
 from bench.measure.providers import attempt
-from bench.measure.time_limit import TimeLimit, add_time_limit
+from bench.measure.time_limit import TimeLimit
 from bench.measure.training import IMPLEMENTATIONS, SMOOTHED, Run, Shape, smoothed
+from bench.options import REFERENCE
 from bench.tables.comparison import OURS
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
-REFERENCE, ROUNDED = "SDPA float32", "float32, rounded as kernels do"
+ROUNDED = "float32, rounded as kernels do"
 #: Of a name, for a second run.
 AGAIN = ", again"
 #: Of a run, where the table shows its loss.
@@ -85,23 +86,6 @@ def _same_bits(name: str, found: dict[str, Run | str]) -> str | None:
     if not isinstance(again, Run) or not isinstance(run, Run):
         return None
     return "the same" if again.losses == run.losses else "others"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument(
-        "--seed", type=int, action="append", help="of the first weights; repeatable, 0 unless given"
-    )
-    parser.add_argument(
-        "--attention", action="append", choices=IMPLEMENTATIONS,
-        help=f"beside {REFERENCE} and ours; repeatable, all unless chosen",
-    )
-    for field in fields(Shape):
-        name = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(name, type=int, default=field.default)
-    add_time_limit(parser)
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

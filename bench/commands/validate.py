@@ -31,7 +31,7 @@ from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import MEASURED, Machine, load, machines, mma_cost
 
@@ -346,15 +346,6 @@ def held_out(machine: Machine) -> Table:
     title = "Windowed kernels: replays of one cluster outside the fit, and costs of the fit"
     plot = Plot(("kernel", "seqlen", "window"), ("replayed", "predicted"))
     return Table("validate", title, HELD_OUT_COLUMNS, rows, (note,), plot)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument(
-        "--machine", default="b200", help="of the replays beside rates: b200, b300, a file"
-    )
-    parser.add_argument("--no-hopper", action="store_true", help="leave `bench hopper` out")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.model import whole_gpu as model
 from bench.tables.origin import modelled_machine
-from bench.tables.results import add_output_options, emit
+from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import Machine, load
 
@@ -99,11 +99,6 @@ def loads(machine: Machine) -> Table:
     )
     title = "Clock and power of an H200 under load"
     return Table("whole_gpu", title, LOAD_COLUMNS, found, notes, Plot("load", ("burst", "late")))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--machine", default=GPU, help="h200, or a file such as a bringup's report")
-    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -49,11 +48,3 @@ class TimeLimit:
         named = (job if isinstance(job, tuple) else (job,) for job in self.left_out)
         rows = "; ".join(", ".join(map(str, parts)) for parts in named)
         return replace(table, notes=(*table.notes, f"{len(self.left_out)} {self.reason}: {rows}."))
-
-
-def add_time_limit(parser: argparse.ArgumentParser) -> None:
-    """`--within`, the seconds of a `TimeLimit`."""
-    parser.add_argument(
-        "--within", type=float, metavar="SECONDS",
-        help="begin no row but the first later than this; those left out are named",
-    )

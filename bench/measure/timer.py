@@ -5,7 +5,6 @@ The loop knows a timer only; `CudaTimer` is the one for a GPU, tests bring anoth
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import subprocess
 from collections.abc import Callable, Hashable, Iterator
@@ -160,12 +159,6 @@ class Gpu:
         if self.flop_per_clock is None or clock_mhz is None:
             return None
         return self.sms * self.flop_per_clock * clock_mhz * 1e6 / 1e12
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The fields of `Sampling`."""
-    parser.add_argument("--warmup", type=int, default=Sampling.warmup, help="runs before, of each")
-    parser.add_argument("--runs", type=int, default=Sampling.runs, help="timed runs of each")
 
 
 def _replay(graph: Any, call: Callable[[], Any]) -> None:

@@ -24,6 +24,8 @@ from torch.nn.attention import SDPBackend
 from bench.peers import flash_attn_4
 from fa4_hd256.kernels.limits import HEAD_DIM
 
+from .training_shape import Shape
+
 #: (q, k, v, window) -> out: (batch, seqlen, heads, 256), causal; window: keys to the left of a
 #: query that it sees, None for all.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "int | None"], torch.Tensor]
@@ -32,26 +34,6 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "int | None"], t
 SMOOTHED = 20
 SUCCESSORS = 8
 LEARNING_RATE, WARM_UP_STEPS, LARGEST_GRADIENT = 1e-3, 50, 1.0
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of the model and its batches. Every `full_every`-th layer sees all keys before a query, the
-    others `window` to its left; 0: no layer has a window."""
-
-    layers: int = 6
-    hidden: int = 512
-    heads: int = 4
-    heads_kv: int = 2
-    vocabulary: int = 512
-    window: int = 255
-    full_every: int = 6
-    batch: int = 8
-    seqlen: int = 1024
-
-    def window_of(self, layer: int) -> int | None:
-        """Of a layer, None where it sees all keys before a query."""
-        return None if not self.window or (layer + 1) % self.full_every == 0 else self.window
 
 
 class Layer(nn.Module):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,15 +217,3 @@ def printing_predictor(machine: str, draws: int) -> Predictor:
     if chosen.architecture == "sm_90a":
         chosen = hopper(machine)
     return Predictor(chosen, draws, ratio_error, note)
-
-
-def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
-    """Whether the model is used where there is a GPU, and its settings. draws: the default."""
-    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
-    parser.add_argument(
-        "--machine", default="b200",
-        help="of the model: b200, b300, h200, h100, or a file such as the report of a bringup",
-    )
-    parser.add_argument(
-        "--draws", type=int, default=draws, help="draws of its uncertain constants"
-    )

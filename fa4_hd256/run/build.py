@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from fa4_hd256 import environment
-from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.gpus import family
 from fa4_hd256.interrupt import end_with_parent, starting_workers
 
@@ -33,38 +32,9 @@ from .prebuilt import (
     sources_of,
     storage,
 )
+from .targets import TARGETS, BuildTarget
 
 __all__ = ["TARGETS", "Build", "BuildTarget", "build"]
-
-
-@dataclass(frozen=True)
-class BuildTarget:
-    """What `--arch` names: an architecture, and the compute capability of the GPUs of a process."""
-
-    architecture: Architecture
-    capability: tuple[int, int]
-
-    @property
-    def gpu(self) -> str:
-        """Rows of the tuning table."""
-        return self.architecture.gpus[self.capability][0]
-
-
-def _targets() -> dict[str, BuildTarget]:
-    found = {}
-    for architecture in ARCHITECTURES:
-        for capability in architecture.gpus:
-            own = architecture.own_targets.get(capability)
-            if own is not None:
-                found[own] = BuildTarget(architecture, capability)
-        first = next(c for c in architecture.gpus if c not in architecture.own_targets)
-        for name in (architecture.targets[0], architecture.name):
-            found[name] = BuildTarget(architecture, first)
-    return found
-
-
-#: By name: architectures, and what their kernels are compiled for.
-TARGETS = _targets()
 
 
 @dataclass(frozen=True)

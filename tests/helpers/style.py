@@ -103,7 +103,8 @@ ROOMS = {
     # The commands: above all rooms, and imported by none.
     "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
     # Its modules are imported when their commands are called.
-    "bench/__main__": ("fa4_hd256", *_OPERATOR),
+    "bench/__main__": ("bench/options", "fa4_hd256", *_OPERATOR),
+    "bench/options": (*_BENCH, *_KNOWN),
     "bench/suite": _CHECK,
     "bench/peaks": _CHECK,
     "bench/processes": _CHECK,
@@ -112,8 +113,8 @@ ROOMS = {
     "bench/measure": (*_BENCH[:5], *_KNOWN),
     "bench/model": (*_BENCH[:6], *_KNOWN),
     "bench/pictures": ("bench/__main__", *_BENCH, *_KNOWN),
-    "bench/commands": (*_BENCH, "bench/pictures", *_KNOWN),
-    "bench": (*_BENCH, "bench/pictures", "bench/commands", *_KNOWN),
+    "bench/commands": (*_BENCH, "bench/options", "bench/pictures", *_KNOWN),
+    "bench": (*_BENCH, "bench/options", "bench/pictures", "bench/commands", *_KNOWN),
 }
 #: Rooms of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (

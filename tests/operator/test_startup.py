@@ -38,6 +38,26 @@ print(drain.counters["proved"])
 """
 
 
+#: Calls a package's commands for help, then with an option that none has.
+EVERY_COMMAND = """
+import contextlib, importlib, os, sys
+from fa4_hd256.run import bug_report
+bug_report.has_driver = lambda: False
+module = importlib.import_module(f"{sys.argv[1]}.__main__")
+statuses = []
+with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with contextlib.redirect_stderr(nowhere):
+        for name in module.COMMANDS:
+            for option in ("--help", "--no-such-option"):
+                try:
+                    module.main([name, option])
+                except SystemExit as end:
+                    statuses.append(end.code)
+print(len(module.COMMANDS) * [0, 2] == statuses)
+print(sorted({"torch", "cutlass", "matplotlib", "scipy", "transformers"} & set(sys.modules)))
+"""
+
+
 def run(code: str, *arguments: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -62,6 +82,11 @@ def run(code: str, *arguments: str) -> list[str]:
 )
 def test_commands_that_only_print_load_little(package, arguments):
     assert run(COMMAND, package, *arguments)[-1] == "[]"
+
+
+@pytest.mark.parametrize("package", ["fa4_hd256", "bench"])
+def test_help_and_typos_of_every_command_load_little(package):
+    assert run(EVERY_COMMAND, package) == ["True", "[]"]
 
 
 def test_looking_up_an_operator_loads_no_compiler_and_proves_nothing():

@@ -1,9 +1,4 @@
-"""The first hour on a GPU: one command, one report; without a GPU it runs in the simulator.
-
-Every step runs in a process of its own with a time limit; a step that hangs is killed, named, and
-the next one goes on. Started again with the same --out, it goes on where it ended. docs/bringup.md
-says what each rung settles.
-"""
+"""The command `bringup`: whom it asks for the GPU, which rungs it runs, what it prints."""
 
 from __future__ import annotations
 
@@ -18,32 +13,13 @@ from sm100_sim import device as simulated_device
 
 from .outcome import BAD, Target, simulated
 from .report import summary_line, write_reports
-from .rungs import HIDDEN, RUNGS, named
+from .rungs import HIDDEN, named
 from .runner import TARGET, Run, Stopped
 
-DEFAULT_DIRECTORY = "bringup_report"
 #: Seconds that asking the driver for its GPU may take.
 ASK_LIMIT = 120
 _ASK = ("import json; from fa4_hd256.check.bringup.machine import find_target; "
         "print(json.dumps(find_target().as_json()))")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    names = [rung.name for rung in RUNGS]
-    parser.add_argument("--out", type=Path, default=Path(DEFAULT_DIRECTORY),
-                        help="directory of results and report (default: %(default)s); what is "
-                        "there already is not run again")
-    parser.add_argument("--again", action="append", default=[], metavar="RUNG", choices=names,
-                        help="drop this rung's results first")
-    parser.add_argument("--rungs", nargs="+", choices=names, default=names,
-                        help="run these only (default: all)")
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
-                        help="steps RUNG/STEP that match, as in 'golden/tma*'")
-    parser.add_argument("--simulate", action="store_true",
-                        help="run in the simulator, as on a machine without a GPU")
-    parser.add_argument("--report", action="store_true", help="only write the report anew")
-    parser.add_argument("--plant", action="store_true", help=argparse.SUPPRESS)
 
 
 def find_target(simulate: bool) -> Target:

@@ -1,0 +1,39 @@
+"""What `python -m fa4_hd256 build --arch` names; nothing that takes long to load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa4_hd256.architectures import ARCHITECTURES, Architecture
+
+__all__ = ["TARGETS", "BuildTarget"]
+
+
+@dataclass(frozen=True)
+class BuildTarget:
+    """What `--arch` names: an architecture, and the compute capability of the GPUs of a process."""
+
+    architecture: Architecture
+    capability: tuple[int, int]
+
+    @property
+    def gpu(self) -> str:
+        """Rows of the tuning table."""
+        return self.architecture.gpus[self.capability][0]
+
+
+def _targets() -> dict[str, BuildTarget]:
+    found = {}
+    for architecture in ARCHITECTURES:
+        for capability in architecture.gpus:
+            own = architecture.own_targets.get(capability)
+            if own is not None:
+                found[own] = BuildTarget(architecture, capability)
+        first = next(c for c in architecture.gpus if c not in architecture.own_targets)
+        for name in (architecture.targets[0], architecture.name):
+            found[name] = BuildTarget(architecture, first)
+    return found
+
+
+#: By name: architectures, and what their kernels are compiled for.
+TARGETS = _targets()
