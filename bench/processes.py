@@ -6,10 +6,11 @@ import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import TypeVar
 
-from fa4_hd256.environment import progress_wanted
+from fa4_hd256.environment import PROGRESS, progress_wanted
 from fa4_hd256.interrupt import end_with_parent, starting_workers
 
 Item = TypeVar("Item")
@@ -28,28 +29,58 @@ def each(
     function: Callable[[Item], Result], items: Sequence[Item], jobs: int,
     initializer: Callable[[], None] | None = None,
 ) -> list[Result]:
-    """Results in the order of the items, on `jobs` processes; a single one is this process.
+    """Return results in the order of the items, on `jobs` processes; a single one is this process.
 
     initializer: runs first in each process that is started.
     """
-    if min(jobs, len(items)) == 1:
-        return list(_shown(map(function, items), len(items)))
+    found = stream(function, items, jobs, initializer)
+    return list(counted(found, len(items), "replaying and simulating", "part"))
+
+
+def stream(
+    function: Callable[[Item], Result], items: Sequence[Item], jobs: int,
+    initializer: Callable[[], None] | None = None,
+) -> Iterator[Result]:
+    """Yield the results of `each`, every one as soon as it and those before it are ready."""
+    if min(jobs, len(items)) <= 1:
+        yield from map(function, items)
+        return
     # The compiler's state must not be forked.
     context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, end_with_parent, (initializer,)) as pool:
+    begin = partial(_quiet, initializer)
+    with ProcessPoolExecutor(jobs, context, end_with_parent, (begin,)) as pool:
         with starting_workers():
             found = pool.map(function, items)
-        return list(_shown(found, len(items)))
+        yield from found
 
 
-def _shown(found: Iterable[Result], count: int) -> Iterator[Result]:
-    """The results, with a bar on a terminal that says how many are left."""
+def _quiet(initializer: Callable[[], None] | None) -> None:
+    """Begin a process whose parent has the one line on the terminal."""
+    os.environ[PROGRESS.name] = "0"
+    if initializer is not None:
+        initializer()
+
+
+def counted(
+    found: Iterable[Result], total: int | None, doing: str, unit: str = "row"
+) -> Iterator[Result]:
+    """Yield the results, with a bar on a terminal that says how many are left.
+
+    total: how many there are, None if nobody knows.
+    """
     from tqdm import tqdm
 
-    yield from tqdm(
-        found, total=count, desc="replaying and simulating", unit="part", leave=False,
-        disable=not progress_wanted(),
-    )  # fmt: skip
+    def left(done: int) -> str:
+        return "" if total is None else f"{total - done} left"
+
+    with tqdm(
+        total=total, desc=doing, unit=unit, leave=False, disable=not progress_wanted(),
+        postfix=left(0),
+    ) as bar:  # fmt: skip
+        for number, one in enumerate(found, 1):
+            bar.set_postfix_str(left(number), refresh=False)
+            bar.update()
+            yield one
 
 
 def one_simulator_thread() -> None:

@@ -35,7 +35,8 @@ CACHE_DIR = Variable(
 PROGRESS = Variable(
     "FA4_HD256_PROGRESS",
     "on where stderr is a terminal",
-    "1 or 0: what is being compiled or simulated, with its time, on stderr",
+    "1 or 0: what is being compiled, simulated or replayed, with its time, on stderr; 0 also hides "
+    "the rows that commands of bench print there as each is ready",
 )
 RESERVED_SMS = Variable(
     "FA4_HD256_RESERVED_SMS",
@@ -182,6 +183,15 @@ def progress_wanted() -> bool:
     Raises ValueError for a value other than 0 and 1.
     """
     return _switch(PROGRESS, sys.stderr.isatty())
+
+
+def rows_wanted() -> bool:
+    """Return True unless commands are not to print rows on stderr as each is ready. Files get them,
+    too: a row that took long must not be lost to what comes after it.
+
+    Raises ValueError for a value other than 0 and 1.
+    """
+    return _switch(PROGRESS, True)
 
 
 def reserved_sms() -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from . import environment
 
-__all__ = ["LATER", "logger", "step"]
+__all__ = ["LATER", "is_under_way", "logger", "step"]
 
 logger = logging.getLogger("fa4_hd256")
 logger.addHandler(logging.NullHandler())
@@ -23,11 +23,29 @@ logger.addHandler(logging.NullHandler())
 LATER = 0.5
 _REFRESH = 1.0
 
+#: Of this thread, the innermost last.
+_steps = threading.local()
+
+
+def is_under_way(verb: str) -> bool:
+    """Return True inside a step of this thread that begins with `verb`."""
+    return any(what.startswith(verb) for what in getattr(_steps, "all", ()))
+
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[None]:
     """Log and show that a step is under way: "compiling forward (sm_90a)"."""
     logger.info(what)
+    _steps.all = (*getattr(_steps, "all", ()), what)
+    try:
+        with _on_terminal(what):
+            yield
+    finally:
+        _steps.all = _steps.all[:-1]
+
+
+@contextlib.contextmanager
+def _on_terminal(what: str) -> Iterator[None]:
     if not environment.progress_wanted():
         yield
         return

@@ -20,6 +20,7 @@ from bench.measure.accuracy import Accuracy
 from bench.measure.gradient_accuracy import GradientAccuracy
 from bench.suite import FORWARD
 from bench.tables.origin import simulator_machine
+from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.check.reference import GradientComparison
@@ -69,30 +70,31 @@ def _degree(pattern: Ex2Pattern) -> int | None:
     return pattern.degree if pattern.true_share() else None
 
 
-def table(results: list[Accuracy]) -> Table:
+def table(found: list[Accuracy]) -> Table:
     """A row for each case."""
-    shape = results[0].case.shape
-    rows = [
-        {
-            "dtype": _name(result.case.dtype),
-            "degree": _degree(result.case.pattern),
-            "true_share": result.executed_share,
-            "mix": _mix(result.case.pattern),
-            "pattern": asdict(result.case.pattern),
-            **asdict(result.case.shape),
-            **asdict(result.comparison),
-            "tolerance": result.comparison.tolerance,
-            BASIS: "measured",
-            MACHINE: simulator_machine(),
-        }
-        for result in results
-    ]
+    shape = found[0].case.shape
+    rows = [_row(result) for result in found]
     title = (
         f"Error of the forward against float64: {shape.seqlen_q} queries, {shape.seqlen_k} keys, "
         "one head, full attention, standard normal inputs"
     )
     plot = Plot(("degree", "true_share"), "rel_l2", panel="dtype")
     return Table("accuracy", title, COLUMNS, rows, plot=plot)
+
+
+def _row(result: Accuracy) -> dict[str, Any]:
+    return {
+        "dtype": _name(result.case.dtype),
+        "degree": _degree(result.case.pattern),
+        "true_share": result.executed_share,
+        "mix": _mix(result.case.pattern),
+        "pattern": asdict(result.case.pattern),
+        **asdict(result.case.shape),
+        **asdict(result.comparison),
+        "tolerance": result.comparison.tolerance,
+        BASIS: "measured",
+        MACHINE: simulator_machine(),
+    }
 
 
 def _mix(pattern: Ex2Pattern) -> str:
@@ -164,9 +166,16 @@ def _worst(results: list[GradientAccuracy]) -> list[dict[str, Any]]:
 def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if the error of a gradient is above its tolerance."""
     if arguments.direction == FORWARD:
-        emit(table(measured.measure_all(measured.default_cases(), arguments.jobs)), arguments)
+        cases = measured.default_cases()
+        found = measured.measure_all(cases, arguments.jobs)
+        shown = results(found, len(cases), COLUMNS, lambda one: [_row(one)], "simulating")
+        emit(table(list(shown)), arguments)
         return 0
-    cases = gradient_accuracy.default_cases()
-    results = gradient_accuracy.measure_all(cases, arguments.jobs)
-    emit(gradient_tables(results), arguments)
-    return 0 if all(result.accurate for result in results) else 1
+    calls = gradient_accuracy.default_cases()
+    gradients = gradient_accuracy.measure_all(calls, arguments.jobs)
+    columns = GRADIENT_COLUMNS
+    judged = list(
+        results(gradients, len(calls), columns, lambda one: [_gradient_row(one)], "simulating")
+    )
+    emit(gradient_tables(judged), arguments)
+    return 0 if all(result.accurate for result in judged) else 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from bench.model.published.flash_attention import FORWARD_256
 from bench.model.published.nvidia import INFERENCE, TRAINING
 from bench.model.published.rows import FIT, TEST
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import say
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from sm100_sim.timing import SETS, load
@@ -66,10 +66,7 @@ def search(chosen: list[Case], arguments: argparse.Namespace) -> tuple[Populatio
             places = spread(arguments.lot, population.ranges, arguments.seed)
         population.add(places, chosen, arguments.jobs)
         best = judge.errors(population.seconds).min()
-        print(
-            f"{len(population.places)} sets replayed; the best error is {best:.2f}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        say(f"{len(population.places)} sets replayed; the best error is {best:.2f}")
     return population, judge
 
 

@@ -9,15 +9,16 @@ tiles of a training shape on what is left, with costs from replays of the compil
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench import suite
-from bench.model.predictor import Predictor, printing_predictor
+from bench.model.predictor import Predictor, predictor_of
 from bench.suite import BACKWARD, DIRECTIONS, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, Paths, path_figures, path_note
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from sm100_sim.timing import ALONE, Room
@@ -46,12 +47,11 @@ def _seconds(
 
 def modelled_rows(
     case: Case, predictor: Predictor, direction: str, held: Sequence[int] = HELD
-) -> list[dict[str, Any]]:
-    """A row for each number of pairs that are held all the time; times over that of the static
-    scheduler on the whole machine."""
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each number of pairs that are held all the time; times over that of the
+    static scheduler on the whole machine."""
     pairs = int(predictor.machine.values().sms) // 2
     alone, static_paths = _seconds(predictor, case, direction, False, ALONE)
-    rows = []
     for number in held:
         left = Room(number, grid=pairs - number)
         times = {
@@ -59,16 +59,13 @@ def modelled_rows(
             FITTED: _seconds(predictor, case, direction, False, left)[0],
         }
         times[CLC], clc_paths = _seconds(predictor, case, direction, True, Room(number))
-        rows.append(
-            {
-                "direction": direction, "shape": case.shape, "heads": case.heads_text,
-                "mask": case.mask, "held": number, "alone": alone * 1e3,
-                **{name: seconds / alone for name, seconds in times.items()},
-                **path_figures(static_paths, clc_paths), BASIS: "modelled",
-                MACHINE: modelled_machine(predictor.machine),
-            }
-        )  # fmt: skip
-    return rows
+        yield {
+            "direction": direction, "shape": case.shape, "heads": case.heads_text,
+            "mask": case.mask, "held": number, "alone": alone * 1e3,
+            **{name: seconds / alone for name, seconds in times.items()},
+            **path_figures(static_paths, clc_paths), BASIS: "modelled",
+            MACHINE: modelled_machine(predictor.machine),
+        }  # fmt: skip
 
 
 COLUMNS = (
@@ -91,13 +88,14 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def main(arguments: argparse.Namespace) -> int:
     cases = suite.selected(arguments, default_cases)
-    predictor = printing_predictor(arguments.machine, arguments.draws)
+    predictor = predictor_of(arguments.machine, arguments.draws)
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
-    rows = [
+    rows = (
         row
         for direction in directions
         for case in cases
         for row in modelled_rows(case, predictor, direction)
-    ]
-    emit(table(rows), arguments)
+    )
+    total = len(directions) * len(cases) * len(HELD)
+    emit(table(ready(rows, total, COLUMNS)), arguments)
     return 0

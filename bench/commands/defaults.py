@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from bench.model.defaults import CHOICES, Choice, Decided
-from bench.model.predictor import Predictor, printing_predictor
-from bench.processes import each
+from bench.model.predictor import Predictor, predictor_of
+from bench.processes import stream
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import load
@@ -158,7 +159,7 @@ class Deciding:
 
     def __call__(self, name: str) -> list[Decided]:
         choice = CHOICES[name]
-        predictor: Predictor = printing_predictor(self.machine, self.draws)
+        predictor: Predictor = predictor_of(self.machine, self.draws)
         chosen = list(choice.cases())[:: self.every]
         return [choice.decide(case, predictor) for case in chosen]
 
@@ -171,8 +172,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.every < 1:
         raise ValueError(f"--every {arguments.every}; accepted is 1 or more")
     deciding = Deciding(arguments.machine, arguments.draws, arguments.every)
-    found = each(deciding, names, arguments.jobs)
+    of_names = zip((CHOICES[name] for name in names), stream(deciding, names, arguments.jobs))
+    decided = list(
+        results(of_names, len(names), DEFAULT_COLUMNS, lambda one: [default_row(*one)])
+    )
     origin = {BASIS: "modelled", MACHINE: modelled_machine(load(arguments.machine))}
-    decided = [(CHOICES[name], of) for name, of in zip(names, found, strict=True)]
     emit(tables(decided, origin, arguments.draws, arguments.every), arguments)
     return 0

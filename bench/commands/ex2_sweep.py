@@ -149,7 +149,6 @@ def main(arguments: argparse.Namespace) -> int:
     on_gpu = not arguments.modelled and Ours().missing() is None
     rows = []
     for mask in masks:
-        print(f"{mask}: {len(patterns)} mixes", file=sys.stderr, flush=True)
         if on_gpu:
             timer = CudaTimer()
             sampling = Sampling(arguments.warmup, arguments.runs)

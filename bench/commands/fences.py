@@ -7,10 +7,13 @@ it is compiled, and as if these fences took no longer than their issue.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from bench.model.fences import calls, row
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import Column, Plot, Table
+from fa4_hd256 import progress
 from sm100_sim import timing
 from sm100_sim.timing import Machine, load
 
@@ -25,15 +28,18 @@ COLUMNS = (
 
 def measure(seqlen: int, machine: Machine, only: str = "") -> Table:
     """The kernels with `only` in their names on sequences of that length."""
-    rows, known = [], calls(seqlen, machine)
-    for name, call in known.items():
-        if only in name:
-            compiled, arguments = call()
-            prediction = timing.predict(compiled, *arguments, machine=machine, draws=0)[-1]
-            rows.append(row(name, prediction))
-    if not rows:
+    known = calls(seqlen, machine)
+    chosen = [name for name in known if only in name]
+    if not chosen:
         names = ", ".join(known)
         raise ValueError(f"no kernel has {only!r} in its name; there are {names}")
+
+    def replayed(name: str) -> dict[str, Any]:
+        compiled, arguments = known[name]()
+        with progress.step(f"replaying {name}"):
+            return row(name, timing.predict(compiled, *arguments, machine=machine, draws=0)[-1])
+
+    rows = ready(map(replayed, chosen), len(chosen), COLUMNS)
     title = f"Fences of GPU and system scope, one head of {seqlen} tokens on one CTA pair"
     return Table("fences", title, COLUMNS, rows, (), Plot("kernel", ("clocks", "without")))
 

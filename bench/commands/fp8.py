@@ -13,6 +13,7 @@ from bench.measure.e4m3 import CASES, OURS, Case, Errors, errors
 from bench.model.e4m3_steps import Steps, steps_of
 from bench.model.machines import B200
 from bench.tables.origin import modelled_machine, simulator_machine
+from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256.kernels.blackwell.decode.config import ROWS as TILE_ROWS
@@ -58,10 +59,9 @@ KIB = 1024
 
 def error_table(cases: tuple[Case, ...] = CASES) -> Table:
     """A row for each case and method."""
-    rows = [
-        _error_row(case, method, found)
-        for case in cases for method, found in errors(case).items()
-    ]  # fmt: skip
+    of_cases = ([_error_row(case, *one) for one in errors(case).items()] for case in cases)
+    found = results(of_cases, len(cases), ERRORS, lambda rows: rows, "simulating")
+    rows = [row for of_case in found for row in of_case]
     notes = (
         "One query, 16 heads, one KV head. Max error and relative L2 are against float64 attention "
         "of what the codes stand for; the last column against that of the values before they "
@@ -121,11 +121,14 @@ def _cost_row(
 
 def decoding_table(machine: Machine) -> Table:
     """Our kernels for both types of K and V."""
-    rows = []
-    for count in TILE_ROWS:
+
+    def of_rows(count: int) -> list[dict[str, object]]:
         of_bf16, of_e4m3 = (steps_of(count, e4m3, machine) for e4m3 in (False, True))
-        rows.append(_decoding_row(count, "bf16", of_bf16, of_bf16, machine))
-        rows.append(_decoding_row(count, "e4m3", of_e4m3, of_bf16, machine))
+        return [_decoding_row(count, "bf16", of_bf16, of_bf16, machine),
+                _decoding_row(count, "e4m3", of_e4m3, of_bf16, machine)]  # fmt: skip
+
+    found = results(map(of_rows, TILE_ROWS), len(TILE_ROWS), DECODING, lambda rows: rows)
+    rows = [row for of_count in found for row in of_count]
     notes = (
         "Steps of 128 keys of one CTA, replayed alone with an SM's share of L2; where keys come "
         "from HBM a step takes an SM's share of that at least. Begin and end: what a tile takes "

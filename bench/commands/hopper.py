@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from bench.measure.hopper_cubins import (
 )
 from bench.model.hopper import GPU, program_of, round_clocks
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import load, replay_program
@@ -43,14 +45,13 @@ def compare(draws: int = 4, chosen: str = "") -> Table:
     machine, measured = load(GPU), measurements()
     # One CTA has L2 to itself.
     values = [drawn._replace(sms=1.0) for drawn in machine.sampled(draws)]
-    rows = []
-    for kernel in kernels():
-        if chosen not in kernel.name:
-            continue
+    wanted = [kernel for kernel in kernels() if chosen in kernel.name]
+
+    def row(kernel: Any) -> dict[str, Any]:
         compiled = program_of(kernel)
         clocks = [round_clocks(compiled, replay_program(compiled, drawn)) for drawn in values]
         found = measured["rounds"].get(kernel.name)
-        rows.append({
+        return {
             "kernel": kernel.name,
             "operations": f"{kernel.operations} {kernel.unit}",
             "measured": found,
@@ -61,7 +62,9 @@ def compare(draws: int = 4, chosen: str = "") -> Table:
             "unmatched": compiled.unmatched,
             BASIS: "modelled",
             MACHINE: modelled_machine(machine),
-        })  # fmt: skip
+        }  # fmt: skip
+
+    rows = ready(map(row, wanted), len(wanted), COLUMNS)
     errors = np.abs([r["error"] for r in rows if r["error"] is not None and not r["sets"]])
     notes = [f"Measured on {measured['device']}, one CTA; modelled: central constants, spread."]
     if len(errors):

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.measure import host
 from bench.peers import flash_attn_4
+from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
@@ -39,24 +40,17 @@ def measure(chosen: str = "", peers: bool = True) -> Table:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, launches by a stand-in"
-    rows = []
+    chosen_cases = [case for case in host.CASES if chosen in case.name]
     if not on_gpu:
         # Results are filled there, which other threads are no help with.
         torch.set_num_threads(1)
     with contextlib.nullcontext() if on_gpu else host.stand_in():
-        for case in host.CASES:
-            if chosen not in case.name:
-                continue
-            if not on_gpu:
-                case = case.of_few_rows(FEW_ROWS)
-            tensors = host.Tensors.random(case, device)
-            for how, times, parts in _times(case, tensors, on_gpu and peers):
-                rows.append({
-                    "call": case.name, "how": how, **times._asdict(),
-                    "parts": ", ".join(f"{name} {time:.1f}" for name, time in parts.items())
-                    or None,
-                    BASIS: "measured", MACHINE: machine,
-                })  # fmt: skip
+        of_cases = (
+            _rows(case if on_gpu else case.of_few_rows(FEW_ROWS), device, on_gpu and peers, machine)
+            for case in chosen_cases
+        )
+        found = results(of_cases, len(chosen_cases), COLUMNS, lambda rows: rows, "measuring")
+        rows = [row for of_case in found for row in of_case]
     notes = (
         "Parts are timed by themselves, one after the other; those of the long way by clocks "
         "around functions of the package.",
@@ -65,6 +59,21 @@ def measure(chosen: str = "", peers: bool = True) -> Table:
         "in which it takes as long compare.",
     )
     return Table("host", "Host time of an eager call", COLUMNS, rows, notes)
+
+
+def _rows(
+    case: host.HostCase, device: torch.device, peers: bool, machine: str
+) -> list[dict[str, Any]]:
+    """Rows of a case, one for each way."""
+    tensors = host.Tensors.random(case, device)
+    return [
+        {
+            "call": case.name, "how": how, **times._asdict(),
+            "parts": ", ".join(f"{name} {time:.1f}" for name, time in parts.items()) or None,
+            BASIS: "measured", MACHINE: machine,
+        }
+        for how, times, parts in _times(case, tensors, peers)
+    ]  # fmt: skip
 
 
 def _times(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,10 +22,11 @@ from bench.measure.timer import CudaTimer, Sampling, Timer
 from bench.measure.variants import measured_variants
 from bench.model.calls import forward_problem
 from bench.model.machines import gpu_of
-from bench.model.predictor import OURS_E4M3, Predictor, printing_predictor
+from bench.model.predictor import OURS_E4M3, Predictor, predictor_of
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
@@ -47,7 +47,6 @@ def default_cases() -> list[Case]:
 
 def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
     """A row of the timer's GPU."""
-    print(f"{case}", file=sys.stderr, flush=True)
     of_bf16, of_e4m3 = _inputs(case, timer.device)
     variants = {BF16: (Ours(), of_bf16), E4M3: (Ours(), of_e4m3)}
     found = measured_variants(variants, E4M3, timer, sampling)
@@ -150,10 +149,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if something did not run."""
     limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
     if arguments.modelled or Ours().missing() is not None:
-        predictor = printing_predictor(arguments.machine, arguments.draws)
-        emit(table([modelled(case, predictor) for case in cases]), arguments)
+        predictor = predictor_of(arguments.machine, arguments.draws)
+        rows = ready((modelled(case, predictor) for case in cases), len(cases), COLUMNS)
+        emit(table(rows), arguments)
         return 0
     timer, sampling = CudaTimer(), Sampling(arguments.warmup, arguments.runs)
-    rows = [measured(case, timer, sampling) for case in limit.begun(cases)]
+    begun = (measured(case, timer, sampling) for case in limit.begun(cases))
+    rows = ready(begun, len(cases), MEASURED_COLUMNS, "measuring")
     emit(limit.noted(measured_table(rows)), arguments)
     return int(any(row["refused"] for row in rows))

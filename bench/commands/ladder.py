@@ -21,6 +21,7 @@ from bench.suite import FORWARD, Case
 from bench.tables.comparison import RESOLUTION
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
+from bench.tables.ready import results
 from bench.tables.results import emit, markdown_text
 from bench.tables.shape_options import chosen_case
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
@@ -138,8 +139,15 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         machine: Machine = load(arguments.machine)
         prediction = Prediction(case, machine.name, arguments.draws)
-        timings = predict_all(chosen, prediction, arguments.jobs)
         origin = {BASIS: "modelled", MACHINE: modelled_machine(machine)}
+        timings: list[Timing] = []
+
+        def last(timing: Timing) -> list[dict[str, Any]]:
+            return rows([*timings[-1:], timing], case, None, origin)[-1:]
+
+        predicted = predict_all(chosen, prediction, arguments.jobs)
+        for timing in results(predicted, len(chosen), COLUMNS, last):
+            timings.append(timing)
         found, others = rows(timings, case, None, origin), {NOT_RUNNABLE: missing}
     result = table(found, case, others)
     if arguments.markdown:

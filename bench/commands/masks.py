@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,12 +33,13 @@ from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling, Timer
 from bench.model import masked, masked_backward
-from bench.model.predictor import Predictor, printing_predictor
+from bench.model.predictor import Predictor, predictor_of
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, DIRECTIONS
 from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, Paths, path_figures, path_note
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import Call
@@ -109,13 +109,14 @@ def modelled(jobs: Sequence[tuple[MaskedCase, str]], predictor: Predictor) -> Ta
             f"{machine.name} is of {machine.architecture}; accepted: a machine of Blackwell, since "
             "its block-mask kernels alone are replayed"
         )
-    rows, calls_of = [], _Modelled(predictor)
-    for case, direction in jobs:
+    calls_of = _Modelled(predictor)
+
+    def row(case: MaskedCase, direction: str) -> dict[str, Any]:
         calls, (listed, partial), paths = calls_of(case, direction)
         sampled = zip(calls, machine.sampled(predictor.draws), strict=True)
         seconds = [call.seconds(drawn) for call, drawn in sampled]
         plain = predictor.predict(OURS, case.plain, direction)
-        rows.append({
+        return {
             "direction": direction, "shape": case.shape, "heads": case.heads_text,
             "mask": case.mask,
             "visible": case.pairs / (case.batch * case.seqlen_q * case.seqlen_k),
@@ -126,7 +127,9 @@ def modelled(jobs: Sequence[tuple[MaskedCase, str]], predictor: Predictor) -> Ta
             "mask_us": masked.making(case, direction == BACKWARD).seconds(values) * 1e6,
             **path_figures(paths),
             BASIS: "modelled", MACHINE: modelled_machine(machine),
-        })  # fmt: skip
+        }  # fmt: skip
+
+    rows = ready((row(*job) for job in jobs), len(jobs), MODELLED_COLUMNS)
     plot = Plot(("shape", "heads", "mask"), ("ours_ms", "causal_ms"), panel="direction")
     title = "Attention under masks at head_dim 256"
     return Table("masks", title, MODELLED_COLUMNS, rows, MODELLED_NOTES, plot)
@@ -155,10 +158,20 @@ class _Modelled:
 
 def measure(
     cases: Iterable[tuple[AnyCase, str]], providers: Sequence[Provider], timer: Timer,
-    sampling: Sampling,
+    sampling: Sampling, total: int | None = None,
 ) -> Table:  # fmt: skip
-    """Every (case, direction) on the timer's GPU; results are checked before."""
-    rows = []
+    """Every (case, direction) on the timer's GPU; results are checked before. total: how many
+    there are, None if nobody knows."""
+    rows = ready(_measured(cases, providers, timer, sampling), total, COLUMNS, "measuring")
+    plot = Plot(("shape", "heads", "mask"), tuple(TIMES.values()), panel="direction")
+    return Table("masks", "Attention under masks at head_dim 256", COLUMNS, rows, NOTES, plot)
+
+
+def _measured(
+    cases: Iterable[tuple[AnyCase, str]], providers: Sequence[Provider], timer: Timer,
+    sampling: Sampling,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield the rows of `measure`."""
     for case, direction in cases:
         own = [provider for provider in providers if concerns(provider, case)]
         (row,) = measured_rows([(case, direction)], own, timer, sampling, torch.bfloat16)
@@ -169,18 +182,9 @@ def measure(
         remarks = [*_remarks(row["details"], own)]
         if failed:
             remarks.append(f"the mask by itself: {failed}")
-        rows.append(row | _figures(row, case) | {
+        yield row | _figures(row, case) | {
             "mask_us": microseconds, "remarks": "; ".join(remarks) or None,
-        })  # fmt: skip
-        # What took long must not be lost to a later row that ends the process.
-        print(_line(rows[-1]), file=sys.stderr, flush=True)
-    plot = Plot(("shape", "heads", "mask"), tuple(TIMES.values()), panel="direction")
-    return Table("masks", "Attention under masks at head_dim 256", COLUMNS, rows, NOTES, plot)
-
-
-def _line(row: dict[str, Any]) -> str:
-    times = [f"{name} {row[column]:.3f} ms" for name, column in TIMES.items() if row[column]]
-    return "  " + "; ".join([*times, *([row["remarks"]] if row["remarks"] else [])])
+        }  # fmt: skip
 
 
 def _figures(row: dict[str, Any], case: AnyCase) -> dict[str, Any]:
@@ -243,10 +247,10 @@ def main(arguments: argparse.Namespace) -> int:
                 f"--only {arguments.only!r} has functions of scores alone, which are not modelled; "
                 "accepted without a GPU: masks"
             )
-        predictor = printing_predictor(arguments.machine, arguments.draws)
+        predictor = predictor_of(arguments.machine, arguments.draws)
         emit(modelled(masked_jobs, predictor), arguments)
         return 0
-    table = measure(limit.begun(jobs), providers, CudaTimer(), sampling)
+    table = measure(limit.begun(jobs), providers, CudaTimer(), sampling, len(jobs))
     emit(limit.noted(table), arguments)
     failed = (row["details"].get(OURS, {}).get("failed") for row in table.rows)
     return 1 if any(failed) else 0

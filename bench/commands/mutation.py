@@ -7,11 +7,11 @@ instruction of its kernels, which `sm100_sim.tools.mutants` then leaves out one 
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from bench.measure.mutation_targets import Target, measure, targets
 from bench.tables.origin import simulator_machine
+from bench.tables.ready import results, say
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.tools import mutants
@@ -63,13 +63,13 @@ def main(arguments: argparse.Namespace) -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"no target {unknown[0]!r}; there are: {'; '.join(known)}")
-    found = []
-    for name in names:
-        scores = measure(
-            known[name], arguments.seeds, arguments.confirm, arguments.jobs,
-            lambda line: print(line, file=sys.stderr, flush=True),
-        )
-        found += rows(known[name], scores)
+
+    def scored(name: str) -> list[dict[str, Any]]:
+        scores = measure(known[name], arguments.seeds, arguments.confirm, arguments.jobs, say)
+        return rows(known[name], scores)
+
+    of_names = results(map(scored, names), len(names), COLUMNS, lambda of: of, "leaving out")
+    found = [row for of_name in of_names for row in of_name]
     title = f"Synchronisation left out, one instruction at a time, up to {arguments.seeds} seeds"
     emit(Table("mutation", title, COLUMNS, found, plot=PLOT), arguments)
     return 1 if any(row["survived"] for row in found) else 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from bench.measure.providers import Inputs, Pages
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import WARM, CudaTimer, Sampling, Timer, interleave
 from bench.suite import Case
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import flash_attn_with_kvcache
@@ -88,7 +88,6 @@ def measured(shape: tuple[int, int], timer: Timer, sampling: Sampling) -> dict[s
     """A row of the timer's GPU: microseconds of a call."""
     batch, keys = shape
     name = f"{batch} x {keys:,}"
-    print(name, file=sys.stderr, flush=True)
     calls: dict[str, Callable[[], Any]] = {
         kind: functools.partial(_several, call)
         for kind, call in calls_of(batch, keys, timer.device).items()
@@ -116,6 +115,7 @@ def main(arguments: argparse.Namespace) -> int:
     limit, timer = TimeLimit(arguments.within), CudaTimer(l2=WARM)
     sampling = Sampling(arguments.warmup, arguments.runs)
     with torch.no_grad():
-        rows = [measured(shape, timer, sampling) for shape in limit.begun(SHAPES)]
+        begun = (measured(shape, timer, sampling) for shape in limit.begun(SHAPES))
+        rows = ready(begun, len(SHAPES), COLUMNS, "measuring")
     emit(limit.noted(table(rows)), arguments)
     return 0

@@ -18,11 +18,12 @@ from bench.measure.providers import Ours
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling
 from bench.model.calls import forward_problem
-from bench.model.predictor import Predictor, printing_predictor
+from bench.model.predictor import Predictor, predictor_of
 from bench.peers.flash_attn_4 import PACKAGE
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
@@ -146,10 +147,12 @@ def main(arguments: argparse.Namespace) -> int:
     limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
     if not arguments.modelled and Ours().missing() is None:
         timer, sampling = CudaTimer(), Sampling(arguments.warmup, arguments.runs)
-        rows = [measured(case, timer, sampling) for case in limit.begun(cases)]
+        begun = (measured(case, timer, sampling) for case in limit.begun(cases))
+        rows = ready(begun, len(cases), MEASURED_COLUMNS, "measuring")
         found = limit.noted(measured_table(rows))
     else:
-        predictor = printing_predictor(arguments.machine, arguments.draws)
-        found = table([row(case, predictor) for case in cases])
+        predictor = predictor_of(arguments.machine, arguments.draws)
+        rows = ready((row(case, predictor) for case in cases), len(cases), COLUMNS)
+        found = table(rows)
     emit(found, arguments)
     return 0

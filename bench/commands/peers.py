@@ -13,6 +13,7 @@ import argparse
 from bench.peers import releases
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
+from fa4_hd256 import progress
 
 COLUMNS = (
     Column("release"), Column("what"), Column("cutlass_dsl", title="CuTe DSL"), Column("state"),
@@ -25,7 +26,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.source is not None and len(wanted) != 1:
         raise ValueError("--source is a checkout at one commit: name that commit, and no other")
     for one in wanted:
-        releases.prepare(one, arguments.source)
+        with progress.step(f"preparing {one.what}"):
+            releases.prepare(one, arguments.source)
     rows = [
         {
             "release": one.commit, "what": one.what, "cutlass_dsl": one.cutlass_dsl,

@@ -8,7 +8,6 @@ code and the machine's constants; no row of this table has set any of them but w
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +18,10 @@ from bench.measure.timer import CudaTimer
 from bench.model import hopper_rows
 from bench.model.hopper_attention import REPLAYED_GHZ, Times
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from fa4_hd256 import progress
 
 #: Times of a row: columns of each begin with its name.
 TIMES = {"first": "first launches", "late": "for good"}
@@ -53,12 +54,15 @@ ERRORS = {
 
 def predictions(chosen: str = "") -> Table:
     """Every row with `chosen` in its name."""
-    known, found = hopper_rows.measured(), []
-    for row in hopper_rows.rows():
-        if chosen in row.name:
-            print(f"replaying {row.name}", file=sys.stderr, flush=True)
-            one = known.get(row.name, {})
-            found.append(_row(row, row.times(hopper_rows.clocks_of(one)), one))
+    known = hopper_rows.measured()
+    rows = [row for row in hopper_rows.rows() if chosen in row.name]
+
+    def predicted(row: hopper_rows.Row) -> dict[str, Any]:
+        one = known.get(row.name, {})
+        with progress.step(f"replaying {row.name}"):
+            return _row(row, row.times(hopper_rows.clocks_of(one)), one)
+
+    found = ready(map(predicted, rows), len(rows), COLUMNS)
     notes = (
         f"Replayed at {REPLAYED_GHZ} GHz. First launches: from rest, until 20 ms. For good: from "
         "half a second of such launches on, when the power budget has told, by the clock that a "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,11 +21,12 @@ from bench.measure.providers import Inputs, Ours
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling, Timer
-from bench.model.predictor import Predictor, printing_predictor
+from bench.model.predictor import Predictor, predictor_of
 from bench.suite import BACKWARD, FORWARD, Case, ragged_lengths
 from bench.tables.comparison import OURS, RESOLUTION
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.schedulers.choice import VARIABLE
@@ -128,26 +129,22 @@ class _ByVariable(Ours):
 
 def measured(
     cases: Iterable[Case], timer: Timer, sampling: Sampling, direction: str = FORWARD
-) -> list[dict[str, Any]]:
-    """Rows of both schedulers on the timer's GPU, results checked before."""
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of both schedulers on the timer's GPU, results checked before."""
     both = [_ByVariable(STATIC, "0"), _ByVariable(CLC, "1")]
-    rows = []
     for case in cases:
         job = case, direction
         (row,) = measured_rows([job], both, timer, sampling, torch.bfloat16)
         times = times_of(case, row, (STATIC, CLC))
         # The widest range: the slow runs of one against the fast ones of the other.
         gains = times[STATIC] / times[CLC][[0, 2, 1]] - 1
-        rows.append(
-            {
-                **_identity(case, direction), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
-                "gain": float(gains[0]), "gain_low": float(gains.min()),
-                "gain_high": float(gains.max()), "static_balance": None, "clc_balance": None,
-                "bound": None, "better": _better(gains), "details": row["details"],
-                BASIS: row[BASIS], MACHINE: row[MACHINE],
-            }
-        )  # fmt: skip
-    return rows
+        yield {
+            **_identity(case, direction), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
+            "gain": float(gains[0]), "gain_low": float(gains.min()),
+            "gain_high": float(gains.max()), "static_balance": None, "clc_balance": None,
+            "bound": None, "better": _better(gains), "details": row["details"],
+            BASIS: row[BASIS], MACHINE: row[MACHINE],
+        }  # fmt: skip
 
 
 COLUMNS = (
@@ -182,9 +179,11 @@ def main(arguments: argparse.Namespace) -> int:
     limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
     if not arguments.modelled and Ours().missing() is None:
         sampling = Sampling(arguments.warmup, arguments.runs)
-        rows = measured(limit.begun(cases), CudaTimer(), sampling, arguments.direction)
+        begun = measured(limit.begun(cases), CudaTimer(), sampling, arguments.direction)
+        rows = ready(begun, len(cases), COLUMNS, "measuring")
     else:
-        predictor = printing_predictor(arguments.machine, arguments.draws)
-        rows = [modelled_row(case, predictor, arguments.direction) for case in cases]
+        predictor = predictor_of(arguments.machine, arguments.draws)
+        modelled = (modelled_row(case, predictor, arguments.direction) for case in cases)
+        rows = ready(modelled, len(cases), COLUMNS + PATH_COLUMNS)
     emit(limit.noted(table(rows)), arguments)
     return 0

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from bench.tables.origin import simulator_machine
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import BackwardConfig, ForwardConfig
@@ -157,11 +158,13 @@ def kernels() -> dict[str, KernelSpec]:
 def translation_table(specs: Mapping[str, KernelSpec]) -> Table:
     """Translation of each of the kernels, by name."""
     title = "What a kernel's first launch in the simulator takes to translate"
-    rows = []
-    for name, spec in specs.items():
-        (found,) = speed.translation(compile_kernel(spec).ptx)
+
+    def translated(name: str) -> dict[str, Any]:
+        (found,) = speed.translation(compile_kernel(specs[name]).ptx)
         origin = {BASIS: "measured", MACHINE: simulator_machine()}
-        rows.append(asdict(found) | {"kernel": name} | origin)
+        return asdict(found) | {"kernel": name} | origin
+
+    rows = ready(map(translated, specs), len(specs), TRANSLATION_COLUMNS, "translating")
     return Table("simulator", title, TRANSLATION_COLUMNS, rows, (TRANSLATION_NOTE,))
 
 
@@ -169,11 +172,11 @@ def main(arguments: argparse.Namespace) -> int:
     shapes = DEFAULTS
     if arguments.seqlen is not None:
         shapes = {Shape(arguments.seqlen, arguments.heads, arguments.heads_kv): 3}
-    found = [
+    found = (
         row(shape, runs if arguments.runs is None else arguments.runs)
         for shape, runs in shapes.items()
-    ]
-    tables = [table(found)]
+    )
+    tables = [table(ready(found, len(shapes), COLUMNS, "simulating"))]
     if arguments.seqlen is None:
         tables.append(translation_table(kernels()))
     emit(tables, arguments)

@@ -10,7 +10,7 @@ FROST, divided as its heuristics choose.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from bench.model.predictor import (
     OURS_FORWARD,
     Predicted,
     Predictor,
-    printing_predictor,
+    predictor_of,
 )
 from bench.model.published import paged_decode
 from bench.model.published.rows import CUDNN, FROST
@@ -39,6 +39,7 @@ from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS, RESOLUTION, standing, standing_figures, verdict
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.call.portions import visible_keys
@@ -199,9 +200,8 @@ def _gpu_of(timer: Timer) -> Gpu:
     return replace(B200, sms=timer.gpu.sms, pairs=timer.gpu.sms // 2)
 
 
-def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[dict[str, Any]]:
-    """Rows on the timer's GPU, results checked before."""
-    rows = []
+def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> Iterator[dict[str, Any]]:
+    """Yield rows on the timer's GPU, results checked before."""
     for case in cases:
         chosen = default_splits(case, _gpu_of(timer))
         numbers = sorted({*NUMBERS, chosen})
@@ -215,13 +215,12 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
         times = times_of(case, row, map(str, numbers))
         seconds = {n: times[str(n)] for n in numbers}
         calls = {n: times.get(name) for n, name in theirs.items()}
-        rows.append(
+        yield (
             _row(case, chosen, seconds, calls)
             | _of_frost(times.get(frost.NAME), seconds[chosen])
             | _of_kernel(case, _gpu_of(timer), seconds[chosen])
             | {"forward": None, "details": row["details"], BASIS: row[BASIS], MACHINE: row[MACHINE]}
         )
-    return rows
 
 
 def _their_measured(case: Case, sms: int) -> list[int]:
@@ -262,6 +261,9 @@ STANDING_COLUMNS = (
 )  # fmt: skip
 
 
+MODELLED_COLUMNS = COLUMNS + STANDING_COLUMNS + PATH_COLUMNS
+
+
 def table(rows: list[dict[str, Any]]) -> Table:
     columns: tuple[Column, ...] = COLUMNS
     notes: tuple[str, ...] = (
@@ -274,7 +276,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "rows: our forward's kernel with the parts of its own rule.",
     )
     if rows[0][BASIS] == "modelled":
-        columns += STANDING_COLUMNS + PATH_COLUMNS
+        columns = MODELLED_COLUMNS
         notes += (
             "Best peer: the faster of both under each set of constants, of which a tenth lie below "
             "\"low\" and a tenth above \"high\". Probability: that ours is faster; it counts "
@@ -293,9 +295,12 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def main(arguments: argparse.Namespace) -> int:
     limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
     if not arguments.modelled and Ours().missing() is None:
-        rows = measured(limit.begun(cases), CudaTimer(), Sampling(arguments.warmup, arguments.runs))
+        sampling = Sampling(arguments.warmup, arguments.runs)
+        begun = measured(limit.begun(cases), CudaTimer(), sampling)
+        rows = ready(begun, len(cases), COLUMNS, "measuring")
     else:
-        predictor = printing_predictor(arguments.machine, arguments.draws)
-        rows = [modelled_row(case, predictor) for case in cases]
+        predictor = predictor_of(arguments.machine, arguments.draws)
+        modelled = (modelled_row(case, predictor) for case in cases)
+        rows = ready(modelled, len(cases), MODELLED_COLUMNS)
     emit(limit.noted(table(rows)), arguments)
     return 0

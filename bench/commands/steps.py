@@ -14,13 +14,14 @@ import numpy as np
 
 from bench.model import frost_backward
 from bench.model.calls import defaults_to_clc
-from bench.model.predictor import Predictor, printing_predictor
+from bench.model.predictor import Predictor, predictor_of
 from bench.model.stored_tiles import DV, PRODUCT
 from bench.model.tiles import DKDV, DQ, STEP_WORK
 from bench.peers import flash_attn_4, frost
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import TileCosts
@@ -92,15 +93,20 @@ def row(costs: Sequence[TileCosts], tensor_core: float) -> dict[str, float]:
 def rows(predictor: Predictor, names: Iterable[str]) -> list[dict[str, Any]]:
     origin = {BASIS: "modelled", MACHINE: modelled_machine(predictor.machine)}
     chosen = tuple(names)
-    return [
+    jobs = [
+        (name, direction, causal, kernel)
+        for (name, direction), kernels in KERNELS.items()
+        if name in chosen and predictor.refuses(name, case_of(False), direction) is None
+        for kernel in kernels
+        for causal in (False, True)
+    ]  # fmt: skip
+    found = (
         {"provider": name, "direction": direction, "makes": makes,
          "mask": "causal" if causal else "full", "unit": unit,
          **row(costs_of(predictor, name, direction, causal, kernel), tensor_core), **origin}
-        for (name, direction), kernels in KERNELS.items()
-        if name in chosen and predictor.refuses(name, case_of(False), direction) is None
-        for kernel, makes, unit, tensor_core in kernels
-        for causal in (False, True)
-    ]  # fmt: skip
+        for name, direction, causal, (kernel, makes, unit, tensor_core) in jobs
+    )  # fmt: skip
+    return ready(found, len(jobs), COLUMNS)
 
 
 def table(found: list[dict[str, Any]], draws: int) -> Table:
@@ -122,7 +128,7 @@ def table(found: list[dict[str, Any]], draws: int) -> Table:
 
 def main(arguments: argparse.Namespace) -> int:
     """Raises ValueError for a machine whose kernels have other steps."""
-    predictor = printing_predictor(arguments.machine, arguments.draws)
+    predictor = predictor_of(arguments.machine, arguments.draws)
     if predictor.machine.architecture == "sm_90a":
         raise ValueError(
             f"machine {arguments.machine!r}: its kernels have other steps (docs/hopper.md); "

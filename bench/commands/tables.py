@@ -19,6 +19,7 @@ from typing import Any
 from bench import options
 from bench.tables.age import changed_since, printed_at
 from bench.tables.documents import DOCUMENTS, FOLDER, Document
+from bench.tables.ready import ready
 from bench.tables.results import emit, read_json
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
@@ -95,7 +96,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError("--write takes names: all commands together run for hours")
     if arguments.results and (len(arguments.names) != 1 or not arguments.write):
         raise ValueError("--results are of one command: name its table, and --write")
-    rows = [_row(name, arguments.write, arguments.results) for name in arguments.names or DOCUMENTS]
+    names = arguments.names or list(DOCUMENTS)
+    made_rows = (_row(name, arguments.write, arguments.results) for name in names)
+    rows = ready(made_rows, len(names), COLUMNS, "writing")
     if arguments.age:
         rows = [row | _age(row["name"]) for row in rows]
     columns = COLUMNS + (AGE if arguments.age else ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from bench.model.throughput import Predictions
 from bench.suite import DIRECTIONS, FORWARD, Case
 from bench.tables.comparison import AS_PUBLISHED, LIKELY, OURS, YARDSTICK
 from bench.tables.paths import PATH_COLUMNS, path_note
+from bench.tables.ready import ready, results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
@@ -43,6 +45,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def table(rows: list[dict[str, Any]]) -> Table:
     """Providers side by side; what did not run is listed below with its reason."""
     names = [name for name in rows[0]["details"] if name != AS_PUBLISHED or _has_published(rows)]
+    columns = columns_of(names, rows[0][BASIS])
+    plot = Plot(("shape", "heads"), tuple(names), panel="panel")
+    return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
+
+
+def columns_of(names: Sequence[str], basis: str) -> tuple[Column, ...]:
+    """Return the columns of rows with such providers. basis: measured or modelled."""
     columns = (
         Column("direction"), Column("shape"), Column("heads"), Column("mask"),
         *(Column(name, "TFLOPS", ".0f", name) for name in names),
@@ -51,21 +60,20 @@ def table(rows: list[dict[str, Any]]) -> Table:
         Column("clock_mhz", "MHz", ".0f", "clock"),
         *STANDING_COLUMNS, Column("faster"),
     )  # fmt: skip
-    if rows[0][BASIS] == "modelled":
-        columns += (
+    if basis == "modelled":
+        return (
+            *columns,
             Column("sustained_peer", title="best peer, sustained"),
             Column("sustained_ratio", format=".2f", title="ratio, sustained"),
             Column("sustained_probability", format=".0%", title="probability, sustained"),
             *PATH_COLUMNS,
         )
-    else:
-        columns += (
-            Column("us", "us", ".1f", "ours"), Column("peer_us", "us", ".1f", "best peer"),
-            Column("kv_rate", "TB/s", ".2f", "K and V once, ours"),
-            Column("power_watts", "W", ".0f", "power"), Column("l2", title="L2"),
-        )  # fmt: skip
-    plot = Plot(("shape", "heads"), tuple(names), panel="panel")
-    return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
+    return (
+        *columns,
+        Column("us", "us", ".1f", "ours"), Column("peer_us", "us", ".1f", "best peer"),
+        Column("kv_rate", "TB/s", ".2f", "K and V once, ours"),
+        Column("power_watts", "W", ".0f", "power"), Column("l2", title="L2"),
+    )  # fmt: skip
 
 
 def _has_published(rows: list[dict[str, Any]]) -> bool:
@@ -185,15 +193,28 @@ def main(arguments: argparse.Namespace) -> int:
     ]
     is_measured = torch.cuda.is_available() and not arguments.modelled
     providers = chosen_providers(arguments.provider, is_measured)
+    names = tuple(provider.name for provider in providers)
     if is_measured:
-        sampling = Sampling(arguments.warmup, arguments.runs)
-        timer, dtype = CudaTimer(l2=arguments.l2), DTYPES[arguments.dtype]
-        rows = measured_rows(limit.begun(cases), providers, timer, sampling, dtype)
-        for row, (case, direction) in zip(rows, cases, strict=False):  # the last may be left out
-            row.update(times_of(row, case, direction), l2=arguments.l2)
+        columns = columns_of(names, "measured")
+        begun = _measured(arguments, cases, providers, limit)
+        rows = ready(begun, len(cases), columns, "measuring")
     else:
-        names = tuple(provider.name for provider in providers)
-        rows = Predictions(names, arguments.machine, arguments.draws).all(cases, arguments.jobs)
+        columns = columns_of(names, "modelled")
+        all_rows = Predictions(names, arguments.machine, arguments.draws).all(cases, arguments.jobs)
+        found = results(all_rows, len(cases), columns, lambda numbered: [numbered[1]])
+        rows = [row for _, row in sorted(found, key=lambda numbered: numbered[0])]
     tables = limit.noted(table(rows)), summary(rows)
     emit([found for found in tables if found], arguments)
     return 1 if any(row["details"][OURS].get("failed") for row in rows) else 0
+
+
+def _measured(
+    arguments: argparse.Namespace, cases: Sequence[tuple[Case, str]],
+    providers: Sequence[Provider], limit: TimeLimit,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case that begins in time."""
+    sampling = Sampling(arguments.warmup, arguments.runs)
+    timer, dtype = CudaTimer(l2=arguments.l2), DTYPES[arguments.dtype]
+    rows = measured_rows(limit.begun(cases), providers, timer, sampling, dtype)
+    for row, (case, direction) in zip(rows, cases, strict=False):  # the last may be left out
+        yield row | times_of(row, case, direction) | {"l2": arguments.l2}

@@ -8,9 +8,12 @@ from typing import Any
 
 from bench.model.step import our_forward, their_forward
 from bench.peers import flash_attn_4
+from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from fa4_hd256 import progress
 from sm100_sim import timing
 from sm100_sim.timing import tensor_core_clocks
 
@@ -57,13 +60,19 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of both projects; flash-attn-4's only where it is installed: as it tunes itself, or with
     each of the frequencies of emulated exp2."""
-    rows = [row("ours", seqlen, causal, our_forward(seqlen, causal, machine))]
+    mixes: dict[str, Any] = {}
     if flash_attn_4.unavailable() is None:
-        mixes: dict[str, Any]
         mixes = {f"{flash_attn_4.PACKAGE}, freq {n}": flash_attn_4.pattern(n) for n in frequencies}
-        for name, mix in (mixes or {flash_attn_4.PACKAGE: None}).items():
-            rows.append(row(name, seqlen, causal, their_forward(seqlen, causal, machine, mix)))
-    return rows
+        mixes = mixes or {flash_attn_4.PACKAGE: None}
+
+    def replayed(name: str) -> dict[str, Any]:
+        with progress.step(f"replaying {name}"):
+            if name == OURS:
+                return row(name, seqlen, causal, our_forward(seqlen, causal, machine))
+            return row(name, seqlen, causal, their_forward(seqlen, causal, machine, mixes[name]))
+
+    names = [OURS, *mixes]
+    return ready(map(replayed, names), len(names), COLUMNS)
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -26,6 +25,7 @@ from bench.options import REFERENCE
 from bench.tables.comparison import OURS
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
+from fa4_hd256 import progress
 
 ROUNDED = "float32, rounded as kernels do"
 #: Of a name, for a second run.
@@ -98,12 +98,13 @@ def main(arguments: argparse.Namespace) -> int:
     shape = replace(Shape(), **{f.name: getattr(arguments, f.name) for f in fields(Shape)})
     device = torch.device("cuda" if is_measured else "cpu")
     found: dict[int, dict[str, Run | str]] = {seed: {} for seed in arguments.seed or (0,)}
-    for seed, name in limit.begun([(seed, name) for seed in found for name in names]):
-        print(f"seed {seed}, {name}", file=sys.stderr, flush=True)
+    jobs = [(seed, name) for seed in found for name in names]
+    for seed, name in limit.begun(jobs):
         attention = IMPLEMENTATIONS[name.removesuffix(AGAIN)]
-        run, reason = attempt(
-            partial(training.train, attention, shape, arguments.steps, device, seed=seed)
-        )
+        with progress.step(f"training with {name}, seed {seed}"):
+            run, reason = attempt(
+                partial(training.train, attention, shape, arguments.steps, device, seed=seed)
+            )
         found[seed][name] = reason or run
     for seed, name in limit.left_out:
         found[seed][name] = limit.reason

@@ -7,13 +7,13 @@ pattern.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 import sm100_sim
-from bench.processes import each, one_simulator_thread
+from bench.processes import one_simulator_thread, stream
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
@@ -92,9 +92,9 @@ def _executed_share(config: ForwardConfig, shape: Shape) -> float:
     return 1 - hardware / elements
 
 
-def measure_all(cases: Iterable[Case], jobs: int) -> list[Accuracy]:
-    """Every case, on `jobs` processes."""
-    return each(measure, list(cases), jobs, one_simulator_thread)
+def measure_all(cases: Iterable[Case], jobs: int) -> Iterator[Accuracy]:
+    """Yield what is found of every case, on `jobs` processes."""
+    return stream(measure, list(cases), jobs, one_simulator_thread)
 
 
 def default_cases() -> list[Case]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ import torch
 
 import sm100_sim
 from bench.measure.accuracy import DTYPES
-from bench.processes import each, one_simulator_thread
+from bench.processes import one_simulator_thread, stream
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 from fa4_hd256.architectures import ARCHITECTURES, named
 from fa4_hd256.check import reference
@@ -217,9 +217,9 @@ def _check_kernels(call: Call) -> None:
         raise RuntimeError(f"{call.name}: stored dS and parts are {ran}; ran {kernels[first:]}")
 
 
-def measure_all(cases: Iterable[Case], jobs: int) -> list[GradientAccuracy]:
-    """Every case, on `jobs` processes."""
-    return each(measure, list(cases), jobs, one_simulator_thread)
+def measure_all(cases: Iterable[Case], jobs: int) -> Iterator[GradientAccuracy]:
+    """Yield what is found of every case, on `jobs` processes."""
+    return stream(measure, list(cases), jobs, one_simulator_thread)
 
 
 def default_cases() -> list[Case]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,6 @@ def measured_row(
 ) -> dict[str, Any]:
     """`measured_variants` of one case in pages of each size, None for keys in no pages, by
     (provider, size)."""
-    print(f"{case}", file=sys.stderr, flush=True)
     whole = Inputs.random(case, timer.device, torch.bfloat16)
     providers: tuple[Provider, ...] = (Ours(), FlashAttention4())
     # Both read the same pages: a cache of a GPU's size has no room for copies.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from bench.tables import ready
 from fa4_hd256.interrupt import starting_workers
 
 from .providers import attempt
@@ -60,7 +60,7 @@ def figures(times: Times | str, one: Times | str | None = None) -> dict[str, Any
 def say(job: tuple, times: Times | str) -> None:
     """A line of a job's result, as soon as it is known."""
     shown = times if isinstance(times, str) else f"{np.median(times):.2f} ms"
-    print(f"  {', '.join(map(str, job))}: {shown}", file=sys.stderr, flush=True)
+    ready.say(f"  {', '.join(map(str, job))}: {shown}")
 
 
 def each_job(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,13 +29,11 @@ from .timer import (
 def measured_rows(
     cases: Iterable[tuple[Case, str]], providers: Sequence[Provider], timer: Timer,
     sampling: Sampling, dtype: torch.dtype,
-) -> list[dict[str, Any]]:
-    """Check and time every (case, direction) on the timer's GPU; one row for each."""
+) -> Iterator[dict[str, Any]]:
+    """Check and time every (case, direction) on the timer's GPU; yield one row for each."""
     missing = {provider.name: provider.missing() for provider in providers}
     by_name = {provider.name: provider for provider in providers}
-    rows = []
     for case, direction in cases:
-        print(f"{direction}, {case}", file=sys.stderr, flush=True)
         ready, details = _ready(case, direction, providers, (timer, dtype, missing))
         found, failed = attempt(partial(interleave_prepared, timer, ready, sampling))
         for name in ready:
@@ -47,12 +44,12 @@ def measured_rows(
                 details[name] |= _measured(found[name], flop, timer.gpu)
         origin = {BASIS: "measured", MACHINE: timer.gpu.text}
         seconds = {name: np.array(found[name].seconds) for name in ready} if found else {}
-        rows.append(comparison_row(case, direction, details, seconds) | origin)
+        row = comparison_row(case, direction, details, seconds) | origin
         # Graphs and their memory must be gone before the next case allocates its own.
         del ready
         gc.collect()
         timer.release_memory()
-    return rows
+        yield row
 
 
 def _ready(

@@ -8,7 +8,7 @@ that take the time, the instructions of one step (128 keys) by class.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -194,16 +194,19 @@ def _mask(causal: bool) -> str:
     return "causal" if causal else "full"
 
 
-def measure(
+def reports(
     masks: Iterable[bool] = (False, True), mixes: Iterable[Mix] = MIXES
-) -> list[KernelReport]:
-    """Reports in pairs (ours, flash-attn-4's), the latter left out if it is not installed."""
+) -> Iterator[KernelReport]:
+    """Yield reports in pairs (ours, flash-attn-4's), the latter left out if it is not installed."""
     has_theirs = flash_attn_4.unavailable() is None
     mixes = tuple(mixes)
-    reports = []
     for causal in masks:
         for mix in mixes:
-            reports.append(our_report(causal, mix.ours))
+            yield our_report(causal, mix.ours)
             if has_theirs:
-                reports.append(their_report(causal, mix.theirs))
-    return reports
+                yield their_report(causal, mix.theirs)
+
+
+def count() -> int:
+    """Return the number of reports without arguments."""
+    return 2 * len(MIXES) * (2 if flash_attn_4.unavailable() is None else 1)

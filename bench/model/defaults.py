@@ -18,12 +18,13 @@ import numpy as np
 
 from bench.suite import BACKWARD, FORWARD, Case, ragged_lengths
 from bench.tables.comparison import OURS
-from fa4_hd256 import BackwardConfig
+from fa4_hd256 import BackwardConfig, progress
 from fa4_hd256.call.splits import LARGEST, splits_for
 from fa4_hd256.kernels.blackwell.architecture import STORED
 from fa4_hd256.kernels.blackwell.backward.config import DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.steps import CLAIM_STEPS
+from fa4_hd256.run.kernel_names import in_words
 from fa4_hd256.schedulers.choice import MOST_EMPTY, prefers_clc
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from sm100_sim.timing import BURST, Late
@@ -302,8 +303,8 @@ def _mixes(case: Case, predictor: Predictor) -> Decided:
     kernel = predictor.forward(OURS, case, defaults_to_clc(case, FORWARD))
     runs = {}
     for name, pattern in MIXES.items():
-        predictor.note(f"replaying {kind} with {name}")
-        runs[name] = replayed(pattern, kind, predictor.machine, predictor.draws)
+        with progress.step(f"replaying {in_words(kind) or 'full'} with {name}"):
+            runs[name] = replayed(pattern, kind, predictor.machine, predictor.draws)
     seconds = {
         name: with_mix(kernel, run, runs[DEFAULT_MIX]).seconds(case)
         for name, run in runs.items()
@@ -314,9 +315,9 @@ def _mixes(case: Case, predictor: Predictor) -> Decided:
 def _of_variant(
     variant: Variant, direction: str, predictor: Predictor
 ) -> Kernel | Backward:
-    predictor.note(f"replaying {variant}")
     make = ours.Ours().forward if direction == FORWARD else ours.Ours().backward
-    return make(variant, predictor.machine, predictor.draws)
+    with progress.step(f"replaying {OURS}, {direction}: {in_words(variant) or 'full'}"):
+        return make(variant, predictor.machine, predictor.draws)
 
 
 def _late(steps: int, step: float) -> Late:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.measure.ladder import Rung, Timing, simulated_error
-from bench.processes import each
+from bench.processes import stream
 from bench.suite import Case
+from fa4_hd256 import progress
 from sm100_sim.timing import load
 
 from . import ours
@@ -31,19 +31,13 @@ class Prediction:
     def __call__(self, rung: Rung) -> Timing:
         case = self.case
         variant = ours.Variant(Kind(case.causal), rung.use_clc, rung.config, SAMPLES)
-        kernel = ours.Ours().forward(variant, load(self.machine), self.draws)
+        with progress.step(f"replaying {rung.name}"):
+            kernel = ours.Ours().forward(variant, load(self.machine), self.draws)
         error = simulated_error(rung, case.causal)
         seconds, clocks = kernel.seconds(case), kernel.costs[0].rate * STEP_WORK
         return Timing(rung, seconds, error, clocks, kernel.paths)
 
 
-def predict_all(chosen: Sequence[Rung], prediction: Prediction, jobs: int) -> list[Timing]:
-    """Predict every rung, on `jobs` processes."""
-    if jobs == 1:
-        return [_announced(prediction, rung) for rung in chosen]
-    return each(prediction, chosen, jobs)
-
-
-def _announced(prediction: Callable[[Rung], Timing], rung: Rung) -> Timing:
-    print(rung.name, file=sys.stderr, flush=True)
-    return prediction(rung)
+def predict_all(chosen: Sequence[Rung], prediction: Prediction, jobs: int) -> Iterator[Timing]:
+    """Yield the prediction of every rung, on `jobs` processes."""
+    return stream(prediction, chosen, jobs)

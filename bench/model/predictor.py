@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +14,9 @@ import torch
 
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
+from fa4_hd256 import progress
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.run.kernel_names import in_words
 from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 
 from . import flash_attn_4, frost, hopper_providers
@@ -121,13 +122,11 @@ class Predicted:
 @dataclass
 class Predictor:
     """The timing model for one machine. draws: replays beside the central one. ratio_error: as
-    `stated_errors.ratio_error`, by default none. note: is told what is being replayed, which takes
-    a while."""
+    `stated_errors.ratio_error`, by default none."""
 
     machine: Machine
     draws: int = 4
     ratio_error: Callable[..., float] = lambda case, direction, **load: 0.0
-    note: Callable[[str], None] = lambda text: None
     _kernels: dict = field(default_factory=dict)
 
     @property
@@ -162,9 +161,10 @@ class Predictor:
         key = provider, direction, variant
         if key not in self._kernels:
             chosen = self.providers[provider]
-            self.note(f"replaying {provider} {chosen.version()}, {direction}: {variant}")
             make = getattr(chosen, direction)
-            self._kernels[key] = make(variant, self.machine, self.draws)
+            told = in_words(variant) or "full"
+            with progress.step(f"replaying {provider} {chosen.version()}, {direction}: {told}"):
+                self._kernels[key] = make(variant, self.machine, self.draws)
         return self._kernels[key]
 
     def predict(self, provider: str, case: Case, direction: str) -> Predicted:
@@ -206,14 +206,10 @@ class Predictor:
         return Predicted(*self._seconds(calls, kernel.values), bound, kernel.paths_of(case))
 
 
-def printing_predictor(machine: str, draws: int) -> Predictor:
-    """A predictor for the machine of that name that says on stderr what it replays; ratios count
-    with the error of their class."""
-
-    def note(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
+def predictor_of(machine: str, draws: int) -> Predictor:
+    """Return a predictor for the machine of that name, whose ratios count with the error of their
+    class."""
     chosen = load(machine)
     if chosen.architecture == "sm_90a":
         chosen = hopper(machine)
-    return Predictor(chosen, draws, ratio_error, note)
+    return Predictor(chosen, draws, ratio_error)

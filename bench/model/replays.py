@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fa4_hd256 import progress
 from fa4_hd256.environment import CACHE_DIR, cache_directory
 from fa4_hd256.run.native_cache import NativeCache
 from sm100_sim import timing
@@ -139,12 +140,23 @@ def programs(what: Sequence[Any], trace: Callable[[], list[Traced]]) -> list[Tra
     """
     key = _key(tuple(what), timing.trace_digest())
     if key not in _memory:
-        header, parts, _ = _cache().obtain(f"{key}.programs", lambda: _packed(trace()))
+        with replaying():
+            header, parts, _ = _cache().obtain(f"{key}.programs", lambda: _packed(trace()))
         _memory[key] = [
             Traced(timing.StoredProgram.from_bytes(part), tiles, masked)
             for part, (tiles, masked) in zip(parts, header["rows"], strict=True)
         ]
     return _memory[key]
+
+
+@contextlib.contextmanager
+def replaying() -> Iterator[None]:
+    """Show that kernels are replayed, where no step that says which is under way."""
+    if progress.is_under_way("replaying"):
+        yield
+    else:
+        with progress.step("replaying"):
+            yield
 
 
 def _packed(rows: Sequence[Traced]) -> tuple[dict[str, Any], list[bytes]]:
@@ -163,7 +175,9 @@ def kept(
     key = _key(tuple(what), [tuple(drawn) for drawn in values], timing.model_digest())
 
     def make() -> tuple[dict[str, Any], list[bytes]]:
-        return {"rows": [asdict(one.replayed(values)) for one in programs(what, trace)]}, []
+        traced = programs(what, trace)
+        with replaying():
+            return {"rows": [asdict(one.replayed(values)) for one in traced]}, []
 
     header, _, _ = _cache().obtain(f"{key}.replays", make)
     return [Replayed(**{**row, "clocks": tuple(row["clocks"])}) for row in header["rows"]]

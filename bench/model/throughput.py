@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from bench.peaks import B200_TFLOPS, FLOP_PER_CLOCK
-from bench.processes import each
+from bench.processes import stream
 from bench.suite import Case
 from bench.tables.comparison import (
     AS_PUBLISHED,
@@ -25,7 +25,7 @@ from bench.tables.table import BASIS, MACHINE
 
 from .calls import Kind
 from .machines import gpu_of
-from .predictor import Predicted, Predictor, printing_predictor
+from .predictor import Predicted, Predictor, predictor_of
 from .published import closed_peer
 
 
@@ -91,20 +91,26 @@ class Predictions:
     draws: int
 
     def __call__(self, cases: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
-        predictor = printing_predictor(self.machine, self.draws)
+        predictor = predictor_of(self.machine, self.draws)
         return modelled_rows(cases, self.names, predictor)
 
-    def all(self, cases: Sequence[tuple[Case, str]], jobs: int) -> list[dict[str, Any]]:
-        """Rows of all cases in their order, on `jobs` processes; those that share kernels go to one
+    def all(
+        self, cases: Sequence[tuple[Case, str]], jobs: int
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield (number of the case, row), on `jobs` processes; cases that share kernels go to one
         process."""
         groups: dict[tuple[str, Kind], list[int]] = defaultdict(list)
         for index, (case, direction) in enumerate(cases):
             groups[direction, Kind.of(case)].append(index)
+        if min(jobs, len(groups)) <= 1:
+            predictor = predictor_of(self.machine, self.draws)
+            for index in (index for group in groups.values() for index in group):
+                (row,) = modelled_rows([cases[index]], self.names, predictor)
+                yield index, row
+            return
         parts = [[cases[index] for index in group] for group in groups.values()]
-        rows: dict[int, dict[str, Any]] = {}
-        for group, found in zip(groups.values(), each(self, parts, jobs), strict=True):
-            rows |= zip(group, found, strict=True)
-        return [rows[index] for index in range(len(cases))]
+        for group, found in zip(groups.values(), stream(self, parts, jobs), strict=True):
+            yield from zip(group, found, strict=True)
 
 
 def _predicted(found: Predicted, flop: float, peak: float) -> dict[str, Any]:

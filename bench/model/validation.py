@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from bench.processes import counted
+from fa4_hd256 import progress
+from fa4_hd256.run.kernel_names import in_words
 from sm100_sim.timing import Conditions, TileCosts, load
 
 from .backward import Backward
@@ -74,13 +76,13 @@ _kernels: dict[tuple, Kernel | Backward] = {}
 def _replayed(provider: Provider, row: Published, variant: Hashable, draws: int) -> Any:
     key = provider.name, row.direction, variant, row.machine, row.held_ghz, draws
     if key not in _kernels:
-        text = f"replaying {provider.name} for {row.gpu}, {row.direction}: {variant}"
-        print(text, file=sys.stderr, flush=True)
         make = getattr(provider, row.direction)
         machine = load(row.machine)
         if row.held_ghz is not None:
             machine = held_at(machine, row.held_ghz)
-        _kernels[key] = make(variant, machine, draws)
+        told = in_words(variant) or "full"
+        with progress.step(f"replaying {provider.name} for {row.gpu}, {row.direction}: {told}"):
+            _kernels[key] = make(variant, machine, draws)
     return _kernels[key]
 
 
@@ -112,10 +114,12 @@ def judged(
 ) -> list[Found]:
     """Those of the rows whose very kernel is replayed, on the machines named. The clock of a
     session is fitted to its unthrottled rows of the fit half."""
-    kernels = []
-    for row in published:
-        if row.machine in machines and row.role in (FIT, TEST) and replayable(row):
-            kernels.append((row, _kernel(row, draws)))
+    chosen = [
+        row for row in published
+        if row.machine in machines and row.role in (FIT, TEST) and replayable(row)
+    ]  # fmt: skip
+    replayed = ((row, _kernel(row, draws)) for row in chosen)
+    kernels = list(counted(replayed, len(chosen), "replaying"))
     clocks = {}
     for session in dict.fromkeys(row.session for row, _ in kernels):
         fit = [(row, kernel) for row, kernel in kernels

@@ -184,6 +184,12 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(rows[0]), f"|{rule}|", *(line(row) for row in rows[1:])])
 
 
+def plain_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return a row of a Markdown table whose other rows need not be known."""
+    escaped = (cell.replace("|", "\\|").ljust(width) for cell, width in zip(cells, widths))
+    return "| " + " | ".join(escaped) + " |"
+
+
 def _is_number(cell: str) -> bool:
     try:
         float(cell.rstrip("%x "))

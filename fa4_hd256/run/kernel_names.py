@@ -55,24 +55,24 @@ def described(spec: KernelSpec) -> str:
 
     "forward for sm_90a (dtype bfloat16, causal; block_kv 64)".
     """
-    parts = [told for told in map(_told, (spec.problem_class, spec.config)) if told]
+    parts = [told for told in map(in_words, (spec.problem_class, spec.config)) if told]
     return f"{spec.kind} for {spec.architecture.name} ({'; '.join(parts) or 'defaults'})"
 
 
-def _told(value: Any) -> str:
+def in_words(value: Any) -> str:
     """Return a value in words; of a dataclass those of its fields that are no defaults."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         own = ((f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
         return ", ".join(_told_field(f.name, v) for f, v in own if v != _default(f))
     if isinstance(value, (list, tuple)):
-        return " and ".join(map(_told, value))
+        return " and ".join(map(in_words, value))
     return str(value).removeprefix("torch.")
 
 
 def _told_field(name: str, value: Any) -> str:
     if value is True:
         return name
-    told = _told(value)
+    told = in_words(value)
     return f"{name} ({told})" if dataclasses.is_dataclass(value) else f"{name} {told}"
 
 

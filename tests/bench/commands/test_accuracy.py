@@ -24,7 +24,7 @@ def results():
     cases = [
         measured.Case(pattern, torch.float16, SHAPE) for pattern in (HARDWARE_ONLY, coarse)
     ]
-    return measured.measure_all(cases, jobs=1)
+    return list(measured.measure_all(cases, jobs=1))
 
 
 @pytest.mark.sampled

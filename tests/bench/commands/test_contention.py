@@ -29,7 +29,7 @@ def rows():
     predictor = SimpleNamespace(
         machine=MACHINE, forward=lambda provider, case, use_clc: kernel(use_clc)
     )
-    found = contention.modelled_rows(CASE, predictor, FORWARD, (1, 37))
+    found = list(contention.modelled_rows(CASE, predictor, FORWARD, (1, 37)))
     contention.table(found)
     return found
 

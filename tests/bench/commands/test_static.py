@@ -140,7 +140,7 @@ def check_report(report: compiled_forward.KernelReport, share: Fraction) -> None
 @pytest.fixture(scope="module")
 def reports():
     """Both projects, full attention, at the share of one mix."""
-    return compiled_forward.measure(masks=[False], mixes=[compiled_forward.MIXES[-1]])
+    return list(compiled_forward.reports(masks=[False], mixes=[compiled_forward.MIXES[-1]]))
 
 
 def test_kernels(reports):

@@ -59,7 +59,9 @@ def test_runs_take_turns():
 def test_measured_rows_hold_rates_and_reasons():
     shown = [Reference("ours"), Reference("wrong", 0.5), Reference("PyTorch math")]
     jobs = [(DENSE, FORWARD), (DENSE, BACKWARD), (PACKED, FORWARD)]
-    rows = measured.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16)
+    rows = list(
+        measured.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16)
+    )
     forward, backward, packed = rows
     assert (forward["basis"], forward["machine"]) == ("measured", "a GPU, driver 1.0")
     assert forward["clock_mhz"] == 2000
@@ -299,7 +301,7 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
      ((0.9, 0.8, 0.85), "flash-attn-4", 0.0)],
 )  # fmt: skip
 def test_who_is_ahead_is_a_probability(factors, faster, probability, monkeypatch, capsys):
-    monkeypatch.setattr(modelled, "printing_predictor", lambda *given: FakePredictor(*factors))
+    monkeypatch.setattr(modelled, "predictor_of", lambda *given: FakePredictor(*factors))
     # Of a length that nobody has published of a B200.
     command = ["throughput", "--modelled", "--only", "1x4096", "--heads", "32/2", "--json"]
     command += ["--jobs", "1"]
@@ -327,7 +329,7 @@ def test_who_is_ahead_is_a_probability(factors, faster, probability, monkeypatch
 
 def test_cudnn_stands_as_published_beside_the_modelled(monkeypatch, capsys):
     """And is the best peer where it is faster than all that is replayed, in a burst alone."""
-    monkeypatch.setattr(modelled, "printing_predictor", lambda *given: FakePredictor(1.1, 1.2))
+    monkeypatch.setattr(modelled, "predictor_of", lambda *given: FakePredictor(1.1, 1.2))
     command = ["throughput", "--modelled", "--group", "few KV heads", "--heads", "32/2"]
     command += ["--jobs", "1", "--json", "--direction"]
     assert main([*command, "forward"]) == 0
@@ -355,6 +357,6 @@ def test_several_processes_give_the_rows_of_one():
     wanted = modelled.Predictions(("PyTorch math",), "b200", 1)
     cases = [(case, direction) for case in (CAUSAL, DENSE, replace(CAUSAL, heads=CAUSAL.heads_kv))
              for direction in (FORWARD, BACKWARD)]  # fmt: skip
-    rows = wanted.all(cases, 2)
+    rows = [row for _, row in sorted(wanted.all(cases, 2), key=lambda numbered: numbered[0])]
     assert rows == wanted(cases) and rows != wanted(cases[::-1])
     assert [row["direction"] for row in rows] == [direction for _, direction in cases]

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from bench.model.predictor import printing_predictor
+from bench.model.predictor import predictor_of
 from bench.model.stated_errors import CLASSES, LONGER, class_of, ratio_error
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.documents import FOLDER
@@ -83,4 +83,4 @@ def test_which_class(case, direction, sustained, name):
 
 def test_what_is_printed_counts_them():
     case = case_of("full", "4k-32k")
-    assert printing_predictor("b200", 0).ratio_error(case, FORWARD) == 0.020
+    assert predictor_of("b200", 0).ratio_error(case, FORWARD) == 0.020
