@@ -37,6 +37,7 @@ from .call.tree_mask import tree_words
 from .function_state import FunctionState, TensorStates
 from .gpus.devices import is_captured
 from .kernels.block_mask import FULL, MASK_TILE
+from .words import shown
 
 __all__ = [
     "TileMask", "as_tile_mask", "bidirectional_blocks", "documents", "from_block_mask",
@@ -92,7 +93,7 @@ def documents(
     """
     causal = plain(causal)
     if not isinstance(causal, bool):
-        raise TypeError(f"causal is {causal!r}; accepted: True or False")
+        raise TypeError(f"causal is {shown(causal)}; accepted: True or False")
     if window is not None:
         check_whole("window", window)
         if not causal:

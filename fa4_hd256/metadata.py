@@ -21,6 +21,7 @@ from .call.part_lists import list_of_parts, mark, marked
 from .gpus.devices import is_captured
 from .kernels.problem_class import KV_DTYPES
 from .run.launch import gpu_of
+from .words import shown
 
 __all__ = ["get_backward_metadata", "get_scheduler_metadata", "is_ours"]
 
@@ -59,7 +60,7 @@ def get_scheduler_metadata(
     })  # fmt: skip
     if kv_dtype not in (None, *DTYPES, *KV_DTYPES):
         accepted = ", ".join(map(str, (*DTYPES, *KV_DTYPES)))
-        raise TypeError(f"kv_dtype is {kv_dtype!r}; accepted: None or {accepted}")
+        raise TypeError(f"kv_dtype is {shown(kv_dtype)}; accepted: None or {accepted}")
     if cache_seqlens.device.type == "cpu" and not is_intercepted():
         check_lengths(cache_seqlens, max_seqlen_k, "max_seqlen_k")
     number = torch.zeros((), dtype=torch.bfloat16, device=cache_seqlens.device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .words import shown
+
 __all__ = ["CAUSAL", "FULL", "MODELS", "AttentionModel", "Mask", "local", "model_named"]
 
 
@@ -50,12 +52,13 @@ class AttentionModel:
         rules are checked by these."""
         for name in ("heads_q", "heads_kv"):
             if not _is_positive(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: an int, 1 or more")
+                given = shown(getattr(self, name))
+                raise ValueError(f"{name} is {given}; accepted: an int, 1 or more")
         masks = self.masks
         if not isinstance(masks, tuple) or not masks or not all(isinstance(m, Mask) for m in masks):
-            raise ValueError(f"masks is {masks!r}; accepted: a tuple of one Mask or more")
+            raise ValueError(f"masks is {shown(masks)}; accepted: a tuple of one Mask or more")
         if not isinstance(self.sink, bool):
-            raise ValueError(f"sink is {self.sink!r}; accepted: True or False")
+            raise ValueError(f"sink is {shown(self.sink)}; accepted: True or False")
 
     def sharded(self, ranks: int) -> AttentionModel:
         """What each of so many ranks of tensor parallelism has of it; KV heads are repeated where
@@ -67,8 +70,8 @@ class AttentionModel:
             self.heads_kv % ranks and ranks % self.heads_kv
         ):  # fmt: skip
             raise ValueError(
-                f"{ranks!r} ranks for {self.heads_q} query and {self.heads_kv} key/value heads of "
-                f"{self.name}; accepted: ranks that divide both, or that the latter divide"
+                f"{shown(ranks)} ranks for {self.heads_q} query and {self.heads_kv} key/value "
+                f"heads of {self.name}; accepted: ranks that divide both, or that the latter divide"
             )
         heads_kv = max(1, self.heads_kv // ranks)
         return replace(self, heads_q=self.heads_q // ranks, heads_kv=heads_kv)

@@ -19,6 +19,7 @@ from .run.compile import compile_kernel, counters
 from .run.kernel_names import kernel_named
 from .run.launch import gpu_of, prepare
 from .run.needs import FLAGS, Needs, specs_of
+from .words import shown
 
 __all__ = ["WarmUp", "main", "warm_up"]
 
@@ -79,11 +80,11 @@ def _device(device: torch.device | str | None) -> torch.device:
             place = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(
-                f"device is {device!r}; accepted: a torch.device or the name of one"
+                f"device is {shown(device)}; accepted: a torch.device or the name of one"
             ) from error
         there = torch.cuda.device_count()
         if place.type == "cuda" and (place.index or 0) >= there:
-            raise ValueError(f"device is {device!r}; accepted: one of the {there} GPUs here")
+            raise ValueError(f"device is {shown(device)}; accepted: one of the {there} GPUs here")
         return place
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

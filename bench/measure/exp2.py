@@ -18,6 +18,7 @@ from bench.suite import Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.run.kernel_names import in_words
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from fa4_hd256.softmax_emu.reference_twin import exponentiate, round_to_bfloat16
 
@@ -123,7 +124,8 @@ def measured_times(
             provider = Ours(config=ForwardConfig(ex2_pattern=pattern))
             check = check_forward(inputs, provider.call(inputs))
             if not check.passed:
-                raise RuntimeError(f"{pattern}: error {check.error}, accepted {check.tolerance}")
+                mix = in_words(pattern) or "hardware exp2"
+                raise RuntimeError(f"{mix}: error {check.error}, accepted {check.tolerance}")
             calls[pattern] = partial(provider.call, inputs)
         timed: dict[Any, Any] = interleave(timer, calls, sampling)
         for pattern, samples in timed.items():

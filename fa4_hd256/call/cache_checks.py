@@ -12,6 +12,7 @@ import torch
 
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import KV_DTYPES
+from fa4_hd256.words import shown
 
 from . import checks, memory_checks
 from .plain_numbers import is_sure, plain
@@ -66,7 +67,7 @@ def lengths_of(
     cache_seqlens = plain(cache_seqlens)
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
         raise TypeError(
-            f"cache_seqlens must be an int or a (batch,) int32 tensor, got {cache_seqlens!r}"
+            f"cache_seqlens must be an int or a (batch,) int32 tensor, got {shown(cache_seqlens)}"
         )
     if is_sure(cache_seqlens < 0) or is_sure(cache_seqlens > capacity):
         raise _beyond(cache_seqlens, capacity, "the rows of the cache")
@@ -81,7 +82,7 @@ def check_whole(given: dict[str, Any]) -> None:
     for name, number in given.items():
         number = plain(number)
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
-            raise TypeError(f"{name} must be an int, got {number!r}")
+            raise TypeError(f"{name} must be an int, got {shown(number)}")
         if is_sure(number < 1) or is_sure(number >= LARGEST_SIZE):
             raise ValueError(f"{name} is {number}; accepted: 1 to {LARGEST_SIZE - 1}")
 
@@ -259,7 +260,7 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
             f"{ROTARY_MULTIPLE} up to {HEAD_DIM}"
         )
     if not isinstance(plain(interleaved), bool):
-        raise TypeError(f"rotary_interleaved must be True or False, got {interleaved!r}")
+        raise TypeError(f"rotary_interleaved must be True or False, got {shown(interleaved)}")
 
 
 def check_rotated(k: torch.Tensor, q: torch.Tensor) -> None:

@@ -42,6 +42,7 @@ from fa4_hd256.kernels.sequences import (
     TREE_WORDS,
 )
 from fa4_hd256.kernels.windows import Reach, Window
+from fa4_hd256.words import shown
 
 from .memory_checks import require_dense
 from .plain_numbers import is_sure, plain
@@ -73,7 +74,7 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
                 raise TypeError(f"{name} must be a float32 tensor or None, got {kind}")
             raise TypeError(_NOT_INT32.format(_said(name)))
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
-        raise TypeError(f"num_splits must be an int, got {num_splits!r}")
+        raise TypeError(f"num_splits must be an int, got {shown(num_splits)}")
     _carried("num_splits", num_splits)
 
 
@@ -86,7 +87,7 @@ def causal_of(causal: Any) -> bool:
     """The same, a bool."""
     causal = plain(causal)
     if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}")
+        raise TypeError(f"causal must be True or False, got {shown(causal)}")
     return causal
 
 
@@ -298,7 +299,7 @@ def check_longest(side: str, longest: Any) -> None:
     if longest is None or isinstance(longest, bool) or not isinstance(longest, _INTEGERS):
         raise TypeError(
             f"max_seqlen_{side} must be an int with cu_seqlens_{side}, or a tensor of one integer, "
-            f"which is not read; got {longest!r}"
+            f"which is not read; got {shown(longest)}"
         )
     _carried(f"max_seqlen_{side}", longest)
 

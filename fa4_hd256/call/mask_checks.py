@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from fa4_hd256.words import shown
+
 from .plain_numbers import plain
 
 __all__ = ["LARGEST", "check_integers", "check_offsets", "check_whole"]
@@ -20,7 +22,7 @@ def check_whole(name: str, given: Any, least: int = 0, accepted: str = "") -> No
     accepted = accepted or f"an int, {least} or more"
     given = plain(given)
     if isinstance(given, bool) or not isinstance(given, int):
-        raise TypeError(f"{name} is {given!r}; accepted: {accepted}")
+        raise TypeError(f"{name} is {shown(given)}; accepted: {accepted}")
     if not least <= given <= LARGEST:
         raise ValueError(f"{name} is {given}; accepted: {least} to {LARGEST}")
 

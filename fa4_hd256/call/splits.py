@@ -20,6 +20,7 @@ from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import FLOAT_BYTES, HEAD_DIM
 from fa4_hd256.kernels.sequences import PART_LIST
+from fa4_hd256.words import shown
 
 from .forward_problem import Problem
 from .plain_numbers import plain
@@ -69,13 +70,13 @@ def asked_splits(num_splits: Any, batch_invariant: Any) -> Any:
     if batch_invariant is True:
         if type(num_splits) is not int or num_splits != BY_RULE:
             raise ValueError(
-                f"num_splits is {num_splits!r} with batch_invariant=True, which divides keys by "
-                f"itself; accepted: {BY_RULE}. Results of a given number of parts do not depend on "
-                "the batch in any case"
+                f"num_splits is {shown(num_splits)} with batch_invariant=True, which divides "
+                f"keys by itself; accepted: {BY_RULE}. Results of a given number of parts do not "
+                "depend on the batch in any case"
             )
         return FIXED_PARTS
     if batch_invariant is not False:
-        raise TypeError(f"batch_invariant must be True or False, got {batch_invariant!r}")
+        raise TypeError(f"batch_invariant must be True or False, got {shown(batch_invariant)}")
     if type(num_splits) is int and num_splits == FIXED_PARTS:
         raise _refusal(num_splits)
     return num_splits

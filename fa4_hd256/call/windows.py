@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fa4_hd256.kernels.windows import Window
+from fa4_hd256.words import shown
 
 from .plain_numbers import plain
 
@@ -35,11 +36,13 @@ def window_of(window_size: Any, causal: bool = False) -> Window:
     Raises TypeError for a side that is no int, ValueError for what is no pair.
     """
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size!r}; accepted: a pair (left, right)")
+        raise ValueError(f"window_size is {shown(window_size)}; accepted: a pair (left, right)")
     sides = [plain(side) for side in window_size]
     for side in sides:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window_size is {window_size!r}; each side must be an int or None")
+            raise TypeError(
+                f"window_size is {shown(window_size)}; each side must be an int or None"
+            )
         if side is not None and not -(1 << 63) <= side < 1 << 63:
             raise ValueError(
                 f"a side of window_size is {side}; accepted: a number that fits into 64 bits"

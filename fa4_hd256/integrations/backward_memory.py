@@ -9,6 +9,7 @@ import torch
 from fa4_hd256.call.interception import constant_in_graphs
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.words import shown
 
 __all__ = ["backward_config_of", "check_ds_bytes"]
 
@@ -18,7 +19,7 @@ def check_ds_bytes(ds_bytes: Any) -> None:
     if ds_bytes is None:
         return
     if isinstance(ds_bytes, bool) or not isinstance(ds_bytes, int):
-        raise TypeError(f"ds_bytes is {ds_bytes!r}; accepted: an int of 0 or more, or None")
+        raise TypeError(f"ds_bytes is {shown(ds_bytes)}; accepted: an int of 0 or more, or None")
     if ds_bytes < 0:
         raise ValueError(f"ds_bytes is {ds_bytes}; accepted: 0 (keep no dS) or more, or None")
 

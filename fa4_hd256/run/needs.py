@@ -44,6 +44,7 @@ from fa4_hd256.kernels.score_change import ALIBI
 from fa4_hd256.kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
 from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.models import FULL, AttentionModel, Mask
+from fa4_hd256.words import shown
 
 from .catalogue import (
     KernelSpec,
@@ -137,7 +138,7 @@ class Needs:
         for name in ("uses", "forms", "dtypes", "page_sizes", "kv_dtypes"):
             given = getattr(self, name)
             if not isinstance(given, (tuple, list)):
-                raise ValueError(f"{name} is {given!r}; accepted: a tuple or a list")
+                raise ValueError(f"{name} is {shown(given)}; accepted: a tuple or a list")
             object.__setattr__(self, name, tuple(given))
         self._check_values()
         self._check_together()
@@ -152,16 +153,20 @@ class Needs:
             for one in given:
                 if one not in accepted:
                     listed = ", ".join(map(str, accepted))
-                    raise ValueError(f"{what} is {one!r}; accepted: {listed}")
+                    raise ValueError(f"{what} is {shown(one)}; accepted: {listed}")
         for size in self.page_sizes:
             whole = isinstance(size, int) and not isinstance(size, bool)
             if not whole or size < 1 or size % PAGE_MULTIPLE:
-                raise ValueError(f"page size is {size!r}; accepted: multiples of {PAGE_MULTIPLE}")
+                raise ValueError(
+                    f"page size is {shown(size)}; accepted: multiples of {PAGE_MULTIPLE}"
+                )
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: True or False")
+                raise ValueError(f"{name} is {shown(getattr(self, name))}; accepted: True or False")
         if self.use_clc is not None and not isinstance(self.use_clc, bool):
-            raise ValueError(f"use_clc is {self.use_clc!r}; accepted: True, False or None for both")
+            raise ValueError(
+                f"use_clc is {shown(self.use_clc)}; accepted: True, False or None for both"
+            )
 
     def _check_together(self) -> None:
         """Those that ask for nothing, or for what no call is accepted with."""
@@ -172,7 +177,11 @@ class Needs:
                 "pages, and the sizes of these, or neither"
             )
         if not (self.uses and self.forms and self.dtypes and self.kv_dtypes):
-            raise ValueError(f"nothing is asked for: {self}")
+            several = ("uses", "forms", "dtypes", "kv_dtypes")
+            empty = [name for name in several if not getattr(self, name)]
+            raise ValueError(
+                f"nothing is asked for: {', '.join(empty)} empty; accepted: at least one of each"
+            )
         of_cache = any(_takes_list(FORMS[form]) for form in self.forms)
         for name in ("scheduler_metadata", "rotary"):
             if getattr(self, name) and not of_cache:

@@ -21,6 +21,7 @@ from typing import Any
 
 from fa4_hd256 import environment
 from fa4_hd256.architectures import named
+from fa4_hd256.words import shown
 
 from .keys import COMPILER, content_digest, cpu_features
 from .native_cache import NativeCache, writable_by_others
@@ -184,7 +185,7 @@ def path_of(directory: str | os.PathLike) -> Path:
     path, and ValueError for an empty one."""
     given = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(given, str):
-        raise TypeError(f"directory is {directory!r}; accepted: a path as a str or a Path")
+        raise TypeError(f"directory is {shown(directory)}; accepted: a path as a str or a Path")
     if not given:
         raise ValueError("directory is ''; accepted: the path of a directory")
     return Path(given).expanduser().absolute()
@@ -251,7 +252,7 @@ def use_prebuilt(directory: str | os.PathLike | None, jit: bool | None = None) -
     message. Raises TypeError for a directory that is no path, and a jit that is no bool.
     """
     if jit is not None and not isinstance(jit, bool):
-        raise TypeError(f"jit is {jit!r}; accepted: True, False or None")
+        raise TypeError(f"jit is {shown(jit)}; accepted: True, False or None")
     place = None if directory is None else str(path_of(directory))
     if place is not None:
         _open(place, again=True)

@@ -117,7 +117,9 @@ class Published:
 
     def __post_init__(self) -> None:
         if self.direction not in (FORWARD, BACKWARD) or not self.tflops > 0:
-            raise ValueError(f"no rate of a {FORWARD} or {BACKWARD} in TFLOPS: {self}")
+            raise ValueError(
+                f"no rate of a {FORWARD} or {BACKWARD} in TFLOPS: {self.direction}, {self.tflops}"
+            )
 
     @property
     def mask(self) -> str:

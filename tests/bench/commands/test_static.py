@@ -166,7 +166,7 @@ def test_flash_attn_4_compiles_to_the_pattern_of_its_tuning():
 
 
 def test_forms(reports, monkeypatch, capsys):
-    monkeypatch.setattr(compiled_forward, "measure", lambda: reports)
+    monkeypatch.setattr(compiled_forward, "reports", lambda: iter(reports))
     command = ["static", "--direction", "forward"]
     assert main([*command, "--json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
