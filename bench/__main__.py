@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fa4_hd256 import __version__, interrupt
+from fa4_hd256 import __version__, interrupt, progress
 from fa4_hd256.run.bug_report import has_driver
 
 #: Command and its line of help; the module has the command's name, with _ for -.
@@ -134,7 +134,8 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _command(name: str) -> Any:
-    return importlib.import_module(f"{__package__}.commands.{_module(name)}")
+    with progress.step("loading PyTorch and CuTe DSL"):
+        return importlib.import_module(f"{__package__}.commands.{_module(name)}")
 
 
 def _module(name: str) -> str:

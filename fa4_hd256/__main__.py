@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
-from . import __version__, environment, interrupt
+from . import __version__, environment, interrupt, progress
 from .models import MODELS
 
 PROGRAM = "python -m fa4_hd256"
@@ -68,9 +70,7 @@ _ADD_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from .check import demo
-
-    return demo.main(arguments)
+    return _loaded("check.demo").main(arguments)
 
 
 def _plan(_: argparse.Namespace) -> int:
@@ -90,15 +90,17 @@ def _env(_: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from . import warm
-
-    return warm.main(arguments)
+    return _loaded("warm").main(arguments)
 
 
 def _bringup(arguments: argparse.Namespace) -> int:
-    from .check.bringup import command
+    return _loaded("check.bringup.command").main(arguments)
 
-    return command.main(arguments)
+
+def _loaded(module: str) -> Any:
+    """Return a module of this package that takes seconds to load."""
+    with progress.step("loading PyTorch and CuTe DSL"):
+        return importlib.import_module(f".{module}", __package__)
 
 
 def main(arguments: list[str] | None = None) -> int:

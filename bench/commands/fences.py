@@ -31,8 +31,8 @@ def measure(seqlen: int, machine: Machine, only: str = "") -> Table:
     known = calls(seqlen, machine)
     chosen = [name for name in known if only in name]
     if not chosen:
-        names = ", ".join(known)
-        raise ValueError(f"no kernel has {only!r} in its name; there are {names}")
+        names = "; ".join(known)
+        raise ValueError(f"no kernel has {only!r} in its name; there are: {names}")
 
     def replayed(name: str) -> dict[str, Any]:
         compiled, arguments = known[name]()

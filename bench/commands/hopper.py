@@ -46,6 +46,9 @@ def compare(draws: int = 4, chosen: str = "") -> Table:
     # One CTA has L2 to itself.
     values = [drawn._replace(sms=1.0) for drawn in machine.sampled(draws)]
     wanted = [kernel for kernel in kernels() if chosen in kernel.name]
+    if not wanted:
+        names = "; ".join(kernel.name for kernel in kernels())
+        raise ValueError(f"no kernel has {chosen!r} in its name; there are: {names}")
 
     def row(kernel: Any) -> dict[str, Any]:
         compiled = program_of(kernel)

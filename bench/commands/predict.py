@@ -56,6 +56,9 @@ def predictions(chosen: str = "") -> Table:
     """Every row with `chosen` in its name."""
     known = hopper_rows.measured()
     rows = [row for row in hopper_rows.rows() if chosen in row.name]
+    if not rows:
+        names = "; ".join(row.name for row in hopper_rows.rows())
+        raise ValueError(f"no row has {chosen!r} in its name; there are: {names}")
 
     def predicted(row: hopper_rows.Row) -> dict[str, Any]:
         one = known.get(row.name, {})

@@ -178,7 +178,7 @@ def chosen_providers(names: list[str] | None, is_measured: bool = False) -> list
     known = {provider.name: provider for provider in default_providers()}
     for name in names or ():
         if name not in known:
-            raise ValueError(f"provider {name!r}; accepted are {', '.join(known)}")
+            raise ValueError(f"provider {name!r}; accepted are: {'; '.join(known)}")
     if not names:
         return [p for name, p in known.items() if not (is_measured and name == YARDSTICK)]
     return [provider for name, provider in known.items() if name in names]

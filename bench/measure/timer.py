@@ -188,7 +188,7 @@ class CudaTimer:
         self._l2 = l2
 
         if not torch.cuda.is_available():
-            raise ValueError("no CUDA device to measure on; without one, figures are modelled")
+            raise ValueError("no CUDA device to measure on: PyTorch finds none here")
         self.device = torch.device("cuda", device)
         properties = torch.cuda.get_device_properties(self.device)
         self._sensor = _sensor(properties)
