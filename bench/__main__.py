@@ -72,7 +72,7 @@ INSTALL = "pip install -e ./sm100_sim -e '.[bench]'"
 def missing_extra(arguments: Sequence[str]) -> str:
     """Return what the command needs and is not installed, with what to do; empty for nothing.
 
-    It is asked before anything else is imported, so that nobody waits for a pool to fail.
+    It is checked before anything else is imported, so that nobody waits for a pool to fail.
     """
     name = arguments[0] if arguments else ""
     measures = name in MODELLED_WITHOUT_GPU and has_driver() and "--modelled" not in arguments

@@ -1,4 +1,4 @@
-"""What GPUs can do at most, which rates are given as a share of."""
+"""Peak rates of GPUs; measured rates are given as a share of them."""
 
 from __future__ import annotations
 

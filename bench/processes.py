@@ -84,5 +84,5 @@ def counted(
 
 
 def one_simulator_thread() -> None:
-    """For `each` of what the simulator runs: the processes share the cores already."""
+    """Give `each` of what the simulator runs one thread: the processes share the cores already."""
     os.environ.setdefault("SM100_SIM_THREADS", "1")

@@ -63,7 +63,7 @@ class Case:
 
     @property
     def seqlen_q(self) -> int:
-        """Of the longest sequence."""
+        """Return the queries of the longest sequence."""
         return max(q for q, _ in self.lengths)
 
     @property
@@ -105,7 +105,7 @@ class Case:
 
     @property
     def kv_elements(self) -> int:
-        """Of K and V of all sequences."""
+        """Return the elements of K and V of all sequences."""
         return 2 * HEAD_DIM * self.heads_kv * sum(k for _, k in self.lengths)
 
     @property
@@ -114,13 +114,14 @@ class Case:
 
     @property
     def pairs(self) -> float:
-        """Of a query and a key that it sees, by the convention in the module's docstring."""
+        """Return the pairs of a query and a key that it sees, by the convention in the module's
+        docstring."""
         if self.window == (None, None) and not (self.causal and self._is_unequal):
             return sum(q * k for q, k in self.lengths) / (2 if self.causal else 1)
         return sum(_visible_pairs(q, k, *self.bounds) for q, k in self.lengths)
 
     def flop(self, direction: str, head_dim: int = HEAD_DIM) -> float:
-        """By the convention in the module's docstring."""
+        """Return the FLOP by the convention in the module's docstring."""
         forward = 4.0 * head_dim * self.heads * self.pairs
         return forward * BACKWARD_FLOP if direction == BACKWARD else forward
 
@@ -154,7 +155,7 @@ def ragged_lengths(count: int, longest: int, seed: int = 0) -> tuple[tuple[int, 
 def _varlen() -> Iterator[Case]:
     for batch, seqlen in ((16, 1024), (4, 4096), (2, 8192), (1, 16384)):
         yield Case("varlen", _equal(batch, seqlen), 16, 2, True, packed=True)
-    # A training batch of documents, and many sequences of which the longest sets the grid.
+    # A training batch of documents, and many sequences; the longest sets the grid.
     for count, longest in ((8, 8192), (64, 4096)):
         yield Case("varlen", ragged_lengths(count, longest), 16, 2, True, packed=True)
     for count in (2048, 8192):
@@ -242,7 +243,7 @@ GROUPS = {
     "unequal": _unequal,
 }
 
-#: Chosen by name, no parts of the whole suite: what docs/hopper.md has of an H200, and prompts of
+#: Chosen by name, no parts of the whole suite: what docs/hopper.md has of an H200, and prompts for
 #: which NVIDIA has published cuDNN's rates.
 BY_NAME = {
     "h200 dense": _h200_dense,

@@ -58,7 +58,7 @@ class PagedCache:
         return out
 
     def padded(self) -> PaddedCache:
-        """The same rows, of every sequence as many as the longest may have."""
+        """Return the same rows, as many of every sequence as the longest may have."""
         return PaddedCache(
             *(pages[self.table.long()].flatten(1, 2) for pages in (self.k, self.v)),
             self.lengths.long(),
@@ -73,10 +73,10 @@ class PaddedCache:
         self.sequences, self.positions = (torch.arange(n, device=k.device) for n in k.shape[:2])
 
     def reserve(self, rows: int = 0) -> None:
-        """All rows are there."""
+        """Do nothing: all rows are there."""
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """As that of pages, by `scaled_dot_product_attention`."""
+        """Append rows and attend, by `scaled_dot_product_attention`."""
         for cache, rows in ((self.k, k), (self.v, v)):
             cache.index_put_((self.sequences, self.lengths), rows[:, 0])
         self.lengths += 1

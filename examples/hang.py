@@ -56,7 +56,7 @@ ret;
 
 
 def run(expected: int) -> np.ndarray:
-    """What is copied if the barrier expects so many bytes. Raises sm100_sim.Hang."""
+    """Return the copied words if the barrier expects so many bytes. Raises sm100_sim.Hang."""
     source, target = (np.zeros(BYTES // 4 + 3, np.uint32) for _ in range(2))
     # Bulk copies need 16-byte boundaries, on which arrays need not start.
     start = -(source.ctypes.data // 4) % 4

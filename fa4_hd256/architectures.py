@@ -20,7 +20,7 @@ class Architecture:
     GPUs that its binaries run on; kernels are compiled for the first.  gpus: compute capability ->
     the GPUs that have it, the first of which names its rows in tables.  Others of the same major
     number are no members, or nobody has checked the kernels' plans against them.  simulated: the
-    device that the simulator passes for.  hbm_of_sm: bytes a second of HBM for an SM where the
+    device that the simulator passes for.  hbm_of_sm: bytes per second of HBM for an SM where the
     driver does not say; slices of a GPU have about their share.  own_targets: compute capability ->
     what kernels are compiled for where all of the process's GPUs have it, if not the first target.
     """
@@ -34,14 +34,15 @@ class Architecture:
     own_targets: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """Its GPUs, for errors: "B200 or GB200 (compute capability 10.0), ..."."""
+        """Name the architecture's GPUs, for errors: "B200 or GB200 (compute capability 10.0),
+        ..."."""
         return ", ".join(
             f"{' or '.join(names)} (compute capability {major}.{minor})"
             for (major, minor), names in self.gpus.items()
         )
 
 
-#: The first is that of CPU tensors where nothing else is asked for.
+#: The first is the default for CPU tensors.
 ARCHITECTURES = (
     Architecture(
         "sm_100a", "blackwell", ("sm_100f", "sm_100a", "sm_103a", "sm_103f"),

@@ -49,7 +49,7 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     not wanted are empty. Bitwise the same for the same arguments."""
     tensors, values = _named(given)
     values = values._replace(wanted=tuple(values.wanted))
-    # A repeated call has None where nothing was asked for.
+    # A repeated call has None where nothing was requested.
     return or_empty(backward_bodies.within(tensors, values), tensors)
 
 
@@ -132,11 +132,11 @@ def call_backward(
     tensors: BackwardTensors, values: BackwardValues
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch; what
-    is not asked for may be None or anything.
+    is not requested may be None or anything.
 
     tensors: packed sequences with or without a batch of 1. values: hashable, so `wanted` a tuple.
     """
-    # With gradients of gradients asked for, the operator refuses them.
+    # If gradients of gradients are requested, the operator refuses them.
     found = None
     if not torch.is_grad_enabled() and not is_intercepted():
         facts = (*values, *[tensor is None for tensor in tensors])
@@ -263,7 +263,7 @@ def _of_batches(
 def gradients(
     ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of the arguments of `forward`; None for those not asked for."""
+    """Gradients of the arguments of `forward`; None for those not requested."""
     needed = ctx.needs_input_grad[:_DIFFERENTIABLE]
     others = len(ctx.needs_input_grad) - _DIFFERENTIABLE
     return *gradients_of(ctx, needed, dout, dlse), *[None] * others

@@ -16,7 +16,7 @@ PyTorch's own of compiled code: one call in C++ that says whether tensors have t
 keys, dtypes, devices, sizes, strides and requires_grad of those that it was made of. They are found
 by the other arguments: first that which the last such call passed, as a model's layers have it,
 then those of the same two shapes. It refuses a tensor that is given twice, as offsets of queries
-that are those of keys are: it is asked once, and the others are compared with it by identity.
+that are those of keys are: it is checked once, and the others are compared with it by identity.
 Where a PyTorch has none, keys are made.
 """
 
@@ -108,17 +108,17 @@ def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 
 def _types(facts: tuple[Any, ...]) -> tuple[type, ...]:
-    """Of equal values some types alone are accepted."""
+    """Return the types: some arguments accept only some types of equal values."""
     return tuple(map(type, facts))
 
 
 def are_aligned(addresses: Sequence[int]) -> bool:
-    """Whether all of them are multiples of `ALIGNMENT`."""
+    """Return True if all addresses are multiples of `ALIGNMENT`."""
     return not functools.reduce(operator.or_, addresses) % ALIGNMENT
 
 
 class Entry:
-    """What is kept of calls with a key.
+    """Cached state of the calls with one key.
 
     scalars: the operator's arguments that are no tensors. replayed: their launches, None where they
     do not repeat, or until one is recorded.
@@ -152,7 +152,8 @@ class _Guard:
         self._repeated = [(place, first) for place, first in places.items() if place != first]
 
     def addresses(self, tensors: Tensors) -> list[int] | None:
-        """Of the tensors that are given, where they are those of the entry's key; else None."""
+        """Return the addresses of the tensors that are present; None unless they match the entry's
+        key."""
         given = distinct = self._distinct(tensors)
         if not self._check(*distinct):
             return None
@@ -177,7 +178,7 @@ class _Alike:
 
 
 def _place(alike: _Alike, tensors: Tensors, switches: tuple[str, ...]) -> Hashable:
-    """Where guards of calls alike are kept whose first two tensors have the same shapes."""
+    """Return the key of the guards of similar calls: the first two tensors have the same shapes."""
     first, second, *_ = [tensor for tensor in tensors if tensor is not None]
     return alike, first.shape, second.shape, switches
 
@@ -204,7 +205,7 @@ class OperatorCalls:
         written: Sequence[str] = (),
     ) -> None:
         """name: as profiles have it. operator: (tensors, scalars) -> its results. resolve:
-        (tensors, facts) -> scalars, its arguments that are no tensors, asked where no such call
+        (tensors, facts) -> scalars, its arguments that are no tensors, called where no such call
         came before; raises for what is not accepted. roles: of its tensors, in order. written:
         roles of those that it writes to."""
         self._name, self._operator, self._resolve = name, operator, resolve
@@ -353,6 +354,6 @@ def leading(kind: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
 
 
 def repeats(tensors: Tensors) -> bool:
-    """Whether calls on the device of these tensors may be repeated."""
+    """Return True if calls on the device of these tensors may be repeated."""
     on_gpu = any(tensor is not None and tensor.is_cuda for tensor in tensors)
     return on_gpu or packed.stand_in is not None

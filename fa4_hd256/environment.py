@@ -60,7 +60,7 @@ DS_BYTES = Variable(
     "FA4_HD256_DS_BYTES",
     "the configuration's: 8 GiB, on Hopper 9",
     "bytes that dS of a backward may take at a time, for calls without backward_config; 0: none is "
-    "stored, and dQ computes it anew",
+    "stored, and dQ recomputes it",
 )
 
 PREBUILT = Variable(
@@ -145,7 +145,7 @@ _DSL_OUTPUT_ONLY = ("CACHE_DIR", "DUMP_DIR", "KEEP", "LOG", "PRINT", "ARCH", "LI
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the directory of compiled kernels."""
     given = os.environ.get(CACHE_DIR.name)
     if given:
         return Path(given).expanduser()
@@ -159,12 +159,12 @@ def cache_directory() -> Path:
 
 
 def prebuilt_directory() -> str | None:
-    """Where prebuilt kernels are, None where nothing is said."""
+    """Return the directory of prebuilt kernels, None if it is not set."""
     return os.environ.get(PREBUILT.name) or None
 
 
 def jit_allowed() -> bool:
-    """Whether kernels may be compiled. Raises ValueError for a value other than 0 and 1."""
+    """Return True if kernels may be compiled. Raises ValueError for a value other than 0 and 1."""
     return _switch(JIT, True)
 
 
@@ -178,7 +178,7 @@ def _switch(variable: Variable, default: bool) -> bool:
 
 
 def progress_wanted() -> bool:
-    """Whether a long simulated run may draw a progress bar on stderr.
+    """Return True if a long simulated run may draw a progress bar on stderr.
 
     Raises ValueError for a value other than 0 and 1.
     """
@@ -236,7 +236,8 @@ def _checks(variable: Variable) -> bool:
 
 
 def architecture() -> Architecture:
-    """That whose kernels run for CPU tensors. Raises ValueError for one that does not exist."""
+    """Return the architecture whose kernels run for CPU tensors. Raises ValueError for an unknown
+    name."""
     given = os.environ.get(ARCHITECTURE.name) or ARCHITECTURE.default
     try:
         return named(given)
@@ -273,10 +274,10 @@ _variables: dict[Any, Any] | None = getattr(os.environ, "_data", None)
 
 
 def switches() -> tuple[str, ...]:
-    """What the environment says that a call depends on, as it is now; equal where nothing of it
-    has changed.
+    """Return the present values of all variables that a call depends on; equal tuples mean that
+    none has changed.
 
-    Read at every call: anything that is kept for calls alike has it in its key.
+    Read at every call: anything cached for similar calls has it in its key.
     """
     present = _variables if _variables is not None else dict(os.environ)
     variables, found = _seen.both
@@ -296,7 +297,7 @@ def switches() -> tuple[str, ...]:
 
 
 def iket_requested() -> bool:
-    """Whether CuTe DSL's compiler options ask for in-kernel event tracing."""
+    """Return True if CuTe DSL's compiler options request in-kernel event tracing."""
     options = os.environ.get("CUTE_DSL_COMPILER_OPT", "")
     return "iket" in re.split(r"[\s,]+", options.replace("--", ""))
 

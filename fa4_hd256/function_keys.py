@@ -16,7 +16,8 @@ __all__ = ["check_function", "key_of", "read_of", "register", "with_tensors"]
 
 
 def check_function(kind: FunctionKind, key: Any, function: Any, tensors: Any) -> None:
-    """What a user gives to make one. Raises TypeError for another kind; as `check_tensors`."""
+    """Check the key, function and tensors of a user's function. Raises TypeError for another kind;
+    as `check_tensors`."""
     if not isinstance(key, str) or not key:
         raise TypeError(f"key of a {kind.title} is {key!r}; accepted: a str that is not empty")
     if not callable(function):
@@ -36,7 +37,7 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
     try:
         kind.register(key, functions)
     except ValueError:
-        # A traced function differs from a new one of the same meaning, of which the key is, too.
+        # A traced function differs from a new one of the same meaning and key.
         if not is_derived_of(functions, key):
             raise
         return
@@ -45,8 +46,8 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
 
 
 def read_of(kind: FunctionKind, given: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """What a function that is given to a call reads, as an operator has it, and its key. Raises
-    ValueError for tensors that require gradients."""
+    """Return (tensors that a function reads, by operator argument; its key). Raises ValueError for
+    tensors that require gradients."""
     if are_differentiated(given.tensors):
         raise ValueError(
             f"a tensor of {kind.argument} requires gradients, and there are none to it; accepted: "

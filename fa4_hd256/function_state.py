@@ -7,7 +7,8 @@ and strings count by value, tensors by identity, memory, version and, on the CPU
 
 There is no state of a function whose reads cannot be known: it calls `eval`, `getattr` or the like,
 holds an object of an extension module, or reads a tensor of a GPU that was made under
-inference_mode, whose changes PyTorch does not count.  Such a function is asked again at every call.
+inference_mode, whose changes PyTorch does not count.  Such a function is evaluated again at every
+call.
 
 PyTorch does not count writes of collectives, of kernels of the user, of `.data`, and of replays of
 CUDA graphs.  On the CPU the contents show them; on a GPU nothing does.
@@ -94,7 +95,7 @@ class TensorStates:
 
 
 class FunctionState:
-    """What the results of a function depend on: NOTE [state of a function]."""
+    """Everything that the results of a function depend on: NOTE [state of a function]."""
 
     def __init__(self, words: list[Any], tensors: list[torch.Tensor]) -> None:
         self._words, self._tensors = words, TensorStates(tensors)
@@ -130,7 +131,7 @@ def _holds(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as bytes, of which NaN is equal to itself."""
+    """Return the elements as bytes, so that NaN equals itself."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -97,7 +97,7 @@ def flash_attn_func(
         +inf a head has out = 0, lse = +inf, and no gradients but that of lse for the sink.
     softcap: scores become softcap * tanh(score / softcap), up to 1e4; 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
-    num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
+    num_splits: KV splits of each query tile, for calls of few tiles;
         1 to 64, or 0 for the operator's choice (`call.splits.splits_for`, `call.last_turn`).
         Results differ by rounding; the parts take num_splits times out in float32.
     batch_invariant: out and lse of a sequence have the same bits in every batch of the same
@@ -118,10 +118,10 @@ def flash_attn_func(
         window_size let it; it sees all keys before those. bool (seqlen_q, seqlen_q) or (batch,
         seqlen_q, seqlen_q), True where seen, up to 64 queries; or the words of
         `fa4_hd256.masks.tree_words`. No gradients (docs/serving.md).
-    k_descale, v_descale: factors of k and of v in float8_e4m3fn, float32: one value, or (batch,
+    k_descale, v_descale: scales of k and of v in float8_e4m3fn, float32: one value, or (batch,
         heads_kv). With such k and v q and out are bfloat16 or float16, and there are no gradients
         (docs/serving.md).
-    score_mod: a function of scores, softmax_scale * q k, before the mask: ALiBi, or one of the
+    score_mod: changes scores, softmax_scale * q k, before the mask: ALiBi, or one of the
         user's (`fa4_hd256.score_mods`, docs/score_mods.md); lse is of what it returns.
     return_max_logits: also return the greatest logit of each head, for QK-clip (MuonClip): (heads,)
         float32, over all queries of the batch and the keys that they see. Logits are softmax_scale
@@ -212,9 +212,9 @@ def flash_attn_varlen_func(
     max_seqlen_q: the longest query sequence, an int; required with cu_seqlens_q, since the grid
         follows it. max_seqlen_k: the longest key sequence, which the grid of dK and dV follows;
         if None max_seqlen_q where cu_seqlens_k is cu_seqlens_q itself, else the rows of k, and the
-        operator's own choice is then not to divide keys. With page_table if None the rows of all
-        pages of a row of it. Either may be a tensor of one integer, of any device: it is not read,
-        so nothing waits and nothing is compiled anew; max_seqlen_q is then the rows of q, and
+        operator's own choice is then one KV split. With page_table if None the rows of all pages of
+        a row of it. Either may be a tensor of one integer, of any device: it is not read, so
+        nothing waits and nothing is recompiled; max_seqlen_q is then the rows of q, and
         max_seqlen_k as if it were None (docs/serving.md).
     seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them
         may hold anything, rows of q past them get out = 0 and lse = -inf. More than a sequence has
@@ -348,8 +348,8 @@ _LONGEST = slice(_NUM_SPLITS + 1, _NUM_SPLITS + 3)
 
 
 def _form(sequences: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Which of these tensors are given, whether cu_seqlens_k is cu_seqlens_q, and what a list of
-    parts, the last of them, is known to be for."""
+    """Return the tensors that are present, whether cu_seqlens_k is cu_seqlens_q, and what the
+    scheduler metadata, the last of them, is known to be for."""
     offsets_q, offsets_k, *_, metadata = sequences
     # In graphs tensors have no marks.
     mark = None if metadata is None or is_intercepted() else marked(metadata)
@@ -383,7 +383,7 @@ def _read_metadata(
     tensors: tuple[Any, Any, Any, Any], metadata: BackwardMetadata
 ) -> tuple[dict[str, torch.Tensor], int]:
     """(tensors by name, `listed_tiles` of a `BackwardProblem`) of a call with backward_metadata,
-    which only gradients ask for; tensors: q, k, v, the sink."""
+    which only gradients need; tensors: q, k, v, the sink."""
     if not are_differentiated(tensors):
         return _NONE, 0
     return {DS_BEGINS: metadata.ds_begins}, metadata.ds_tiles
@@ -455,7 +455,7 @@ def _attend_for_maxima(
 ) -> tuple[torch.Tensor, ...]:
     """Return (out, max_logits), or (out, lse, max_logits); arguments as for `_attend`.
 
-    asked: (out, return_lse) as users give them. Raises ValueError for an out.
+    asked: requested (out, return_lse) as users give them. Raises ValueError for an out.
     """
     if asked[0] is not None:
         raise ValueError(
@@ -490,8 +490,9 @@ def _facts(given: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call depends on beside its tensors and their types, given first. given: arguments that
-    are no tensors, window_size among them; form: which tensors are given, and are the same."""
+    """Return what a call depends on beside its tensors and their types, which come first. given:
+    arguments that are no tensors, window_size among them; form: which tensors are given, and are
+    the same."""
     sides = None
     if window is not _UNBOUNDED and isinstance(window, tuple):
         sides = tuple(map(type, window))
@@ -685,7 +686,7 @@ def longest_of(
 
 
 def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[str, str]:
-    """Of both configurations, which are those of the architecture that q is on."""
+    """Return the names of both configurations, which are those of the architecture that q is on."""
 
     def name(given: Any, direction: str) -> str:
         if given is None:

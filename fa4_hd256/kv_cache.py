@@ -92,7 +92,7 @@ def flash_attn_with_kvcache(
     k_cache, v_cache: (batch, rows, heads_kv, 256), or with page_table (pages, page_size, heads_kv,
         256), page_size a multiple of 16; any strides that `flash_attn_func` reads in place.
     k, v: (batch, seqlen_new, heads_kv, 256), or (total_new, heads_kv, 256) with cu_seqlens_k_new:
-        rows written behind those in use, of which the attention is then, too. The cache must have
+        rows written behind those in use, which the attention then includes. The cache must have
         room for them, and no two sequences may be given the same rows. cache_seqlens stays as it
         is.
     cache_seqlens: rows in use before the call: an int, or (batch,) int32; None for all, which k and
@@ -112,7 +112,7 @@ def flash_attn_with_kvcache(
     max_seqlen_k: a bound on the rows in use with page_table, new ones included, for the choice of
         num_splits; None for as many as a row of page_table holds.
     k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
-        and v, typed like q, are then divided by the factors of where they go, rounded to nearest
+        and v, typed like q, are then divided by the scales of where they go, rounded to nearest
         and kept within 448; rows in float8_e4m3fn are written as they are.
     score_mod: as of `flash_attn_varlen_func`, new rows among the keys.
     tree_mask: as of `flash_attn_varlen_func`; the last keys are the new rows where k and v are
@@ -125,7 +125,7 @@ def flash_attn_with_kvcache(
 
     Nothing waits for the device, so that CUDA graphs can hold calls. A row of k and v whose place
     is none of the cache's is a ValueError on the CPU, and on a GPU where FA4_HD256_CHECK_PAGES is
-    1; else it is not written. So is a position past rotary_cos; else the turned elements are NaN.
+    1; else it is not written. So is a position past rotary_cos; else the rotated elements are NaN.
 
     Returns out like q, or (out, lse); lse: (batch, heads, seqlen_q), or (heads, total_q) with
     cu_seqlens_q, float32. There are no gradients.
@@ -179,8 +179,8 @@ def flash_attn_with_kvcache(
 
 
 def _are_plain(cache_seqlens: Any) -> bool:
-    """Whether the attention takes lengths as they are; those on the CPU are looked at first, which
-    costs nothing there."""
+    """Return True if the attention takes lengths as they are; those on the CPU are checked first,
+    which costs nothing there."""
     if cache_seqlens is None:
         return True
     return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
@@ -226,8 +226,8 @@ class _Places(NamedTuple):
 
     @property
     def read_back(self) -> bool:
-        """Whether contents are checked: on the CPU, where that waits for nothing, and on a GPU
-        where the user says so; a capture is then the attention's to refuse."""
+        """Return True if contents are checked: on the CPU, where that waits for nothing, and on a
+        GPU where the user says so; a capture is then the attention's to refuse."""
         if is_intercepted():
             return False
         if self.q.device.type == "cpu":
@@ -252,8 +252,8 @@ class _Places(NamedTuple):
         )  # fmt: skip
 
     def in_use(self) -> _Places:
-        """The same with lengths, and with the rows of page_table that the sequences have. Raises
-        TypeError or ValueError for what is not accepted."""
+        """Return the places with lengths, and with the rows of page_table that the sequences have.
+        Raises TypeError or ValueError for what is not accepted."""
         cache_checks.check_caches(
             self.q, self.k_cache, self.v_cache, self.page_table, self.cu_seqlens_q
         )
@@ -272,8 +272,8 @@ class _Places(NamedTuple):
         return places
 
     def _of_entries(self) -> _Places:
-        """The same with rows of page_table as cache_batch_idx, where both are given, chooses
-        them."""
+        """Return the places with the rows of page_table that cache_batch_idx chooses, where both
+        are given."""
         if self.entries is None:
             return self
         device, table = self.q.device, self.page_table
@@ -358,9 +358,9 @@ class _NewRows(NamedTuple):
     def written(
         self, places: _Places, options: dict[str, Any], others: dict[str, Any]
     ) -> _Places:
-        """The attention of which they are part, if there are any, its queries rotated. options,
-        others: arguments of the attention. Raises TypeError or ValueError for what is not accepted,
-        before anything is written."""
+        """Attention with the new rows, if there are any, its queries rotated. options, others:
+        arguments of the attention. Raises TypeError or ValueError for what is not accepted, before
+        anything is written."""
         are_given = self.k is not None or self.v is not None
         counted = isinstance(places.lengths, torch.Tensor)
         if not are_given or places.in_cache or not counted:
@@ -403,7 +403,8 @@ class _NewRows(NamedTuple):
         return places._replace(q=rotated[0]) if rotated else places
 
     def check(self, places: _Places) -> bool:
-        """Whether there are any. Raises TypeError or ValueError for what is not accepted."""
+        """Return True if there are any new rows. Raises TypeError or ValueError for what is not
+        accepted."""
         given = self.k is not None or self.v is not None
         if self.rotary_cos is not None or self.rotary_sin is not None:
             cache_checks.check_rotary(
@@ -471,8 +472,8 @@ class _NewRows(NamedTuple):
 
 class _CallTensors(NamedTuple):
     """Tensors of a call with new rows, None where not given: those of `AppendTensors`, then what
-    the attention is asked for with them. With cache_batch_idx, page_table says the same: an entry
-    of the cache is a page of all its rows."""
+    the attention needs with them. With cache_batch_idx, page_table says the same: an entry of the
+    cache is a page of all its rows."""
 
     k: Any
     v: Any
@@ -496,7 +497,7 @@ class _CallTensors(NamedTuple):
     out: Any
 
     def of_operator(self) -> AppendTensors:
-        """Those that the kernel takes: queries for their rotary embedding alone."""
+        """Return the tensors that the kernel takes: queries for their rotary embedding alone."""
         found = AppendTensors(*self[: len(AppendTensors._fields)])
         return found if self.rotary_cos is not None else found._replace(q=None, cu_seqlens_q=None)
 
@@ -523,8 +524,8 @@ _OPTIONS, _OTHERS = _Asked._fields[:4], _Asked._fields[4:9]
 
 
 def _is_repeated(places: _Places, others: dict[str, Any]) -> bool:
-    """Whether a call that came before has all that there is to check; a function's contents are in
-    no key."""
+    """Return True if an earlier call has checked all that there is to check; a function's contents
+    are in no key."""
     if others["score_mod"] is not None or is_intercepted() or environment.checks_pages():
         return False
     return isinstance(places.q, torch.Tensor) and repeats((places.q,))

@@ -20,13 +20,13 @@ __all__ = ["MaskMod"]
 
 @dataclass(frozen=True)
 class MaskMod:
-    """Which keys queries see, with the tensors that say so.
+    """Mask that kernels evaluate, with the tensors that it reads.
 
     function: (batch, head, query, key, tensors) -> Boolean, in CuTe DSL: four Int32, counted from
     0, the head that of the queries; a tuple of cute.Tensor, as many as `tensors`. It is evaluated
     in the partial tiles of a block mask alone. key: names it: what is compiled into a kernel, by
-    which caches in memory and on disk know it; `of` derives one. tensors: up to four, of float32
-    or int32, of any shape. Copies are made of those that are not contiguous, at every call.
+    which caches in memory and on disk know it; `of` derives one. tensors: up to four, of float32 or
+    int32, of any shape. Copies are made of those that are not contiguous, at every call.
 
     Raises TypeError or ValueError for other kinds, and for a key that names another function.
     """
@@ -43,8 +43,9 @@ class MaskMod:
     def of(
         cls, function: Callable[..., Any], tensors: tuple[torch.Tensor, ...] = ()
     ) -> MaskMod:
-        """The same with a key made of the function, as that of a `ScoreMod`. Raises ValueError for
-        one whose meaning another process could not tell: give it a key of your own."""
+        """Make a MaskMod whose key is derived from the function, as that of a `ScoreMod`. Raises
+        ValueError for a function whose meaning another process could not tell: give it a key of
+        your own."""
         return cls(function, key_of(MASK_MOD, function), tensors)
 
     def with_tensors(self, tensors: tuple[torch.Tensor, ...]) -> MaskMod:
@@ -54,7 +55,7 @@ class MaskMod:
 
 
 def read_by(mask_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """What a mask_mod that is given to a call reads, as an operator has it, and its key.
+    """Return (tensors that a call's mask_mod reads, by operator argument; its key).
 
     Raises TypeError for another kind, ValueError for tensors that require gradients.
     """
@@ -67,7 +68,8 @@ def read_by(mask_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
 
 
 def in_part(mask_mod: MaskMod, place: torch.Tensor) -> MaskMod:
-    """The same in a call that is a part of another one, with the places of that (`key_in_part`).
+    """Return the mask_mod of a call that is a part of another one, with the places of that
+    (`key_in_part`).
 
     place: int32, where the part lies: fields of a `ScoreOrigin`, (6,), or `part_tiles` where tiles
     of the part are not tiles of the whole.

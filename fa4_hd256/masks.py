@@ -131,8 +131,8 @@ def bidirectional_blocks(blocks: torch.Tensor, *, window: int | None = None) -> 
 
 
 def from_dense(mask: torch.Tensor) -> TileMask:
-    """From a bool tensor (seqlen_q, seqlen_k), or (1 or batch, 1 or heads, seqlen_q, seqlen_k):
-    True where a query sees a key. Expanded dimensions are taken once.
+    """Make a mask from a bool tensor (seqlen_q, seqlen_k), or (1 or batch, 1 or heads, seqlen_q,
+    seqlen_k): True where a query sees a key. Expanded dimensions are taken once.
 
     Raises TypeError for another dtype, ValueError for other dimensions.
     """
@@ -161,8 +161,8 @@ def from_dense(mask: torch.Tensor) -> TileMask:
 def from_block_mask(
     block_mask: Any, *, with_bits: bool = True, batch: int | None = None, heads: int | None = None
 ) -> TileMask:
-    """From PyTorch's `BlockMask`, of blocks that are multiples of 128. Its partial blocks are
-    evaluated by its own mask_mod, on its device; the result is of what that reads now.
+    """Make a mask from PyTorch's `BlockMask`, of blocks that are multiples of 128. Its partial
+    blocks are evaluated by its own mask_mod, on its device; the result is of what that reads now.
     with_bits: False where they are not, for calls with `mask_mod=`. batch, heads: of the calls,
     which have bits for each where the `BlockMask` has 1 and its mask_mod reads which one it is;
     with None these are of the first one, and calls of more refuse them.
@@ -262,8 +262,8 @@ def in_sequences(
 def keys_of_rows(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each packed query (which sequence it is of, where that one's keys begin, how many these
-    are), (total,) int64. Rows behind the last offset count as the last sequence's, without keys.
+    """Return, for each packed query, (its sequence, first key of that, number of its keys),
+    (total,) int64. Rows behind the last offset count as the last sequence's, without keys.
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets, on one device. Raises as `in_sequences` for
     others."""
     check_whole("total", total, 1)
@@ -279,10 +279,10 @@ def keys_of_rows(
 def as_tile_mask(
     block_mask: Any, *, with_bits: bool = True, batch: int | None = None, heads: int | None = None
 ) -> TileMask:
-    """What a user gives as `block_mask=`; of a `BlockMask` what `from_block_mask` made of it first.
-    with_bits: False beside `mask_mod=`. batch, heads: of the call, None where they are not known.
-    Raises as that does, and ValueError for bits of a mask that has none, or has those of the first
-    batch entry or head alone."""
+    """Return the mask of a call's `block_mask=`; a `BlockMask` goes through `from_block_mask`
+    first. with_bits: False beside `mask_mod=`. batch, heads: of the call, None where they are not
+    known. Raises as that does, and ValueError for bits of a mask that has none, or has those of the
+    first batch entry or head alone."""
     if isinstance(block_mask, TileMask):
         if not with_bits:
             return block_mask.lists
@@ -387,7 +387,7 @@ def _check_first(mask: TileMask, batch: int | None, heads: int | None) -> None:
 
 
 def _is_block_mask(given: Any) -> bool:
-    """Without an import, which takes long: who has one has imported it."""
+    """Recognise a BlockMask without an import, which takes long: its maker has imported it."""
     module = sys.modules.get(_FLEX_ATTENTION)
     return module is not None and isinstance(given, module.BlockMask)
 
@@ -427,8 +427,8 @@ def _evaluator(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _apart(block_mask: Any) -> tuple[bool, bool]:
-    """Whether a `BlockMask` has one batch entry, and one head, for all, of which its mask_mod may
-    see each otherwise. Its function is asked once."""
+    """Return (whether a `BlockMask` has one batch entry, whether one head, for all, of which its
+    mask_mod may see each otherwise). The mask_mod is evaluated once for each."""
     tables = block_mask.kv_num_blocks
     sizes = [*(1,) * (3 - tables.ndim), *tables.shape[:-1]]
     batch, head = (
@@ -441,10 +441,10 @@ def _apart(block_mask: Any) -> tuple[bool, bool]:
 def _reads(
     mask_mod: Callable[..., torch.Tensor], number: int, device: torch.device
 ) -> bool:
-    """Whether the result of a mask_mod may depend on its argument of this number.
+    """Return True if the result of a mask_mod may depend on its argument of this number.
 
-    It is asked once, with that one alone mapped over by vmap, which knows of each value whether it
-    depends on what is mapped, and refuses to return one that does in the place of a common one.
+    It is evaluated once, with that one alone mapped over by vmap, which knows of each value whether
+    it depends on what is mapped, and refuses to return one that does in the place of a common one.
     """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
@@ -454,15 +454,16 @@ def _reads(
     try:
         with TransformGetItemToIndex(), _KindAlone():
             torch.vmap(mask_mod, in_dims=in_dims, out_dims=None)(*numbers)
-    # Also where a mask_mod cannot be asked so: then it is asked for each, which is always right.
+    # Also where a mask_mod cannot be evaluated so: then it is evaluated for each, which is always
+    # right.
     except Exception:
         return True
     return False
 
 
 class _KindAlone(TorchFunctionMode):
-    """What a tensor is made of that takes another one's shape and type, not its values, does not
-    depend on it: PyTorch's `and_masks` begins with `b.new_ones`."""
+    """Makes tensors created from another one's shape and type independent of its values: PyTorch's
+    `and_masks` begins with `b.new_ones`."""
 
     _FUNCTIONS = (
         torch.Tensor.new_ones, torch.Tensor.new_zeros, torch.Tensor.new_full,

@@ -1,5 +1,5 @@
-"""What follows from the lengths of ragged sequences, made once for the calls of all layers: how
-their keys are divided, and where their dS begins."""
+"""Scheduler metadata: numbers derived once, for the calls of all layers, from the lengths of ragged
+sequences. They say how keys are split, and where dS begins."""
 
 from __future__ import annotations
 
@@ -121,6 +121,6 @@ def get_backward_metadata(
 
 
 def is_ours(value: Any) -> bool:
-    """Whether `get_scheduler_metadata` made this tensor itself, no copy or part of it. Engines have
-    plans of other kernels under the same name."""
+    """Return True if `get_scheduler_metadata` made this tensor itself, no copy or part of it.
+    Engines have plans of other kernels under the same name."""
     return isinstance(value, torch.Tensor) and marked(value) is not None

@@ -11,7 +11,7 @@ __all__ = ["CAUSAL", "FULL", "MODELS", "AttentionModel", "Mask", "local", "model
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys layers see, as `flash_attn_func` takes it."""
+    """Mask of layers, as `flash_attn_func` takes it."""
 
     causal: bool
     window_size: tuple[int | None, int | None] = (None, None)
@@ -22,12 +22,12 @@ CAUSAL, FULL = Mask(True), Mask(False)
 
 
 def local(keys: int) -> Mask:
-    """Of layers whose queries see so many keys, themselves included."""
+    """Return the mask of layers whose queries see so many keys, themselves included."""
     return Mask(True, (keys - 1, None))
 
 
 def _is_positive(value: object) -> bool:
-    """Whether something is a number of heads or ranks."""
+    """Return True if something is a number of heads or ranks."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -48,8 +48,8 @@ class AttentionModel:
     sink: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for heads, masks or a sink that are none. Numbers of which calls have
-        rules are checked by these."""
+        """Raises ValueError for heads, masks or a sink that are none. Numbers with rules of calls
+        are checked by these."""
         for name in ("heads_q", "heads_kv"):
             if not _is_positive(getattr(self, name)):
                 given = shown(getattr(self, name))
@@ -61,8 +61,8 @@ class AttentionModel:
             raise ValueError(f"sink is {shown(self.sink)}; accepted: True or False")
 
     def sharded(self, ranks: int) -> AttentionModel:
-        """What each of so many ranks of tensor parallelism has of it; KV heads are repeated where
-        there are fewer of them.
+        """Return the model that each of so many ranks of tensor parallelism has; KV heads are
+        repeated where there are fewer of them.
 
         Raises ValueError where the ranks do not divide the heads.
         """

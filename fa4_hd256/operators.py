@@ -148,7 +148,7 @@ def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
 )  # fmt: skip
 def append_rows(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the new rows k and v to the caches. given: the fields of `AppendTensors`, then those of
-    `AppendOptions`. Returns the rows in use with them, and q, turned; without rotary_cos something
+    `AppendOptions`. Returns the rows in use with them, and q, rotated; without rotary_cos something
     empty, since a schema with results that may be missing is none that PyTorch compiles."""
     count = len(AppendTensors._fields)
     tensors, options = AppendTensors(*given[:count]), AppendOptions(*given[count:])

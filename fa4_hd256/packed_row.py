@@ -40,7 +40,8 @@ __all__ = ["PackedRow", "packed_row"]
 
 
 class PackedRow(NamedTuple):
-    """Of `flash_attn_func`: tensors with a batch of 1; what a call has of mask and functions."""
+    """Arguments of `flash_attn_func` for the row: tensors with a batch of 1; the call's mask and
+    functions."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -131,7 +132,7 @@ def _joined(
 def _made(
     mask: TileMask, offsets: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[TileMask, torch.Tensor]:
-    """What `_joined` keeps; no inference tensors, which a later training could not save."""
+    """Make what `_joined` caches; no inference tensors, which a later training could not save."""
     with torch.inference_mode(False):
         joined = in_sequences(mask, *offsets, with_bits=mask.bits is not None)
         return joined, _table(mask.lengths[0], *offsets)

@@ -1,4 +1,4 @@
-"""What the package is doing, for people who wait: one logger, one line on a terminal.
+"""Progress of the package, for people who wait: one logger, one line on a terminal.
 
 Every step is a record of level INFO of the logger `fa4_hd256`, to which Python's logging attaches
 nothing.  A step that takes longer than `LATER` seconds is shown on stderr with its time, where

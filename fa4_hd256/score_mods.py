@@ -22,7 +22,7 @@ __all__ = ["ScoreMod", "Scored", "alibi"]
 
 @dataclass(frozen=True)
 class ScoreMod:
-    """A function of scores, with the tensors that it reads.
+    """Change of scores, with the tensors that it reads.
 
     function: (score, place, tensors) -> score, in CuTe DSL: a Float32, softmax_scale * q k; a
     `Scored`; a tuple of cute.Tensor, as many as `tensors`. What it returns goes into the mask and
@@ -56,8 +56,8 @@ class ScoreMod:
         slope: Callable[..., Any] | None = None,
         tensors: tuple[torch.Tensor, ...] = (),
     ) -> ScoreMod:
-        """The same with a key made of the functions: their code, constants, defaults, what they
-        close over and the globals that they read.
+        """Make a ScoreMod whose key is derived from the functions: their code, constants, defaults,
+        what they close over and the globals that they read.
 
         These may be numbers, str, None, tuples of such, other functions of Python, and what CuTe
         DSL, `math` and Python itself offer. Raises ValueError for anything else, whose meaning
@@ -72,7 +72,7 @@ class ScoreMod:
 
 
 def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """What a score_mod that is given to a call reads, as an operator has it, and its key.
+    """Return (tensors that a call's score_mod reads, by operator argument; its key).
 
     Raises TypeError for another kind, ValueError for tensors that require gradients.
     """
@@ -85,7 +85,8 @@ def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
 
 
 def in_part(score_mod: ScoreMod, origins: torch.Tensor) -> ScoreMod:
-    """The same in a call that is a part of another one, with the places of that (`key_in_part`).
+    """Return the score_mod of a call that is a part of another one, with the places of that
+    (`key_in_part`).
 
     origins: int32 fields of `ScoreOrigin`: where the part lies, (6,), or of each of its sequences,
     (sequences, 6).

@@ -1,4 +1,4 @@
-"""What is known of tensors as long as nobody writes to them."""
+"""Cache of facts of tensors, valid until somebody writes to them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["UntilChanged"]
 class UntilChanged:
     """Values by tensor, each valid while the tensor lives and nobody changes it in place.
 
-    PyTorch counts changes of a tensor, but not all: not those of inference tensors, of which
-    nothing is kept, nor those through other holders of the memory (a NumPy array, `.data`), by
+    PyTorch counts changes of a tensor, but not all: not those of inference tensors, for which
+    nothing is cached, nor those through other holders of the memory (a NumPy array, `.data`), by
     collectives (`broadcast`, `all_reduce`), by kernels of the user's and by replays of CUDA graphs.
     Tensors on the CPU are therefore compared with a copy, those on a GPU with FA4_HD256_CHECK=1,
     too. Without it a user must not change tensors on a GPU in these ways. Lengths that changed so
@@ -26,7 +26,7 @@ class UntilChanged:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """most: values that are kept, of which the oldest goes first; None: of all tensors."""
+        """most: cached values, the oldest dropped first; None: of all tensors."""
         self._kept, self._most = WeakTensorKeyDictionary(), most
         self._lock = threading.RLock()
 
@@ -41,7 +41,7 @@ class UntilChanged:
             self._kept[tensor] = tensor._version, _contents(tensor), value
 
     def get(self, tensor: torch.Tensor) -> Any:
-        """None where nothing is known, or no longer."""
+        """Return the fact of a tensor, None where it is unknown or no longer valid."""
         with self._lock:
             if tensor not in self._kept:
                 return None

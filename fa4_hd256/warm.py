@@ -30,7 +30,7 @@ _USUAL = Needs()
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What `warm_up` did. kernels: that calls of the model may take, all loaded now; compiled: of
+    """Result of `warm_up`. kernels: that calls of the model may take, all loaded now; compiled: of
     them in this process, the others were in a cache; seconds: what it took."""
 
     kernels: int
@@ -100,7 +100,7 @@ def _model(model: str | AttentionModel) -> AttentionModel:
 
 
 def _own_first(specs: list[KernelSpec]) -> list[KernelSpec]:
-    """In an order that differs from rank to rank."""
+    """Return the specs in an order that differs from rank to rank."""
     group = torch.distributed
     if not (group.is_available() and group.is_initialized()):
         return specs
@@ -135,7 +135,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _needs(arguments: argparse.Namespace) -> Needs:
-    """What the options ask for."""
+    """Return the needs that the options request."""
     also = {name: getattr(arguments, name) for name in FLAGS}
     use_clc = {"static": False, "dynamic": True, "both": None}[arguments.scheduler]
     return Needs(

@@ -1,4 +1,4 @@
-"""Which scheduler a call uses: `use_clc=`, else the environment variable FA_CLC, else a rule."""
+"""Choose the scheduler of a call: `use_clc=`, else the environment variable FA_CLC, else a rule."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ def prefers_clc(
     bounded: whether the mask bounds the keys on either side, so that tiles differ; so they do where
     sequences have fewer rows than the longest one. rows, capacity: query rows of all sequences, and
     those that the grid has room for (`grid_rows`): a static scheduler counts past empty tiles, and
-    the dynamic one asks for each.
-    shared: kernels of other streams may hold SMs meanwhile. Of a static grid the clusters that then
-    find no place start when others have done all their tiles, which takes up to twice as long; the
-    dynamic scheduler gives their tiles to those that run. most_empty: tiles of the grid for each
-    one that holds rows, up to which the dynamic scheduler is preferred.
-    By the timing model for a B200 (docs/bench.md); nobody has measured it.
+    the dynamic one requests each. shared: kernels of other streams may hold SMs meanwhile. Of a
+    static grid the clusters that then find no place start when others have done all their tiles,
+    which takes up to twice as long; the dynamic scheduler gives their tiles to those that run.
+    most_empty: tiles of the grid for each one that holds rows, up to which the dynamic scheduler is
+    preferred. By the timing model for a B200 (docs/bench.md); nobody has measured it.
     """
     return shared or ((bounded or rows < capacity) and rows * most_empty >= capacity)
 
@@ -56,7 +55,7 @@ def clc_requested(
     default: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> bool:
-    """Whether a call gets the cluster-launch-control scheduler.
+    """Return True if a call gets the cluster-launch-control scheduler.
 
     `use_clc` decides where it is True or False; else FA_CLC where it is set (1 = CLC, 0 = static);
     else `default`. Read it once per call and make the result part of the compile key.

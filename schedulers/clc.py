@@ -26,7 +26,7 @@ wanted barrier   in the leader CTA; count 1.  The warp that is to know the next 
   tile, and its response is read before the next.
 * So one request is under way at a time: a tile granted after a failure would never be done.
 * A failure need not mean the end of the grid (CUDA Programming Guide 4.12: a kernel of higher
-  priority waits).  The cluster ends; what nobody took over is launched later and goes on asking.
+  priority waits).  The cluster ends; what is left is launched later and goes on requesting.
 * Every warp takes part in every response, the failed one included; phases carry across tiles.
 """
 
@@ -50,7 +50,7 @@ RESPONSE_BYTES = 16
 
 @dataclass(frozen=True)
 class ClcChannel:
-    """What the roles share: the pipeline's barriers, those of the queries that are wanted, and the
+    """State shared by the roles: the pipeline's barriers, the barriers of wanted queries, and the
     ring of responses in SMEM."""
 
     pipeline: pipeline.PipelineClcFetchAsync
@@ -60,7 +60,7 @@ class ClcChannel:
 
 @cute.jit
 def _wait_until_wanted(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
-    """In the leader CTA: wait until the next tile is wanted."""
+    """Wait, in the leader CTA, until the next tile is wanted."""
     if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
         wanted.wait(state.index, state.phase)
 
@@ -69,7 +69,7 @@ def _wait_until_wanted(wanted: pipeline.MbarrierArray, state: pipeline.PipelineS
 def _query(
     channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState, slot: cute.Pointer
 ) -> None:
-    """In the leader CTA: wait for the slot, arm its full barriers and issue try_cancel."""
+    """Wait for the slot, arm its full barriers and issue try_cancel, in the leader CTA."""
     if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
         channel.producer_acquire(state)
         # All barriers are armed before the one elected lane issues.
@@ -102,7 +102,7 @@ def _decode(slot: cute.Pointer) -> tuple[Int32, Boolean]:
 
 @cute.jit
 def _wait_for_empty(channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState) -> None:
-    """In the leader CTA: wait until the slot's last response has been read by all."""
+    """Wait, in the leader CTA, until all have read the slot's last response."""
     if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
         channel.sync_object_empty.wait(state.index, state.phase)
 
@@ -115,7 +115,7 @@ class ClcScheduler(DynamicScheduler):
 
     @classmethod
     def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
-        """One cluster per tile, of which running ones cancel the waiting ones."""
+        """Return one cluster per tile; running clusters cancel waiting ones."""
         return problem.num_tiles * cls.cluster_size, 1, 1
 
     @classmethod
@@ -142,18 +142,18 @@ class ClcScheduler(DynamicScheduler):
         return ClcChannel(channel, wanted, responses)
 
     def want_next_work(self) -> None:
-        """In the leader CTA: let the scheduler warp ask for the next tile; elsewhere nothing.
+        """Let the scheduler warp request the next tile, in the leader CTA; do nothing elsewhere.
 
-        To be called by one whole warp per CTA, after a valid tile, once per tile.  Nobody gets the
-        next tile before.
+        Called by one whole warp per CTA, after a valid tile, once per tile. No warp gets the next
+        tile before.
         """
         want(self.channel.wanted, self.consumer)
 
     def prefetch_next_work(self) -> None:
-        """In the leader CTA: once the next tile is wanted, ask for it, into both CTAs; elsewhere
-        nothing.
+        """Request the next tile for both CTAs once it is wanted, in the leader CTA; do nothing
+        elsewhere.
 
-        To be called by one whole warp per CTA, after a valid tile, once per tile.
+        Called by one whole warp per CTA, after a valid tile, once per tile.
         """
         # The response that this warp reads next is the one that was wanted.
         _wait_until_wanted(self.channel.wanted, self.consumer)
@@ -173,11 +173,11 @@ class ClcScheduler(DynamicScheduler):
         return make_work_tile(first_cta // self.cluster_size, is_valid, self.order)
 
     def producer_tail(self) -> None:
-        """In the leader CTA: wait until the consumers of both CTAs have given every slot back.
+        """Wait, in the leader CTA, until the consumers of both CTAs have given every slot back.
 
-        The peer's arrivals come from another CTA, so this one must not exit before them.  Only
-        the empty barriers are waited for: acquiring the slots would arm barriers of a peer that
-        may be gone.
+        The peer's arrivals come from another CTA, so this one must not exit before them. Only the
+        empty barriers are waited for: acquiring the slots would arm barriers of a peer that may be
+        gone.
         """
         for _ in range(NUM_STAGES):
             _wait_for_empty(self.channel.pipeline, self.producer)

@@ -48,7 +48,8 @@ NO_TILE = -1
 
 @dataclass(frozen=True)
 class CounterChannel:
-    """What the roles share: barriers, the ring of tile numbers in SMEM, the counter's address."""
+    """State shared by the roles: barriers, the ring of tile numbers in SMEM, the counter's
+    address."""
 
     full: pipeline.MbarrierArray
     empty: pipeline.MbarrierArray
@@ -73,7 +74,8 @@ st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [number], {$r3}, [full
 def _fetch(
     channel: CounterChannel, order: TileOrder, slot: Int32, cluster_size: cutlass.Constexpr
 ) -> None:
-    """By the leader's scheduler warp: count, and put the number of the next tile into the ring."""
+    """Count, and put the number of the next tile into the ring; run by the leader's scheduler
+    warp."""
     lane = cute.arch.lane_idx()
     number = Int32(0)
     if lane == 0:
@@ -103,7 +105,7 @@ def _fetch(
 
 @cute.jit
 def _prefetch(scheduler: Any) -> None:
-    """In the leader CTA: once the next tile is wanted and its slot is free, fetch it."""
+    """Fetch the next tile once it is wanted and its slot is free, in the leader CTA."""
     channel, size = scheduler.channel, scheduler.cluster_size
     is_leader = Boolean(True)
     if cutlass.const_expr(size > 1):
@@ -116,7 +118,7 @@ def _prefetch(scheduler: Any) -> None:
 
 @cute.jit
 def _wait_for_empty(scheduler: Any) -> None:
-    """In the leader CTA: wait until the slot's last number has been read by all."""
+    """Wait, in the leader CTA, until all have read the slot's last number."""
     if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
         scheduler.channel.empty.wait(scheduler.producer.index, scheduler.producer.phase)
 
@@ -128,8 +130,8 @@ class CounterScheduler(DynamicScheduler):
 
     @classmethod
     def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
-        """As many clusters as run at once, or one per tile where there are fewer tiles: each has a
-        first tile, or the count would not come out."""
+        """Return the grid: the clusters that run at once, at most one per tile. Each has a first
+        tile, or the count would not come out."""
         return of_clusters(StaticPersistentScheduler, cls.cluster_size).grid_shape(
             problem, max_active_clusters
         )
@@ -158,9 +160,9 @@ class CounterScheduler(DynamicScheduler):
         )
 
     def want_next_work(self) -> None:
-        """In the leader CTA: let the scheduler warp count; elsewhere nothing.
+        """Let the scheduler warp count, in the leader CTA; do nothing elsewhere.
 
-        To be called by one whole warp per CTA, after a valid tile, once per tile.
+        Called by one whole warp per CTA, after a valid tile, once per tile.
         """
         if self.cluster_size > 1:
             want(self.channel.wanted, self.consumer)
@@ -169,9 +171,9 @@ class CounterScheduler(DynamicScheduler):
                 cute.arch.mbarrier_arrive(self.channel.wanted.get_barrier(self.consumer.index))
 
     def prefetch_next_work(self) -> None:
-        """In the leader CTA: once the next tile is wanted, count; elsewhere nothing.
+        """Count once the next tile is wanted, in the leader CTA; do nothing elsewhere.
 
-        To be called by one whole warp per CTA, after a valid tile, once per tile.
+        Called by one whole warp per CTA, after a valid tile, once per tile.
         """
         _prefetch(self)
         self.producer.advance()
@@ -192,8 +194,8 @@ class CounterScheduler(DynamicScheduler):
         return make_work_tile(number, number >= 0, self.order)
 
     def producer_tail(self) -> None:
-        """In the leader CTA: wait until the consumers of all CTAs have given every slot back, as in
-        `clc`; a cluster of one CTA has nobody to wait for."""
+        """Wait, in the leader CTA, until the consumers of all CTAs have given every slot back, as
+        in `clc`. A cluster of one CTA has nobody to wait for."""
         if self.cluster_size > 1:
             for _ in range(NUM_STAGES):
                 _wait_for_empty(self)

@@ -1,8 +1,8 @@
-"""What the dynamic schedulers share: a ring of answers that one warp of the leader CTA asks for and
-all warps of the cluster read.
+"""Base of the dynamic schedulers: one warp of the leader CTA requests answers into a ring that all
+warps of the cluster read.
 
-Its slots have three barriers each, full, empty and wanted: `clc` and `counter` say who arrives at
-them and who waits.
+Each slot has three barriers, full, empty and wanted: `clc` and `counter` say who arrives at them
+and who waits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["BARRIER_BYTES", "LEADER", "NUM_STAGES", "DynamicScheduler", "give_ba
 BARRIER_BYTES = 8
 # One answer is read by slow roles while the next is already on its way.
 NUM_STAGES = 2
-# The CTA of the cluster whose scheduler warp asks.
+# The CTA of the cluster whose scheduler warp sends the requests.
 LEADER = 0
 
 
 @cute.jit
 def want(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
-    """In the leader CTA: one arrival of the warp."""
+    """Arrive once for the warp, in the leader CTA."""
     if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(wanted.get_barrier(state.index))

@@ -15,7 +15,7 @@ section the block is the slow index and the head the fast one::
   one KV group gives the best reuse; a section of all heads gives the best balance;
   `section_heads_for` chooses the widest section whose K and V stay in L2.
 * `num_blocks` and the number of pairs may be any positive numbers.  The last section takes in what
-  is left over, so it is less than twice as wide as the others, unless `last_heads` asks for more:
+  is left over, so it is less than twice as wide as the others, unless `last_heads` requires more:
   in a narrower one the longest tiles of a few heads would begin when little is left to do beside
   them.
 
@@ -129,7 +129,7 @@ def _last_before(number: Int32, blocks: PackedBlocks) -> Int32:
 
 @dataclass(frozen=True)
 class TileProblem:
-    """What has to be computed, counted in cluster tiles: blocks of rows, heads, batch entries.
+    """The work of a launch, counted in cluster tiles: blocks of rows, heads, batch entries.
 
     `num_blocks` (of query rows or of keys, as the kernel's tiles are), `num_heads`, `num_batches`
     and `section_heads` are Python integers or Int32 values of the host function; the sizes of one
@@ -165,7 +165,7 @@ class TileProblem:
 
     @property
     def python_integers(self) -> bool:
-        """Whether every size is a Python integer."""
+        """Return True if every size is a Python integer."""
         sizes = (self.num_blocks, self.num_heads, self.num_batches, self.section_heads)
         return all(isinstance(size, int) for size in (*sizes, self.last_heads))
 
@@ -175,8 +175,8 @@ class TileProblem:
         return self.num_blocks * self.num_heads * self.num_batches
 
     def in_a_row(self, packed: PackedBlocks, total_rows: Any) -> TileProblem:
-        """The same with the blocks of its batch entries, packed sequences, in a row if these are
-        fewer: NOTE [blocks in a row].  total_rows: of all sequences."""
+        """Return the problem with the blocks of its packed sequences in a row if these are fewer:
+        NOTE [blocks in a row].  total_rows: of all sequences."""
         count = packed.count(total_rows, self.num_batches)
         blocks, batches, one = self.num_blocks, self.num_batches, 1
         is_fewer = is_used = count < blocks * batches
@@ -323,15 +323,14 @@ def section_heads_for(
     unequal_lengths: bool,
     least: Any = 1,
 ) -> Any:
-    """How many (batch, head) pairs to put into one section.
+    """Return the number of (batch, head) pairs of one section.
 
     `kv_bytes_per_head` is the size of K and V of one KV head of one batch entry, of packed
     sequences the longest; `l2_bytes` the part of the L2 cache they may fill, `num_pairs` query
     heads times batches.  With tiles of equal length one KV group is the best section.  With unequal
     lengths (causal, windowed, ragged) the widest multiple of a KV group whose K and V fit gives the
-    best balance.
-    least: no fewer pairs than that, rounded up to whole groups, as far as there are so many.
-    Integers may be Python integers or Int32 values of the host function.
+    best balance. least: no fewer pairs than that, rounded up to whole groups, as far as there are
+    so many. Integers may be Python integers or Int32 values of the host function.
     """
     section = _section_in_l2(
         num_heads_per_kv, num_pairs, kv_bytes_per_head, l2_bytes, unequal_lengths

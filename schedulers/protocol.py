@@ -1,9 +1,9 @@
-"""What every tile scheduler offers, on the host and in the kernel.
+"""Protocol of every tile scheduler, on the host and in the kernel.
 
-Host: `grid_shape(problem, max_active_clusters)` gives the launch grid.  Kernel, once by all
-threads of the CTA, before the cluster barrier of the kernel's set-up:
-`channel = Scheduler.setup(allocator, consumer_warps, counter)`; then every warp role makes its own
-scheduler and runs the same loop, whatever the kind::
+Host: `grid_shape(problem, max_active_clusters)` gives the launch grid.  Kernel, once by all threads
+of the CTA, before the cluster barrier of the kernel's set-up: `channel = Scheduler.setup(allocator,
+consumer_warps, counter)`; then every warp role makes its own scheduler and runs the same loop,
+whatever the kind::
 
     scheduler = Scheduler.create(order, channel)
     work = scheduler.initial_work()
@@ -12,10 +12,10 @@ scheduler and runs the same loop, whatever the kind::
         work = scheduler.advance_to_next_work()
 
 One warp of the leader CTA, the scheduler warp, additionally calls `prefetch_next_work()` at the
-head of the loop's body and `producer_tail()` after the loop.  When the query goes out is up to one
-more warp of that CTA, which calls `want_next_work()` once in the loop's body: a tile that is
-claimed early is kept from clusters that are done before this one.  Where there is nothing to
-prefetch all three are empty, and `needs_scheduler_warp` is False.
+head of the loop's body and `producer_tail()` after the loop.  One more warp of that CTA decides
+when the query goes out: it calls `want_next_work()` once in the loop's body. A tile that is claimed
+early is kept from clusters that are done before this one.  Where there is nothing to prefetch all
+three are empty, and `needs_scheduler_warp` is False.
 
 Coordinates are in CLUSTER units: all CTAs of a cluster always get the same tile; a CTA derives its
 part from its rank in the cluster.  A cluster has `CLUSTER_SIZE` CTAs unless the class is one that
@@ -141,10 +141,10 @@ class TileScheduler(Protocol):
         """The next tile; called by all lanes of a warp together, not after an invalid tile."""
 
     def want_next_work(self) -> None:
-        """Let the scheduler warp ask for the next tile; after a valid tile, once per tile."""
+        """Let the scheduler warp request the next tile; after a valid tile, once per tile."""
 
     def prefetch_next_work(self) -> None:
-        """Ask for the next tile, once it is wanted; only after a valid tile, once per tile."""
+        """Request the next tile, once it is wanted; only after a valid tile, once per tile."""
 
     def producer_tail(self) -> None:
         """Wait until nobody uses what the scheduler warp produced, so that its CTA may exit."""

@@ -14,7 +14,7 @@ __all__ = ["StaticPersistentScheduler", "StaticSingleTileScheduler"]
 
 
 class _StaticScheduler:
-    """What both static schedulers share: nothing is exchanged between the roles."""
+    """Base of both static schedulers: the roles exchange nothing."""
 
     needs_scheduler_warp: ClassVar[bool] = False
     cancels_clusters: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class StaticPersistentScheduler(_StaticScheduler):
 
     @classmethod
     def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
-        """As many clusters as run at once, or one per tile where there are fewer tiles."""
+        """Return the grid: the clusters that run at once, at most one per tile."""
         return _minimum(problem.num_tiles, max_active_clusters) * cls.cluster_size, 1, 1
 
     def advance_to_next_work(self) -> WorkTile:

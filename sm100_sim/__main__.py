@@ -56,7 +56,7 @@ def run() -> int:
 
 
 def usage() -> str:
-    """How to run a script, and a line for each command."""
+    """Return the usage text: how to run a script, and a line for each command."""
     from .attach.runner import USAGE
 
     commands = [f"  {name:8} {what}" for name, (_, _, what) in COMMANDS.items()]

@@ -58,7 +58,7 @@ class Cause:
         return f"{what}: {', '.join(filter(None, parts))}\n{lead}{_shortened(self.findings[0])}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON; findings by their text."""
+        """Return the cause as JSON values; findings by their text."""
         return {
             "kinds": list(self.kinds), "about": self.about, "findings": list(self.findings),
             "times": self.times, "ctas": [list(cta) for cta in self.ctas],
@@ -101,7 +101,7 @@ def listed(causes: Iterable[Cause]) -> str:
 
 
 def _links(finding: Any) -> Iterator[Any]:
-    """What two findings of one cause have in common, one of these at least."""
+    """Yield keys of a finding: findings of one cause share at least one of them."""
     stretches = getattr(finding, "stretches", ())
     if not stretches:
         yield _NUMBER.sub("", finding)

@@ -1,4 +1,4 @@
-"""The GPUs that the simulator can pass for, each with the figures that programs ask a driver for.
+"""The GPUs that the simulator can pass for, each with the figures that programs query a driver for.
 
 `SM100_SIM_DEVICE` names one, "b200" if it is not set; "b200:19" has 19 SMs, as a slice of one (MIG)
 may have. What a device is called changes what queries answer and how many clusters are resident at
@@ -60,7 +60,7 @@ class SimulatedDevice:
 
     @property
     def product(self) -> str:
-        """What it calls itself."""
+        """Return the name that the device reports."""
         return f"NVIDIA {self.name.upper()} (sm100_sim)"
 
     @property
@@ -69,7 +69,7 @@ class SimulatedDevice:
 
     @property
     def target(self) -> str:
-        """What CuTe DSL compiles for on it."""
+        """Return the target that CuTe DSL compiles for on the device."""
         return "sm_{}{}a".format(*self.capability)
 
     @property
@@ -82,7 +82,7 @@ class SimulatedDevice:
         }  # fmt: skip
 
     def clusters(self, size: int) -> int:
-        """Clusters of so many CTAs that run at once, one CTA an SM; every SM finds its peers."""
+        """Clusters of so many CTAs that run at once, one CTA per SM; every SM finds its peers."""
         return self.sms // size
 
 

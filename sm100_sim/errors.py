@@ -1,8 +1,8 @@
-"""What a simulated kernel can do wrong, as exceptions that say where.
+"""Errors of a simulated kernel, as exceptions that say where it went wrong.
 
 Every error names, as far as known, the instruction (PTX text and source line), the CTA, the warp
-and the lane. Code that detects an error deep inside raises it with the message alone; the run
-loop adds the place through `at`.
+and the lane. Code that detects an error deep inside raises it with the message alone; the run loop
+adds the place through `at`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class MissingExtra(ImportError):
     """A package is not installed that an extra of this distribution brings."""
 
     def __init__(self, what: str, extra: str, error: ImportError) -> None:
-        """what: needs it ("attached()"). error: of the import."""
+        """Make the error. what: needs the extra ("attached()"). error: of the import."""
         super().__init__(
             f"{what} needs {error.name}, which is not installed; pip install "
             f"'./sm100_sim[{extra}]' in a checkout of fa4-hd256 installs all that it needs",
@@ -110,7 +110,8 @@ class CtaExited(MemoryFault):
 
 
 class Misaligned(SimulationError):
-    """An address, coordinate or descriptor field that is not aligned as the instruction asks."""
+    """An address, coordinate or descriptor field that is not aligned as the instruction
+    requires."""
 
 
 class BarrierError(SimulationError):

@@ -47,9 +47,9 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Options:
-    """How kernels are run; see `launch` for the meaning of each. None: as many clusters as the
-    device holds, as many threads as cores. observe: called with the `LaunchConfig` of each launch
-    and its report. Raises ValueError for a value that is not accepted."""
+    """Options of running kernels; see `launch` for the meaning of each. None: as many clusters as
+    the device holds, as many threads as cores. observe: called with the `LaunchConfig` of each
+    launch and its report. Raises ValueError for a value that is not accepted."""
 
     clusters: int | None = None
     seed: int | None = None
@@ -110,7 +110,7 @@ def launch(
     compiled: what `cute.compile` returned, its PTX kept (`keeping_ptx`).
     args, kwargs: what one would call it with; tensors are CPU tensors through from_dlpack and are
         read and written in place. A kernel may touch these tensors and no other memory.
-    clusters: how many are resident at once. Default: as many as the device holds (one CTA an SM;
+    clusters: how many are resident at once. Default: as many as the device holds (one CTA per SM;
         `devices`), fewer if their state would take more than 1 GiB.
     seed: an adversarial schedule (random warp order, asynchronous operations early or late, waits
         that fail spuriously); the same seed gives the same run.
@@ -248,9 +248,9 @@ def run_kernel(
 
 
 def observers_of(options: Options, trace: Trace | None = None) -> tuple[Observer, ...]:
-    """Who looks on at a launch, by what the options ask for; trace: what is filled, or None.
+    """Return the observers of a launch that the options request; trace: what is filled, or None.
 
-    The code of an observer is imported only when it is asked for.
+    The code of an observer is imported only when it is requested.
     """
     found: list[Observer] = []
     if options.sanitize:
@@ -303,9 +303,9 @@ def _run_in_threads(machines: list[Machine]) -> None:
 
 
 def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:
-    """Clusters resident at once unless asked otherwise.
+    """Clusters resident at once unless requested otherwise.
 
-    As many as the device holds (one CTA an SM), but no more than fit in STATE_LIMIT bytes.
+    As many as the device holds (one CTA per SM), but no more than fit in STATE_LIMIT bytes.
     """
     size = math.prod(config.cluster)
     registers = 128 * compiled.r32_count + 256 * compiled.r64_count

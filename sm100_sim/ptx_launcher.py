@@ -31,8 +31,8 @@ def launch_ptx(
         no other memory. A numpy scalar or bytes (a TMA descriptor, a struct) are passed as they
         are, an int in the parameter's size, a float as float32 or float64 by that size.
     grid, cluster: CTAs; block: threads; each a number or up to three, x first.
-    dynamic_smem: bytes of dynamic shared memory of a CTA. What a host has to ask for first, such
-        as more than 48 KiB or a cluster of more than 8 CTAs, counts as asked for.
+    dynamic_smem: bytes of dynamic shared memory of a CTA. What a host has to request first, such
+        as more than 48 KiB or a cluster of more than 8 CTAs, counts as requested.
     options: see `Options`; None takes the SM100_SIM_* variables (`settings`).
 
     Without machine code, registers are the most that the kernel's directives allow, and setmaxnreg

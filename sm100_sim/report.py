@@ -1,4 +1,4 @@
-"""What a launch did, as a dataclass and as one line of JSON."""
+"""Report of a launch, as a dataclass and as one line of JSON."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Report:
         "instructions" (everything else in native code) and "python"; with a seed all of it is
         "python". threads: that ran clusters.
         findings: what would be wrong on hardware although the run went on, all of it; `causes` has
-        them by cause. trace: None unless asked for. shared_accesses: with a trace, instruction
-        index -> (bytes a lane, executions looked at, wavefronts of them), see `trace.observer`.
+        them by cause. trace: None unless requested. shared_accesses: with a trace, instruction
+        index -> (bytes per lane, executions looked at, wavefronts of them), see `trace.observer`.
     """
 
     kernel: str

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     status = _plot(result, path)
     if status == 0:
         print(f"error curve: {path}")
-    # A curve that was not asked for by name is no reason to fail.
+    # A curve that was not requested by name is no reason to fail.
     return status if options.plot else 0
 
 

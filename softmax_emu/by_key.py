@@ -1,12 +1,12 @@
 """Online softmax where each thread holds keys of a transposed score tile, each for some rows.
 
-Tensor memory delivers S^T = K Q^T with a key a lane and a query row a column: a thread has one
+Tensor memory delivers S^T = K Q^T with a key per lane and a query row per column: a thread has one
 score of every row.  wgmma leaves a thread two keys of a quarter of the rows.  All threads need the
 offsets of their rows, and a row's maximum and sum go over lanes and warps.  The definitions are
-those of `online`: p = 2^(c s - c m), and m moves, for a row by itself, only where
-c * (true maximum - m) exceeds the threshold.  Whether any does is asked without the maxima: by the
-largest exponent that a thread has.  The maxima themselves are taken where the answer is yes, which
-most tiles do without.
+those of `online`: p = 2^(c s - c m), and m moves, for a row by itself, only where c * (true maximum
+- m) exceeds the threshold.  Whether any does is tested without the maxima: by the largest exponent
+that a thread has.  The maxima themselves are taken where the answer is yes, which most tiles do
+without.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class KeySoftmax:
             self.offsets[row], self.sums[row] = self.row.offset, Float32(0.0)
 
     def exceeds(self, scores: cute.Tensor) -> Boolean:
-        """Whether some row's maximum must move for a score of this thread's key.
+        """Return True if some row's maximum must move for a score of this thread's key.
 
         scores: register tensor of Float32, one of each row; masked ones -inf.
         """
@@ -166,11 +166,11 @@ class KeySoftmax:
 
     @property
     def _is_packed(self) -> bool:
-        """Whether by instructions on pairs, which sm_90 has not."""
+        """Return True if pairs of rows share an instruction; sm_90 has no such instructions."""
         return self.row.arithmetic == "packed"
 
     def __extract_mlir_values__(self) -> list:
-        """None: what lives across loops is memory, and stays where it is."""
+        """Return no values: the state that lives across loops is memory, and stays where it is."""
         return []
 
     def __new_from_mlir_values__(self, values: list) -> KeySoftmax:

@@ -100,7 +100,7 @@ def exp2_polynomial_pair(x0: Float32, x1: Float32, degree: int) -> tuple[Float32
 
 
 def exp2_polynomial_scalars(x0: Float32, x1: Float32, degree: int) -> tuple[Float32, Float32]:
-    """As `exp2_polynomial_pair`, bit for bit, by instructions that sm_90 has."""
+    """Compute `exp2_polynomial_pair`, bit for bit, by instructions that sm_90 has."""
     return _polynomial(x0, degree), _polynomial(x1, degree)
 
 

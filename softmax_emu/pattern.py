@@ -1,4 +1,4 @@
-"""Which score elements take the polynomial instead of the hardware exp2.
+"""Choice of the score elements that take the polynomial instead of the hardware exp2.
 
 A thread's row of scores is worked on in fragments of 32 columns, in pairs of columns (the packed
 f32x2 instructions take two).  Names and rule are the field's: the pair at even column k of an
@@ -28,7 +28,7 @@ class Ex2Pattern:
     degree: degree of the polynomial, 2 to 5.
 
     The share that these numbers suggest (res / freq) is not what is compiled, since only even
-    columns are asked and whole fragments are exempt: `true_share` counts the elements.
+    columns are tested and whole fragments are exempt: `true_share` counts the elements.
 
     Raises TypeError or ValueError for a field outside its range.
     """
@@ -69,7 +69,8 @@ class Ex2Pattern:
             )
 
     def is_emulated(self, fragment: int, column: int, num_fragments: int) -> bool:
-        """Whether `column` (0..31) of `fragment` (0..num_fragments-1) takes the polynomial."""
+        """Return True if `column` (0..31) of `fragment` (0..num_fragments-1) takes the
+        polynomial."""
         if not 0 <= fragment < num_fragments:
             raise ValueError(f"fragment {fragment} is not one of {num_fragments}")
         if not 0 <= column < FRAGMENT_COLUMNS:

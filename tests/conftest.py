@@ -35,7 +35,7 @@ for _name in (
 ):  # fmt: skip
     os.environ.pop(_name, None)
 
-# Both schedulers are tested: the static one here, the dynamic one by tests that ask for it and by
+# Both schedulers are tested: the static one here, the dynamic one by tests that select it and by
 # the part of `make test` that sets this variable.
 os.environ.setdefault("FA_CLC", "0")
 
@@ -105,7 +105,8 @@ def pytest_collection_finish():
 
 
 def takes_all_cases(config) -> bool:
-    """Whether nothing is left out: where that is asked for, or tests are named, and on a GPU."""
+    """Return True if no case is left out: where that is requested, or tests are named, and on a
+    GPU."""
     named = any("::" in argument for argument in config.args)
     return named or config.getoption("--all-cases") or config.getoption("--device") == "cuda"
 
@@ -134,7 +135,7 @@ def sampled_cases(items):
 
 
 def missing_gpus(on_gpu: bool, wanted: int = 1) -> str:
-    """Why a test that needs so many GPUs cannot run; empty where it can."""
+    """Return why a test that needs so many GPUs cannot run; empty where it can."""
     if not on_gpu:
         return "needs a real GPU; run with --device cuda"
     count = torch.cuda.device_count()
@@ -142,19 +143,20 @@ def missing_gpus(on_gpu: bool, wanted: int = 1) -> str:
 
 
 def tested_architecture(config) -> str:
-    """Whose kernels run: the GPU's, or in the simulator what --arch says."""
+    """Return the architecture whose kernels run: the GPU's, or in the simulator what --arch
+    says."""
     return architecture_of(torch.device(config.getoption("--device"))).name
 
 
 @pytest.fixture
 def device(request) -> str:
-    """Where attention runs in this session."""
+    """Return the device on which attention runs in this session."""
     return request.config.getoption("--device")
 
 
 @pytest.fixture
 def architecture(request) -> str:
-    """Whose kernels attention runs in this session, as FA4_HD256_ARCH names it."""
+    """Return the architecture whose kernels run in this session, as FA4_HD256_ARCH names it."""
     return tested_architecture(request.config)
 
 
@@ -178,7 +180,7 @@ def use_clc(request) -> bool:
 
 @pytest.fixture
 def divisions(monkeypatch) -> list:
-    """How backwards were divided, one after the other."""
+    """Record how backwards were split, one after the other."""
     from fa4_hd256.run import backward
 
     found, divide = [], backward.divide
@@ -245,7 +247,7 @@ def planted(tmp_path, monkeypatch):
 
 @pytest.fixture
 def combined(monkeypatch):
-    """(problem, out and lse of the parts) of each call whose keys were divided."""
+    """Record (problem, out and lse of the splits) of each call with KV splits."""
     from fa4_hd256.run import forward as run_of_forward
 
     seen = []

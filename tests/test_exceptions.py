@@ -46,7 +46,7 @@ def exceptions() -> dict[str, type[BaseException]]:
 
 
 def told(error: BaseException) -> tuple:
-    """What there is to an exception, exceptions inside by what they say."""
+    """Describe an exception, exceptions inside by what they say."""
     fields = {name: repr(value) for name, value in vars(error).items()}
     return type(error), str(error), repr(error.args), getattr(error, "name", None), fields
 

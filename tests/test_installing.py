@@ -1,4 +1,4 @@
-"""What messages tell a user to install can be installed from a clone; scripts name functions."""
+"""Advice of messages on what to install, which must work from a clone; scripts name functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def project(name: str) -> dict:
 
 
 def advised(text: str) -> Iterator[str]:
-    """What `pip install` is to install, word by word."""
+    """Yield the words that `pip install` is to install."""
     text = re.sub(r'"\s*\n\s*f?"', "", text)  # a message in two pieces
     text = text.replace("in a checkout of fa4-hd256", "")
     for command in re.findall(r"pip install ((?:-e |[\w.\-/=]+ ?|'[^']*' ?)+)", text):

@@ -121,7 +121,7 @@ def test_what_cleans_up_does(tmp_path):
 
 
 def test_output_that_is_not_read_to_its_end():
-    """As of `python -m fa4_hd256 plan | head -1`."""
+    """`python -m fa4_hd256 plan | head -1` closes the pipe early."""
     code = (
         "import sys\n"
         "from fa4_hd256.interrupt import command\n"

@@ -1,4 +1,4 @@
-"""What pages, docstrings and comments name is there: links, files, names of the code, commands."""
+"""Links, files, names of the code and commands in pages, docstrings and comments."""
 
 from __future__ import annotations
 
@@ -69,12 +69,13 @@ def test_rooms_and_modules_are_in_the_picture_of_the_rooms():
     tree = (ROOT / "docs/architecture.md").read_text("utf-8").split("```")[1]
     inside = ("fa4_hd256", "fa4_hd256/call", "fa4_hd256/run", "fa4_hd256/kernels", "fa4_hd256/gpus",
               "schedulers", "softmax_emu", "sm100_sim")  # fmt: skip
-    modules = {path.stem for room in inside for path in (ROOT / room).glob("[!_]*.py")}
+    modules = {path.stem for package in inside for path in (ROOT / package).glob("[!_]*.py")}
     assert len(modules) > 50
     assert not {name for name in modules if not re.search(rf"\b{name}\b", tree)}
-    folders = {path.parent for room in mentions.PACKAGES for path in (ROOT / room).rglob("*.py")}
-    rooms = {path.name for path in folders if "build" not in path.parts}
-    assert len(rooms) > 30 and not {name for name in rooms if f"{name}/" not in tree}
+    files = (path for package in mentions.PACKAGES for path in (ROOT / package).rglob("*.py"))
+    folders = {path.parent for path in files}
+    packages = {path.name for path in folders if "build" not in path.parts}
+    assert len(packages) > 30 and not {name for name in packages if f"{name}/" not in tree}
 
 
 def test_rooms_import_those_below_them_in_the_picture():

@@ -1,4 +1,4 @@
-"""What the Makefile's goals install and run."""
+"""Goals of the Makefile: what they install and run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from checkout import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
-#: Stands in for the Python of .venv: logs the scheduler, or architecture, that it is asked for and
-#: fails if told to.
+#: Stands in for the Python of .venv: logs the scheduler, or architecture, that it is called with
+#: and fails if told to.
 PYTHON = """#!/bin/sh
 part="${FA_CLC:-static}"
 test "$3" = --arch && part="$4"
@@ -46,7 +46,7 @@ PARTS = {
     *(("test-cuda", red) for red in ("none", "static", "1")),
 ])  # fmt: skip
 def test_every_part_of_the_tests_runs(tmp_path, goal, red):
-    """And the goal fails if one does."""
+    """The goal fails if a part does."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
@@ -89,7 +89,7 @@ def test_the_check_runs_its_three_parts(tmp_path):
 
 
 def test_the_check_has_tests_of_each_room():
-    """Of each folder, but those of other projects' kernels, and only tests that there are."""
+    """Each folder has tests, but those of other projects' kernels, and all listed tests exist."""
     listed = (ROOT / "tests" / "check.txt").read_text().split()
     files = {entry.partition("::")[0] for entry in listed}
     assert [file for file in files if not (ROOT / file).is_file()] == []

@@ -216,7 +216,7 @@ def test_a_lock_file_that_leads_elsewhere_is_not_followed(cache, tmp_path):
 
 
 def without_write_permission(cache, function):
-    """What `function` returns (text) to a user who may read the cache only."""
+    """Return what `function` returns (text) to a user who may read the cache only."""
     for path in cache.directory.iterdir():
         path.chmod(0o444)
     if os.geteuid() != 0:
@@ -251,7 +251,7 @@ def without_write_permission(cache, function):
 
 
 def test_a_directory_that_can_only_be_read():
-    """What is there is used, in silence; what is not is made, with one warning."""
+    """Existing entries are used, in silence; others are made, with one warning."""
     with tempfile.TemporaryDirectory() as directory:  # pytest's own is closed to other users
         os.chmod(directory, 0o755)
         cache = NativeCache(Path(directory, "cache"), "compiled kernels", "SOME_CACHE_DIR")
@@ -388,7 +388,7 @@ if sys.argv[4] == "no locks":
 
 @pytest.mark.parametrize("locks", ["locks", "no locks"])
 def test_processes_that_start_together(cache, tmp_path, locks):
-    """With locks one of them makes the entry; without, nobody ever reads a torn one."""
+    """One of the processes makes the entry with locks; without, nobody ever reads a torn one."""
     log = tmp_path / "log"
     command = [sys.executable, "-c", PROCESS, SOURCE.parent, cache.directory, log, locks]
     processes = [
@@ -434,7 +434,7 @@ def test_a_child_forked_meanwhile_does_not_keep_the_lock(cache):
 
 
 def test_a_lock_file_that_goes_while_others_wait_for_it(cache):
-    """They take the one that newcomers lock, too."""
+    """Waiting processes take the lock file that newcomers lock, too."""
     path, waited = cache.directory / f"{NAME}.lock", []
 
     def wait():

@@ -1,4 +1,4 @@
-"""Which cases of tests marked `sampled` run: `conftest.sampled_cases`."""
+"""Cases of tests marked `sampled` that run: `conftest.sampled_cases`."""
 
 from __future__ import annotations
 

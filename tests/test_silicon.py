@@ -33,7 +33,7 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 def problems(text: str) -> list[str]:
-    """What is wrong with the page, as sentences."""
+    """Return what is wrong with the page, as sentences."""
     table, wrong = rows(text), []
     counts = {state: sum(row["state"] == state for row in table) for state in STATES}
     for state, count in [*counts.items(), ("all", len(table))]:

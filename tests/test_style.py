@@ -24,7 +24,7 @@ def test_sizes():
 
 
 def test_imports():
-    """What rooms may import, and no circles."""
+    """Packages import what they may, and there are no circles."""
     offences = style.imports(ROOT)
     assert not offences, say(offences)
 
@@ -46,6 +46,11 @@ def test_the_simulators_packages_are_listed():
 
 def test_module_names():
     offences = style.module_names(ROOT)
+    assert not offences, say(offences)
+
+
+def test_docstrings_begin_with_a_verb_or_name_the_thing():
+    offences = style.fragments(ROOT)
     assert not offences, say(offences)
 
 

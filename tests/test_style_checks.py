@@ -15,12 +15,12 @@ HOME = "/" + "home/"
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout without an offence; every room has a module."""
-    for room in style.ROOMS:
-        (tmp_path / room).mkdir(parents=True, exist_ok=True)
-        (tmp_path / room / "__init__.py").write_text("")
-    for room in itertools.chain(*style.SIMULATOR):
-        (tmp_path / "sm100_sim" / f"{room}.py").write_text("")
+    """A checkout without an offence; every package has a module."""
+    for package in style.PACKAGES:
+        (tmp_path / package).mkdir(parents=True, exist_ok=True)
+        (tmp_path / package / "__init__.py").write_text("")
+    for package in itertools.chain(*style.SIMULATOR):
+        (tmp_path / "sm100_sim" / f"{package}.py").write_text("")
     (tmp_path / "tests" / "sim").mkdir(parents=True)
     (tmp_path / "tests" / "test_a.py").write_text("")
     return tmp_path
@@ -28,6 +28,7 @@ def checkout(tmp_path):
 
 CHECKS = (
     style.sizes, style.imports, style.bare_imports, style.module_names, style.machine_paths,
+    style.fragments,
 )  # fmt: skip
 
 
@@ -58,33 +59,34 @@ def test_this_checkout_has_the_files_that_are_checked():
     ("bench/a.py", "def f(a, b, c, d, /, e, f, g, *, h, i): pass\n", style.sizes,
      "bench/a.py:1: f has 9 parameters, at most 8"),
     ("schedulers/a.py", "def f():\n    import fa4_hd256\n", style.imports,
-     "schedulers/a (room schedulers) imports fa4_hd256 (room fa4_hd256)"),
+     "schedulers/a (package schedulers) imports fa4_hd256 (package fa4_hd256)"),
     ("bench/a.py", "from schedulers.clc import a\n", style.bare_imports,
      "bench/a.py imports schedulers.clc; write fa4_hd256.schedulers.clc"),
     ("tests/a.py", "def f():\n    import softmax_emu\n", style.bare_imports,
      "tests/a.py imports softmax_emu; write fa4_hd256.softmax_emu"),
     ("bench/a.py", "from bench.commands import schedulers\n", style.bare_imports, None),
     ("sm100_sim/a.py", "from fa4_hd256.schedulers import static\n", style.imports,
-     "sm100_sim/a (room sm100_sim) imports schedulers (room schedulers)"),
+     "sm100_sim/a (package sm100_sim) imports schedulers (package schedulers)"),
     ("fa4_hd256/kernels/a.py", "from ..call import b\n", style.imports,
-     "fa4_hd256/kernels/a (room fa4_hd256/kernels) imports fa4_hd256/call (room fa4_hd256/call)"),
+     "fa4_hd256/kernels/a (package fa4_hd256/kernels) imports fa4_hd256/call "
+     "(package fa4_hd256/call)"),
     ("fa4_hd256/kernels/a.py", "def f():\n    from . import blackwell\n", style.imports,
-     "fa4_hd256/kernels/a (room fa4_hd256/kernels) imports fa4_hd256/kernels/blackwell "
-     "(room fa4_hd256/kernels/blackwell)"),
+     "fa4_hd256/kernels/a (package fa4_hd256/kernels) imports fa4_hd256/kernels/blackwell "
+     "(package fa4_hd256/kernels/blackwell)"),
     ("fa4_hd256/kernels/blackwell/forward/a.py", "from .. import backward\n", style.imports,
-     "fa4_hd256/kernels/blackwell/forward/a (room fa4_hd256/kernels/blackwell/forward) imports "
-     "fa4_hd256/kernels/blackwell/backward (room fa4_hd256/kernels/blackwell/backward)"),
+     "fa4_hd256/kernels/blackwell/forward/a (package fa4_hd256/kernels/blackwell/forward) imports "
+     "fa4_hd256/kernels/blackwell/backward (package fa4_hd256/kernels/blackwell/backward)"),
     ("fa4_hd256/environment/a.py", "if TYPE_CHECKING:\n    from ..gpus import b\n", style.imports,
-     "fa4_hd256/environment/a (room fa4_hd256/environment) imports fa4_hd256/gpus "
-     "(room fa4_hd256/gpus)"),
+     "fa4_hd256/environment/a (package fa4_hd256/environment) imports fa4_hd256/gpus "
+     "(package fa4_hd256/gpus)"),
     ("fa4_hd256/run/a.py", "import sm100_sim.launcher\n", style.imports,
-     "fa4_hd256/run/a (room fa4_hd256/run) imports sm100_sim/launcher (room sm100_sim)"),
+     "fa4_hd256/run/a (package fa4_hd256/run) imports sm100_sim/launcher (package sm100_sim)"),
     ("sm100_sim/run.py", "if TYPE_CHECKING:\n    from .launcher import launch\n", style.imports,
-     "sm100_sim/run imports sm100_sim/launcher, which is no lower room of the simulator"),
+     "sm100_sim/run imports sm100_sim/launcher, which is no lower package of the simulator"),
     ("sm100_sim/trace.py", "from . import sanitizer\n", style.imports,
-     "sm100_sim/trace imports sm100_sim/sanitizer, which is no lower room of the simulator"),
+     "sm100_sim/trace imports sm100_sim/sanitizer, which is no lower package of the simulator"),
     ("sm100_sim/sanitizer.py", "from . import launcher\n", style.imports,
-     "sm100_sim/sanitizer imports sm100_sim/launcher, which is no lower room of the simulator"),
+     "sm100_sim/sanitizer imports sm100_sim/launcher, which is no lower package of the simulator"),
     ("schedulers/a.py", "def f():\n    from . import a, b\n", style.imports, None),
     ("tests/sim/test_a.py", "", style.module_names, "2 files of tests/ are called test_a.py"),
     ("bench/a.py", f"HERE = '{HOME}me'\n", style.machine_paths, f"bench/a.py holds {HOME}"),
@@ -94,8 +96,35 @@ def test_an_offence_is_named(checkout, path, text, check, offence):
     assert check(checkout) == ([offence] if offence else [])
 
 
+@pytest.mark.parametrize("opening", [
+    "Of which", "What", "whether", "(what, where)", "`As", "Those", "The same", "It", "This:",
+])  # fmt: skip
+def test_a_docstring_that_begins_with_a_fragment_is_named(checkout, monkeypatch, opening):
+    monkeypatch.setattr(style, "FRAGMENTS", {"bench": 0})
+    (checkout / "bench/a.py").write_text(f'def f():\n    """{opening} rows have."""\n')
+    assert style.fragments(checkout) == [
+        "1 docstrings of bench begin with a fragment, at most 0 may. Begin with a verb, or name "
+        f"the thing: bench/a.py:2: {' '.join(f'{opening} rows have.'.split()[:4])}"
+    ]
+
+
+@pytest.mark.parametrize("opening", [
+    "Return", "Rows", "This module's", "Assert", "Thesis", "The device", "(rows, columns)",
+])  # fmt: skip
+def test_a_docstring_that_names_the_thing_is_not(checkout, monkeypatch, opening):
+    monkeypatch.setattr(style, "FRAGMENTS", {"bench": 0})
+    (checkout / "bench/a.py").write_text(f'"""{opening} rows have."""\n')
+    assert style.fragments(checkout) == []
+
+
+def test_fragments_up_to_the_ceiling_are_left(checkout, monkeypatch):
+    monkeypatch.setattr(style, "FRAGMENTS", {"bench": 1})
+    (checkout / "bench/a.py").write_text('"""What rows have."""\n')
+    assert style.fragments(checkout) == []
+
+
 def test_a_circle_under_type_checking_is_named(checkout):
-    """Of three, one of whose imports is for annotations only."""
+    """One of the three imports is for annotations only."""
     (checkout / "sm100_sim/a.py").write_text("from . import b\n")
     (checkout / "sm100_sim/b.py").write_text("def f():\n    import sm100_sim.c\n")
     (checkout / "sm100_sim/c.py").write_text("if TYPE_CHECKING:\n    from .a import A\n")

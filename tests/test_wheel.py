@@ -1,5 +1,5 @@
-"""What a wheel of fa4_hd256 installs: one top-level package, which works beside a user's own
-`schedulers`, `softmax_emu` and `bench`."""
+"""Wheel of fa4_hd256: one top-level package, which works beside a user's own `schedulers`,
+`softmax_emu` and `bench`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ COLUMNS = (
 )
 #: Names of gradients in `GradientAccuracy.comparisons`, and of their columns.
 _GRADIENTS = {"q": "dQ", "k": "dK", "v": "dV"}
-#: Makers of gradients: where dS is stored, and where it is computed anew.
+#: Makers of gradients: where dS is stored, and where it is recomputed.
 _KERNELS = {
     True: {"q": "products", "k": "products", "v": "dV"},
     False: {"q": "dQ", "k": "dK/dV", "v": "dK/dV"},
@@ -109,7 +109,7 @@ def gradient_tables(results: list[GradientAccuracy]) -> list[Table]:
     title = "Error of the backward against float64, standard normal inputs"
     note = (
         "256 queries and 300 keys, two heads, unless the call says otherwise; packed: three "
-        "sequences of as many rows in all but ten. Where dS is not computed anew it is stored. "
+        "sequences of as many rows in all but ten. Where dS is not recomputed it is stored. "
         "PyTorch: autograd of matmul and softmax in the same dtype."
     )
     noted = (
@@ -142,7 +142,7 @@ def _place(case: gradient_accuracy.Case) -> dict[str, str]:
 
 
 def _worst(results: list[GradientAccuracy]) -> list[dict[str, Any]]:
-    """By architecture, dtype, gradient and the kernel that makes it."""
+    """Return the worst result by architecture, dtype, gradient and the kernel that makes it."""
     groups: dict[tuple[str, ...], list[tuple[str, GradientComparison]]] = defaultdict(list)
     for result in results:
         case = result.case

@@ -39,7 +39,7 @@ from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from sm100_sim.timing import SETS, load
 
-#: Of whose constants; machines that are like it take the sets, too.
+#: Machine whose constants they are; similar machines take the sets, too.
 MACHINE_NAME, FILE = "b200", "blackwell.json"
 COLUMNS = (
     Column("constant"),
@@ -71,7 +71,8 @@ def search(chosen: list[Case], arguments: argparse.Namespace) -> tuple[Populatio
 
 
 def document(population: Population, judge: Judge, most: int, limit: float) -> dict[str, Any]:
-    """What the file of sets holds: the accepted ones, the best first, and what they were judged by.
+    """Return the content of the file of sets: the accepted ones, the best first, and the errors
+    they were judged by.
 
     Raises ValueError if no set is accepted.
     """
@@ -126,8 +127,8 @@ def halves(verdict: Any, judge: Judge) -> dict[str, dict[str, float]]:
 
 
 def table(content: dict[str, Any]) -> Table:
-    """What the sets say of each constant. Told: by how much the range, on its logarithmic scale,
-    has become narrower between the 5th and the 95th percentile."""
+    """Tabulate the sets' values of each constant. Told: by how much the range, on its logarithmic
+    scale, has become narrower between the 5th and the 95th percentile."""
     rows, machine = [], load(MACHINE_NAME)
     for name, (low, high) in varying(machine).items():
         values = [one["constants"][name] for one in content["sets"]]

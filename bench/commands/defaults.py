@@ -1,6 +1,6 @@
 """`python -m bench defaults`: what a call decides for itself, against the other ways to decide it.
 
-Order of tiles, scheduler, when tiles are claimed, parts of keys and of groups of heads, memory for
+Order of tiles, scheduler, when tiles are claimed, KV splits, parts of groups of heads, memory for
 dS, exp2's mix, stages: each candidate is placed on the same cases under the same sets of constants,
 those that published rates do not contradict. Modelled only.
 """
@@ -48,7 +48,7 @@ def summary_rows(choice: Choice, found: Sequence[Decided]) -> list[dict[str, Any
 
 
 def default_row(choice: Choice, found: Sequence[Decided]) -> dict[str, Any]:
-    """What the default loses, and the other candidate with the least loss on average."""
+    """Return the default's loss, and the other candidate with the least loss on average."""
     rows = summary_rows(choice, found)
     default = next(row for row in rows if row["is_default"])
     best = next(row for row in rows if row is not default)
@@ -61,7 +61,7 @@ def default_row(choice: Choice, found: Sequence[Decided]) -> dict[str, Any]:
 
 
 def _verdict(row: dict[str, Any], default: dict[str, Any]) -> str | None:
-    """Of another candidate beside the default."""
+    """Return the verdict on another candidate beside the default."""
     if row is default:
         return None
     gains = [default[key] - row[key] for key in ("mean", "most")]

@@ -51,7 +51,7 @@ DECODING = (
 KEYS, ROWS = 128, 16
 #: Keys of a sequence that a CTA has, for the table of decoding.
 KEYS_OF_A_TILE = 8192
-#: Of an SM's part of HBM, in bytes a clock at 1.85 GHz.
+#: Of an SM's part of HBM, in bytes per clock at 1.85 GHz.
 HBM_BYTES_A_CLOCK = B200.hbm_bytes_per_second / B200.sms / 1.85e9
 SMEM_BYTES_A_CLOCK = 128
 KIB = 1024
@@ -83,7 +83,7 @@ def _error_row(case: Case, method: str, found: Errors) -> dict[str, object]:
 
 
 def cost_table() -> Table:
-    """What a step of 128 keys moves, for 16 query rows."""
+    """Tabulate the bytes that a step of 128 keys moves, for 16 query rows."""
     tile = 2 * KEYS * HEAD_DIM
     rows = [
         _cost_row("bf16 cache", 2 * tile, 2 * tile, 2, 1),

@@ -79,7 +79,7 @@ def _rows(
 def _times(
     case: host.HostCase, tensors: host.Tensors, peers: bool
 ) -> Iterator[tuple[str, host.Times, dict[str, float]]]:
-    """(how, its times, its parts)."""
+    """Yield (way of the call, its times, its parts)."""
     call = host.our_call(case, tensors)
     call()
     times = host.microseconds(case, tensors, call)

@@ -1,8 +1,8 @@
 """`python -m bench kv-types`: decoding over keys and values in e4m3 beside the same in bf16.
 
-On a GPU both are timed by turns. Both caches then hold the same numbers, those that e4m3 has, so
-that both results are compared with the same float64 attention before anything is timed. Without one
-times are the model's.
+On a GPU both are timed, interleaved. Both caches then hold the same numbers, those that e4m3 has,
+so that both results are compared with the same float64 attention before anything is timed. Without
+one times are the model's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
 
 
 def _inputs(case: Case, device: torch.device) -> tuple[Inputs, Inputs]:
-    """(with k and v in bf16, in e4m3) of the same numbers."""
+    """Return (inputs with k and v in bf16, inputs in e4m3) of the same numbers."""
     found = Inputs.random(case, device, torch.bfloat16)
     codes = []
     for tensor in (found.k, found.v):
@@ -118,7 +118,7 @@ COLUMNS = (
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Of rows of `modelled`."""
+    """Tabulate rows of `modelled`."""
     note = (
         "The call's default kernels and parts, those that make one result of the parts included. "
         "Of HBM: bytes of keys and values over what HBM gives by its data sheet in the time. "
@@ -128,10 +128,10 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def measured_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Of rows of `measured`."""
+    """Tabulate rows of `measured`."""
     reasons = sorted({row["refused"] for row in rows} - {""})
     notes = (
-        "Medians; both of a row by turns, results checked, L2 overwritten before each launch. "
+        "Medians; both of a row interleaved, results checked, L2 overwritten before each launch. "
         "Clock and power are e4m3's.",
         *(f"Not run: {reason}." for reason in reasons),
     )

@@ -66,7 +66,7 @@ def rows(
 
 
 def _opposed(seconds: np.ndarray, basis: str) -> np.ndarray:
-    """What another configuration's seconds are compared with, element by element: predictions
+    """Return the seconds to compare another configuration with, element by element: predictions
     under the same constants; of a measurement the slow runs with the fast ones."""
     return seconds[[0, 2, 1]] if basis == "measured" else seconds
 

@@ -1,5 +1,5 @@
-"""`python -m bench masks`: forward and backward under masks, and of functions of scores, that
-people train with.
+"""`python -m bench masks`: forward and backward under masks, and with score_mods, that people train
+with.
 
 Ours with `block_mask=`, or with `score_mod=`, beside what training takes without it: SDPA with a
 dense mask or bias, and FlexAttention; ours under the causal mask alone says how fast it may get,
@@ -52,7 +52,7 @@ TIMES = {
 RATES = OURS, BOUND
 RATIOS = {FUNCTION: "function_ratio", SDPA: "sdpa_ratio", FLEX: "flex_ratio"}
 
-#: A mask, or a function of scores.
+#: A mask, or a score_mod.
 AnyCase = MaskedCase | ScoredCase
 
 COLUMNS = (
@@ -69,9 +69,9 @@ COLUMNS = (
 
 NOTES = (
     "FLOP: 4 x 256 a head for each pair of a query and a key that it sees, backward 2.5 times "
-    f"that; of \"{BOUND}\" those of the causal mask. Times: medians of runs by turns, with a cold "
-    "L2; \"runs\" says how many. Making the mask: on the host's clock, from its name to bits and "
-    "lists of steps, with those of the backward in rows of it; once for all layers, and in no "
+    f"that; of \"{BOUND}\" those of the causal mask. Times: medians of interleaved runs, with a "
+    "cold L2; \"runs\" says how many. Making the mask: on the host's clock, from its name to bits "
+    "and lists of steps, with those of the backward in rows of it; once for all layers, and in no "
     "other column.",
     f"{SDPA}: a bool mask that is there before, KV heads repeated as transformers does where there "
     "is a mask. FlexAttention: compiled for the shape, its BlockMask made before.",

@@ -1,7 +1,7 @@
 """`python -m bench new-rows`: a decoding step by `flash_attn_with_kvcache` over a cache in pages,
 with and without new rows to be written, with their rotary embedding, and with a cache in e4m3.
 
-On a GPU alone. Steps are CUDA graphs of several calls, timed by turns, with what the call before
+On a GPU alone. Steps are CUDA graphs of several calls, timed interleaved, with what the call before
 left in L2, as that of one layer.
 """
 
@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 def calls_of(batch: int, keys: int, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """By kind, calls of one query a sequence. The last of the keys is the new row."""
+    """Return, by kind, calls of one query per sequence. The last of the keys is the new row."""
     case = Case("new rows", ((1, keys),) * batch, HEADS, HEADS_KV, True)
     inputs = Inputs.random(case, device, torch.bfloat16)
     pages = Pages.of(inputs.k, inputs.v, PAGE_ROWS, torch.Generator().manual_seed(0))

@@ -2,7 +2,8 @@
 
 Decoding steps and a few queries at once on long sequences, in pages of 16 and of 128 rows. Boxes of
 TMA are no larger than a page, so that small pages take more instructions for the same bytes. On a
-GPU all sizes are timed by turns, with flash-attn-4 beside them; without one times are the model's.
+GPU all sizes are timed, interleaved, with flash-attn-4 beside them; without one times are the
+model's.
 """
 
 from __future__ import annotations
@@ -115,10 +116,10 @@ MEASURED_COLUMNS = (
 
 
 def measured_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Of rows of `measured`."""
+    """Tabulate rows of `measured`."""
     reasons = sorted({row["refused"] for row in rows} - {""})
     notes = (
-        "Medians; all of a row by turns, results checked, L2 overwritten before each "
+        "Medians; all of a row interleaved, results checked, L2 overwritten before each "
         "launch. Page numbers are in an order by chance.",
         *(f"Not run: {reason}." for reason in reasons),
     )
@@ -126,7 +127,7 @@ def measured_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Of rows of `row`."""
+    """Tabulate rows of `row`."""
     note = (
         "The call's default kernel and parts, its second kernel included. Page numbers are in an "
         "order by chance. At most, of all sets: the larger ratio under any of the sets of "

@@ -51,7 +51,7 @@ COLUMNS = (
 
 
 def timed(job: Job, sampling: tuple[int, int]) -> Times:
-    """What a rank's process runs. sampling: steps before, steps that count."""
+    """Time the steps of a rank's process. sampling: steps before, steps that count."""
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
         for name in arguments.names or PICTURES
     ]
     stale = [row for row in rows if row["state"] == "not current"]
-    note = ("What is not current is drawn anew by `python -m bench pictures`.",) if stale else ()
+    note = ("What is not current is drawn again by `python -m bench pictures`.",) if stale else ()
     columns = Column("picture"), Column("state"), Column("bytes")
     emit(Table("pictures", f"Pictures in {arguments.write.name}", columns, rows, note), arguments)
     return 1 if stale else 0

@@ -80,7 +80,7 @@ def predictions(chosen: str = "") -> Table:
 
 
 def _sums(found: list[dict[str, Any]]) -> Iterator[str]:
-    """What is known of all errors: of rows by whether they were known, and of long ones."""
+    """Yield statistics of all errors: of rows by whether they were known, and of long ones."""
     long = {row.name for row in hopper_rows.rows() if row.case.seqlen_k >= LONG_KEYS}
     which = {
         "Measured before the prediction: yes": lambda r: r["seen"] == "yes",

@@ -62,7 +62,7 @@ def command_table(commands: Sequence[tuple[str, list[str]]], note: str) -> Table
 
 
 def commands(case: Case, arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """What to run, in order, for the directions chosen."""
+    """Return the command lines, in order, for the directions chosen."""
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
     if arguments.iket:
         return [(f"trace {direction}", trace_command(case, direction)) for direction in directions]

@@ -43,7 +43,7 @@ _SHORT = 24
 
 @dataclass(frozen=True)
 class Found:
-    """What a directory holds: (file name, table) of each result, and files that are none."""
+    """Content of a directory: (file name, table) of each result, and files that are none."""
 
     tables: list[tuple[str, Table]]
     others: dict[str, str]
@@ -153,7 +153,7 @@ def _cell(column: Column, value: object) -> str:
 
 
 def summary(found: Found) -> Table:
-    """What went into the page: a row for each table and basis."""
+    """Summarise the page: a row for each table and basis."""
     rows = []
     for name, table in found.tables:
         counted = Counter((row[BASIS], row[MACHINE]) for row in table.rows)

@@ -1,8 +1,8 @@
 """`python -m bench schedulers`: the static tile scheduler against the dynamic one (CLC).
 
-On a GPU that runs the kernels, both are timed by turns, chosen by the environment variable FA_CLC
-as a user would. Without one, the tiles of every problem are placed on the clusters of the machine
-by either rule, with costs from replays of the compiled kernel.
+On a GPU that runs the kernels, both are timed, interleaved, chosen by the environment variable
+FA_CLC as a user would. Without one, the tiles of every problem are placed on the clusters of the
+machine by either rule, with costs from replays of the compiled kernel.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def _equal(batch: int, seqlen: int) -> tuple[tuple[int, int], ...]:
 
 
 def default_cases() -> list[Case]:
-    """Where the choice may matter: equal and unequal tiles, few and many of them."""
+    """Return the cases where the choice may matter: equal and unequal tiles, few and many of
+    them."""
     gemma, qwen = (8, 4), (16, 2)
     return [
         *(Case("dense", _equal(b, s), *qwen, False) for b, s in ((4, 4096), (1, 8192))),
-        # 17 query blocks a head: a last wave that is nearly empty.
+        # 17 query blocks per head: a last wave that is nearly empty.
         Case("dense", _equal(1, 4352), *qwen, False),
         *(
             Case("causal", _equal(b, s), *qwen, True)
@@ -109,14 +110,15 @@ def _identity(case: Case, direction: str) -> dict[str, Any]:
 
 
 def _better(gains: np.ndarray) -> str:
-    """Which scheduler; neither where the difference is below the resolution or of either sign."""
+    """Return the faster scheduler; neither where the difference is below the resolution or of
+    either sign."""
     if abs(gains[0]) < RESOLUTION or gains.min() < 0 < gains.max():
         return "not ranked"
     return CLC if gains[0] > 0 else STATIC
 
 
 class _ByVariable(Ours):
-    """Ours under a value of FA_CLC."""
+    """Our operator under a value of FA_CLC."""
 
     def __init__(self, name: str, value: str) -> None:
         super().__init__(name)

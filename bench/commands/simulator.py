@@ -128,7 +128,7 @@ TRANSLATION_NOTE = (
 
 
 def kernels() -> dict[str, KernelSpec]:
-    """This project's plain forward, and the largest of each of its kernels."""
+    """Return this project's plain forward, and the largest of each of its kernels."""
     everything: dict[str, Any] = {
         "dtype": torch.bfloat16, "bounded_left": True, "bounded_right": True, "softcap": True,
         "ragged": ("cu_seqlens_q", "cu_seqlens_k"), "use_clc": True,

@@ -1,10 +1,10 @@
-"""`python -m bench splits`: keys of a query tile divided among CTA pairs, where tiles are few.
+"""`python -m bench splits`: KV splits of a query tile, over CTA pairs, where tiles are few.
 
 Decoding, a few queries at once, and a chunk of a long prompt. On a GPU that runs the kernels some
-numbers of parts are timed by turns; without one the tiles of every number are placed on the
+numbers of KV splits are timed, interleaved; without one the tiles of every number are placed on the
 clusters of the machine, with costs from replays of the compiled kernel. flash-attn-4 stands beside
-it with its best call: undivided, or divided into any number of parts that its rule picks from; and
-FROST, divided as its heuristics choose.
+it with its best call: unsplit, or with any number of KV splits that its rule picks from; and FROST,
+split as its heuristics choose.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.launch import gpu_of as device_gpu
 
-#: Parts of a tile's keys that the table shows; 1: not divided.
+#: KV splits of a tile that the table shows; 1: not split.
 NUMBERS = (1, 2, 4, 8, 16, 32)
 THEIRS = flash_attn_4.PACKAGE
 #: Columns of its calls: num_splits=1, its default, and 0, where its rule decides.
@@ -60,7 +60,7 @@ PUBLISHED = {"cuDNN, as published": CUDNN, "FROST, as published": FROST}
 def default_cases() -> list[Case]:
     """(batch, queries, keys), with the heads of Qwen3-Next and of Gemma."""
     decoding = [(b, 1, keys) for b in (1, 8) for keys in (1024, 2048, 8192, 32768, 131072)]
-    # 40 tiles: dividing by two would make 80 for 74 CTA pairs.
+    # 40 tiles: two splits would make 80 for 74 CTA pairs.
     decoding += [(20, 1, keys) for keys in (2048, 32768)]
     few = [(b, q, 131072) for b in (1, 128) for q in (1, 2, 4)]
     chunks = [(8, 4, 8192), (1, 128, 8192), (1, 512, 8192), (1, 512, 32768), (8, 128, 4096)]
@@ -106,8 +106,8 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
 def _standing(
     ours: np.ndarray, calls: dict[int, np.ndarray], third: np.ndarray | None, error: float
 ) -> dict[str, Any]:
-    """Ours against the best of both peers under each set of constants; calls: flash-attn-4's by
-    number of parts, of which it takes the best, third: FROST's."""
+    """Compare ours with the best of both peers under each set of constants; calls: flash-attn-4's
+    by number of splits, of which it takes the best, third: FROST's."""
     peers = {} if third is None else {frost.NAME: third}
     if calls:
         peers[THEIRS] = np.min(list(calls.values()), axis=0)
@@ -194,7 +194,7 @@ def _row(
 
 
 def _gpu_of(timer: Timer) -> Gpu:
-    """What the operator takes the timer's GPU for."""
+    """Return the GPU that the operator takes the timer's GPU for."""
     if torch.cuda.is_available():
         return device_gpu(torch.device("cuda"))
     return replace(B200, sms=timer.gpu.sms, pairs=timer.gpu.sms // 2)

@@ -63,14 +63,15 @@ COLUMNS = (
 
 
 def case_of(causal: bool) -> Case:
-    """Of a kind; costs do not follow its lengths."""
+    """Return a case of a kind; costs do not follow its lengths."""
     return Case("dense", ((4096, 4096),) * 8, 8, 8, causal)
 
 
 def costs_of(
     predictor: Predictor, provider: str, direction: str, causal: bool, kernel: str
 ) -> list[TileCosts]:
-    """Of a kernel under each set of constants, the central one first, by the call's scheduler."""
+    """Return the costs of a kernel under each set of constants, the central one first, by the
+    call's scheduler."""
     case = case_of(causal)
     clc = provider == OURS and defaults_to_clc(case, direction)
     if direction == FORWARD:

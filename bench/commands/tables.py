@@ -75,7 +75,7 @@ def _row(name: str, write: Path | None, results: Sequence[Path]) -> dict[str, An
 
 
 def _age(name: str) -> dict[str, str | None]:
-    """Of a file of docs/tables as it is."""
+    """Return the age of a file of docs/tables."""
     commit = printed_at((FOLDER / f"{name}.md").read_text("utf-8"))
     since = "unknown" if commit is None else changed_since(commit)
     return {"printed at": commit, "changed since": since}
@@ -90,7 +90,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.write and DOCUMENTS[name].of_before:
             raise ValueError(
                 f"table {name!r} is kept from before, and its command would print another one: "
-                "name one that can be made anew"
+                "name one that can be made again"
             )
     if arguments.write and not arguments.names:
         raise ValueError("--write takes names: all commands together run for hours")

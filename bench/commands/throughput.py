@@ -1,7 +1,8 @@
 """`python -m bench throughput`: forward and backward over the suite, implementations side by side.
 
 On a CUDA GPU every provider's result is checked against the one reference, then all of them are
-timed by turns. Without one, times are those of the timing model, of all whose kernels are replayed.
+timed, interleaved. Without one, times are those of the timing model, of all whose kernels are
+replayed.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def summary(rows: list[dict[str, Any]]) -> Table | None:
 
 
 def times_of(row: dict[str, Any], case: Case, direction: str) -> dict[str, Any]:
-    """Of a measured row: microseconds of ours and of the best peer, the rate at which ours takes in
-    K and V if each is read once, and power; None where it is not known."""
+    """Return a measured row's microseconds of ours and of the best peer, the rate at which ours
+    takes in K and V if each is read once, and power; None where it is not known."""
     details = row["details"]
     ours, peer = (details.get(name, {}) for name in (OURS, row["peer"]))
     milliseconds = ours.get("median_ms")
@@ -173,8 +174,8 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def chosen_providers(names: list[str] | None, is_measured: bool = False) -> list[Provider]:
-    """Those of these names, None for all, but for the one whose runs take longer than all others'
-    if time is measured. Raises ValueError for a name that none has."""
+    """Return the providers of these names, None for all, but for the one whose runs take longer
+    than all others' if time is measured. Raises ValueError for a name that none has."""
     known = {provider.name: provider for provider in default_providers()}
     for name in names or ():
         if name not in known:

@@ -65,7 +65,7 @@ def table(
 
 
 def _figures(name: str, found: dict[str, Run | str], shown: Sequence[int]) -> dict[str, Any]:
-    """Of a run, beside others of its seed."""
+    """Return the figures of a run, beside others of its seed."""
     run, exact = found[name], found[REFERENCE]
     assert isinstance(run, Run)
     means = smoothed(run.losses)
@@ -116,7 +116,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _names(chosen: Sequence[str] | None, is_measured: bool) -> list[str]:
-    """Which attentions train, in order."""
+    """Return the attentions that train, in order."""
     if not is_measured:
         if set(chosen or ()) - {REFERENCE, ROUNDED}:
             raise ValueError(
@@ -129,7 +129,7 @@ def _names(chosen: Sequence[str] | None, is_measured: bool) -> list[str]:
 
 
 def _text(shape: Shape, device: torch.device) -> str:
-    """What was trained."""
+    """Describe what was trained."""
     masks = f"{shape.layers} layers, " + (
         f"window {shape.window} but for every {shape.full_every}th" if shape.window else "causal"
     )

@@ -142,7 +142,7 @@ def ratios(found: Sequence[Found]) -> Table:
 
 
 def of_gpus(found: Sequence[Found]) -> Table:
-    """The same kernel, shape and protocol on a GB300 over a GB200."""
+    """Compare the same kernel, shape and protocol on a GB300 with a GB200."""
     rows: list[dict[str, Any]] = []
     for newer, older in validation.on_two_gpus(found, "GB300", "GB200"):
         published = newer.row.tflops / older.row.tflops
@@ -160,7 +160,8 @@ def of_gpus(found: Sequence[Found]) -> Table:
 
 
 def steps(found: Sequence[Found]) -> Table:
-    """What 512 more steps of every tile cost, from chunks of a prompt that differ in their keys."""
+    """Tabulate the cost of 512 more steps of every tile, from chunks of a prompt that differ in
+    their keys."""
     modelled = {one.row: one for one in found}
     rows = []
     for less, more, count in validation.chunks(ROWS):
@@ -265,7 +266,7 @@ def _named(one: Found) -> str:
 
 
 def aims(found: Sequence[Found]) -> Table:
-    """What was aimed at, and by how much it is missed."""
+    """Tabulate the model's aims, and by how much they are missed."""
     counted = [one for one in found if one.counts]
     fitted_errors = [(_named(one), one.error_fitted) for one in counted]
     own = [(_named(one), one.error) for one in counted]

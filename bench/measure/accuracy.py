@@ -84,7 +84,8 @@ def measure(case: Case) -> Accuracy:
 
 
 def _executed_share(config: ForwardConfig, shape: Shape) -> float:
-    """From the last launch: scores take the flushing form of ex2, factors of a row the other."""
+    """Return the share of emulated exp2 in the last launch: scores take the flushing form of ex2,
+    factors of a row the other."""
     report = sm100_sim.last_reports()[-1]
     steps = -(-shape.seqlen_q // config.tile_q) * -(-shape.seqlen_k // config.block_kv)
     elements = steps * config.tile_q * config.block_kv

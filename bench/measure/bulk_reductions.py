@@ -1,4 +1,5 @@
-"""How fast a Hopper GPU adds float32 to global memory: `python -m bench.measure.bulk_reductions`.
+"""Rate at which a Hopper GPU adds float32 to global memory: `python -m
+bench.measure.bulk_reductions`.
 
 Bulk stores and bulk reductions of the same bytes from shared memory, by one SM and by all, to
 memory that stays in L2, and the same beside as many bytes of bulk loads from there: what sums of dQ
@@ -20,10 +21,10 @@ from .whole_gpu_measure import Device
 
 #: Bytes of a bulk operation, and how many each SM has under way.
 PIECE, DEPTH = 16 << 10, 4
-#: Bulk operations of each SM in a run, the first of which are not counted.
+#: Bulk operations of each SM in a run; the first are not counted.
 COUNT, WARM = 512, 128
 ACTIVE = (1, 33, 66, 132)
-#: Bytes that all SMs write to: once each SM's own part of it, once all of it in turns.
+#: Bytes that all SMs write to: once each SM's own part of it, once all of it in rotation.
 PLACES = (8 << 20, 16 << 20)
 
 #: What an SM does with a piece of its shared memory, as the kernel counts it.

@@ -1,4 +1,4 @@
-"""Whether a provider's result is right, asked before it is timed, on the case that is timed."""
+"""Check of a provider's result, before it is timed, on the case that is timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .masks import MaskedCase
 from .providers import Inputs, Provider
 from .scored import ScoredCase
 
-#: Rows that are compared: as many at the begin, the middle and the end of a sequence.
+#: Rows that are compared: as many at the start, the middle and the end of a sequence.
 CHECKED_ROWS = 64
 #: Longest sequence of the small problem on which whole gradients are compared.
 CHECKED_SEQLEN = 384
@@ -36,7 +36,7 @@ class Check:
 
     @property
     def failure(self) -> str:
-        """What is said of one that does not pass."""
+        """Return the error text of a result that does not pass."""
         return f"wrong: error {self.error:.3g}, accepted {self.tolerance:.3g}"
 
     @property
@@ -83,7 +83,7 @@ class Block:
 
 
 def _blocks(case: Case) -> list[list[Block]]:
-    """Blocks at the begin, at the middle and at the end of the first, the longest and the last
+    """Blocks at the start, at the middle and at the end of the first, the longest and the last
     sequence, of the first and the last head.
 
     Raises ValueError for a mask under which the keys of a block cannot be cut off.
@@ -150,8 +150,8 @@ def check_gradients(provider: Provider, inputs: Inputs) -> Check:
     """Compare gradients with the reference.
 
     All of them on the case cut down to a short sequence, but for a case with a mask of its own,
-    which a cut changes, or with a function of scores, which would be compiled for two shapes; on
-    the case itself those of rows alone, for a gradient of out that vanishes in every other row.
+    which a cut changes, or with a score_mod, which would be compiled for two shapes; on the case
+    itself those of rows alone, for a gradient of out that vanishes in every other row.
     """
     rows = _check_rows(provider, inputs)
     if isinstance(inputs.case, MaskedCase | ScoredCase):

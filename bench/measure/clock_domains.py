@@ -1,8 +1,8 @@
-"""Whether L2 follows the clock of a Hopper GPU's SMs: `python -m bench.measure.clock_domains`.
+"""Relation of L2's clock to that of a Hopper GPU's SMs: `python -m bench.measure.clock_domains`.
 
-Tensor cores at work pull the SMs' clock down (`whole_gpu_measure`). One SM that does none of it
-asks meanwhile how long L2, its own shared memory and fences take, in its clocks and in nanoseconds;
-then all SMs load from L2. What takes as many nanoseconds at a lower clock has a clock of its own.
+Tensor cores at work pull the SMs' clock down (`whole_gpu_measure`). One idle SM measures meanwhile
+how long L2, its own shared memory and fences take, in its clocks and in nanoseconds; then all SMs
+load from L2. What takes as many nanoseconds at a lower clock has a clock of its own.
 `clock_domains_predicted.json` has what was expected. Needs what `whole_gpu_measure` needs; nothing
 of the GPU is set.
 """
@@ -19,7 +19,7 @@ import torch
 from .cuda_c import PREAMBLE
 from .whole_gpu_measure import Device
 
-#: SMs at work beside the one that asks.
+#: SMs at work beside the measuring one.
 LOADED = (0, 33, 99, 131)
 #: Nanoseconds of rest, of load, and between two samples; numbers of a sample.
 REST, LOAD, PERIOD, NUMBERS = 20_000_000, 380_000_000, 5_000_000, 7
@@ -158,7 +158,7 @@ def _chain() -> torch.Tensor:
 def sample(device: Device, loaded: int) -> dict[str, Any]:
     """Medians over samples at rest and over the later half of the load: the SM's clock in GHz, and
     in clocks a hop through L2, a load of 64 KiB, a hop through shared memory and a fence; what all
-    SMs load together afterwards, in bytes a clock and SM and in TB/s."""
+    SMs load together afterwards, in bytes per clock and SM and in TB/s."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     load = LOAD if loaded else 0
     count = (REST + load) // PERIOD
@@ -199,7 +199,7 @@ def sample(device: Device, loaded: int) -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
-    """By the number of SMs at work."""
+    """Return the samples by the number of SMs at work."""
     device = Device(source())
     found: dict[str, Any] = {"device": torch.cuda.get_device_properties(0).name}
     for loaded in LOADED:

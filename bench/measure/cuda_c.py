@@ -1,4 +1,4 @@
-"""What the CUDA C of the measurements of a Hopper GPU begins with."""
+"""Start of the CUDA C of the measurements of a Hopper GPU."""
 
 #: Types, a CTA's clock, the barrier of a cluster, and the wait for a phase of an mbarrier, whose
 #: address is one of shared memory.

@@ -1,8 +1,8 @@
-"""How long Hopper's kernel of dV and dS waits for Q and dO: `python -m bench.measure.dv_loads`.
+"""Waiting times of Hopper's kernel of dV and dS for Q and dO: `python -m bench.measure.dv_loads`.
 
 A warp of the kernel that has nothing to do under the static scheduler waits for each load, too, and
-notes the clock; the load warp notes when it asks.  Of the last tile of every CTA, in a call that
-fills the GPU, percentiles of the clocks of an SM.  Needs a Hopper GPU and the compiler.
+notes the clock; the load warp notes when it issues the load.  Of the last tile of every CTA, in a
+call that fills the GPU, percentiles of the clocks of an SM.  Needs a Hopper GPU and the compiler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .providers import Inputs
 #: (sequences, queries and keys of each), heads 16/16.
 SHAPES = ((4, 4096), (16, 1024))
 STEPS, SMS = 1024, 256
-#: What is noted of a step: Q asked for, Q there, dO asked for, dO there.
+#: What is noted of a step: load of Q issued, Q there, load of dO issued, dO there.
 ASKED_Q, HAS_Q, ASKED_DOUT, HAS_DOUT, KINDS = range(5)
 ASKED = {"q": ASKED_Q, "dout": ASKED_DOUT}
 
@@ -63,7 +63,8 @@ class _Watched(DvKernel):
 
     @cute.jit
     def schedule(self, context: Any) -> None:
-        """In place of the scheduler warp, which the static scheduler leaves idle."""
+        """Wait for each load and note the clock, in place of the scheduler warp, which the static
+        scheduler leaves idle."""
         states = self.edges.waiter_states(*(ring.full for ring in self.steps.rings))
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -95,7 +96,7 @@ def _watched(log: int) -> Iterator[None]:
 
 
 def measure() -> dict[str, Any]:
-    """Of each shape: clocks from asking to having, and from step to step.
+    """Return, for each shape, the clocks from issue to arrival, and from step to step.
 
     Raises RuntimeError if the calls did not run the watched kernel.
     """

@@ -66,7 +66,8 @@ class Inputs:
 
 
 def inputs(case: Case) -> Inputs:
-    """The same for the same case. Scales bring the largest magnitude to 448."""
+    """Make the inputs of a case, always the same ones. Scales bring the largest magnitude to
+    448."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, rows, heads, HEAD_DIM, generator=generator)
@@ -159,8 +160,8 @@ def _ours(given: Inputs, architecture: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one method: largest and relative L2 error against attention of what the codes stand for;
-    the latter also against that of the values before they became codes."""
+    """Errors of one method: largest and relative L2 error against attention of what the codes stand
+    for; the latter also against that of the values before they became codes."""
 
     max_error: float
     rel_l2: float
@@ -168,7 +169,8 @@ class Errors:
 
 
 def errors(case: Case) -> dict[str, Errors]:
-    """By method; ours, where the simulator runs it, rounded to bf16 as it leaves it."""
+    """Return the errors by method; ours, where the simulator runs it, rounded to bf16 as it leaves
+    it."""
     given = inputs(case)
     of_codes, _ = reference.attention(given.q, *given.exact)
     of_values, _ = reference.attention(given.q, *given.values)

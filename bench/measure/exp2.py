@@ -35,7 +35,8 @@ HEADS = (16, 2)
 
 @dataclass(frozen=True)
 class Times:
-    """Of one mix and class. seconds: median, p20 and p80, or of all replays, the central one first.
+    """Times of one mix and class. seconds: median, p20 and p80, or of all replays, the central one
+    first.
 
     bound: what decides the modelled time. step_clocks: modelled, of a step of a CTA pair: what the
     mix can change where HBM or other work decides the time. paths: of the replays behind it.
@@ -49,7 +50,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Error:
-    """Of one mix. exp2: largest relative error of an exp2; out: relative L2, P in bf16."""
+    """Errors of one mix. exp2: largest relative error of an exp2; out: relative L2, P in bf16."""
 
     exp2: float
     out: float
@@ -96,7 +97,7 @@ def grid(axes: dict[str, Sequence[int]], last_fragment_hardware: bool) -> list[E
 
 
 def _elements(pattern: Ex2Pattern) -> tuple:
-    """What is compiled: the emulated columns of a step, and how."""
+    """Return what is compiled: the emulated columns of a step, and how."""
     fragments, columns = BLOCK // 32, range(32)
     emulated = tuple(
         pattern.is_emulated(f, c, fragments) for f in range(fragments) for c in columns
@@ -112,7 +113,7 @@ def case_of(seqlen: int, causal: bool) -> Case:
 def measured_times(
     patterns: Sequence[Ex2Pattern], causal: bool, timer: CudaTimer, sampling: Sampling
 ) -> dict[tuple[Ex2Pattern, str], Times]:
-    """Every mix and class, by turns.
+    """Time every mix and class, interleaved.
 
     Raises RuntimeError if a result is wrong.
     """

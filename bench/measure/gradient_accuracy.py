@@ -38,7 +38,7 @@ class Call:
     lengths: (queries, keys) of each sequence, several are packed. heads: of q, then of k and v.
     options: those that our calls and `reference.attention` both have. sink, slopes, holes: whether
     a sink a head, ALiBi's slopes, or a block mask with full, empty and partial tiles are given.
-    stores_ds: or dS is computed anew. parts: whether query heads of a group are divided.
+    stores_ds: or dS is recomputed. parts: whether query heads of a group are split.
     """
 
     name: str
@@ -90,8 +90,8 @@ class GradientAccuracy:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Of a call: q, k, v and dout, (rows of all sequences, heads, 256) each; and its options, as
-    our functions take them and as the reference does."""
+    """Inputs of a call: q, k, v and dout, (rows of all sequences, heads, 256) each; and its
+    options, as our functions take them and as the reference does."""
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     dout: torch.Tensor
@@ -132,7 +132,7 @@ def _alibi(slopes: torch.Tensor, shift: int) -> Any:
 
 
 def _holes(of_q: int, of_k: int, generator: torch.Generator) -> torch.Tensor:
-    """Dense mask whose tiles are in turns full, empty and partial."""
+    """Dense mask whose tiles are full, empty and partial in alternation."""
     tiles = torch.arange(-(-of_q // _TILE))[:, None] + torch.arange(-(-of_k // _TILE))
     kinds = (tiles % 3).repeat_interleave(_TILE, 0).repeat_interleave(_TILE, 1)[:of_q, :of_k]
     seen = torch.rand(of_q, of_k, generator=generator) > 0.5
@@ -152,7 +152,7 @@ def measure(case: Case) -> GradientAccuracy:
 
 
 def _gradients(case: Case, given: _Inputs) -> dict[str, torch.Tensor]:
-    """Ours, by autograd, (1, rows, heads, 256) each."""
+    """Compute our gradients, by autograd, (1, rows, heads, 256) each."""
     config = kernels_of(named(case.architecture)).config("backward")
     config = config() if case.call.stores_ds else config(ds_bytes=0)
     leaves = tuple(tensor.detach().requires_grad_() for tensor in given.tensors)
@@ -171,7 +171,7 @@ def _gradients(case: Case, given: _Inputs) -> dict[str, torch.Tensor]:
 
 
 def _starts(call: Call) -> tuple[list[int], list[int]]:
-    """Of each sequence its first query and its first key, and the ends of the last one."""
+    """Return each sequence's first query and first key, and the ends of the last one."""
     of_q, of_k = (
         [0, *itertools.accumulate(lengths)] for lengths in zip(*call.lengths, strict=True)
     )
@@ -179,7 +179,7 @@ def _starts(call: Call) -> tuple[list[int], list[int]]:
 
 
 def _sequences(call: Call) -> dict[str, Any]:
-    """What a packed call says of its sequences."""
+    """Return the arguments of a packed call that describe its sequences."""
     of_q, of_k = (torch.tensor(starts, dtype=torch.int32) for starts in _starts(call))
     longest_q, longest_k = (max(lengths) for lengths in zip(*call.lengths, strict=True))
     return {
@@ -189,7 +189,8 @@ def _sequences(call: Call) -> dict[str, Any]:
 
 
 def _expected(call: Call, given: _Inputs) -> reference.ExpectedGradients:
-    """Of each sequence by itself, put together: PyTorch's error is the largest of any."""
+    """Compute the reference of each sequence by itself, put together: PyTorch's error is the
+    largest of any."""
     parts = []
     of_q, of_k = (list(itertools.pairwise(starts)) for starts in _starts(call))
     q, k, v = given.tensors
@@ -207,7 +208,7 @@ def _expected(call: Call, given: _Inputs) -> reference.ExpectedGradients:
 
 
 def _check_kernels(call: Call) -> None:
-    """Of the last backward: whether products of a stored dS ran, and a sum of parts."""
+    """Check that MMAs of a stored dS, and a sum of parts, ran in the last backward if expected."""
     kernels = [report.kernel for report in sm100_sim.last_reports()]
     first = max(i for i, name in enumerate(kernels) if "PreprocessKernel" in name)
     ran = tuple(

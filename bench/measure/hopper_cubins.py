@@ -78,7 +78,7 @@ def write_cubins(directory: Path, known: Collection[str] = ()) -> None:
 
 
 def measurements() -> dict[str, Any]:
-    """What is known of the GPU; no rounds if nothing is."""
+    """Return the measurements of the GPU; no rounds if there are none."""
     if not MEASUREMENTS.exists():
         return {"rounds": {}, "quartiles": {}, "device": "no GPU"}
     return json.loads(MEASUREMENTS.read_text())

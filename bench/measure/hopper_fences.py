@@ -95,13 +95,13 @@ _ARRIVALS = tuple(_TIMED)[:3]
 
 
 def _own_stores(count: int) -> str:
-    """A warp's stores of 16 bytes a lane."""
+    """A warp's stores of 16 bytes per lane."""
     words = ", ".join(["%thread"] * 4)
     return "\n".join(f"st.global.v4.b32 [%place+{512 * i}], {{{words}}};" for i in range(count))
 
 
 def _others(rounds: int, body: str) -> str:
-    """What the other warps do: `rounds` times the body, longer than the timed warp takes."""
+    """Return the other warps' code: `rounds` times the body, longer than the timed warp takes."""
     return f"""
 mov.u32 %i, {rounds};
 BACKGROUND:
@@ -114,14 +114,14 @@ setp.ne.u32 %more, %i, 0;
 
 
 def _advance(step: int) -> str:
-    """To the next part of the buffer."""
+    """Advance to the next part of the buffer."""
     return (f"add.u32 %offset, %offset, {step};\nand.b32 %offset, %offset, {BUFFER // 2 - 1};\n"
             "cvt.u64.u32 %at, %offset;\nadd.u64 %at, %place, %at;\n")  # fmt: skip
 
 
 def _loads(rounds: int) -> str:
-    """Of 16 bytes a lane, eight in flight a warp, past L1; their words are used, or ptxas would let
-    them wait for each other's registers."""
+    """Load 16 bytes per lane, eight in flight per warp, past L1; their words are used, or ptxas
+    would let them wait for each other's registers."""
     lines = []
     for i in range(8):
         words = ", ".join(f"%word{4 * i + j}" for j in range(4))
@@ -132,7 +132,7 @@ def _loads(rounds: int) -> str:
 
 
 def _stores(rounds: int) -> str:
-    """Of 16 bytes a lane, as fast as they are taken."""
+    """Store 16 bytes per lane, as fast as they are taken."""
     words = ", ".join(["%thread"] * 4)
     lines = [f"st.global.v4.b32 [%at+{4096 * i}], {{{words}}};" for i in range(8)]
     return _others(rounds, _advance(32768) + "\n".join(lines))

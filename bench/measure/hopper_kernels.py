@@ -1,7 +1,7 @@
 """Small PTX kernels that time one thing each, for a Hopper GPU and for the timing model.
 
 Each is one CTA whose warps run a loop between two readings of %clock64 and store the difference,
-one 64-bit number a warp. They use nothing that Hopper lacks or does otherwise than Blackwell:
+one 64-bit number per warp. They use nothing that Hopper lacks or does otherwise than Blackwell:
 arithmetic, shared memory, mbarriers, named barriers and bulk copies.
 """
 
@@ -259,7 +259,7 @@ def _chain(name: str, body: str, sets: str) -> Kernel:
     return Kernel(f"chain of {name}, 1 warp", 1, ptx, 16, "instruction", sets)
 
 
-#: Name, bytes a lane, and the address of a lane's data in words of PTX over %lane.
+#: Name, bytes per lane, and the address of a lane's data in words of PTX over %lane.
 _PATTERNS = (
     ("4 bytes, one address", 4, ()),
     ("4 bytes, 8 apart", 4, ("shl.b32 %addr, %lane, 3;",)),

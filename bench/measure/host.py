@@ -1,6 +1,6 @@
 """Host time of eager calls: what the host does before a call returns, by part.
 
-A call's time is that between its begin and its return, with the GPU idle before each repetition and
+A call's time is that between its start and its return, with the GPU idle before each repetition and
 so few calls in it that no queue fills up. Its parts are timed by themselves, or as the time that
 functions of the package take of a call that was not made before.
 """
@@ -61,7 +61,8 @@ class HostCase:
     options: dict[str, Any] = field(default_factory=dict)
 
     def of_few_rows(self, rows: int) -> HostCase:
-        """The same where results take time to be filled: not a step of decoding, with its few."""
+        """Return a case with fewer rows where results take time to be filled; decoding steps are
+        unchanged."""
         if max(q for q, _ in self.lengths) == 1:
             return self
         return replace(self, lengths=tuple((min(q, rows), min(k, rows)) for q, k in self.lengths))
@@ -83,8 +84,8 @@ CASES = (
 
 @dataclass
 class Tensors:
-    """Of a case: q, k, v, dout as `bench.measure.providers.Inputs` has them; offsets: cu_seqlens of
-    packed sequences."""
+    """Tensors of a case: q, k, v, dout as `bench.measure.providers.Inputs` has them; offsets:
+    cu_seqlens of packed sequences."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -138,7 +139,7 @@ def our_call(case: HostCase, tensors: Tensors) -> Callable[[], torch.Tensor]:
 def _appending_call(
     case: HostCase, tensors: Tensors, options: dict[str, Any]
 ) -> Callable[[], torch.Tensor]:
-    """The keys in pages, the last rows of each sequence written anew."""
+    """The keys in pages, the last rows of each sequence written again."""
     rows, _ = case.lengths[0]
     cache = Pages.of(tensors.k, tensors.v, PAGE_ROWS, torch.Generator().manual_seed(0))
     k, v = (tensor[:, -rows:].clone() for tensor in (tensors.k, tensors.v))
@@ -158,9 +159,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 class Times(NamedTuple):
-    """Microseconds of a call, of which low and high are the 20th and the 80th percentile, and
-    nanoseconds of an iteration of a loop of Python that does nothing, between the calls: what there
-    is of a core, which a virtual machine may share with others."""
+    """Microseconds of a call; low and high are the 20th and the 80th percentile, and nanoseconds of
+    an iteration of a loop of Python that does nothing, between the calls: what there is of a core,
+    which a virtual machine may share with others."""
 
     low: float
     median: float
@@ -196,7 +197,7 @@ def microseconds(case: HostCase, tensors: Tensors, call: Callable[[], torch.Tens
 
 
 def _loop_seconds(iterations: int = 2000) -> float:
-    """Of an iteration."""
+    """Return the seconds of an iteration."""
     begin = time.perf_counter()
     for _ in range(iterations):
         pass
@@ -205,9 +206,9 @@ def _loop_seconds(iterations: int = 2000) -> float:
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """Inside, calls of CPU tensors launch nothing: an empty C function takes the place of a
-    kernel's host code and of the driver, and nothing that of the simulator. For the parts of a
-    call that need no GPU."""
+    """Make calls of CPU tensors launch nothing: an empty C function takes the place of a kernel's
+    host code and of the driver, and nothing that of the simulator. For the parts of a call that
+    need no GPU."""
     function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(
         ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value or 0
     )
@@ -231,13 +232,13 @@ class _Nothing:
         """Nothing."""
 
 
-#: Who asks whether a call may be repeated.
+#: Modules that test whether a call may be repeated.
 _CALLERS = interface, autograd, kv_cache
 
 
 @contextlib.contextmanager
 def unkept() -> Iterator[None]:
-    """Inside, no call is repeated: each takes the long way through the operator."""
+    """Let no call be repeated: each takes the long way through the operator."""
     before, repeats = interception.is_intercepted, eager.repeats
     for module in _CALLERS:
         module.is_intercepted = lambda: True  # type: ignore[attr-defined]
@@ -393,7 +394,7 @@ def parts_of_repeated(
 
 
 def _noted(calls: eager.OperatorCalls) -> tuple[list[tuple], list[tuple]]:
-    """What its `run` and its `find` are given from now on."""
+    """Record the arguments of its `run` and its `find` from now on."""
     ran: list[tuple] = []
     asked: list[tuple] = []
     run, find = calls.run, calls.find

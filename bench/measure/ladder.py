@@ -124,7 +124,7 @@ def measure_all(
 ) -> tuple[list[Timing], dict[str, float | str]]:
     """(timings of the rungs, median seconds of PyTorch's implementations or why they did not run).
 
-    All of them are timed by turns, on the same inputs.
+    All of them are timed, interleaved, on the same inputs.
     """
     inputs = Inputs.random(case, timer.device, torch.bfloat16)
     calls: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""How long a load takes while others load and store: `python -m bench.measure.loads_under_traffic`.
+"""Latency of a load while others load and store: `python -m bench.measure.loads_under_traffic`.
 
 Clusters of two, each with all shared memory of its SMs, as Hopper's kernel of dV and dS has them:
-in every period each CTA asks by bulk copies for half of 32 KiB for both, waits until it has the
-whole, and its other warps store 16 KiB.  What the loads read stays in L2, shared by some clusters;
-what is stored stays there or goes on to HBM.  Needs what `whole_gpu_measure` needs.
+in every period each CTA loads half of 32 KiB by bulk copies for both, waits until it has the whole,
+and its other warps store 16 KiB.  What the loads read stays in L2, shared by some clusters; what is
+stored stays there or goes on to HBM.  Needs what `whole_gpu_measure` needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PERIODS = (16000, 8000, 4400, 3300, 2200, 1500)
 ROUNDS, SKIPPED = 120, 20
 #: Periods after which stores begin again: none are made, L2 keeps them, it does not.
 STORES = {"no stores": 0, "stores to L2": 4, "stores to HBM": ROUNDS}
-#: Bytes that a group of clusters reads in turns, and clusters that read the same at other times.
+#: Bytes that a group of clusters reads in rotation, and clusters that read the same at other times.
 SPAN, SHARING = 2 << 20, 16
 THREADS, SHARED = 288, 1024 + (200 << 10)
 PERCENTILES = (5, 25, 50, 75, 95)

@@ -1,5 +1,5 @@
-"""Implementations of attention under a mask, or of functions of scores: ours, and what training
-takes without it."""
+"""Implementations of attention under a mask, or with a score_mod: ours, and what training takes
+without it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .scored import Capped, ScoredCase
 
 SDPA, FLEX = "SDPA, dense mask", "FlexAttention"
 
-#: Times that a mask is made, the first of which does not count.
+#: Times that a mask is made; the first does not count.
 MADE = 6
 
-#: What FlexAttention is asked for, one after the other until one works at head_dim 256: its own
-#: choice, then blocks whose tiles take less shared memory.
+#: Requests to FlexAttention, one after the other until one works at head_dim 256: its own choice,
+#: then blocks whose tiles take less shared memory.
 KERNEL_OPTIONS: tuple[dict[str, Any] | None, ...] = (
     None,
     {
@@ -48,8 +48,8 @@ def _case_of(inputs: Inputs) -> MaskedCase:
 
 
 def concerns(provider: Provider, case: Case) -> bool:
-    """Whether a provider says anything of a case: some are of a kind of cases alone, as their
-    method `concerns` says."""
+    """Return True if a provider says anything of a case: some are for one kind of cases alone, as
+    their method `concerns` says."""
     found: bool = getattr(provider, "concerns", lambda case: True)(case)
     return found
 
@@ -99,7 +99,7 @@ class OursCausal(Ours):
 
 
 class _AsSoftcap:
-    """Of providers that have softcap as an option: the case whose function is one."""
+    """Mixin of providers that have softcap as an option: the case whose score_mod is one."""
 
     def concerns(self, case: Case) -> bool:
         return isinstance(case, ScoredCase) and isinstance(case.function, Capped)
@@ -152,7 +152,7 @@ class DenseSdpa:
 
 
 def _chosen_backend(*given: torch.Tensor) -> str | None:
-    """By PyTorch's own rule, which has no public name."""
+    """Return the backend that PyTorch's own rule chooses, which has no public name."""
     from torch.nn.attention import SDPBackend
 
     choose = getattr(torch, "_fused_sdp_choice", None)
@@ -232,7 +232,7 @@ class FlexAttention:
 
 
 def _flex_arguments(case: Case, device: torch.device) -> dict[str, Any]:
-    """What FlexAttention takes of a case beside tensors."""
+    """Return the arguments that FlexAttention takes of a case beside tensors."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     lengths = case.seqlen_q, case.seqlen_k
@@ -246,7 +246,8 @@ def _flex_arguments(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def first_lines(error: BaseException) -> str:
-    """Of the error, and of the one that it began with, which compilers wrap."""
+    """Return the first line of the error, and of the one that it began with, which compilers
+    wrap."""
     lines, passed = [first_line(error)], {id(error)}
     while (inner := error.__cause__ or error.__context__) is not None and id(inner) not in passed:
         error = inner
@@ -264,8 +265,8 @@ def mask_providers() -> list[Provider]:
 
 
 def mask_microseconds(case: MaskedCase, device: torch.device, gradients: bool) -> float:
-    """Median time from the begin of making a mask by its name to the end of all that is made of
-    it before kernels run: bits and lists of steps, with gradients those of the backward, too."""
+    """Median time from the start of making a mask by its name to the end of all that is made of it
+    before kernels run: bits and lists of steps, with gradients those of the backward, too."""
     q, k = (
         torch.empty(
             case.batch, case.seqlen_q, heads, 1, device=device, dtype=torch.bfloat16

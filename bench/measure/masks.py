@@ -38,13 +38,13 @@ class Pattern(Protocol):
 
     @property
     def text(self) -> str:
-        """As tables name it."""
+        """Return the name in tables."""
 
     def tile_mask(self, batch: int, seqlen: int, device: torch.device) -> masks.TileMask:
-        """As ours takes it."""
+        """Return the mask as our functions take it."""
 
     def mask_mod(self, batch: int, seqlen: int, device: torch.device) -> MaskMod:
-        """As FlexAttention takes it."""
+        """Return the mask as FlexAttention takes it."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class MaskedCase(Case):
 
     @property
     def plain(self) -> Case:
-        """The same under the causal mask alone."""
+        """Return the case under the causal mask alone."""
         return Case(self.group, self.lengths, self.heads, self.heads_kv, True)
 
     def mask_mod(self, device: torch.device) -> MaskMod:

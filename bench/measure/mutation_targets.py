@@ -57,7 +57,7 @@ class Shape:
 Lengths = tuple[tuple[int, int], ...]
 #: A pair works on several tiles each time, of one to three key tiles, masked and not.
 SHAPES = (Shape(520, 300), Shape(300, 256), Shape(520, 100))
-#: Between two tiles with keys is one of which no row sees a key.
+#: Between two tiles with keys is one that no row sees.
 CAUSAL_SHAPES = (Shape(600, 300, batch=2),)
 #: Of flash-attn-4, which takes another kernel for one block of 128 queries. With more than two key
 #: tiles every row has to move its maximum (`_flash_attention_4`), so there are no rows of padding.
@@ -95,7 +95,7 @@ COMBINED_SHAPES = (Shape(4, 300, heads_q=8),)
 
 
 def alternating(keys: torch.Tensor) -> torch.Tensor:
-    """Factors of keys by their places: every second tile has larger scores, so that the softmax
+    """Scales of keys by their positions: every second tile has larger scores, so that the softmax
     moves its maximum and O is rescaled, in whichever order the tiles are visited."""
     return 1 + 6 * (keys // KEY_TILE % 2)
 
@@ -107,8 +107,8 @@ def falling(keys: torch.Tensor) -> torch.Tensor:
 
 
 def falling_in_one_warp(keys: torch.Tensor) -> torch.Tensor:
-    """The same, of 32 keys of each tile alone: warps that share a tile's keys do not agree whether
-    the maximum moves."""
+    """Return keys that fall in 32 keys of each tile alone: warps that share a tile's keys do not
+    agree whether the maximum moves."""
     tiles = keys // KEY_TILE
     return torch.where(keys % KEY_TILE // 32 == 1, 6 ** (tiles.max() - tiles), 1)
 
@@ -169,9 +169,9 @@ def _packed(
 def _masked(
     tensors: list[torch.Tensor], mask_mod: MaskMod | None = None, **options: Any
 ) -> torch.Tensor:
-    """Under a block mask: of tiles of 128 x 128 every third is seen by nobody, rows behind 400 see
-    nothing, others a random half, or what mask_mod says.  With more keys than queries: each
-    block is seen from `STEPS_OF_KEYS` tiles of rows."""
+    """Call attention under a block mask: of tiles of 128 x 128 every third is seen by nobody, rows
+    behind 400 see nothing, others a random half, or what mask_mod says.  With more keys than
+    queries: each block is seen from `STEPS_OF_KEYS` tiles of rows."""
     queries, keys = (tensors[i].shape[1] for i in (0, 1))
     rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
     generator = torch.Generator().manual_seed(2)
@@ -185,7 +185,7 @@ def _masked(
 
 
 def _tree(nodes: int) -> torch.Tensor:
-    """A tree of drafted tokens: of each node the one before the last is its parent."""
+    """A tree mask: each node's parent is the one before the last."""
     places = torch.arange(nodes)
     return (places[:, None] >= places) & ((places[:, None] - places) % 2 == 0)
 
@@ -194,7 +194,7 @@ def _cached(
     shape: Shape, pages: bool = False, e4m3: bool = False, listed: bool = False, **options: Any
 ) -> None:
     """K and V are a cache with `USED` keys.  pages: in pages, in reverse order.  e4m3: with scales
-    of the sequences, or of the pages.  listed: parts of the keys are."""
+    of the sequences, or of the pages.  listed: KV splits are."""
     q, k, v = tensors = inputs(shape, falling_in_one_warp)
     used = torch.tensor(USED[: len(k)], dtype=torch.int32)
     if pages:
@@ -223,7 +223,7 @@ def _before_limits(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) 
 #: A function that says what is seen, by a tensor.
 _FUNCTION = MaskMod.of(_before_limits, (torch.arange(520, dtype=torch.int32) % 300,))
 
-#: A function of scores that reads a tensor, with a slope.
+#: A score_mod that reads a tensor, with a slope.
 _CHANGED: dict[str, Any] = {
     "causal": True,
     "score_mod": ScoreMod.of(
@@ -343,7 +343,8 @@ def _hopper_targets() -> Iterator[Target]:
 
 
 def _of_caches(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterator[Target]:
-    """Of a cache with pages, and of keys in parts; for a few query rows also in e4m3."""
+    """Yield the targets of a cache with pages, and of KV splits; for a few query rows also in
+    e4m3."""
     scheduler = "dynamic" if clc else "static"
     for name, few, options in (
         ("keys in pages", False, {"pages": True}),
@@ -377,7 +378,7 @@ def _of_caches(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterat
 
 
 def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterator[Target]:
-    """Under a block mask, by bits and by a function."""
+    """Yield the backwards under a block mask, by bits and by a mask_mod."""
     scheduler = "dynamic" if clc else "static"
     for name, kernel, mask_mod in (
         ("dV and dS, block mask", "DvKernel", None),
@@ -394,7 +395,7 @@ def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) ->
 
 
 def targets() -> dict[str, Target]:
-    """What can be scored, by name."""
+    """Return the targets that can be scored, by name."""
     return {target.name: target for target in _targets()}
 
 

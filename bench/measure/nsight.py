@@ -87,7 +87,7 @@ _PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Of warps. interval: see `INTERVAL`. buffer_bytes: device memory for the samples.
+    """Sampling of warps. interval: see `INTERVAL`. buffer_bytes: device memory for the samples.
 
     Raises ValueError for values that Nsight Compute does not take.
     """
@@ -115,7 +115,7 @@ def workload(case: Case, direction: str) -> list[str]:
 
 
 def collect_command(case: Case, direction: str, report: str, sampling: Sampling) -> list[str]:
-    """ncu on the part of the workload that asks for it: our kernels only, all sections, no sources.
+    """ncu on the part of the workload that enables it: our kernels only, all sections, no sources.
 
     How many launches that is depends on the shape: the backward may take several rounds.
     """
@@ -223,7 +223,7 @@ def rows(launches: Iterable[dict[str, tuple[str, str]]]) -> list[dict[str, Any]]
 
 
 def short_name(kernel: str) -> str:
-    """The class that a mangled name ends with, else its begin."""
+    """The class that a mangled name ends with, else its start."""
     found = re.search(r"(Forward|Combine|Preprocess|Products|Dq|Dv|Dkdv)Kernel", kernel)
     return found[0] if found else kernel[:40]
 

@@ -34,11 +34,11 @@ class Nvml:
         return text.value.decode()
 
     def sm_clock_mhz(self) -> float | None:
-        """None where the GPU does not report it."""
+        """Return the clock, None where the GPU does not report it."""
         return self._number("nvmlDeviceGetClockInfo", ctypes.c_int(_CLOCK_SM))
 
     def power_watts(self) -> float | None:
-        """None where the GPU does not report it."""
+        """Return the power, None where the GPU does not report it."""
         found = self._number("nvmlDeviceGetPowerUsage")
         return None if found is None else found / 1e3
 

@@ -1,8 +1,8 @@
-"""What the backward of packed sequences takes where the host has read their lengths, and where not:
-`python -m bench.measure.packed_room`.
+"""Memory and time of the backward of packed sequences where the host has read their lengths, and
+where not: `python -m bench.measure.packed_room`.
 
-Batches of 64 sequences, most of them short, heads 16/2, causal: medians of the time, and the memory
-that PyTorch has given out at most beside what the call begins with.  Gradients of both are compared
+Batches of 64 sequences, most of them short, heads 16/2, causal: medians of the time, and the most
+memory that PyTorch has allocated beside what the call begins with.  Gradients of both are compared
 bit by bit where dS is stored in both.  Needs a GPU of the family.
 """
 
@@ -28,7 +28,8 @@ SAMPLING = Sampling(warmup=8, runs=32)
 
 
 def gradients(lengths: list[int], device: torch.device) -> dict[str, Callable[[], Any]]:
-    """What computes gradients of a batch: with the lengths read, and without."""
+    """Return two functions that compute gradients of a batch: with the lengths read, and
+    without."""
     case = Case("packed room", tuple((n, n) for n in lengths), *HEADS, causal=True, packed=True)
     inputs = Inputs.random(case, device, torch.bfloat16)
     leaves = q, k, v = [tensor.requires_grad_() for tensor in inputs.leaves]
@@ -55,7 +56,8 @@ def taken(call: Callable[[], Any]) -> float:
 
 
 def measure() -> dict[str, Any]:
-    """By the longest sequence and whether lengths are read: ms, GiB; and whether bits are alike."""
+    """Return, by the longest sequence and whether lengths are read, ms and GiB; and whether bits
+    are alike."""
     timer = CudaTimer()
     found: dict[str, Any] = {"device": timer.gpu.name}
     for longest in LONGEST:

@@ -1,4 +1,4 @@
-"""Keys and values in pages timed beside none, on a GPU, ours and flash-attn-4's by turns."""
+"""Keys and values in pages timed beside none, on a GPU, ours and flash-attn-4's interleaved."""
 
 from __future__ import annotations
 

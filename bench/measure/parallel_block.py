@@ -39,7 +39,7 @@ class BlockShape:
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """This project's, in bf16."""
+    """Run this project's attention, in bf16."""
     q, k, v = (tensor.bfloat16() for tensor in (q, k, v))
     out = flash_attn_func(q, k, v, causal=True)
     assert isinstance(out, torch.Tensor)

@@ -18,8 +18,9 @@ __all__ = ["computed_case", "prepared_call"]
 def prepared_call(
     provider: Provider, inputs: Inputs, direction: str, timer: Timer
 ) -> tuple[Any | None, dict[str, Any]]:
-    """(what `Timer.prepare` made of the call, None where it failed or its result is wrong; what is
-    known of it: `status`, "ok" or why not, `failed`, and where it ran `max_error`, `tolerance`)."""
+    """Return (what `Timer.prepare` made of the call, None where it failed or its result is wrong;
+    what is known of it: `status`, "ok" or why not, `failed`, and where it ran `max_error`,
+    `tolerance`)."""
     with timer.on_stream():
         checked, reason = attempt(partial(_checked, provider, inputs, direction))
     if reason is not None:
@@ -33,7 +34,7 @@ def prepared_call(
 
 
 def computed_case(provider: Provider, case: Case) -> Case:
-    """What a provider computes where it is asked for a case, such as all tiles of a masked one."""
+    """Return the case that a provider computes for a case, such as all tiles of a masked one."""
     found: Case = getattr(provider, "computed", lambda given: given)(case)
     return found
 

@@ -1,4 +1,4 @@
-"""What slows an SM's products down: `python -m bench.measure.products_beside > measured.json`.
+"""Causes that slow an SM's MMAs down: `python -m bench.measure.products_beside > measured.json`.
 
 The step of Hopper's kernel of dV and dS (docs/hopper.md) without its barriers: two warpgroups
 multiply 64 x 64 x 256 twice, A and B from shared memory, and 64 x 256 x 64 once, A from registers,

@@ -26,7 +26,8 @@ _PAGES_BACKWARD = "keys in pages have no gradients"
 
 
 def _capability() -> tuple[int, int]:
-    """Of the GPU; where there is none, of what is modelled without one."""
+    """Return the capability of the GPU; where there is none, of the one that is modelled without
+    one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (10, 0)
 
 
@@ -132,17 +133,17 @@ class Provider(Protocol):
     name: str
 
     def missing(self) -> str | None:
-        """Why it cannot run here at all, None if it can."""
+        """Return why it cannot run here at all, None if it can."""
 
     def refuses(self, case: Case, direction: str) -> str | None:
-        """Why it does not offer this case, None if it does."""
+        """Return why it does not offer this case, None if it does."""
 
     def call(self, inputs: Inputs) -> torch.Tensor:
         """out, shaped like q; differentiable where the leaves require gradients."""
 
 
 class Ours:
-    """This project's operator.
+    """Provider of this project's operator.
 
     use_clc: None for the default. config: of the forward, None for the default one. num_splits: 0
     for the default.
@@ -227,7 +228,8 @@ class FlashAttention4:
 
 
 class FlashAttention4FiveProducts(FlashAttention4):
-    """Its backward with five products, which an environment variable asks for at each call."""
+    """flash-attn-4's backward with five GEMMs, which an environment variable selects at each
+    call."""
 
     def __init__(self) -> None:
         super().__init__(flash_attn_4.FIVE_PRODUCTS)
@@ -242,7 +244,7 @@ class FlashAttention4FiveProducts(FlashAttention4):
 
 
 class FlashAttention4Divided(FlashAttention4):
-    """Its forward with `num_splits=0`: keys in as many parts as its rule says."""
+    """flash-attn-4's forward with `num_splits=0`: its rule chooses the KV splits."""
 
     def __init__(self) -> None:
         super().__init__(flash_attn_4.DIVIDED, num_splits=0)
@@ -296,7 +298,7 @@ class Frost:
 
 
 class _FrostAttention(torch.autograd.Function):
-    """Its forward, and its backward as the gradient."""
+    """FROST's forward, with its backward as the gradient."""
 
     @staticmethod
     def forward(
@@ -392,7 +394,8 @@ def backward_call(provider: Provider, inputs: Inputs) -> Callable[[], Any]:
 
 
 def forward_call(provider: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """What is returned runs the forward alone of a provider, or of what else has its `call`."""
+    """Return a function that runs the forward alone of a provider, or of what else has its
+    `call`."""
 
     def call() -> torch.Tensor:
         with torch.no_grad():
@@ -419,5 +422,5 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Its class and the first line of what it says."""
+    """Return the class of an error and the first line of its text."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -1,4 +1,4 @@
-"""A process a GPU, the ranks of a group of torch.distributed, all of which do the same jobs."""
+"""One process per GPU: ranks of a group of torch.distributed, which all do the same jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ LONGEST = 240.0
 
 
 def rank_count(asked: int | None, command: str) -> int:
-    """Of ranks, by default of GPUs. Raises ValueError for fewer than 2, or more than GPUs."""
+    """Return the number of ranks, by default of GPUs. Raises ValueError for fewer than 2, or more
+    than GPUs."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = there if asked is None else asked
     if not 2 <= count <= there:

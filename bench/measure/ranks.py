@@ -47,11 +47,11 @@ class RanksCase:
 
     @property
     def order(self) -> str:
-        """In which ranks have equal work."""
+        """Return the order in which ranks have equal work."""
         return "zigzag" if self.causal else "contiguous"
 
     def flop(self, direction: str) -> float:
-        """Of visible pairs; the backward has 2.5 times the forward's."""
+        """Return the FLOP of visible pairs; the backward has 2.5 times the forward's."""
         pairs = self.rows * (self.rows + 1) // 2 if self.causal else self.rows**2
         return 4.0 * HEAD_DIM * self.heads * pairs * (1.0 if direction == FORWARD else 2.5)
 
@@ -120,7 +120,7 @@ _waited: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
 @contextlib.contextmanager
 def _waits(case: RanksCase, device: torch.device) -> Iterator[_Prepared]:
-    """The ring, of which the time is counted that its stream waits for transfers."""
+    """The ring, with the time counted that its stream waits for transfers."""
     right = exchange.Transfer.wait
 
     def wait(self: exchange.Transfer) -> None:
@@ -204,8 +204,7 @@ Job = tuple[RanksCase, str, str]
 
 
 def timed(job: Job, sampling: tuple[int, int]) -> Times:
-    """What a rank's process runs for (case, direction, way). sampling: runs before, runs that
-    count."""
+    """Time a rank's process for (case, direction, way). sampling: runs before, runs that count."""
     case, direction, way = job
     device = torch.device("cuda", torch.cuda.current_device())
     with WAYS[way](case, device) as (call, leaves, dout):
@@ -220,7 +219,8 @@ def timed(job: Job, sampling: tuple[int, int]) -> Times:
 def sampled(
     call: Callable[[], Any], sampling: tuple[int, int], device: torch.device
 ) -> Times:
-    """Of runs in milliseconds, each the slowest rank's: whole, or what one puts into `_waited`."""
+    """Return the times of runs in milliseconds, each the slowest rank's: whole, or what one puts
+    into `_waited`."""
     warmup, runs = sampling
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found = torch.zeros(runs, dtype=torch.float64)

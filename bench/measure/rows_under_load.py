@@ -1,9 +1,9 @@
 """Rows of `bench predict`, measured: `python -m bench predict --measure FILE`.
 
 Each row runs alone, from a GPU at rest until its clock no longer changes. Written are its time and
-an SM's clock in first launches and for good; the same of a product and of cuDNN's attention, which
-tell one GPU from another of its kind (`bench.model.hopper_clocks`). Results are checked before,
-but for head_dim 128, which the suite's references do not have. L2 has what the launch before left.
+an SM's clock in first launches and sustained; the same of a product and of cuDNN's attention, which
+tell one GPU from another of its kind (`bench.model.hopper_clocks`). Results are checked before, but
+for head_dim 128, which the suite's references do not have. L2 has what the launch before left.
 Needs what `whole_gpu_measure` needs, and flash-attn-4.
 """
 
@@ -28,14 +28,14 @@ from .providers import FlashAttention4, Inputs, Ours, forward_call
 from .timer import CudaTimer
 from .whole_gpu_measure import Device, attention, load, product
 
-#: Of load, the second half of which is "for good": the clock gives way within 0.12.
+#: Of load; its second half is "late": the clock gives way within 0.12.
 SECONDS = 1.0
 #: Milliseconds from rest within which launches are "first": the clock gives way after 25 or more.
 FIRST_MS = 20.0
 
 
 class Row(Protocol):
-    """What is asked of a row: whose kernel, and of what."""
+    """Row to be measured: whose kernel, and of what."""
 
     @property
     def name(self) -> str: ...
@@ -50,8 +50,9 @@ class Row(Protocol):
 
 
 def figures(found: dict[str, Any]) -> dict[str, Any]:
-    """Of what `whole_gpu_measure.load` returned: [us, MHz of an SM] of first launches, all but the
-    very first, and for good; launches and watts by the driver's energy counter."""
+    """Return the figures of a result of `whole_gpu_measure.load`: [us, MHz of an SM] of first
+    launches, all but the very first, and sustained; launches and watts by the driver's energy
+    counter."""
     early = [row for n, row in enumerate(found["first"]) if n == 1 or (n > 1 and row[0] < FIRST_MS)]
     us, mhz = np.median(np.array(early)[:, 1:], axis=0)
     late_ms, late_mhz = found["late"]
@@ -90,7 +91,7 @@ def prepared(row: Row, timer: CudaTimer) -> Callable[[], Any]:
 
 
 def measure(rows: Iterable[Row], timer: CudaTimer, out: Path) -> None:
-    """Write the results to a file, anew behind each row, so that none is lost with a later one."""
+    """Write the results to a file, again behind each row, so that none is lost with a later one."""
     device = Device()
     found: dict[str, Any] = {"device": timer.gpu.name, "driver": timer.gpu.driver, "rows": {}}
     cudnn = torch.nn.attention.SDPBackend.CUDNN_ATTENTION

@@ -1,5 +1,5 @@
-"""Cases with functions of scores that people train with, each said twice: in CuTe DSL, as
-`score_mod=` of ours takes it, and in PyTorch, as FlexAttention does.
+"""Cases with score_mods that people train with, each said twice: in CuTe DSL, as `score_mod=` of
+ours takes it, and in PyTorch, as FlexAttention does.
 
 The latter is what results are compared with, too, and where something is only added, what the
 dense bias of SDPA is made of.
@@ -29,20 +29,20 @@ TorchFunction = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
 
 
 class ScoreFunction(Protocol):
-    """A function of scores. added: whether what it does is to add a number of each head, query and
-    key, which a dense bias says as well."""
+    """A score_mod. added: whether what it does is to add a number of each head, query and key,
+    which a dense bias says as well."""
 
     added: ClassVar[bool]
 
     @property
     def text(self) -> str:
-        """As tables name it."""
+        """Return the name in tables."""
 
     def score_mod(self, heads: int, device: torch.device) -> ScoreMod:
-        """As ours takes it."""
+        """Return the function as our operator takes it."""
 
     def torch_function(self, heads: int, device: torch.device) -> TorchFunction:
-        """As FlexAttention takes it."""
+        """Return the function as FlexAttention takes it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Capped:
 
 @dataclass(frozen=True)
 class ScoredCase(Case):
-    """A causal `Case` with a function of scores; of as many queries as keys, not packed."""
+    """A causal `Case` with a score_mod; of as many queries as keys, not packed."""
 
     function: ScoreFunction = field(kw_only=True)
 
@@ -142,7 +142,7 @@ class ScoredCase(Case):
 
     @property
     def plain(self) -> Case:
-        """The same without the function."""
+        """Return the case without the function."""
         return Case(self.group, self.lengths, self.heads, self.heads_kv, True)
 
     @property
@@ -157,7 +157,8 @@ class ScoredCase(Case):
         return self.function.torch_function(self.heads, device)
 
     def of_part(self, sequence: int, first_row: int, heads: tuple[int, ...]) -> TorchFunction:
-        """On the CPU, of some rows and heads of a sequence, which are counted from 0."""
+        """Return the function, on the CPU, of some rows and heads of a sequence, which are counted
+        from 0."""
         whole, numbers = self.torch_function(torch.device("cpu")), torch.tensor(heads)
         return lambda score, b, h, q, k: whole(score, b + sequence, numbers[h], q + first_row, k)
 

@@ -1,4 +1,4 @@
-"""What a Hopper GPU's stores and copies cost its SMs: `python -m bench.measure.stores`.
+"""Cost of a Hopper GPU's stores and copies to its SMs: `python -m bench.measure.stores`.
 
 `rows`: clocks of a warp's store by how many lines its lanes reach. `traffic`: bulk copies beside
 warps that load or store shared memory, which share its port. `stores_predicted.json` has what the
@@ -18,12 +18,12 @@ import torch
 from .cuda_c import PREAMBLE
 from .whole_gpu_measure import Device
 
-#: Stores of each warp, in turns over the rows of its own part of memory.
+#: Stores of each warp, in rotation over the rows of its own part of memory.
 COUNT = 512
 #: Bytes of a row that a warp's stores fill before it begins again.
 ROW = 512
-#: (bytes a lane, lanes that lie behind one another in a row, bytes from row to row). 32 lanes of a
-#: row are a plain store; 1 lane a row is a thread that stores a row of its own.
+#: (bytes per lane, lanes that lie behind one another in a row, bytes from row to row). 32 lanes of
+#: a row are a plain store; 1 lane a row is a thread that stores a row of its own.
 PATTERNS = (
     *((width, 32, 0) for width in (2, 4, 8, 16)),
     *((width, 1, stride) for width in (2, 4, 8, 16) for stride in (512, 1024, 8192)),

@@ -56,8 +56,8 @@ def _ready(
     case: Case, direction: str, providers: Sequence[Provider],
     setting: tuple[Timer, torch.dtype, dict[str, str | None]],
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(what `Timer.prepare` made of the providers whose results are right, what is known of each
-    provider)."""
+    """Return (what `Timer.prepare` made of the providers whose results are right, what is known of
+    each provider)."""
     timer, dtype, missing = setting
     inputs: Inputs | None = None
     ready: dict[str, Any] = {}

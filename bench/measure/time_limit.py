@@ -13,7 +13,7 @@ Job = TypeVar("Job")
 
 
 class TimeLimit:
-    """Of the rows of a command.
+    """Time limit of a command's rows.
 
     seconds: after which no row begins but the first, counted from when this object is made; None
     for no limit.  left_out: what did not begin.
@@ -29,7 +29,7 @@ class TimeLimit:
         self._clock, self._begin = clock, clock()
 
     def begun(self, jobs: Iterable[Job]) -> Iterator[Job]:
-        """Those that begin in time, in their order."""
+        """Yield the jobs that begin in time, in their order."""
         for number, job in enumerate(jobs):
             if number and self.seconds is not None and self._clock() - self._begin > self.seconds:
                 self.left_out.append(job)
@@ -38,7 +38,7 @@ class TimeLimit:
 
     @property
     def reason(self) -> str:
-        """Why they did not begin."""
+        """Return why the others did not begin."""
         return f"not begun within {self.seconds} s"
 
     def noted(self, table: Table) -> Table:

@@ -25,7 +25,7 @@ LEAST_RUNS = 8
 
 @dataclass(frozen=True)
 class Sampling:
-    """How often each call runs: `warmup` times before it counts, `runs` times that do.
+    """Number of runs of each call: `warmup` times before it counts, `runs` times that do.
 
     seconds: of all rounds together; where a round takes so long that they would need more, there
     are fewer of both kinds, and of timed ones at least `LEAST_RUNS`. None for no limit.
@@ -45,7 +45,7 @@ class Sampling:
             raise ValueError(f"{self.seconds} seconds for all runs; accepted: more than 0")
 
     def limited(self, round_seconds: float) -> Sampling:
-        """What fits, if each round takes so long."""
+        """Return the sampling that fits, if each round takes so long."""
         whole = round_seconds * (self.warmup + self.runs)
         if self.seconds is None or whole <= self.seconds:
             return self
@@ -56,26 +56,27 @@ class Sampling:
 
 @dataclass(frozen=True)
 class State:
-    """What the GPU reports after a run; None where it cannot be read."""
+    """State that the GPU reports after a run; None where it cannot be read."""
 
     clock_mhz: float | None = None
     power_watts: float | None = None
 
 
 class Timer(Protocol):
-    """What times a call. device: where; gpu: which."""
+    """Timer of calls. device: where; gpu: which."""
 
     device: Any
     gpu: Gpu
 
     def prepare(self, call: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
-        """(what to run in its place, how it runs: "graph", or why it is launched plainly)."""
+        """Return (what to run in its place, how it runs: "graph", or why it is launched
+        plainly)."""
 
     def on_stream(self) -> AbstractContextManager:
-        """Where work is issued whose backward will be prepared."""
+        """Return the context in which work is issued whose backward will be prepared."""
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one run."""
+        """Return the seconds of one run."""
 
     def state(self) -> State: ...
 
@@ -112,9 +113,9 @@ _Name = TypeVar("_Name", bound=Hashable)
 def interleave(
     timer: Timer, calls: dict[str, Callable[[], Any]], sampling: Sampling
 ) -> dict[str, Samples]:
-    """Time calls by turns, so that a change of clock or temperature meets all of them alike.
+    """Time calls interleaved, so that a change of clock or temperature meets all of them alike.
 
-    Each round begins with another call, and the order turns round: none always follows the same.
+    Each round begins with another call, and the order rotates: none always follows the same.
     """
     ready = {name: timer.prepare(call) for name, call in calls.items()}
     return interleave_prepared(timer, ready, sampling)
@@ -151,11 +152,11 @@ class Gpu:
 
     @property
     def text(self) -> str:
-        """As tables name it."""
+        """Return the name in tables."""
         return f"{self.name}, driver {self.driver}"
 
     def peak_tflops(self, clock_mhz: float | None) -> float | None:
-        """Of dense bf16 products at that clock."""
+        """Return the peak TFLOPS of dense bf16 MMAs at that clock."""
         if self.flop_per_clock is None or clock_mhz is None:
             return None
         return self.sms * self.flop_per_clock * clock_mhz * 1e6 / 1e12
@@ -276,7 +277,7 @@ class _Nvml:
         self.driver = self._gpu.driver_version()
 
     def state(self) -> State:
-        """None for what this GPU, or a virtual one, does not report."""
+        """Read clock and power; None for what this GPU, or a virtual one, does not report."""
         return State(self._gpu.sm_clock_mhz(), self._gpu.power_watts())
 
 

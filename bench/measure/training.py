@@ -94,7 +94,7 @@ class Model(nn.Module):
 
 @functools.cache
 def batch_of(step: int, shape: Shape) -> torch.Tensor:
-    """(batch, seqlen + 1) tokens on the host, the same for a step whoever asks."""
+    """(batch, seqlen + 1) tokens on the host, always the same for a step."""
     generator = torch.Generator().manual_seed(1)
     successors = torch.randint(
         shape.vocabulary, (shape.vocabulary, SUCCESSORS), generator=generator
@@ -112,7 +112,7 @@ def batch_of(step: int, shape: Shape) -> torch.Tensor:
 def ours(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """This project's operator in bf16."""
+    """Run this project's operator in bf16."""
     from fa4_hd256 import flash_attn_func
 
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
@@ -152,8 +152,8 @@ def sdpa_float32(
 
 
 class _Rounded(torch.autograd.Function):
-    """Attention in float32 that rounds to bf16 what flash attention's kernels do: P, out, of which
-    the backward's row sums are taken, and dS."""
+    """Attention in float32 that rounds to bf16 what flash attention's kernels do: P, out (for the
+    backward's row sums) and dS."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
@@ -198,8 +198,8 @@ def _seen(rows: int, window: int | None, device: torch.device) -> torch.Tensor:
 
 
 def back_ends(shape: Shape, device: torch.device) -> str:
-    """What PyTorch chooses for SDPA bf16, without a window and with one, under the settings of
-    `train`."""
+    """Return what PyTorch chooses for SDPA bf16, without a window and with one, under the settings
+    of `train`."""
     q = torch.zeros(
         (shape.batch, shape.heads, shape.seqlen, HEAD_DIM), dtype=torch.bfloat16, device=device,
         requires_grad=True,
@@ -231,7 +231,7 @@ class Run:
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
-    """Means over the last `SMOOTHED` steps before each, fewer at the begin."""
+    """Means over the last `SMOOTHED` steps before each, fewer at the start."""
     sums = np.cumsum([0.0, *losses])
     ends = np.arange(1, len(losses) + 1)
     begins = np.maximum(ends - SMOOTHED, 0)

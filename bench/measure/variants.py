@@ -1,4 +1,4 @@
-"""Calls on variants of the same inputs, timed by turns on a GPU."""
+"""Calls on variants of the same inputs, timed interleaved on a GPU."""
 
 from __future__ import annotations
 

@@ -118,13 +118,14 @@ def _quartiles(values: Any) -> list[float]:
 
 @functools.cache
 def _pools() -> list[torch.Tensor]:
-    """What is read, and what is written."""
+    """Allocate the tensors that are read, and those that are written."""
     return [torch.randint(0, 127, (16 * PLACE,), dtype=torch.int8, device="cuda")
             for _ in range(2)]  # fmt: skip
 
 
 def _addresses() -> Iterator[tuple[int, int]]:
-    """Where to read and to write: each run elsewhere, so that L2 has nothing of it."""
+    """Yield the addresses to read and to write: each run elsewhere, so that L2 has nothing of
+    it."""
     for turn in itertools.count():
         source, target = (pool.data_ptr() + turn % 16 * PLACE for pool in _pools())
         yield source, target
@@ -412,7 +413,7 @@ def load(
 
 
 def product(share: float = 1.0) -> Callable[[], Any]:
-    """A square product of numbers of which a share is random, the others zeros."""
+    """A square product of numbers; a share is random, the others are zeros."""
     a, b = (
         (torch.randn(PRODUCT, PRODUCT, device="cuda")
          * (torch.rand(PRODUCT, PRODUCT, device="cuda") < share)).bfloat16()
@@ -487,7 +488,7 @@ PARTS: dict[str, Callable[[Device], dict[str, Any]]] = {
 
 
 def measure(chosen: Iterable[str] = PARTS) -> dict[str, Any]:
-    """Those parts, with the GPU's name and what PyTorch and the driver are."""
+    """Measure those parts; add the GPU's name and the versions of PyTorch and the driver."""
     device = Device()
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, Any] = {

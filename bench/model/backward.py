@@ -2,9 +2,9 @@
 
 These are dQ and dK/dV, or where ours keep dS that of dV and the products of dS. They are replayed
 and fitted like the forward. Ours run portion by portion, as the operator does
-(`calls.backward_portions`), and keep dS between them where it fits. The kernels
-around them do nothing but read and write: the rows' statistics before, and the sum over the parts
-of dK and dV after, where our kernel divides a group of query heads. They are taken at HBM's rate.
+(`calls.backward_portions`), and keep dS between them where it fits. The kernels around them do
+nothing but read and write: the rows' statistics before, and the sum over the parts of dK and dV
+after, where our kernel splits a group of query heads. They are taken at HBM's rate.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GradientCalls:
         return np.array([one.seconds(values, conditions) for one, values in calls])
 
     def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
-        """The same as TFLOPS by `Case.flop`, five products."""
+        """Return the TFLOPS by `Case.flop`, five GEMMs."""
         return case.flop(BACKWARD) / self.seconds(case, conditions=conditions) / 1e12
 
 
@@ -66,7 +66,7 @@ class Backward(GradientCalls):
     """Both kernels of a kind. costs: kernel -> tile costs for each of the drawn machines; a
     function, because some are only replayed if a case needs them. Kernels: "dq", "dkdv", where dS
     is kept "dv" and "products"; all but "dq" with " partial" behind, too. ds_bytes: memory that dS
-    may take, 0: it is not kept. paths: of the replays of each kernel that was asked for.
+    may take, 0: it is not kept. paths: of the replays of each requested kernel.
     """
 
     name: str
@@ -95,11 +95,11 @@ class Backward(GradientCalls):
         }  # fmt: skip
 
     def tiles(self, kernel: str, portion: Portion) -> Tiles:
-        """Of a kernel of a portion, in order."""
+        """Return the tiles of a kernel of a chunk, in order."""
         return _tiles(kernel, portion, self.tiling)
 
     def paths_of(self, case: Case) -> Paths:
-        """Of the replays behind a case's prediction, which has been made."""
+        """Return the paths of the replays behind a case's prediction, which has been made."""
         plan = self.plan(case)
         names = {name: None for portion in plan for name in _names(portion).values()}
         return sum((self.paths.get(name, Paths()) for name in names), Paths())
@@ -110,7 +110,7 @@ class Backward(GradientCalls):
     def calls_of(
         self, case: Case, portions: Sequence[Portion], room: Room = ALONE
     ) -> list[Call]:
-        """`calls` in these portions."""
+        """Return `calls` in these chunks."""
         runs = [
             (portion.count, run) for portion in portions for run in self.run(portion, room).values()
         ]
@@ -141,7 +141,7 @@ class Backward(GradientCalls):
 
 @functools.lru_cache(maxsize=64)
 def _tiles(kernel: str, portion: Portion, tiling: BackwardTiling) -> Tiles:
-    """Of all machines alike."""
+    """Return the tiles, which all machines share."""
     if kernel == "dq":
         return Tiles.of(dq_tiles(portion.case, tiling))
     tiles_of = {"dkdv": dkdv_tiles, "dv": dv_tiles, "products": product_tiles}[kernel]

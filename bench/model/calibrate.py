@@ -1,7 +1,7 @@
 """Sets of constants that published rates do not contradict.
 
 A set is drawn from the ranges of the machine's constants, log-uniformly, and judged by every rate
-of a forward that is replayed exactly, on a GPU at rest (`calibrates`). What is asked (`Verdict`):
+of a forward that is replayed exactly, on a GPU at rest (`calibrates`). Criteria (`Verdict`):
 
 - ratios within `RATIO_ERROR`, of two builds in one case and session, and of one build on two GPUs;
   rates within `ROW_ERROR`.
@@ -55,7 +55,8 @@ class Case:
 
 
 def calibrates(row: Published) -> bool:
-    """Whether a rate counts: a forward of 1k to 32k on a GPU at rest, not bound by the host."""
+    """Return True if a rate counts: a forward of 1k to 32k on a GPU at rest, not bound by the
+    host."""
     counted = row.role in (FIT, TEST) and row.kind == BURST and row.direction == FORWARD
     whole = row.keys is None and row.parts == 1 and row.head_dim == 256
     return counted and whole and 1024 <= row.seqlen <= 32768
@@ -146,10 +147,10 @@ def _replayed(lot: tuple[Sequence[Case], Sequence[dict[str, float]]]) -> np.ndar
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one set. rows: logarithms of modelled over published seconds by case, at the sessions'
-    clocks. ratios: the same of pairs. clocks: session -> GHz; off: logarithms of these over what
-    load leaves a GPU. error: root of the mean squares over the stated errors, of ratios, rows and
-    clocks alike."""
+    """Verdict on one set. rows: logarithms of modelled over published seconds by case, at the
+    sessions' clocks. ratios: the same of pairs. clocks: session -> GHz; off: logarithms of these
+    over what load leaves a GPU. error: root of the mean squares over the stated errors, of ratios,
+    rows and clocks alike."""
 
     rows: np.ndarray
     ratios: np.ndarray
@@ -276,9 +277,9 @@ class Population:
         self.seconds = np.vstack([self.seconds, log_seconds(chosen, sets, jobs)])
 
     def proposed(self, judge: Judge, count: int, generator: np.random.Generator) -> np.ndarray:
-        """Places that the emulator finds nearly as plausible as any, drawn anew from the whole
-        range or near those that are best so far. What no row follows is always drawn anew: it keeps
-        its range."""
+        """Places that the emulator finds nearly as plausible as any, drawn again from the whole
+        range or near those that are best so far. What no row follows is always drawn again: it
+        keeps its range."""
         errors = judge.errors(self.seconds)
         emulator = Emulator(self.places[:, self.followed], self.seconds)
         best = self.places[np.argsort(errors)[: max(10, len(errors) // 4)]]

@@ -1,7 +1,7 @@
-"""What the operator makes of a case from its shape alone.
+"""Choices of the operator for a case, from its shape alone.
 
-Which kernels it takes (`Kind`), by which tile scheduler, into how many parts it divides keys, and
-the portions of a backward, each with a launch of dK/dV and one of dQ to itself.
+Which kernels it takes (`Kind`), by which tile scheduler, into how many KV splits, and the chunks of
+a backward, each with a launch of dK/dV and one of dQ to itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, grid_rows, prefers
 
 @dataclass(frozen=True)
 class Kind:
-    """What of a case is compiled into the kernel."""
+    """Facts of a case that are compiled into the kernel."""
 
     causal: bool
     window: bool = False
@@ -46,7 +46,7 @@ class Kind:
 
 
 def architecture_on(gpu: Gpu) -> Architecture:
-    """That whose kernels run on a GPU; of one that none is for, the first."""
+    """Return the architecture whose kernels run on a GPU; for an unsupported GPU, the first one."""
     return of_capability(gpu.capability) or ARCHITECTURES[0]
 
 
@@ -72,7 +72,7 @@ def forward_problem(
 def backward_problem(
     case: Case, architecture: Architecture = ARCHITECTURES[0]
 ) -> BackwardProblem:
-    """The same of its backward, all gradients asked for, nothing split so far."""
+    """Return the backward's problem, all gradients requested, nothing split so far."""
     _, keys = _rows(case)
     forward = forward_problem(case, architecture)
     return BackwardProblem(forward, (*keys, case.heads_kv, HEAD_DIM), False, 1)
@@ -88,13 +88,12 @@ def _rows(case: Case) -> list[tuple[int, int]]:
 def default_splits(
     case: Case, gpu: Gpu, config: Any = None, kv_dtype: torch.dtype | None = None
 ) -> int:
-    """Parts into which a call of ours divides the keys by default. config, kv_dtype: as
-    `forward_problem`'s."""
+    """KV splits of a call of ours by default. config, kv_dtype: as `forward_problem`'s."""
     return splits_for(forward_problem(case, architecture_on(gpu), config, kv_dtype), gpu)
 
 
 def defaults_to_clc(case: Case, direction: str) -> bool:
-    """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
+    """Return True if a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
     if direction == BACKWARD:
         return BACKWARD_PREFERS_CLC
     return prefers_clc(case.bounds != (None, None), *filling(case))
@@ -125,12 +124,13 @@ class Portion:
 
     @property
     def partial(self) -> bool:
-        """Whether dK and dV are written in float32."""
+        """Return True if dK and dV are written in float32."""
         return self.head_parts > 1 or self.adds
 
 
 def backward_portions(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
-    """As `fa4_hd256.run.backward.run_backward` decides where all gradients are asked for.
+    """Return the chunks that `fa4_hd256.run.backward.run_backward` chooses where all gradients are
+    requested.
 
     ds_bytes: memory that dS may take at a time.
     """

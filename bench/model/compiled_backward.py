@@ -1,4 +1,4 @@
-"""What the compiler made of our backward kernels and of flash-attn-4's.
+"""Compilation results of our backward kernels and of flash-attn-4's.
 
 What it reports of each kernel, and what each executes for one unit of 256 queries x 128 keys: both
 projects run in the simulator on the same problem (bf16, batch 1, one head, full attention), and
@@ -42,10 +42,10 @@ _ALLOC = re.compile(r"tcgen05\.alloc[^;]*,\s*(%\w+|\d+);")
 class BackwardReport:
     """One compiled kernel and a run of it.
 
-    registers: a thread, at launch. stack, local: bytes a thread. spills: instructions that load or
-    store local memory. smem_bytes: dynamic, of one CTA. tmem_columns: allocated, 0 for none.
-    instructions: in the code. executed, mmas, load_bytes, store_bytes: of a unit; executed
-    in instructions of a warp, bytes moved by TMA.
+    registers: per thread, at launch. stack, local: bytes per thread. spills: instructions that load
+    or store local memory. smem_bytes: dynamic, of one CTA. tmem_columns: allocated, 0 for none.
+    instructions: in the code. executed, mmas, load_bytes, store_bytes: of a unit; executed in
+    instructions of a warp, bytes moved by TMA.
     """
 
     project: str
@@ -64,7 +64,7 @@ class BackwardReport:
 
 
 def tmem_columns(ptx: str) -> int:
-    """The columns that a kernel's tcgen05.alloc asks for, 0 if it has none.
+    """The columns that a kernel's tcgen05.alloc requests, 0 if it has none.
 
     Raises ValueError where they are not a constant.
     """
@@ -81,7 +81,7 @@ def tmem_columns(ptx: str) -> int:
 
 
 def kernel_of(report: Report) -> str | None:
-    """Which of KERNELS a launch of either project was, None for another one."""
+    """Return which of KERNELS a launch of either project was, None for another one."""
     name = report.kernel.lower()
     if "preprocess" in name:
         return "preprocess"

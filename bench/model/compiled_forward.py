@@ -1,8 +1,8 @@
-"""What the compiler made of our forward and of flash-attn-4's, and what a step of them executes.
+"""Compilation results of our forward and of flash-attn-4's, and the instructions of a step.
 
 Both are compiled for sm_100a by the same compiler, at the same true share of emulated exp2, and
-disassembled. Per kernel: registers, stack, local memory, SMEM, instructions; of the two loops
-that take the time, the instructions of one step (128 keys) by class.
+disassembled. Per kernel: registers, stack, local memory, SMEM, instructions; of the two loops that
+take the time, the instructions of one step (128 keys) by class.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LoopCounts:
 class KernelReport:
     """One compiled kernel.
 
-    stack, local: bytes a thread. spills: instructions that load or store local memory.
+    stack, local: bytes per thread. spills: instructions that load or store local memory.
     smem_bytes: dynamic, of one CTA.
     """
 
@@ -92,7 +92,7 @@ class KernelReport:
 
 
 def _operations(path: list[SassInstruction]) -> Counter:
-    """How often each opcode without modifiers occurs; exp2 as "EX2"."""
+    """Count the opcodes without modifiers; exp2 as "EX2"."""
     counts = Counter(instruction.base for instruction in path)
     counts["EX2"] = sum(instruction.opcode.startswith("MUFU.EX2") for instruction in path)
     return counts
@@ -166,7 +166,7 @@ def _report(
 
 
 def _launched_smem(compiled: Any, arguments: tuple, keywords: dict[str, Any]) -> int:
-    """Dynamic SMEM in bytes that the host code asks for."""
+    """Dynamic SMEM in bytes that the host code requests."""
     return launch_configs(compiled, *arguments, **keywords)[-1].dynamic_smem
 
 

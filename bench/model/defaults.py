@@ -111,7 +111,7 @@ def unequal_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """The same, full attention, and packed sequences of equal length."""
+    """Return the unequal cases, full attention, and packed sequences of equal length."""
     return [
         *unequal_cases(),
         *(
@@ -129,7 +129,7 @@ def all_cases() -> list[Case]:
 
 
 def sparse_cases() -> list[Case]:
-    """And ragged batches of whose grid between a half and a sixth is there."""
+    """Add ragged batches that fill between a half and a sixth of their grid."""
     batches = (
         ragged_lengths(count, longest, seed)
         for count, longest in ((4, 2048), (8, 1024), (16, 2048), (32, 1024), (64, 512), (256, 512))
@@ -168,7 +168,7 @@ FORWARD_ORDERS = ORDERS | {
 
 
 def _order(case: Case, predictor: Predictor, direction: str) -> Decided:
-    """By the scheduler that the call takes."""
+    """Compare tile orders under the scheduler that the call takes."""
     clc, seconds = defaults_to_clc(case, direction), {}
     orders = FORWARD_ORDERS if direction == FORWARD else ORDERS
     for name, order in orders.items():
@@ -229,7 +229,7 @@ SPLIT_RULES = {
 
 
 def _splits(case: Case, predictor: Predictor) -> Decided:
-    """Of the forward's own tiles, also where calls of few rows take others."""
+    """Compare KV splits of the forward's own tiles, also where calls of few rows take others."""
     config = OURS_FORWARD.config
     clc, gpu = defaults_to_clc(case, FORWARD), gpu_of(predictor.machine)
     # Parts without a step are no alternative.
@@ -274,7 +274,7 @@ def _stages(case: Case, predictor: Predictor, direction: str) -> Decided:
 
 
 def mix_cases() -> list[Case]:
-    """Of each kind of kernel whose softmax differs."""
+    """Return cases of each kind of kernel whose softmax differs."""
     return [
         Case("full", _equal(4, 4096), *QWEN, False),
         *(Case("causal", _equal(b, s), *QWEN, True) for b, s in ((16, 1024), (2, 8192))),
@@ -375,7 +375,7 @@ ESTIMATES = {
 
 
 def _head_parts(case: Case, predictor: Predictor) -> Decided:
-    """Of a call whose dS is stored as a whole."""
+    """Compare head parts of a call whose dS is stored as a whole."""
     kernel: Any = predictor.backward(OURS, case, defaults_to_clc(case, BACKWARD))
     gpu = gpu_of(predictor.machine)
     (portion,) = kernel.plan(case)
@@ -397,7 +397,7 @@ def _head_parts(case: Case, predictor: Predictor) -> Decided:
 
 
 def memory_cases() -> list[Case]:
-    """dS of which is more than the smaller candidates."""
+    """Return cases whose dS is larger than the smaller candidates."""
     shapes = ((2, 16384), (1, 32768), (1, 65536), (1, 131072))
     return [
         *(
@@ -416,7 +416,7 @@ MEMORY = {f"{n} GiB": n << 30 for n in (1, 2, 4, 8, 16)}
 
 
 def _memory(case: Case, predictor: Predictor) -> Decided:
-    """By the scheduler that the call takes."""
+    """Compare memory limits of dS under the scheduler that the call takes."""
     assert MEMORY[DEFAULT_MEMORY] == BackwardConfig().ds_bytes
     kernel: Any = predictor.backward(OURS, case, defaults_to_clc(case, BACKWARD))
     seconds = {name: replace(kernel, ds_bytes=most).seconds(case) for name, most in MEMORY.items()}

@@ -1,7 +1,7 @@
-"""What the kernels ask of each part of an SM, in closed form, from their configurations.
+"""Demand of the kernels on each part of an SM, in closed form, from their configurations.
 
 A kernel's work is tiles of a CTA pair, each of steps of 256 queries x 128 keys; a `Demand` is what
-one CTA of the pair asks for in one step, or in the rest of a tile. `Machine` constants turn it into
+one CTA of the pair uses in one step, or in the rest of a tile. `Machine` constants turn it into
 clocks; docs/roofline.md has the formulas. Only what a step must do is counted: no waiting, no
 rescaling of O, no second reading from HBM of what L2 has lost.
 """
@@ -42,7 +42,7 @@ LANES = 32
 
 @dataclass(frozen=True)
 class Demand:
-    """Of one CTA.
+    """Demand of one CTA.
 
     flop: of the tensor core. mma: its clocks. operand_bytes: read by it from shared memory;
     tma_bytes, warp_bytes: moved between shared memory and TMA, or the warps. exp2: results of the
@@ -116,7 +116,7 @@ def forward(config: ForwardConfig) -> Kernel:
         product(config.tile_q, keys, HEAD_DIM)
         + product(config.tile_q, HEAD_DIM, keys, a_in_tmem=True)
         + exponentials(rows * keys, config.ex2_pattern, keys)
-        # Row sums; S read, P written in half the columns; a factor a row through shared memory.
+        # Row sums; S read, P written in half the columns; a factor per row through shared memory.
         + Demand(fma=rows * keys, exp2=rows, warp_bytes=2 * FLOAT_BYTES * rows)
         + _tmem(keys + keys // 2)
         + _tma_load(2 * config.kv_bytes)
@@ -313,7 +313,8 @@ def _key_counts(case: Case) -> tuple[int, int]:
 def _sequence_counts(
     seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, rows: int
 ) -> tuple[int, int, int]:
-    """Of one sequence and tiles of `rows` queries; the mask is aligned bottom right."""
+    """Return the counts of one sequence and tiles of `rows` queries; the mask is aligned bottom
+    right."""
     lengths, ranges = (seqlen_q, seqlen_k), []
     for begin in range(0, seqlen_q, rows):
         keys = visible_keys(begin, min(begin + rows, seqlen_q), lengths, (left, right))

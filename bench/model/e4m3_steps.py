@@ -33,17 +33,17 @@ class Steps:
 
     @property
     def bound(self) -> float:
-        """Of a step where all SMs load from HBM."""
+        """Return the clocks of a step where all SMs load from HBM."""
         return max(self.step, self.hbm)
 
     def of_keys(self, keys: int) -> float:
-        """Of a tile of so many keys, from HBM."""
+        """Return the clocks of a tile of so many keys, from HBM."""
         return self.ends + keys // BLOCK_KV * self.bound
 
 
 def steps_of(rows: int, e4m3: bool, machine: Machine) -> Steps:
-    """Of the kernel with so many query rows: a causal tile of 8 heads over one KV head, all rows in
-    use."""
+    """Return the steps of the kernel with so many query rows: a causal tile of 8 heads over one KV
+    head, all rows in use."""
     variant = DecodeVariant(Kind(causal=True), rows, rows // GROUP, GROUP, e4m3=e4m3)
     short, long = (_clocks(variant, keys, machine) for keys in (SHORT, LONG))
     step = (long - short) / ((LONG - SHORT) // BLOCK_KV)
@@ -54,6 +54,6 @@ def steps_of(rows: int, e4m3: bool, machine: Machine) -> Steps:
 
 
 def _clocks(variant: DecodeVariant, keys: int, machine: Machine) -> float:
-    """Of one tile."""
+    """Return the clocks of one tile."""
     compiled, arguments = call_on(machine, variant, Sample(keys))
     return float(timing.predict(compiled, *arguments, machine=machine, draws=0)[-1].clocks[0])

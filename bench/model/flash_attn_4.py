@@ -1,7 +1,7 @@
 """flash-attn-4's kernels on the timing model: replays of its own calls, and how it cuts tiles.
 
 Full dense attention runs persistent clusters, all else one tile a cluster, the longest first. With
-divided keys (`num_splits` above 1, and 0 where its rule divides) it takes one CTA for a tile of 128
+KV splits (`num_splits` above 1, and 0 where its rule splits) it takes one CTA for a tile of 128
 rows, and a second kernel makes one result of the float32 parts. Its backward at head_dim 256 has a
 dQ and a dK/dV kernel of one tile a cluster, blocks ascending.
 
@@ -54,7 +54,7 @@ from .samples import (
 from .tiles import KEYS, ROWS, BackwardTiling, ForwardTiling
 
 NAME, SINGLE_ROWS = flash_attn_4.PACKAGE, flash_attn_4.SINGLE_ROWS
-#: Samples with divided keys: (left bound of windowed ones, keys).
+#: Samples with KV splits: (left bound of windowed ones, keys).
 SPLIT_SAMPLES = ((None, 1024), (None, 2048), (None, 4096))
 SPLIT_WINDOW_SAMPLES = ((511, 1024), (1023, 2048), (2047, 4096))
 
@@ -64,7 +64,7 @@ class Variant:
     """One of its kernels.
 
     head_dim: 128 or 256; 128 for dense kinds alone. divided: (queries, query heads of a KV head) of
-    a tile of the kernel with divided keys, None for the other one. release: None for the installed
+    a tile of the kernel with KV splits, None for the other one. release: None for the installed
     one; not in the text by which programs are kept, which has the versions beside it.
     """
 
@@ -96,7 +96,7 @@ class Variant:
         )  # fmt: skip
 
     def samples(self) -> Samples:
-        """What costs are fitted to."""
+        """Return the samples that costs are fitted to."""
         if self.divided:
             chosen = SPLIT_WINDOW_SAMPLES if self.kind.window else SPLIT_SAMPLES
             return tuple((*self.divided, *sample) for sample in chosen)
@@ -109,8 +109,8 @@ class Variant:
 
 
 class FlashAttention4:
-    """Its kernels, as `predictor.Provider`. release: another than the installed one, of which only
-    dense attention is known."""
+    """flash-attn-4's kernels, as `predictor.Provider`. release: another than the installed one;
+    only its dense attention is known."""
 
     def __init__(self, release: releases.Release | None = None) -> None:
         self.release = release
@@ -123,7 +123,7 @@ class FlashAttention4:
         return build == Build(FLASH_ATTENTION, *self._named())
 
     def _named(self) -> tuple[str, str]:
-        """(its version or commit, that of CuTe DSL)."""
+        """Return (its version or commit, that of CuTe DSL)."""
         if self.release is not None:
             return self.release.commit, self.release.cutlass_dsl
         package, cutlass_dsl, _ = flash_attn_4.versions()
@@ -148,7 +148,7 @@ class FlashAttention4:
     def variant(
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
     ) -> Variant:
-        """Raises ValueError for packed sequences whose keys are divided."""
+        """Raises ValueError for packed sequences with KV splits."""
         if not divided:
             return Variant(Kind.of(case), release=self.release)
         if self.release is not None:
@@ -169,7 +169,7 @@ class FlashAttention4:
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
 
     def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
-        """Its dedicated backward at head_dim 256.
+        """Return its dedicated backward at head_dim 256.
 
         Raises RuntimeError if it is not installed, ValueError for a kind that it refuses.
         """
@@ -207,7 +207,7 @@ class FlashAttention4:
 
 
 class FlashAttention4Divided(FlashAttention4):
-    """Its forward with `num_splits=0`, where its rule divides the keys."""
+    """flash-attn-4's forward with `num_splits=0`, where its rule splits the keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class FlashAttention4Divided(FlashAttention4):
         return super().refuses(case, direction)
 
     def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
-        """What its rule takes."""
+        """Return the choice of its rule."""
         numbers = split_numbers(case, int(machine.values().sms))
         return False, numbers[-1] if numbers else 1
 
@@ -280,12 +280,13 @@ def _versions(release: releases.Release | None) -> tuple[str, ...]:
 
 
 def _of_release(release: releases.Release | None, run: Callable[[], Any]) -> Any:
-    """What `run` returns, in the process of a release unless that is None."""
+    """Run a function in the process of a release, or in this one if that is None; return its
+    result."""
     return run() if release is None else releases.call(release, run)
 
 
 def _problems(variant: Variant, samples: Samples) -> tuple[Problem, ...]:
-    """Keys and values have the heads of the queries, but one where keys are divided."""
+    """Keys and values have the heads of the queries, but one with KV splits."""
     kind, found = variant.kind, []
     options: dict[str, Any] = {"num_splits": SAMPLE_SPLITS if variant.divided else 1}
     if kind.softcap:
@@ -317,7 +318,8 @@ BACKWARD_KERNELS, _NAMES = ("dq", "dkdv"), ("dqkernel", "dkdvkernel")
 def backward_replays(
     kind: Kind, machine: Machine, draws: int, release: releases.Release | None = None
 ) -> list[Replayed]:
-    """Of each of `BACKWARD_KERNELS` the longest cluster on each of the samples."""
+    """Return the replays of the longest cluster of each of `BACKWARD_KERNELS` on each of the
+    samples."""
     return kept(*_backward_source(kind, release), machine, draws)
 
 
@@ -342,7 +344,7 @@ def _backward_source(kind: Kind, release: releases.Release | None) -> Source:
 
 
 def _empty_replays(kind: Kind, machine: Machine, draws: int) -> list[Replayed]:
-    """Its dQ and dK/dV kernels, a cluster whose sequence is empty."""
+    """Return the replays of its dQ and dK/dV kernels of a cluster whose sequence is empty."""
 
     def trace() -> list[Traced]:
         return [Traced(found, 1) for found in traces.empty_backward(ROWS, kind.causal, _NAMES)]

@@ -35,14 +35,15 @@ from .tiles import KEYS, BackwardTiling
 #: A CTA pair has 128 keys, a step 128 queries and 512 clocks of the tensor core a product.
 STEP = Step(KEYS, 128, 5 * 512.0, 2)
 #: Bytes that take as long to store to L2 as one that is added to float32 there, by all SMs:
-#: measured on an H200 (`bench.measure.bulk_reductions`), 2,120 bytes a clock added, 2,690 stored.
+#: measured on an H200 (`bench.measure.bulk_reductions`), 2,120 bytes per clock added, 2,690 stored.
 #: Nobody has measured it on Blackwell.
 ADD_BYTES = 1.27
 _NAMES = ("flashattentionbackwardsm100",)
 
 
 class FlashAttention4FiveProducts(FlashAttention4):
-    """As `predictor.Provider`; dense attention alone, and no forward of its own."""
+    """flash-attn-4's backward with five GEMMs, as `predictor.Provider`; dense attention alone, and
+    no forward of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class FlashAttention4FiveProducts(FlashAttention4):
     def variant(
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
     ) -> Variant:
-        """Raises ValueError for divided keys."""
+        """Raises ValueError for KV splits."""
         if divided:
             raise ValueError(f"{self.name} has no divided keys")
         return Variant(Kind.of(case))

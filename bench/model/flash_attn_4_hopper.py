@@ -42,7 +42,7 @@ _NAMES = ("flashattentionbackwardsm90",)
 
 
 def forward(causal: bool, machine: Machine, draws: int = 0, head_dim: int = HEAD_DIM) -> Kernel:
-    """Its forward: one tile a CTA, of a causal call the longest first."""
+    """Return its forward: one tile per CTA, of a causal call the longest first."""
     keys = FORWARD_KEYS[head_dim]
     samples = tuple((FORWARD_ROWS, 1, None, keys * steps) for steps in (4, 12, 24))
     problems = [
@@ -67,7 +67,7 @@ def forward(causal: bool, machine: Machine, draws: int = 0, head_dim: int = HEAD
 
 
 class _OfWholeHeads(SummedDq):
-    """Its launches where a key/value head has one query head."""
+    """Launches of its backward where a key/value head has one query head."""
 
     def plan(self, case: Case) -> list[Portion]:
         """Raises ValueError for query heads that share keys."""
@@ -79,7 +79,7 @@ class _OfWholeHeads(SummedDq):
 
 
 def backward(causal: bool, machine: Machine, draws: int = 0) -> SummedDq:
-    """Its backward, of as many key/value heads as query heads."""
+    """Return its backward, of as many key/value heads as query heads."""
     # Of its tiles the longest is replayed.
     problems = tuple(
         traces.Problem(
@@ -112,7 +112,8 @@ def backward(causal: bool, machine: Machine, draws: int = 0) -> SummedDq:
 
 
 def added_terabytes() -> float:
-    """Of all SMs a second, measured; L2's time does not follow the SMs' clock."""
+    """Return the terabytes per second that all SMs add, measured; L2's time does not follow the
+    SMs' clock."""
     return json.loads(ADDED.read_text())[_ADDED_ROW]["all"] * _ADDED_GHZ / 1e3
 
 
@@ -134,7 +135,7 @@ def _l2_clocks(values: Values, added: float) -> float:
 
 @contextlib.contextmanager
 def _asked_again() -> Iterator[None]:
-    """flash-attn-4 remembers which device it has asked; inside and behind it asks anew."""
+    """flash-attn-4 remembers which device it has queried; inside and behind it queries again."""
     from flash_attn.cute import cute_dsl_utils, interface
 
     asked = interface._get_device_arch, cute_dsl_utils._get_device_arch_and_num_sms

@@ -60,7 +60,7 @@ def forward(problems: Sequence[Problem], alone: bool) -> list[StoredProgram]:
     with timing.attached(draws=0) as session, only, seeded():
         for problem in problems:
             problem.call(problem.tensors())
-    # Each call with divided keys launches the kernel that makes one result of the parts, too.
+    # Each call with KV splits launches the kernel that combines the splits, too.
     return [
         StoredProgram.of(found.compiled)
         for found in session.predictions

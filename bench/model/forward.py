@@ -39,7 +39,7 @@ class Kernel:
     """A forward kernel and what its tiles cost.
 
     values, costs: one of each replay, the central one first. paths: of the replays. last_turn: of a
-    case whose last tiles are a launch of their own, their keys divided, else None.
+    case whose last tiles are a launch of their own, with KV splits, else None.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Kernel:
     last_turn: Callable[[Case], InTwo | None] = lambda case: None
 
     def divided(self, num_splits: int) -> Kernel:
-        """The same with the keys of each tile in that many parts."""
+        """Return the kernel with that many KV splits of each tile."""
         tiling = replace(self.tiling, num_splits=num_splits)
         return replace(self, tiling=tiling, last_turn=lambda case: None)
 
@@ -60,7 +60,7 @@ class Kernel:
         return self.placed(_tiles(case, self.tiling), room)
 
     def placed(self, tiles: Sequence[Tile] | Tiles, room: Room = ALONE) -> list[Schedule]:
-        """The same of tiles in their order."""
+        """Schedule tiles in their order, for each of the drawn machines."""
         how = self.tiling
         return [
             schedule(
@@ -70,8 +70,8 @@ class Kernel:
         ]
 
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
-        """A call for each of the drawn machines, the central one first. Where keys are divided,
-        with the kernel that makes one result of the parts."""
+        """A call for each of the drawn machines, the central one first. With KV splits, the kernel
+        that combines them is included."""
         in_two = self.last_turn(case)
         if in_two is not None:
             behind = in_two.kernel.calls(in_two.rest, room)
@@ -86,7 +86,7 @@ class Kernel:
         ]
 
     def paths_of(self, case: Case) -> Paths:
-        """Of the replays behind a call."""
+        """Return the paths of the replays behind a call."""
         in_two = self.last_turn(case)
         return self.paths if in_two is None else self.paths + in_two.kernel.paths
 
@@ -96,13 +96,13 @@ class Kernel:
         return np.array([one.seconds(values, conditions) for one, values in calls])
 
     def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
-        """The same as TFLOPS by `Case.flop`, at the kernel's head_dim."""
+        """Return the TFLOPS by `Case.flop`, at the kernel's head_dim."""
         return case.flop(FORWARD, self.tiling.head_dim) / self.seconds(case, conditions) / 1e12
 
 
 @dataclass(frozen=True)
 class InTwo:
-    """Two launches of a case: its first queries, then the rest by a kernel that divides keys."""
+    """Two launches of a case: its first queries, then the rest by a kernel with KV splits."""
 
     first: Case
     rest: Case
@@ -111,12 +111,13 @@ class InTwo:
 
 @functools.lru_cache(maxsize=64)
 def _tiles(case: Case, tiling: ForwardTiling) -> Tiles:
-    """Of all machines alike."""
+    """Return the tiles, which all machines share."""
     return Tiles.of(forward_tiles(case, tiling))
 
 
 def combine_seconds(case: Case, splits: int, values: Values, dependent: bool = False) -> float:
-    """Of the kernel that makes one result of the parts.  dependent: launched as one."""
+    """Return the seconds of the kernel that makes one result of the splits.  dependent: launched as
+    one."""
     if dependent:
         values = values._replace(launch_us=values.dependent_launch_us)
     rows = sum(q for q, _ in case.lengths) * case.heads

@@ -2,7 +2,7 @@
 
 Its forward takes tiles of 256 queries over by cluster launch control; two of the steps of a causal
 tile are masked, and slower. Heads are packed where a call has few queries, and those of very few
-rows have a kernel of one CTA a tile. Keys divided are summed up by a kernel of their own. Its
+rows have a kernel of one CTA per tile. KV splits are combined by a kernel of their own. Its
 backward is in `frost_backward`.
 """
 
@@ -61,8 +61,8 @@ class Tiling(ForwardTiling):
 
 @dataclass(frozen=True)
 class Few:
-    """A call of few queries: so many of them, query heads of a KV head, whether keys are divided,
-    and rows of a tile of the kernel for decoding, 0 for the other one."""
+    """A call of few queries: so many of them, query heads of a KV head, whether keys are split, and
+    rows of a tile of the kernel for decoding, 0 for the other one."""
 
     queries: int
     ratio: int
@@ -72,10 +72,9 @@ class Few:
 
 @dataclass(frozen=True)
 class Variant:
-    """What of a case is compiled in, or decides the costs of its tiles. versions: as
+    """Facts of a case that are compiled in, or decide the costs of its tiles. versions: as
     `bench.peers.frost.versions` gives them. few: None for whole prompts. release: None for the
-    installed one; not in the text by which programs are kept, which has the versions.
-    """
+    installed one; not in the text by which programs are cached, which has the versions."""
 
     kind: Kind
     versions: tuple[str, ...] = ()
@@ -89,7 +88,7 @@ class Variant:
     @property
     def tiling(self) -> Tiling:
         if self.few is None:
-            # Its scheduler asks for the next tile when a tile begins.
+            # Its scheduler requests the next tile when a tile begins.
             return Tiling("dynamic", claims=1)
         packs = frost.packs_heads(self.few.queries, self.few.ratio, 1)
         if self.few.columns:
@@ -102,7 +101,7 @@ class Variant:
         return SAMPLE_SPLITS if self.few and self.few.divided else 1
 
     def samples(self) -> Samples:
-        """What costs are fitted to."""
+        """Return the samples that costs are fitted to."""
         if self.kind.window:
             return WINDOW_SAMPLES
         if self.few is None:
@@ -111,7 +110,7 @@ class Variant:
 
     def few_samples(self) -> tuple[tuple[int, None, int], ...]:
         """(heads, no left bound, keys) of samples of few queries: of the kernel for decoding, with
-        one tile a CTA, of different lengths; of the other one also of several tiles a cluster."""
+        one tile per CTA, of different lengths; of the other one also of several tiles a cluster."""
         assert self.few is not None
         keys = (1024, 2048, 4096) if self.few.columns else (1024, 2048)
         several = () if self.few.columns else ((2 * self.few.ratio, None, 1024),)
@@ -130,7 +129,7 @@ class Variant:
 
 
 class Frost:
-    """Its kernels, as `predictor.Provider`. release: another than the installed one."""
+    """FROST's kernels, as `predictor.Provider`. release: another than the installed one."""
 
     def __init__(self, release: releases.FrostRelease | None = None) -> None:
         self.release = release
@@ -143,9 +142,9 @@ class Frost:
         return frost.versions() if self.release is None else self.release.versions
 
     def replays(self, build: Build) -> bool:
-        """Where a plan is named, the one that it takes here for whole prompts: undivided keys,
-        heads by themselves. Which of the orders it is follows from the case, as in the plans of its
-        heuristics."""
+        """Return True if the build is the one that it takes here for whole prompts, where a plan is
+        named: unsplit keys, heads by themselves. Which of the orders it is follows from the case,
+        as in the plans of its heuristics."""
         plan = dict(build.options)
         return (build.project, build.version, build.cutlass_dsl) == (FROST, *self._versions()) and (
             plan.get("SPLIT_KV", 1) == 1 and plan.get("PACK_GQA", 0) == 0
@@ -161,7 +160,7 @@ class Frost:
         return reason or frost.forward_refusal(case.packed, bool(case.softcap), case.bounds[1])
 
     def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
-        """CLC is no choice of the call. Keys are divided as its heuristics choose."""
+        """CLC is no choice of the call. Keys are split as its heuristics choose."""
         if direction == BACKWARD or case.window != (None, None) or self.release is not None:
             return False, 1
         sms, (lengths, *_) = int(machine.values().sms), case.lengths
@@ -170,7 +169,7 @@ class Frost:
     def variant(
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
     ) -> Variant:
-        """Raises ValueError where keys of a windowed call are to be divided."""
+        """Raises ValueError where keys of a windowed call are to be split."""
         kind, few = Kind.of(case), None
         if divided and kind.window:
             raise ValueError(f"windows divided by {self.name} are not modelled")
@@ -226,7 +225,8 @@ def backward_replays(variant: Variant, machine: Machine, draws: int) -> list[Rep
 
 
 def _of_release(variant: Variant, run: Callable[..., Any], machine: Machine) -> Any:
-    """What `run(variant, machine)` returns, in the process of the variant's release if it has one.
+    """Return the result of `run(variant, machine)`, in the process of the variant's release if it
+    has one.
 
     Raises RuntimeError where no release is named and another build than the variant's is installed.
     """
@@ -242,7 +242,7 @@ def _of_release(variant: Variant, run: Callable[..., Any], machine: Machine) -> 
 
 @contextlib.contextmanager
 def _tracing(machine: Machine) -> Iterator[None]:
-    """What is called inside is compiled for the machine's GPU."""
+    """Compile the kernels called inside for the machine's GPU."""
     with simulating(machine), seeded():
         frost.forget_compiled()
         yield
@@ -260,8 +260,8 @@ def _forward_source(variant: Variant, machine: Machine) -> Source:
 
 
 def forward_programs(variant: Variant, machine: Machine) -> list[timing.StoredProgram]:
-    """Of each of the variant's samples, through its class; keys and values have one head, or those
-    that the query heads of a call of few queries have."""
+    """Trace each of the variant's samples, through its class; keys and values have one head, or
+    those that the query heads of a call of few queries have."""
     forward, kind = frost.Forward(), variant.kind
     with _tracing(machine), timing.attached(draws=0, chosen=_on_tensor_cores) as session:
         for sample in variant.samples():
@@ -307,7 +307,7 @@ def _backward_source(variant: Variant, machine: Machine) -> Source:
 def backward_programs(
     variant: Variant, machine: Machine
 ) -> list[list[timing.StoredProgram]]:
-    """Of each of `BACKWARD_SAMPLES` its three kernels, in their order. O and LSE are its own
+    """Trace the three kernels of each of `BACKWARD_SAMPLES`, in their order. O and LSE are its own
     forward's."""
     causal, found = variant.kind.causal, []
     with _tracing(machine):

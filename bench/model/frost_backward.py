@@ -69,7 +69,7 @@ class Geometry:
         return min(max((keys - self.offset) // ROWS * ROWS, 0), last - UNIT), last
 
     def keys_of(self, queries: int) -> int:
-        """How many keys the product for dQ sums over for 256 queries from there on."""
+        """Return how many keys the GEMM for dQ sums over for 256 queries from there on."""
         if self.offset is None:
             return self.lengths[1]
         seen = -(-(queries + ROWS + self.offset) // ROWS) * ROWS
@@ -77,7 +77,8 @@ class Geometry:
 
 
 def main_tiles(geometry: Geometry) -> Iterator[Tile]:
-    """Of the main kernel: Q and dO of a head are shared; K, V, dV and dS are a tile's own."""
+    """Yield the tiles of the main kernel: Q and dO of a head are shared; K, V, dV and dS are a
+    tile's own."""
     reads, writes = 2 * ROW * KEYS, ROW * KEYS
     blocks = []
     for begin in range(0, geometry.padded[1], KEYS):
@@ -92,7 +93,7 @@ def main_tiles(geometry: Geometry) -> Iterator[Tile]:
 
 
 def product_tiles(geometry: Geometry, is_dq: bool) -> Iterator[Tile]:
-    """Of a product over dS: Q of a head, or K of a group of heads, is shared."""
+    """Yield the tiles of a GEMM over dS: Q of a head, or K of a group of heads, is shared."""
     rows = geometry.lengths[not is_dq]
     blocks = []
     for begin in range(0, rows, ROWS):
@@ -112,7 +113,7 @@ def product_tiles(geometry: Geometry, is_dq: bool) -> Iterator[Tile]:
 
 @functools.lru_cache(maxsize=64)
 def tiles_of(kernel: str, geometry: Geometry) -> Tiles:
-    """Of all machines alike."""
+    """Return the tiles, which all machines share."""
     if kernel == "main":
         return Tiles.of(list(main_tiles(geometry)))
     return Tiles.of(list(product_tiles(geometry, kernel == "dq")))
@@ -120,8 +121,8 @@ def tiles_of(kernel: str, geometry: Geometry) -> Tiles:
 
 @dataclass(frozen=True)
 class FrostBackward(GradientCalls):
-    """Its whole backward, with the methods of `backward.Backward`. costs: kernel -> tile costs for
-    each of the drawn machines. paths: of the replays of each kernel that was asked for."""
+    """FROST's whole backward, with the methods of `backward.Backward`. costs: kernel -> tile costs
+    for each of the drawn machines. paths: of the replays of each kernel that was requested."""
 
     name: str
     values: list[Values]
@@ -129,7 +130,7 @@ class FrostBackward(GradientCalls):
     paths: dict[str, Paths] = field(default_factory=dict)
 
     def plan(self, case: Case) -> tuple[int, Geometry]:
-        """(how often the three kernels are launched, on what)."""
+        """Return (how often the three kernels are launched, on what)."""
         lengths = case.lengths[0]
         batch, heads = frost.backward_chunks(case.batch, case.heads, case.heads_kv, lengths)
         offset = None if case.bounds[1] is None else lengths[1] - lengths[0]
@@ -149,7 +150,7 @@ class FrostBackward(GradientCalls):
         return found
 
     def paths_of(self, case: Case) -> Paths:
-        """Of the replays behind a case's prediction, which has been made."""
+        """Return the paths of the replays behind a case's prediction, which has been made."""
         return sum((self.paths.get(name, Paths()) for name in KERNELS), Paths())
 
 

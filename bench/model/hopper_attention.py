@@ -2,7 +2,7 @@
 
 Costs of tiles are fitted to replays of a CTA, or of a cluster of our backward, with a few tiles;
 problems are placed on all SMs as Blackwell's are (`forward`, `backward`). Work of a tile is counted
-as there, a clock of a CTA for every 8192 FLOP, of which a Hopper SM does half: `fit`'s rate has it.
+as there, one clock of a CTA for every 8192 FLOP; a Hopper SM does half: `fit`'s rate has it.
 
 The clock follows what the tensor cores do and what the power budget leaves (`hopper_clocks`).
 """
@@ -69,7 +69,7 @@ def on_hopper() -> contextlib.AbstractContextManager[Any]:
 @dataclass(frozen=True)
 class Variant:
     """One of our kernels: "forward", or "dv" or "products" of the backward. keys: of the forward's
-    step; decodes: whether it has one warpgroup, for a few rows; splits: whether keys are divided.
+    step; decodes: whether it has one warpgroup, for a few rows; splits: whether keys are split.
     """
 
     kind: Kind
@@ -95,7 +95,7 @@ class Variant:
         )  # fmt: skip
 
     def tiling(self, machine: Machine) -> ForwardTiling:
-        """Of the forward."""
+        """Return the tiling of the forward."""
         gpu, late = gpu_of(machine), Late((CLAIM_STEPS + _LOADS_AHEAD) * 16.0 * self.keys)
         rows = 64 if self.decodes else 128
         # Q has one buffer, which is free with a tile's last QK.
@@ -109,7 +109,7 @@ class Variant:
 def forward_variant(
     case: Case, machine: Machine, splits: int = 1, use_clc: bool | None = None
 ) -> Variant:
-    """That which a call takes. use_clc: None for its default."""
+    """Return the variant that a call takes. use_clc: None for its default."""
     gpu = gpu_of(machine)
     problem = forward_problem(case, architecture_on(gpu))
     causal = problem.options.window[1] is not None
@@ -240,7 +240,7 @@ class Times:
 
 
 def times_of(call: Call, values: Values, clocks: Clocks = DEFAULT) -> Times:
-    """Of a call on a machine held at the clock of its replays."""
+    """Return the times of a call on a machine held at the clock of its replays."""
     count = sum(times * schedule.clocks for times, schedule in call.schedules)
     flop = sum(times * schedule.work for times, schedule in call.schedules) * WORK_FLOP
     busy = flop / (FLOP_PER_CLOCK[9, 0] * values.sms * count)
@@ -251,5 +251,5 @@ def times_of(call: Call, values: Values, clocks: Clocks = DEFAULT) -> Times:
 
 
 def times(calls: list[Call], machine: Machine, clocks: Clocks = DEFAULT) -> Times:
-    """Of the central constants."""
+    """Return the times under the central constants."""
     return times_of(calls[0], machine.values(), clocks)

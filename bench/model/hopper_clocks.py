@@ -1,4 +1,4 @@
-"""Clocks of a Hopper GPU's SMs under a load of its tensor cores, in first launches and for good.
+"""Clocks of a Hopper GPU's SMs under a load of its tensor cores, in first launches and sustained.
 
 In first launches the clock follows the share of clocks that the tensor cores work. Later the power
 budget takes its part: GPUs of one kind differ in what a FLOP costs them, so a product by itself,
@@ -36,8 +36,9 @@ class Clocks:
     def of(
         cls, product: Mapping[str, Any], attention: Mapping[str, Any], values: Values
     ) -> Clocks:
-        """Of a GPU on which `bench.measure.rows_under_load` had these figures of both: the energy
-        of a FLOP is what makes the product's clock for good that which the budget leaves."""
+        """Return the clocks of a GPU on which `bench.measure.rows_under_load` had these figures of
+        both: the energy of a FLOP is what makes the product's sustained clock that which the budget
+        leaves."""
         (_, first), (late_us, late) = product["first"], product["late"]
         rate = PRODUCT_FLOP / (late_us * 1e-6)
         watts = values.power_watts - values.static_watts

@@ -1,7 +1,7 @@
-"""How long Hopper's kernel of dV and dS waits for its loads, as measured inside it.
+"""Latency of the loads of Hopper's kernel of dV and dS, as measured inside it.
 
-Beside the stores of dS, and with what L2 lacks of what it was asked for ahead, a load takes 1.4 to
-1.8 times as long as alone (`bench/measure/dv_loads.py`). Q has one buffer there, so a step's length
+Beside the stores of dS, and with what L2 lacks of what was prefetched, a load takes 1.4 to 1.8
+times as long as alone (`bench/measure/dv_loads.py`). Q has one buffer there, so a step's length
 follows it.
 """
 

@@ -1,5 +1,5 @@
-"""Who the timing model predicts on a Hopper GPU, as `predictor.Provider`: our kernels for sm_90a
-and flash-attn-4's for SM90."""
+"""Providers that the timing model predicts on a Hopper GPU, as `predictor.Provider`: our kernels
+for sm_90a and flash-attn-4's for SM90."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def forward_tiles_of(case: Case) -> range:
 def seconds(
     calls: Sequence[Call], values: Sequence[Values]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(of a burst, for good) of a call for each of the drawn machines."""
+    """Return (seconds of a burst, sustained seconds) of a call for each of the drawn machines."""
     found = [model.times_of(one, drawn) for one, drawn in zip(calls, values)]
     return np.array([t.seconds for t in found]), np.array([t.for_good for t in found])
 

@@ -1,7 +1,6 @@
-"""Rows that an H200 or an H100 is asked for: what the timing model says of each, and what was
-measured.
+"""Rows measured on an H200 or an H100: what the timing model says of each, and what was measured.
 
-`bench.measure.rows_under_load` measures them in first launches and for good; decoding steps are
+`bench.measure.rows_under_load` measures them in first launches and sustained; decoding steps are
 within the power budget and have one time. `seen` says that a row was known before the model
 predicted it. All have 16,384 tokens but for decoding steps and chunks.
 """
@@ -63,11 +62,11 @@ class Row:
 
     @property
     def machine(self) -> Machine:
-        """At the clock of its replays."""
+        """Return the machine at the clock of its replays."""
         return model.hopper(self.gpu)
 
     def calls(self) -> list[Call]:
-        """As the timing model has them."""
+        """Return the calls of the timing model."""
         case, machine = self.case, self.machine
         if self.direction == BACKWARD and self.provider == THEIRS:
             return theirs.backward(case.causal, machine).calls(case)
@@ -170,14 +169,14 @@ def _kept() -> dict[str, dict]:
 
 
 def measured() -> dict[str, dict]:
-    """Row's name -> {"first", "late": [us, MHz of an SM] in first launches and for good, "run":
+    """Row's name -> {"first", "late": [us, MHz of an SM] in first launches and sustained, "run":
     which, or "us": median of launches within the power budget, "from": where it stands; "clocks":
     of the kernels by Nsight Compute, if they were counted}."""
     return _kept()["rows"]
 
 
 def clocks_of(row: dict) -> Clocks:
-    """Of the GPU on which a row was measured, or of the machine's."""
+    """Return the clocks of the GPU on which a row was measured, or of the machine's."""
     if "run" not in row:
         return DEFAULT
     run = _kept()["runs"][row["run"]]

@@ -22,7 +22,7 @@ SAMPLES = (ALL_SAMPLES[0], ALL_SAMPLES[2], ALL_SAMPLES[-1])
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to predict; a function of the rung, for a pool of processes."""
+    """Prediction task: a function of the rung, for a pool of processes."""
 
     case: Case
     machine: str

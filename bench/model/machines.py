@@ -58,13 +58,12 @@ def _device_of(machine: Machine) -> SimulatedDevice:
 
 
 def target_of(machine: Machine) -> str:
-    """What CuTe DSL compiles for on it, "sm_103a" for instance."""
+    """Return the target that CuTe DSL compiles for on it, "sm_103a" for instance."""
     return _device_of(machine).target
 
 
 def compiling_ours(machine: Machine) -> contextlib.AbstractContextManager[None]:
-    """Inside, our kernels are compiled as in a process all of whose GPUs are of the machine's
-    kind."""
+    """Compile our kernels as in a process all of whose GPUs are of the machine's kind."""
     return as_if_seen(_device_of(machine).capability)
 
 
@@ -74,7 +73,7 @@ def simulating(machine: Machine) -> contextlib.AbstractContextManager[Any]:
 
 
 def with_load(machine: Machine, nbytes: int, clocks: float) -> Machine:
-    """The same GPU where a load of so many bytes takes so many clocks from its issue to its
+    """Return the GPU where a load of so many bytes takes so many clocks from its issue to its
     arrival, as it does beside other traffic.
 
     Raises ValueError for fewer clocks than the bytes alone take.
@@ -91,7 +90,7 @@ def with_load(machine: Machine, nbytes: int, clocks: float) -> Machine:
 
 
 def held_at(machine: Machine, ghz: float) -> Machine:
-    """The same GPU at that clock of its SMs: L2 follows it in part, HBM and launches do not.
+    """Return the GPU at that clock of its SMs: L2 follows it in part, HBM and launches do not.
 
     Raises ValueError unless ghz is above 0.
     """
@@ -124,5 +123,6 @@ def held_at(machine: Machine, ghz: float) -> Machine:
 
 
 def memory_seconds(nbytes: float, values: Values) -> float:
-    """Of a kernel that only reads and writes, a launch included: at HBM's rate."""
+    """Return the seconds of a kernel that only reads and writes, a launch included: at HBM's
+    rate."""
     return nbytes / (values.hbm_terabytes * 1e12) + values.launch_us * 1e-6

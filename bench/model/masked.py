@@ -1,8 +1,8 @@
 """Forwards under a block mask on the timing model, and what making the mask takes.
 
 Costs of a tile are fitted to replays of the block-mask kernel: tiles of queries that see all of
-their listed keys, and those of whose every tile bits say what is seen. A case's tiles are the lists
-that its own mask makes (`call.tile_mask`).
+their listed keys, and those whose tiles all have bits. A case's tiles are the lists that its own
+mask makes (`call.tile_mask`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _like(use_clc: bool) -> Variant:
 
 
 def uses_clc(case: MaskedCase) -> bool:
-    """Whether a call of it without `use_clc` takes the dynamic scheduler."""
+    """Return True if a call of it without `use_clc` takes the dynamic scheduler."""
     return prefers_clc(True, *filling(case))
 
 
@@ -139,7 +139,8 @@ def tiles(case: MaskedCase, tiling: ForwardTiling) -> list[Tile]:
 
 
 def shares(case: MaskedCase) -> tuple[float, float]:
-    """(of all steps those that are listed, of these those with bits), of a head's queries."""
+    """Return (share of listed steps in all steps, share of those with bits in these), of a head's
+    queries."""
     listed, partial, most = _lists(case)
     return float(listed.mean() / most), float(partial.sum() / listed.sum())
 
@@ -181,8 +182,8 @@ def call_on(
 
 @dataclass(frozen=True)
 class Making:
-    """Of a mask on a GPU: operations of PyTorch that make a tensor, and bytes that they read and
-    write."""
+    """Cost of making a mask on a GPU: operations of PyTorch that make a tensor, and bytes that they
+    read and write."""
 
     operations: int
     nbytes: int
@@ -194,7 +195,8 @@ class Making:
 
 @functools.cache
 def making(case: MaskedCase, gradients: bool = False) -> Making:
-    """Of a case's mask from its name to bits and lists, with those of the backward if asked for.
+    """Count the making of a case's mask from its name to bits and lists, with those of the backward
+    if requested.
 
     Counted where tensors have no contents, which takes the way of a GPU: bits of all tiles.
     """

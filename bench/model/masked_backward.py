@@ -1,15 +1,15 @@
 """Backwards under a block mask on the timing model.
 
 dS is always stored: a launch of dV and one of the products of dS for each portion, as the operator
-divides the call, and around them what `backward` has. Costs of a tile are fitted to replays of the
+splits the call, and around them what `backward` has. Costs of a tile are fitted to replays of the
 kernels that read lists (`backward_block_mask`, NOTE [listed blocks]). A case's tiles are the lists
 of its own mask, in the kernels' order.
 
-NOTE [one cost of a step].  In the loop of dV's kernel ptxas branches nowhere around the bits: what
-they ask for stands under a predicate, and a step that sees all issues it as well. So a step has one
-cost, that of steps with bits, and all samples of dV have bits in each. Paths of other samples may
-not be replayed: `sm100_sim.timing.mixes` counts an instruction under a predicate as executed, and
-where the run had none of them the way round the loop over tiles looks more alike than the loop over
+NOTE [one cost of a step].  In the loop of dV's kernel ptxas branches nowhere around the bits: their
+work stands under a predicate, and a step that sees all issues it as well. So a step has one cost,
+that of steps with bits, and all samples of dV have bits in each. Paths of other samples may not be
+replayed: `sm100_sim.timing.mixes` counts an instruction under a predicate as executed, and where
+the run had none of them the way round the loop over tiles looks more alike than the loop over
 steps, which is not entered at all then.
 """
 
@@ -62,8 +62,7 @@ PRODUCT_SAMPLES = (
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The lists of a mask for one query head, int64, by batch entry, of which there may be one for
-    all.
+    """The lists of a mask for one query head, int64, by batch entry; there may be one for all.
 
     written, read: steps of each block of keys, for dV and for dK; partial: of the first those in
     which a half of the keys has bits. columns: steps of each block of queries, for dQ.
@@ -76,7 +75,7 @@ class BlockLists:
 
     @classmethod
     def of(cls, mask: TileMask, queries: range | None = None) -> BlockLists:
-        """Of the first head; of some queries as `blocks_of_queries` has them."""
+        """Return the lists of the first head; of some queries as `blocks_of_queries` has them."""
         blocks, blocks_k = mask.blocks[:, :1], count_blocks(mask.lengths[1])
         if queries is not None:
             blocks = blocks_of_queries(blocks, mask.lengths[1], queries)
@@ -89,7 +88,7 @@ class BlockLists:
         return cls(*(steps.numpy() for steps in found))
 
     def narrowed(self, sequences: range) -> BlockLists:
-        """Those of some batch entries."""
+        """Return the lists of some batch entries."""
         if len(self.written) == 1:
             return self
         part = slice(sequences.start, sequences.stop)
@@ -98,7 +97,7 @@ class BlockLists:
         )
 
     def entry(self, batch: int) -> BlockLists:
-        """Without the batch."""
+        """Return the lists of one batch entry, without the batch dimension."""
         which = min(batch, len(self.written) - 1)
         return BlockLists(
             self.written[which], self.read[which], self.partial[which], self.columns[which]
@@ -106,7 +105,8 @@ class BlockLists:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """(of all blocks those that are listed, of the steps of dV those with bits)."""
+        """Return (share of listed blocks in all blocks, share of those with bits in the steps of
+        dV)."""
         _, blocks_k = self.written.shape
         most = blocks_k * self.columns.shape[1] * len(self.written) * (ROWS // STEP)
         return float(self.written.sum() / most), float(self.partial.sum() / self.written.sum())
@@ -114,7 +114,7 @@ class BlockLists:
 
 @functools.cache
 def lists_of(case: MaskedCase, queries: range) -> BlockLists:
-    """Of some queries, by the case's own mask."""
+    """Return the lists of some queries, by the case's own mask."""
     return BlockLists.of(case.tile_mask(torch.device("cpu")), queries)
 
 
@@ -144,7 +144,7 @@ def gradient_problem(case: Case) -> BackwardProblem:
 
 @functools.cache
 def listed_tiles(case: MaskedCase) -> int:
-    """Those of a call on a GPU, which counts them of large masks alone."""
+    """Return the listed tiles of a call on a GPU, which counts them of large masks alone."""
     mask = case.tile_mask(torch.device("cpu"))
     if mask.is_large:
         mask.count_listed()
@@ -179,12 +179,12 @@ class MaskedBackward(Backward):
 
 @functools.lru_cache(maxsize=64)
 def _tiles(kernel: str, portion: ListedPortion, tiling: BackwardTiling) -> Tiles:
-    """Of all machines alike."""
+    """Return the tiles, which all machines share."""
     return Tiles.of({"dv": dv_tiles, "products": product_tiles}[kernel](portion, tiling))
 
 
 def _query_heads(portion: Portion, head: int) -> int:
-    """Of the part of a KV head's group that a tile's head is."""
+    """Return the query heads in the part of a KV head's group that a tile's head is."""
     group, parts = portion.case.heads // portion.case.heads_kv, portion.head_parts
     each = -(-group // parts)
     return min(each, group - head % parts * each)
@@ -263,7 +263,7 @@ def product_tiles(portion: ListedPortion, tiling: BackwardTiling) -> list[Tile]:
 
 def read_again(lists: BlockLists, order: ProductOrder, heads: int, gpu: Gpu) -> float:
     """Share of dS that comes from HBM for both products: see `stored_tiles.read_again`. lists: of
-    one sequence. heads: parts that take turns, with `order.heads` query heads each.
+    one sequence. heads: interleaved parts, with `order.heads` query heads each.
 
     A block is read by dK's and by dQ's tile of it as far apart as their lists are long, at most.
     """
@@ -298,7 +298,7 @@ def backward(machine: Machine, draws: int, use_clc: bool) -> MaskedBackward:
 
 
 def uses_clc(case: MaskedCase) -> bool:
-    """Whether a call of it without `use_clc` takes the dynamic scheduler."""
+    """Return True if a call of it without `use_clc` takes the dynamic scheduler."""
     return defaults_to_clc(case, BACKWARD)
 
 

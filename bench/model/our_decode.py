@@ -108,7 +108,7 @@ class DecodeVariant:
 
     @property
     def step_work(self) -> float:
-        """Of a step, as `Tile.work`."""
+        """Return the work of a step, as `Tile.work`."""
         return 4 * self.rows * KEYS * HEAD_DIM / SM100_FLOP_PER_CLOCK
 
     def samples(self) -> tuple[Sample, ...]:
@@ -117,7 +117,7 @@ class DecodeVariant:
         return PARTS if self.divided else WHOLE
 
     def short_samples(self) -> tuple[Sample, ...]:
-        """None of windows, whose tiles have more steps."""
+        """Return the short samples; windows have none, as their tiles have more steps."""
         if self.kind.window:
             return ()
         return SHORT_PARTS if self.divided else SHORT_WHOLE
@@ -133,7 +133,7 @@ class DecodeVariant:
 
 @dataclass(frozen=True)
 class DecodeTiling(ForwardTiling):
-    """Tiles of a CTA of which a query takes a power of two of the rows."""
+    """Tiles of a CTA; a query takes a power of two of the rows."""
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         ratio = heads // heads_kv
@@ -172,7 +172,7 @@ def replays(
 
 
 def call_on(machine: Machine, variant: DecodeVariant, sample: Sample) -> tuple[Any, tuple]:
-    """`call`, with the kernel as a process compiles it all of whose GPUs are such machines."""
+    """`call`, with the kernel as compiled by a process whose GPUs are all such machines."""
     with compiling_ours(machine):
         return call(variant, sample)
 
@@ -219,8 +219,8 @@ def _tensors(variant: DecodeVariant, sample: Sample) -> tuple[Any, dict[str, tor
 def in_pages(
     tensors: Any, page_size: int, generator: torch.Generator
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(the same with keys and values in pages, in an order by chance; ragged tensors). tensors: q,
-    k, v, each with a batch, and any others. Their rows are a multiple of a page's."""
+    """Return (the tensors with keys and values in pages, in random order; ragged tensors). tensors:
+    q, k, v, each with a batch, and any others. Their rows are a multiple of a page's."""
     q, k, v, *others = tensors
     pages = Pages.of(k, v, page_size, generator)
     return (q, pages.k, pages.v, *others), {

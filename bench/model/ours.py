@@ -80,9 +80,9 @@ class Variant:
 
     kernel: "forward", or one of the backward's (`backward.Backward`), or "backward" for all of
     these. config: of that direction, None for the default one. samples: that costs are fitted to,
-    None for those of its kind. split_rows: for the forward that divides the keys of a tile, how
-    many rows of it exist, all in samples of windows; None for the other one. page_size: of the
-    forward's keys, None without pages.
+    None for those of its kind. split_rows: for the forward with KV splits, how many rows of it
+    exist, all in samples of windows; None for the other one. page_size: of the forward's keys, None
+    without pages.
     """
 
     kind: Kind
@@ -99,8 +99,8 @@ class Variant:
 
     @property
     def claims(self) -> Late | int:
-        """The scheduler's warp asks when the load warp has a few steps left, which itself is as far
-        ahead as its ring has stages."""
+        """The scheduler's warp requests when the load warp has a few steps left, which itself is as
+        far ahead as its ring has stages."""
         step = STEP_WORK if self.kernel == FORWARD else DKDV
         return Late((CLAIM_STEPS + LOADS_AHEAD) * step) if self.use_clc else 0
 
@@ -125,8 +125,9 @@ class Variant:
 
     @property
     def short(self) -> Variant | None:
-        """With samples of tiles of one step, twice as many or more in the second; None of windows,
-        whose tiles have more steps, and for other samples than its kind's."""
+        """Return the variant with samples of tiles of one step, twice as many or more in the
+        second; None of windows, whose tiles have more steps, and for other samples than its
+        kind's."""
         if self.kind.window or self.samples or self.kernel != FORWARD:
             return None
         if self.split_rows is None:
@@ -143,7 +144,7 @@ class Variant:
 
 
 class OurProvider:
-    """What this project's kernels of all architectures share as `predictor.Provider`."""
+    """Base of `predictor.Provider` for this project's kernels of all architectures."""
 
     name = OURS
 
@@ -154,7 +155,7 @@ class OurProvider:
         return False
 
     def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
-        """(whether a call takes CLC, parts of its keys) if it asks for neither."""
+        """Return (whether a call takes CLC, its KV splits) if it requests neither."""
         splits = 1 if direction == BACKWARD else default_splits(case, gpu_of(machine))
         return defaults_to_clc(case, direction), splits
 
@@ -210,7 +211,7 @@ class Ours(OurProvider):
             return our_decode.forward(variant, machine, draws)
         found = replays(variant, machine, draws)
         config: Any = variant.config or ForwardConfig()
-        # Q is there twice: the load warp asks for the next tile's when a tile's S are done with it.
+        # Q is there twice: the load warp loads the next tile's when a tile's S are done with it.
         tiling = ForwardTiling(
             variant.policy, ordered=config.ordered_tiles, packs_heads=True, in_a_row=True,
             dependent=True, prefetches=True, claims=variant.claims, gpu=gpu_of(machine),
@@ -229,7 +230,7 @@ class Ours(OurProvider):
         )
 
     def _in_two(self, case: Case, use_clc: bool, machine: Machine, draws: int) -> InTwo | None:
-        """A case of which the operator divides the last turn of tiles, else None."""
+        """A case whose last wave of tiles the operator splits, else None."""
         last = last_turn(self._problem(case), BY_RULE, gpu_of(machine))
         if last is None:
             return None
@@ -317,7 +318,7 @@ def with_empty_tiles(
 def call_on(
     machine: Machine, variant: Variant, sample: Sample, longest: int | None = None
 ) -> tuple[Any, tuple]:
-    """`call`, with the kernel as a process compiles it all of whose GPUs are such machines."""
+    """`call`, with the kernel as compiled by a process whose GPUs are all such machines."""
     with compiling_ours(machine):
         return call(variant, sample, longest)
 

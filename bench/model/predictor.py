@@ -43,22 +43,22 @@ class Provider(Protocol):
     name: str
 
     def version(self) -> str:
-        """Of what is replayed."""
+        """Return the version of what is replayed."""
 
     def replays(self, build: Build) -> bool:
-        """Whether what is replayed is that very build, for any of its options that `variant` takes
-        for a case."""
+        """Return True if what is replayed is that very build, for any of its options that `variant`
+        takes for a case."""
 
     def refuses(self, case: Case, direction: str) -> str | None:
-        """Why a case cannot be predicted, None if it can."""
+        """Return why a case cannot be predicted, None if it can."""
 
     def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
-        """(whether a call takes CLC, parts of its keys) if it asks for neither."""
+        """Return (whether a call takes CLC, its KV splits) if it requests neither."""
 
     def variant(
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
     ) -> Hashable:
-        """The kernel that a case takes. divided: with keys in parts, whose number is left open."""
+        """The kernel that a case takes. divided: with KV splits, whose number is left open."""
 
     def forward(self, variant: Any, machine: Machine, draws: int) -> Kernel: ...
 
@@ -79,7 +79,7 @@ PROVIDERS = {one.name: one for one in _ALL}
 
 
 def providers_of(machine: Machine) -> Mapping[str, Provider]:
-    """Those with kernels for it."""
+    """Return the providers with kernels for it."""
     return hopper_providers.PROVIDERS if machine.architecture == "sm_90a" else PROVIDERS
 
 
@@ -88,7 +88,7 @@ HISTORY: tuple[Provider, ...] = (*flash_attn_4.HISTORY, *frost.HISTORY)
 
 
 def replayable(row: Published) -> Provider | None:
-    """What replays the very kernel of a published rate, None if nothing does."""
+    """Return what replays the very kernel of a published rate, None if nothing does."""
     for provider in (*PROVIDERS.values(), *HISTORY):
         if provider.replays(row.build) and provider.refuses(row.problem, row.direction) is None:
             try:
@@ -102,7 +102,7 @@ def replayable(row: Published) -> Provider | None:
 @dataclass(frozen=True)
 class Predicted:
     """seconds: float64, the central prediction first, then those of the draws, of a burst;
-    sustained: under load for good. bound: what decides the central one, None where several kernels
+    sustained: under lasting load. bound: what decides the central one, None where several kernels
     share the time. paths: of the replays behind it."""
 
     seconds: np.ndarray
@@ -134,7 +134,7 @@ class Predictor:
         return providers_of(self.machine)
 
     def refuses(self, provider: str, case: Case, direction: str) -> str | None:
-        """Why a case cannot be predicted, None if it can."""
+        """Return why a case cannot be predicted, None if it can."""
         if provider not in self.providers:
             target = self.machine.architecture
             return f"the timing model needs its kernels' SASS for {target}; measured only"
@@ -168,8 +168,8 @@ class Predictor:
         return self._kernels[key]
 
     def predict(self, provider: str, case: Case, direction: str) -> Predicted:
-        """A call by the scheduler and with the division of keys that it takes by default. Raises
-        ValueError for a case that `refuses` gives a reason for."""
+        """Predict a call with its default scheduler and KV splits. Raises ValueError for a case
+        that `refuses` gives a reason for."""
         reason = self.refuses(provider, case, direction)
         if reason:
             raise ValueError(f"{provider}, {case}: {reason}")
@@ -185,7 +185,8 @@ class Predictor:
     def _seconds(
         self, calls: Sequence[Call], values: Sequence[Values]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(of a burst, sustained) of a call for each of the drawn machines."""
+        """Return (seconds of a burst, sustained seconds) of a call for each of the drawn
+        machines."""
         if self.machine.architecture == "sm_90a":
             return hopper_providers.seconds(calls, values)
         burst, sustained = (
@@ -197,8 +198,8 @@ class Predictor:
     def predict_forward(
         self, provider: str, case: Case, use_clc: bool = False, splits: int = 1
     ) -> Predicted:
-        """A forward; use_clc, splits: see `forward`. Where keys are divided, with the kernel that
-        makes one result of the parts, at a launch (`ForwardTiling.dependent`) and HBM's rate."""
+        """A forward; use_clc, splits: see `forward`. With KV splits, the kernel that combines them
+        included, at a launch (`ForwardTiling.dependent`) and HBM's rate."""
         kernel = self.forward(provider, case, use_clc, splits)
         calls = kernel.calls(case)
         schedules = calls[0].schedules

@@ -1,7 +1,7 @@
-"""What is kept of kernels on the timing model: traced programs, and the clocks of their replays.
+"""Cache of kernels on the timing model: traced programs, and the clocks of their replays.
 
 Simulating a kernel and matching its trace takes from seconds to a minute, a replay of what comes of
-it some 20 ms. Programs are kept in the cache directory under a key of the kernel, the problem and
+it some 20 ms. Programs are stored in the cache directory under a key of the kernel, the problem and
 the code that traces them, so that any set of constants can be tried on them; the clocks of replays
 under a key that has the constants and the rest of the model's code besides. Deleting the directory
 is always safe. `fitted` makes costs of a tile of replays.
@@ -52,11 +52,11 @@ class Traced:
 
     @classmethod
     def of(cls, prediction: timing.Prediction, tiles: int, masked: float = 0.0) -> Traced:
-        """What is kept of a prediction."""
+        """Return the stored form of a prediction."""
         return cls(timing.StoredProgram.of(prediction.compiled), tiles, masked)
 
     def replayed(self, values: Iterable[timing.Values]) -> Replayed:
-        """Its clocks under each set of constants. Raises ReplayError if a replay hangs."""
+        """Replay it under each set of constants. Raises ReplayError if a replay hangs."""
         one = self.program
         clocks = tuple(float(timing.replay_program(one, drawn).clocks) for drawn in values)
         return Replayed(
@@ -98,7 +98,7 @@ def seeded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_cluster() -> Iterator[None]:
-    """Persistent kernels that ask CuTe DSL for the number of SMs get two."""
+    """Give persistent kernels that query CuTe DSL for the number of SMs two."""
     from cutlass.utils import HardwareInfo
 
     saved = HardwareInfo.get_device_multiprocessor_count
@@ -112,7 +112,7 @@ def one_cluster() -> Iterator[None]:
 def of_kernels(
     predictions: Sequence[timing.Prediction], *parts: str
 ) -> list[timing.Prediction]:
-    """Of the launches of one call, that of the kernel with each of the parts in its name.
+    """Return, of the launches of one call, that of the kernel with each of the parts in its name.
 
     Raises RuntimeError where a part does not name exactly one of them.
     """

@@ -41,8 +41,8 @@ WINDOW_SAMPLES = ((512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024
 HELD_OUT = ((1536, 1, 512), (2048, 1, 1536), (2304, 1, 1023))
 #: Tiles of one step in succession, twice: what lies between the ends of two, however short.
 SHORT_SAMPLES: Samples = ((KEYS, 8, None, KEYS), (KEYS, 24, None, KEYS))
-#: For kernels whose keys are divided, in as many parts as stand last; how many of the 256
-#: rows of a tile exist goes in place of the first figure.
+#: For kernels with KV splits, as many as stand last; how many of the 256 rows of a tile exist goes
+#: in place of the first figure.
 SPLIT_SAMPLES = (
     (ROWS, 1, None, 1024, 2), (ROWS, 1, None, 2048, 4), (ROWS, 1, None, 4096, 4),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How far the model may be off in a ratio of two projects' kernels, by class of call.
+"""Stated error of the model in a ratio of two projects' kernels, by class of call.
 
 No published rate is of both kernels of such a ratio.  So it counts with what `bench validate` finds
 single rows of its class to be off, at the fitted clocks of their GPUs, since both kernels have the
@@ -31,7 +31,7 @@ def lengths_of(queries: int, keys: int) -> str:
 
 
 def class_of(case: Case, direction: str, *, sustained: bool = False) -> str:
-    """One of `CLASSES`.  sustained: under load for good; else a burst."""
+    """One of `CLASSES`.  sustained: under lasting load; else a burst."""
     if direction == BACKWARD:
         return "backward"
     queries, keys = (max(lengths) for lengths in zip(*case.lengths, strict=True))
@@ -46,7 +46,8 @@ def class_of(case: Case, direction: str, *, sustained: bool = False) -> str:
 
 
 def ratio_error(case: Case, direction: str, *, sustained: bool = False) -> float:
-    """Of the logarithm of two kernels' ratio, beside what sets of constants show."""
+    """Return the error of the logarithm of two kernels' ratio, beside what sets of constants
+    show."""
     return CLASSES[class_of(case, direction, sustained=sustained)]
 
 

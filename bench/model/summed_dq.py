@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SummedDq(Backward):
-    """Its launches. Kernels: `WHOLE` and `PARTIAL`."""
+    """Launches of such a backward. Kernels: `WHOLE` and `PARTIAL`."""
 
     step: Step
 
@@ -74,7 +74,7 @@ def kernel_of(case: Case) -> str:
 
 @functools.lru_cache(maxsize=64)
 def tiles_of(case: Case, step: Step) -> Tiles:
-    """Its tiles in order: keys ascending, one query head after the other."""
+    """Return the tiles in order: keys ascending, one query head after the other."""
     ratio, added = case.heads // case.heads_kv, kernel_of(case) == PARTIAL
 
     @functools.cache

@@ -46,13 +46,13 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Order:
-    """Which tiles come first, as shipped unless said otherwise.
+    """Order of tiles, as shipped unless said otherwise.
 
-    l2_share: of the L2 that `section_heads_for` counts on, what K and V of the heads that take
-    turns may fill: 0 for one KV head at a time, infinity for all heads. equal_too: heads take turns
-    also where tiles are of equal length. later_first: whether later blocks come first, None: as
-    the mask says. short_last: where they do, the share of a forward's blocks, the first and
-    shortest, that come behind those of all other heads.
+    l2_share: of the L2 that `section_heads_for` counts on, what K and V of the interleaved heads
+    may fill: 0 for one KV head at a time, infinity for all heads. equal_too: heads are interleaved
+    also where tiles are of equal length. later_first: whether later blocks come first, None: as the
+    mask says. short_last: where they do, the share of a forward's blocks, the first and shortest,
+    that come behind those of all other heads.
     """
 
     l2_share: float = 1.0
@@ -63,8 +63,8 @@ class Order:
     def section(
         self, case: Case, gpu: Gpu, heads: int, pairs: int, nbytes: float, least: int = 1
     ) -> int:
-        """Pairs of head and batch, of so many, that take turns. heads: of a KV head; nbytes: of
-        what the tiles of a KV head share; least: no fewer pairs."""
+        """Interleaved pairs of head and batch, of so many. heads: of a KV head; nbytes: of what the
+        tiles of a KV head share; least: no fewer pairs."""
         l2 = min(self.l2_share * gpu.l2_bytes_for_tiles, 1 << 62)
         return section_heads_for(
             num_heads_per_kv=heads, num_pairs=pairs, kv_bytes_per_head=int(nbytes),
@@ -74,7 +74,7 @@ class Order:
         )  # fmt: skip
 
     def behind(self, places: list[Place], order: TileOrder) -> list[Place]:
-        """The same with the shortest blocks last, the longest of them first."""
+        """Return the places with the shortest blocks last, the longest of them first."""
         limit = int(self.short_last * order.num_blocks) if order.later_blocks_first else 0
         return sorted(places, key=lambda place: max(0, limit - place[0]))
 
@@ -85,21 +85,20 @@ class Order:
 
 @dataclass(frozen=True)
 class ForwardTiling:
-    """How a forward kernel cuts a case into tiles and shares them out.
+    """Tiling of a case by a forward kernel, and the distribution of its tiles.
 
     head_dim; rows: queries of a cluster's tile; cluster: CTAs; keys: of a step. warpgroups: of a
-    CTA that each leave out steps of which their own rows see nothing. policy: see
+    CTA that each leave out steps that their own rows do not see. policy: see
     `sm100_sim.timing.problem.POLICIES`. ordered: as `ForwardConfig.ordered_tiles`. packs_heads:
     whether a tile's rows are those of all query heads of a KV head, see `tile_of_queries`; costs
     stay those of replays with one query head. exact_grid: whether the grid of packed sequences
     follows their queries; otherwise each has blocks for the longest one, or, `in_a_row`, they may
-    be numbered as `fa4_hd256.schedulers.order.PackedBlocks` says. num_splits: parts into which the
-    keys of a tile are divided; equal_parts: of equal size but for the last ones, which may be
-    empty, else as even as can be; dependent: what makes one result of them is launched as a
-    dependent. kv_bytes: of an element of K or V. prefetches: whether the queries of the next tile
-    are asked for while a tile is worked on, claims: how many tiles a cluster has claimed ahead,
-    both as `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose
-    L2 the order is made for; order: how.
+    be numbered as `fa4_hd256.schedulers.order.PackedBlocks` says. num_splits: KV splits of a tile;
+    equal_parts: of equal size but for the last ones, which may be empty, else as even as can be;
+    dependent: what makes one result of them is launched as a dependent. kv_bytes: of an element of
+    K or V. prefetches: whether the queries of the next tile are loaded while a tile is worked on,
+    claims: how many tiles a cluster has claimed ahead, both as `sm100_sim.timing.schedule` takes
+    them; O leaves behind the tile in any case. gpu: whose L2 the order is made for; order: how.
     """
 
     policy: str
@@ -123,7 +122,7 @@ class ForwardTiling:
 
     @property
     def key_bytes(self) -> float:
-        """Of a key and its value."""
+        """Return the bytes of a key and its value."""
         return 2 * self.kv_bytes * self.head_dim
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
@@ -138,8 +137,8 @@ class ForwardTiling:
         return self.rows, heads
 
     def places(self, case: Case) -> Iterator[Place]:
-        """(block of queries, head, batch and part of the keys) of each tile in order; this order is
-        ours, another kernel's class has its own."""
+        """(block of queries, head, batch and KV split) of each tile in order; this order is ours,
+        another kernel's class has its own."""
         order = _forward_order(case, self)
         places = [tile_coordinates(index, order) for index in range(order.num_tiles)]
         return iter(self.order.behind(places, order))
@@ -147,15 +146,15 @@ class ForwardTiling:
 
 @dataclass(frozen=True)
 class BackwardTiling:
-    """How a project's backward orders tiles and shares them out.
+    """Tiling of a project's backward: the order of tiles and their distribution.
 
-    policy: as `ForwardTiling`'s. sections: heads take turns so that they share L2, the longest
+    policy: as `ForwardTiling`'s. sections: heads are interleaved so that they share L2, the longest
     tiles first; else one head after the other, blocks ascending. divides_heads: groups of query
-    heads are divided where there are few KV heads. rows: of queries, what a dK/dV tile ends at a
+    heads are split where there are few KV heads. rows: of queries, what a dK/dV tile ends at a
     multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
     tcgen05.mma that it executes in the simulator are as many). prefetches, claims: as
     `ForwardTiling`'s, of the operands that stay for a tile. gpu: whose L2 and CTA pairs the order
-    and the division of a call are made for; order: how, but for tiles of products.
+    and the splitting of a call are made for; order: how, but for tiles of MMAs.
     """
 
     policy: str
@@ -169,14 +168,15 @@ class BackwardTiling:
 
 
 class Parts(NamedTuple):
-    """Which part of how many; equal: see `ForwardTiling.equal_parts`."""
+    """KV split: which part of how many; equal: see `ForwardTiling.equal_parts`."""
 
     which: int = 0
-    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody asks of parts
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs of parts
     equal: bool = False
 
     def of(self, first: int, limit: int) -> tuple[int, int]:
-        """Of the KV tiles first .. limit - 1 the first and the one behind the last."""
+        """Return, of the KV tiles first .. limit - 1, the split's first and the one behind its
+        last."""
         whole = limit - first
         if self.equal:
             each = -(-whole // self.count)
@@ -403,7 +403,7 @@ def section_of(
     case: Case, tiling: BackwardTiling, grid: tuple[int, int, int], group: int, nbytes: float,
     least: int = 1,
 ) -> int | None:  # fmt: skip
-    """Pairs of head and batch that take turns, None where none do. grid: (blocks, heads, batch);
+    """Interleaved pairs of head and batch, None where there are none. grid: (blocks, heads, batch);
     nbytes: of what the tiles of a pair share; least: no fewer pairs."""
     if not tiling.sections:
         return None
@@ -411,7 +411,8 @@ def section_of(
 
 
 def _blocks_of(case: Case, side: int, rows: int) -> PackedBlocks | None:
-    """Of packed sequences, blocks of so many queries (side 0) or keys (1); None for others."""
+    """Return the blocks of packed sequences, of so many queries (side 0) or keys (1); None for
+    others."""
     if not case.packed:
         return None
     return PackedBlocks([0, *itertools.accumulate(lengths[side] for lengths in case.lengths)], rows)

@@ -42,12 +42,13 @@ class Found:
 
     @property
     def error(self) -> float:
-        """Of the rate, at the machine's own clock: above 0 the model is too fast."""
+        """Return the error of the rate, at the machine's own clock: above 0 the model is too
+        fast."""
         return float(self.row.seconds / self.seconds[0] - 1)
 
     @property
     def tflops(self) -> float:
-        """As modelled, at the machine's own clock."""
+        """Return the modelled TFLOPS, at the machine's own clock."""
         return self.row.tflops_of(float(self.seconds[0]))
 
     @property
@@ -56,7 +57,8 @@ class Found:
 
     @property
     def counts(self) -> bool:
-        """Whether it is unthrottled and device-bound, and of 1k to 32k or a chunk of a prompt."""
+        """Return True if it is unthrottled and device-bound, and of 1k to 32k or a chunk of a
+        prompt."""
         return self.row.kind == BURST and self.row.seqlen <= 32768
 
 
@@ -112,8 +114,8 @@ def effective_clock(rows: Sequence[tuple[Published, Kernel | Backward]]) -> floa
 def judged(
     published: Iterable[Published], machines: Sequence[str], draws: int = DRAWS
 ) -> list[Found]:
-    """Those of the rows whose very kernel is replayed, on the machines named. The clock of a
-    session is fitted to its unthrottled rows of the fit half."""
+    """Judge the rows whose very kernel is replayed, on the machines named. The clock of a session
+    is fitted to its unthrottled rows of the fit half."""
     chosen = [
         row for row in published
         if row.machine in machines and row.role in (FIT, TEST) and replayable(row)
@@ -147,7 +149,7 @@ def ratios(found: Sequence[Found]) -> Iterator[tuple[Found, Build, float, float]
 
 
 def on_two_gpus(found: Sequence[Found], newer: str, older: str) -> list[tuple[Found, Found]]:
-    """The same kernel, shape and protocol on each; unthrottled rows."""
+    """Return pairs of the same kernel, shape and protocol on each GPU; unthrottled rows."""
 
     def key(row: Published) -> tuple:
         return row.build, row.direction, row.case, row.protocol
@@ -160,7 +162,7 @@ def on_two_gpus(found: Sequence[Found], newer: str, older: str) -> list[tuple[Fo
 
 
 def tiles_of(row: Published) -> int:
-    """Of 256 queries, or parts of them."""
+    """Return the number of tiles of 256 queries, or splits of them."""
     return row.heads[0] * -(-row.seqlen // ROWS) * row.parts * row.batch
 
 

@@ -67,7 +67,7 @@ def own_bytes(name: str, values: Values) -> float:
 def clock_and_watts(
     values: Values, tflops: float, picojoules: float, duty: float = 1.0
 ) -> tuple[float, float]:
-    """(MHz, watts) under load for good. tflops: while it runs at the machine's clock; picojoules: a
+    """(MHz, watts) under lasting load. tflops: while it runs at the machine's clock; picojoules: a
     FLOP; duty: share of the time in which it runs."""
     given = values._replace(mma_picojoules=picojoules)
     second = schedule([Tile(values.clock_ghz * 1e9)], TileCosts(0.0, 0.0, 1.0), values, 1, "static")
@@ -83,7 +83,7 @@ def ten_calls(device: float, host: float) -> float:
 
 
 def predictions(values: Values, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Of the rows of own bytes with these names, of launches and of loads."""
+    """Predict the rows of own bytes with these names, launches and loads."""
     loads = {}
     for name, (tflops, energy) in OPERATIONS.items():
         mhz, watts = clock_and_watts(values, tflops, energy)
@@ -100,7 +100,7 @@ def predictions(values: Values, names: Iterable[str]) -> dict[str, dict[str, Any
 
 
 def measurements() -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what was measured, what was predicted before), as the files have it."""
+    """Return (what was measured, what was predicted before), as the files have it."""
     measured, predicted = (
         json.loads(_HERE.with_name(f"whole_gpu_{name}.json").read_text())
         for name in ("measured", "predicted")
@@ -109,7 +109,7 @@ def measurements() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def quartiles(part: str, row: dict[str, Any], name: str) -> list[float]:
-    """Of the figure that a row is about."""
+    """Return the quartiles of the figure that a row is about."""
     if part == "own_bytes":
         return row["store" if name.startswith("store") else "load" if name.startswith("load")
                    else "tile"]  # fmt: skip
@@ -117,7 +117,7 @@ def quartiles(part: str, row: dict[str, Any], name: str) -> list[float]:
         return row["work"]
     if "load" not in name:
         return row["store done"]
-    # Issuing the store has held up the thread that then asks for the load.
+    # Issuing the store has held up the thread that then issues the load.
     return [row["issue"][1] + clocks for clocks in row["load"]]
 
 
@@ -133,7 +133,7 @@ def gives_way(row: dict[str, Any]) -> float | None:
 
 
 def late_watts(row: dict[str, Any]) -> float:
-    """What the driver says at the end."""
+    """Return the watts that the driver reports at the end."""
     return float(row["sensors"][-2][1])
 
 
@@ -147,8 +147,8 @@ FLOP = {
 
 
 def sustained_share(name: str, row: dict[str, Any], values: Values) -> float | None:
-    """Of the clock of the first launches, by their rate and the machine's energy of a FLOP; None
-    where that energy is not known."""
+    """Return the sustained share of the clock of the first launches, by their rate and the
+    machine's energy of a FLOP; None where that energy is not known."""
     if name not in FLOP:
         return None
     seconds = float(np.median([took for _, took, _ in row["first"][2:8]])) * 1e-3

@@ -1,4 +1,4 @@
-"""A process of `releases.call`: what is asked for, with a release in front of what is installed."""
+"""A process of `releases.call`: runs the request, with a release in front of what is installed."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 PACKAGE = "flash-attn-4"
-#: As tables name its backward with five products, and its forward with keys divided by its rule.
+#: As tables name its backward with five products, and its forward with KV splits by its rule.
 FIVE_PRODUCTS, DIVIDED = f"{PACKAGE}, five products", f"{PACKAGE}, num_splits=0"
-#: Its variable that asks for that backward; read at each call.
+#: Its variable that selects that backward; read at each call.
 _FIVE_PRODUCTS_VARIABLE = "FLASH_ATTENTION_HD256_GENERIC_BWD"
 
 #: The version whose private interface this file knows.
@@ -39,7 +39,7 @@ _MODULE = "flash_attn.cute.flash_fwd_sm100"
 #: Its softmax's own default, which its tuning table cannot change.
 _EX2_EMU_RES = 4
 
-#: `num_splits_heuristic`: steps that are never divided, and the parts it stops at.
+#: `num_splits_heuristic`: steps that are never split, and the splits it stops at.
 _FEWEST_STEPS, _MOST_SPLITS = 4, 128
 
 #: Rows of a tile of its kernel of one CTA.
@@ -50,7 +50,7 @@ GROUP = 2
 
 
 class _Device:
-    """What it asks the driver for, answered as a B200."""
+    """Answers of a B200 to its queries of the driver."""
 
     def get_device_multiprocessor_count(self) -> int:
         return 148
@@ -63,7 +63,7 @@ class _Device:
 
 
 def unavailable() -> str | None:
-    """Why it cannot be compiled here, None if it can."""
+    """Return why it cannot be compiled here, None if it can."""
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -78,7 +78,7 @@ def unavailable() -> str | None:
 
 
 def backward_refusal(window: bool, softcap: bool) -> str | None:
-    """What its backward at head_dim 256 says of a call that it does not take, None of one it does.
+    """Return the reason for which its backward at head_dim 256 refuses a call, None if it takes it.
 
     window: bounded on the left, beside a causal mask or not.
     """
@@ -90,12 +90,12 @@ def backward_refusal(window: bool, softcap: bool) -> str | None:
 
 
 def five_products() -> contextlib.AbstractContextManager[Any]:
-    """Its backward at head_dim 256 is the one with five products, for the body only."""
+    """Select its backward with five GEMMs at head_dim 256, for the body only."""
     return mock.patch.dict(os.environ, {_FIVE_PRODUCTS_VARIABLE: "1"})
 
 
 def versions() -> tuple[str, ...]:
-    """What its compiled kernels depend on."""
+    """Return the versions that its compiled kernels depend on."""
     names = (PACKAGE, "nvidia-cutlass-dsl", "quack-kernels")
     return tuple(importlib.metadata.version(name) for name in names)
 
@@ -138,13 +138,13 @@ def paged_attention(
 
 
 def _out_of(result: Any) -> torch.Tensor:
-    """Of what its functions return, with LSE or without."""
+    """Return out from the result of its functions, with LSE or without."""
     found: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return found
 
 
 def backward_of_an_empty_sequence(rows: int, causal: bool) -> None:
-    """Its backward of one sequence without queries and keys, said to have at most `rows`."""
+    """Run its backward of one sequence without queries and keys, said to have at most `rows`."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     tensor = torch.zeros(rows, 1, HEAD_DIM, dtype=torch.bfloat16)
@@ -156,11 +156,11 @@ def backward_of_an_empty_sequence(rows: int, causal: bool) -> None:
 
 
 def split_numbers(tiles: int, steps: int, sms: int) -> range:
-    """Parts above 1 into which its rule may divide the keys; the last is what num_splits=0 takes.
+    """KV splits above 1 that its rule may choose; the last is what num_splits=0 takes.
 
     tiles: of 128 packed rows, over all KV heads and sequences. steps: of 128 keys that the longest
-    one has. Any number up to 256 can be asked for (its second kernel adds up no more); above 1 a
-    call takes the path of one CTA a tile, whatever it takes else.
+    one has. Any number up to 256 can be requested (its second kernel adds up no more); above 1 a
+    call takes the path of one CTA per tile, whatever it takes else.
     """
     if steps <= _FEWEST_STEPS or not tiles:
         return range(2, 2)
@@ -173,7 +173,8 @@ def tuned_pattern(causal: bool) -> Ex2Pattern:
 
 
 def pattern(freq: int, start_fragment: int = 0) -> Ex2Pattern:
-    """What a frequency of its tuning table means: its last fragment is always hardware."""
+    """Return the meaning of a frequency of its tuning table: its last fragment is always
+    hardware."""
     if freq == 0:
         return HARDWARE_ONLY
     return Ex2Pattern(freq, _EX2_EMU_RES, start_fragment, last_fragment_hardware=True)
@@ -193,7 +194,7 @@ def _tuning(causal: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _tuned_to(causal: bool, mix: Ex2Pattern) -> Iterator[None]:
-    """Its tuning table asks for `mix`, for the body only."""
+    """Set its tuning table to `mix`, for the body only."""
     if mix != pattern(mix.ex2_emu_freq, mix.ex2_emu_start_frg):
         raise ValueError(f"{PACKAGE} cannot be set to {mix}; its res is {_EX2_EMU_RES}")
     table = _tuning(causal)

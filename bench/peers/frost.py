@@ -27,7 +27,7 @@ _KV_ROW = 2 * 2 * 256
 
 
 def unavailable() -> str | None:
-    """Why it cannot be compiled here, None if it can."""
+    """Return why it cannot be compiled here, None if it can."""
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -43,13 +43,13 @@ def unavailable() -> str | None:
 
 
 def versions() -> tuple[str, ...]:
-    """What its compiled kernels depend on: its own, that of CuTe DSL."""
+    """Return the versions that its compiled kernels depend on: its own, that of CuTe DSL."""
     return tuple(importlib.metadata.version(name) for name in (PACKAGE, "nvidia-cutlass-dsl"))
 
 
 def forget_compiled() -> None:
-    """Have what is called next compiled anew: its own caches in a process do not tell apart GPUs
-    that the simulator passes for one after the other."""
+    """Have what is called next recompiled: its own caches in a process do not tell apart GPUs that
+    the simulator passes for one after the other."""
     from cudnn.frost import compiled_cache, template_loader
 
     compiled_cache.clear_memo()
@@ -57,7 +57,8 @@ def forget_compiled() -> None:
 
 
 def forward_refusal(packed: bool, softcap: bool, right: int | None) -> str | None:
-    """Why its forward is not called for a case, None if it is. right: the bound of a window."""
+    """Return why its forward is not called for a case, None if it is. right: the bound of a
+    window."""
     if softcap:
         return "its kernels at head_dim 256 have no softcap"
     if packed:
@@ -70,7 +71,7 @@ def forward_refusal(packed: bool, softcap: bool, right: int | None) -> str | Non
 def backward_refusal(
     packed: bool, softcap: bool, bounds: tuple[int | None, int | None]
 ) -> str | None:
-    """The same of its backward. bounds: of a window."""
+    """Return why its backward is not called for a case, None if it is. bounds: of a window."""
     if bounds[0] is not None:
         return "its backward with a left bound of a window is not called here"
     return forward_refusal(packed, softcap, bounds[1])
@@ -78,7 +79,7 @@ def backward_refusal(
 
 @dataclass
 class Forward:
-    """Its forward; compiled once for each mask, shape and stride."""
+    """FROST's forward; compiled once for each mask, shape and stride."""
 
     compiled: dict[tuple, Any] = field(default_factory=dict)
 
@@ -89,8 +90,8 @@ class Forward:
         """(out like q, LSE (batch, heads, seqlen_q) float32).
 
         q, k, v: (batch, seqlen, heads, 256). causal: bottom-right aligned. left: how many keys in
-        front of the diagonal a query sees; None for all. num_splits: parts of the keys. Heads are
-        packed as its heuristics would. Raises RuntimeError for what its classes do not support.
+        front of the diagonal a query sees; None for all. num_splits: KV splits. Heads are packed as
+        its heuristics would. Raises RuntimeError for what its classes do not support.
         """
         from cudnn.sdpa.fwd.api_dsl import SdpaFwdDslSm100
 
@@ -123,7 +124,7 @@ class Forward:
 
 @dataclass
 class Backward:
-    """Its backward; compiled once for each mask, shape and stride."""
+    """FROST's backward; compiled once for each mask, shape and stride."""
 
     compiled: dict[tuple, Any] = field(default_factory=dict)
 
@@ -174,9 +175,9 @@ def backward_chunks(
 ) -> tuple[int, int]:
     """(sequences, query heads) whose dS is in memory at a time, as `_sm107_chunks` decides.
 
-    Both divide what there is. As many sequences as fit with one group of query heads at least, then
-    as many whole groups; where not even one group of one sequence fits, a part of it, at least a
-    head.
+    Both are divisors of what there is. As many sequences as fit with one group of query heads at
+    least, then as many whole groups; where not even one group of one sequence fits, a part of it,
+    at least a head.
     """
     group = heads // heads_kv
     each = 2 * -(-lengths[0] // QUERY_PAD) * QUERY_PAD * -(-lengths[1] // KEY_PAD) * KEY_PAD
@@ -199,7 +200,7 @@ _PACKED_BELOW, _TILE_ROWS = 256, 128
 
 
 def packs_heads(seqlen_q: int, heads: int, heads_kv: int) -> bool:
-    """Whether the query heads of a KV head share tiles."""
+    """Return True if the query heads of a KV head share tiles."""
     ratio = heads // heads_kv
     return ratio > 1 and seqlen_q < _PACKED_BELOW and _TILE_ROWS % ratio == 0
 
@@ -253,9 +254,9 @@ def forward_order(
     """(tile, query head, batch) of its forward in the order in which clusters get them.
 
     tiles: of the queries of a head, 256 each. As the grid has them, tiles first; or by length (its
-    causal calls whose keys are not divided): the longest tiles first, where KV heads whose keys and
-    values fit into the part of L2 that it counts on take turns (`lpt_l2_tile_coords`), and all
-    heads if one KV head is too large (`lpt_tile_coords`).
+    causal calls without KV splits): the longest tiles first, where KV heads whose keys and values
+    fit into the part of L2 that it counts on are interleaved (`lpt_l2_tile_coords`), and all heads
+    if one KV head is too large (`lpt_tile_coords`).
     """
     ratio, groups = heads // heads_kv, heads_kv * batch
     kv_head = seqlen_k * _KV_ROW

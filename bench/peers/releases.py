@@ -59,7 +59,7 @@ class Release:
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """What pip installs for it."""
+        """Return the requirements that pip installs for it."""
         found = (f"nvidia-cutlass-dsl=={self.cutlass_dsl}",
                  f"nvidia-cutlass-dsl-libs-base=={self.cutlass_dsl}",
                  f"quack-kernels=={self.quack}")  # fmt: skip
@@ -67,18 +67,18 @@ class Release:
 
     @property
     def folder(self) -> Path:
-        """Where `prepare` puts it."""
+        """Return the folder that `prepare` fills."""
         key = hashlib.sha256(repr((self.requirements, self.tree)).encode()).hexdigest()[:8]
         return cache_directory() / "peers" / f"{self.project}-{self.commit}-{key}"
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """What its compiled kernels depend on."""
+        """Return the versions that its compiled kernels depend on."""
         return (*self.requirements, self.tree or self.commit)
 
 
 class FrostRelease(Release):
-    """Of cuDNN's frontend. commit: its name here. package: its version."""
+    """Release of cuDNN's frontend. commit: its name here. package: its version."""
 
     project = frost.NAME
 
@@ -90,7 +90,7 @@ class FrostRelease(Release):
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """As `frost.versions` says there."""
+        """Return the versions as `frost.versions` reports them there."""
         assert self.package is not None
         return self.package, self.cutlass_dsl
 
@@ -127,14 +127,14 @@ ALL: dict[str, Release] = {**RELEASES, **FROST_RELEASES}
 
 
 def release(commit: str) -> Release:
-    """That of `ALL`. Raises ValueError for another."""
+    """Return the release of that commit in `ALL`. Raises ValueError for another."""
     if commit not in ALL:
         raise ValueError(f"commit {commit!r} is not known here; known are {', '.join(ALL)}")
     return ALL[commit]
 
 
 def unavailable(wanted: Release) -> str | None:
-    """Why it cannot be compiled here, None if it can."""
+    """Return why it cannot be compiled here, None if it can."""
     if wanted.folder.is_dir():
         return None
     source = "" if wanted.tree is None else " --source CHECKOUT"
@@ -227,7 +227,8 @@ def _environment() -> dict[str, str]:
 
 
 def call(wanted: Release, function: Callable[[], Any]) -> Any:
-    """What a function returns in a process that imports the release, at its default settings.
+    """Return the result of a function in a process that imports the release, at its default
+    settings.
 
     function: of a module, or `functools.partial` of one; it travels by its name, arguments and
     result by pickle. Raises RuntimeError if the release is not prepared, or the process fails; what

@@ -49,7 +49,7 @@ def barrier_graph(title: str, edges: EdgeTable) -> Drawing:
 
 
 def _roles(edges: EdgeTable) -> list[str]:
-    """In the order in which they first signal."""
+    """Return the roles in the order in which they first signal."""
     found: dict[str, None] = {}
     for edge in edges.edges:
         found[edge.producer] = None

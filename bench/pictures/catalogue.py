@@ -32,8 +32,8 @@ def _of_kernels() -> dict[str, Callable[[], Drawing]]:
         "forward": ("forward", ForwardConfig()),
         "dv": ("dV and dS", backward.dv),
         "products": ("dK and dQ from stored dS", backward.products),
-        "dkdv": ("dK/dV with dS computed anew", backward.dkdv),
-        "dq": ("dQ with dS computed anew", backward.dq),
+        "dkdv": ("dK/dV with recomputed dS", backward.dkdv),
+        "dq": ("dQ with recomputed dS", backward.dq),
     }
     found: dict[str, Callable[[], Drawing]] = {}
     for name, (title, plan) in kernels.items():

@@ -1,4 +1,4 @@
-"""How data flows through the kernels of the backward, and through the products of a step."""
+"""Data flow through the kernels of the backward, and through the MMAs of a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class _Box(NamedTuple):
 
 
 def backward_flow() -> Drawing:
-    """From dO to dQ, dK and dV: three kernels, and dS in global memory between two of them."""
+    """Draw the flow from dO to dQ, dK and dV: three kernels, and dS in global memory between two of
+    them."""
     gib = BackwardConfig().ds_bytes >> 30
     drawing = Drawing(
         1100, 500, "Data flow of the backward",

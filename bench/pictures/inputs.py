@@ -16,7 +16,7 @@ from sm100_sim.timing import load
 
 __all__ = ["MACHINE", "MODELLED", "basis", "constants", "read", "replay"]
 
-ROOM = Path(__file__).resolve().parent / "data"
+DATA = Path(__file__).resolve().parent / "data"
 MACHINE = "b200"
 #: Pictures that show figures of the timing model.
 MODELLED = ("throughput-forward", "throughput-one-sequence", "model-accuracy", "timeline-forward")
@@ -38,17 +38,17 @@ def constants() -> str:
 
 
 def basis() -> str:
-    """The same in words for a picture."""
+    """Return the basis in words for a picture."""
     machine, digest = constants().split(" modelled, constants ")
     return f"modelled, {machine}, constants {digest}; not measured"
 
 
 def read(name: str) -> dict[str, Any]:
-    """What a file holds: "rates", "accuracy" or "timeline".
+    """Read a file: "rates", "accuracy" or "timeline".
 
     Raises ValueError for one that was made from other constants than those of today.
     """
-    found = json.loads((ROOM / f"{name}.json").read_text("utf-8"))
+    found = json.loads((DATA / f"{name}.json").read_text("utf-8"))
     made = found["constants"]
     if made != constants():
         raise ValueError(
@@ -77,7 +77,7 @@ def _run(command: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def rates(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What the pictures need of those tables: TFLOPS to a whole number."""
+    """Return the parts of those tables that the pictures need: TFLOPS to a whole number."""
     rows = []
     for group in ("dense", "few KV heads"):
         for row in tables[group][0]["rows"]:
@@ -113,7 +113,8 @@ def accuracy(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def timeline() -> dict[str, Any]:
-    """What every role does around the end of the third tile of a replay of the forward."""
+    """Return the spans of every role around the end of the third tile of a replay of the
+    forward."""
     from bench.model.step import our_forward
     from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 
@@ -138,11 +139,11 @@ def timeline() -> dict[str, Any]:
 
 
 def _write(name: str, content: dict[str, Any]) -> None:
-    """One row a line."""
+    """One row per line."""
     head = {"command": "python -m bench pictures --replay", "constants": constants()}
     (key, rows) = next((k, v) for k, v in content.items() if k in ("rows", "spans"))
     others = {**head, **{k: v for k, v in content.items() if k != key}}
     lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in others.items()]
     body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     text = "\n".join(["{", *lines, f' "{key}": [', body, " ]", "}"]) + "\n"
-    (ROOM / f"{name}.json").write_text(text, "utf-8")
+    (DATA / f"{name}.json").write_text(text, "utf-8")

@@ -1,4 +1,4 @@
-"""Where the elements of an operand lie: in swizzled shared memory, in a CTA pair, in tensor memory.
+"""Layouts of an operand's elements: in swizzled shared memory, in a CTA pair, in tensor memory.
 
 The rules drawn here are those by which the simulator's tensor core reads; tests hold them together.
 """
@@ -161,7 +161,7 @@ def _blocks(
 
 
 def pair_operands() -> Drawing:
-    """Which CTA holds which part of the operands of both products."""
+    """Draw which CTA holds which part of the operands of both MMAs."""
     drawing = Drawing(
         960, 650, "Operands of a CTA pair",
         "Two products. For S = Q K^T each CTA holds its 128 rows of Q and 64 of the 128 keys. For "
@@ -229,7 +229,7 @@ def _part(
 def accumulator_parts(m: int, n: int) -> list[tuple[range, range, range]]:
     """(lanes, rows, columns of the product) of each part of an accumulator in CTA 0 of a pair.
 
-    M = 256: a row a lane. M = 128: 64 rows, the first half of N in lanes 0 to 63, the second in
+    M = 256: a row per lane. M = 128: 64 rows, the first half of N in lanes 0 to 63, the second in
     lanes 64 to 127 (PTX ISA 9.7.16.10.5).
     """
     rows = m // 2

@@ -45,12 +45,12 @@ def keep(source: Path) -> None:
     found = kept(source.read_text("utf-8"))
     rows = ",\n".join(f"  {json.dumps(row)}" for row in found["rows"])
     text = f'{{\n "origin": {json.dumps(found["origin"])},\n "rows": [\n{rows}\n ]\n}}\n'
-    (inputs.ROOM / "losses.json").write_text(text, "utf-8")
+    (inputs.DATA / "losses.json").write_text(text, "utf-8")
 
 
 def read_losses() -> dict[str, Any]:
-    """What is kept: `kept` has its form."""
-    found: dict[str, Any] = json.loads((inputs.ROOM / "losses.json").read_text("utf-8"))
+    """Return the stored losses: `kept` has its form."""
+    found: dict[str, Any] = json.loads((inputs.DATA / "losses.json").read_text("utf-8"))
     return found
 
 

@@ -60,7 +60,7 @@ ret;
 
 
 class Operation(NamedTuple):
-    """A line of the kernel that is drawn: of which warp, what it does, where it stands."""
+    """A drawn line of the kernel: its warp, what it does, its position."""
 
     warp: int
     what: str
@@ -68,7 +68,7 @@ class Operation(NamedTuple):
 
 
 def operations() -> list[Operation]:
-    """Those of one round, by warp and program order."""
+    """Return the operations of one round, by warp and program order."""
     found = []
     for number, text in enumerate(KERNEL.split("\n"), 1):
         _, _, comment = text.partition("// ")
@@ -162,7 +162,7 @@ def _places() -> dict[tuple[int, Operation], Point]:
 
 
 def _orders(places: dict[tuple[int, Operation], Point]) -> list[tuple[Point, Point]]:
-    """From each arrival to the wait of the other warp that it completes."""
+    """Return the way from each arrival to the wait of the other warp that it completes."""
     found = []
     for (number, operation), place in places.items():
         verb, _, barrier = operation.what.partition(" ")

@@ -1,4 +1,4 @@
-"""The simulator's rooms as a tower, and the life of one instruction."""
+"""The simulator's packages as a tower, and the life of one instruction."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from .svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, Drawing, tint
 
 __all__ = ["FLOORS", "OBSERVERS", "instruction_life", "simulator_tower"]
 
-#: Floors from the ground up: rooms of `sm100_sim`, and what happens there. Each imports lower ones
-#: alone.
+#: Floors from the ground up: packages of `sm100_sim`, and what happens there. Each imports lower
+#: ones alone.
 FLOORS = (
     (("ptx",), "text to instructions and operands"),
     (("jit", "native"), "LLVM in process, its code kept on disk; routines for what runs most"),
@@ -26,31 +26,31 @@ OBSERVERS = (
 
 
 def simulator_tower() -> Drawing:
-    """What a launch passes on its way, from the ground up."""
+    """Draw what a launch passes on its way, from the ground up."""
     drawing = Drawing(
         1040, 580, "The tower of the simulator",
         "Six floors, from the compiled function at the ground to the run loop at the top; beside "
-        "them four rooms that watch a run, and the ways in.",
+        "them four packages that watch a run, and the ways in.",
     )
     drawing.heading(
         "The simulator runs the compiled kernel: host code and PTX, nothing rewritten",
-        "floors from the ground up, rooms of sm100_sim; each imports only those below it",
+        "floors from the ground up, packages of sm100_sim; each imports only those below it",
     )
     left, width, tall = 24.0, 700.0, 58.0
     ground = 520.0
     drawing.rect(left, ground, width, 42, tint(GREY, 0.16), GREY, 4, 1.5)
     drawing.text((left + width / 2, ground + 26), "a compiled CuTe DSL function, or PTX text", 14,
                  "middle", style="bold")
-    for number, (rooms, words) in enumerate(FLOORS):
+    for number, (packages, words) in enumerate(FLOORS):
         top = ground - (number + 1) * (tall + 8)
         drawing.rect(left, top, width, tall, tint(BLUE, 0.1 + 0.05 * number), BLUE, 4, 1.5)
-        drawing.text((left + 18, top + 25), ", ".join(rooms), 15, style="bold")
+        drawing.text((left + 18, top + 25), ", ".join(packages), 15, style="bold")
         drawing.text((left + 18, top + 45), words, 12.5, colour=INK)
     top = ground - len(FLOORS) * (tall + 8)
-    drawing.text((756, top - 8), "rooms that watch", 12.5, colour=GREY)
+    drawing.text((756, top - 8), "packages that watch", 12.5, colour=GREY)
     step = (ground + 42 - top) / len(OBSERVERS)
-    for number, (room, *lines) in enumerate(OBSERVERS):
-        drawing.box((756, top + number * step, 260, step - 10), [room, *lines],
+    for number, (package, *lines) in enumerate(OBSERVERS):
+        drawing.box((756, top + number * step, 260, step - 10), [package, *lines],
                     (GREEN, PURPLE, ORANGE, ORANGE)[number], 15)
     for number in range(len(OBSERVERS)):
         y = top + number * step + (step - 10) / 2

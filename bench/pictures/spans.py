@@ -1,4 +1,4 @@
-"""What every role of the forward kernel does when, read from a replay on the timing model."""
+"""Spans of every role of the forward kernel, read from a replay on the timing model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def forward_spans(
 
 
 def _events(prediction: Prediction, edges: EdgeTable, warp: int) -> Iterator[_Event]:
-    """Of a warp of the first CTA, in program order."""
+    """Yield the events of a warp of the first CTA, in program order."""
     compiled, run = prediction.compiled, prediction.central
     program, names = compiled.program, _barrier_names(compiled.barrier_names, edges)
     row = compiled.warps.index((0, warp))
@@ -126,7 +126,7 @@ def _products(events: list[_Event], steps: int) -> Iterator[Span]:
 
 
 def _softmax(events: list[_Event], steps: int) -> Iterator[Span]:
-    """From S in TMEM to P in TMEM, then the row sum until the next wait."""
+    """Yield the spans from S in TMEM to P in TMEM, then the row sum until the next wait."""
     begin = given = -1
     count = 0
     for event in events:

@@ -1,9 +1,9 @@
 """A small writer of SVG: shapes and text at given places, the same text from every machine.
 
-Coordinates are pixels, y downwards, rounded to a tenth. No font of the machine is asked: widths
-come from a table of DejaVu Sans, which is wider than what most readers have, so that what fits here
-fits there. Every picture has a white ground, and a title and a description for readers who cannot
-see it.
+Coordinates are pixels, y downwards, rounded to a tenth. No font of the machine is read: widths come
+from a table of DejaVu Sans, which is wider than what most readers have, so that what fits here fits
+there. Every picture has a white ground, and a title and a description for readers who cannot see
+it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def tint(colour: str, share: float) -> str:
 
 @dataclass(frozen=True)
 class TextBox:
-    """Where a line of text lies: left, top, right, bottom."""
+    """Box of a line of text: left, top, right, bottom."""
 
     text: str
     left: float
@@ -81,7 +81,7 @@ class TextBox:
     bottom: float
 
     def overlaps(self, other: TextBox) -> bool:
-        """Whether the two share any place."""
+        """Return True if the two share any place."""
         across = self.left < other.right and other.left < self.right
         return across and self.top < other.bottom and other.top < self.bottom
 
@@ -170,7 +170,7 @@ class Drawing:
         """A line of text whose baseline begins, is centred or ends at `place`.
 
         anchor: "start", "middle" or "end". style: words of "bold", "italic", "mono", "up"; up:
-        turned by 90 degrees, to be read from below.
+        rotated by 90 degrees, to be read from below.
         """
         words = style.split()
         x, y = place

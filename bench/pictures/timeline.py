@@ -1,4 +1,4 @@
-"""What every warp role does across the end of a tile, to scale."""
+"""Timeline of every warp role across the end of a tile, to scale."""
 
 from __future__ import annotations
 

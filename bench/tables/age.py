@@ -1,4 +1,4 @@
-"""How old a table of docs/tables is: the commit that printed it, and what has changed since."""
+"""Age of a table of docs/tables: the commit that printed it, and what has changed since."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def printed_at(text: str) -> str | None:
 
 
 def changed_since(commit: str, root: Path = ROOT) -> str:
-    """How many files of each part mean something else than at a commit, or that nobody knows.
+    """Return how many files of each part mean something else than at a commit, or that nobody
+    knows.
 
     Of Python the meaning counts, without comments, docstrings and positions; of JSON every byte.
     """

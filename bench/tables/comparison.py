@@ -21,7 +21,7 @@ YARDSTICK = "PyTorch math"
 BOUND = "ours, causal"
 #: Ours with a mask that its kernels evaluate.
 FUNCTION = "ours, mask_mod"
-#: Ours with softcap=, where others have it as a function of scores.
+#: Ours with softcap=, where others have it as a score_mod.
 SOFTCAP = "ours, softcap"
 #: Differences of predictions below this are not ranked: the model does not resolve them.
 RESOLUTION = 0.05
@@ -31,8 +31,8 @@ LIKELY = 0.9
 
 @dataclass(frozen=True)
 class Standing:
-    """Ours against the best of its peers over samples that are the same for all: draws of the
-    model's constants, or turns of an interleaved measurement.
+    """Standing of ours against the best of its peers over samples that are the same for all: draws
+    of the model's constants, or rounds of an interleaved measurement.
 
     peer: the one with the least time on average. ratio: median of the fastest peer's time over
     ours; low, high: where a tenth of the samples lie below and above. probability: that ours is
@@ -48,7 +48,7 @@ class Standing:
 
 
 def standing(seconds: Mapping[str, np.ndarray], error: float = 0.0) -> Standing | None:
-    """Ours among the providers; None where ours or every peer is missing.
+    """Return the standing of ours among the providers; None where ours or every peer is missing.
 
     seconds: float64, by provider, equally long. error: standard deviation of the logarithm of a
     ratio beside what the samples show, 0 for none: what a model gets wrong of the ratio of two
@@ -76,7 +76,7 @@ def _ahead(log_ratio: float, error: float) -> float:
 
 
 def verdict(found: Standing | None) -> str | None:
-    """Who is ahead: ours, the best peer, or nobody with `LIKELY`."""
+    """Return the leader: ours, the best peer, or nobody with `LIKELY`."""
     if found is None:
         return None
     if found.probability >= LIKELY:

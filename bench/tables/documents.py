@@ -32,11 +32,11 @@ class Document:
     of_before: bool = False
 
     def header(self, name: str) -> str:
-        """What every file begins with."""
-        origin = "Kept as an earlier state of the model printed it; nothing makes it anew."
+        """Return the start of every file."""
+        origin = "Kept as an earlier state of the model printed it; nothing makes it again."
         if not self.of_before:
             command = f"python -m bench tables {name} --write"
-            origin = f"Generated, not to be edited: `{command}` makes it anew."
+            origin = f"Generated, not to be edited: `{command}` makes it again."
         return (
             f"# {self.title}\n\n    python -m bench {' '.join(self.command)}\n\n"
             f"Explained in [{self.page}](../{self.page}). {origin}\n\n"
@@ -51,7 +51,7 @@ class Document:
 
 
 def origin(tables: Sequence[Table]) -> str:
-    """What the tables' rows are of, and when and with which versions they were made."""
+    """Describe the tables' rows, and when and with which versions they were made."""
     of_rows = dict.fromkeys((row[BASIS], row[MACHINE]) for table in tables for row in table.rows)
     kinds = "; ".join(f"{basis}: {machine}" for basis, machine in of_rows)
     versions = ", ".join(f"{key} {value}" for key, value in tables[0].environment.items())
@@ -222,7 +222,7 @@ DOCUMENTS = {
         "Aims, fitted clocks and errors by class of row", _VALIDATE, "timing.md", (0, 4, 5)
     ),
     "validate_before": Document(
-        "The same before the model was mended", _VALIDATE, "timing.md", (0, 4, 5, 2), True
+        "The same before the model was fixed", _VALIDATE, "timing.md", (0, 4, 5, 2), True
     ),
     "validate_ratios": Document(
         "Ratios of kernels and of GPUs", _VALIDATE, "timing.md", (1, 2)

@@ -1,4 +1,4 @@
-"""What figures are of: the machine of a row, and the versions that a result depends on."""
+"""Origin of figures: the machine of a row, and the versions that a result depends on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def git(root: Path, *arguments: str) -> bytes | None:
-    """What git prints in a directory; None where it fails, or is not there."""
+    """Return what git prints in a directory; None where it fails, or is not there."""
     try:
         asked = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True)
     except OSError:
@@ -42,12 +42,12 @@ def environment() -> dict[str, str]:
 
 
 def simulator_machine() -> str:
-    """For `machine`: figures that the simulator counted, or of its own speed."""
+    """Name the `machine` of figures that the simulator counted, or of its own speed."""
     return f"simulator on a CPU, {len(os.sched_getaffinity(0))} cores"
 
 
 def compiler_machine() -> str:
-    """For `machine`: figures read from compiled code."""
+    """Name the `machine` of figures read from compiled code."""
     from fa4_hd256.architectures import ARCHITECTURES
     from fa4_hd256.gpus.family import target
 
@@ -56,7 +56,7 @@ def compiler_machine() -> str:
 
 
 def modelled_machine(machine: Any) -> str:
-    """For `machine`: figures of the timing model.
+    """Name the `machine` of figures of the timing model.
 
     machine: a `sm100_sim.timing.machine_constants.Machine`; a hash tells which constants.
     """

@@ -1,4 +1,4 @@
-"""How well the SASS of replays fits what was run, in tables of modelled rows."""
+"""Match of the SASS of replays with what was run, in tables of modelled rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .table import Column
 
 
 class Replayed(Protocol):
-    """What a count of a replay is taken from (`bench.model.replays.Replayed`)."""
+    """Replay whose match is counted (`bench.model.replays.Replayed`)."""
 
     @property
     def unmatched(self) -> int: ...
@@ -21,7 +21,7 @@ class Replayed(Protocol):
 
 @dataclass(frozen=True)
 class Paths:
-    """How well the SASS of some replays fits what was run: events and sites without a counterpart,
+    """Match of the SASS of some replays with what was run: events and sites without a counterpart,
     choices that nothing decides. Sums; those of several kernels are added."""
 
     unmatched: int = 0
@@ -40,8 +40,8 @@ PATH_COLUMNS = (Column("unmatched"), Column("ambiguous"))
 
 
 def path_figures(*found: Paths | None) -> dict[str, int | str | None]:
-    """What a row holds under `PATH_COLUMNS`: of one kernel numbers, of several "1 / 0" in their
-    order, with "-" for one without replays; None if there is none at all."""
+    """Return a row's figures under `PATH_COLUMNS`: of one kernel numbers, of several "1 / 0" in
+    their order, with "-" for one without replays; None if there is none at all."""
 
     def figure(name: str) -> int | str | None:
         values = [None if paths is None else getattr(paths, name) for paths in found]

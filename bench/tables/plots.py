@@ -88,7 +88,7 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Panel:
-    """What goes into axes of its own."""
+    """Panel: axes of its own and what they show."""
 
     table: Table
     name: str
@@ -96,7 +96,7 @@ class _Panel:
 
     @property
     def title(self) -> str:
-        """What the panel shows, and that its figures are modelled where any is."""
+        """Return what the panel shows, and that its figures are modelled where any is."""
         title = f"{self.table.title}, {self.name}" if self.name else self.table.title
         bases = {point.basis for point in self.points}
         if "modelled" not in bases:
@@ -105,13 +105,13 @@ class _Panel:
 
     @property
     def has_long_labels(self) -> bool:
-        """Whether labels side by side would not be legible."""
+        """Return True if labels side by side would not be legible."""
         texts = [str(label) for label in _labels(self.points)]
         return len(texts) > 6 or sum(map(len, texts)) > _LABEL_LETTERS
 
     @property
     def is_sideways(self) -> bool:
-        """Whether bars lie on their sides, each with its label in front of it."""
+        """Return True if bars lie on their sides, each with its label in front of it."""
         return _plot(self.table).kind == "bar" and self.has_long_labels
 
     @property
@@ -120,7 +120,7 @@ class _Panel:
 
     @property
     def width(self) -> float:
-        """In inches."""
+        """Return the width in inches."""
         width, _ = _PANEL_INCHES
         if self.is_sideways:
             longest = max(len(str(label)) for label in _labels(self.points))
@@ -129,7 +129,7 @@ class _Panel:
 
     @property
     def height(self) -> float:
-        """In inches."""
+        """Return the height in inches."""
         if self.is_sideways:
             bars = len(_labels(self.points)) * (len(self.series) + 0.4)
             return _AROUND_INCHES + _BAR_INCHES * bars
@@ -205,7 +205,7 @@ def _draw_panel(axis: Any, panel: _Panel) -> None:
 
 
 def _errors(panel: _Panel, points: list[_Point]) -> list[tuple[float, ...]] | None:
-    """As matplotlib takes them: below, above."""
+    """Return the error bars as matplotlib takes them: below, above."""
     if _plot(panel.table).low is None:
         return None
     return list(zip(*(point.errors for point in points)))
@@ -236,7 +236,7 @@ def _draw_lines(axis: Any, panel: _Panel, numeric: bool) -> None:
 
 
 def _unit(table: Table) -> str:
-    """What the values are of."""
+    """Return the unit of the values."""
     y = _plot(table).y
     if isinstance(y, str):
         return _heading(table, y)

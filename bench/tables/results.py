@@ -1,4 +1,4 @@
-"""Where tables go: Markdown on stdout, or JSON, CSV and a plot.
+"""Output of tables: Markdown on stdout, or JSON, CSV and a plot.
 
 A command builds one `Table` or several and hands them to `emit`. `python -m bench report` reads the
 JSON again.
@@ -35,7 +35,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 def emit(tables: Table | Sequence[Table], arguments: argparse.Namespace) -> None:
     """Print and write the tables as the options of `add_output_options` say.
 
-    Raises ValueError if a plot is asked for and cannot be drawn, or JSON and CSV both on stdout.
+    Raises ValueError if a plot is requested and cannot be drawn, or JSON and CSV both on stdout.
     """
     tables = [tables] if isinstance(tables, Table) else list(tables)
     if arguments.json == arguments.csv == STDOUT:

@@ -8,7 +8,7 @@ from bench.suite import Case
 
 
 def add_shape_options(parser: argparse.ArgumentParser, seqlen: int | None = None) -> None:
-    """As `chosen_case` reads them. seqlen: the default one."""
+    """Add the options that `chosen_case` reads. seqlen: the default one."""
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seqlen", type=int, default=seqlen, help="of queries, and of keys")
     parser.add_argument("--seqlen-k", type=int, help="of keys, where it is another")

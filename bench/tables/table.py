@@ -1,4 +1,4 @@
-"""What every command of this room makes: tables of rows that say where each figure is from."""
+"""Tables that the commands make: rows that say where each figure is from."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Plot:
-    """How a table is drawn: numbers of column y over column x, by names of columns.
+    """Drawing of a table: numbers of column y over column x, by names of columns.
 
     kind: "bar" or "line". series: column whose values are the bars of a group or the lines; or y
     names several columns, which are these. panel: column whose values get axes of their own. low,

@@ -28,7 +28,7 @@ from fa4_hd256.softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from . import reference
 
-#: Products of every architecture's tensor core.
+#: MMAs of every architecture's tensor core.
 PRODUCTS = ("tcgen05.mma", "wgmma.mma_async")
 
 
@@ -78,7 +78,8 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
 
 
 def _pattern_share(config: Any) -> float:
-    """Of the score elements of a row that take the polynomial exp2, in whole fragments."""
+    """Return the share of a row's score elements that take the polynomial exp2, in whole
+    fragments."""
     fragments = -(-config.block_kv // FRAGMENT_COLUMNS)
     return float(config.ex2_pattern.true_share(fragments * FRAGMENT_COLUMNS))
 
@@ -156,7 +157,7 @@ def _resources(compiled: CompiledKernel, smem_bytes: int, tmem_columns: int) -> 
 
 
 def _executed(config: Any) -> dict[str, Any]:
-    """What the last simulated launch executed, from the simulator's report."""
+    """Return what the last simulated launch executed, from the simulator's report."""
     import sm100_sim
 
     report = sm100_sim.last_reports()[-1]
@@ -184,8 +185,8 @@ def _products(reports: list[Any]) -> int:
 
 
 def _executed_backward(rounds: int, sums: bool) -> list[dict[str, Any]]:
-    """What the last simulated launches executed: preprocess, then the other two in turn, then the
-    sum of parts where there are any."""
+    """Return what the last simulated launches executed: preprocess, then the other two interleaved,
+    then the sum of parts where there are any."""
     import sm100_sim
 
     reports = sm100_sim.last_reports()[-1 - 2 * rounds - sums :]

@@ -1,4 +1,4 @@
-"""The one reference that tests, demo and bench compare with, in float64 on the CPU.
+"""Reference attention that tests, demo and bench compare with, in float64 on the CPU.
 
 Nothing here is used to compute attention for a user: the operator runs the compiled kernel only.
 """
@@ -72,7 +72,8 @@ def visible(
     window: tuple[int | None, int | None],
     rows: range | None = None,
 ) -> torch.Tensor:
-    """Which key a query sees: bool (len(rows), seqlen_k), all rows by default.
+    """Return the mask, bool (len(rows), seqlen_k): True where a query sees a key; all rows by
+    default.
 
     lengths: (seqlen_q, seqlen_k). The mask is bottom-right aligned: with d = i + seqlen_k -
     seqlen_q query i sees the keys d - left .. d + right.
@@ -190,7 +191,7 @@ class KvCache:
     leftpad: list[int] | None = None
 
     def place(self, sequence: int, row: int) -> tuple[int, int]:
-        """Where a row of a sequence is."""
+        """Return (entry of the cache, row in it) of a row of a sequence."""
         if self.table is None:
             return sequence, row
         page, row = divmod(row, self.k.shape[1])
@@ -203,7 +204,7 @@ class KvCache:
         rotary: Rotary | None = None,
         ordered: bool = True,
     ) -> tuple[KvCache, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """The cache after new rows, and of each sequence q, k, v whose attention is asked for, all
+        """The cache after new rows, and of each sequence q, k, v whose attention is requested, all
         in float64.
 
         queries: of each sequence (seqlen_q, heads, dim); new: of each sequence k and v
@@ -274,7 +275,7 @@ def _scores(
 
 
 def _log_sum_exp(scores: torch.Tensor) -> torch.Tensor:
-    """Of each row; -inf with a gradient of 0, not NaN, where all of it is -inf."""
+    """Return the log-sum-exp of each row; an empty row gives -inf with a gradient of 0, not NaN."""
     top = scores.detach().amax(dim=1)
     empty = top == -math.inf
     top = top.masked_fill(empty, 0.0)
@@ -294,14 +295,14 @@ def gathered(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Ten
     """(length, heads_kv, dim): the keys, or the values, of one sequence in pages.
 
     cache: (pages, page_size, heads_kv, dim), of any dtype, device and strides; pages: (most pages)
-    int, a row of page_table, of whose entries only those of its pages are read.
+    int, a row of page_table; only the entries of its pages are read.
     """
     count = -(-length // cache.shape[1])
     return cache[pages[:count].long()].flatten(0, 1)[:length]
 
 
 def dequantised(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """What keys or values in e4m3 stand for, in float64.
+    """Return keys or values in e4m3 as float64, multiplied by their scales.
 
     codes: (entries, rows, heads_kv, dim) float8_e4m3fn, entries sequences or pages; scale:
     (entries, heads_kv) or one value, None for 1.
@@ -377,7 +378,7 @@ def same_dtype_gradients(
     dlse: torch.Tensor | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """What autograd of `same_dtype_pytorch` gives, whose errors set the tolerances."""
+    """Return the gradients of `same_dtype_pytorch` by autograd; their errors set the tolerances."""
     sink = options.pop("learnable_sink", None)
     leaves = tuple(None if tensor is None else tensor.cpu() for tensor in (*inputs, sink))
     return _differentiate(_same_dtype, leaves, dout.cpu(), dlse, options)
@@ -424,7 +425,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Expected:
-    """What results of the same inputs are compared with: see `compare`."""
+    """Reference result for some inputs; `compare` judges other results of the same inputs."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -441,8 +442,8 @@ class Expected:
     @classmethod
     @torch.no_grad()
     def of_rounded(cls, inputs: tuple, **options: Any) -> Expected:
-        """The same for q as it is and k, v in float64, which plain PyTorch has in the dtype of
-        q."""
+        """Return the reference for q as it is and k, v in float64. Plain PyTorch has k, v in the
+        dtype of q."""
         q, *keys = inputs
         out, lse = attention(*inputs, **options)
         pytorch = same_dtype_pytorch(q, *(tensor.to(q.dtype) for tensor in keys), **options)
@@ -505,8 +506,8 @@ class GradientComparison:
 
 @dataclass(frozen=True)
 class ExpectedGradients:
-    """What several gradients of the same inputs are compared with, by name as of `gradients`:
-    exact in float64, and of each the errors that tolerances are made of."""
+    """Reference gradients for some inputs, by name as of `gradients`: exact in float64, and the
+    errors that the tolerances are derived from."""
 
     exact: dict[str, torch.Tensor]
     pytorch_max_error: dict[str, float]
@@ -524,7 +525,7 @@ class ExpectedGradients:
         return cls(exact, errors, cancellation_errors(inputs, dout, **options))
 
     def compare(self, found: dict[str, torch.Tensor]) -> dict[str, GradientComparison]:
-        """Of those that are found; NaN is an infinite error."""
+        """Compare the gradients that are present; NaN is an infinite error."""
         result = {}
         for name, tensor in found.items():
             exact = self.exact[name]

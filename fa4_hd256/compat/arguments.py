@@ -1,4 +1,4 @@
-"""What becomes of each argument of flash-attention's functions: one table for each library.
+"""Fate of each argument of flash-attention's functions: one table for each library.
 
 The tables are the source of the checks here and of the tables in docs/compat.md.
 """
@@ -17,17 +17,17 @@ from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 
 __all__ = ["FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "Argument", "Library", "document"]
 
-#: Fates of an argument: its meaning is kept; any value gives the same result; any value that asks
-#: for something is refused.
+#: Fates of an argument: its meaning is kept; any value gives the same result; any value that
+#: requests something is refused.
 HONOURED, NEUTRAL, REFUSED = "honoured", "neutral", "refused"
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What becomes of an argument.
+    """Fate of an argument.
 
-    fate: `HONOURED`, `NEUTRAL` or `REFUSED`. note: how, why, or what to do instead. accepted: of a
-    refused argument the values that ask for nothing.
+    fate: `HONOURED`, `NEUTRAL` or `REFUSED`. note: how, why, or what to do instead. accepted: the
+    values of a refused argument that request nothing.
     """
 
     fate: str
@@ -48,7 +48,7 @@ class Library:
     arguments: dict[str, Argument]
 
     def refuse(self, function: str, given: dict[str, Any]) -> None:
-        """Raise NotImplementedError for a refused argument that asks for something.
+        """Raise NotImplementedError for a refused argument that requests something.
 
         given: all arguments of a call of `function`, by name.
         """

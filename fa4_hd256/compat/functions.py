@@ -32,7 +32,8 @@ WORD = 32
 
 
 class SequenceLengths(NamedTuple):
-    """What functions read of `seqlen_info`, Int32: lengths, and where rows begin in packed ones."""
+    """Lengths that functions read of `seqlen_info`, Int32, and the start of their rows in packed
+    ones."""
 
     seqlen_q: Any
     seqlen_k: Any
@@ -113,7 +114,7 @@ def translate_mask_mod(
 
     aux: as of `translate_score_mod`. lengths: (seqlen_q, seqlen_k) of the call, in a tensor on
     `device` where aux_tensors leave room for one, else compiled in. A mask_mod with `__vec_size__`
-    n above 1 is asked for n keys at once and returns their bits. Raises as `translate_score_mod`.
+    n above 1 is called for n keys at once and returns their bits. Raises as `translate_score_mod`.
     """
     _check("mask_mod", mask_mod)
     own, scalars = _tensors_of(aux[0]), _scalars_of(aux[1])

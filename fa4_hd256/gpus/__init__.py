@@ -1,1 +1,1 @@
-"""The GPUs that kernels run on: the family, and what is asked of one."""
+"""The GPUs that kernels run on: the family, and the facts of one."""

@@ -1,7 +1,7 @@
-"""What the operator wants to know of the GPU that tensors lie on.
+"""Facts of the GPU that holds the tensors.
 
-NOTE [pairs that fit].  CTA pairs resident at once are what the driver says: SMs come in groups, and
-one that is odd, or a slice of a GPU (MIG), leaves an SM without a peer.
+NOTE [pairs that fit].  The driver says how many CTA pairs are resident at once: SMs come in groups,
+and one that is odd, or a slice of a GPU (MIG), leaves an SM without a peer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _IS_DISTRIBUTED = torch.distributed.is_available()
 
 
 def cuda_gpu(device: torch.device) -> Gpu:
-    """The GPU that a CUDA device is, asked once for each of the process's devices.
+    """The GPU that a CUDA device is, queried once for each of the process's devices.
 
     Raises ValueError for one that holds no CTA pair.
     """
@@ -53,13 +53,13 @@ def _cuda_gpu(index: int) -> Gpu:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether this thread's calls on a device go into a CUDA graph."""
+    """Return True if this thread's calls on a device go into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def sms_are_shared() -> bool:
-    """Whether kernels of other streams may hold SMs while ours run: in a process that is one of
-    several of torch.distributed, whose communication (NCCL) overlaps with computing, unless SMs
+    """Return True if kernels of other streams may hold SMs while ours run: in a process that is one
+    of several of torch.distributed, whose communication (NCCL) overlaps with computing, unless SMs
     are left to them (RESERVED_SMS). It selects a scheduler, never a result."""
     group = torch.distributed
     return (

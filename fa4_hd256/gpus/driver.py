@@ -1,4 +1,4 @@
-"""What PyTorch does not tell of a GPU, asked of the CUDA driver."""
+"""Queries of the CUDA driver for facts of a GPU that PyTorch does not report."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ CuTe DSL loads a kernel into every GPU that the process sees.
 
 NOTE [twice the exponentials].  Units of 10.3 make twice as many exp2 a clock, but how far apart
 they are issued stands in the machine code: only for a target of 10.3 ptxas puts them closer.  So a
-process all of whose GPUs of the architecture are such compiles for sm_103a.
+process whose GPUs of the architecture are all such compiles for sm_103a.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _as_if: ContextVar[frozenset[tuple[int, int]] | None] = ContextVar("as_if_seen",
 
 
 def architecture_of(device: torch.device) -> Architecture:
-    """That whose kernels work on tensors of a device: for the CPU the one that the simulator is to
-    run (`environment.architecture`), for a GPU by its compute capability.
+    """Return the architecture whose kernels work on tensors of a device: for the CPU the one that
+    the simulator is to run (`environment.architecture`), for a GPU by its compute capability.
 
     Raises ValueError for a device on which none runs.
     """
@@ -58,9 +58,9 @@ def architecture_of(device: torch.device) -> Architecture:
 
 
 def target(architecture: Architecture) -> str:
-    """What this process compiles an architecture's kernels for: the target of its own of a compute
-    capability that all of the process's GPUs of the architecture have, else the first of its
-    targets; NOTE [twice the exponentials]."""
+    """Return the compile target of an architecture's kernels in this process: the specific target
+    of a compute capability that all of the process's GPUs of the architecture have, else the first
+    of its targets; NOTE [twice the exponentials]."""
     capabilities = _as_if.get()
     if capabilities is None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -72,7 +72,7 @@ def target(architecture: Architecture) -> str:
 
 @contextlib.contextmanager
 def as_if_seen(*capabilities: tuple[int, int]) -> Iterator[None]:
-    """Inside, this thread compiles as in a process whose GPUs have these compute capabilities."""
+    """Compile, in this thread, as in a process whose GPUs have these compute capabilities."""
     before = _as_if.set(frozenset(capabilities))
     try:
         yield

@@ -1,4 +1,4 @@
-"""The figures of a GPU that the operator asks for, and the GPUs that kernels run on.
+"""The figures of a GPU that the operator needs, and the GPUs that kernels run on.
 
 This module needs neither PyTorch nor a driver.
 """
@@ -27,20 +27,20 @@ def of_capability(capability: tuple[int, int]) -> Architecture | None:
 
 
 def in_family(capability: tuple[int, int]) -> bool:
-    """Whether the kernels of any architecture run on GPUs of this compute capability."""
+    """Return True if the kernels of any architecture run on GPUs of this compute capability."""
     return tuple(capability) in FAMILY
 
 
 def describe_family() -> str:
-    """What is accepted, for errors: "B200 or GB200 (compute capability 10.0), ..."."""
+    """Name the accepted GPUs, for errors: "B200 or GB200 (compute capability 10.0), ..."."""
     return ", ".join(architecture.describe() for architecture in ARCHITECTURES)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the operator asks of a GPU.
+    """Figures of a GPU that the operator needs.
 
-    capability: compute capability.  pairs: CTA pairs, one CTA an SM, that it holds at once.
+    capability: compute capability.  pairs: CTA pairs, one CTA per SM, that it holds at once.
     """
 
     capability: tuple[int, int]
@@ -66,7 +66,8 @@ class Gpu:
 
     @property
     def tuning_name(self) -> str:
-        """Its rows in the tuning table are those of the first GPU of its compute capability."""
+        """Return the GPU whose rows of the tuning table apply: the first of its compute
+        capability."""
         return FAMILY[self.capability][0]
 
     @property
@@ -77,7 +78,7 @@ class Gpu:
         return max(1, round(self.l2_bytes / 2 / step)) * step
 
     def clusters(self, size: int) -> int:
-        """Clusters of 1 or 2 CTAs, one CTA an SM, that it holds at once."""
+        """Clusters of 1 or 2 CTAs, one CTA per SM, that it holds at once."""
         return {1: self.sms, 2: self.pairs}[size]
 
     def grid_clusters(self, size: int) -> int:

@@ -1,4 +1,4 @@
-"""How much memory dS may take in backwards that an adapter calls for somebody else."""
+"""Memory limit of dS in backwards that an adapter calls for somebody else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What serving engines pass beside tensors and lengths: honoured, without effect, or refused.
+"""Options that serving engines pass beside tensors and lengths: honoured, without effect, or
+refused.
 
 An engine's function has many arguments of other kernels. Each is in one of three tables of its
 module; one in none of them is a TypeError, so that nothing that an engine begins to pass is
@@ -25,10 +26,9 @@ METADATA = "scheduler_metadata"
 class EngineOptions:
     """The tables of one function of an engine.
 
-    function: its name, for errors. honoured: name -> that of the same in
-    `flash_attn_varlen_func` and `flash_attn_with_kvcache`. unused: name -> why any value gives the
-    same result. neutral: name -> (values that ask for nothing, what others ask for), the first of
-    them the default.
+    function: its name, for errors. honoured: name -> that of the same in `flash_attn_varlen_func`
+    and `flash_attn_with_kvcache`. unused: name -> why any value gives the same result. neutral:
+    name -> (values that request nothing, what others request), the first of them the default.
     """
 
     function: str
@@ -37,9 +37,9 @@ class EngineOptions:
     neutral: dict[str, tuple[tuple[Any, ...], str]]
 
     def translated(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Those honoured, under our names; a plan of another kernel's work is none.
+        """Return the honoured options under our names; another kernel's plan is dropped.
 
-        Raises TypeError for a name in no table, and NotImplementedError for one that asks for what
+        Raises TypeError for a name in no table, and NotImplementedError for one that requests what
         is not offered.
         """
         for name, value in given.items():
@@ -61,13 +61,14 @@ class EngineOptions:
 
 
 def _equal(value: Any, one: Any) -> bool:
-    """Of numbers alone: comparing tensors may wait for the device."""
+    """Compare numbers alone: comparing tensors may wait for the device."""
     plain = (bool, int, float)
     return isinstance(value, plain) and isinstance(one, plain) and value == one
 
 
 def scaled_alone(options: dict[str, Any], k: torch.Tensor) -> dict[str, Any]:
-    """The same without the scales of k and v, which engines always pass, where k has none."""
+    """Return the options without the scales of k and v, which engines always pass, where k has
+    none."""
     if isinstance(k, torch.Tensor) and k.dtype in KV_DTYPES:
         return options
     return {name: value for name, value in options.items() if name not in DESCALES}

@@ -123,14 +123,14 @@ def _by_pytorch(
 def score_mod_of(
     function: Callable[..., torch.Tensor], device: torch.device | str = "cpu"
 ) -> ScoreMod:
-    """What attention functions take as score_mod, made of FlexAttention's.
+    """Translate a score_mod of FlexAttention into one that attention functions take.
 
     function: of (score, batch, head, query, key), tensors of no dimension on the device, float32
-    and int32; it returns one such number. It may use the operators of
-    `score_graph.OPERATIONS` and elements of tensors, by one number a dimension; an index beyond a
-    dimension is that of its nearest element. Kernels compute in float32 and int32. Contiguous
-    tensors of these types are read anew in every call; others, and all numbers of Python, are of
-    now, so make a new one where they change.
+    and int32; it returns one such number. It may use the operators of `score_graph.OPERATIONS` and
+    elements of tensors, by one number per dimension; an index beyond a dimension is that of its
+    nearest element. Kernels compute in float32 and int32. Contiguous tensors of these types are
+    read again in every call; others, and all numbers of Python, are of now, so make a new one where
+    they change.
 
     Raises TranslationError, a NotImplementedError, for other functions; it says of what.
     """
@@ -146,7 +146,7 @@ def score_mod_of(
 def mask_mod_of(
     function: Callable[..., torch.Tensor], device: torch.device | str = "cpu"
 ) -> MaskMod:
-    """What `flash_attn_func` takes as mask_mod, made of FlexAttention's.
+    """Translate a mask_mod of FlexAttention into one that `flash_attn_func` takes.
 
     function: of (batch, head, query, key), int32 tensors of no dimension on the device; it returns
     such a bool. What it may use, and what of its tensors is read when, is as for `score_mod_of`.
@@ -163,7 +163,7 @@ def mask_mod_of(
     return MaskMod(seen, key, read)
 
 
-#: Traced functions of masks that are alive, and the state in which they were traced.
+#: Traced mask_mods that are alive, and the state in which they were traced.
 _masks: weakref.WeakKeyDictionary[BlockMask, tuple[FunctionState, MaskMod]]
 _masks = weakref.WeakKeyDictionary()
 
@@ -193,7 +193,7 @@ def _traced_mask(block_mask: Any, device: torch.device) -> MaskMod:
 def _key_and_tensors(
     text: str, tensors: list[torch.Tensor]
 ) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """Of a traced function."""
+    """Return the key and the tensors of a traced function."""
     key = f"flex_attention_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     return key, tuple(map(_as_read, tensors))
 
@@ -207,6 +207,6 @@ def _of_kernel(graph: ScoreGraph) -> Callable[..., Any]:
 
 
 def _as_read(tensor: torch.Tensor) -> torch.Tensor:
-    """As kernels read it: float32 or int32, of one dimension at least."""
+    """Return a tensor as kernels read it: float32 or int32, of one dimension at least."""
     dtype = torch.float32 if tensor.is_floating_point() else torch.int32
     return tensor.to(dtype).contiguous().reshape(tensor.shape or (1,))

@@ -19,7 +19,7 @@ _said: set[tuple[Any, ...]] = set()
 
 #: Kernels of SDPA; its flash attention is what calls come from.
 _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-#: Scores of a head of which the LSE is computed at a time.
+#: Scores of a head whose LSE is computed at a time.
 _SCORES = 1 << 24
 
 

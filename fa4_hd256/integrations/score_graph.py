@@ -1,4 +1,4 @@
-"""FlexAttention's functions of scores and of masks as functions of the kernels.
+"""FlexAttention's score_mods and mask_mods as functions of the kernels.
 
 PyTorch traces such a function, and its derivative, to ATen operators on single numbers; kernels
 evaluate these by the rows of `OPERATIONS`, in float32, int32 and bool.
@@ -40,7 +40,7 @@ _KINDS: dict[type, Any] = {bool: Boolean, int: Int32, float: Float32}
 
 @dataclass(frozen=True)
 class Operation:
-    """How kernels compute an ATen operator.
+    """Implementation of an ATen operator in kernels.
 
     emit: from its operands, numbers of the DSL or of Python, and its keywords.  operands: the type
     that they are brought to: that of the "result", where "branches" but for the first operand, or
@@ -52,7 +52,7 @@ class Operation:
 
 
 def _select(condition: Any, then: Any, otherwise: Any) -> Any:
-    """`then` where the condition holds."""
+    """Return `then` where the condition holds, else `otherwise`."""
     if isinstance(condition, bool):
         return then if condition else otherwise
     kind = next((type(x) for x in (then, otherwise) if isinstance(x, cutlass.Numeric)), None)
@@ -112,7 +112,7 @@ def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
 
 
 def _remainder(a: Any, b: Any) -> Any:
-    """With the sign of b."""
+    """Return the remainder, with the sign of b."""
     return a - _floor_quotient(a, b) * b
 
 
@@ -123,7 +123,7 @@ def _shifted_left(a: Any, b: Any) -> Int32:
 
 
 def _shifted_right(a: Any, b: Any) -> Int32:
-    """With the sign of a; that alone is left where b is no number of a bit."""
+    """Shift right with the sign of a; the sign alone is left where b is no bit number."""
     a, b = Int32(a), Int32(b)
     return a >> _select((b >= 0) & (b < _BITS), b, Int32(_BITS - 1))
 
@@ -251,7 +251,7 @@ _INDEXING = ("index", "select")
 
 @dataclass(frozen=True)
 class _Elements:
-    """Those of a captured tensor with these first indices."""
+    """Elements of a captured tensor with these first indices."""
 
     number: int
     indices: tuple[Any, ...] = ()
@@ -277,8 +277,8 @@ class ScoreGraph(SelfDescribed):
         self, function: Callable[..., torch.Tensor], device: torch.device,
         tensors: list[torch.Tensor], kind: str = SCORE,
     ) -> None:  # fmt: skip
-        """Raises TranslationError for one that takes a branch by a value, has an operator without
-        a row in `OPERATIONS`, or reads a tensor other than by one number a dimension."""
+        """Raises TranslationError for one that takes a branch by a value, has an operator without a
+        row in `OPERATIONS`, or reads a tensor other than by one number per dimension."""
         self._kind = kind
         self._module = _traced(function, device, kind)
         self._captured: dict[str, _Captured] = {}  # by name in the graph
@@ -293,7 +293,7 @@ class ScoreGraph(SelfDescribed):
 
     @property
     def text(self) -> str:
-        """What is computed, and how; of tensors their kind and number."""
+        """Return the text of the computation; of tensors their kind and number."""
         return f"{self._kind} {self._module.code} {self._captured} {_source()}"
 
     @property
@@ -302,8 +302,8 @@ class ScoreGraph(SelfDescribed):
         return self._numbers.get(self._result)
 
     def __call__(self, arguments: Sequence[Any], tensors: Sequence[cute.Tensor]) -> Any:
-        """In a kernel, of one score: a Float32, of a mask a Boolean.  arguments: Float32 and Int32
-        numbers."""
+        """Evaluate the graph for one score in a kernel: a Float32, of a mask a Boolean.  arguments:
+        Float32 and Int32 numbers."""
         values: dict[Any, Any] = dict(self._numbers)
         given = iter(arguments)
         for node in self._module.graph.nodes:
@@ -390,7 +390,7 @@ _OR_SLOPE = {SCORE: ", or not its derivative", MASK: ""}
 
 
 class _OneElementEach(TorchFunctionMode):
-    """Indexing by numbers reads an element, which is traced, where PyTorch alone would ask for the
+    """Indexing by numbers reads an element, which is traced, where PyTorch alone would read the
     number's value."""
 
     def __torch_function__(
@@ -413,7 +413,7 @@ def _is_number(index: Any) -> bool:
 
 
 def _at(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """What lies at an index of the first dimension."""
+    """Return the elements at an index of the first dimension."""
     if isinstance(index, torch.Tensor):
         return torch.ops.aten.index.Tensor(tensor, [index])
     return torch.ops.aten.select.int(tensor, 0, index)

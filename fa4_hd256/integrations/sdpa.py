@@ -36,7 +36,7 @@ _longest = UntilChanged()
 
 
 class _Active:
-    """What the implementation that was activated last is registered with."""
+    """Settings of the implementation that was activated last."""
 
     ds_bytes: int | None = None
 
@@ -90,9 +90,9 @@ def _flash_attn_fwd(
 
     q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q; k, v likewise.
     out: written to if given. options: other arguments of `flash_attn_varlen_func`; the adapter
-    hands over num_splits=1, no division of keys, unless its caller asks for another number.
-    Adapters before PyTorch 2.13 do not say how long packed sequences are: grids then follow the
-    number of rows.
+    hands over num_splits=1, no KV splits, unless its caller requests another number. Adapters
+    before PyTorch 2.13 do not say how long packed sequences are: grids then follow the number of
+    rows.
 
     Returns (out, lse); lse: (batch, heads, seqlen_q) or (heads, total_q) float32, None without
     return_lse. Raises as `flash_attn_varlen_func` does.

@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse, those of `CACHE_OPTIONS` and of `OPTIONS`.
 
     Returns out, or (out, lse), lse (heads, total_q) float32. Raises NotImplementedError for an
-    option that asks for what is not offered, TypeError for an unknown one, else as
+    option that requests what is not offered, TypeError for an unknown one, else as
     `fa4_hd256.flash_attn_with_kvcache` does.
     """
     out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
@@ -108,7 +108,7 @@ def flash_attn_varlen_func(
     places = {name: options.pop(name) for name in others if name in options}
     ours = OPTIONS.translated(scaled_alone(options, k))
     if METADATA not in ours:
-        # SGLang's own default is not to divide keys.
+        # SGLang's own default is one KV split.
         ours.setdefault("num_splits", 1)
     attend = partial(
         interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q=cu_seqlens_q,

@@ -76,7 +76,7 @@ def flash_attn_varlen_func(
     those of `OPTIONS`, among them alibi_slopes, (heads,) or (batch, heads) float32.
 
     Returns out, or (out, lse), lse (heads, total_q) float32. Raises NotImplementedError for an
-    option that asks for what is not offered, TypeError for an unknown one, else as
+    option that requests what is not offered, TypeError for an unknown one, else as
     `fa4_hd256.flash_attn_varlen_func` does.
     """
     seqused_k, out = options.pop("seqused_k", None), options.pop("out", None)
@@ -95,6 +95,6 @@ def flash_attn_varlen_func(
 
 
 def get_scheduler_metadata(*args: Any, **options: Any) -> None:
-    """None: the operator's own rule divides keys. vLLM copies a plan into memory that is too small
-    for that of `fa4_hd256.get_scheduler_metadata`."""
+    """Return None: the operator's own rule splits the keys. vLLM copies a plan into memory that is
+    too small for that of `fa4_hd256.get_scheduler_metadata`."""
     return None

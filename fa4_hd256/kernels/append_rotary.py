@@ -2,8 +2,8 @@
 queries beside them.
 
 The first 2 * columns elements of a row are pairs, of neighbours (2i and 2i + 1) or of halves (i and
-i + columns), each turned by the angle whose cosine and sine the tables hold for the row's position
-and i. As columns are a multiple of 8, a lane's 8 elements are turned or not as one, and the other
+i + columns), each rotated by the angle whose cosine and sine the tables hold for the row's position
+and i. As columns are a multiple of 8, a lane's 8 elements are rotated or not as one, and the other
 halves of their pairs are those of one other lane. A row whose position the tables have not becomes
 NaN there.
 """
@@ -37,7 +37,7 @@ class RotaryTables(NamedTuple):
 
 
 class RotaryRows:
-    """Turns rows of which each lane of a warp has 8 consecutive elements."""
+    """Rotates rows; each lane of a warp has 8 consecutive elements."""
 
     def __init__(self, rotary_class: RotaryClass) -> None:
         self.rotary_class = rotary_class
@@ -99,7 +99,7 @@ class RotaryRows:
     def _chosen(
         self, is_turned: Any, turned: list[Float32], own: list[Float32], element_type: Any
     ) -> cute.Tensor:
-        """Elements of a lane whose columns are turned, or not."""
+        """Elements of a lane whose columns are rotated, or not."""
         rows = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         for i in range(LANE_COLUMNS):
             rows[i] = cutlass.select_(is_turned, turned[i], own[i])

@@ -1,11 +1,11 @@
 """The kernel before the attention of `flash_attn_with_kvcache`: new rows of K and V are written
-behind those in use of each sequence, in pages or not, and the rows in use are counted anew. With
-rotary embedding those of K are turned before, and queries, whose rows follow, are turned into a
+behind those in use of each sequence, in pages or not, and the rows in use are counted again. With
+rotary embedding those of K are rotated before, and queries, whose rows follow, are rotated into a
 tensor of their own.
 
-Bound by memory, 512 bytes a row and head of both K and V, twice: a warp moves such a pair, a lane 8
-columns of each, which lie next to each other; all that its places follow from is asked for before.
-A row whose place is none of the cache's (lengths past it, page numbers out of range) is not
+Bound by memory, 512 bytes per row and head of both K and V, twice: a warp moves such a pair, a lane
+8 columns of each, which lie next to each other; all that its row addresses follow from is loaded
+before. A row whose place is none of the cache's (lengths past it, page numbers out of range) is not
 written, nor is a packed row past the last offset: nobody on the host looks at what the device
 holds.
 """
@@ -40,7 +40,7 @@ class AppendConfig:
 
 
 class AppendTables(NamedTuple):
-    """Where rows go, None for what the problem class has not.
+    """Tables of row addresses, None for what the problem class has not.
 
     lengths: (batch,) int32, rows in use. after: likewise, of the kernel's own: with the new ones.
     offsets: (batch + 1,) int32 of packed new rows. page_table: (batch, pages) int32. scales: of K
@@ -146,7 +146,7 @@ class AppendKernel:
         cute.autovec_copy(turned, to)
 
     def _load(self, row: cute.Tensor) -> cute.Tensor:
-        """This lane's columns."""
+        """Load this lane's columns."""
         columns = self.problem_class.row_columns // WARP_SIZE
         values = cute.make_rmem_tensor(columns, row.element_type)
         cute.autovec_copy(columns_of(row, cute.arch.lane_idx() * columns, columns), values)
@@ -156,9 +156,9 @@ class AppendKernel:
     def _of_row(
         self, tables: AppendTables, offsets: cute.Tensor | None, row: Int32, entry: Int32
     ) -> tuple[Int32, Int32]:
-        """(whose a row is, its number among the rows of that sequence).  offsets: of packed rows;
-        they ascend, and of equal ones, those of sequences without rows, the last begins the
-        sequence of the row."""
+        """Return (sequence of a row, its number among the rows of that sequence).  offsets: of
+        packed rows; they ascend, and of equal ones, those of sequences without rows, the last
+        begins the sequence of the row."""
         if cutlass.const_expr(offsets is None):
             return entry, row
         batch, lane = cute.size(tables.lengths), cute.arch.lane_idx()
@@ -189,7 +189,7 @@ class AppendKernel:
         return cutlass.select_(fits, to, Int32(0)), position % rows, fits
 
     def _store(self, row: cute.Tensor, values: cute.Tensor, scale: Float32) -> None:
-        """This lane's columns of a row of a cache; scale: of what is brought to e4m3."""
+        """Store this lane's columns of a row of a cache; scale: of what is brought to e4m3."""
         columns = self.problem_class.cache_columns // WARP_SIZE
         if self.problem_class.kv_dtype is not None:
             values = self._rounded(row, values, scale)
@@ -207,8 +207,8 @@ class AppendKernel:
 
     @cute.jit
     def _count(self, tables: AppendTables, seqlen: Int32):
-        """Rows in use of each sequence, with the new ones: a sequence a thread, by turns.  seqlen:
-        new rows of each where they are not packed."""
+        """Rows in use of each sequence, with the new ones: one sequence per thread at a time.
+        seqlen: new rows of each where they are not packed."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -224,7 +224,7 @@ class AppendKernel:
 
 
 def _rows_of(rows: cute.Tensor) -> Int32:
-    """How many there are, of all heads; rows: as of `by_sequence`."""
+    """Return the number of rows of all heads; rows: as of `by_sequence`."""
     seqlen, _, heads, batch = rows.shape
     return seqlen * heads * batch
 

@@ -1,4 +1,4 @@
-"""Which tiles of dS there are where a call has a block mask, as lists, and bits by keys.
+"""Lists of the dS tiles of a call with a block mask, and bits by keys.
 
 NOTE [listed blocks].  dS is written and read in blocks of 256 keys x 256 queries
 (`backward_ds_tiles`, NOTE [blocks of dS]); those in which a query of any head sees a key are listed
@@ -6,18 +6,16 @@ in global memory.  A row for each block of keys names the tiles of 128 queries o
 rising order, with the tile of bits of either half of its keys for each head; a row for each block
 of queries, behind those, names tiles of 128 keys, in falling order.  The words before the first
 entry are how many these are: of all, for the kernel that writes whole blocks, and of those that
-exist, for the products.
-
-NOTE [numbers of listed tiles].  Tiles of dS that no list names have no room, and no number.  All
-others lie one after the other as the kernel of dV writes them: by blocks of keys, their halves,
-then by places in the list.  A list of a block of keys says, behind how many tiles there are, the
-number of its first one; its other half's follow those that are written of the first.  A list of a
-block of queries says for each tile of keys the number of the first of its two.
+exist, for the GEMMs. NOTE [numbers of listed tiles].  Tiles of dS that no list names have no room,
+and no number.  All others lie one after the other as the kernel of dV writes them: by blocks of
+keys, their halves, then by places in the list.  A list of a block of keys says, behind how many
+tiles there are, the number of its first one; its other half's follow those that are written of the
+first.  A list of a block of queries says for each tile of keys the number of the first of its two.
 
 NOTE [long lists].  Some keys may be seen by all queries where others are seen by a window's: their
 tile takes as long as dozens of others, and one that begins late ends last.  So the heads of a
 section, whose tiles of the first keys come first, are at least so many that few of them are at work
-on one head (`TILES_OF_A_HEAD`); what L2 holds is counted by all queries, of which lists are a part.
+on one head (`TILES_OF_A_HEAD`); what L2 holds is counted by all queries; lists are a part of these.
 
 Bits are those of `block_mask` with queries and keys exchanged: rows of keys, bits of queries.
 """
@@ -62,7 +60,7 @@ class BlockList(SharedByReference):
 
     @classmethod
     def of(cls, tensors: Any, batch: Int32, row: Int32) -> BlockList:
-        """Of a call's `SequenceTensors`."""
+        """Read the list of a row from a call's `SequenceTensors`."""
         table = tensors.mask_blocks
         batch = cutlass.min(batch, Int32(cute.size(table, mode=[0])) - 1)
         return cls(table[batch, None, row, None, None], tensors.mask_key_bits)
@@ -80,17 +78,17 @@ class BlockList(SharedByReference):
         return self._entries[0, place + 1, 0]
 
     def ds_row(self, half: Int32) -> Int32:
-        """Of a block of keys: what a place is added to for the number of a tile of dS.  half: of
+        """Return the offset from a list entry to its dS tile number, in a block of keys.  half: of
         its keys, that of a CTA."""
         return self._entries[0, 0, FIRST] + half * self.written
 
     def ds_column(self, place: Int32) -> Int32:
-        """Of a block of queries: what a half of these is added to for the number of a tile of
-        dS."""
+        """Return the offset from a half of the queries to its dS tile number, in a block of
+        queries."""
         return self._entries[0, place + 1, NUMBER]
 
     def steps_tile(self, step: Int32, parts: int) -> Int32:
-        """The same of a step, counted in steps, of which a tile has so many."""
+        """Return the tile of a step, counted in steps; each tile has `parts` steps."""
         if parts == 1:
             return self.tile(step)
         return self.tile(step // parts) * parts + step % parts
@@ -105,7 +103,7 @@ class BlockList(SharedByReference):
     def key_bits(
         self, place: tuple[Int32, Int32], half: Int32, keys: list[Int32], words: tuple[Int32, Int32]
     ) -> tuple[Boolean, tuple[Int32, ...]]:
-        """(whether there may be a query that does not see a key, words of bits of queries).
+        """Return (whether there may be a query that does not see a key, words of bits of queries).
 
         place, half: see `bit_tile`; keys: in the half.  words: (the first of two words of each key,
         by how many bits they are moved down).

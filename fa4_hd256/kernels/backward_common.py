@@ -1,12 +1,12 @@
-"""What the kernels that make gradients share on every architecture.
+"""Base of the gradient kernels of every architecture.
 
-With s = softmax_scale q k (changed or not), P = exp(s - LSE), dP = dO V^T and
-delta = rowsum(dO O) - dLSE::
+With s = softmax_scale q k (changed or not), P = exp(s - LSE), dP = dO V^T and delta = rowsum(dO O)
+- dLSE::
 
     dS = P (dP - delta) * slope of what changes s (`score_change`)
     dV = P^T dO      dQ = softmax_scale dS K      dK = softmax_scale dS^T Q
 
-P and dS are kept in 16 bits, unscaled, as operands.
+P and dS are stored in 16 bits, unscaled, as operands.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from .views import by_sequence
 __all__ = ["BackwardEntry", "BackwardTensors", "Step", "heads_of_part", "heads_per_part"]
 
 class BackwardTensors(NamedTuple):
-    """What a kernel reads and writes.
+    """Tensors that a gradient kernel reads and writes.
 
     loads: TMA tensors in the order of the kernel's `boxes`, of (seqlen, 256, heads, batch) or for
-    ragged sequences of a `clipped_view` of it.  stats: (2, heads, padded rows) float32:
-    -LSE log2(e), then -delta, of each query row (`Sequences.padded_query_offset`).
-    results: (seqlen, 256, heads, batch) each.  ds: see `backward_ds_tiles`, None where it is
-    not stored.
+    ragged sequences of a `clipped_view` of it.  stats: (2, heads, padded rows) float32: -LSE
+    log2(e), then -delta, of each query row (`Sequences.padded_query_offset`). results: (seqlen,
+    256, heads, batch) each.  ds: see `backward_ds_tiles`, None where it is not stored.
     """
 
     loads: tuple
@@ -122,7 +121,7 @@ class BackwardEntry(FunctionsOfKernel, RaggedKernel):
         raise NotImplementedError
 
     def tma_tensors(self, operands: tuple, ds: Any) -> tuple[TmaTensor, ...]:
-        """Those of `boxes`."""
+        """Make the TMA tensors of `boxes`."""
         tmas = []
         for box, (operand, rows, columns) in self.boxes.items():
             operation, tensor = self.copy_operation(box), operands[operand]

@@ -1,4 +1,4 @@
-"""dS in global memory, between the kernel that makes it and the products that read it.
+"""dS in global memory, between the kernel that makes it and the GEMMs that read it.
 
 Tiles of 128 keys x 128 queries, contiguous, each as the tensor core reads it without a swizzle:
 core matrices of 8 rows of 16 bytes (PTX ISA 9.7.15.5.1.2 and 9.7.16.4, canonical layouts).  Element
@@ -8,8 +8,8 @@ K-major operand, reduced over keys an MN-major one: the same image, another desc
 A thread that holds consecutive queries of one key writes 16 bytes for every 8 of them, a warp 512
 consecutive bytes.
 
-NOTE [blocks of dS].  The products read tiles in pairs: 256 keys of a CTA pair for dK, 256 queries
-for dQ.  So a block of 256 keys x 256 queries in which any query sees any key is written as a whole,
+NOTE [blocks of dS]. The GEMMs read tiles in pairs: 256 keys of a CTA pair for dK, 256 queries for
+dQ.  So a block of 256 keys x 256 queries in which any query sees any key is written as a whole,
 with zeros where nothing is seen and beyond the ends of the sequences; no other block is written, or
 read.
 
@@ -21,9 +21,9 @@ max(b + first, 0) .. min(b + limit, blocks) - 1, and how many there are before i
 sums of arithmetic progressions.
 
 NOTE [units of dS].  Sequences of a length share one count of tiles.  The host does not know other
-lengths, so memory is divided into units of a block of keys each, all of a size that the tiles of
-any sequence's blocks of keys have room in, together; a sequence begins at a unit that follows of
-its place among the packed keys.  The whole is (query heads, units, tiles of a unit, elements of a
+lengths, so memory is split into units of a block of keys each, all of a size that the tiles of any
+sequence's blocks of keys have room in, together; a sequence begins at a unit that follows of its
+place among the packed keys.  The whole is (query heads, units, tiles of a unit, elements of a
 tile); of sequences of a length each is a unit.  Where the host has read the lengths
 (`get_backward_metadata`), it says at which tile each begins, and all are one unit.
 """
@@ -92,7 +92,7 @@ def _most(one: Any, other: Any) -> Any:
 
 
 def count_blocks(length: Any) -> Any:
-    """Blocks of so many rows, the last of which may be short; of an int or an Int32."""
+    """Blocks of so many rows; the last may be short; of an int or an Int32."""
     return (length + (DS_BLOCK - 1)) >> BLOCK_BITS
 
 
@@ -110,8 +110,8 @@ class DsTiles(SharedByReference):
 
     @classmethod
     def of(cls, lengths: tuple[Any, Any], kind: MaskKind, window: tuple[Any, Any]) -> DsTiles:
-        """Of a sequence of so many queries and keys, without hidden ones.  window: (left, right) as
-        in `Visibility`."""
+        """Return the dS tiles of a sequence of so many queries and keys, without hidden ones.
+        window: (left, right) as in `Visibility`."""
         (queries, keys), (left, right) = lengths, window
         blocks_q, first, limit = count_blocks(queries), None, None
         # Key j is seen by the queries j + queries - keys - right .. j + queries - keys + left.
@@ -123,13 +123,13 @@ class DsTiles(SharedByReference):
         return cls(blocks_q, first, limit)
 
     def count(self, keys: int) -> int:
-        """How many tiles there are, with so many keys."""
+        """Return the number of tiles for so many keys."""
         blocks = count_blocks(keys)
         begins = self._begins(blocks, 0) - self._begin(blocks)
         return BLOCK_TILES * (self._ends(blocks, 0) - begins)
 
     def row(self, kv_tile: Any) -> Any:
-        """What the number of a tile of queries is added to for the number of a tile."""
+        """Return the offset from a query tile's number to the number of its dS tile."""
         block, half = kv_tile >> 1, kv_tile & 1
         return BLOCK_TILES * (self._ends(block, half) - self._begins(block, half))
 
@@ -188,8 +188,8 @@ def first_unit(sequence: Any, blocks: Any, offset: Any) -> Any:
     """The unit in which a sequence's tiles begin; behind the last one how many units there are.
 
     blocks: of keys of the longest sequence.  offset: keys before it where they are packed, else
-    None.  The smaller of two places, each of which leaves room: a sequence's blocks of keys are no
-    more than the longest one's, nor than those between packed sequences of which each has one more.
+    None.  The smaller of two places, both large enough: a sequence's blocks of keys are no more
+    than the longest one's, nor than those between packed sequences of which each has one more.
     """
     padded = sequence * blocks
     return padded if offset is None else _least(padded, (offset >> BLOCK_BITS) + sequence)
@@ -204,7 +204,7 @@ class StoredDs(SharedByReference):
 
     @classmethod
     def of(cls, context: Any, work: Any) -> StoredDs:
-        """That of a tile of the launch."""
+        """Return the stored dS of a tile of the launch."""
         seen, sequences = context.visibility(work, DS_TILE), context.sequences
         window = seen.window_left, seen.window_right
         tiles = DsTiles.of((seen.seqlen_q, seen.seqlen_k), seen.kind, window)

@@ -25,8 +25,8 @@ __all__ = ["KeyTiles", "ListedStep"]
 
 
 class ListedStep(Step):
-    """A step of a list with as many steps as tiles of queries, which knows this tile and has asked
-    for the next one's.
+    """A step of a list with as many steps as tiles of queries, which knows this tile and has loaded
+    the next one's.
 
     listed: what the list says at a place.
     """
@@ -37,7 +37,7 @@ class ListedStep(Step):
 
     @classmethod
     def first(cls, step: Step, block_list: BlockList) -> ListedStep:
-        """From the first step of a tile.
+        """Start from the first step of a tile.
 
         The list is read at places that depend on the lane, by what is 0: NOTE [numbers of a thread]
         of `block_mask`.
@@ -103,7 +103,7 @@ class KeyTiles:
         )
 
     def transposed(self, context: Any, work: Any) -> Any:
-        """Which queries each key is seen by."""
+        """Return the queries that see each key, as a transposed visibility."""
         step_queries = self.plan.step_columns
         return context.visibility(work, step_queries).transposed(step_queries)
 
@@ -112,7 +112,7 @@ class KeyTiles:
         return BlockList.of(context.sequences.tensors, work.batch, work.block)
 
     def query_tile(self, context: Any, work: Any, step: Step) -> Int32:
-        """Which queries a step has, counted in the kernel's steps."""
+        """Return the query tile of a step, counted in the kernel's steps."""
         if isinstance(step, ListedStep):
             return step.tile
         if self.problem_class.lists_steps:
@@ -120,8 +120,8 @@ class KeyTiles:
         return step.index
 
     def row_of_ds(self, context: Any, work: Any) -> Int32:
-        """What the index of a step is added to, counted in tiles, for the number of this CTA's tile
-        of dS behind a query head's first; of a kernel whose tiles are blocks of keys."""
+        """Return the offset from a step's index, counted in tiles, to the number of this CTA's dS
+        tile behind a query head's first; of a kernel whose tiles are blocks of keys."""
         stored = StoredDs.of(context, work)
         if self.problem_class.lists_steps:
             return stored.first + self.block_list(context, work).ds_row(context.cta_rank)

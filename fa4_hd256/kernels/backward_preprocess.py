@@ -10,9 +10,9 @@ to be added two at a time.
 A row that sees no key, and every row with which a sequence is filled up to a multiple of
 `PADDING`, gets -inf and 0: its probabilities and its gradients vanish without a mask.
 
-The kernel is bound by memory, 1 KiB a row: a warp reads a row with 16 bytes a lane, and each lane
-keeps the sum of one row, so that LSE and the results move as whole sectors.  At 36 registers a
-thread, allocated as 40, six CTAs of 8 warps share an SM, with 1 KiB or more in flight for each
+The kernel is bound by memory, 1 KiB per row: a warp reads a row with 16 bytes per lane, and each
+lane keeps the sum of one row, so that LSE and the results move as whole sectors.  At 36 registers
+per thread, allocated as 40, six CTAs of 8 warps share an SM, with 1 KiB or more in flight for each
 warp.
 """
 
@@ -39,8 +39,8 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """num_warps: warps of a CTA. rows_per_warp: rows of one warp, one a lane at most.
-    rows_at_once: rows of one turn of the loop, whose loads depend on nothing in it.
+    """num_warps: warps of a CTA. rows_per_warp: rows of one warp, one per lane at most.
+    rows_at_once: rows of one iteration of the loop, whose loads depend on nothing in it.
 
     Raises ValueError where the rows of a CTA do not divide `PADDING`.
     """
@@ -67,8 +67,9 @@ class PreprocessConfig:
 
 
 class PreprocessRows(NamedTuple):
-    """What is read: out, dout (batch, seqlen_q, heads, 256); lse, and dlse where the problem class
-    has it, else None: (batch, heads, seqlen_q) float32, any strides."""
+    """Tensors that the preprocess kernel reads: out, dout (batch, seqlen_q, heads, 256); lse, and
+    dlse where the problem class has it, else None: (batch, heads, seqlen_q) float32, any
+    strides."""
 
     out: Any
     dout: Any

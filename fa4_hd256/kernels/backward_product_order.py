@@ -1,4 +1,4 @@
-"""The tiles of the products of dS: which is one of dK, which one of dQ, and in which order.
+"""The tiles of the GEMMs of dS: which is one of dK, which one of dQ, and in which order.
 
 One rule for the host and the device; its integers are Python's, or Int32.
 """
@@ -38,7 +38,7 @@ class ProductOrder(SharedByReference):
 
     @classmethod
     def of(cls, max_seqlen_k: Any, max_seqlen_q: Any, heads: Any, mask: MaskKind) -> ProductOrder:
-        """Of sequences that are no longer."""
+        """Return the order for sequences that are no longer than these."""
         return cls(count_blocks(max_seqlen_k), count_blocks(max_seqlen_q), heads, mask)
 
     @property
@@ -47,32 +47,32 @@ class ProductOrder(SharedByReference):
 
     @property
     def _both(self) -> Any:
-        """As many tiles of dK as of dQ."""
+        """Return the number of tiles of dK that alternate with as many of dQ."""
         of_queries = self.heads * self.blocks_q
         return _select(self.blocks_k < of_queries, self.blocks_k, of_queries)
 
     def parts_at_once(self, clusters: Any) -> Any:
-        """Parts whose tiles have their turns together, on so many CTA pairs: as many as are at work
-        at once with all that take turns.  With more, tiles of a part would begin when others of it
-        are done, and what both read of dS came from HBM twice.  A tile of dK may be as long as
-        several of dQ; with fewer parts the last ones' would begin late.  With one query head a part
-        all tiles take turns, and those of a part begin closest together by themselves.
+        """Parts whose tiles are interleaved, on so many CTA pairs: as many as are at work at once
+        with all that are interleaved.  With more, tiles of a part would begin when others of it are
+        done, and what both read of dS came from HBM twice.  A tile of dK may be as long as several
+        of dQ; with fewer parts the last ones' would begin late.  With one query head per part all
+        tiles are interleaved, and those of a part begin closest together by themselves.
         """
         of_part = 2 * self._both
         of_all = _select(of_part < clusters, clusters, of_part)
         return _select(self.heads == 1, of_part, of_all) // of_part
 
     def parts_at_last(self, clusters: Any) -> Any:
-        """Parts that end together, at least: every CTA pair has a tile of those that take turns, or
+        """Parts that end together, at least: every CTA pair has one of the interleaved tiles, or
         the long ones of the last part would be waited for."""
         of_part = 2 * self._both
         return (clusters + of_part - 1) // of_part
 
     def tile(self, number: Any) -> tuple[Any, Any, Any]:
-        """(whether it is of dK, block of its rows, if it is of dQ which query head of the part).
+        """Return (whether it is of dK, block of its rows, if it is of dQ which query head of the
+        part).
 
-        Tiles of the two kinds take turns, as far as there are both; of either the longest come
-        first.
+        Tiles of the two kinds alternate as far as there are both; of either the longest come first.
         """
         both = self._both
         takes_turns = number < 2 * both

@@ -1,13 +1,13 @@
-"""What the tiles of the products of a stored dS are: dK or dQ, of which rows, in which steps.
+"""Tiles of the MMAs of a stored dS: dK or dQ, their rows and steps.
 
 One tile is 256 rows of one result: keys of a part of a KV head's query heads, or queries of one
 head; one step a tile of dS and 128 rows of Q or K.
 
 NOTE [dS is read once].  Every element of dS belongs to a tile of dK and to one of dQ.  Both begin
-at the diagonal, dK with rising queries, dQ with falling keys: t steps later keys b meet queries
-b + t in either.  Tiles of the two kinds take turns in the order of the launch, so those of a head
-run side by side, and the second reading finds in L2 what the first brought.  L2 holds what all
-tiles read in some ten steps, so heads take turns only as far as they begin together
+at the diagonal, dK with rising queries, dQ with falling keys: t steps later keys b meet queries b +
+t in either.  Tiles of the two kinds alternate in the order of the launch, so those of a head run
+side by side, and the second reading finds in L2 what the first brought.  L2 holds what all tiles
+read in some ten steps, so heads alternate only as far as they begin together
 (`ProductOrder.parts_at_once`).
 """
 
@@ -33,11 +33,11 @@ __all__ = ["ProductTiles", "ResultTile", "Walk"]
 
 @dataclass(frozen=True)
 class ResultTile(SharedByReference):
-    """What a tile of the launch is.
+    """Result that a tile of the launch computes.
 
-    of_keys: of dK, else of dQ.  block: of 256 rows.  head: of the result: a part of a KV head, or
-    a query head.  first_head, num_heads: query heads whose dS is summed; none where the last part
-    of a group is short.
+    of_keys: of dK, else of dQ.  block: of 256 rows.  head: of the result: a part of a KV head, or a
+    query head.  first_head, num_heads: query heads whose dS is summed; none where the last part of
+    a group is short.
     """
 
     of_keys: Boolean
@@ -104,10 +104,9 @@ class Walk:
 
 
 class ProductTiles:
-    """Mixed into a kernel of both products.
-
-    A tile's head counts parts of KV heads, as in the kernel of dV; its block counts the tiles of
-    dK and of dQ of that part, which take turns as far as there are both.
+    """Mixed into a kernel of both GEMMs. A tile's head counts parts of KV heads, as in the kernel
+    of dV; its block counts the tiles of dK and of dQ of that part, interleaved as far as there are
+    both.
     """
 
     problem_class: Any
@@ -131,7 +130,7 @@ class ProductTiles:
         return ProductOrder.of(*lengths, heads, self.problem_class.mask)
 
     def tile(self, context: Any, work: Any) -> ResultTile:
-        """What a tile of the launch is."""
+        """Return the result that a tile of the launch computes."""
         order = self._order(context.scalars, context.heads_per_kv)
         of_keys, block, nth = order.tile(work.block)
         first_head, num_heads = heads_of_part(context, work.head)
@@ -167,7 +166,7 @@ class ProductTiles:
         return (end - begin) * tile.num_heads
 
     def first_position(self, context: Any, work: Any) -> Walk:
-        """At the diagonal: NOTE [dS is read once]; of a list its begin."""
+        """Start at the diagonal, NOTE [dS is read once]; of a list at its start."""
         tile, ds = self.tile(context, work), StoredDs.of(context, work)
         if cutlass.const_expr(self.problem_class.lists_steps):
             listed = self._listed(context, work, tile)

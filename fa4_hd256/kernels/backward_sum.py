@@ -1,8 +1,8 @@
-"""The backward's last kernel where the query heads of a group are divided: dK and dV from what each
+"""The backward's last kernel where the query heads of a group are split: dK and dV from what each
 part of the group gave, in float32, added in the parts' order.
 
-Bound by memory, 1 KiB a row and part, and 512 bytes a row of the result: a warp adds up a row, a
-lane 8 columns of it, two parts at a time, whose loads depend on nothing.
+Bound by memory, 1 KiB per row and part, and 512 bytes per row of the result: a warp adds up a row,
+a lane 8 columns of it, two parts at a time, whose loads depend on nothing.
 """
 
 from __future__ import annotations

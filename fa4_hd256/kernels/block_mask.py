@@ -1,4 +1,4 @@
-"""Which tiles of keys a tile of queries meets, as a list; which keys a row sees in one, as bits.
+"""Lists of the KV tiles that a tile of queries meets, and bits of the keys that a row sees in one.
 
 NOTE [listed tiles].  Where a call has a block mask, the steps of a tile of queries are no range of
 KV tiles: a list in global memory names them, in falling order.  A step is four words: the KV tile,
@@ -7,12 +7,12 @@ word before the first step is their number.  Tiles that no row sees are not list
 loaded nor multiplied.  Step i of the kernel's table of steps is entry i of the list; every role
 reads the same number of them, 0 for rows that see nothing.
 
-A tile of bits has 128 rows of 128 bits, 16 bytes a row, bit j of word w that of key 32 w + j.  The
+A tile of bits has 128 rows of 128 bits, 16 bytes per row, bit j of word w that of key 32 w + j. The
 first one, `NOTHING`, is all zeros: rows of a CTA that see nothing of a tile which the other's see.
 Keys past the end have no bits, so a tile that ends behind the last key is never `FULL`.
 
-Where a function of the user's says what is seen (`mask_function`), there are no tiles of bits: the
-number of a tile is `FULL`, `NOTHING`, or that of those for which it is asked.
+Where a mask_mod of the user's says what is seen (`mask_function`), there are no tiles of bits: the
+number of a tile is `FULL`, `NOTHING`, or that of those for which it is evaluated.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class StepList(SharedByReference):
     def of(
         cls, tensors: Any, plane: tuple[Int32, Int32], block: Int32, parts: int = 1
     ) -> StepList:
-        """Of a call's `SequenceTensors`.  plane: (batch entry, query head), of which the mask has
-        one or as many as the call; block: of the tile's queries."""
+        """Read the list of a tile from a call's `SequenceTensors`.  plane: (batch entry, query
+        head), of which the mask has one or as many as the call; block: of the tile's queries."""
         steps = tensors.mask_steps
         batch, head = (
             cutlass.min(place, Int32(cute.size(steps, mode=[i])) - 1)
@@ -79,7 +79,7 @@ class StepList(SharedByReference):
         return tile if self.parts == 1 else tile * self.parts + self.part(step)
 
     def part(self, step: Int32) -> Int32:
-        """Which part of its tile a step has."""
+        """Return which part of its tile a step has."""
         return self.parts - 1 - step % self.parts
 
     def first(self) -> ListedTile:
@@ -87,19 +87,20 @@ class StepList(SharedByReference):
         return ListedTile(self, Int32(0), self.kv_tile(Int32(0)), self.kv_tile(Int32(1)))
 
     def row(self, half: Int32, row: Int32) -> RowBits:
-        """What a row sees in the first step, of a list that has one.  half: of the tile's rows,
-        that of a CTA; row: in it, a thread's own.
+        """Return what a row sees in the first step, of a list that has one.  half: of the tile's
+        rows, that of a CTA; row: in it, a thread's own.
 
         NOTE [numbers of a thread].  All threads read the same numbers.  Where ptxas knows it, it
-        moves them to a uniform register as soon as they are asked for, and the warp waits for them
-        in every step; so their address depends on the row, by what is 0.
+        moves them to a uniform register as soon as they are loaded, and the warp waits for them in
+        every step; so their address depends on the row, by what is 0.
         """
         half += row // MASK_TILE
         numbers = self.bit_tile(Int32(0), half), self.bit_tile(Int32(1), half)
         return RowBits(self, (half, row), Int32(0), numbers, self.words(numbers[0], row))
 
     def bit_tile(self, step: Int32, half: Int32) -> Int32:
-        """Of the tile of bits of a step; of the last one that the list has room for, past that."""
+        """Return the tile of bits of a step; past the end of the list, that of the last step with
+        room."""
         return self._steps[self._entry(step), half + 1]
 
     def _entry(self, step: Int32) -> Int32:
@@ -137,7 +138,7 @@ class ListedTile:
 
 
 class RowBits:
-    """What a row sees in a step, and which bits those of the next step are; lives across loops.
+    """Bits that a row sees in a step, and the number of the next step's; lives across loops.
 
     A step's bits are read while the step before is worked on.
     """
@@ -152,7 +153,7 @@ class RowBits:
         self._numbers, self._words = numbers, words
 
     def next(self) -> RowBits:
-        """Of the next step."""
+        """Return the bits of the next step."""
         half, row = self._place
         step, number = self._step + 1, self._numbers[1]
         numbers = number, self._steps.bit_tile(step + 1, half)
@@ -160,7 +161,7 @@ class RowBits:
 
     @property
     def number(self) -> Int32:
-        """Of the tile of bits of this step."""
+        """Return the number of the tile of bits of this step."""
         return self._numbers[0]
 
     @property

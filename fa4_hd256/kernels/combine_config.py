@@ -1,5 +1,5 @@
-"""How parts of the keys are combined: the kernel's configuration, and which one a call gets
-(`forward_combine`)."""
+"""Configuration of the kernel that combines KV splits (`forward_combine`), and the rule that
+chooses it for a call."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CombineConfig:
     parts whose weights a lane makes. slices: CTAs that have columns of a row. alone: an SM holds
     one CTA, NOTE [before the forward ends].
 
-    Raises ValueError where the parts of a turn do not divide the lanes of a warp, or `row_warps`
-    does not divide the warps of a CTA, or is no power of two.
+    Raises ValueError where the parts of an iteration do not divide the lanes of a warp, or
+    `row_warps` does not divide the warps of a CTA, or is no power of two.
     """
 
     num_warps: int = 4
@@ -55,7 +55,7 @@ class CombineConfig:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether a row is more than one warp's."""
+        """Return True if several warps share a row."""
         return self.row_warps > 1 or self.slices > 1
 
     @property
@@ -65,24 +65,26 @@ class CombineConfig:
 
     @property
     def columns(self) -> int:
-        """Of a row, of a CTA."""
+        """Return the columns of a row that one CTA has."""
         return HEAD_DIM // self.slices
 
 
 @dataclass(frozen=True)
 class CombineRule:
-    """Which configuration calls get.
+    """Rule that chooses the configuration of a call.
 
-    config: of a warp a row. ctas: as many as a GPU has SMs, about.
+    config: of one warp per row. ctas: as many as a GPU has SMs, about.
     """
 
     config: CombineConfig = field(default_factory=CombineConfig)
     ctas: int = 128
 
     def of(self, parts: int, rows: int) -> CombineConfig:
-        """While there are fewer rows than CTAs, slices of them; a warp for each `parts_at_once`
-        that it then has, rounded up to a power of two; of a CTA as many rows as there are for each
-        SM, while it has room. Raises ValueError for more than `MOST_PARTS`."""
+        """Choose the configuration for so many parts and rows.
+
+        While there are fewer rows than CTAs, slices of them; a warp for each `parts_at_once` that
+        it then has, rounded up to a power of two; of a CTA as many rows as there are for each SM,
+        while it has room. Raises ValueError for more than `MOST_PARTS`."""
         if not 1 <= parts <= MOST_PARTS:
             raise ValueError(f"{parts} parts of the keys; accepted: 1 to {MOST_PARTS}")
         lane_parts = -(-parts // WARP_SIZE)

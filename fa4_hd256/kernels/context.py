@@ -1,4 +1,4 @@
-"""What every warp role of a CTA shares, on every architecture."""
+"""Context of the warp roles of a CTA, on every architecture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["KernelContext"]
 
 @dataclass(frozen=True)
 class KernelContext(SharedByReference):
-    """What every warp role of one CTA shares; architectures and kernels add to it."""
+    """State that every warp role of one CTA shares; architectures and kernels add to it."""
 
     tensors: Any
     barriers: dict[str, Any]
@@ -36,17 +36,17 @@ class KernelContext(SharedByReference):
         return work.batch
 
     def of_tile(self, work: Any) -> KernelContext:
-        """The same for one valid tile, before its steps: where its sequence lies is looked up once,
+        """Return the context for one valid tile, before its steps: its sequence is looked up once,
         not in each of them."""
         return replace(self, sequences=self.sequences.of_batch(self.batch(work)))
 
     def part(self, work: Any) -> Part | None:
-        """Which part of its KV tiles a tile has; None where they are not divided."""
+        """Return the part of the KV tiles that a tile has; None where they are not split."""
         return None
 
     def visibility(self, work: Any, block_kv: int) -> Visibility:
-        """Which keys the rows of a tile see, counted without rows that a negative bound hides:
-        `windows`, NOTE [negative windows]."""
+        """Return the keys that the rows of a tile see, counted without rows that a negative bound
+        hides: `windows`, NOTE [negative windows]."""
         batch, mask, scalars = self.batch(work), self.mask, self.scalars
         queries, keys = (
             side(batch).length for side in (self.sequences.query, self.sequences.key)

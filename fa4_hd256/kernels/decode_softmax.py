@@ -1,8 +1,8 @@
-"""What the softmax of kernels of a few query rows against many keys does alike: S^T = K Q^T has
-keys as rows, so that a thread has keys of a step, each for the tile's rows or for some of them.
+"""Softmax of kernels of a few query rows against many keys: S^T = K Q^T has keys as rows, so that a
+thread has keys of a step, each for the tile's rows or for some of them.
 
 A row's maximum and sum go over all threads of the softmax, and each knows the offsets of its rows
-(`fa4_hd256.softmax_emu.by_key`); one thread a row makes its LSE.
+(`fa4_hd256.softmax_emu.by_key`); one thread per row makes its LSE.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BARRIER = 1  # the softmax's named barrier
 
 
 class NoState(SharedByReference):
-    """What a kernel carries that waits for nothing at a tile's begin."""
+    """Empty state of a kernel that waits for nothing at a tile's start."""
 
 
 def any_of_softmax(value: Boolean, threads: int, barrier: Any = BARRIER) -> Boolean:
-    """Whether it holds in some of the threads that meet; barrier.cta.red (PTX ISA 9.7.13.1).
-    barrier: that they meet at, an int or Int32."""
+    """Return True if the value holds in some of the threads that meet; barrier.cta.red (PTX ISA
+    9.7.13.1).  barrier: that they meet at, an int or Int32."""
     named, given = ("{$r1}", [barrier]) if isinstance(barrier, Int32) else (barrier, [])
     found = cute.arch.inline_ptx(
         "{.reg .pred own, any;\n"
@@ -48,8 +48,8 @@ def synchronise(threads: int, barrier: Any = BARRIER) -> None:
 
 
 class DecodeSoftmax:
-    """Mixed into a decode kernel, whose tiles have `of_query` rows a query, those of padding among
-    them, and `tile_queries` queries.
+    """Mixed into a decode kernel, whose tiles have `of_query` rows per query, those of padding
+    among them, and `tile_queries` queries.
 
     A kernel has `softmax_warps`, which have the keys of a step, and adds `_create(context)`, the
     state; `_step_states()`, what its steps wait by; `_own_key()`, the first of this thread's keys
@@ -77,11 +77,11 @@ class DecodeSoftmax:
         return self.config.rows
 
     def _first_row(self, context: Any) -> Any:
-        """The first of them."""
+        """Return the first of these rows."""
         return 0
 
     def _own_number(self) -> Int32:
-        """This thread's number in its group."""
+        """Return this thread's number in its group."""
         return cute.arch.thread_idx()[0]
 
     def _synchronise(self, context: Any) -> None:
@@ -101,15 +101,15 @@ class DecodeSoftmax:
         return self.softmax_warps * WARP_SIZE
 
     def _tile_state(self) -> Any:
-        """What `_begin_tile` waits by."""
+        """Return the state that `_begin_tile` waits by."""
         return NoState()
 
     def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any) -> Any:
-        """What a tile with steps begins with; its state for the next one.  key: this thread's."""
+        """Start a tile with steps; return its state for the next one.  key: this thread's."""
         return state
 
     def _context_of(self, context: Any, work: Any) -> Any:
-        """What is asked about a tile in its steps."""
+        """Return the context of a tile's steps."""
         return context
 
     @cute.jit
@@ -158,7 +158,7 @@ class DecodeSoftmax:
             work = scheduler.advance_to_next_work()
 
     def _end_steps(self, context: Any, softmax: Any, states: Any) -> Any:
-        """What follows a tile's last step."""
+        """Finish a tile after its last step; return the states."""
         return states
 
     def _share_sums(self, context: Any, softmax: Any) -> None:
@@ -170,7 +170,7 @@ class DecodeSoftmax:
         return softmax.offset_in(row)
 
     def _inverse(self, softmax: Any, inverse: Float32) -> Float32:
-        """What a row of O is multiplied with; inverse: of its sum."""
+        """Return the factor of a row of O; inverse: of its sum."""
         return inverse
 
     @traced("sums")

@@ -1,31 +1,31 @@
 """A plan that cannot drain is refused before anything is compiled.
 
 From a kernel's edges and steps follow the programs of all its roles, as lists of waits, arrivals,
-copies, products and uses of buffers.  `check_drains` runs them for tiles of 0, 1, 2, 3 and many
-steps and refuses a plan
+copies, MMAs and uses of buffers.  `check_drains` runs them for tiles of 0, 1, 2, 3 and many steps
+and refuses a plan
 
 * in which roles wait for each other for ever (a hang);
 * in which a buffer is written while somebody may still use it, or holds something else than who
-  reads it expects, so that the orders of loads and products differ, or what nobody has read;
+  reads it expects, so that the orders of loads and MMAs differ, or what nobody has read;
 * in which a barrier can run ahead of who waits for it by more than its parity tells apart, or an
   arrival can fall into the phase before its own;
 * whose last signals may find that their CTA has exited;
 * that does not give back every buffer as often as it was filled;
-* in which a warpgroup uses the registers of a product of its own that may be under way, or never.
+* in which a warpgroup uses the registers of an MMA of its own that may be under way, or never.
 
 What the generated roles do is taken from their rules, not from what the table means (`programs`): a
 wait for a phase that was waited for before does not block, and buffers are those of the states.
-What a product computes, and from where a copy takes its data, is not looked at here.
+What an MMA computes, and from where a copy takes its data, is not looked at here.
 
-NOTE [one run is all runs].  Every role is a fixed sequence, nobody chooses.  A wait asks for a
-number of completed phases, which only grows, so what can go on now can go on later, whatever others
-do meanwhile.  Such a system is confluent (a marked graph, a Petri net without conflict): every
-maximal run executes the same operations, each wait after the same arrivals, and hangs at the same
-place or not at all.  So one run decides about hangs.  The other properties are about order: two
-operations come in the same order in every run if and only if a path of program order, arrivals and
-waits leads from one to the other, and that graph is the same for all runs.  They are checked by
-paths, not by the order of this run; tests/operator/kernels/test_drain.py also walks through every
-interleaving of small plans and finds the same.
+NOTE [one run is all runs].  Every role is a fixed sequence, nobody chooses.  A wait is for a number
+of completed phases, which only grows, so what can go on now can go on later, whatever others do
+meanwhile.  Such a system is confluent (a marked graph, a Petri net without conflict): every maximal
+run executes the same operations, each wait after the same arrivals, and hangs at the same place or
+not at all.  So one run decides about hangs.  The other properties are about order: two operations
+come in the same order in every run if and only if a path of program order, arrivals and waits leads
+from one to the other, and that graph is the same for all runs.  They are checked by paths, not by
+the order of this run; tests/operator/kernels/test_drain.py also walks through every interleaving of
+small plans and finds the same.
 
 What the scheduler does is part of the hang check alone, as the dynamic one, which holds roles back:
 its ring has two responses, a third is fetched when every role has read the first, and none before
@@ -140,7 +140,7 @@ def prove_drains(name: str, edges: EdgeTable, steps: StepTable) -> None:
 
 
 def _skipped(steps: StepTable, tiles: tuple[int, ...]) -> list[Skipped]:
-    """Which roles leave out which steps: none; where two may, each some that the other takes part
+    """List the steps that roles leave out: none; where two may, each some that the other takes part
     in, and one all."""
     names = [name for role in steps.roles if role.skip for name in role.names]
     found: list[Skipped] = [{}]
@@ -184,9 +184,9 @@ def _check_names(edges: EdgeTable, steps: StepTable) -> None:
 
 
 def _check_product(product: Product, steps: StepTable) -> None:
-    """What belongs to a tile's first or last step stands where the loops have it: what is first
-    before all else of the product, what is last after it, and where no product is ahead, before and
-    after all products."""
+    """Check that the actions of a tile's first or last step stand where the loops have them: those
+    of the first step before all else of the MMA, those of the last after it, and where no MMA is
+    ahead, before and after all MMAs."""
     name, waits, commits = product.name, product.waits, product.commits
     if not _in_order(waits, (When.FIRST, When.EACH)):
         raise ValueError(f"{name} waits in a tile's first step, or in each, and in this order")
@@ -211,7 +211,7 @@ def _check_product(product: Product, steps: StepTable) -> None:
 
 
 def _check_copies(product: Product, steps: StepTable) -> None:
-    """What is loaded is read from where it is loaded to."""
+    """Check that operands are read from the memory that they are loaded to."""
     memories = {
         (load.ring, copy.content): copy.memory for load in steps.loads for copy in load.copies
     }
@@ -225,7 +225,7 @@ def _check_copies(product: Product, steps: StepTable) -> None:
 
 
 def _in_order(uses: tuple[EdgeUse, ...], order: tuple[When, ...]) -> bool:
-    """Whether the uses are in these steps alone, and come in this order."""
+    """Return True if the uses are in these steps alone, and come in this order."""
     when = [use.when for use in uses]
     return set(when) <= set(order) and when == sorted(when, key=order.index)
 
@@ -286,10 +286,10 @@ class Run:
         self.unread: list[Held] = []
         #: The last of each tensor core, by the CTA that issues.
         self.tensor: dict[int, int | None] = dict.fromkeys(CTAS)
-        #: Products that each role has issued for itself; by name the last, if nobody has used it.
+        #: MMAs that each role has issued for itself; by name the last, if nobody has used it.
         self.groups: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.unused: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
-        #: Contents of which each CTA copies a part to both.
+        #: Contents that are copied to both CTAs, a part by each.
         self.shared = {copy.content for copy in steps.copies if copy.is_shared}
         #: Part of a role -> the role.
         self.whole = {name: role.whole for role in steps.roles for name in role.names}
@@ -315,7 +315,7 @@ class Run:
         return len(self.events) - 1
 
     def _precedes(self, first: int, second: int) -> bool:
-        """Whether an event comes before another one in every run."""
+        """Return True if an event comes before another one in every run."""
         return first == second or bool(self.before[second] >> first & 1)
 
     def _run(self) -> None:
@@ -383,12 +383,12 @@ class Run:
         return True
 
     def _multiplying(self, role: tuple[str, int]) -> tuple[int, ...]:
-        """The CTAs whose memory the products take that an MMA warp issues, and whose barriers its
+        """The CTAs whose memory the MMAs take that an MMA warp issues, and whose barriers its
         commits signal."""
         return (role[1],) if ("mma", CTAS[-1]) in self.programs else CTAS
 
     def _multiply(self, role: tuple[str, int], operation: Operation) -> None:
-        """A role's own products are done some time after their issue, in its order."""
+        """A role's own MMAs are done some time after their issue, in its order."""
         last, groups, by = self.last[role], self.groups[role], (role, operation)
         if operation.kind is Kind.GROUP:
             event = self._event(by, last, groups[-1] if groups else None)
@@ -421,8 +421,8 @@ class Run:
         return True
 
     def _arrive_role(self, role: tuple[str, int], operation: Operation) -> None:
-        """Of a role's warps.  On the other CTA's barrier it happens some time after the
-        instruction; on the own one at once."""
+        """Record the arrival of a role's warps.  On the other CTA's barrier it happens some time
+        after the instruction; on the own one at once."""
         edge, last = self.edges[operation.edge], self.last[role]
         if edge.producer not in (role[0], self.whole.get(role[0])):
             raise ValueError(f"{role[0]} arrives on {edge.name}, whose producer is {edge.producer}")
@@ -521,7 +521,7 @@ class Run:
 
     @staticmethod
     def _are_apart(one: Ring, other: Ring) -> bool:
-        """Whether two rings over the same buffers take different shares of them."""
+        """Return True if two rings over the same buffers take different shares of them."""
         if not one.over or one.over != other.over:
             return False
         (i, n), (j, m) = one.share, other.share
@@ -604,7 +604,7 @@ class Run:
                     )
 
     def _counts(self, edge: str, cta: int) -> set[int]:
-        """How often those who arrive on an edge have done so, on the barriers of a CTA."""
+        """Return how often the roles have arrived on an edge, on the barriers of a CTA."""
         cta = self._home(self.edges[edge], cta)
         counts: dict[tuple, int] = defaultdict(int)
         for (name, where, _), stage in self.stages.items():

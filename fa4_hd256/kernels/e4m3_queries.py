@@ -1,12 +1,12 @@
 """Q of a tile for keys in e4m3: each row is brought to a range of its own by a power of two, so
-that it keeps its bits in a type of few exponents; the rows' factors, which bring scores back, lie
+that it keeps its bits in a type of few exponents; the rows' scales, which bring scores back, lie
 beside it in shared memory.
 
-NOTE [Q in place].  A tile's first product waits for Q, which nothing can be done for.  All of its
-rows are asked for at once, by TMA, so that they take one latency of memory, beside that of the
-first K.  Each of some warps then has its share of the rows.  A row has as many bytes behind as
-before, and the same ones, though in another order: so a warp reads its rows, and writes them when
-all of its lanes have read.
+NOTE [Q in place].  A tile's first MMA waits for Q, which nothing can be done for.  All of its rows
+are loaded at once, by TMA, so that they take one latency of memory, beside that of the first K.
+Each of some warps then has its share of the rows.  A row has as many bytes behind as before, and
+the same ones, though in another order: so a warp reads its rows, and writes them when all of its
+lanes have read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .views import lane_columns
 __all__ = ["ScaledRows"]
 
 FLOAT_BIAS, FLOAT_MANTISSA = 127, 23
-#: Of a row's largest element, as float32 has it, at least: of smaller ones the factor would leave
+#: Of a row's largest element, as float32 has it, at least: of smaller ones the scale would leave
 #: the exponents of a float32.
 LEAST_EXPONENT = 32
 INFINITE_EXPONENT = 255
@@ -90,8 +90,8 @@ class ScaledRows:
 
     @cute.jit
     def _bring_rows(self, context: Any, stage: Int32):
-        """This warp's rows of a tile, which have been loaded, and their factors; for the tensor
-        core to read when all warps have met."""
+        """Bring this warp's loaded rows of a tile to their ranges, with their scales; for the
+        tensor core to read when all warps have met."""
         rows, warps = self.config.rows, len(self.row_warps)
         own = cute.arch.thread_idx()[0] // WARP_SIZE - self.row_warps[0]
         at_once = min(self.rows_at_once, rows // warps)
@@ -115,7 +115,7 @@ class ScaledRows:
             self._scale_row(context, row, elements, stage)
 
     def _load_row(self, context: Any, row: tuple, stage: Int32) -> cute.Tensor:
-        """This lane's elements of a row as it was loaded."""
+        """Load this lane's elements of a row as it was loaded."""
         values = cute.make_rmem_tensor(HEAD_DIM // WARP_SIZE, self.dtype)
         source = context.smem[self.rows_memory][row, None, stage]
         cute.autovec_copy(lane_columns(source, cute.arch.lane_idx()), values)
@@ -134,7 +134,7 @@ class ScaledRows:
         return [element * scale for element in elements]
 
     def _scale_row(self, context: Any, row: tuple, values: cute.Tensor, stage: Int32) -> None:
-        """A row to shared memory, with its factor."""
+        """Store a row to shared memory, with its scale."""
         elements = self._as_floats(values)
         pairs = [_larger(*elements[i : i + 2]) for i in range(0, len(elements), 2)]
         # Infinity is the largest; NaN, which is not seen here, stays NaN in the row itself.

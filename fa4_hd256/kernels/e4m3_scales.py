@@ -1,7 +1,7 @@
-"""Factors of keys and values in e4m3, of sequences or of pages, in the softmax of a decode kernel.
+"""Scales of keys and values in e4m3, of sequences or of pages, in the softmax of a decode kernel.
 
 NOTE [scales].  A scale of K multiplies scores.  What a sequence's KV head has is taken into what
-scores are multiplied with, at a tile's begin.  What a page has is a key's, hence a thread's: it
+scores are multiplied with, at a tile's start.  What a page has is a key's, hence a thread's: it
 multiplies that thread's scores.  A scale of V multiplies the row of O; a page's would have to
 multiply P, whose type has few exponents.  So its logarithm is added to the scores, in the exponent
 of 2, where the running maximum takes care of any size, and the sums take what each key counts
@@ -27,7 +27,7 @@ LEAST_SCALE = 2.0**-64
 
 
 class ScaledSoftmax(KeySoftmax):
-    """With the scales, NOTE [scales].  Register memory, which lives across loops:
+    """Softmax with the scales, NOTE [scales].  Register memory, which lives across loops:
 
     k_scale: what K's scale of the tile is taken into.  v_scale: (1,) V's of the tile.  key: (1,)
     this thread's first one in the step after the next, of whose next one `coming` has the scales:
@@ -61,12 +61,12 @@ class KeyScales:
 
     @property
     def of_pages(self) -> bool:
-        """Whether scales are those of pages."""
+        """Return True if scales are those of pages."""
         return self.problem_class.descale == OF_PAGES
 
     def softmax_scale(self, context: Any) -> Float32:
-        """What the softmax multiplies scores with.  With scales of pages they are exponents of 2
-        before it has them."""
+        """Return what the softmax multiplies scores with.  With scales of pages scores are
+        exponents of 2 before it has them."""
         return Float32(1.0) if self.of_pages else context.scalars.scale_log2
 
     def _make_room(self, softmax: Any) -> None:
@@ -93,7 +93,7 @@ class KeyScales:
             self._multiply_all(softmax.k_scale, scale_of(context.k_descale, batch, head))
 
     def _next_scales(self, context: Any, softmax: Any, work: Any) -> None:
-        """The scales of this thread's keys in the next step, asked for a step ahead."""
+        """The scales of this thread's keys in the next step, loaded a step ahead."""
         block = self.config.block_kv
         visibility = context.visibility(work, block)
         size = self.problem_class.page_size
@@ -110,7 +110,7 @@ class KeyScales:
         softmax.key[0] = softmax.key[0] - block
 
     def _take_scales(self, context: Any, softmax: Any, work: Any) -> list[Float32]:
-        """Those of pages for this step's keys, V's into the softmax; K's, of each key."""
+        """Take the pages' scales of this step's keys: V's go into the softmax, K's are returned."""
         keys = range(len(self.key_steps))
         k_scales = [softmax.coming[2 * number] for number in keys]
         v_scales = [
@@ -128,6 +128,6 @@ class KeyScales:
 
 
 def scale_of(scales: cute.Tensor, entry: Int32, head: Int32) -> Float32:
-    """Of an entry and a KV head; where all have the same, that."""
+    """Return the scale of an entry and a KV head; where all have the same, that."""
     entries, heads = (cute.size(scales, mode=[mode]) for mode in range(2))
     return scales[cutlass.min(entry, entries - 1), cutlass.min(head, heads - 1)]

@@ -53,7 +53,8 @@ class SharedByReference:
 
 
 class Signal(enum.Enum):
-    """How an edge is signalled, and so in which CTA its barrier lives and how many arrive."""
+    """Mechanism that signals an edge; it decides the CTA of the barrier and the number of
+    arrivals."""
 
     TMA_PAIR = "TMA bytes of both CTAs, on the leader's barrier"
     COMMIT_PAIR = "tcgen05.commit by the leader, on both CTAs' barriers"
@@ -73,17 +74,17 @@ RELEASING_SIGNALS = (Signal.WARPS_PAIR_RELEASE, Signal.WARPS_BOTH)
 
 
 class RingState:
-    """Which barrier of an array is next, and the parity of its phase; lives across loops.
+    """Next barrier of an array, and the parity of its phase; lives across loops.
 
-    What cutlass.pipeline.PipelineState is, without its count; with two stages it advances by two
-    XORs where a comparison and two selections would stand in every hot loop.
+    Equals cutlass.pipeline.PipelineState without its count; with two stages it advances by two XORs
+    where a comparison and two selections would stand in every hot loop.
     """
 
     def __init__(self, stages: int, index: Int32, phase: Int32) -> None:
         self.stages, self.index, self.phase = stages, index, phase
 
     def advance(self) -> None:
-        """To the next barrier; the parity flips when the ring begins anew."""
+        """Advance to the next barrier; the parity flips when the ring starts again."""
         if self.stages == 1:
             self.phase = self.phase ^ 1
         elif self.stages == 2:
@@ -123,7 +124,7 @@ class RingStates:
         return self._states[name]
 
     def advance(self, name: str) -> None:
-        """To the next barrier of an edge."""
+        """Advance to the next barrier of an edge."""
         self._states[name].advance()
 
     def __extract_mlir_values__(self) -> list:
@@ -200,7 +201,7 @@ class EdgeTable(SharedByReference):
 
     @property
     def multiplies_alone(self) -> bool:
-        """Whether each CTA has products of its own; else pairs of CTAs have them together."""
+        """Return True if each CTA has MMAs of its own; else pairs of CTAs have them together."""
         return any(edge.signal is Signal.COMMIT_CTA for edge in self.edges)
 
     def waiter_states(self, *names: str) -> RingStates:

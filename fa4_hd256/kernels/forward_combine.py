@@ -1,20 +1,19 @@
-"""The kernel after a forward with split keys: one result from those of the parts of the keys.
-
-Part i of a row has O_i, divided by its own sum, and LSE_i.  With L = ln sum_i exp(LSE_i) the row's
-result is out = sum_i exp(LSE_i - L) O_i and LSE = L (arXiv 2205.14135, algorithm 1, for blocks that
-are worked on one after the other).  A part without a visible key has LSE_i = -inf and weighs
-nothing, whatever its O_i holds; a row without any has out = 0 and LSE = -inf.  A part with a sink
-of +inf has LSE_i = +inf and takes all of the weight.
+"""The kernel after a forward with split keys: one result from those of the KV splits. Split i of a
+row has O_i, divided by its own sum, and LSE_i.  With L = ln sum_i exp(LSE_i) the row's result is
+out = sum_i exp(LSE_i - L) O_i and LSE = L (arXiv 2205.14135, algorithm 1, for blocks that are
+worked on one after the other).  A part without a visible key has LSE_i = -inf and weighs nothing,
+whatever its O_i holds; a row without any has out = 0 and LSE = -inf.  A part with a sink of +inf
+has LSE_i = +inf and takes all of the weight.
 
 A lane makes the weight of a part, or of two; then a warp has the columns of a row, 8 a lane, of all
 parts, or of some.
 
 NOTE [warps of a row].  Few rows are far fewer warps than a GPU holds, and a warp that reads all of
 32 parts takes one round trip to L2 for each `parts_at_once`.  So with more parts several warps of a
-CTA share a row: each adds up its own parts, asked for before their weights are known, and from
-shared memory the threads add up the sums, in the parts' order.  Where there are fewer rows than
-SMs, several CTAs have some columns of a row each, and a warp as many times the parts.  However rows
-are shared, the same sums of `parts_at_once` parts are added in the same order: a row's bits do not
+CTA share a row: each adds up its own parts, loaded before their weights are known, and from shared
+memory the threads add up the sums, in the parts' order.  Where there are fewer rows than SMs,
+several CTAs have some columns of a row each, and a warp as many times the parts.  However rows are
+shared, the same sums of `parts_at_once` parts are added in the same order: a row's bits do not
 depend on how many there are.
 
 NOTE [before the forward ends].  By programmatic dependent launch (PTX ISA 9.7.13.15,
@@ -185,7 +184,7 @@ class CombineKernel:
     def _load_turn(
         self, part_out: cute.Tensor, source: tuple, start: Int32, part_of_row: Any = 0
     ) -> list[cute.Tensor]:
-        """This lane's columns of `parts_at_once` parts.  start: the warp's first part of them.
+        """Load this lane's columns of `parts_at_once` parts.  start: the warp's first part of them.
         part_of_row: number of the slice.
 
         A part past the last is replaced by it, with no weight: no branch parts the loads.
@@ -201,7 +200,8 @@ class CombineKernel:
         ]
 
     def _parts_of_lane(self, start: Int32) -> list[Int32]:
-        """Numbers of the parts that this lane reads, of a turn; `start`: of its warp's first."""
+        """Numbers of the parts that this lane reads in an iteration; `start`: of its warp's
+        first."""
         slices, at_once = self.config.slices, self.config.parts_at_once
         if slices > 1:
             start = start + cute.arch.lane_idx() // (WARP_SIZE // slices) * at_once
@@ -210,9 +210,9 @@ class CombineKernel:
     def _add_turn(
         self, sums: cute.Tensor, loaded: list, of_lanes: tuple, start: Int32
     ) -> None:
-        """sums += weight * O of the parts of a turn.  of_lanes: (weights, LSEs) of each lane's
-        parts; past the last they are 0 and -inf."""
-        # The parts of a turn are those of neighbouring lanes.
+        """sums += weight * O of the parts of an iteration.  of_lanes: (weights, LSEs) of each
+        lane's parts; past the last they are 0 and -inf."""
+        # The parts of an iteration are those of neighbouring lanes.
         weight, lse = (self._of_turn(values, start) for values in of_lanes)
         for owner, values in zip(self._parts_of_lane(start), loaded, strict=True):
             if cutlass.const_expr(self.config.lane_parts > 1):
@@ -225,7 +225,7 @@ class CombineKernel:
                 sums[column] = cute.math.fma(factor, value, sums[column])
 
     def _of_turn(self, values: list, start: Int32) -> Float32:
-        """Of a lane's values, that of the parts from `start` on."""
+        """Select, of a lane's values, that of the parts from `start` on."""
         found = values[0]
         for number in range(1, len(values)):
             found = cutlass.select_(start >= number * WARP_SIZE, values[number], found)

@@ -1,5 +1,5 @@
-"""The kernel after a forward whose parts of the keys are listed (`kernels.part_list`): as
-`forward_combine`, a warp a row, for sequences of different numbers of parts."""
+"""The kernel after a forward whose KV splits are listed (`kernels.part_list`): as
+`forward_combine`, a warp per row, for sequences of different numbers of parts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class RaggedCombineKernel(CombineKernel):
         """parts: (parts, max_seqlen_q, heads, 256) and (parts, heads, max_seqlen_q), float32, of
         which a sequence has those that are listed, at most `WARP_SIZE * lane_parts`.  results: out
         (batch, seqlen, heads, 256) and lse (batch, heads, seqlen) float32; packed sequences have a
-        batch of 1.  lists: the list of parts and cu_seqlens_q where sequences are packed, int32."""
+        batch of 1.  lists: the scheduler metadata and cu_seqlens_q where sequences are packed,
+        int32."""
         num_parts, seqlen, heads, _ = parts[0].shape
         listed = PartList(lists[0], num_parts)
         batch = listed.num_sequences

@@ -1,15 +1,15 @@
-"""What the forward kernels of all architectures share: their tensors, their tiles, their results.
+"""Base of the forward kernels of all architectures: their tensors, tiles and results.
 
-NOTE [packed heads].  Where a group of query heads divides a CTA's rows, row r of them is query
-r // group of head r % group: they read the same keys.  Tiles of a few rows take any group, each
-query as many rows as the next power of two.  A causal tile then spans fewer queries, so
-less of it is masked, and a few queries with many heads fill it.  TMA gathers the rows of Q through
-a tensor with one dimension more.
+NOTE [packed heads].  Where a group of query heads divides a CTA's rows, row r of them is query r //
+group of head r % group: they read the same keys.  Tiles of a few rows take any group, each query as
+many rows as the next power of two.  A causal tile then spans fewer queries, so less of it is
+masked, and a few queries with many heads fill it.  TMA gathers the rows of Q through a tensor with
+one dimension more.
 
 NOTE [split keys].  Where there are fewer tiles than CTAs to work on them, the KV tiles of a query
-tile may be divided among several: the scheduler then counts `num_splits` batch entries for each
-one, and each part leaves its own O, in float32 and divided by its own sum, and its own LSE, from
-which `forward_combine` makes the result.  The sink is the first part's.
+tile may be split among several: the scheduler then counts `num_splits` batch entries for each one,
+and each split leaves its own O, in float32 and divided by its own sum, and its own LSE, from which
+`forward_combine` makes the result.  The sink is the first split's.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = ["ForwardCommon", "ForwardEntries", "ForwardTensors"]
 
 
 class ForwardTensors(NamedTuple):
-    """What a forward kernel reads and writes.
+    """Tensors that a forward kernel reads and writes.
 
     q, k, v, o: (seqlen, 256, heads, batch), or for ragged sequences a `clipped_view` of it; with
     packed heads q and o are views by `by_packed_heads`, clipped where packed sequences need it.
     out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys, and where O is
     not stored by TMA, there is no o.  With split keys out is float32, and out and lse have
-    `num_splits` batch entries for each one.  optional: what the problem class asks for: sink
+    `num_splits` batch entries for each one.  optional: what the problem class requests: sink
     (heads,), then the tensors of the ragged sequences in its order.  row_maxima: like lse, the
     greatest logit of each query; None unless the problem class has `max_logits`.
     """
@@ -64,9 +64,9 @@ class ForwardTensors(NamedTuple):
 class ForwardEntries:
     """Batch entries of a forward's tiles; mixed into its context.
 
-    num_splits: parts of a tile's keys, None where they are not divided; the scheduler's batch
-    entries are then the parts of each entry, one after the other.  With a list of parts these are
-    its batch entries and the results', and num_splits is the number of all.
+    num_splits: KV splits of a tile, None for one; the scheduler's batch entries are then the splits
+    of each entry, one after the other.  With scheduler metadata these are its batch entries and the
+    results', and num_splits is the number of all.
     """
 
     num_splits: Any
@@ -106,7 +106,7 @@ class ForwardEntries:
         return self.sequences.key(self.batch(work))
 
     def result_batch(self, work: Any) -> Int32:
-        """Where the results of a tile's batch entry lie."""
+        """Return the batch entry of the results of a tile."""
         if cutlass.const_expr(self.listed is not None):
             return work.batch
         batch = self.query(work).batch
@@ -116,7 +116,7 @@ class ForwardEntries:
 
 
     def result_offset(self, queries: Sequence) -> Int32:
-        """Where the first of a batch entry's queries lies there."""
+        """Return the row of the first of a batch entry's queries in the results."""
         if cutlass.const_expr(self.listed is not None):
             return Int32(0)
         return queries.offset
@@ -142,7 +142,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
     kernel: Any
 
     def allow_next(self) -> None:
-        """With split keys, let the combining kernel begin: `forward_combine` NOTE [before the
+        """Let the combining kernel begin, with split keys: `forward_combine` NOTE [before the
         forward ends].  A grid whose clusters may be cancelled does not (docs/silicon.md,
         `clc-dependents`)."""
         if self.problem_class.split and not self.scheduler.cancels_clusters:
@@ -165,7 +165,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         keys out is float32, and of each batch entry of q the results have one for each part.  With
         `max_logits` the row maxima, like lse, are the third result.
 
-        optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
+        optional: a tuple of what the problem class requests, None if that is nothing: the sink,
         (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales of k and
         v, (entries, heads_kv) float32, then what functions of the call read.
         """
@@ -194,7 +194,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         raise NotImplementedError
 
     def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple]:
-        """(sink or None, ragged tensors) from what the problem class asks for."""
+        """(sink or None, ragged tensors) from what the problem class requests."""
         given, problem = tuple(optional or ()), self.problem_class
         sink, ragged = (given[0], given[1:]) if problem.sink else (None, given)
         return sink, ragged[: len(problem.ragged)]
@@ -283,7 +283,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
 
     @property
     def is_paged(self) -> bool:
-        """Whether keys and values lie in pages."""
+        """Return True if keys and values lie in pages."""
         return self.problem_class.page_size is not None
 
     @property
@@ -293,7 +293,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
 
     @property
     def lists_steps(self) -> bool:
-        """Whether a block mask names the steps."""
+        """Return True if a block mask names the steps."""
         return self.problem_class.lists_steps
 
     def step_list(self, context: Any, work: Any) -> StepList:
@@ -314,17 +314,17 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         return PagedKeys(table, visibility.seqlen_k, visibility.first(first_row), sizes).at(last)
 
     def next_kv_tile(self, kv_tile: Any) -> Any:
-        """The one that is worked on next."""
+        """Return the KV tile that is worked on next."""
         return kv_tile.next() if self.is_paged or self.lists_steps else kv_tile - 1
 
     def first_key(self, kv_tile: Any) -> Any:
-        """Where a KV tile begins in its `keys`."""
+        """Return the first row of a KV tile in its `keys`."""
         if self.lists_steps:
             kv_tile = kv_tile.number
         return 0 if self.is_paged else kv_tile * self.config.block_kv
 
     def keys(self, context: Any, work: Any, kv_tile: Any) -> Any:
-        """What the rows of a KV tile are of: a `PagedTile`, or the sequence."""
+        """Return the rows of a KV tile: a `PagedTile`, or the sequence."""
         return kv_tile if self.is_paged else context.key(work)
 
     def load_kv(

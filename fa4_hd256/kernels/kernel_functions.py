@@ -1,4 +1,4 @@
-"""What a kernel knows of the functions of a call: of scores, and of its mask."""
+"""Functions of a call as its kernels know them: score_mod and mask_mod."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class FunctionsOfKernel:
 
     @property
     def change(self) -> ScoreChange:
-        """What changes its scores."""
+        """Return the change of the kernel's scores."""
         return ScoreChange(self.problem_class.softcap, self.problem_class.score_mod)
 
     @property
     def mask_function(self) -> MaskFunction:
-        """What says which scores of listed tiles are seen, if bits do not."""
+        """Return the function that says which scores of listed tiles are seen, if bits do not."""
         return MaskFunction(self.problem_class.mask_mod)
 
     @property
     def asks_places(self) -> bool:
-        """Whether something depends on where scores lie."""
+        """Return True if something depends on where scores lie."""
         return self.change.by_place or self.mask_function.exists
 
     def optional_of(self, tensors: Any) -> Any:
@@ -53,8 +53,8 @@ class FunctionsOfKernel:
     def score_places(
         self, context: Any, work: Any, locate: Callable[[int], tuple], keys_exist: bool = False
     ) -> ScorePlaces | None:
-        """Of scores of a tile, see `ScorePlaces`, for what changes them; None where nothing that
-        does depends on these."""
+        """Return the `ScorePlaces` of a tile's scores, for what changes them; None where nothing
+        that does depends on these."""
         if not self.change.by_place:
             return None
         return self._places_for(context, work, locate, keys_exist, 0)
@@ -62,7 +62,7 @@ class FunctionsOfKernel:
     def mask_places(
         self, context: Any, work: Any, locate: Callable[[int], tuple]
     ) -> ScorePlaces:
-        """The same for the mask_mod."""
+        """Return the places of a tile's scores for the mask_mod."""
         return self._places_for(context, work, locate, False, 1)
 
     def _places_for(

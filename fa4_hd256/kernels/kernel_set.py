@@ -1,4 +1,4 @@
-"""What the folder of an architecture offers to the rooms that call kernels.
+"""Kernel sets: what the folder of an architecture offers to the packages that call kernels.
 
 Each has a module `architecture` with a `KERNELS` of this form; how a kernel plugs in is said in
 docs/architecture.md.  Classes are named and imported when they are needed: a call of the forward
@@ -32,20 +32,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ForwardTiles:
-    """What the host must know of a forward kernel's tiles.
+    """Facts of a forward kernel's tiles that the host must know.
 
     cta_rows: query rows of one CTA, which the number of packed heads divides unless it `pads`.
     rows: of a cluster's tile.  keys: of a step.  cluster: CTAs of a cluster.  step_seconds: of a
-    step, modelled or measured.  least_saved: steps that dividing the keys must save, about what the
-    combining kernel takes.  most_rows: the most query rows of a group of heads that share KV tiles
-    for which the kernel is meant, None for any.  part_steps: what a part of the keys takes beside
-    its steps, in steps.  step_bytes: of K and V of a step, where no other tile reads them at the
-    same time: HBM then bounds all clusters together; 0 where tiles share them.  most_parts: into
-    which keys are divided where nobody asks for more.  pads: query heads of any group share tiles,
-    each query with rows of padding up to a power of two.  takes_lists: a block mask may name its
-    steps.  launch_steps: what one launch more takes, in steps, where the last turn of equal tiles
-    may be one (`call.last_turn`); None where it is not.  kind: of the kernel.  kv_dtype: of K and
-    V, of `problem_class.KV_DTYPES`; None for that of Q.
+    step, modelled or measured.  least_saved: steps that splitting the keys must save, about what
+    the combining kernel takes.  most_rows: the most query rows of a group of heads that share KV
+    tiles for which the kernel is meant, None for any.  part_steps: what a KV split takes beside its
+    steps, in steps.  step_bytes: of K and V of a step, where no other tile reads them at the same
+    time: HBM then bounds all clusters together; 0 where tiles share them.  most_parts: the most KV
+    splits where the call requests no number.  pads: query heads of any group share tiles, each
+    query with rows of padding up to a power of two.  takes_lists: a block mask may name its steps.
+    launch_steps: what one launch more takes, in steps, where the last wave of equal tiles may be
+    one (`call.last_turn`); None where it is not.  kind: of the kernel.  kv_dtype: of K and V, of
+    `problem_class.KV_DTYPES`; None for that of Q.
     """
 
     cta_rows: int
@@ -67,13 +67,13 @@ class ForwardTiles:
 
 @dataclass(frozen=True)
 class KeyKernel:
-    """What the parts of a group of query heads follow of the kernels that make dK and dV
+    """Facts of the kernels of dK and dV from which a group of query heads is split into parts
     (docs/backward.md).
 
     keys: of a tile. queries: of a step. seconds: of a step, modelled. overhead: what a tile takes
     beside its steps, in steps. part_bytes: of writing and summing a tile's part in float32.
-    products: what the products of a stored dS take of a step, each, in steps. cluster: CTAs that
-    work on a tile.
+    products: what the MMAs of a stored dS take of a step, each, in steps. cluster: CTAs that work
+    on a tile.
     """
 
     keys: int
@@ -119,7 +119,7 @@ class BackwardSet:
     cluster: int
 
     def kernel(self, kind: str) -> BackwardKernel:
-        """The one of that kind."""
+        """Return the kernel of that kind."""
         return next(k for k in (*self.stored, *self.anew) if k.kind == kind)
 
 
@@ -174,8 +174,8 @@ class KernelSet:
     def forward_tiles(
         self, config: Any = None, kv_dtype: torch.dtype | None = None
     ) -> tuple[ForwardTiles, ...]:
-        """Those of a configuration, or without one of `forwards`, for K and V of such a dtype, None
-        for that of Q.
+        """Return the tiles of a configuration, or without one of `forwards`, for K and V of such a
+        dtype, None for that of Q.
 
         Raises NotImplementedError where there is none, ValueError for a configuration of another.
         """
@@ -199,7 +199,7 @@ class KernelSet:
         return tiles
 
     def backward_set(self) -> BackwardSet:
-        """`backward`. Raises NotImplementedError where there is none."""
+        """Return `backward`. Raises NotImplementedError where there is none."""
         if self.backward is None:
             raise self._missing("backward")
         return self.backward
@@ -223,7 +223,7 @@ class KernelSet:
 
 @functools.cache
 def kernels_of(architecture: Architecture) -> KernelSet:
-    """What the folder of an architecture offers."""
+    """Return the kernel set of an architecture's folder."""
     module = importlib.import_module(f"fa4_hd256.kernels.{architecture.folder}.architecture")
     return module.KERNELS
 

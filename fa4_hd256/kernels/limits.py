@@ -32,10 +32,10 @@ SMEM_CAPACITY = 232_448
 SWIZZLE_ALIGNMENT = 1024
 
 #: The least of a line that L2 takes by itself. Where every lane stores a row of its own, half
-#: sectors leave an H200's SM at 8 bytes a clock, whole ones at 31 (measured).
+#: sectors leave an H200's SM at 8 bytes per clock, whole ones at 31 (measured).
 SECTOR_BYTES = 32
 
-#: What TMA asks of a tensor in global memory: base address and every stride but the innermost a
+#: What TMA requires of a tensor in global memory: base address and every stride but the innermost a
 #: multiple of 16 bytes, strides below 2**40 bytes, innermost stride one element (CUDA driver API,
 #: cuTensorMapEncodeTiled).
 TMA_ALIGNMENT = 16

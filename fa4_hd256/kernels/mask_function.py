@@ -1,10 +1,10 @@
-"""Which keys queries see in the partial tiles of a block mask, evaluated inside the kernels: by a
-mask_mod, which the user wrote in CuTe DSL, instead of bits.
+"""Masks evaluated inside the kernels, in the partial tiles of a block mask: by a mask_mod, which
+the user wrote in CuTe DSL, instead of bits.
 
 The lists of the block mask are those of `block_mask` and `backward_block_mask`, with `FULL` and
-`NOTHING` as there; any other number is of a tile whose scores the function is asked for, and there
-are no bits.  Places are those of `score_change`, NOTE [places]: rows past the end of a sequence
-are asked for as its last one, and keys past the end, which nobody sees, as the last key.
+`NOTHING` as there; any other number is of a tile whose scores the mask_mod is evaluated for, and
+there are no bits.  Places are those of `score_change`, NOTE [places]: rows past the end of a
+sequence are evaluated as its last one, and keys past the end, which nobody sees, as the last key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MASK_TENSORS = MASK_MOD.tensors
 
 
 class MaskFunction:
-    """That of a kernel, if it has one; all of it static."""
+    """mask_mod of a kernel, if it has one; all of it static."""
 
     def __init__(self, asked: FunctionClass | None) -> None:
         self._key = "" if asked is None else asked.key
@@ -63,7 +63,8 @@ class MaskFunction:
 
 
 def times_asked(number: Int32) -> Int32:
-    """How often the function is asked in a listed tile of this number: 0 if it is `FULL`, else 1.
+    """Return how often the mask_mod is evaluated in a listed tile of this number: 0 if it is
+    `FULL`, else 1.
 
     NOTE [a loop that runs once].  Under a branch ptxas executes the function in every step, each of
     its instructions under a predicate, however many there are; a loop it leaves out where it does
@@ -73,7 +74,7 @@ def times_asked(number: Int32) -> Int32:
 
 
 def truth_of(value: Any, name: str = "a mask_mod") -> Boolean:
-    """What a mask_mod of this name returns. Raises TypeError for another kind."""
+    """Return the result of a mask_mod as a Boolean. Raises TypeError for another kind."""
     try:
         return Boolean(value)
     except Exception as error:
@@ -83,7 +84,7 @@ def truth_of(value: Any, name: str = "a mask_mod") -> Boolean:
 
 
 def _as_it_is(word: Uint32) -> Uint32:
-    """The same, made before it is read."""
+    """Return the word by an instruction that neither compiler looks into."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[word]
     )

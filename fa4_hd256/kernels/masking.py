@@ -1,4 +1,4 @@
-"""Which keys a query row sees, as KV tile ranges of a tile and as a mask on a score tile.
+"""Masks of a tile: the KV tile range that its query rows see, and the mask on a score tile.
 
 NOTE [trees].  With a tree mask (speculative decoding) the queries of a sequence are the nodes of a
 tree, and its last keys are those of the nodes.  Each query has a word: bit j says whether it sees
@@ -25,7 +25,7 @@ WORD_BITS = 32
 
 @dataclass(frozen=True)
 class MaskKind:
-    """What of the mask is compiled in: whether visibility is bounded on either side.
+    """Facts of the mask that are compiled in: whether visibility is bounded on either side.
 
     A causal mask is a bound of 0 on the right.  tree: whether rows have words, NOTE [trees].
     hides_rows: whether a negative bound hides rows at the end of each sequence, `windows`.
@@ -38,10 +38,10 @@ class MaskKind:
 
 
 class Part(NamedTuple):
-    """Which part of the KV tiles of a query tile is worked on, Int32 and Boolean.
+    """KV split of a query tile that is worked on, Int32 and Boolean.
 
-    number: of the part.  count: of equal parts, None for parts of `keys` keys each, rounded up to
-    KV tiles; of these the last one has all that is left.
+    number: of the split.  count: of equal splits, None for splits of `keys` keys each, rounded up
+    to KV tiles; of these the last one has all that is left.
     """
 
     number: Any
@@ -70,7 +70,7 @@ class TileRange:
 
     @property
     def num_masked_last(self) -> Int32:
-        """Tiles at the begin of the range: the left edge of a window."""
+        """Tiles at the start of the range: the left edge of a window."""
         return self.unmasked_begin - self.begin
 
 
@@ -79,10 +79,10 @@ class Visibility:
     """The visible keys of one (batch, head): row r sees keys [first(r), limit(r)).
 
     seqlen_q, seqlen_k: Int32 lengths.  The mask is aligned to the bottom right corner: row r is
-    level with key d = r + seqlen_k - seqlen_q and sees keys d - window_left .. d + window_right
-    as far as they exist.  The windows are Int32, 0 or more; those of an unbounded side unused.
-    block_kv: keys of one KV tile.  part: where the KV tiles of a query tile are divided; the KV
-    tiles are then those of this part, the visible keys stay all of them.
+    level with key d = r + seqlen_k - seqlen_q and sees keys d - window_left .. d + window_right as
+    far as they exist.  The windows are Int32, 0 or more; those of an unbounded side unused.
+    block_kv: keys of one KV tile.  part: of a query tile with KV splits; the KV tiles are then
+    those of this split, the visible keys stay all of them.
     """
 
     seqlen_q: Int32
@@ -94,7 +94,7 @@ class Visibility:
     part: Part | None = None
 
     def transposed(self, block_q: int) -> Visibility:
-        """Which queries each key is seen by: the same mask with rows and columns exchanged.
+        """Return the queries that see each key: the same mask with rows and columns exchanged.
 
         Query r sees key j iff j - window_right <= r + seqlen_k - seqlen_q <= j + window_left, so
         the sides change places.  block_q: queries of one tile of columns.
@@ -125,7 +125,7 @@ class Visibility:
         return self.seqlen_k - self.seqlen_q
 
     def sees_node(self, key: Int32, nodes: Any) -> Boolean:
-        """Whether a row's word, `nodes`, lets it see a key; True for one before the tree."""
+        """Return True if a row's word, `nodes`, lets it see a key; True for one before the tree."""
         return (_from_node(nodes, self._first_node - key) & 1) != 0
 
     def _last_row(self, first_row: Int32, num_rows: int) -> Int32:

@@ -85,7 +85,7 @@ def load_box(
     source: TmaTensor, smem: cute.Tensor, tile: cute.Tensor, barrier: cute.Pointer, stage: Any,
     multicast: Any = None, is_kept: bool = False,
 ) -> None:
-    """As `load_tile`, of a tile's coordinates.
+    """Load a tile, by its coordinates; otherwise as `load_tile`.
 
     multicast: a bit for each CTA of the cluster that gets it, at the same address and on the same
     barrier of its own, for an operation that can; None for this CTA alone.  is_kept: as in `Copy`.
@@ -98,8 +98,8 @@ def load_box(
 
 
 def prefetch_tile(source: TmaTensor, smem: cute.Tensor, place: tuple) -> None:
-    """Ask L2 for the tile at `place` (see `tma_tile`), which a load is to bring into a buffer of
-    `smem`: cp.async.bulk.prefetch.tensor (PTX ISA 9.7.9.27)."""
+    """Prefetch into L2 the tile at `place` (see `tma_tile`), which a load is to bring into a buffer
+    of `smem`: cp.async.bulk.prefetch.tensor (PTX ISA 9.7.9.27)."""
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
     tile = tma_tile(source.tensor, shape, place, least=1)
     cute.prefetch(source.atom, _partition(source, smem, tile)[1])

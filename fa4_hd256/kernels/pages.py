@@ -111,7 +111,7 @@ class PagedTile:
 def load_pages(
     source: TmaTensor, smem: cute.Tensor, place: tuple, target: tuple, multicast: Any = None
 ) -> None:
-    """As `operands.load_tile`, by boxes.  place: (`PagedTile`, first row in it, column block,
+    """Load a tile of paged rows by boxes.  place: (`PagedTile`, first row in it, column block,
     head); target: (barrier, stage)."""
     (tile, first_row, column_block, head), (barrier, stage) = place, target
     box, columns = tile.box_rows, cute.size(smem, mode=[1])

@@ -1,4 +1,4 @@
-"""A list of the parts into which the keys of sequences of different lengths are divided.
+"""A list of the parts into which the keys of sequences of different lengths are split.
 
 It lies in global memory as int32: a header; a word for each part that the grid has room for; and
 for each sequence, and behind the last one, the number of its first part.  A word is the sequence,
@@ -63,7 +63,7 @@ class PartList(NamedTuple):
         return cutlass.max(cutlass.min(sequence, self.num_sequences - 1), 0)
 
     def part(self, number: Int32) -> Part:
-        """Which part of its sequence's keys it is."""
+        """Return the part of its sequence's keys that entry `number` of the list stands for."""
         word = self.words[HEADER + number]
         is_last = (word & LAST_BIT) != 0
         keys = cutlass.max(cutlass.min(self.words[0], MOST_KEYS), 1)

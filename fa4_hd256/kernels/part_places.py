@@ -4,9 +4,9 @@ NOTE [parts].  A call that is a part of another one, such as a rank's of a seque
 has other places than the whole.  Functions of the keys made here see those of the whole: they read
 where the part lies from one more tensor, the last, so that one kernel does for all parts.
 
-A mask_mod is asked where the lists of the whole say so, and tiles of a part need not be tiles of
-the whole: one of them may meet full, empty and partial ones of these.  `PartTiles` says of which
-tile of the whole a score is.
+A mask_mod is evaluated where the lists of the whole say so, and tiles of a part need not be tiles
+of the whole: one of them may meet full, empty and partial ones of these.  `PartTiles` names the
+tile of the whole that a score is in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIELDS = range(len(ScoreOrigin._fields))
 
 
 def key_in_part(key: str) -> str:
-    """Of the same functions in a part of a call, NOTE [parts].
+    """Return the key of the same functions in a part of a call, NOTE [parts].
 
     Their last tensor is int32: of a score_mod fields of a `ScoreOrigin`, (6,) or of each of the
     part's sequences (sequences, 6); of a mask_mod these, (6,), or a `PartTiles`.
@@ -39,12 +39,12 @@ def key_in_part(key: str) -> str:
 
 
 class PartTiles:
-    """Where a part lies, and which tiles of the whole it meets.
+    """Position of a part, and the tiles of the whole that it meets.
 
     tensor: (1 or batch, 1 or heads, tiles of queries, 6 + tiles of keys), fields of a `ScoreOrigin`
     before each row of tiles.  Of these the first are those that the part's first query and key are
     in; batch entries and heads are the part's.  A tile is `FULL`, below that if it is empty, or any
-    number above `NOTHING`: there the function is asked.
+    number above `NOTHING`: there the function is evaluated.
     """
 
     def __init__(self, tensor: Any) -> None:

@@ -23,7 +23,7 @@ __all__ = [
 TMEM_COLUMNS = 512
 
 REGISTERS_PER_SM = 65_536
-REGISTER_GRANULE = 8  # registers a thread are allotted in multiples of this
+REGISTER_GRANULE = 8  # registers per thread are allotted in multiples of this
 WARPS_PER_WARPGROUP = 4
 
 
@@ -31,9 +31,9 @@ WARPS_PER_WARPGROUP = 4
 class RegisterPlan:
     """Registers a thread of each warpgroup once its role has begun, in the order of the warps.
 
-    budgets: (roles, registers a thread) of each warpgroup. setmaxnreg (PTX ISA 9.7.20.5) moves
+    budgets: (roles, registers per thread) of each warpgroup. setmaxnreg (PTX ISA 9.7.20.5) moves
     registers between the warpgroups of a CTA and only those that the CTA was launched with: what
-    the SM's register file has left over belongs to nobody, and a warpgroup that asks for more than
+    the SM's register file has left over belongs to nobody, and a warpgroup that requests more than
     the others give back waits forever (measured on an H200, docs/silicon.md).  Raises ValueError
     for budgets that the instruction rejects or the launch cannot serve.
     """
@@ -76,7 +76,7 @@ class RegisterPlan:
 
     @property
     def total_row(self) -> str:
-        """The last row of a table of (role, warps, registers a thread)."""
+        """The last row of a table of (role, warps, registers per thread)."""
         return (
             f"| total | {self.num_threads} threads | {self.needed} of {self.launched}, "
             f"{self.at_launch} a thread at launch |"
@@ -244,7 +244,8 @@ class TmemPlan:
 
     @property
     def allocated_columns(self) -> int:
-        """What tcgen05.alloc is asked for: a power of two from 32 to 512 (PTX ISA 9.7.16.7.1)."""
+        """Return the columns of tcgen05.alloc: a power of two from 32 to 512 (PTX ISA
+        9.7.16.7.1)."""
         end = max(region.start + region.columns for region in self.regions)
         return max(32, 1 << (end - 1).bit_length())
 

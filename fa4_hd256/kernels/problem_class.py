@@ -1,4 +1,5 @@
-"""What of a call is compiled into its kernels; everything else is an argument at run time."""
+"""Problem classes: the facts of a call that are compiled into its kernels; everything else is an
+argument at run time."""
 
 from __future__ import annotations
 
@@ -29,21 +30,23 @@ ELEMENT_TYPES: dict[torch.dtype, Any] = {
 #: Dtypes of k and v beside that of q.
 KV_DTYPES = (torch.float8_e4m3fn,)
 
-#: Factors of what k and v hold, float32, in the order in which kernels get them; and whose each is:
-#: a sequence's and KV head's, or all that they have alike, or a page's and KV head's.
+#: Scales of k and v, float32, in the order in which kernels get them; and whose each is: a
+#: sequence's and KV head's, or all that they have alike, or a page's and KV head's.
 DESCALES = ("k_descale", "v_descale")
 OF_SEQUENCES, OF_PAGES = "sequences", "pages"
 
 
 def query_rows(packed_heads: int, rows: int) -> int:
-    """How many of `rows`, of a CTA or of another block of a tile, a query of so many heads takes:
-    as many where they divide them, else the next power of two; those past the heads are padding."""
+    """Return how many of `rows`, of a CTA or of another block of a tile, a query of so many heads
+    takes: as many where they divide them, else the next power of two; those past the heads are
+    padding."""
     return packed_heads if rows % packed_heads == 0 else 1 << (packed_heads - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class ProblemClass:
-    """What of a call is compiled into the forward kernel, and into those that make gradients.
+    """Facts of a call that are compiled into the forward kernel, and into those that make
+    gradients.
 
     dtype: of q, and unless kv_dtype says otherwise of k and v. bounded_left, bounded_right: sides
     on which the mask bounds the visible keys; causal bounds the right one. negative_scale: the
@@ -51,14 +54,14 @@ class ProblemClass:
     value. softcap: scores pass through softcap * tanh(. / softcap). sink: each head has one.
     ragged: which fields of `sequences.SequenceTensors` are given, in their order. use_clc: the
     dynamic tile scheduler. packed_heads: query heads of a KV head whose rows share the forward's
-    query tiles; 1, or all of them. split: the forward's keys are divided. fixed_parts: into parts
-    of so many keys, of which a sequence fills as many as it can, instead of so many equal parts.
-    page_size: rows of a page of keys and values; None where they lie in no pages. kv_dtype: of
-    `KV_DTYPES`; None for that of q. descale: whose factors k and v have, `OF_SEQUENCES` or
-    `OF_PAGES`; empty for none. score_mod: a function of scores; mask_mod: one that says which of
-    listed tiles are seen; None for none. wide_tree: words of a tree mask have 64 bits, not 32.
-    max_logits: the forward writes the greatest score of each query (`online`, `largest`).
-    hides_rows: a negative bound hides rows at the end of each sequence (`windows`).
+    query tiles; 1, or all of them. split: the forward's keys are split. fixed_parts: into splits of
+    so many keys; a sequence fills as many as it can, instead of so many equal splits. page_size:
+    rows of a page of keys and values; None where they lie in no pages. kv_dtype: of `KV_DTYPES`;
+    None for that of q. descale: whose scales k and v have, `OF_SEQUENCES` or `OF_PAGES`; empty for
+    none. score_mod: class of the score_mod; mask_mod: of the mask_mod, which says what is seen of
+    listed tiles; None for none. wide_tree: words of a tree mask have 64 bits, not 32. max_logits:
+    the forward writes the greatest score of each query (`online`, `largest`). hides_rows: a
+    negative bound hides rows at the end of each sequence (`windows`).
     """
 
     dtype: torch.dtype
@@ -93,33 +96,33 @@ class ProblemClass:
 
     @property
     def asks_places(self) -> bool:
-        """Whether a function of the call asks where scores lie."""
+        """Return True if a score_mod or mask_mod needs to know where scores lie."""
         return self.score_mod is not None or self.mask_mod is not None
 
     @property
     def lists_steps(self) -> bool:
-        """Whether a block mask names the steps: `block_mask`, NOTE [listed tiles]."""
+        """Return True if a block mask names the steps: `block_mask`, NOTE [listed tiles]."""
         return any(name in MASK_TABLES for name in self.ragged)
 
     @property
     def is_clipped(self) -> bool:
-        """Whether tiles end where sequences do, at any row of a tensor."""
+        """Return True if tiles end where sequences do, at any row of a tensor."""
         return self._have_lengths and not self.lists_steps
 
     @property
     def _have_lengths(self) -> bool:
-        """Whether sequences may have lengths of their own."""
+        """Return True if sequences may have lengths of their own."""
         return any(name != TREE_WORDS for name in self.ragged)
 
     @property
     def has_unequal_tiles(self) -> bool:
-        """Whether tiles differ in their steps, by a mask or by the sequences' lengths."""
+        """Return True if tiles differ in their steps, by a mask or by the sequences' lengths."""
         return self.bounded_left or self.bounded_right or self._have_lengths
 
 
 @dataclass(frozen=True)
 class GradientClass:
-    """What of a call is compiled into a kernel that makes gradients.
+    """Facts of a call that are compiled into a kernel that makes gradients.
 
     problem: as for the forward; the sink is none of theirs. partial: dK and dV are written in
     float32, one part for each piece of the group of query heads (never so for dQ).
@@ -131,7 +134,7 @@ class GradientClass:
 
 @dataclass(frozen=True)
 class PreprocessClass:
-    """What of a call is compiled into the preprocess kernel.
+    """Facts of a call that are compiled into the preprocess kernel.
 
     dtype: of out and dout. lse_gradient: the gradient of the LSE is given. ragged: which of
     cu_seqlens_q and seqused_q are given.
@@ -144,7 +147,7 @@ class PreprocessClass:
 
 @dataclass(frozen=True)
 class CombineClass:
-    """What of a call is compiled into the kernel that combines listed parts.
+    """Facts of a call that are compiled into the kernel that combines listed splits.
 
     dtype: of out. packed: queries are packed by cu_seqlens_q.
     """
@@ -160,7 +163,7 @@ class CombineClass:
 
 @dataclass(frozen=True)
 class RotaryClass:
-    """What of rotary embedding is compiled into the kernel that writes new rows to a cache.
+    """Facts of rotary embedding that are compiled into the kernel that writes new rows to a cache.
 
     table_dtype: of cosines and sines, float32 or that of the rows. interleaved: pairs are
     neighbours, else halves. ordered: queries of a sequence have positions one after the other, else
@@ -174,18 +177,18 @@ class RotaryClass:
 
     @property
     def table_type(self) -> Any:
-        """The same as kernels call it."""
+        """Return the table's dtype as a type of the DSL."""
         return {**ELEMENT_TYPES, torch.float32: cutlass.Float32}[self.table_dtype]
 
 
 @dataclass(frozen=True)
 class AppendClass:
-    """What of a call is compiled into the kernel that writes new rows to a cache.
+    """Facts of a call that are compiled into the kernel that writes new rows to a cache.
 
     dtype: of the rows, and unless kv_dtype says otherwise of the cache. packed: rows are packed by
     offsets. paged: a table says which entry of the cache holds them. kv_dtype: of `KV_DTYPES`,
     which rows of another dtype are brought to; None for rows that are written as they are. descale:
-    whose factors they are then divided by, as of `ProblemClass`. rotary: embedding of those of K
+    whose scales they are then divided by, as of `ProblemClass`. rotary: embedding of those of K
     before that, and of queries; None for none.
     """
 
@@ -198,12 +201,13 @@ class AppendClass:
 
     @property
     def element_type(self) -> Any:
-        """Of tensors as kernels get them: of one byte an element, two in a 16-bit type."""
+        """Return the DSL's element type of tensors as kernels get them: elements of one byte travel
+        in pairs, as a 16-bit type."""
         return ELEMENT_TYPES[self.torch_type]
 
     @property
     def torch_type(self) -> torch.dtype:
-        """The same as PyTorch calls it."""
+        """Return PyTorch's dtype of tensors as kernels get them."""
         return torch.bfloat16 if self.dtype in KV_DTYPES else self.dtype
 
     @property
@@ -213,5 +217,5 @@ class AppendClass:
 
     @property
     def cache_columns(self) -> int:
-        """The same of a row of the cache."""
+        """Return the columns of a row of the cache as kernels get it."""
         return self.row_columns if self.kv_dtype is None else HEAD_DIM // 2

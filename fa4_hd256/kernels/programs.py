@@ -39,7 +39,7 @@ class Kind(enum.Enum):
 
 
 class Use(NamedTuple):
-    """A use of a buffer.  position: turn of its ring; content: what it holds then, or is to; takes:
+    """A use of a buffer.  position: use of its ring; content: what it holds then, or is to; takes:
     who reads it is one for whom it was made; is_shared: `Copy.is_shared`."""
 
     ring: str
@@ -52,9 +52,9 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a role.  edge: of GROUP and TOUCH the product.  number: of the wait for or
-    arrival on an edge, from 0 on, or of the tile; of DONE the products that may be under way.
-    place: where in the steps, for messages."""
+    """One operation of a role.  edge: of GROUP and TOUCH the MMA. number: of the wait for or
+    arrival on an edge, from 0 on, or of the tile; of DONE the MMAs that may be under way. place:
+    where in the steps, for messages."""
 
     kind: Kind
     edge: str = ""
@@ -64,7 +64,7 @@ class Operation:
 
 
 class Counters:
-    """How often a role has waited for, or arrived on, each edge."""
+    """Counts of a role's waits for, and arrivals on, each edge."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], int] = defaultdict(int)
@@ -79,8 +79,8 @@ class Counters:
 
 
 class Turns:
-    """Where the MMA warp stands in each ring, by the rules of `blackwell.producers.MmaRole`: a
-    state for each ring, which what a product is done with advances.
+    """Position of the MMA warp in each ring, by the rules of `blackwell.producers.MmaRole`: a state
+    for each ring, which the MMAs advance when they are done with a buffer.
 
     The check follows the states, and not what the table means, so that it sees a wait for a phase
     that was waited for before, or a buffer that is never left.
@@ -112,7 +112,7 @@ class Turns:
         return number
 
     def leave_tile(self, is_ahead: bool) -> None:
-        """As `MmaRole.leave_tile`."""
+        """Advance the rings at a tile's end, as `MmaRole.leave_tile` does."""
         products = [p for p in self.steps.products if p.is_ahead == is_ahead]
         for name in dict.fromkeys(o.ring for product in products for o in product.operands):
             several = self.edges[self.steps.mma_edge(self.steps.ring(name))].stages > 1
@@ -141,7 +141,7 @@ class Programs:
     skipped: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def all(self) -> dict[tuple[str, int], list[Operation]]:
-        """By (role, CTA); parts of a role are roles."""
+        """Return the programs by (role, CTA); parts of a role are roles."""
         programs = {}
         for cta in CTAS:
             if self.steps.products and (cta == LEADER or self.edges.multiplies_alone):
@@ -224,7 +224,7 @@ class Programs:
         return Operation(Kind.COMMIT, edge, turns.commit(edge), place=place)
 
     def _product(self, issue: Issue, turns: Turns) -> Iterator[Operation]:
-        """As `MmaRole.perform`."""
+        """Yield the operations of `MmaRole.perform` for one MMA."""
         product, place = issue.product, str(issue)
         if issue.is_first:
             for edge in product.waits_for(When.FIRST):
@@ -255,7 +255,7 @@ class Programs:
     def _uses(
         self, product: Product, issue: Issue, piece: int, turns: Turns
     ) -> tuple[Use, ...]:
-        """What a product reads, then what it writes, or adds to."""
+        """Return the uses of an MMA: what it reads, then what it writes, or adds to."""
         uses = []
         for operand, part in ((product.a, 0), (product.b, piece)):
             step = None if self.steps.is_of_tile(operand.content) else issue.step
@@ -304,7 +304,7 @@ class Programs:
     def _tile(
         self, role: Role, which: tuple[int, range], before: int | None, counters: Counters
     ) -> Iterator[Operation]:
-        """which: (tile, steps)."""
+        """Yield a role's operations in a tile.  which: (tile, steps)."""
         tile, steps = which
         first, last = steps.start, steps.stop - 1
         for act in role.acts:
@@ -354,7 +354,7 @@ class Programs:
                 yield Operation(Kind.USE, uses=(use,), place=place)
 
     def _buffer(self, action: Action, where: tuple[int, int], counters: Counters) -> Use:
-        """What an action uses.  where: (tile, step)."""
+        """Return the buffer that an action uses.  where: (tile, step)."""
         (tile, step), ring = where, self.steps.ring(action.where)
         writes = action.verb is Verb.WRITE
         if writes:

@@ -17,7 +17,7 @@ __all__ = ["traced"]
 
 
 def traced(name: str) -> Callable[[Callable], Callable]:
-    """Put what a device method emits into a range of that name, where iket is asked for."""
+    """Put what a device method emits into a range of that name, where iket is requested."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)

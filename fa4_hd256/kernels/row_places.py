@@ -31,13 +31,13 @@ class SequenceOfQuery(NamedTuple):
 
     @classmethod
     def at(cls, rows: Any, query: Any) -> SequenceOfQuery:
-        """Of a query of the row."""
+        """Read the entry of a query of the row."""
         return cls(*(rows[query, column] for column in range(len(cls._fields))))
 
 
 def key_in_row(key: str) -> str:
-    """Of a score_mod that gets places in sequences, or of a mask_mod that gets those in the row and
-    lets no query see another sequence's keys."""
+    """Return the key of a score_mod that gets places in sequences, or of a mask_mod that gets those
+    in the row and lets no query see another sequence's keys."""
     return _IN_ROW + key
 
 

@@ -14,12 +14,11 @@ class CallScalars(NamedTuple):
 
     scale_log2: factor of the scores in the exponent of 2: |softmax_scale| * log2(e), or with a
     softcap softcap * log2(e), with a score_mod log2(e).  cap_scale: |softmax_scale| / softcap, with
-    a score_mod |softmax_scale|.  softmax_scale: with its sign.
-    window_left, window_right: 0 or more; 0 on an unbounded side.  unseen_queries, unseen_keys: rows
-    that a negative bound hides at each sequence's end (`windows`).  max_seqlen_q, max_seqlen_k: the
-    longest query and key sequence, or more.  head_parts: parts into which the query heads of a KV
-    head are divided.  clusters: of a static grid.  l2_bytes: of L2, for what the tiles of
-    a section share.
+    a score_mod |softmax_scale|.  softmax_scale: with its sign. window_left, window_right: 0 or
+    more; 0 on an unbounded side.  unseen_queries, unseen_keys: rows that a negative bound hides at
+    each sequence's end (`windows`).  max_seqlen_q, max_seqlen_k: the longest query and key
+    sequence, or more.  head_parts: parts into which the query heads of a KV head are split.
+    clusters: of a static grid.  l2_bytes: of L2, for what the tiles of a section share.
 
     softmax_scale and head_parts are the backward's, and None in the forward, whose kernels have no
     max_seqlen_k.

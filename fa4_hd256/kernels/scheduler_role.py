@@ -18,7 +18,7 @@ class SchedulerRole:
 
     @cute.jit
     def schedule(self, context: Any):
-        """Ask for each next tile when the load warp wants it; nothing to do under a static
+        """Request each next tile when the load warp wants it; nothing to do under a static
         scheduler."""
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
             scheduler = self.scheduler.create(context.order, context.channel)
@@ -30,6 +30,6 @@ class SchedulerRole:
 
     @cute.jit
     def want_next_tile_if(self, scheduler: Any, is_time: Boolean):
-        """Let the scheduler warp ask for the next tile, once in a tile."""
+        """Let the scheduler warp request the next tile, once in a tile."""
         if is_time:
             scheduler.want_next_work()

@@ -1,8 +1,8 @@
-"""What changes scores between Q K^T and the mask, and its derivative: the softcap, or a score_mod.
+"""Changes of scores between Q K^T and the mask, and their derivative: the softcap, or a score_mod.
 
 With s = softmax_scale * q k a score becomes softcap * tanh(s / softcap), or f(s, place, tensors) of
-a function that the user wrote in CuTe DSL.  The softmax, the mask and LSE are those of what comes
-of it; dS of the gradients takes the slope, its derivative with respect to s, as a factor.
+a function that the user wrote in CuTe DSL.  The softmax, the mask and LSE use the changed score; dS
+of the gradients is multiplied by the slope, its derivative with respect to s.
 
 NOTE [places].  A score_mod gets the place of each score as Int32.  Rows of a tile past the end of a
 sequence have that of the sequence's last row, so that tensors may be read by it; nobody sees what
@@ -33,7 +33,7 @@ SCORE_TENSORS = SCORE_MOD.tensors
 
 
 class Scored(NamedTuple):
-    """Which score it is, Int32 values inside a kernel.
+    """Place of a score, Int32 values inside a kernel.
 
     head: of the queries.  query, key: counted in their sequence.  seqlen_q, seqlen_k: its lengths.
     """
@@ -47,8 +47,9 @@ class Scored(NamedTuple):
 
 
 class ScoreOrigin(NamedTuple):
-    """Where a part of a call lies in it, for the places of its scores: its first batch entry, query
-    head, query and key, and by how much the sequences are longer than the part's; int or Int32."""
+    """Position of a part of a call in it, for the places of its scores: its first batch entry,
+    query head, query and key, and by how much the sequences are longer than the part's; int or
+    Int32."""
 
     batch: Any = 0
     head: Any = 0
@@ -81,7 +82,7 @@ SCORE_MOD.register(ALIBI, Functions(_alibi))
 
 
 class ScorePlaces:
-    """Where the scores of a register tensor lie.
+    """Places of the scores of a register tensor.
 
     batch: their batch entry; lengths: (seqlen_q, seqlen_k) of it.  locate: number of a score ->
     (query head, query, key).  keys_exist: static; where they may not, they are the last one, NOTE
@@ -119,7 +120,7 @@ class ScorePlaces:
 
 
 class ScoreChange:
-    """What changes the scores of a kernel; all of it static."""
+    """Change of a kernel's scores: softcap, score_mod or none; all of it static."""
 
     def __init__(self, softcap: bool, asked: FunctionClass | None) -> None:
         self.is_softcap = softcap
@@ -132,12 +133,12 @@ class ScoreChange:
 
     @property
     def by_place(self) -> bool:
-        """Whether it depends on the scores' places."""
+        """Return True if the change depends on the scores' places."""
         return self._functions is not None
 
     @property
     def has_slopes(self) -> bool:
-        """Whether its derivative is not 1 everywhere."""
+        """Return True if the derivative is not 1 everywhere."""
         functions = self._functions
         return self.is_softcap or (functions is not None and functions.slope is not None)
 
@@ -157,8 +158,8 @@ class ScoreChange:
     def apply_with_slopes(
         self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None
     ) -> cute.Tensor | None:
-        """The same, by instructions on pairs; returns the slope of each score, None where it is 1.
-        """
+        """Change scores by instructions on pairs; return the slope of each score, None where it is
+        1."""
         if not self.has_slopes:
             self.apply(scores, scale, places)
             return None
@@ -175,8 +176,8 @@ class ScoreChange:
     def apply_for_slopes(
         self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None
     ) -> Callable[[int, Float32], Float32] | None:
-        """The same without such instructions; returns what makes the slope of a score from its
-        number and what became of it, masked or not; None where it is 1.
+        """Change scores without instructions on pairs; return a function from the number of a score
+        and the changed score, masked or not, to its slope; None where the slope is 1.
 
         The softcap's slope takes no register of its own so.
         """

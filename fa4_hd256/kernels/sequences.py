@@ -1,4 +1,4 @@
-"""Where the rows of each batch entry lie: dense, padded or packed (varlen) sequences.
+"""Row ranges of the batch entries: dense, padded or packed (varlen) sequences.
 
 NOTE [empty tiles].  A TMA load that lies wholly outside its tensor touches the tensor's first byte
 (docs/silicon.md, `outside-load`), and a `clipped_view` begins below the memory of its tensor, where
@@ -56,17 +56,15 @@ class SequenceTensors(NamedTuple):
     are None.
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences in (total, heads, 256).
-    seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length.
-    page_table: (batch, most pages of a sequence) numbers of the pages of keys (`pages`).
-    part_list: into which parts the keys of each sequence are divided (`part_list`).
-    mask_steps, mask_bits: of a block mask (`block_mask`), which no others go with: (1 or batch, 1
-    or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of bits, 128, 4). mask_blocks,
-    mask_key_bits: the same of its gradients (`backward_block_mask`): (1 or batch, 1 or heads,
-    blocks of keys and of queries, 1 + most tiles, 4) and (tiles of bits, 128, 4).
-    tree_words: (1 or batch, most queries) which of the last keys each query sees, int32, or int64
-    for trees of more than 32 nodes (`masking`, NOTE [trees]).
-    ds_begins: (batch,) of packed sequences the number of the first tile of dS (`backward_ds_tiles`,
-    NOTE [units of dS]).
+    seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length. page_table:
+    (batch, most pages of a sequence) numbers of the pages of keys (`pages`). part_list: KV splits
+    of each sequence (`part_list`). mask_steps, mask_bits: of a block mask (`block_mask`), which no
+    others go with: (1 or batch, 1 or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of
+    bits, 128, 4). mask_blocks, mask_key_bits: the same of its gradients (`backward_block_mask`): (1
+    or batch, 1 or heads, blocks of keys and of queries, 1 + most tiles, 4) and (tiles of bits, 128,
+    4). tree_words: (1 or batch, most queries) which of the last keys each query sees, int32, or
+    int64 for trees of more than 32 nodes (`masking`, NOTE [trees]). ds_begins: (batch,) of packed
+    sequences the number of the first tile of dS (`backward_ds_tiles`, NOTE [units of dS]).
     cache_batch_idx: (batch,) the batch entry of K and V that holds the keys of each sequence.
     cache_leftpad: (batch,) how many rows of that entry lie before the first key; seqused_k counts
     them, too.
@@ -89,12 +87,12 @@ class SequenceTensors(NamedTuple):
 
     @classmethod
     def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:
-        """From a tuple of tensors in the order of their names, None if there are none."""
+        """Make it from a tuple of tensors in the order of their names, None if there are none."""
         return cls(**dict(zip(names, tensors or (), strict=True)))
 
     @property
     def are_unequal(self) -> bool:
-        """Whether sequences have lengths or places of their own."""
+        """Return True if sequences have lengths or places of their own."""
         own = (
             self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k,
             self.cache_batch_idx, self.cache_leftpad,
@@ -115,8 +113,8 @@ class RaggedKernel:
     problem_class: Any
 
     def sequence_tensors(self, ragged: Any) -> SequenceTensors:
-        """From a tuple in the order of the problem class, None if it has none; what follows is not
-        of these."""
+        """Make the sequence tensors from a tuple in the order of the problem class, None if it has
+        none; what follows is not of these."""
         names = self.problem_class.ragged
         return SequenceTensors.given(names, tuple(ragged or ())[: len(names)])
 
@@ -156,7 +154,8 @@ class Sequences(SharedByReference):
         return Sequence(rows.offset + before, rows.length - before, entry)
 
     def padded_query_offset(self, batch: Int32) -> Int32:
-        """Where a batch entry begins in tensors with padded query rows (see `padded_rows`)."""
+        """Return the first row of a batch entry in tensors with padded query rows (see
+        `padded_rows`)."""
         cu_seqlens = self.tensors.cu_seqlens_q
         if cutlass.const_expr(cu_seqlens is None):
             return batch * ((self.seqlen_q + (PADDING - 1)) // PADDING * PADDING)
@@ -164,8 +163,8 @@ class Sequences(SharedByReference):
         return (offset + batch * PADDING) // PADDING * PADDING
 
     def of_batch(self, batch: Int32) -> Sequences:
-        """The same for one batch entry, which is the only one that may be asked for: what memory
-        says of it is read here, once.  Without such memory `self`."""
+        """Return the sequences for one batch entry, the only one that may be read then: the entry's
+        numbers are read from memory here, once.  Without such memory return `self`."""
         if not self.tensors.are_unequal:
             return self
         rows = self.query(batch), self.key(batch)

@@ -1,21 +1,18 @@
-"""Steps as data: what the load warp and the MMA warp of a kernel do, as one list of products.
+"""Steps as data: what the load warp and the MMA warp of a kernel do, as one list of MMAs. A kernel
+declares the MMAs of a step in the order of their issue: their operands, where the results go, which
+edges are waited for and committed, what has to be loaded, and which MMAs run one step ahead of the
+others.  From this follow the loops of both roles, which use one order and cannot disagree about it,
+the wait at their end, the timeline in the documentation, and the check that the plan drains
+(`drain`). An MMA that is *ahead* is issued for step i + 1 before those that are not are issued for
+step i, also across the end of a tile: for the first step of the next tile, if that has any.  So a
+tile of n steps is issued as
 
-A kernel declares the products of a step in the order of their issue: their operands, where the
-results go, which edges are waited for and committed, what has to be loaded, and which products
-run one step ahead of the others.  From this follow the loops of both roles, which use one order
-and cannot disagree about it, the wait at their end, the timeline in the documentation, and the
-check that the plan drains (`drain`).
+    start the MMAs that are ahead, for step 0, of the first tile or after one without steps
+    body    for i = 1 .. n - 1 every MMA in order: those ahead for step i, the others for i - 1
+    end every MMA in order: those ahead for step 0 of the next tile, the others for n - 1
 
-A product that is *ahead* is issued for step i + 1 before those that are not are issued for step i,
-also across the end of a tile: for the first step of the next tile, if that has any.  So a tile of
-n steps is issued as
-
-    start   the products that are ahead, for step 0, of the first tile or after one without steps
-    body    for i = 1 .. n - 1 every product in order: those ahead for step i, the others for i - 1
-    end     every product in order: those ahead for step 0 of the next tile, the others for n - 1
-
-A table without such products issues every step by itself; what is waited for in a tile's first
-step, or committed in its last one, then stands before and after the tile's loop.
+A table without such MMAs issues every step by itself; what is waited for in a tile's first step, or
+committed in its last one, then stands before and after the tile's loop.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ __all__ = [
 
 
 class When(enum.Enum):
-    """In which steps of a tile."""
+    """Steps of a tile in which something happens."""
 
     EACH = "each step"
     FIRST = "first step"
@@ -73,7 +70,7 @@ class When(enum.Enum):
     NOT_FIRST = "each step but the first"
 
     def applies(self, is_first: bool, is_last: bool) -> bool:
-        """Whether a step is among them."""
+        """Return True if a step is among them."""
         return {
             When.EACH: True, When.FIRST: is_first, When.LAST: is_last, When.NOT_LAST: not is_last,
             When.NOT_FIRST: not is_first,
@@ -82,7 +79,7 @@ class When(enum.Enum):
 
 @dataclass(frozen=True)
 class EdgeUse:
-    """An edge that a product waits for, or commits, in some steps of a tile."""
+    """An edge that an MMA waits for, or commits, in some steps of a tile."""
 
     edge: str
     when: When = When.EACH
@@ -108,11 +105,11 @@ class Ring:
     """Buffers used in turn, and the two edges between those who fill and those who empty them.
 
     full: the edge that says that a buffer holds what it should.  free: the edge that says that it
-    may be filled again; None where the order of the products alone says so, since the tensor core
+    may be filled again; None where the order of the MMAs alone says so, since the tensor core
     executes them in the order of their issue.  Both edges have as many stages as there are buffers.
     over: the ring whose buffers these lie over.  parts: stages that lie over one buffer of that.
-    share: (which, of how many) parts of each buffer of that ring they lie over.
-    regions: of the SMEM or TMEM plan, each with so many buffers; the ring's name if none is given.
+    share: (which, of how many) parts of each buffer of that ring they lie over. regions: of the
+    SMEM or TMEM plan, each with so many buffers; the ring's name if none is given.
     """
 
     name: str
@@ -153,8 +150,8 @@ class Load:
     """Copies that fill one buffer of a ring together.
 
     when: in every step, or in a tile's first one.  pieces: buffers that are filled so, one after
-    the other, with as many parts of the content.  asked_ahead: behind the loads of a step L2 is
-    asked for what the TMA tensors of this one bring in the next.
+    the other, with as many parts of the content.  asked_ahead: behind the loads of a step, what the
+    TMA tensors of this one bring in the next is prefetched into L2.
     """
 
     ring: str
@@ -188,11 +185,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Operand:
-    """What a product reads or writes.
+    """Operand or result of an MMA.
 
     content: in the words of the timeline.  memory: the kernel's view of shared memory, or a region
-    of tensor memory.  ring: whose buffer it is.  part: what the product reads of that buffer; None
-    for all of it.
+    of tensor memory.  ring: whose buffer it is.  part: what the MMA reads of that buffer; None for
+    all of it.
     """
 
     content: str
@@ -203,15 +200,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """One product of a step: result = A B, or result += A B.
+    """One MMA of a step: result = A B, or result += A B.
 
     waits: edges waited for before it, in this order; those of the result before it is written,
         those of the operands before they are read.  commits: edges signalled when it is done, in
         this order.
     loads: what the load warp fetches for it, in this order.
-    is_ahead: issued one step before the products that are not (module's docstring).
+    is_ahead: issued one step before the MMAs that are not (module's docstring).
     overwrites: in which steps the result is overwritten, and not added to: in each, in a tile's
-        first one, or in none (None), where a product before it has.
+        first one, or in none (None), where an MMA before it has.
     pieces: parts of the sum; each takes a buffer of B's ring of its own, and a part of A's buffer.
         Only the edge of B's ring is waited for and committed for each.
     """
@@ -237,7 +234,7 @@ class Product:
 
 
 class Verb(enum.Enum):
-    """What a role written by hand does with an edge or with a buffer of a ring."""
+    """Verbs of a hand-written role's actions on an edge or on a buffer of a ring."""
 
     WAIT = "waits for"
     AGAIN = "waits again for"
@@ -256,11 +253,9 @@ class Verb(enum.Enum):
 @dataclass(frozen=True)
 class Action:
     """One action of a role.  where: an edge, or a ring; content: of the ring's buffer, or the name
-    of a product.
-
-    piece: of a content that takes several buffers.  is_oldest: the buffer is the oldest that the
-    role has not given back, not the latest that it waited for.  load: of FILL.  operands: of
-    MULTIPLY.  pending: of DONE.
+    of an MMA. piece: of a content that takes several buffers.  is_oldest: the buffer is the oldest
+    that the role has not given back, not the latest that it waited for.  load: of FILL.  operands:
+    of MULTIPLY.  pending: of DONE.
     """
 
     verb: Verb
@@ -314,7 +309,7 @@ def fill(load: Load) -> Action:
 
 
 def multiply(product: str, *operands: Action) -> Action:
-    """Issue a product as a group of its own, which reads its operands until it is done.
+    """Issue an MMA as a group of its own, which reads its operands until it is done.
 
     operands: reads of buffers; an operand in registers is none.
     """
@@ -322,12 +317,12 @@ def multiply(product: str, *operands: Action) -> Action:
 
 
 def done(pending: int) -> Action:
-    """Wait until at most so many of the latest products are not done."""
+    """Wait until at most so many of the latest MMAs are not done."""
     return Action(Verb.DONE, pending=pending)
 
 
 def touch(product: str) -> Action:
-    """Use the registers of the last product of a name: its result, or write what it reads."""
+    """Use the registers of the last MMA of a name: its result, or write what it reads."""
     return Action(Verb.TOUCH, content=product)
 
 
@@ -357,14 +352,14 @@ class Act:
 
 @dataclass(frozen=True)
 class Role:
-    """How a role that is written by hand uses the edges, for the check of the plan.
+    """Use of the edges by a hand-written role, for the check of the plan.
 
     begin, end: before the first, after the last tile.  In a tile without steps it does nothing.
     parts: groups of its warps that do so, each by itself.  of: the role that it is such a group of,
     where these are not alike.  enter: in a tile with steps, before all else.  skip: instead of a
-    step that it takes no part in, at a tile's beginning or end; idle: in a tile of whose steps it
-    takes part in none, before it skips them.  claims: it lets the scheduler ask for
-    the next tile when so many steps are left of one, at its beginning where it has fewer.
+    step that it takes no part in, at a tile's beginning or end; idle: in a tile without any step
+    that it takes part in, before it skips them.  claims: it lets the scheduler request the next
+    tile when so many steps are left of one, at its beginning where it has fewer.
     """
 
     name: str
@@ -380,7 +375,7 @@ class Role:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its parts."""
+        """Return the names of its parts."""
         if self.parts == 1:
             return (self.name,)
         return tuple(f"{self.name} {part}" for part in range(self.parts))
@@ -393,7 +388,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Issue:
-    """A product issued for a step.  step: of the tile; num_steps: of that tile."""
+    """An MMA issued for a step.  step: of the tile; num_steps: of that tile."""
 
     product: Product
     tile: int
@@ -414,19 +409,19 @@ class Issue:
 
 @dataclass(frozen=True)
 class Advance:
-    """A role asks the scheduler for its next tile.  tile: its number."""
+    """A role requests its next tile from the scheduler.  tile: its number."""
 
     tile: int
 
 
 @dataclass(frozen=True)
 class Want:
-    """The load role lets the scheduler ask for the tile with this number."""
+    """The load role lets the scheduler request the tile with this number."""
 
     tile: int
 
 
-#: Steps of a tile that the load role has left when it lets the scheduler ask for the next one. Too
+#: Steps of a tile that the load role has left when it lets the scheduler request the next one. Too
 #: early keeps tiles from clusters that have nothing to do; the response takes 500 to 2,000 clocks,
 #: and the load role wants it when these steps are loaded.
 CLAIM_STEPS = 2
@@ -434,8 +429,8 @@ CLAIM_STEPS = 2
 
 @dataclass(frozen=True)
 class StepTable:
-    """The products of a kernel's step in the order of their issue, the rings they use, and the
-    other roles, as far as they use the same edges.
+    """The MMAs of a kernel's step in the order of their issue, the rings they use, and the other
+    roles, as far as they use the same edges.
 
     meets: before a CTA of a cluster exits, its threads wait for those of the other.
     """
@@ -446,18 +441,18 @@ class StepTable:
     meets: bool = False
 
     def role(self, name: str) -> Role:
-        """The one of that name, or with a part of that name."""
+        """Return the role of that name, or with a part of that name."""
         return next(role for role in self.roles if name in (role.name, *role.names))
 
     @property
     def claims(self) -> float:
-        """Steps that a tile has left when the next one is asked for.  Raises StopIteration for a
+        """Steps that a tile has left when the next one is requested.  Raises StopIteration for a
         table without roles."""
         return next(role.claims for role in self.roles if role.claims is not None)
 
     @property
     def fills(self) -> tuple[tuple[Load, When], ...]:
-        """What is loaded, and in which steps."""
+        """Return all loads, with the steps in which they happen."""
         return (
             *((load, load.when) for load in self.loads),
             *(
@@ -478,14 +473,14 @@ class StepTable:
         return tuple(ring for ring in self.rings if ring.name in names)
 
     def loads_of(self, role: str, is_first: bool) -> tuple[Load, ...]:
-        """What a role fills in a tile's first step, or in every later one, in order."""
+        """Return a role's loads in a tile's first step, or in every later one, in order."""
         return tuple(
             action.load for act in self.role(role).acts if act.when.applies(is_first, False)
             for action in act.actions if action.load
         )  # fmt: skip
 
     def is_of_tile(self, content: str) -> bool:
-        """Whether a content is loaded, or written by a role, once a tile."""
+        """Return True if a content is loaded, or written by a role, once a tile."""
         loaded = any(
             copy.content == content and when is When.FIRST
             for load, when in self.fills for copy in load.copies
@@ -505,7 +500,7 @@ class StepTable:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether any product is ahead, and so a tile's first step begun in the tile before."""
+        """Return True if any MMA is ahead, and so a tile's first step begun in the tile before."""
         return any(product.is_ahead for product in self.products)
 
     @property
@@ -521,7 +516,7 @@ class StepTable:
 
     @property
     def multiplied_rings(self) -> tuple[Ring, ...]:
-        """Rings that the MMA warp's products read or write."""
+        """Rings that MMAs read or write."""
         names = {operand.ring for product in self.products for operand in product.operands}
         return tuple(ring for ring in self.rings if ring.name in names)
 
@@ -536,7 +531,7 @@ class StepTable:
         return waited[0] if waited else ring.full
 
     def mma_tail(self, edges: EdgeTable) -> tuple[str, ...]:
-        """Rings of whose edge the MMA warp awaits every last phase: those whose first pass did not
+        """Rings on whose edge the MMA warp awaits every last phase: those whose first pass did not
         block, so that as many signals are outstanding."""
         return tuple(
             ring.name for ring in self.multiplied_rings
@@ -545,7 +540,7 @@ class StepTable:
         )  # fmt: skip
 
     def left_after(self, product: Product) -> tuple[str, ...]:
-        """Rings whose buffer the MMA warp is done with after a product, without committing it."""
+        """Rings whose buffer the MMA warp is done with after an MMA, without committing it."""
         kept = {
             self.ring_of(use.edge).name
             for each in self.products for use in each.commits if use.when is When.EACH
@@ -557,13 +552,13 @@ class StepTable:
         )  # fmt: skip
 
     def resident(self, ring: str) -> bool:
-        """Whether one buffer of a ring serves the MMA warp for a whole tile."""
+        """Return True if one buffer of a ring serves the MMA warp for a whole tile."""
         pair = self.ring(ring)
         uses = [u for p in self.products for u in p.waits if u.edge in (pair.full, pair.free)]
         return any(use.when is When.FIRST for use in uses)
 
     def walk(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance | Want]:
-        """What the load and MMA warps go through for tiles of so many steps each.
+        """Yield what the load and MMA warps go through for tiles of so many steps each.
 
         The loops of `blackwell.producers` in plain Python, for the check of the plan; traces of the
         kernels hold the two to each other (tests/operator/kernels/test_step_traces.py).

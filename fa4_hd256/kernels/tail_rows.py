@@ -74,7 +74,7 @@ class TailTensors(NamedTuple):
 
 
 class TailBounds(NamedTuple):
-    """What the host was told, Int32.
+    """Limits that the host was given, Int32.
 
     rows_q, rows_k: of the tensors.  longest_q, longest_k: no sequence may have more rows.
     window_left, window_right: of the mask, as of `Visibility`.  unseen_queries, unseen_keys: rows

@@ -13,7 +13,7 @@ __all__ = ["describe_roles", "describe_steps"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a tile a product is issued.
+    """Place in a tile at which an MMA is issued.
 
     step: its number in words.  first, last: the condition under which the step is the tile's first
     or last one, in words; "" where it always is, None where it never is.
@@ -54,10 +54,10 @@ ANY = Place("i", first="i = 0", last="i = n - 1")
 
 
 def describe_steps(steps: StepTable, edges: EdgeTable) -> str:
-    """What load and MMA do for a tile of n steps, then what the other roles do, as tables.
+    """Describe what load and MMA do for a tile of n steps, then what the other roles do, as tables.
 
-    A product and its loads stand in one row; 0' is the first step of the next tile.  "in 2": in
-    two pieces, each with a buffer of its own.
+    An MMA and its loads stand in one row; 0' is the first step of the next tile.  "in 2": in two
+    pieces, each with a buffer of its own.
     """
     rows = ["| step of n | load | product | waits for | commits |", "|" + "---|" * 5]
     rows += [f"| {' | '.join(row)} |" for row in _rows(steps)]
@@ -70,10 +70,10 @@ def describe_steps(steps: StepTable, edges: EdgeTable) -> str:
 
 
 def describe_roles(steps: StepTable) -> str:
-    """What the roles of a table without products do in a tile, in their order, as a table.
+    """Describe what the roles of a table without MMAs do in a tile, in their order, as a table.
 
-    (rest n): until at most n of the warpgroup's products are under way.  Of roles that are groups
-    of warps of one role the first alone.
+    (rest n): until at most n of the warpgroup's MMAs are under way.  Of roles that are groups of
+    warps of one role the first alone.
     """
     rows, seen = ["| role | in | does |", "|" + "---|" * 3], {""}
     for role in steps.roles:
@@ -99,7 +99,7 @@ def describe_roles(steps: StepTable) -> str:
 
 
 def _words(action: Action) -> Iterator[str]:
-    """What an action is to a reader, if anything."""
+    """Yield an action in words, if a reader should see it."""
     if action.load is not None:
         suffix = f" in {action.load.pieces}" if action.load.pieces > 1 else ""
         yield f"fills {action.where}: {action.load.content}{suffix}"

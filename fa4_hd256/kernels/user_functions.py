@@ -22,7 +22,7 @@ MOST_TENSORS = 4
 
 
 class Functions(NamedTuple):
-    """What a key names.  slope: of a function of scores its derivative, None where it is 1
+    """Functions that a key names.  slope: derivative of a score_mod, None where it is 1
     everywhere."""
 
     function: Callable[..., Any]
@@ -30,7 +30,7 @@ class Functions(NamedTuple):
 
 
 class SelfDescribed:
-    """What a function may hold that says itself all that it computes."""
+    """Object that a function may hold and whose `text` says all that it computes."""
 
     @property
     def text(self) -> str:
@@ -40,15 +40,15 @@ class SelfDescribed:
 
 @dataclass(frozen=True)
 class FunctionClass:
-    """What of such a function is compiled in.  key: of it.  tensors: dtype and dimensions of each
-    that it reads, such as "float32 1"."""
+    """Facts of a user's function that are compiled in.  key: of it.  tensors: dtype and dimensions
+    of each that it reads, such as "float32 1"."""
 
     key: str
     tensors: tuple[str, ...] = ()
 
 
 class FunctionKind:
-    """What a function is for.
+    """Kind of a user's function: score_mod or mask_mod.
 
     argument: the name that calls have for it, "score_mod"; title: of the users' class.  arguments:
     of the function, in words.  tensors: names of those that it may read, and of one more where it
@@ -70,12 +70,13 @@ class FunctionKind:
         self._derived[prefix] = make
 
     def users_key(self, key: str) -> str:
-        """Of the user's functions, of which those of a key are made, or which they are."""
+        """Return the key of the user's functions from which those of a key are derived, or which
+        they are."""
         prefix = self._prefix_of(key)
         return key if prefix is None else self.users_key(key.removeprefix(prefix))
 
     def most_tensors(self, key: str) -> int:
-        """That functions of a key may read: of those made of others made of others no more."""
+        """Return the most tensors that functions of a key may read: derived ones one more."""
         return MOST_TENSORS + (self._prefix_of(key) is not None)
 
     def register(self, key: str, functions: Functions) -> None:
@@ -116,7 +117,8 @@ class FunctionKind:
         return next((prefix for prefix in self._derived if key.startswith(prefix)), None)
 
     def functions_of(self, key: str) -> Functions:
-        """Those of a key.  Raises ValueError for one that this process does not know."""
+        """Return the functions of a key.  Raises ValueError for one that this process does not
+        know."""
         prefix = self._prefix_of(key)
         if prefix is not None:
             make, (function, slope) = self._derived[prefix], self.functions_of(key[len(prefix) :])
@@ -130,9 +132,9 @@ class FunctionKind:
 
 
 def _told(value: Any, inside: tuple[Any, ...] = ()) -> Any:
-    """What tells values apart that a function of a user's is, or holds: of plain values what they
-    are, of functions their code and what they hold, of others which they are.  inside: of which
-    functions it is held."""
+    """Return what distinguishes values that a user's function is, or holds: plain values by value,
+    functions by their code and what they hold, others by identity.  inside: the functions that hold
+    it."""
     if isinstance(value, (bool, int, float, str, bytes, type(None), type(Ellipsis))):
         return type(value), repr(value)  # 0.0 is not -0.0
     if isinstance(value, (tuple, frozenset)):

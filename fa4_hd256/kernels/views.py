@@ -26,9 +26,9 @@ def by_sequence(
 ) -> cute.Tensor:
     """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch).
 
-    columns: 256, or 128 of a 16-bit type for as many bytes.  alignment: bytes of which the base and
-    every stride are multiples; by default 8 elements, which is TMA's rule for 16 bits and that of
-    256-bit stores for 32 bits.
+    columns: 256, or 128 of a 16-bit type for as many bytes.  alignment: in bytes, of the base and
+    every stride; by default 8 elements, which is TMA's rule for 16 bits and that of 256-bit stores
+    for 32 bits.
     """
     # 8 elements have as many bytes as an element has bits.
     width = tensor.element_type.width

@@ -28,7 +28,7 @@ ALL_ROWS = (1 << 31) - 1
 
 
 class Reach(NamedTuple):
-    """What a window leaves of a call: NOTE [negative windows].
+    """Window of a call without the rows that it hides: NOTE [negative windows].
 
     queries, keys: rows hidden at the end of each sequence.  window: bounds of the others, None or 0
     or more.
@@ -40,7 +40,8 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, window: Window) -> Reach:
-        """Of a window with bounds of either sign; one that holds no key hides all keys."""
+        """Return the reach of a window with bounds of either sign; one that holds no key hides all
+        keys."""
         left, right = window
         if left is not None and right is not None and left + right < 0:
             return cls(0, ALL_ROWS, (0, 0))

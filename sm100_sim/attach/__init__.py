@@ -39,7 +39,7 @@ LIBRARY_CACHES = (
 
 
 class Session:
-    """What has been launched inside one `attached()`.
+    """Launches inside one `attached()`.
 
     reports: of the launches, in order. failures: the errors that ended others.
     """

@@ -138,7 +138,7 @@ def _answering(function: Callable[..., Any], success: Any) -> Callable[..., tupl
 
 
 def patches() -> Iterator[Patch]:
-    """What cuda.bindings looks like while attached."""
+    """Yield the patches that make cuda.bindings answer as the simulated device."""
     for module, calls, success in (
         (driver, _driver_calls(), driver.CUresult.CUDA_SUCCESS),
         (runtime, _runtime_calls(), runtime.cudaError_t.cudaSuccess),

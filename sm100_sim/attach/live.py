@@ -14,7 +14,7 @@ _MAX_DEPTH = 4
 
 
 def _has_pointer(value: Any, depth: int = 0) -> bool:
-    """Whether there is a CuTe pointer among nested arguments."""
+    """Return True if there is a CuTe pointer among nested arguments."""
     if type(value).__name__ == "_Pointer":
         return True
     if depth > _MAX_DEPTH:
@@ -29,7 +29,7 @@ def _has_pointer(value: Any, depth: int = 0) -> bool:
 def _memory_of(tensor: Any) -> tuple[int, int]:
     """(start, end) of a tensor's storage; (0, 0) for one without memory, as those are that
     torch.compile traces with, or that torch.func wraps: there PyTorch raises RuntimeError, or
-    warns, when asked."""
+    warns, when queried."""
     try:
         storage = tensor.untyped_storage()
         if storage.device.type == "meta":

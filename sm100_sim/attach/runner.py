@@ -102,7 +102,7 @@ class _Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _terminations() -> Iterator[None]:
-    """While active, SIGTERM ends the script as an interrupt does, so that its findings are told."""
+    """Let SIGTERM end the script as an interrupt does, so that its findings are printed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -29,7 +29,7 @@ ALLOCATION_ALIGNMENT = 512
 
 
 class DeviceProperties:
-    """What torch.cuda.get_device_properties tells of the simulated device."""
+    """Properties of the simulated device, as torch.cuda.get_device_properties returns them."""
 
     warp_size = 32
     is_integrated = is_multi_gpu_board = 0
@@ -63,7 +63,7 @@ class Stream:
         """Nothing is ever outstanding."""
 
     def query(self) -> bool:
-        """Whether all work is done."""
+        """Return True: all work is done."""
         return True
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -103,7 +103,7 @@ class Event:
         return 1e3 * (end._time - self._time)
 
     def query(self) -> bool:
-        """Whether the event has happened."""
+        """Return True: the event has happened."""
         return True
 
     def synchronize(self) -> None:
@@ -148,7 +148,7 @@ _CUDA_FUNCTIONS: dict[str, Any] = {
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether a device argument names a CUDA device (an integer does)."""
+    """Return True if a device argument names a CUDA device (an integer does)."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, int) or isinstance(device, str) and device.startswith("cuda")
@@ -225,7 +225,7 @@ def _attribute(value: Any) -> property:
 
 
 def patches() -> Iterator[Patch]:
-    """What `torch` looks like while attached."""
+    """Yield the patches that make `torch` look as if it had the simulated device."""
     for name, value in _CUDA_FUNCTIONS.items():
         yield Patch(torch.cuda, name, value)
     # Annotations for a profiler, which a build of PyTorch for the CPU refuses.
@@ -257,7 +257,7 @@ def patches() -> Iterator[Patch]:
     yield Patch(tensor, "get_device", lambda self: 0)
     yield Patch(tensor, "__dlpack__", _dlpack)
     yield Patch(tensor, "__dlpack_device__", lambda self: CudaCapsule(self).__dlpack_device__())
-    # Its functions in C would tell that tensors lie on the CPU; without it __dlpack__ is asked.
+    # Its functions in C would tell that tensors lie on the CPU; without it __dlpack__ is called.
     yield Patch(tensor, "__dlpack_c_exchange_api__", ABSENT)
 
 

@@ -1,4 +1,4 @@
-"""Which host memory the tensors among a launch's arguments own."""
+"""Host memory that the tensors among a launch's arguments own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU tensors as CuTe DSL and tvm-ffi ask for them: in CUDA memory, by DLPack."""
+"""CPU tensors as CuTe DSL and tvm-ffi require them: in CUDA memory, by DLPack."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the simulator reads out of a kernel's machine code: the registers of its launch, and whether
-setmaxnreg moves them.
+"""Reader of a kernel's machine code: the registers of its launch, and whether setmaxnreg moves
+them.
 
 A cubin is an ELF file (CUDA Binary Utilities). Section .nv.info holds attributes, each a format
 byte, a number and a size, then the value; number 0x2f, of 8 bytes, is the index of a function's
-symbol and its registers a thread. `cuobjdump --dump-resource-usage` reports the same count.
+symbol and its registers per thread. `cuobjdump --dump-resource-usage` reports the same count.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _INSTRUCTION_BYTES, _OPCODE, _SET_REGISTERS = 16, 0xFFF, 0x9C8
 def loaded_cubin(address: int) -> bytes:
     """The cubin in host memory that cudaLibraryLoadData is given.
 
-    address: of an ELF file, or of a fat binary, of which the first ELF file counts. Returns b"" if
-    there is none, or only compressed ones.
+    address: of an ELF file, or of a fat binary, whose first ELF file counts. Returns b"" if there
+    is none, or only compressed ones.
     """
     if ctypes.string_at(address, 4) == _ELF_MAGIC:
         return _elf_at(address)
@@ -83,7 +83,7 @@ def moving_registers(cubin: bytes) -> set[str]:
     """(Mangled) names of the functions of a cubin that have a setmaxnreg.
 
     ptxas drops it, with a warning, from kernels whose registers no directive fixes: neither
-    .maxnreg nor .minnctapersm (ptxas 13.1). The PTX ISA asks for one of them.
+    .maxnreg nor .minnctapersm (ptxas 13.1). The PTX ISA requires one of them.
     """
     if not cubin:
         return set()

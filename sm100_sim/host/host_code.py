@@ -77,10 +77,10 @@ def ptx_of(compiled: Any) -> str:
 
 @contextlib.contextmanager
 def keeping_ptx() -> Iterator[None]:
-    """While active, `cute.compile` keeps the PTX text in the compiled function.
+    """Make `cute.compile` keep the PTX text in the compiled function.
 
-    Works after cutlass has been imported and leaves no file behind: the compiled object reads
-    the text when it is built. The DSL's in-memory compile cache is bypassed meanwhile.
+    Works after cutlass has been imported and leaves no file behind: the compiled object reads the
+    text when it is built. The DSL's in-memory compile cache is bypassed meanwhile.
     """
     from cutlass import cute
     from cutlass.cutlass_dsl import CuTeDSL

@@ -26,7 +26,7 @@ def program_of(compiled: Any) -> HostProgram:
 
 
 def launch_configs(compiled: Any, *args: Any, **kwargs: Any) -> list[LaunchConfig]:
-    """What a compiled function launches when it is called with these arguments; nothing runs.
+    """Return the launches of a compiled function that is called with these arguments; nothing runs.
 
     compiled, args, kwargs: as for `launch`. The `param_pointers` of the result no longer point to
     anything. Raises LaunchError as `launch` does.

@@ -3,7 +3,7 @@
 Such a function's object exports `__tvm_ffi_<name>`, which checks its arguments, sets the device and
 calls the same host code as a plain function's. It is linked like `HostProgram` links a plain one;
 the calls into tvm-ffi itself go to the installed library, and tensors are handed over as CUDA
-tensors, because that is what the compiled checks ask for.
+tensors, because that is what the compiled checks require.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TvmFfiProgram(HostProgram):
         self, args: tuple[Any, ...], on_launch: Callable[[LaunchConfig], None],
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """As `HostProgram.run`; torch tensors are accepted as they are."""
+        """Run the host code; see `HostProgram.run`. Torch tensors are accepted as they are."""
         keywords = kwargs or {}
         # Before 4.5 CuTe DSL took no pointers here.
         if hasattr(self.execution_args, "convert_python_pointer_args_for_tvm_ffi"):

@@ -122,12 +122,12 @@ def response_words(first: tuple[int, int, int] | None) -> np.ndarray:
 
 
 def of_hardware(words: np.ndarray) -> np.ndarray:
-    """Whether words, uint32 (4, ...), are a response that try_cancel has written."""
+    """Return True where words, uint32 (4, ...), are a response that try_cancel has written."""
     return (words[2] & ~np.uint32(CANCELLED) == MARKS[0]) & (words[3] == MARKS[1])
 
 
 def failed(words: np.ndarray) -> np.ndarray:
-    """Whether words, uint32 (4, ...), are the response to a request that has failed."""
+    """Return True where words, uint32 (4, ...), are the response to a request that has failed."""
     return of_hardware(words) & (words[2] & CANCELLED == 0)
 
 

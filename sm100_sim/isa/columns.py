@@ -1,4 +1,4 @@
-"""What the columns of the instruction table can say of an opcode beside its semantics.
+"""Values of the columns of the instruction table, beside an opcode's semantics.
 
 Values only. Whoever acts on a column (the sanitizer on `Rule`, native code on `NativeForm`, the
 timing model on `Event`) keeps a handler for each of its values and calls `require_complete` on them
@@ -22,7 +22,7 @@ class _Text(str, Enum):
 
 
 class Rule(Enum):
-    """What the sanitizer records when an instruction is executed."""
+    """Rule by which the sanitizer records an executed instruction."""
 
     #: Reads and writes registers only.
     COMPUTES = auto()
@@ -112,7 +112,7 @@ class Effect(_Text):
 
 
 class Recorded(Enum):
-    """What a trace records of an execution."""
+    """Record that a trace keeps of an execution."""
 
     NOTHING = auto()
     #: A `trace.records.TraceEntry`.
@@ -124,7 +124,7 @@ class Recorded(Enum):
 
 
 class Event(_Text):
-    """What an execution is to the timing model, which finds its SASS by it (`timing.events`)."""
+    """Kind of an execution for the timing model, which finds its SASS by it (`timing.events`)."""
 
     NONE = ""
     INIT = "init"
@@ -190,7 +190,8 @@ _WIDE = frozenset({"gpu", "sys", "gl"})
 
 
 class Ties(Enum):
-    """Whether an instruction lets clusters communicate, or makes their order matter."""
+    """Condition under which an instruction lets clusters communicate, or makes their order
+    matter."""
 
     NEVER = auto()
     ALWAYS = auto()
@@ -204,7 +205,7 @@ class Ties(Enum):
     IF_ORDERED = auto()
 
     def binds(self, modifiers: Collection[str]) -> bool:
-        """Whether the instruction with these modifiers does."""
+        """Return True if the instruction with these modifiers does."""
         if self is Ties.IF_GLOBAL:
             return "global" in modifiers
         if self is Ties.IF_WIDE:
@@ -217,7 +218,7 @@ class Ties(Enum):
 
 
 class MemoryAccess(Enum):
-    """How the lanes of an inline instruction access memory."""
+    """Kind of memory access by the lanes of an inline instruction."""
 
     NONE = auto()
     LOAD = auto()
@@ -227,14 +228,14 @@ class MemoryAccess(Enum):
     MATRIX_STORE = auto()
 
     def is_shared(self, modifiers: Collection[str]) -> bool:
-        """Whether it is known, before anything runs, to be in shared memory."""
+        """Return True if it is known, before anything runs, to be in shared memory."""
         if self in (MemoryAccess.MATRIX_LOAD, MemoryAccess.MATRIX_STORE):
             return True
         return self is not MemoryAccess.NONE and names_shared(modifiers)
 
 
 class Jump(Enum):
-    """Where lanes go behind a branch or exit."""
+    """Target of the lanes behind a branch or exit."""
 
     BRANCH = auto()
     #: To a target of a table.
@@ -280,7 +281,7 @@ class ByModifier:
 
 
 def names_shared(modifiers: Iterable[str]) -> bool:
-    """Whether a modifier names a state space of shared memory."""
+    """Return True if a modifier names a state space of shared memory."""
     return any(modifier.startswith("shared") for modifier in modifiers)
 
 

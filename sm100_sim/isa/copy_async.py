@@ -1,4 +1,4 @@
-"""cp.async: copies of 4, 8 or 16 bytes a lane from global to shared memory.
+"""cp.async: copies of 4, 8 or 16 bytes per lane from global to shared memory.
 
 PTX ISA 9.3, "Non-bulk copy" and "cp.async.mbarrier.arrive". The copies of one warp take effect in
 the order of their issue and at any time after it; only wait_group, wait_all or an mbarrier that

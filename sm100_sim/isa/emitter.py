@@ -119,7 +119,7 @@ class Emitter:
 
     def module_function(self, name: str, result: str, parameters: str,
                         build: Callable[[Emitter], str]) -> str:
-        """The name of a function of which the module has one copy that blocks call.
+        """The name of a function that the module has once and blocks call.
 
         For what kernels use hundreds of times: what is inline is compiled each time. build: emits
         the body and returns the result, "" for none.
@@ -452,7 +452,7 @@ class Emitter:
         return self.binary("and", "i1", "%active", self.guard)
 
     def executing_mask(self) -> str:
-        """The same as an i32 scalar."""
+        """Return the mask of executing lanes as an i32 scalar."""
         if self.guard is None:
             return "%active_mask"
         return self.name_for(f"bitcast <32 x i1> {self.executing()} to i32")

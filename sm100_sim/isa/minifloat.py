@@ -59,7 +59,7 @@ def unpack_padded(raw: np.ndarray, bits: int) -> np.ndarray:
     """Codes of 16-byte units that hold 16 elements of 4 or 6 bits, then padding.
 
     raw: uint8, the last dimension a multiple of 16 (.b4x16_p64 or .b6x16_p32); the result has the
-    same shape, one element a byte.
+    same shape, one element per byte.
     """
     units = raw.reshape(*raw.shape[:-1], -1, 16)
     if bits == 4:

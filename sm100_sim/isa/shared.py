@@ -1,4 +1,4 @@
-"""What the asynchronous machine operations share: shared addresses and submission."""
+"""Shared addresses and submission, for the asynchronous machine operations."""
 
 from __future__ import annotations
 

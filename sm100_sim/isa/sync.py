@@ -358,7 +358,7 @@ def _bind_reduction(instruction, parts: list[str]):
 
 
 def _votes(instruction, parts: list[str]) -> tuple[Callable, Callable]:
-    """(how many lanes of a warp are for it, what writes the result of so many of so many)."""
+    """Return (counter of a warp's lanes that vote for it, writer of the result of a vote)."""
     if parts not in (["and", "pred"], ["or", "pred"], ["popc", "u32"]):
         raise unknown(instruction, "a barrier reduces with .and.pred, .or.pred or .popc.u32")
     target, vote, operation = instruction.operands[0], instruction.operands[-1], parts[0]
@@ -376,7 +376,8 @@ def _votes(instruction, parts: list[str]) -> tuple[Callable, Callable]:
 
 
 def own_vote(instruction) -> Callable[[Warp, int], None] | None:
-    """What leaves a warp with the result of its own lanes, of a reduction; None of any other."""
+    """Return the writer that leaves a warp with the result of its own lanes, for a reduction; else
+    None."""
     name, *parts = [p for p in instruction.name.split(".") if p not in ("cta", "aligned")]
     if name not in ("bar", "barrier") or parts[0] != "red":
         return None
@@ -477,7 +478,7 @@ def bind_setmaxnreg(instruction, kernel):
 
 
 def most_asked(instructions: Iterable) -> int:
-    """The most registers that a setmaxnreg.inc of a kernel asks for, 0 without one."""
+    """The most registers that a setmaxnreg.inc of a kernel requests, 0 without one."""
     return max((
         i.operands[0].value for i in instructions if i.name.startswith("setmaxnreg.inc.")
     ), default=0)  # fmt: skip

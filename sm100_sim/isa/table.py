@@ -1,10 +1,10 @@
-"""The one table of instructions: a row has all that the simulator knows of an opcode.
+"""Instruction table: a row has all that the simulator knows of an opcode.
 
 Every opcode is *inline* (an emit function writes LLVM IR for it), a *machine operation* (a bind
 function validates the modifiers once and returns an executor that Python runs for each warp), or a
 branch or exit. A row is keyed by a dotted prefix; the longest prefix of the full opcode wins, and
-the rest are its modifiers. What is not in the table is an error that names the instruction.
-No other module knows opcodes: whoever needs something of one looks it up here.
+the rest are its modifiers. What is not in the table is an error that names the instruction. No
+other module knows opcodes: whoever needs something of one looks it up here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Row:
     Registers: ``defines`` are positions of operands that the instruction only writes, for every
     executing lane; it reads all others. ``fold`` computes the result before anything runs, or None,
     given the modifiers and the sources as far as they are known; ``copies`` says that the result is
-    a copy of the source, ``addressing`` that a loop that waits may compute it anew.
+    a copy of the source, ``addressing`` that a loop that waits may recompute it.
 
     Memory: ``access``, of inline operations. ``effect`` is the asynchronous operation that is
     issued, ``chain`` whether the chain of MMAs that a warp is issuing goes on or ends with it.
@@ -96,7 +96,7 @@ class Row:
         return _value(self.event, modifiers)
 
     def mix_with(self, modifiers: Iterable[str]) -> Mix | None:
-        """What the instruction with these modifiers counts for."""
+        """Return the mix that the instruction with these modifiers counts for."""
         return _value(self.mix, modifiers)
 
 

@@ -65,7 +65,8 @@ def participants(cta, group: int) -> tuple:
 
 
 def operands_of(cta, group: int) -> tuple:
-    """The same for an instruction that reaches into the memory of each: none may have exited."""
+    """Return the operands of an instruction that reaches into the memory of each CTA; none may have
+    exited."""
     ctas = participants(cta, group)
     for each in ctas:
         each.require_present("an instruction with cta_group::2 reaches into it")

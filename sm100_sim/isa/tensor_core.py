@@ -116,7 +116,8 @@ class Mma:
     scale_b: int = 0
 
     def continues(self, before: Mma) -> bool:
-        """Whether this instruction extends the accumulator chain that `before` belongs to."""
+        """Return True if this instruction extends the accumulator chain that `before` belongs
+        to."""
         return (
             self.accumulate
             and not self.scale
@@ -163,7 +164,7 @@ def _smem_operand(ctas, raws, mn_major, extent, mma: Mma, which: str) -> np.ndar
 
 
 def _codes(raw: np.ndarray, name: str, descriptor: InstructionDescriptor) -> np.ndarray:
-    """One element a byte: sub-byte types are packed in pairs (the 4-bit kinds), or padded."""
+    """One element per byte: sub-byte types are packed in pairs (the 4-bit kinds), or padded."""
     bits = minifloat.BITS.get(name, 8)
     if bits == 8:
         return raw
@@ -268,7 +269,7 @@ def a_lanes(mma: Mma, rows: int) -> slice | np.ndarray:
 
 
 def half_sub_partitions(mma: Mma) -> bool:
-    """Whether the instruction uses 16 lanes of each sub-partition only (Layout F)."""
+    """Return True if the instruction uses 16 lanes of each sub-partition only (Layout F)."""
     return mma.descriptor.m == 64 and not mma.descriptor.ws
 
 

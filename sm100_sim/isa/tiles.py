@@ -1,4 +1,4 @@
-"""Which bytes a TMA tile takes from global and shared memory, and reductions of tiles.
+"""Bytes that a TMA tile takes from global and shared memory, and reductions of tiles.
 
 PTX ISA 9.3, "Tensor copies", and the CUDA driver API's `cuTensorMapEncodeTiled`: a tile starts at
 signed coordinates. `native.tiles` moves it.
@@ -61,7 +61,8 @@ def window(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> Window | None
 
 
 class _Whole(NamedTuple):
-    """What all tiles inside the tensor share: `last` coordinate, element `strides`, a window."""
+    """Facts shared by all tiles inside the tensor: `last` coordinate, element `strides`, a
+    window."""
 
     last: tuple[int, ...]
     strides: tuple[int, ...]
@@ -190,10 +191,10 @@ def load_tile(
 
 
 def _check_base(t: TensorMap, coordinates: tuple[int, ...], memory: Any, what: str) -> None:
-    """Raise MemoryFault unless the first byte of a tensor of which a load wants nothing is memory.
+    """Raise MemoryFault unless the first byte of a tensor outside which a load lies is memory.
 
     The hardware touches it, wherever the tile lies outside (measured on an H200: illegal address;
-    stores wholly outside touch nothing, and loads of which a part is inside only that part).
+    stores wholly outside touch nothing, and loads that are partly inside only that part).
     """
     what += (f" at {coordinates}, wholly outside its tensor of sizes {t.sizes}, of which the "
              "hardware then touches the first byte,")

@@ -1,4 +1,4 @@
-"""What a warpgroup has in flight of its wgmma instructions, and their products.
+"""State of a warpgroup: its wgmma instructions in flight, and their MMAs.
 
 The four warps of a warpgroup issue each instruction on their own; it exists when all four have
 issued it. Instructions between two commits are one operation of the machine, which takes effect in
@@ -57,7 +57,7 @@ class Form:
 
     @property
     def element_bytes(self) -> int:
-        """Of A and B."""
+        """Return the bytes of an element of A and B."""
         return _WIDTH[self.a_type]
 
     @property
@@ -103,7 +103,8 @@ class Product(NamedTuple):
     accumulate: bool
 
     def continues(self, before: Product) -> bool:
-        """Whether this instruction extends the accumulator chain that `before` belongs to."""
+        """Return True if this instruction extends the accumulator chain that `before` belongs
+        to."""
         mine, other = self.site, before.site
         return (
             self.accumulate and mine.form == other.form and mine.accumulator == other.accumulator
@@ -186,7 +187,7 @@ class Warpgroup:
             self._submit(warp, instruction, group)
 
     def _next(self, warp: Any) -> Product | None:
-        """What the four warps have issued next; None for a commit."""
+        """Return the instruction that the four warps have issued next; None for a commit."""
         items = [issued.popleft() for issued in self._issued]
         first = items[0]
         for number, item in enumerate(items):
@@ -223,7 +224,7 @@ class Warpgroup:
         return Waiting(f"wgmma group {number} of warpgroup {self.index}", self)
 
     def describe(self) -> str:
-        """How far each warp is."""
+        """Describe how far each warp is."""
         counts = ", ".join(
             f"warp {warp.index}: {count}"
             for warp, count in zip(self.warps, self.committed, strict=True)

@@ -38,7 +38,8 @@ def translating_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[st
 
 
 def _source_digest() -> bytes:
-    """Of the sources that translate; empty where nothing is kept, since no entry is named then."""
+    """Return the digest of the sources that translate; empty without a cache, which names no entry
+    then."""
     cache = disk_cache()
     return b"" if cache is None else _meaning(cache)
 

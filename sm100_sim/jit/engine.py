@@ -31,7 +31,7 @@ def host() -> tuple[llvm.Target, str, str]:
 
 @functools.cache
 def host_has(feature: str) -> bool:
-    """Whether the CPU has a feature, by LLVM's name of it (e.g. "avx512f")."""
+    """Return True if the CPU has a feature, by LLVM's name of it (e.g. "avx512f")."""
     return f"+{feature}" in host()[2].split(",")
 
 
@@ -44,7 +44,7 @@ def function_attributes() -> str:
 
 
 def target_machine(level: int) -> llvm.TargetMachine:
-    """What compiles for this CPU; level: LLVM's code generation level, 0 to 3."""
+    """Return the compiler for this CPU; level: LLVM's code generation level, 0 to 3."""
     target, cpu, features = host()
     return target.create_target_machine(cpu=cpu, features=features, opt=level, jit=True,
                                         codemodel="jitdefault")

@@ -3,7 +3,7 @@
 Every execution of the instruction has to be accounted for by an edge that implies it: the
 instruction would have told nothing new, or what it would have told is learned from another
 instruction before anything needs it. That nothing needed it before is not argued here: an access
-that did would be a finding, and a run with a finding is not asked for edges. Whatever is not
+that did would be a finding, and edges of a run with a finding do not count. Whatever is not
 recognised stays without an edge, and the instruction does not count as redundant.
 """
 
@@ -62,7 +62,8 @@ class Ledger:
             self.pending.setdefault(other, Counter())[state] += count
 
     def take(self, kind: str, state: WarpState) -> int:
-        """How many executions of this kind by a warp wait for their edge; they no longer do."""
+        """Return how many executions of this kind by a warp wait for their edge, and stop counting
+        them."""
         return self.pending.get(kind, Counter()).pop(state, 0)
 
     def settle(self, kind: str, state: WarpState, edge: str) -> None:
@@ -72,7 +73,7 @@ class Ledger:
             self.name(edge, count)
 
     def drop(self, kind: str, state: WarpState) -> None:
-        """Those executions, if there are any, matter."""
+        """Deny redundancy: executions of this kind by a warp matter, if there are any."""
         if self.take(kind, state):
             self.denied = True
 

@@ -117,12 +117,12 @@ class Launch:
 
 @dataclass
 class Score:
-    """What came of the mutants of one kernel over all launches that were tried.
+    """Result of the mutants of one kernel over all launches that were tried.
 
     kernel: its name. mutants: by PTX line index of the instruction. unreached: synchronisation
-    instructions that no launch reached. known: what the kernel itself is found to do.
-    seconds: spent. seeds: the most that a mutant is tried with. confirm: seeds after which a mutant
-    for which every run has named an edge counts as redundant.
+    instructions that no launch reached. known: the findings of the kernel itself. seconds: spent.
+    seeds: the most that a mutant is tried with. confirm: seeds after which a mutant for which every
+    run has named an edge counts as redundant.
     """
 
     kernel: str
@@ -135,7 +135,7 @@ class Score:
     seconds: float = 0.0
 
     def count(self, outcome: str) -> int:
-        """How many mutants are "caught", "redundant" or "survived"."""
+        """Count the mutants that are "caught", "redundant" or "survived"."""
         return Counter(m.outcome for m in self.mutants.values())[outcome]
 
     def __str__(self) -> str:
@@ -212,7 +212,7 @@ class Score:
         return mutant is not None and mutant.outcome == "caught"
 
     def _merge(self, new: Mutant) -> Mutant:
-        """What several launches say together."""
+        """Merge a mutant with its result of earlier launches."""
         old = self.mutants.get(new.instruction.index)
         if old is None:
             return new
@@ -242,7 +242,7 @@ class _Trials:
         return self._run(None)[1].executed_indices()
 
     def intact(self, seed: int | None) -> dict[Key, str]:
-        """What the kernel itself is found to do under a seed."""
+        """Return the findings of the kernel itself under a seed."""
         return self._run(seed)[0]
 
     def mutant(
@@ -356,7 +356,7 @@ class Collector:
 
 @contextlib.contextmanager
 def captured(take: Callable[[Launch], None]) -> Iterator[None]:
-    """While active, `take` gets each launch before it runs."""
+    """Let `take` get each launch before it runs."""
     plain: Any = launcher.run_kernel
     module: Any = launcher
 

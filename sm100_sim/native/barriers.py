@@ -58,13 +58,13 @@ def wake_waiters(b: ptr[Barrier]) -> None:
 
 @native
 def completes(b: ptr[Barrier], count: u64, transactions: i64) -> boolean:
-    """Whether `count` arrivals and a change of the tx-count end the phase."""
+    """Return True if `count` arrivals and a change of the tx-count end the phase."""
     return count == u64(b.pending) and i64(b.transactions) + transactions == 0
 
 
 @native
 def in_python(b: ptr[Barrier], count: u64, transactions: i64) -> boolean:
-    """Whether Python must do this: an error, or somebody there to be woken."""
+    """Return True if Python must do this: an error, or a warp to be woken."""
     total = i64(b.transactions) + transactions
     if count > u64(b.pending) or total > TRANSACTION_LIMIT or total < 0 - TRANSACTION_LIMIT:
         return True
@@ -73,7 +73,7 @@ def in_python(b: ptr[Barrier], count: u64, transactions: i64) -> boolean:
 
 @native
 def change(b: ptr[Barrier], count: u64, transactions: i64) -> None:
-    """Arrivals and a change of the tx-count, of which `in_python` has said no."""
+    """Arrivals and a change of the tx-count; `in_python` has returned False."""
     ends = completes(b, count, transactions)
     b.pending -= u32(count)
     b.transactions += i32(transactions)
@@ -85,7 +85,7 @@ def change(b: ptr[Barrier], count: u64, transactions: i64) -> None:
 
 @native
 def is_own(c: ptr[Context], address: u64) -> boolean:
-    """Whether a shared address is in the memory of the executing CTA."""
+    """Return True if a shared address is in the memory of the executing CTA."""
     return address >> 24 == u64(c.shared_base) >> 24
 
 

@@ -243,7 +243,7 @@ class _Routine:
         self.begin(end)
 
     def do_For(self, node: ast.For) -> None:
-        """for name in range({first,} end): a u64 counter."""
+        """Compile `for name in range({first,} end)`: a u64 counter."""
         call = node.iter
         if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "range"
                 and 1 <= len(call.args) <= 2 and isinstance(node.target, ast.Name)):

@@ -1,7 +1,7 @@
 """TMA tensor copies in native code (`isa.tma` has the rules, `tiles` moves the bytes).
 
-With a descriptor that Python has seen before, of a tensor all of which is memory; others are left
-to Python.
+With a descriptor that Python has seen before, of a tensor that is memory as a whole; others are
+left to Python.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ALIGNMENT_MASK = 127
 
 @native
 def same_in_all(c: ptr[Context], lanes: u32, operands: ptr[Operand], count: u64) -> boolean:
-    """Whether the executing lanes issue one copy: the operands are the same in all of them."""
+    """Return True if the executing lanes issue one copy: the operands are the same in all of
+    them."""
     for i in range(count):
         if not shared_by_lanes(c, lanes, operands[i]):
             return False
@@ -49,7 +50,8 @@ def tile_at(
 
 @native
 def can_land(k: ptr[Cluster], rank: u64, offset: u64, signal: u64, t: ptr[TileMap]) -> boolean:
-    """Whether a tile fits at an offset of a CTA and its mbarrier can be signalled natively."""
+    """Return True if a tile fits at an offset of a CTA and its mbarrier can be signalled
+    natively."""
     b = barrier_at(k, signal)
     if not b or offset & ALIGNMENT_MASK != 0 or offset + t.shared_bytes > k.ctas[rank].smem_bytes:
         return False

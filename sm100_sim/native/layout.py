@@ -19,7 +19,7 @@ DIMENSIONS = 5
 
 
 class Context(ctypes.Structure):
-    """What native code sees of one warp.
+    """View that native code has of one warp.
 
     wait_on, wait_lanes: the mbarrier that native code let lanes wait for; next_waiter: the warp
     that waits for the same barrier behind this one. queued: ready or running. present: lanes that
@@ -108,7 +108,7 @@ class Cluster(ctypes.Structure):
 
 
 class Operand(ctypes.Structure):
-    """How to read an operand: `kind` is one of `operands`; see there."""
+    """Operand as native code reads it: `kind` is one of `operands`; see there."""
 
     _fields_ = [("kind", c_uint32), ("slot", c_uint32), ("value", c_uint64)]
 
@@ -130,7 +130,7 @@ NO_SLOT = 0xFFFFFFFF
 class Fragment(ctypes.Structure):
     """The static part of a tcgen05.ld or st (`isa.tcgen05_data.Form`).
 
-    shape: place in `isa.tcgen05_data.SHAPES`. count: registers a thread; slots: theirs. packed: 1
+    shape: place in `isa.tcgen05_data.SHAPES`. count: registers per thread; slots: theirs. packed: 1
     if a register holds the low halves of two columns. split: of 16x32bx2, in columns.
     """
 

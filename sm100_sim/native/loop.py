@@ -31,7 +31,7 @@ def run_cluster(k: ptr[Cluster], budget: u64) -> i32:
 
 @native
 def run_warps(k: ptr[Cluster], budget: u64) -> i32:
-    """See `run_cluster`."""
+    """Run the ready warps; return why that is over.  `run_cluster` counts its time."""
     while True:
         c = k.current
         if not c:

@@ -35,7 +35,7 @@ def operand(c: ptr[Context], lanes: u32, o: ptr[Operand]) -> u64:
 
 @native
 def shared_by_lanes(c: ptr[Context], lanes: u32, o: ptr[Operand]) -> boolean:
-    """Whether all set lanes have the same value of a register operand."""
+    """Return True if all set lanes have the same value of a register operand."""
     if lanes & (lanes - 1) == 0 or o.kind == CONSTANT or o.kind == SYMBOL:
         return True
     lane = trailing_zeros(lanes)

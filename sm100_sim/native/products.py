@@ -1,4 +1,4 @@
-"""tcgen05.mma of kind::f16 with float32 accumulators and 128 rows a CTA, in native code.
+"""tcgen05.mma of kind::f16 with float32 accumulators and 128 rows per CTA, in native code.
 
 The same products as `tensor_core` makes, with the same BLAS routine and arguments, hence the same
 bits: D^T (N, 128) = B (N, K) @ A^T (K, 128) for each CTA over the K of a whole accumulator chain.
@@ -47,13 +47,13 @@ ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 
 @native
 def matrix_is_valid(raw: u64) -> boolean:
-    """Whether a matrix descriptor passes all checks of `descriptors.decode_matrix`."""
+    """Return True if a matrix descriptor passes all checks of `descriptors.decode_matrix`."""
     return raw >> 46 & 127 == 1 and raw >> 61 & 1 == 0
 
 
 @native
 def instruction_is_covered(raw: u32, group: u32, a_in_tmem: u32) -> boolean:
-    """Whether these routines do what an instruction descriptor asks for."""
+    """Return True if these routines do what an instruction descriptor requests."""
     if raw & 0x600C != 0 or raw >> 4 & 3 != 1 or raw >> 7 & 7 > 1 or raw >> 10 & 7 > 1:
         return False
     n = (raw >> 17 & 63) << 3
@@ -100,8 +100,8 @@ def atom_of(raw: u64) -> u64:
 def operand_inside(
     cta: ptr[Cta], raws: ptr[u64], count: u64, extent: u64, mn_major: u32
 ) -> boolean:
-    """Whether native code can read an operand: its descriptors differ in their start alone, and it
-    lies in shared memory by a bound that counts whole rows of 128 bytes."""
+    """Return True if native code can read an operand: its descriptors differ in their start alone,
+    and it lies in shared memory by a bound that counts whole rows of 128 bytes."""
     first = raws[0]
     farthest: u64 = 0
     for j in range(count):
@@ -240,7 +240,7 @@ def accumulate(c: ptr[Context], chain: ptr[Chain], cta: ptr[Cta], b_order: i32, 
 
 @native
 def chain_is_covered(c: ptr[Context], chain: ptr[Chain], count: u64) -> boolean:
-    """Whether all operands of the warp's chain are where they may be."""
+    """Return True if all operands of the warp's chain are where they may be."""
     descriptor = chain.descriptor
     group = chain.group
     n = descriptor >> 17 & 63
@@ -323,7 +323,7 @@ def end_chain(c: ptr[Context]) -> boolean:
 def continues(
     chain: ptr[Chain], d: u32, descriptor: u32, o: ptr[Operation], enabled: u32
 ) -> boolean:
-    """Whether an MMA belongs to the accumulator chain before it."""
+    """Return True if an MMA belongs to the accumulator chain before it."""
     return (enabled == 1 and chain.d == d and chain.descriptor == descriptor
             and u64(chain.group) == o.form[0] and u64(chain.a_in_tmem) == o.form[1])
 

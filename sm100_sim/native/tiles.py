@@ -101,7 +101,7 @@ def move_row(
 
 @native
 def is_inside(coordinate: i64, size: i64) -> boolean:
-    """Whether a coordinate is one of the tensor's."""
+    """Return True if a coordinate is one of the tensor's."""
     return coordinate >= 0 and coordinate < size
 
 

@@ -62,7 +62,7 @@ def sgemm() -> tuple[int, bool]:
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[bool]:
-    """While active, numpy's products take one thread; yields whether that could be arranged.
+    """Give numpy's matrix products one thread; yield True if that could be arranged.
 
     With another BLAS than the OpenBLAS of numpy's wheels nothing changes.
     """

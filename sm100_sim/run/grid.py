@@ -50,7 +50,7 @@ class Grid:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every cluster has been launched or cancelled."""
+        """Return True if every cluster has been launched or cancelled."""
         with self._lock:
             self._skip()
             return self._next == self._end
@@ -90,12 +90,13 @@ class Grid:
 
 
 def clusters_are_independent(instructions: Iterable[Any]) -> bool:
-    """Whether nothing in a kernel lets its clusters communicate, or makes their order matter.
+    """Return True if nothing in a kernel lets its clusters communicate, or makes their order
+    matter.
 
     Atomics and reductions in global memory, global accesses that are not weak (volatile, relaxed,
     acquire, release) or bypass caches (cv, wt), fences of GPU or system scope and cluster launch
     control do. What is left are weak accesses; those of two clusters to one address, one of them a
-    write, are then a data race (PTX ISA, memory consistency model), which no kernel may rely on.
-    An access whose state space is not named counts as global.
+    write, are then a data race (PTX ISA, memory consistency model), which no kernel may rely on. An
+    access whose state space is not named counts as global.
     """
     return not any(row_of(i).ties.binds(i.modifiers) for i in instructions)

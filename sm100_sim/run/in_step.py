@@ -1,4 +1,5 @@
-"""What Python and native code do in turn: accumulator chains, and copies by TMA descriptors.
+"""Operations shared between Python and native code: accumulator chains, and copies by TMA
+descriptors.
 
 Only where asynchronous operations take effect at once does native code issue them.
 """
@@ -64,7 +65,7 @@ def native_chain(warp: ResidentWarp) -> tuple[Any, list[Mma]]:
 
 
 def has_native_chain(warp: ResidentWarp) -> bool:
-    """Whether native code holds an accumulator chain of a warp."""
+    """Return True if native code holds an accumulator chain of a warp."""
     return 0 < warp.context.chain_length < CHAIN_IN_PYTHON
 
 

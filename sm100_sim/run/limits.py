@@ -1,4 +1,4 @@
-"""What a launch may ask for: shape, registers, shared memory, parameters."""
+"""Limits of a launch: shape, registers, shared memory, parameters."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def check_launch(compiled: Any, config: LaunchConfig, threads: int, shared_bytes
 def registers_at_launch(compiled: Any, config: LaunchConfig) -> int:
     """Registers of each thread at launch; the hardware allots whole granules of them.
 
-    The kernel's own number where its machine code is known; else the most that its PTX lets
-    ptxas give it, which is what kernels that use setmaxnreg are compiled for. That is no more
-    than the largest setmaxnreg.inc asks for (seen of ptxas 13.0 and on an H200).
+    The kernel's own number where its machine code is known; else the most that its PTX lets ptxas
+    give it, which is what kernels that use setmaxnreg are compiled for. That is no more than the
+    largest setmaxnreg.inc requests (seen of ptxas 13.0 and on an H200).
     """
     kernel, known = compiled.kernel, config.registers
     if known is not None:

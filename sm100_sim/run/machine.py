@@ -6,9 +6,9 @@ until it must wait, exits, or polls; whatever changes a barrier wakes exactly th
 for it. When no warp can run, the policy lets a pending asynchronous operation take effect; when
 there is none, the launch hangs, and the error lists who waits for what.
 
-In a fixed order one cluster runs until nothing in it can go on (or it asked for the next cluster
-of the grid), because its state then stays in the CPU's caches. A random order takes any ready warp
-of any resident cluster.
+In a fixed order one cluster runs until nothing in it can go on (or it requested the next cluster of
+the grid), because its state then stays in the CPU's caches. A random order takes any ready warp of
+any resident cluster.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Machine:
         return DEFAULT_BUDGET if self.by_itself else min(asked, default=DEFAULT_BUDGET)
 
     def _bind_executors(self) -> list[Any]:
-        """By block, what Python does of a machine operation."""
+        """Return the Python executor of each block's machine operation."""
         executors = self.compiled.executors
         for observer in self.observers:
             executors = observer.around(executors)
@@ -165,8 +165,8 @@ class Machine:
         return x, y, z
 
     def new_queues(self) -> tuple[NativeCluster, Any]:
-        """What native code sees of a new cluster, with its queue of ready warps, and where ready
-        warps go: that queue, or one list for all clusters in a random order."""
+        """Return (native state of a new cluster with its queue of ready warps, queue of ready
+        warps): that queue, or one list for all clusters in a random order."""
         warps = self.cluster_size * -(-self.threads // 32)
         queue = NativeCluster(self.native, self.cluster_size, warps, self.shared_bytes)
         return queue, queue if self._in_order else self._ready
@@ -238,7 +238,7 @@ class Machine:
         return sorted(self._found_in, key=lambda text: (self._found_in[text], text))
 
     def all_findings(self) -> list[str]:
-        """What the report of the launch lists."""
+        """Return the findings of the launch's report."""
         found = self.findings
         for observer in self.observers:
             found = observer.findings(found)

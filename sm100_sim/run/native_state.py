@@ -1,4 +1,4 @@
-"""What native code sees of a launch and of its clusters (`native.layout`)."""
+"""Native state of a launch and of its clusters (`native.layout`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCRATCH = (ROWS * K_STEP * layout.CHAIN_LIMIT, 256 * K_STEP * layout.CHAIN_LIMIT
 
 
 class NativeLaunch:
-    """What native code sees of a launch.
+    """Native state of a launch.
 
     blocks: of the kernel. done: uint64 (blocks, 2), machine operations done in native code:
     executions by a warp, lanes. seconds: processor time in native code.
@@ -93,7 +93,7 @@ class NativeLaunch:
 
 
 class NativeCluster:
-    """What native code sees of a cluster; also its queue of ready warps."""
+    """Native state of a cluster; also its queue of ready warps."""
 
     def __init__(self, launch: NativeLaunch, ctas: int, warps: int, shared_bytes: int) -> None:
         """ctas, warps: of the cluster; shared_bytes: of a CTA."""

@@ -1,4 +1,4 @@
-"""Who looks on while a launch runs: the sanitizer, a trace, whatever the launcher hands in.
+"""Observers of a launch: the sanitizer, a trace, whatever the launcher hands in.
 
 The machine is one for all of them. An observer sees what warps do through the executors that it
 extends, asynchronous operations as they are issued, and clusters and warps as they come and go.
@@ -66,5 +66,5 @@ class Observer:
         """Every cluster is done."""
 
     def findings(self, found: list[str]) -> list[str]:
-        """What the report lists; found: what is known without this observer."""
+        """Return the findings of the report; found: what is known without this observer."""
         return found

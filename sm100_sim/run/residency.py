@@ -1,4 +1,4 @@
-"""What is resident on the machine: clusters, their CTAs and warps, with all their state."""
+"""Resident state of the machine: clusters, their CTAs and warps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MBARRIER_BYTES = 8
 
 
 class Host(Protocol):
-    """What clusters ask of the machine on which they are resident."""
+    """Machine as the clusters resident on it see it."""
 
     compiled: Any
     config: LaunchConfig
@@ -53,7 +53,7 @@ class Host(Protocol):
         """Coordinates in the grid of the CTA of a rank in a cluster."""
 
     def new_queues(self) -> tuple[Any, Any]:
-        """What native code sees of a new cluster, and where its ready warps go."""
+        """Return (native state of a new cluster, queue of its ready warps)."""
 
     def new_mbarrier(self, cta: Cta, address: int, count: int) -> MBarrier:
         """The object of an mbarrier that a CTA initialises."""
@@ -81,7 +81,7 @@ class ResidentWarp(Warp):
 
     @property
     def queued(self) -> bool:
-        """Whether it is ready or running."""
+        """Return True if it is ready or running."""
         return self.context.queued != 0
 
     @queued.setter
@@ -149,7 +149,7 @@ class Cta:
         self._named: dict[int, NamedBarrier] = {}
 
     def gone(self, what: str) -> str:
-        """What to say of something that happens to this CTA after its exit."""
+        """Return the error text for something that happens to this CTA after its exit."""
         return (
             f"CTA {self.ctaid}, rank {self.rank}, has exited: {what}. A CTA must stay until its "
             "own copies are complete and its peers are done with it (a trailing cluster barrier)"

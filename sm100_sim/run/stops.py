@@ -1,4 +1,4 @@
-"""What ends a launch early, in words: a refused access, a divergence, a hang."""
+"""Early ends of a launch, in words: a refused access, a divergence, a hang."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _waits_for_registers(warp: ResidentWarp) -> bool:
 
 
 def _waiting_lines(warp: ResidentWarp) -> list[str]:
-    """What the lanes of a warp wait for, one line for each thing."""
+    """List the waits of a warp's lanes, one line for each."""
     name = f"  CTA {warp.cta.ctaid} warp {warp.index}"
     lines = []
     for lanes, waiting in warp.all_waiting():

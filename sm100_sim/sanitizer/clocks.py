@@ -27,7 +27,7 @@ BARRIERS_OF_A_CTA = 128
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the entries of a frontier are. ctas: of the cluster; warps: of a CTA."""
+    """Layout of a frontier. ctas: of the cluster; warps: of a CTA."""
 
     ctas: int
     warps: int

@@ -86,7 +86,7 @@ def range_at(g: ptr[GlobalRecord], address: u64) -> ptr[RangeRecord]:
 
 @native
 def own_write(w: ptr[WarpRecord], number: i32, write: u32) -> boolean:
-    """Whether a write is of the warp's CTA, and to a reader known."""
+    """Return True if a write is of the warp's CTA, and to a reader known."""
     row = ptr[WriterRow](w.cluster.writes.writers.data) + u32(number)
     if row.cluster != w.cluster.number or row.rank != w.rank:
         return False

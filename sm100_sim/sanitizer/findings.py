@@ -76,10 +76,10 @@ _ORDINARY = (
 
 
 class Site(NamedTuple):
-    """Who did one of the things that a finding is about: instruction (its index in the kernel, PTX
-    line and opcode), CTA coordinates and warp index."""
+    """Actor of a finding: instruction (its index in the kernel, PTX line and opcode), CTA
+    coordinates and warp index."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a site
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs of a site
     line: int
     opcode: str
     cta: tuple[int, ...]
@@ -121,7 +121,7 @@ class Finding(str):
         return tuple(site.line for site in self.sites)
 
     def again(self, other: Finding) -> None:
-        """The same has been found once more, perhaps in other CTAs and warps."""
+        """Count the same finding once more, perhaps in other CTAs and warps."""
         self.times += other.times
         pairs: Any = (self.ctas, other.ctas), (self.warps, other.warps)
         for mine, theirs in pairs:

@@ -17,7 +17,7 @@ from .state import WarpState
 
 
 class Flags:
-    """What has been published, by host address and cluster."""
+    """Published knowledge, by host address and cluster."""
 
     def __init__(self, sanitizer: Rules) -> None:
         self._sanitizer = sanitizer

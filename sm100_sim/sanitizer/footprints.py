@@ -1,4 +1,4 @@
-"""Which granules of shared and tensor memory an asynchronous operation touches."""
+"""Granules of shared and tensor memory that an asynchronous operation touches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What warps know and publish (`clocks`): native routines, with and without Python between them."""
+"""Knowledge of warps, learned and published (`clocks`): native routines, with and without Python
+between them."""
 
 from __future__ import annotations
 

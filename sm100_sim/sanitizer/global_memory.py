@@ -93,7 +93,7 @@ class GlobalWrites:
         self.address = ctypes.addressof(self._record)
 
     def guard(self) -> None:
-        """From now on Python looks at all stores."""
+        """Let Python check all stores from now on."""
         self._record.guarded = 1
 
     # ------------------------------------------------------------ where
@@ -162,7 +162,7 @@ class GlobalWrites:
         return view, ...
 
     def has_plane(self, address: int) -> bool:
-        """Whether the launch has written to the range that holds an address."""
+        """Return True if the launch has written to the range that holds an address."""
         return self._range(address) in self._planes
 
     def numbers(self, start: int, size: int) -> list[int]:
@@ -171,7 +171,7 @@ class GlobalWrites:
         return [] if found is None else [n for n in np.unique(found[0][found[1]]).tolist() if n]
 
     def written_here(self, address: int) -> bool:
-        """Whether an address is in memory that the launch may write."""
+        """Return True if an address is in memory that the launch may write."""
         return self._range(address) >= 0
 
     # ------------------------------------------------------------ accesses
@@ -252,7 +252,7 @@ class GlobalWrites:
             plane[cells] = np.where(np.isin(values, handed_over), 0, values)
 
     def known(self, state: WarpState, writer: Writer) -> bool:
-        """Whether a warp knows that a write is complete."""
+        """Return True if a warp knows that a write is complete."""
         access = writer.access
         if writer.cluster == state.cluster.number:
             return int(state.frontier[access.agent]) >= access.clock

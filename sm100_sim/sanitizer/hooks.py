@@ -106,7 +106,7 @@ def _ordinary(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Exec
 
 
 def arrive_form(instruction: Any, strict: bool) -> tuple[bool, bool]:
-    """Whether an arrive is relaxed, and whether its scope is the CTA."""
+    """Return (whether an arrive is relaxed, whether its scope is the CTA)."""
     parts = set(instruction.name.split("."))
     # Without a scope an arrive at a remote barrier counts as one of cluster scope: published
     # kernels rely on it.
@@ -242,7 +242,7 @@ def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
 
 
 def _orders(sanitizer: Sanitizer, rule: Rule, modifiers: tuple[str, ...]) -> Callable:
-    """What a fence does to the state of its warp."""
+    """Return the function that applies a fence to the state of its warp."""
 
     def shared(state: WarpState) -> None:
         sanitizer.ordering(state, "shared")
@@ -422,7 +422,7 @@ def _wait_store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
 
 # ---------------------------------------------------------------- groups
 
-#: Of which agent a rule commits, or awaits, a group.
+#: The agent whose group a rule commits, or awaits.
 GROUPS = {
     Rule.COMMIT_BULK: BULK, Rule.COMMIT_WARPGROUP: MMA, Rule.COMMIT_COPIES: COPY,
     Rule.WAIT_BULK: BULK, Rule.WAIT_WARPGROUP: MMA,

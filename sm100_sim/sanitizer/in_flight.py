@@ -36,7 +36,7 @@ class Hazard(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What may be at a point of the program, as masks: wgmmas that no commit covers; those of
+    """Possible state at a point of the program, as masks: wgmmas that no commit covers; those of
     groups that no wait covers, the latest group first; registers written and read since the last
     fence."""
 
@@ -46,7 +46,7 @@ class _State(NamedTuple):
     read: int = 0
 
     def merged(self, other: _State) -> _State:
-        """What may be after either."""
+        """Return the state that covers either."""
         depth = max(len(self.groups), len(other.groups))
         mine, theirs = (s.groups + (0,) * (depth - len(s.groups)) for s in (self, other))
         return _State(self.open | other.open, tuple(a | b for a, b in zip(mine, theirs)),
@@ -107,7 +107,8 @@ class _Program:
         return found
 
     def _steps(self, kernel: Any, block: Any, omitted: int) -> Iterator[Any]:
-        """What a block does: `_Product`, `_Touch` or the instruction of a fence, commit or wait."""
+        """Yield the steps of a block: `_Product`, `_Touch` or the instruction of a fence, commit or
+        wait."""
         stop = block.stop + (block.terminator_instruction is not None)
         for instruction in kernel.instructions[block.start : stop]:
             rule = row_of(instruction).rule
@@ -143,7 +144,7 @@ class _Program:
         return state._replace(open=0, groups=(*groups[: self.depth], oldest))
 
     def states(self) -> list[_State | None]:
-        """The state at the begin of each block, None of those that nothing leads to."""
+        """The state at the start of each block, None where nothing leads to it."""
         found: list[_State | None] = [None] * len(self.blocks)
         found[0] = _State(written=(1 << len(self.names)) - 1)
         pending = {0}

@@ -28,7 +28,7 @@ class Responses:
         self._sent: dict[Any, dict[int, Access]] = {}
 
     def request(self, state: WarpState, cta: Any, offset: int, access: Access) -> None:
-        """A warp asks for a response at a shared offset of a CTA; `access` writes it."""
+        """A warp requests a response at a shared offset of a CTA; `access` writes it."""
         if cta is state.warp.cta:
             for place, earlier in self._sent.get(cta, {}).items():
                 words = cta.smem[place : place + RESPONSE_BYTES].view(np.uint32)

@@ -100,7 +100,7 @@ class GlobalRecord(ctypes.Structure):
 
 
 class ClusterRecord(ctypes.Structure):
-    """`state.ClusterState`. memory: host address of the shared memory, `row` bytes a CTA, `bytes`
+    """`state.ClusterState`. memory: host address of the shared memory, `row` bytes per CTA, `bytes`
     in all. ordered: by instruction whether its accesses order others. writes: to global memory.
     warps: in the cluster; agents, size: of a frontier. record, unbalanced: addresses of functions
     in Python. number: in the grid. products: a wgmma has been executed."""
@@ -120,8 +120,8 @@ class ClusterRecord(ctypes.Structure):
 class WarpRecord(ctypes.Structure):
     """`state.WarpState`. frontier: its address. issued: clocks of the warp's agents. joining:
     address of the frontier of a barrier's round that is to be taken in, 0 for none. loads: pairs
-    (clock, number) of `load_room` tcgen05.ld, of which those from `load_first` to before `load_end`
-    are in flight. inits: mbarriers whose initialisation no fence has shown to others."""
+    (clock, number) of `load_room` tcgen05.ld; those from `load_first` to before `load_end` are in
+    flight. inits: mbarriers whose initialisation no fence has shown to others."""
 
     _fields_ = [
         ("frontier", c_uint64), ("published", c_uint64), ("cluster", c_uint64),
@@ -157,9 +157,9 @@ class BarrierRecord(ctypes.Structure):
 
 
 class OperationRecord(ctypes.Structure):
-    """What a watched routine gets of its instruction. index: its own; load: number of a tcgen05.ld;
-    relaxed, narrow: of an arrive; used: addresses of `used_count` numbers of tcgen05.ld whose data
-    are operands."""
+    """Instruction of a watched routine. index: its own; load: number of a tcgen05.ld; relaxed,
+    narrow: of an arrive; used: addresses of `used_count` numbers of tcgen05.ld whose data are
+    operands."""
 
     _fields_ = [
         ("index", c_uint32), ("load", c_uint32), ("relaxed", c_uint32), ("narrow", c_uint32),

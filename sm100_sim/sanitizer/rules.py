@@ -1,4 +1,4 @@
-"""What the parts of the sanitizer ask of the whole; `sanitizer.Sanitizer` has it all."""
+"""Interface of the sanitizer for its parts; `sanitizer.Sanitizer` implements it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Rules(Protocol):
     def judge(
         self, before: Access | int, access: Access, frontier: np.ndarray, where: str
     ) -> bool:
-        """Whether `before` is ordered before `access`."""
+        """Return True if `before` is ordered before `access`."""
 
     def needs_fence(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
-        """Whether a generic access is not visible to the async proxy, where it has to be."""
+        """Return True if a generic access is not visible to the async proxy, where it has to be."""
 
     def acquire(self, state: Any, frontier: np.ndarray | None) -> None:
         """A wait of a warp has succeeded."""

@@ -55,20 +55,20 @@ _PIPELINED = frozenset((
 
 
 def _pipelined(before: tuple, after: tuple) -> bool:
-    """Whether the PTX ISA lists the pair as executing in the order of its issue."""
+    """Return True if the PTX ISA lists the pair as executing in the order of its issue."""
     if before[0] == after[0] == Effect.MMA:
         return before == after
     return (before[0], after[0]) in _PIPELINED
 
 
 def _is_ordered(instruction: Any) -> bool:
-    """Whether an instruction is a load or store that orders others."""
+    """Return True if an instruction is a load or store that orders others."""
     logged = row_of(instruction).access is not MemoryAccess.NONE
     return logged and not _ORDERED_ACCESS.isdisjoint(instruction.modifiers)
 
 
 class Completion:
-    """Who acts while an asynchronous operation takes effect: it publishes what its issuer knew.
+    """Actor of an asynchronous operation that takes effect: it publishes what its issuer knew.
 
     accesses: shared address of an mbarrier -> the access that its signal completes.
     """
@@ -141,8 +141,8 @@ class Sanitizer:
     def judge(
         self, before: Any, access: Access, frontier: np.ndarray, where: str
     ) -> bool:
-        """Whether `before`, an Access or FRESH or BARRIER, is ordered before `access`, whose issuer
-        has `frontier`; reports."""
+        """Return True if `before`, an Access or FRESH or BARRIER, is ordered before `access`, whose
+        issuer has `frontier`; report it otherwise."""
         if before in (FRESH, BARRIER):
             if before == BARRIER or access.kind != "dealloc":
                 key = (access.instruction.index,) if access.instruction else ()
@@ -156,7 +156,8 @@ class Sanitizer:
         return False
 
     def _reached(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
-        """Whether completion of `before` is known; the pipelined pairs need only program order."""
+        """Return True if completion of `before` is known; the pipelined pairs need only program
+        order."""
         pair = before.kind, access.kind
         if pair == ("mma", "mma") and (self.in_order or _pipelined(before.order, access.order)):
             # One queue: MMAs of a CTA pair execute in the order in which they are issued.
@@ -171,7 +172,7 @@ class Sanitizer:
         return before.clock is not None and int(frontier[before.agent]) >= before.clock
 
     def needs_fence(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
-        """Whether a generic access is not visible to the async proxy, where it has to be."""
+        """Return True if a generic access is not visible to the async proxy, where it has to be."""
         if before.kind not in _GENERIC or access.kind not in _ASYNC:
             return False
         # A read before an asynchronous overwrite needs order only, but for CLC responses.
@@ -209,7 +210,7 @@ class Sanitizer:
 
     def drain(self) -> None:
         """Record the native accesses of the running warp."""
-        # Native code may have gone from warp to warp since Python was asked last.
+        # Native code may have gone from warp to warp since Python ran last.
         warp = self.machine.current_warp()
         if warp is not None:
             self.running = self.state(warp)
@@ -324,7 +325,8 @@ class Sanitizer:
         self._check_roles(barrier, place, self.clusters[cta.cluster.id])
 
     def _check_roles(self, barrier: WatchedBarrier, place: str, state: ClusterState) -> None:
-        """In a phase that is left open, the warps that share an arrive have all arrived or none.
+        """Check that the warps that share an arrive have all arrived or none, in a phase that is
+        left open.
 
         A role as a whole may be ahead of the others at the end of a kernel.
         """
@@ -665,7 +667,7 @@ class Sanitizer:
             yield from self._register_findings()
 
     def _register_findings(self) -> Iterator[Finding]:
-        """What `in_flight` finds of the wgmmas and other instructions that were executed."""
+        """Yield what `in_flight` finds of the wgmmas and other instructions that were executed."""
         executed = self.machine.executed_indices()
         for hazard in hazards_of(self.machine.compiled, self.omitted):
             where = self.products.get(hazard.product.index)

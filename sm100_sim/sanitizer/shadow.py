@@ -70,12 +70,12 @@ class Access:
         return self._issued
 
     def complete(self, agent: int, clock: int) -> None:
-        """It is known at which clock of which agent the access completes."""
+        """Set the agent and its clock at which the access completes."""
         self._agent, self._clock = agent, clock
         self._renew()
 
     def reissue(self, clock: int) -> None:
-        """It counts as issued at this clock of its warp."""
+        """Set the clock of its warp at which the access counts as issued."""
         self._issued = clock
         self._renew()
 
@@ -85,7 +85,7 @@ class Access:
 
 
 def signal_detail(address: int) -> str:
-    """What a report says of a copy that signals the mbarrier at a shared address."""
+    """Describe a copy that signals the mbarrier at a shared address, for a report."""
     return (
         f"signals the mbarrier at shared offset {address & 0xFFFFFF:#x} of CTA rank {address >> 24}"
     )

@@ -1,4 +1,4 @@
-"""What the sanitizer knows of the warps and clusters of a launch."""
+"""Sanitizer's state of the warps and clusters of a launch."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class WarpState:
         self.generation = 0
 
     def entry(self, agent: int) -> int:
-        """Where frontiers have the clock of an asynchronous agent of this warp."""
+        """Return the index of an asynchronous agent of this warp in frontiers."""
         return AGENTS_OF_A_WARP * self.number + agent
 
     clock, recorded, unfenced = map(_recorded, ("clock", "recorded", "unfenced"))
@@ -161,7 +161,7 @@ class WarpState:
             target[entries] = np.maximum(known, self.published[entries])
 
     def for_tensor(self) -> np.ndarray:
-        """What this warp knows for its accesses to tensor memory.
+        """Return the frontier of this warp for its accesses to tensor memory.
 
         Strictly, what it has learned from others counts from the next fence::after_thread_sync on.
         """
@@ -190,7 +190,7 @@ class WarpState:
         self._call(frontiers.fence_proxy)
 
     def has_used(self, clock: int) -> bool:
-        """Whether the data of all loads in flight up to `clock` have been used."""
+        """Return True if the data of all loads in flight up to `clock` have been used."""
         return all(self.uses[number] for issued, number in self.loads if issued <= clock)
 
     def finish_copies(self, clock: int) -> None:

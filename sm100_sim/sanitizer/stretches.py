@@ -12,7 +12,8 @@ _ORDERED = {"acquire", "release", "acq_rel"}
 
 
 def synchronises(instruction: Any) -> bool:
-    """Whether it is a wait, an arrival, a fence, a barrier, or about a group of copies."""
+    """Return True for a wait, an arrival, a fence, a barrier, or anything about a group of
+    copies."""
     return row_of(instruction).synchronises
 
 

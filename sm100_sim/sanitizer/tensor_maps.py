@@ -87,7 +87,7 @@ class TensorMaps:
         state.advance()
 
     def _released(self, state: WarpState, number: int) -> bool:
-        """Whether a warp knows of a release fence after a write."""
+        """Return True if a warp knows of a release fence after a write."""
         writes = self._sanitizer.writes
         access, cluster = writes.writers[number]
         clocks = self._releases.get((cluster, access.agent), [])

@@ -43,7 +43,7 @@ def reserve(b: ptr[BufferRecord], more: u32) -> None:
 
 @native
 def reached(s: ptr[ShadowRecord], a: ptr[AccessRow], b: ptr[AccessRow], known: ptr[i32]) -> boolean:
-    """Whether access a is known to be complete where b is made (`Sanitizer._reached`)."""
+    """Return True if access a is known to be complete where b is made (`Sanitizer._reached`)."""
     if a.kind == MMA_KIND and b.kind == MMA_KIND and s.in_order == 1:
         return a.warp == b.warp or known[a.warp * AGENTS_OF_A_WARP] >= a.issued
     if b.kind == STORE_KIND and a.warp == b.warp and s.in_order == 1:
@@ -171,7 +171,7 @@ def touch_rows(
     s: ptr[ShadowRecord], access: u32, write: u32, known: ptr[i32], start: u64, count: u64,
     stride: u64, rows: u64,
 ) -> u32:
-    """The same for `rows` times `count` granules, `stride` from one row to the next."""
+    """Touch `rows` times `count` granules, `stride` from one row to the next; see `touch_run`."""
     i: u64 = 0
     while i < rows:
         if not touch_run(s, access, write, known, start + i * stride, count):
@@ -185,7 +185,7 @@ def touch_cells(
     s: ptr[ShadowRecord], access: u32, write: u32, known: ptr[i32], cells: ptr[u64], count: u64,
     unit: u64,
 ) -> u32:
-    """The same for `unit` granules from each of `count` multiples of `unit` on."""
+    """Touch `unit` granules from each of `count` multiples of `unit` on; see `touch_run`."""
     for i in range(count):
         if not touch_run(s, access, write, known, cells[i] * unit, unit):
             return 0

@@ -37,7 +37,7 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
 
 
 class Reading(NamedTuple):
-    """How the PTX ISA is read.
+    """Reading of the PTX ISA.
 
     strict: by the letter, where published kernels rely on less. in_order: tcgen05 instructions of
     one warp are in order beyond the pipelined pairs that the PTX ISA lists.
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     in_order: bool
 
 
-#: Readings by what `sanitize` asks for.
+#: Readings by the value of `sanitize`.
 READINGS: dict[bool | str, Reading] = {
     True: Reading(False, True), "strict": Reading(True, True), "strict-order": Reading(True, False),
 }  # fmt: skip
@@ -120,7 +120,7 @@ class Watch(Observer):
             about.relaxed, about.narrow = arrive_form(instruction, self.reading.strict)
         return about, used
 
-    # ------------------------------------------------------------ what native code asks for
+    # ------------------------------------------------------------ what native code calls
 
     def _record_chain(self, context: int) -> None:
         try:

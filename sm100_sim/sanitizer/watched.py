@@ -102,7 +102,7 @@ def begin(c: ptr[Context], o: ptr[Operation]) -> boolean:
 
 @native
 def visible(w: ptr[WarpRecord], b: ptr[BarrierRecord], remotely: boolean) -> boolean:
-    """Whether a warp may use an mbarrier (`Sanitizer.use_barrier`)."""
+    """Return True if a warp may use an mbarrier (`Sanitizer.use_barrier`)."""
     if w.frontier[b.warp * AGENTS_OF_A_WARP] < b.clock:
         return False
     return b.fenced != 0 or not remotely
@@ -110,7 +110,7 @@ def visible(w: ptr[WarpRecord], b: ptr[BarrierRecord], remotely: boolean) -> boo
 
 @native
 def observed(w: ptr[WarpRecord], b: ptr[BarrierRecord]) -> boolean:
-    """Whether a warp knows of a wait for the phase before."""
+    """Return True if a warp knows of a wait for the phase before."""
     for i in range(w.cluster.warps):
         if b.observed[i] > 0 and w.frontier[i * AGENTS_OF_A_WARP + WAIT] >= b.observed[i]:
             return True
@@ -131,7 +131,7 @@ def takes_role(w: ptr[WarpRecord], b: ptr[BarrierRecord], index: u32) -> boolean
 
 @native
 def may_arrive(w: ptr[WarpRecord], record: ptr[Barrier], index: u32, remotely: boolean) -> boolean:
-    """Whether an arrive needs no word of Python's."""
+    """Return True if an arrive needs no word of Python's."""
     b = ptr[BarrierRecord](record.watch)
     if not b or not visible(w, b, remotely):
         return False
@@ -280,7 +280,7 @@ def record_load(c: ptr[Context], o: ptr[Operation], address: u64, frontier: ptr[
 
 @native
 def record_store(c: ptr[Context], o: ptr[Operation], address: u64, frontier: ptr[i32]) -> None:
-    """The same of a tcgen05.st."""
+    """Record a tcgen05.st."""
     w = ptr[WarpRecord](c.watch)
     about = ptr[OperationRecord](o.watch)
     w.issued[STORE] += 1
@@ -436,7 +436,7 @@ def watched_commit(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
 
 @native
 def may_load(c: ptr[Context], ranks: u64, barrier: u64, o: ptr[Operation]) -> boolean:
-    """Whether the sanitizer has nothing to say of the mbarriers and CTAs of a load."""
+    """Return True if the sanitizer has nothing to say of the mbarriers and CTAs of a load."""
     w = ptr[WarpRecord](c.watch)
     k = c.cluster
     for rank in range(k.cta_count):

@@ -19,7 +19,7 @@ from sm100_sim.native.calling import callable_of
 from sm100_sim.native.layout import Barrier
 
 NAMED_BARRIERS = 16
-#: A CTA gets whole granules of registers a thread, of which at most 255 are named.
+#: A CTA gets whole granules of registers per thread; at most 255 are named.
 REGISTER_GRANULE = 8
 MAX_REGISTERS = 255
 _STATE_MARK = 0x5B
@@ -71,7 +71,7 @@ class MBarrier:
         )
 
     def untouched(self) -> bool:
-        """Whether nothing has happened since the init."""
+        """Return True if nothing has happened since the init."""
         return not self.phase and self.pending == self.expected and not self.transactions
 
     def _change(self, arrivals: int, nbytes: int) -> None:
@@ -134,7 +134,8 @@ class MBarrier:
         self.expect_tx(-nbytes)
 
     def parity_complete(self, parity: int) -> bool:
-        """Whether the phase of this parity, the current or the preceding one, is complete."""
+        """Return True if the phase of this parity, the current or the preceding one, is
+        complete."""
         return (self.phase ^ parity) & 1 == 1
 
     def state(self) -> int:
@@ -142,10 +143,10 @@ class MBarrier:
         return _STATE_MARK << 56 | (self.phase & 0xFFFFFFFF) << 20 | self.pending
 
     def state_complete(self, state: int) -> bool:
-        """Whether the phase in which `state` was taken is complete.
+        """Return True if the phase in which `state` was taken is complete.
 
-        Raises BarrierError for a foreign value and for a phase before the preceding one, where
-        the result is undefined.
+        Raises BarrierError for a foreign value and for a phase before the preceding one, where the
+        result is undefined.
         """
         behind = (self.phase - _phase_of(state)) & 0xFFFFFFFF
         if behind > 1:
@@ -374,7 +375,7 @@ class RegisterPool:
         return self._counts.get(warp, self._launched)
 
     def increase(self, warp: int, count: int) -> bool:
-        """Give a warp `count` registers a thread; False while the pool lacks them."""
+        """Give a warp `count` registers per thread; False while the pool lacks them."""
         held = self._held(warp)
         if count < held:
             raise BarrierError(
@@ -389,7 +390,7 @@ class RegisterPool:
         return True
 
     def decrease(self, warp: int, count: int) -> None:
-        """Leave a warp `count` registers a thread and put the rest into the pool."""
+        """Leave a warp `count` registers per thread and put the rest into the pool."""
         held = self._held(warp)
         if count > held:
             raise BarrierError(

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 
 class Waiting:
-    """Why lanes cannot go on.
+    """Reason why lanes cannot go on.
 
-    what: in words, used where `key` cannot describe itself. key: the object whose change wakes
-    them (`Machine.wake`). lanes: which of the executing lanes wait, None for all. retry: whether
-    the instruction is executed again on wake-up; otherwise the lanes go on behind it.
-    instruction: set by the run loop, for reports.
+    what: in words, used where `key` cannot describe itself. key: the object whose change wakes them
+    (`Machine.wake`). lanes: which of the executing lanes wait, None for all. retry: whether the
+    instruction is executed again on wake-up; otherwise the lanes go on behind it. instruction: set
+    by the run loop, for reports.
     """
 
     __slots__ = ("what", "key", "lanes", "retry", "instruction")
@@ -35,7 +35,7 @@ class Waiting:
         self.instruction: Any = None
 
     def describe(self) -> str:
-        """What is waited for and the present state of it."""
+        """Describe the object that is waited for and its present state."""
         describe = getattr(self.key, "describe", None)
         return f"{self.what}; {describe()}" if describe else self.what
 
@@ -45,7 +45,7 @@ YIELD = object()
 
 
 class Touches(NamedTuple):
-    """What an asynchronous operation accesses, with the place of its issue.
+    """Accesses of an asynchronous operation, with the place of its issue.
 
     writes: (CTA, shared offset, bytes, shared address of the mbarrier signalled) of each tile
     written to shared memory. reads: (CTA, shared offset, bytes) read. mmas: the instructions of a
@@ -110,7 +110,7 @@ class EagerPolicy:
     seed: int | None = None
     #: Whether operations take effect where they are issued; native code may then perform them.
     at_once = True
-    #: Whether the order of warps is random: the run loop then asks `choose` and `interrupts`.
+    #: Whether the order of warps is random: the run loop then calls `choose` and `interrupts`.
     random_order = False
 
     def __init__(self) -> None:
@@ -144,11 +144,12 @@ class EagerPolicy:
         return 0
 
     def interrupts(self) -> bool:
-        """Whether the running warp loses its turn after an instruction, in a random order."""
+        """Return True if the running warp loses its turn after an instruction, in a random
+        order."""
         return False
 
     def spurious_failure(self) -> bool:
-        """Whether a try_wait that could succeed returns false (PTX ISA: it may)."""
+        """Return True if a try_wait that could succeed shall return false (PTX ISA: it may)."""
         return False
 
     def cancelled_cluster(self, first: int, end: int) -> int | None:

@@ -1,4 +1,4 @@
-"""One kernel launch as host code asks for it."""
+"""One kernel launch as host code requests it."""
 
 from __future__ import annotations
 

@@ -62,17 +62,17 @@ class GlobalMemory:
         )
 
     def holds(self, start: int, nbytes: int) -> bool:
-        """Whether [start, start + nbytes) lies in one range that may be written."""
+        """Return True if [start, start + nbytes) lies in one range that may be written."""
         index = bisect_right(self._starts, start) - 1
         return index >= 0 and start + nbytes <= self._ends[index]
 
     def is_parameter(self, start: int, nbytes: int) -> bool:
-        """Whether [start, start + nbytes) are kernel parameters."""
+        """Return True if [start, start + nbytes) are kernel parameters."""
         low, high = self._parameter_range
         return low <= start and start + nbytes <= high
 
     def nearest(self, address: int) -> str:
-        """Where an address lies relative to the closest tensor, as a sentence."""
+        """Describe the position of an address relative to the closest tensor, as a sentence."""
         if not self.named:
             return "The launch was given no tensor."
         low, high, name = min(self.named, key=lambda r: max(r[0] - address, address - r[1] + 1, 0))

@@ -138,7 +138,7 @@ class TensorMap:
 
     @cached_property
     def packed(self) -> TensorMap:
-        """The same tensor in bytes of global memory, for elements narrower than a byte."""
+        """Return the tensor in bytes of global memory, for elements narrower than a byte."""
         if self.element_bits >= 8:
             return self
         inner = [count * self.element_bits // 8 for count in (self.sizes[0], self.box[0])]
@@ -254,7 +254,7 @@ _DRIVER_SWIZZLES = ((0, 16), (32, 16), (64, 16), (128, 16), (128, 32))
 
 def from_driver(address: int, arrays: tuple[tuple[int, ...], ...], enumerators: tuple[int, ...]
                 ) -> TensorMap:
-    """The descriptor that `cuTensorMapEncodeTiled` (CUDA driver API) is asked for.
+    """The descriptor that `cuTensorMapEncodeTiled` (CUDA driver API) encodes.
 
     address: of the tensor. arrays: globalDim, globalStrides, boxDim, elementStrides. enumerators:
     the numbers of tensorDataType, interleave, swizzle, l2Promotion and oobFill.

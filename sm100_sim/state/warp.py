@@ -127,7 +127,7 @@ class Warp:
         self.waiting[lanes] = waiting
 
     def unblock(self, lanes: int = ALL_LANES) -> None:
-        """Let blocked ``lanes`` run again (their trap is executed anew)."""
+        """Let blocked ``lanes`` run again (their trap is executed again)."""
         self.context.blocked &= ~lanes & ALL_LANES
         if self.waiting:
             self.waiting = {left: waiting for mask, waiting in self.waiting.items()

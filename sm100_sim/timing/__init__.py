@@ -129,7 +129,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names; loaded when asked for, so that the rest works without numba."""
+    """The public names; loaded on first use, so that the rest works without numba."""
     for module, names in _HOMES.items():
         if name in names:
             found = names[name] if isinstance(names, dict) else name

@@ -1,9 +1,9 @@
-"""How a time was, or is to be, measured: the clock that load leaves a GPU, and the host's part.
+"""Conditions of a measured time: the clock that load leaves a GPU, and the host's part.
 
 A GPU at rest runs its first launches at the machine's clock. Under load for longer than `load_ms`
-it keeps to its power: what its products take at the clock's voltage, and what it takes anyway, is
-no more than `power_watts`, or the clock falls until it is. Light loads never fall below the
-machine's clock; the same kernel can lie on either side of it, by how long it has run before.
+it keeps to its power: what its MMAs take at the clock's voltage, and what it takes anyway, is no
+more than `power_watts`, or the clock falls until it is. Light loads never fall below the machine's
+clock; the same kernel can lie on either side of it, by how long it has run before.
 
 A call is issued by a host, which takes its own time. Calls in a row overlap: the longer of the two
 decides, and the shorter one shows once.
@@ -43,8 +43,8 @@ SUSTAINED = Conditions(load_seconds=math.inf)
 class Call:
     """Launches of one call, one behind another on the GPU.
 
-    schedules: (how often, of which problem). beside: seconds of kernels that do nothing but read
-    and write, whatever the clock.
+    schedules: (how often, schedule). beside: seconds of kernels that do nothing but read and write,
+    whatever the clock.
     """
 
     schedules: Sequence[tuple[int, Schedule]]
@@ -60,8 +60,8 @@ class Call:
         return self.beside + sum(count * one.seconds_at(share) for count, one in self.schedules)
 
     def clock_share(self, values: Values) -> float:
-        """Of the machine's clock, what the GPU keeps up for good: the largest, at most 1, at which
-        the call takes no more than `power_watts`."""
+        """Return the share of the machine's clock that the GPU sustains: the largest, at most 1, at
+        which the call takes no more than `power_watts`."""
         if self.watts(1.0, values) <= values.power_watts:
             return 1.0
         low, high = 0.0, 1.0
@@ -74,17 +74,18 @@ class Call:
         return high
 
     def watts(self, share: float, values: Values) -> float:
-        """Of the GPU while it does such calls at that share of the machine's clock."""
+        """Return the watts of the GPU while it does such calls at that share of the machine's
+        clock."""
         joules = values.mma_picojoules * 1e-12 * share**values.energy_exponent
         return values.static_watts + joules * self.flop / self.at(share)
 
     def seconds(self, values: Values, conditions: Conditions = BURST) -> float:
-        """Of each call, as it is measured under these conditions."""
+        """Return the seconds of each call, as measured under these conditions."""
         return self.host_and_device(self.device_seconds(values, conditions), conditions)
 
     def device_seconds(self, values: Values, conditions: Conditions = BURST) -> float:
-        """Of each call on the GPU, whatever the host does: the mean over the calls, what of them is
-        within `load_ms` of load at the machine's clock."""
+        """Return the seconds of each call on the GPU, whatever the host does: the mean over the
+        calls; those within `load_ms` of load run at the machine's clock."""
         burst = self.at()
         left = max(0.0, values.load_ms * 1e-3 - conditions.load_seconds)
         fresh = min(conditions.calls, left / burst)

@@ -19,7 +19,7 @@ from sm100_sim.translate.kernel import CompiledKernel
 
 from .sass import SassFunction
 
-#: Kinds of accesses: loads and stores of up to 4, 8 and 16 bytes a lane, matrices.
+#: Kinds of accesses: loads and stores of up to 4, 8 and 16 bytes per lane, matrices.
 KINDS = ("load 4", "load 8", "load 16", "store 4", "store 8", "store 16", "ldmatrix", "stmatrix")
 _BY_WIDTH = {1: 0, 2: 0, 4: 0, 8: 1, 16: 2}
 _MATRICES = {

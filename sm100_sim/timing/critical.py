@@ -94,7 +94,7 @@ class CriticalPath:
         return None
 
     def _cross(self, wait: int, now: int) -> tuple[int, int]:
-        """From the end of a wait to the instruction that released it; notes what lies between."""
+        """Go from the end of a wait to the instruction that released it; note what lies between."""
         replay, program = self._replay, self._compiled.program
         cause = int(replay.cause[wait])
         action = program.action[cause, 0]
@@ -111,7 +111,8 @@ class CriticalPath:
         return place, issue
 
     def _through_tensor_core(self, commit: int, now: int) -> tuple[int, int]:
-        """From a commit's signal back through the MMAs before it to the issue they waited for."""
+        """Go from a commit's signal back through the MMAs before it to the issue they waited
+        for."""
         replay, program = self._replay, self._compiled.program
         mma = int(replay.cause[commit])
         place = int(self._place[commit])

@@ -70,7 +70,7 @@ def _apply_signals(m, now):
 
 @_compiled
 def _set_ready(m, warp, earliest, reason):
-    """When the warp's next instruction may issue, but for its pipe, and what it waits for."""
+    """Set when the warp's next instruction may issue, but for its pipe, and what it waits for."""
     fields = m.warp[warp]
     position = fields[_POSITION]
     if position >= m.warp[warp, _LAST]:
@@ -95,7 +95,8 @@ def _queue_for_tensor_core(m, sm, now, event):
 
 @_compiled
 def _tensor_core_start(m, sm):
-    """When the first operation queued at this CTA's tensor core can start; FAR if none is."""
+    """Return when the first operation queued at this CTA's tensor core can start; FAR if none
+    is."""
     queued = m.unit[sm]
     if queued[_HEAD] == queued[_TAIL]:
         return FAR
@@ -178,7 +179,7 @@ def _issue_load(m, sm, now, event):
 @_compiled
 def _issue_store(m, warp, sm, now, event):
     """A TMA store or reduction. It is read as fast as it leaves the SM, which is then all of it;
-    TMA turns to what is asked for behind it when that is done, as far as TMA works in order."""
+    TMA goes on to the requests behind it when that is done, as far as TMA works in order."""
     nbytes = m.action[event, 1]
     unit, fields = m.unit[sm], m.warp[warp]
     start = max(now, unit[_TMA])
@@ -209,8 +210,8 @@ def _global_store(m, warp, now, number):
 
 @_compiled
 def _global_load(m, warp, now, number):
-    """A warp's load takes its share of the link from L2, behind other warps' loads, not behind what
-    TMA has asked for: that is a queue of TMA's own."""
+    """A warp's load takes its share of the link from L2, behind other warps' loads, not behind
+    TMA's requests: that is a queue of TMA's own."""
     unit = m.unit[m.warp[warp, _SM]]
     transfer = int(np.ceil(m.code[number, _C_BYTES] / m.rate[_LINK_RATE]))
     unit[_LOADED] = max(now + m.clock[_K_TMA_LOAD], unit[_LOADED]) + transfer
@@ -222,7 +223,7 @@ def _global_load(m, warp, now, number):
 
 @_compiled
 def _cta_fence_clock(m, warp, now):
-    """When a fence of the CTA is through: behind the stores queued in the SM."""
+    """Return when a fence of the CTA is through: behind the stores queued in the SM."""
     fields = m.warp[warp]
     queued = m.unit[fields[_SM], _UP] - m.clock[_K_DEPTH]
     fields[_FENCED] = max(now, queued) + m.clock[_FENCE_CTA]
@@ -231,9 +232,9 @@ def _cta_fence_clock(m, warp, now):
 
 @_compiled
 def _fence_clock(m, warp, now, is_system):
-    """When a fence of GPU or system scope lets its warp go on: when the stores before the warp's
-    last fence of the CTA are acknowledged and the SM's loads have come, and after a round trip;
-    behind loads of TMA after a second one."""
+    """Return when a fence of GPU or system scope lets its warp go on: when the stores before the
+    warp's last fence of the CTA are acknowledged and the SM's loads have come, and after a round
+    trip; behind loads of TMA after a second one."""
     fields = m.warp[warp]
     unit = m.unit[fields[_SM]]
     start = max(now, fields[_FENCED], unit[_LINK], unit[_LOADED])
@@ -417,8 +418,8 @@ def _bulk_groups(m, warp, now, event):
 
 @_compiled
 def _goes_on(m, warp, now, event):
-    """When a warp goes on behind its part of a product, or behind a wait for groups of them; FAR if
-    it is too far ahead of the tensor core, or that is not known."""
+    """Return when a warp goes on behind its part of an MMA, or behind a wait for groups of them;
+    FAR if it is too far ahead of the tensor core, or that is not known."""
     if m.action[event, 0] == _product:
         return FAR if products.is_ahead(m, warp) else now
     until = products.done(m, warp, m.action[event, 1])
@@ -457,7 +458,7 @@ def _run_products(m, sm, now):
 
 @_compiled
 def _perform(m, warp, now, number, event):
-    """What an instruction does beside occupying its pipe; returns when the warp may go on."""
+    """Perform an instruction's action beside occupying its pipe; return when the warp may go on."""
     action, sm, fields = m.code[number, _C_ACTION], m.warp[warp, _SM], m.warp[warp]
     if action == _g_store:
         _global_store(m, warp, now, number)

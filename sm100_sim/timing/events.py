@@ -1,4 +1,4 @@
-"""Which SASS instruction a PTX synchronisation or asynchronous instruction becomes.
+"""Correspondence of PTX synchronisation and asynchronous instructions to SASS.
 
 An event of a simulated run (a `TraceEntry`) and a site in the SASS have the same kind if the one
 can have been executed as the other. The kind of a PTX instruction stands in its row of the
@@ -59,7 +59,7 @@ _SASS_OF = {
 }
 _SASS = [(re.compile(sass), str(kind)) for kind, sass in _SASS_OF.items()]
 
-#: Kinds of which ptxas adds or drops some: a difference costs little in the matching.
+#: Kinds that ptxas adds or drops some of: a difference costs little in the matching.
 SOFT = frozenset({Event.SETMAXNREG, Event.ASYNC_FENCE, Event.TMEM_ALLOC, Event.STORE_ASYNC,
                   Event.GLOBAL_ATOMIC, Event.WARPGROUP_FENCE, Event.WARPGROUP_WAIT})  # fmt: skip
 
@@ -99,7 +99,7 @@ def _with_width(kind: str, opcode: str) -> str:
 
 
 def is_soft(kind: str) -> bool:
-    """Whether SASS and PTX may differ in how often this kind occurs."""
+    """Return True if SASS and PTX may differ in how often this kind occurs."""
     return kind in SOFT
 
 
@@ -137,7 +137,7 @@ def retries(function: SassFunction, places: dict[int, str]) -> set[int]:
             predecessors.setdefault(successor, set()).add(block.index)
 
     def tried_before(index: int, seen: frozenset[int]) -> bool:
-        """Whether every way into this block comes from a failed try."""
+        """Return True if every way into this block comes from a failed try."""
         ways = predecessors.get(index, set()) - seen - {index}
         for before in ways:
             block = function.blocks[before]

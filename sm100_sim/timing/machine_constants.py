@@ -214,7 +214,7 @@ def _read(path: Path) -> dict:
 
 
 def _inherited(other: dict) -> dict:
-    """Of a machine, what one that is like it need not say."""
+    """Return what a machine's description takes over from the machine that it resembles."""
     return {key: other[key] for key in ("architecture", "sets") if key in other}
 
 

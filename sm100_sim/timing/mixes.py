@@ -22,7 +22,7 @@ from .sass import SassFunction
 
 
 class Feature(NamedTuple):
-    """What is counted. name; weight of a difference of one; sass: opcodes, a regular expression;
+    """Counted feature. name; weight of a difference of one; sass: opcodes, a regular expression;
     ptx: what rows of the instruction table say of it, and which modifier must be there besides."""
 
     name: str
@@ -32,7 +32,7 @@ class Feature(NamedTuple):
     modifier: str = ""
 
     def counts(self, instruction: Any) -> bool:
-        """Whether an instruction of the PTX is one of these."""
+        """Return True if an instruction of the PTX is one of these."""
         row, modifiers = row_of(instruction), instruction.modifiers
         if self.ptx.isdisjoint((row.mix_with(modifiers), row.access)):
             return False
@@ -67,7 +67,7 @@ require_complete(
 
 
 def useful(compiled: CompiledKernel) -> list[bool]:
-    """Whether each PTX instruction contributes to anything: ptxas drops those that do not.
+    """Return, for each PTX instruction, True if it contributes to anything: ptxas drops the others.
 
     Useful is what has an effect beside its result, and what defines a register that something
     useful reads. A tcgen05.ld has no other effect.

@@ -96,7 +96,7 @@ class _Cycle:
 
 @dataclass(frozen=True)
 class _Way:
-    """From behind a site to `site`: ranges of instructions passed, and their mix."""
+    """Way from behind a site to `site`: ranges of instructions passed, and their mix."""
 
     site: int
     ranges: tuple[tuple[int, int], ...]
@@ -105,7 +105,7 @@ class _Way:
     cycles: tuple[_Cycle, ...] = ()
 
     def repeated(self, drift: np.ndarray, most: int) -> _Way:
-        """The way with as many rounds of its cycles as the mix that is missing asks for."""
+        """The way with as many rounds of its cycles as the missing mix requires."""
         ranges, mix, inserted = list(self.ranges), self.mix, 0
         for cycle in self.cycles:
             rounds = cycle.rounds(drift, most)
@@ -369,12 +369,12 @@ class PathFinder:
 
 
 def _exchanges(earlier: Event, later: Event) -> bool:
-    """Whether ptxas may issue the later of two events first."""
+    """Return True if ptxas may issue the later of two events first."""
     return earlier.kind == PtxEvent.ARRIVE and later.kind.split(".")[0] == PtxEvent.TMEM_STORE
 
 
 def _differ(one: _State, other: _State) -> bool:
-    """Whether two states are reached over different instructions."""
+    """Return True if two states are reached over different instructions."""
     if one.before is not other.before:
         return True
     return (one.way.ranges if one.way else None) != (other.way.ranges if other.way else None)

@@ -4,7 +4,7 @@ A place is where a cluster runs. Bytes that tiles read and write themselves are 
 HBM, and none gets more than an SM's interface to L2 takes. Shares are not equal: some places lie
 better than others, so that clusters which begin their tiles together fall apart within some tiles,
 as they do on a GPU. What a tile's replay has of its reading, its bytes at the interface's rate, is
-no delay; a delay is what a flow takes longer than that, because others ask at the same time.
+no delay; a delay is what a flow takes longer than that, because others read at the same time.
 
 All of a run's state is in arrays that are made outside, so that numba compiles it without counting
 references (`signals.compiled`); without numba the same functions run in Python.
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Entries of Tables.rule: what a cluster costs once and again, rates in bytes a clock, the policy,
+# Entries of Tables.rule: what a cluster costs once and again, rates in bytes per clock, the policy,
 # how far the shares of places lie apart, tiles claimed ahead, clocks of a claim, clocks before the
-# end of a tile at which the next is claimed (infinite: at its begin).
+# end of a tile at which the next is claimed (infinite: at its start).
 (BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, UNEVEN, CLAIMS, QUERY, LEAD,
  RULES) = range(13)  # fmt: skip
 #: Tiles that a place may have claimed ahead.
@@ -32,7 +32,7 @@ MOST_CLAIMS = 2
  FIRST_CLAIM) = range(13)  # fmt: skip
 COLUMNS = FIRST_CLAIM + MOST_CLAIMS
 _FREE, _STARTING = 0.0, 1.0
-# States of the flow that a place has asked for: none, on its way, there.
+# States of the flow that a place has requested: none, on its way, there.
 _NONE, _ASKED, _THERE = 0.0, 1.0, 2.0
 # Entries of Tables.counts: entries of both heaps, tiles or static clusters given away.
 PLACES, FLOWS, GIVEN, COUNTS = range(4)
@@ -46,7 +46,7 @@ _ROUNDING = 1e-6
 
 
 class Tables(NamedTuple):
-    """What `run` reads and fills; float64 unless noted.
+    """Tables that `run` reads and fills; float64 unless noted.
 
     clocks, reads, writes: of each tile, without waiting; skips: int64, whether it is passed over.
     rule: see above. free, free_place: a heap of clocks and int64 places, those of claims behind
@@ -125,7 +125,7 @@ def _later(t, clock, place):
 
 @_compiled
 def _weight(t, place):
-    """Of a place's flows, from 1 - UNEVEN to 1 + UNEVEN."""
+    """Return the weight of a place's flows, from 1 - UNEVEN to 1 + UNEVEN."""
     return 1.0 + t.rule[UNEVEN] * (2.0 * ((place + 1) * _GOLDEN % 1.0) - 1.0)
 
 
@@ -147,7 +147,7 @@ def _advance(t, clock):
 
 @_compiled
 def _ask(t, nbytes, place, awaited):
-    """A flow of so many bytes begins now. awaited: whether its place will ask for its end."""
+    """A flow of so many bytes begins now. awaited: whether its place will wait for its end."""
     weight = _weight(t, place)
     who = place if awaited else -1 - place
     _push(t.flow, t.flow_place, t.counts[FLOWS], t.server[SERVED] + nbytes / weight, who)
@@ -192,7 +192,7 @@ def _next_tile(t, place, given):
 
 @_compiled
 def _ask_for_claims(t, place, number):
-    """A place asks for so many tiles more, one after the other, now and behind those that begin
+    """A place requests so many tiles more, one after the other, now and behind those that begin
     now."""
     for n in range(number):
         t.place[place, UNDER_WAY] += 1
@@ -216,7 +216,7 @@ def _claim(t, place):
 
 @_compiled
 def _prefetch(t, place):
-    """A place at work asks for the operands of its next tile, if it may and there is one."""
+    """A place at work loads the operands of its next tile, if it may and there is one."""
     if t.rule[PREFETCHES]:
         following = _next_tile(t, place, False)
         if following < len(t.clocks) and t.reads[following]:

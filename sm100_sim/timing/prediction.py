@@ -49,7 +49,7 @@ class Prediction:
     levels: list[Level]
 
     def critical_path(self) -> CriticalPath:
-        """Of the central replay."""
+        """Return the critical path of the central replay."""
         return CriticalPath(self.compiled, self.central, labels_of(self.compiled))
 
     def as_text(self) -> str:
@@ -171,8 +171,8 @@ def predict_report(
 
 
 def traced_program(report: Report, ptx: str, function: SassFunction) -> Compiled:
-    """What a traced run executed, as `replay_program` takes it: the cluster with the most machine
-    operations, the first of them.
+    """Return the program of a traced run, as `replay_program` takes it: of the cluster with the
+    most machine operations, the first of them.
 
     report: of a launch with a trace. ptx: its module. function: the kernel's SASS (`disassemble`).
     Raises ValueError if a warp's events fit no path through the SASS, or the kernel has none.

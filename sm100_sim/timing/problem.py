@@ -138,7 +138,7 @@ class Sample:
 def fit(samples: Sequence[Sample], single: bool) -> TileCosts:
     """Costs that reproduce the samples, by least squares of the relative errors.
 
-    single: every sample ran one tile (kernels with one tile a CTA), so that what a cluster costs
+    single: every sample ran one tile (kernels with one tile per CTA), so that what a cluster costs
     once and what a tile costs are not told apart; all of it then counts as the tile's. Masked work
     has a cost of its own if any sample has some. Raises ValueError if there are too few samples or
     two of the costs cannot be told apart.
@@ -191,7 +191,7 @@ class Schedule:
 
     @property
     def bound(self) -> str:
-        """What decides the time: the name of the largest of `bounds`."""
+        """Return what decides the time: the name of the largest of `bounds`."""
         return max(self.bounds, key=self.bounds.__getitem__)
 
     @property
@@ -200,7 +200,8 @@ class Schedule:
         return self.seconds_at(1.0)
 
     def seconds_at(self, share: float) -> float:
-        """The same at a share of the machine's clock, which HBM and launches do not follow."""
+        """Return the seconds at a share of the machine's clock, which HBM and launches do not
+        follow."""
         return max(self.bounds["clusters"] / share, self.bounds["HBM"]) + self.launch
 
     @property
@@ -217,7 +218,7 @@ POLICIES = ("static", "dynamic", "single")
 
 @dataclass(frozen=True)
 class Room:
-    """What of a machine a launch gets.
+    """Share of a machine that a launch gets.
 
     held: clusters whose SMs another kernel holds, until clock `until`. grid: clusters of a static
     grid; None for as many as the machine has, whether it may hold them all or not.
@@ -243,7 +244,7 @@ ALONE = Room()
 
 class Late(NamedTuple):
     """A dynamic cluster claims its next tile when so much of the work of one is left: tensor-core
-    clocks as `Tile.work`, more than 0. Shorter tiles claim at their begin."""
+    clocks as `Tile.work`, more than 0. Shorter tiles claim at their start."""
 
     work: float
 
@@ -254,11 +255,11 @@ def schedule(
 ) -> Schedule:
     """Run a problem's tiles, in their order, over the clusters of a machine.
 
-    cluster: CTAs of a cluster, one an SM. A cluster of a static grid that finds no place starts
-    where another has ended. prefetches: a tile's own operands are asked for when the tile before it
+    cluster: CTAs of a cluster, one per SM. A cluster of a static grid that finds no place starts
+    where another has ended. prefetches: a tile's own operands are loaded when the tile before it
     begins, so that it waits for what is not there by then; otherwise when it begins itself, and
     what a replay has of that, its bytes at an SM's share of L2, is in `costs`. claims: tiles that a
-    dynamic cluster has claimed beside the one that it works on, one by default; it asks for the
+    dynamic cluster has claimed beside the one that it works on, one by default; it requests the
     next when it begins one, or as `Late` says, and then for its operands, too. Raises ValueError
     for an unknown policy, no tile, a prefetch with one tile a cluster, or claims without a dynamic
     scheduler or more than two.
@@ -359,7 +360,7 @@ def _tables(
 
 def _skipped(costs: TileCosts, values: Values, policy: str) -> float:
     """Clocks of a tile past the end of its sequence. Without a replay of such: a static scheduler
-    counts on; the others have asked for the tile, or launched it."""
+    counts on; the others have requested the tile, or launched it."""
     if costs.empty is not None:
         return costs.empty + values.cta_reuse * (policy == "single")
     return {"static": 0.0, "dynamic": values.clc_query, "single": values.cta_reuse}[policy]
@@ -392,7 +393,7 @@ def hbm_bytes(tiles: Sequence[Tile] | Tiles, starts: np.ndarray, values: Values)
 
 
 def _parts(group: int, begin: float, end: float) -> list[tuple[tuple[int, int], float]]:
-    """What L2 keeps or loses as a whole of the bytes that a tile shares: (name, bytes)."""
+    """Split the bytes that a tile shares into what L2 keeps or loses as a whole: (name, bytes)."""
     if begin < 0:
         return [((group, -1), end)]
     first, limit = int(begin // L2_BLOCK), math.ceil(end / L2_BLOCK)

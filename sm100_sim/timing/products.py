@@ -14,9 +14,9 @@ from .signals import compiled as _compiled
 #: Products of an SM that may wait for its tensor core; groups of a warpgroup that are remembered.
 WAITING, GROUPS = 1024, 64
 #: Products of a warp that have not begun as soon as it goes on from issuing one. One warpgroup with
-#: the products of a step of Hopper's dV takes 1,808 clocks a step and 2,100 with arithmetic behind
-#: them; replays with 0, 1, 2 and any number give 1,968, 1,806, 1,716 and 1,716, and 2,258, 2,125,
-#: 1,997 and 1,716 (bench/measure/products_beside.py).
+#: the products of a step of Hopper's dV takes 1,808 clocks per step and 2,100 with arithmetic
+#: behind them; replays with 0, 1, 2 and any number give 1,968, 1,806, 1,716 and 1,716, and 2,258,
+#: 2,125, 1,997 and 1,716 (bench/measure/products_beside.py).
 AHEAD = 1
 # Columns of Model.crew: the warp's warpgroup, products and groups that it has issued.
 WARPGROUP, _ISSUED, _GROUPS, CREW_COLUMNS = range(4)
@@ -54,7 +54,7 @@ def issue(m, warp, sm, now, event):
 
 @_compiled
 def following(m, sm):
-    """When the first product in line can begin; far off if there is none."""
+    """Return when the first MMA in line can begin; far off if there is none."""
     line = m.taken[sm]
     if line[_BEGUN] == line[_CAME]:
         return _FAR
@@ -90,8 +90,8 @@ def begin(m, sm, now):
 
 @_compiled
 def done(m, warp, pending):
-    """When at most `pending` of the groups that a warp has issued are not done; far off as long as
-    that is not known."""
+    """Return when at most `pending` of the groups that a warp has issued are not done; far off as
+    long as that is not known."""
     crew = m.crew[warp]
     warpgroup, asked = m.warpgroup[crew[WARPGROUP]], crew[_GROUPS] - pending
     if asked <= 0:
@@ -103,6 +103,6 @@ def done(m, warp, pending):
 
 @_compiled
 def is_ahead(m, warp):
-    """Whether more than `AHEAD` of the products that a warp has issued have not begun."""
+    """Return True if more than `AHEAD` of the MMAs that a warp has issued have not begun."""
     crew = m.crew[warp]
     return crew[_ISSUED] - m.warpgroup[crew[WARPGROUP], _STARTED] > AHEAD

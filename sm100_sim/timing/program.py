@@ -1,4 +1,4 @@
-"""What the replay executes: the paths of a cluster's warps, and what their events mean.
+"""Program that the replay executes: the paths of a cluster's warps, and what their events mean.
 
 From the entries of a simulated run (`TraceEntry`) and the paths found for them. Addresses of
 mbarriers become indices; everything an event does is a row of integers (`Program`).
@@ -97,7 +97,7 @@ class Compiled:
         return (event >= 0) & (action[event, 0] == Action.FENCE)
 
     def without_fences(self) -> Compiled:
-        """The same as if these fences took no longer than their issue."""
+        """Return the program as if these fences took no longer than their issue."""
         event = np.where(self.fences, -1, self.program.event).astype(np.int32)
         return replace(self, program=self.program._replace(event=event))
 

@@ -48,7 +48,7 @@ class Replay:
         """Busy share of every resource over the whole replay, the busiest SM or slot of each."""
         total = max(self.clocks, 1)
         found = {name: self.busy[:, i].max() / total for i, name in enumerate(BUSY)}
-        # A port of tensor memory is one of an issue slot, of which an SM has four.
+        # A port of tensor memory belongs to an issue slot; an SM has four.
         for name in ("tensor memory read", "tensor memory write"):
             found[name] /= SLOTS
         for pipe in Pipe:

@@ -1,12 +1,12 @@
-"""What a SASS instruction occupies and how long its result takes, by opcode.
+"""Resources that a SASS instruction occupies, and the latency of its result, by opcode.
 
 Latencies that the control codes express (arithmetic) need none here: the stall counts of the
 compiled code are obeyed. Here are the pipe an instruction is dispatched to, for how many clocks it
 keeps that pipe from other warps of its issue slot, and the latency behind a scoreboard.
 
 The assignment to pipes was read off the stall counts that ptxas puts between neighbours: two
-instructions of one pipe are at least two clocks apart (FFMA2 and IMAD; FMNMX3, SEL, ISETP, LOP3
-and F2FP among each other), two of different pipes one (FFMA2 and F2FP), MUFU eight.
+instructions of one pipe are at least two clocks apart (FFMA2 and IMAD; FMNMX3, SEL, ISETP, LOP3 and
+F2FP among each other), two of different pipes one (FFMA2 and F2FP), MUFU eight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pipe(IntEnum):
 
 
 class Latency(IntEnum):
-    """Which constant gives the time until a scoreboard is released (`machine_constants`)."""
+    """Constant that gives the time until a scoreboard is released (`machine_constants`)."""
 
     FIXED = 0
     MUFU = 1
@@ -54,7 +54,7 @@ class Latency(IntEnum):
 
 
 class Action(IntEnum):
-    """What the replay does when an instruction issues, beside occupying a pipe."""
+    """Action of the replay when an instruction issues, beside occupying a pipe."""
 
     NONE = 0
     INIT = 1
@@ -210,7 +210,7 @@ def _action(instruction: SassInstruction, kind: str | None) -> Action:
 
 
 def _global_bytes(instruction: SassInstruction) -> int:
-    """Of all lanes, each at its own place."""
+    """Return the bytes of all lanes, each at its own address."""
     if instruction.base not in _GLOBAL:
         return 0
     return _LANES * 4 * _words(instruction)

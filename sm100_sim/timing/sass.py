@@ -1,6 +1,6 @@
 """SASS of a cubin with its control codes: instructions, basic blocks, control flow.
 
-nvdisasm prints one instruction a line, followed by the 128 bits of its encoding. Since Volta the
+nvdisasm prints one instruction per line, followed by the 128 bits of its encoding. Since Volta the
 control code stands in bits 105 to 125 of them: stall count (4 bits), yield (1, inverted),
 scoreboard set on completion (3, 7 = none), scoreboard set when the operands are read (3),
 scoreboards waited for (6), operand reuse (4). The layout is that found by Jia et al., "Dissecting
@@ -52,7 +52,7 @@ class Control:
 
     @classmethod
     def decode(cls, upper: int) -> Control:
-        """From the upper 64 bits of an encoding."""
+        """Decode the upper 64 bits of an encoding."""
         bits = upper >> _CONTROL_SHIFT
         sets, frees = bits >> 5 & 7, bits >> 8 & 7
         return cls(
@@ -90,7 +90,7 @@ class SassInstruction:
 
     @property
     def falls_through(self) -> bool:
-        """Whether control may go to the next instruction."""
+        """Return True if control may go to the next instruction."""
         if self.base not in _ENDS:
             return True
         # A uniform predicate is an operand: BRA.U !UP0, `(label).
@@ -99,7 +99,7 @@ class SassInstruction:
 
     @property
     def text(self) -> str:
-        """As disassembled."""
+        """Return the instruction as disassembled."""
         guard = f"@{self.guard} " if self.guard else ""
         return f"{guard}{self.opcode} {self.operands}".strip()
 

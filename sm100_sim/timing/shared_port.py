@@ -1,7 +1,7 @@
 """The replay's port of shared memory: who reads and writes when.
 
 One port a CTA. Accesses of warps and operand reads of MMAs take it in the order in which they come.
-What TMA moves takes none of it: on an H200 loads of warps at 98 bytes a clock go on beside bulk
+What TMA moves takes none of it: on an H200 loads of warps at 98 bytes per clock go on beside bulk
 loads of 41 and bulk stores of 21, more together than the port has (`bench/measure/stores.py`).
 """
 

@@ -1,4 +1,4 @@
-"""What the code that decides a replay means: a part of the key for whoever keeps replays."""
+"""Digest of the code that decides a replay: a part of the key of cached replays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from sm100_sim.jit.cache import disk_cache
 from sm100_sim.jit.native_cache import meaning_of
 
-#: Rooms whose sources decide a replay: the timing model, the trace that it is given, and the
+#: Packages whose sources decide a replay: the timing model, the trace that it is given, and the
 #: instruction table, whose columns say what is an event and what a block's mix is.
 DECIDING = ("isa", "timing", "trace")
 #: Modules of the timing model that only read what a replay has found.
@@ -25,7 +25,7 @@ REPLAYING = (
 
 def deciding_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
     """(path below `root`, content) of the sources that decide a replay."""
-    paths = [path for room in DECIDING for path in sorted((root / room).rglob("*.py"))]
+    paths = [path for package in DECIDING for path in sorted((root / package).rglob("*.py"))]
     return [
         (path.relative_to(root).as_posix(), path.read_bytes())
         for path in paths
@@ -34,7 +34,7 @@ def deciding_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, 
 
 
 def tracing_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
-    """Those of `deciding_sources` that decide what a traced program is."""
+    """Return the files of `deciding_sources` that decide what a traced program is."""
     return [
         (name, content)
         for name, content in deciding_sources(root)
@@ -51,7 +51,7 @@ def model_digest() -> str:
 
 @functools.cache
 def trace_digest() -> str:
-    """The same of what makes a traced program, whatever replays it then."""
+    """Return the digest of what makes a traced program, whatever replays it then."""
     return _meaning(tracing_sources())
 
 

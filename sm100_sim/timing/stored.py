@@ -19,7 +19,7 @@ _COUNTS = ("barriers", "sms", "unmatched", "ambiguous")
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """What `replay_program` takes, and figures of the match.
+    """Arguments of `replay_program`, and figures of the match.
 
     warps: (CTA rank, warp) of each row. work: clocks of the tensor core of one CTA by the closed
     forms. unmatched, ambiguous: as in `Compiled`.
@@ -34,7 +34,7 @@ class StoredProgram:
 
     @classmethod
     def of(cls, compiled: Compiled) -> StoredProgram:
-        """What is kept of a traced program."""
+        """Return the stored form of a traced program."""
         return cls(
             compiled.instructions, compiled.program, list(compiled.warps), compiled.work,
             compiled.unmatched, compiled.ambiguous,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 class MmaCost(NamedTuple):
     """Clocks of one tcgen05.mma.
 
-    compute: of the tensor core. operands: of the shared-memory port of each CTA (128 bytes a
+    compute: of the tensor core. operands: of the shared-memory port of each CTA (128 bytes per
     clock). latency: from the issue until a wait on its commit succeeds, with nothing before it.
     """
 

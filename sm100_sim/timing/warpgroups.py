@@ -1,9 +1,9 @@
-"""What a replay needs of wgmma, read off the machine code of the paths that warps take.
+"""Costs of wgmma for a replay, read off the machine code of the paths that warps take.
 
-The instruction names the shape; that the last product of a group closes it, and how many groups a
-wait lets be, stand in its operands. So a wait that ptxas has added counts, one that it has dropped
-does not. Costs are those measured on an H200 (docs/facts.md): 64 x N takes N / 2 clocks of an SM's
-tensor core, A and B 32 bytes a row of the port of shared memory, B alone where A is in registers.
+The instruction names the shape; that the last MMA of a group closes it, and how many groups a wait
+lets be, stand in its operands. So a wait that ptxas has added counts, one that it has dropped does
+not. Costs are those measured on an H200 (docs/facts.md): 64 x N takes N / 2 clocks of an SM's
+tensor core, A and B 32 bytes per row of the port of shared memory, B alone where A is in registers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _PENDING = re.compile(r"gsb0, (0x[0-9a-f]+|\d+)")
 
 
 def product_cost(instruction: SassInstruction) -> MmaCost:
-    """Of one wgmma. Raises ValueError for a sparse one, which the model does not know."""
+    """Return the cost of one wgmma. Raises ValueError for a sparse one, which the model does not
+    know."""
     shape = _SHAPE.match(instruction.opcode)
     if shape is None or ".SP" in instruction.opcode:
         raise ValueError(f"{instruction.text}: the model knows dense products of 64 rows alone")

@@ -1,4 +1,5 @@
-"""What the sanitizer finds when synchronisation is left out of the kernels that a call launches.
+"""Mutation scores of the kernels that a call launches: synchronisation left out, and whether the
+sanitizer finds it.
 
 `python -m sm100_sim mutate` does the same for a script's.
 """

@@ -1,4 +1,4 @@
-"""How fast the simulator runs what launches kernels, and what a kernel takes to translate.
+"""Speed of the simulator on a call that launches kernels, and seconds to translate a kernel.
 
 `python -m sm100_sim speed SCRIPT.py [args...]` times a script, `speed FILE.ptx` a PTX module.
 """
@@ -140,8 +140,8 @@ class Translation:
 
 
 def translation(ptx: str) -> list[Translation]:
-    """Of each kernel of a PTX module. The run loop and the memory checks, which all kernels share,
-    are there before."""
+    """Time the translation of each kernel of a PTX module. The run loop and the memory checks,
+    which all kernels share, are there before."""
     load_table()
     routine_address("run")
     start = time.perf_counter()

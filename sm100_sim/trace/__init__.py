@@ -1,1 +1,1 @@
-"""What a launch did, in order."""
+"""Trace of a launch, in order."""

@@ -22,7 +22,7 @@ def wavefronts(addresses: np.ndarray, masks: np.ndarray, width: int) -> np.ndarr
     """int64 (n,): clocks of the shared-memory port that each access of a warp takes.
 
     addresses: uint64 (n, 32), by lane, right up to a common offset. masks: uint32 (n,), lanes that
-    take part, none of them 0. width: bytes a lane.
+    take part, none of them 0. width: bytes per lane.
 
     Every clock each of the 32 banks gives or takes one word of 4 bytes, and a word goes to all
     lanes that want it: lanes that go together take as many clocks as one bank has different words
@@ -48,7 +48,7 @@ def wavefronts(addresses: np.ndarray, masks: np.ndarray, width: int) -> np.ndarr
 
 def _words_of_a_bank(addresses: np.ndarray, active: np.ndarray, width: int) -> np.ndarray:
     """int64 (n,): most different words that one bank has to move for the active lanes."""
-    # A lane that takes no part asks for what the first that does asks for: no additional word.
+    # A lane that takes no part reads what the first that does reads: no additional word.
     first = addresses[np.arange(len(addresses)), active.argmax(axis=1)]
     words = np.where(active, addresses, first[:, None]).astype(np.int64) // BANK_BYTES
     words = words[:, :, None] + np.arange(max(width // BANK_BYTES, 1))
@@ -71,7 +71,7 @@ def _neighbours_share(addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
 
 
 def _is_shared(instruction: Any) -> bool:
-    """Whether an instruction's lanes are known to access shared memory."""
+    """Return True if an instruction's lanes are known to access shared memory."""
     return row_of(instruction).access.is_shared(instruction.modifiers)
 
 

@@ -82,17 +82,17 @@ class AccessLog:
 
     @property
     def address(self) -> int:
-        """For the context of a warp."""
+        """Return the address of the log, for the context of a warp."""
         return self._raw.__array_interface__["data"][0]
 
     @property
     def waiting(self) -> bool:
-        """Whether there are records, or an error of an earlier drain."""
+        """Return True if there are records, or an error of an earlier drain."""
         return self._count.value > 0 or self._error is not None
 
     @property
     def failed(self) -> bool:
-        """Whether there is an error of an earlier drain."""
+        """Return True if there is an error of an earlier drain."""
         return self._error is not None
 
     def _full(self) -> None:
@@ -104,7 +104,8 @@ class AccessLog:
             self._count.value = 0
 
     def records(self) -> np.ndarray:
-        """What is in the log (`LOG_RECORD`), emptying it. Raises the error of an earlier drain.
+        """Return the records of the log (`LOG_RECORD`), emptying it. Raises the error of an earlier
+        drain.
 
         The same record several times running, as polling makes it, is given once.
         """

@@ -288,7 +288,7 @@ def _evaluate(instruction: Instruction, known: dict) -> int | None:
 
 
 def tensor_loads(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Those that load from tensor memory, in their order; the log of accesses numbers them so."""
+    """Return the loads from tensor memory, in their order; the log of accesses numbers them so."""
     return [i for i in instructions if row_of(i).rule is Rule.TENSOR_LOAD]
 
 

@@ -253,7 +253,8 @@ def _fill_table(compiled: CompiledKernel, addresses: dict[int, int]) -> None:
 
 
 def _alignment(compiled: CompiledKernel, block: Block) -> tuple[int, int]:
-    """Which lanes must have converged before the block runs: kind and value of its record."""
+    """Return which lanes must have converged before the block runs: kind and value of its
+    record."""
     instruction = block.aligned
     if instruction is None:
         return ALIGN_NONE, 0

@@ -1,4 +1,4 @@
-"""Which machine operations native code does, and what its routines get of each instruction."""
+"""Machine operations that native code does, and what its routines get of each instruction."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _touched(parsed: Form) -> list[int]:
 
 
 def recorded_fragment(parsed: Form) -> Operation:
-    """What records an access to tensor memory, whether native code or Python makes it."""
+    """Return the record of an access to tensor memory, whether native code or Python makes it."""
     operation = Operation()
     for place, number in enumerate(_touched(parsed), 1):
         operation.form[place] = number

@@ -81,7 +81,7 @@ SUITES = {
 
 @dataclass
 class Outcome:
-    """What became of a suite's cases. failed: id -> last line of the error."""
+    """Outcome of a suite's cases. failed: id -> last line of the error."""
 
     selected: int = 0
     passed: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Outcome:
 
     @classmethod
     def read(cls, lines: list[dict[str, Any]]) -> Outcome:
-        """From the lines that the plugin wrote."""
+        """Read the lines that the plugin wrote."""
         found = cls()
         for line in lines:
             what, name = line["what"], line["id"]

@@ -84,7 +84,7 @@ class _Edit(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        """Of a condition for head_dim 256 on one GPU drop the GPU, and a softcap of 0."""
+        """Drop the GPU, and a softcap of 0, from a condition for head_dim 256 on one GPU."""
         values = {ast.unparse(value) for value in node.values}
         if isinstance(node.op, ast.And) and {"IS_SM100", "d == 256", "dv == 256"} <= values:
             dropped = ("IS_SM100", "softcap == 0.0")

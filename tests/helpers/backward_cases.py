@@ -1,4 +1,4 @@
-"""What the tests of the backward share: random inputs, gradients by autograd, their comparison."""
+"""Helpers of the tests of the backward: random inputs, gradients by autograd, their comparison."""
 
 from __future__ import annotations
 

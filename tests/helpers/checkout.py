@@ -1,4 +1,4 @@
-"""Where the checkout lies whose files the tests read and run."""
+"""Root of the checkout whose files the tests read and run."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ OF_QUERIES = (torch.arange(128) * 7 % 3 - 1).int()
 
 
 def by_places(score: Any, place: Any, tensors: tuple) -> Any:
-    """By all that a place says."""
+    """Change a score by all that a place says."""
     slopes, of_keys, of_queries = tensors
     distance = cutlass.Float32(place.query + place.seqlen_k - place.seqlen_q - place.key)
     score = 0.5 * score - slopes[place.batch, place.head] * cute.arch.fmax(distance, -distance)
@@ -62,7 +62,7 @@ TURNS = torch.tensor([0.0, 2.0, 1.0, 3.0])
 
 
 def seen_by_places(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
-    """By all that a mask_mod gets."""
+    """Mask by all that a mask_mod gets."""
     limits, turns = tensors
     turn = cutlass.Int32(turns[head])
     return ((query * 7 + key * 3 + turn) % 5 > 1) & (key < limits[batch, query])
@@ -100,7 +100,7 @@ def _flex(rows: int) -> Any:
 
 
 def _of_heads(rows: int) -> masks.TileMask:
-    """At random, for each of two heads; some queries see nothing."""
+    """Make a random mask for each of two heads; some queries see nothing."""
     seen = torch.rand(1, 2, rows, rows, generator=torch.Generator().manual_seed(3)) < 0.4
     seen[:, :, 60:70] = False
     return masks.from_dense(seen)
@@ -160,18 +160,18 @@ class Case:
 
     @property
     def tiles(self) -> masks.TileMask:
-        """Of its mask."""
+        """Return the tiles of its mask."""
         mask = MASKS[self.mask](self.rows)
         return masks.as_tile_mask(mask, with_bits=not self.mask_mod, **self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As `as_tile_mask` takes them."""
+        """Return the sizes that `as_tile_mask` takes."""
         return {"batch": self.batch, "heads": self.heads[0]}
 
     def dense(self) -> torch.Tensor:
-        """What is seen under its mask and mask_mod, for every batch entry and head where there is
-        the latter."""
+        """Return the dense mask of its mask and mask_mod, for every batch entry and head where
+        there is the latter."""
         if not self.mask_mod:
             return self.tiles.dense()
         rows, wide = self.rows, self.tiles.tiles
@@ -193,7 +193,7 @@ def mask_on(case: Case, device: str) -> Any:
 
 
 def _options(case: Case, device: str) -> dict[str, Any]:
-    """What a call over ranks and one of one process have in common, but for the sink."""
+    """Return the options shared by a call over ranks and one of one process, but for the sink."""
     options = dict(case.options)
     if case.score_mod:
         sequences = case.batch if case.documents is None else len(case.documents) - 1
@@ -262,8 +262,9 @@ def run_alone(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarra
 
 
 def backwards_of_heads(rank: int, device: str) -> tuple[bool, bool, str]:
-    """Of heads over ranks: whether a backward whose graph is kept has the same bits again, whether
-    a call without gradients has no graph, and what a backward raises whose graph is not kept."""
+    """Run backwards of heads over ranks. Return (whether a backward whose graph is retained has the
+    same bits again, whether a call without gradients has no graph, error of a backward whose graph
+    is freed)."""
     from fa4_hd256.integrations.context_parallel import ulysses_attention
 
     *inputs, dout, _, _ = (tensor.to(device) for tensor in Case(heads=(4, 2)).inputs())
@@ -309,9 +310,9 @@ def most_parts(case: Case, ranks: int) -> int:
 
 
 def errors(case: Case, found: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Of every result of rank 0, and dsink of all ranks, the error in units of what is accepted,
-    against the float64 reference: what a single call is granted, and a rounding for each part that
-    is summed beyond the first."""
+    """Return the error of every result of rank 0, and of dsink of all ranks, in units of what is
+    accepted, against the float64 reference: what a single call is granted, and a rounding for each
+    part that is summed beyond the first."""
     more = most_parts(case, len(found)) - 1
     one = {name: torch.from_numpy(array) for name, array in found[0].items()}
     if case.sink:
@@ -365,7 +366,7 @@ _OF_REFERENCE = ("softmax_scale", "causal", "window_size", "softcap")
 
 
 def kernels_got(rank: int, case: Case) -> int:
-    """How many kernels `run` compiles, or loads, which the process did not have."""
+    """Count the kernels that `run` compiles, or loads, which the process did not have."""
     before = compile.counters["compiled"] + compile.counters["disk"]
     run(rank, case)
     return compile.counters["compiled"] + compile.counters["disk"] - before
@@ -462,7 +463,7 @@ def other_rows(rank: int) -> None:
 
 
 def other_options(rank: int) -> None:
-    """Rank 1 asks for another mask."""
+    """Rank 1 requests another mask."""
     from fa4_hd256.integrations.context_parallel import ring_attention
 
     q = torch.randn(1, 32, 2, 256).bfloat16()
@@ -509,7 +510,7 @@ def no_tensor(rank: int, cu_seqlens: Any) -> None:
 
 
 def refusals(rank: int, arguments: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Of calls with these options, what each raises; "alone": over a group that takes no other
+    """Return the errors of calls with these options; "alone": over a group that takes no other
     call, since this one fails behind the ranks' agreement."""
     from fa4_hd256.integrations import context_parallel
 

@@ -11,7 +11,7 @@ from sm100_sim.host.host_code import keeping_ptx, ptx_of
 
 @contextlib.contextmanager
 def targeting(target: str = "sm_100a"):
-    """While active, CuTe DSL compiles for a target, whatever GPU is here."""
+    """Let CuTe DSL compile for a target, whatever GPU is here."""
     settings = CuTeDSL._get_dsl().envar
     settings.arch = target
     try:
@@ -32,7 +32,7 @@ def compile_for(target: str, function, *arguments, **keywords):
 
 
 def opcode_counts(compiled) -> Counter:
-    """How often each full opcode stands in the compiled PTX, inline assembly included."""
+    """Count each full opcode in the compiled PTX, inline assembly included."""
     counts = Counter()
     for line in ptx_of(compiled).splitlines():
         words = line.replace("{", " ").split()

@@ -69,7 +69,7 @@ class Case:
 
 
 #: Several tiles for each SM of an H200, the last ones not full; heads that share tiles; sequences
-#: of many lengths, none among them; few queries with divided keys, as in decoding.
+#: of many lengths, none among them; few queries with KV splits, as in decoding.
 CASES = {
     "dense": Case(((1100, 1100),) * 4, (16, 16)),
     "grouped": Case(((1000, 1500),) * 4, (16, 4)),

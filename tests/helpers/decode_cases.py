@@ -1,4 +1,4 @@
-"""What the tests of kernels for a few query rows share: random inputs, and what is accurate."""
+"""Helpers of the tests of kernels for a few query rows: random inputs, and the accuracy check."""
 
 from __future__ import annotations
 

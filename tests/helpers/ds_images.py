@@ -37,7 +37,8 @@ def in_order(seen: torch.Tensor) -> list[tuple[int, int]]:
 def tile_numbers(
     problem: BackwardProblem, seen: list[torch.Tensor], heads: Iterable[int] | None = None
 ) -> list[dict[tuple[int, int, int], int]]:
-    """Of each sequence (query head, tile of keys, tile of queries) -> number, counted one by one.
+    """Return, for each sequence, (query head, tile of keys, tile of queries) -> number, counted one
+    by one.
 
     seen: bool (queries, keys) of each sequence. heads: all, if none are given.
     """

@@ -16,7 +16,7 @@ def codes(*shape):
 
 
 def scales(*shape):
-    """Of k and of v: neither powers of two nor alike."""
+    """Return scales of k and of v: neither powers of two nor alike."""
     return 0.3 + torch.rand(*shape), 0.05 + 0.2 * torch.rand(*shape)
 
 

@@ -25,11 +25,11 @@ PATIENCE, GPU_PATIENCE = 300.0, 20.0
 
 
 class Planned(Exception):
-    """What a rank raises here."""
+    """Error that a rank raises here."""
 
 
 class Met(NamedTuple):
-    """What a call came to: "" for none, what it raised, when by the machine's clock."""
+    """Result of a call: "" for none, what it raised, when by the machine's clock."""
 
     kind: str
     text: str
@@ -81,8 +81,8 @@ def _step(way: str, group: Any, device: str = "cpu") -> None:
 def raises_inside(
     rank: int, failing: int, way: str, in_backward: bool, launches: int
 ) -> tuple[list[Met], bool]:
-    """Of three steps over a group of all ranks what each came to, one rank failing in a launch of
-    the first one; whether the group itself still works."""
+    """Run three steps over a group of all ranks, one rank failing in a launch of the first one.
+    Return (their results, whether the group itself still works)."""
     group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
     found = _three_steps(way, group, "cpu", _failing(way, in_backward, launches), rank == failing)
     counted = torch.ones(1)
@@ -91,7 +91,8 @@ def raises_inside(
 
 
 def _three_steps(way: str, group: Any, device: str, failing: Any, fails: bool) -> list[Met]:
-    """What they came to, the launches of the first one failing on a rank that fails."""
+    """Run three steps and return their results; the launches of the first fail on a rank that
+    fails."""
     _step(way, group, device)  # so that no rank compiles when one fails
     with failing if fails else contextlib.nullcontext():
         found = [met(lambda: _step(way, group, device))]
@@ -99,16 +100,16 @@ def _three_steps(way: str, group: Any, device: str, failing: Any, fails: bool) -
 
 
 def raises_inside_on_gpu(rank: int, failing: int, way: str, in_backward: bool) -> list[Met]:
-    """What `raises_inside` has of three steps, over NCCL; no rank waits for its GPU."""
+    """Run the three steps of `raises_inside` over NCCL; no rank waits for its GPU."""
     group = dist.new_group(timeout=timedelta(seconds=GPU_PATIENCE))
     launches = _failing(way, in_backward, 0)
     return _three_steps(way, group, "cuda", launches, rank == failing)
 
 
 def checkpointed(rank: int, way: str, ends_early: bool) -> list[str]:
-    """How results and gradients of checkpoints differ from those without, twice with recomputation
-    that PyTorch ends by an exception, and once with reentrant autograd. ends_early: nothing else is
-    saved behind the attention."""
+    """Return how results and gradients of checkpoints differ from those without, twice with
+    recomputation that PyTorch ends by an exception, and once with reentrant autograd. ends_early:
+    nothing else is saved behind the attention."""
     torch.manual_seed(rank)
     given = [torch.randn(1, 32, heads, 256).bfloat16() for heads in (4, 2, 2)]
 
@@ -131,7 +132,7 @@ def checkpointed(rank: int, way: str, ends_early: bool) -> list[str]:
 
 
 def waits_for_its_gpu(rank: int) -> Met:
-    """Whether it is let go."""
+    """Wait for the GPU; return the result."""
     return met(torch.cuda.synchronize)
 
 

@@ -1,7 +1,7 @@
 """Started as a script, each call the first of its kind in the process and in a memory pool of its
-own: prints, a line a call, how many blocks of its pool are in use once its results are gone.
+own: prints, a line per call, how many blocks of its pool are in use once its results are gone.
 
-With `planted` as argument what is kept for later calls is made wherever it is asked for.
+With `planted` as argument what is cached for later calls is allocated wherever it is first needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def cached(tensors: dict[str, torch.Tensor], use_clc: bool) -> torch.Tensor:
 
 
 def calls() -> dict:
-    """By name what is called, and with which tensors."""
+    """Return the calls by name, and their tensors."""
     caches = [torch.zeros(9, 64, 2, 256, device=DEVICE).bfloat16() for _ in "kv"]
     rows = [torch.ones(2, 3, heads, 256, device=DEVICE).bfloat16() for heads in (8, 2, 2)]
     given = dict(zip(("k_cache", "v_cache", "q", "k", "v"), (*caches, *rows)))

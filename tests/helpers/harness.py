@@ -26,8 +26,8 @@ _KINDS = {loop.TRAP: "trap", loop.EXIT: "exit", loop.OUT_OF_BUDGET: "yield", loo
 
 @dataclass(frozen=True)
 class Stop:
-    """Why native code stopped: `kind` as in `sm100_sim.native.loop`, the instruction and the lanes
-    of a trap, a fault or a divergence."""
+    """Reason why native code stopped: `kind` as in `sm100_sim.native.loop`, the instruction and the
+    lanes of a trap, a fault or a divergence."""
 
     kind: str
     instruction: Instruction | None = None
@@ -116,7 +116,7 @@ def run_warp(body: str, inputs: dict | None = None, outputs: list[str] | tuple =
 
 def environment(params: np.ndarray | None = None, shared: np.ndarray | None = None,
                 ranges: list[tuple[int, int, int]] = ()) -> Environment:
-    """Where a warp runs; see `run_warp`."""
+    """Make the environment of a warp; see `run_warp`."""
     if shared is None:
         shared = np.zeros((1, 4096), np.uint8)
     return Environment(

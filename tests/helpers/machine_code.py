@@ -1,4 +1,4 @@
-"""What machine code says about the registers of a kernel's roles."""
+"""Registers of a kernel's roles, as machine code has them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -56,8 +56,8 @@ def nothing_is_spilled(kernel: Any, plan: RegisterPlan) -> None:
 
 
 def look_ups_of_steps(function: SassFunction) -> list[int]:
-    """Of each loop that loads tiles how often it reads memory into registers.  A look-up takes
-    longer than a step's products."""
+    """Return, for each loop that loads tiles, how often it reads memory into registers.  A look-up
+    takes longer than a step's MMAs."""
     nest = LoopNest(function)
     loops = [
         [i.base for block in loop.blocks for i in nest.instructions_of(block)]
@@ -76,7 +76,8 @@ def no_step_looks_up(function: SassFunction) -> None:
 
 
 def letters(instructions: Iterable[Any], letter_of: Mapping[str, str]) -> str:
-    """Those whose opcode begins like a key of `letter_of`, a letter each, in order."""
+    """Return a letter for each instruction whose opcode begins like a key of `letter_of`, in
+    order."""
     return "".join(
         next((letter for start, letter in letter_of.items() if i.opcode.startswith(start)), "")
         for i in instructions

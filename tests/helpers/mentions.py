@@ -1,5 +1,5 @@
-"""What pages, docstrings and comments say of files, names and commands of the project that are not
-there."""
+"""Mentions of files, names and commands of the project, in pages, docstrings and comments, that do
+not exist."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def named_at_the_top(text: str) -> str:
 
 
 def offences(place: str, text: str) -> list[str]:
-    """What a text mentions that the checkout does not hold, one line each.
+    """Return what a text mentions that the checkout does not hold, one line each.
 
     place: the text's file below ROOT, whose folder relative paths begin at.
     """

@@ -12,7 +12,7 @@ from fa4_hd256.call.operator_arguments import (
 )
 from fa4_hd256.call.windows import UNBOUNDED
 
-#: Of a call of dense sequences without a mask, on the static scheduler, whose keys are not divided.
+#: Of a call of dense sequences without a mask, on the static scheduler, without KV splits.
 _PLAIN: dict[str, Any] = {
     "softmax_scale": 0.0625, "window_left": UNBOUNDED, "window_right": UNBOUNDED,
     "softcap": 0.0, "max_seqlen_q": None, "max_seqlen_k": None, "use_clc": False, "config": "",
@@ -22,13 +22,13 @@ _PLAIN: dict[str, Any] = {
 
 
 def forward_arguments(q: Any, k: Any, v: Any, **others: Any) -> tuple[Any, ...]:
-    """Of `fa4_hd256::forward`, in order. others: fields of ForwardTensors and ForwardValues that
-    are not as `_PLAIN` has them."""
+    """Return the arguments of `fa4_hd256::forward`, in order. others: fields of ForwardTensors and
+    ForwardValues that are not as `_PLAIN` has them."""
     return _arguments(ForwardTensors, ForwardValues, {"q": q, "k": k, "v": v, **others})
 
 
 def backward_arguments(**others: Any) -> tuple[Any, ...]:
-    """Likewise of `fa4_hd256::backward`."""
+    """Return the arguments of `fa4_hd256::backward`, in order."""
     return _arguments(BackwardTensors, BackwardValues, {"dlse": None, **others})
 
 

@@ -138,7 +138,7 @@ KERNELS = {
 class Bug:
     """A bug of class `number`: `text` is the kernel named `kernel` with the bug in it.
 
-    expected: kinds of findings, or names of errors, of which at least one must be reported.
+    expected: kinds of findings, or names of errors; at least one must be reported.
     """
 
     number: int
@@ -153,7 +153,7 @@ class Bug:
         return self._results()[1]
 
     def reported(self) -> set[str]:
-        """Their kinds, and the name of an error that ended the launch."""
+        """Return the kinds of its findings, and the name of an error that ended the launch."""
         error, found = self._results()
         return {finding.kind for finding in found} | ({error} if error else set())
 
@@ -240,7 +240,7 @@ BUGS = [
           "mbarrier.arrive.expect_tx.shared.b64 _, [smem], 384;", "Hang"),
     # A producer that leads by more than a phase; a wait that takes a later phase for its own.
     _omit(7, "RING", "empty", "phase-not-observed"),
-    # The response asked for again before everybody has read it, or read before it is there.
+    # The response requested again before everybody has read it, or read before it is there.
     _omit(8, "CANCEL", "meet", "race", "phase-skipped"),
     _omit(8, "CANCEL", "wait", "uninitialised-read"),
     _swap(9, "CANCEL", "asks on after a failure", "last",

@@ -1,5 +1,5 @@
-"""What sm100_sim publishes and which packages its distribution lists, as functions from a checkout
-to a list of offences, one line each (see `style`)."""
+"""Published names of sm100_sim and the packages that its distribution lists, as functions from a
+checkout to a list of offences, one line each (see `style`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 #: Modules whose `__all__` is what they publish; besides them every module under `sm100_sim.tools`.
 PUBLIC = ("sm100_sim", "sm100_sim.timing")
 #: Who may import no more than that.
-ROOMS = ("fa4_hd256", "bench", "examples")
+PACKAGES = ("fa4_hd256", "bench", "examples")
 
 
 def names_of(root: Path, module: str) -> set[str]:
@@ -23,7 +23,7 @@ def names_of(root: Path, module: str) -> set[str]:
 
 
 def private_imports(source: str, public: dict[str, set[str]]) -> list[str]:
-    """What a source imports of the simulator that is not published: "line 3: sm100_sim.run"."""
+    """Return the imports of unpublished names of the simulator: "line 3: sm100_sim.run"."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -42,12 +42,12 @@ def private_imports(source: str, public: dict[str, set[str]]) -> list[str]:
 
 
 def imports(root: Path) -> list[str]:
-    """Imports of private names of the simulator in `ROOMS`."""
+    """Imports of private names of the simulator in `PACKAGES`."""
     public = {module: names_of(root, module) for module in PUBLIC}
     return [
         f"{path.relative_to(root)}, {line}, which sm100_sim does not publish"
-        for room in ROOMS
-        for path in sorted((root / room).rglob("*.py"))
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*.py"))
         for line in private_imports(path.read_text(), public)
     ]
 

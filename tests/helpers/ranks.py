@@ -19,14 +19,14 @@ LONGEST = 900
 
 
 class Failed(NamedTuple):
-    """What a rank's function raised."""
+    """Error that a rank's function raised."""
 
     kind: str
     text: str
     trace: str
 
 
-#: What a rank imports before it is asked for anything, once for all ranks.
+#: What a rank imports before its first task, once for all ranks.
 _IMPORTED = ["torch.distributed", "context_cases", "torch_context_cases", "failing_ranks"]
 
 #: Libraries start no threads, which a fork would lose; the machine's cores are for ranks.
@@ -34,7 +34,8 @@ _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SM100_S
 
 
 def _context(device: str) -> Any:
-    """How processes start: those on GPUs, whose libraries a fork does not do well, from nothing."""
+    """Return the start method: processes on GPUs, whose libraries do not survive a fork, are
+    spawned."""
     if device == "cuda":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

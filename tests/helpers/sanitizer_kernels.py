@@ -122,7 +122,7 @@ add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, %r8;
 END:
 """
 
-# Two warps arrive at a barrier of two, in turns, and wait for each other.
+# Two warps arrive at a barrier of two, alternately, and wait for each other.
 TURNS = START + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 2;

@@ -14,7 +14,7 @@ FIELDS = 4
 
 @cute.jit
 def _record(record: cute.Tensor, work, turn: Int32, cluster_size: cutlass.Constexpr):
-    """Note a tile: times done, cluster, turn, and 1 + the rank of the CTA that noted it."""
+    """Note a tile: times done, cluster, order, and 1 + the rank of the CTA that noted it."""
     rank = Int32(0)
     if cutlass.const_expr(cluster_size > 1):
         rank = cute.arch.block_idx_in_cluster()
@@ -95,9 +95,9 @@ def _places(record: cute.Tensor, order: TileOrder):
 def places(
     record: cute.Tensor, offsets: cute.Tensor, sizes: tuple, rows: cutlass.Constexpr
 ):
-    """What each lane finds for each number of blocks in a row.  record: (numbers, 32, 2) int32;
-    offsets, rows: as `PackedBlocks` has them; sizes: Int32 rows of the longest sequence and of
-    all."""
+    """Record what each lane finds for each number of blocks in a row.  record: (numbers, 32, 2)
+    int32; offsets, rows: as `PackedBlocks` has them; sizes: Int32 rows of the longest sequence and
+    of all."""
     longest, total = sizes
     sequences = cute.size(offsets) - 1
     problem = TileProblem((longest + rows - 1) // rows, Int32(1), Int32(sequences))

@@ -22,7 +22,7 @@ from fa4_hd256.kernels.steps import StepTable
 
 Plan = tuple[str, EdgeTable, StepTable]
 
-#: Lengths of keys of which at least one takes each default of a forward.
+#: Lengths of keys; at least one takes each default of a forward.
 LENGTHS = (64, 80, 4096, 32768)
 
 

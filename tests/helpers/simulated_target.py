@@ -1,4 +1,4 @@
-"""What bringup runs on in tests: the simulator, passing for a B200."""
+"""Target of the bringup in tests: the simulator, passing for a B200."""
 
 from fa4_hd256.check.bringup.outcome import simulated
 from sm100_sim import device

@@ -1,5 +1,5 @@
-"""What the warps of a kernel wait for and signal: as the simulator traces it, and as the table of
-steps says."""
+"""Waits and signals of a kernel's warps: as the simulator traces them, and as the table of steps
+says."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def of_entry(opcode):
 
 
 def declared(edges, steps, tiles, skipped=None):
-    """The same of each (role, CTA), from the table of steps; skipped: see `Programs`."""
+    """Return the operations of each (role, CTA), from the table of steps; skipped: see
+    `Programs`."""
     found = {}
     for role, program in Programs(edges, steps, tiles, skipped or {}).all().items():
         found[role] = []
@@ -111,7 +112,7 @@ def assert_as_declared(report, plan, tiles, steps=None, ctas=(0, 1)):
 
 
 def warps_of(role, plan, steps):
-    """Those of a role, or of a part of one."""
+    """Return the warps of a role, or of a part of one."""
     for whole in steps.roles:
         if role in whole.names:
             warps = getattr(plan.warps, whole.whole)
@@ -129,7 +130,7 @@ def first_and_last(warps):
 
 
 def steps_of(seen, rows, columns):
-    """For each block of rows, how many blocks of columns any of them sees."""
+    """Count, for each block of rows, the blocks of columns that any of them sees."""
     return tuple(
         sum(
             bool(seen[first : first + rows, begin : begin + columns].any())

@@ -52,9 +52,9 @@ _RUN = (
 _OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/simulated", *_RUN)
 _FOLDERS = ("blackwell", "hopper")
 _OWN = tuple(
-    f"fa4_hd256/kernels/{folder}{room}"
+    f"fa4_hd256/kernels/{folder}{package}"
     for folder in _FOLDERS
-    for room in ("", "/architecture", "/forward", "/backward")
+    for package in ("", "/architecture", "/forward", "/backward")
 )
 _CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/integrations", "sm100_sim", *_OPERATOR)
 
@@ -63,9 +63,9 @@ _KNOWN = ("fa4_hd256/check", *_CHECK)
 _BENCH = ("bench/suite", "bench/peaks", "bench/processes", "bench/peers", "bench/tables",
           "bench/measure", "bench/model")  # fmt: skip
 
-#: Which other rooms a room may import (docs/architecture.md): those below it. A module is in the
-#: room of the longest name that its path begins with; a room of one file has the file's name.
-ROOMS = {
+#: Which other packages a package may import (docs/architecture.md): those below it. A module is
+#: in the package of the longest name that its path begins with; a single file has its own name.
+PACKAGES = {
     "schedulers": (),
     "softmax_emu": (),
     "sm100_sim": (),
@@ -80,9 +80,9 @@ ROOMS = {
     "fa4_hd256/kernels": _KERNELS,
     # Nor does one architecture know another; what calls kernels finds them by `kernel_set`.
     **{
-        f"fa4_hd256/kernels/{folder}{room}": (*own, *_SHARED)
+        f"fa4_hd256/kernels/{folder}{package}": (*own, *_SHARED)
         for folder in _FOLDERS
-        for room, own in (
+        for package, own in (
             ("", ()),
             ("/forward", (f"fa4_hd256/kernels/{folder}",)),
             ("/backward", (f"fa4_hd256/kernels/{folder}",)),
@@ -101,7 +101,7 @@ ROOMS = {
     # flash-attention's functions, on ours.
     "fa4_hd256/compat": ("fa4_hd256", *_OPERATOR),
     "fa4_hd256/check": _CHECK,
-    # The commands: above all rooms, and imported by none.
+    # The commands: above all packages, and imported by none.
     "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
     # Its modules are imported when their commands are called.
     "bench/__main__": ("bench/options", "fa4_hd256", *_OPERATOR),
@@ -117,7 +117,7 @@ ROOMS = {
     "bench/commands": (*_BENCH, "bench/options", "bench/pictures", *_KNOWN),
     "bench": (*_BENCH, "bench/options", "bench/pictures", "bench/commands", *_KNOWN),
 }
-#: Rooms of the simulator, from the lowest: each imports those of lower rows alone.
+#: Packages of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
     ("causes", "devices", "interrupt", "ptx", "settings"),
     ("jit",),
@@ -136,7 +136,27 @@ SIMULATOR = (
     ("timing", "tools"),
     ("__main__",),
 )
-TOPS = tuple(sorted({room.split("/")[0] for room in ROOMS}))
+#: Packages -> docstrings that may begin with a fragment: at most 3 % of them. Only ever lower it.
+FRAGMENTS = {
+    "fa4_hd256": 165,
+    "schedulers": 0,
+    "softmax_emu": 0,
+    "sm100_sim": 5,
+    "bench": 0,
+    "tests": 0,
+    "examples": 0,
+}
+#: Openings that neither are a verb nor name a thing: question words, bare references, conjunctions.
+_FRAGMENT = re.compile(
+    r"""[(`\[]?(
+        (of|what|which|whether|as|those|that|none|how|where|why|who|whom|whose|by|its|theirs?|it
+        |they|these|and|so|but|also|not|nor|likewise|else|otherwise|such)\b
+        | this(?=[:,.]|\ (is|was|has)\b)
+        | the\ (same|others?|ones?|like|rest)\b
+    )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+TOPS = tuple(sorted({package.split("/")[0] for package in PACKAGES}))
 
 TEXT = ("", ".cfg", ".html", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".txt", ".yaml", ".yml")
 
@@ -189,7 +209,7 @@ def sizes(root: Path) -> list[str]:
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """Modules of the rooms -> modules of the rooms that they import anywhere, as paths without .py.
+    """Modules of the packages -> modules of these that they import anywhere, as paths without .py.
 
     A package is the path of its folder.
     """
@@ -238,8 +258,8 @@ def bare_imports(root: Path) -> list[str]:
     return found
 
 
-def _room(module: str) -> str:
-    return max((room for room in ROOMS if f"{module}/".startswith(f"{room}/")), key=len)
+def _package(module: str) -> str:
+    return max((package for package in PACKAGES if f"{module}/".startswith(f"{package}/")), key=len)
 
 
 def _circles(graph: dict[str, set[str]]) -> list[str]:
@@ -263,30 +283,60 @@ def _circles(graph: dict[str, set[str]]) -> list[str]:
 
 
 def _upwards(module: str, imported: set[str]) -> list[str]:
-    """What a module of the simulator imports from its own row of `SIMULATOR` or a higher one."""
-    rows = {room: row for row, rooms in enumerate(SIMULATOR) for room in rooms}
-    room = f"{module}/".split("/")[1]
+    """List what a module of the simulator imports from its own row of `SIMULATOR` or a higher
+    one."""
+    rows = {package: row for row, packages in enumerate(SIMULATOR) for package in packages}
+    package = f"{module}/".split("/")[1]
     found = []
     for name in sorted(imported):
         top, _, rest = name.partition("/")
         other = rest.split("/")[0]
-        if top == "sm100_sim" and room in rows and other != room:
-            if rows.get(other, len(SIMULATOR)) >= rows[room]:
-                found.append(f"{module} imports {name}, which is no lower room of the simulator")
+        if top == "sm100_sim" and package in rows and other != package:
+            if rows.get(other, len(SIMULATOR)) >= rows[package]:
+                found.append(f"{module} imports {name}, which is no lower package of the simulator")
     return found
 
 
 def imports(root: Path) -> list[str]:
-    """Imports between rooms that `ROOMS` or `SIMULATOR` does not allow, and import circles."""
+    """Imports that `PACKAGES` or `SIMULATOR` does not allow, and import circles."""
     graph, found = import_graph(root), []
     for module, imported in sorted(graph.items()):
-        room = _room(module)
+        package = _package(module)
         for name in sorted(imported):
-            if _room(name) not in (room, *ROOMS[room]):
-                found.append(f"{module} (room {room}) imports {name} (room {_room(name)})")
+            other = _package(name)
+            if other not in (package, *PACKAGES[package]):
+                found.append(f"{module} (package {package}) imports {name} (package {other})")
         if module.startswith("sm100_sim/"):
             found += _upwards(module, imported)
     return found + _circles(graph)
+
+
+def docstrings(root: Path, package: str) -> Iterator[tuple[str, str]]:
+    """(file:line, docstring) of each module, class and function of a package that has one."""
+    for source in sources(root):
+        if source.split("/")[0] == package:
+            for node in ast.walk(ast.parse((root / source).read_text(), source)):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                    text = ast.get_docstring(node)
+                    if text:
+                        yield f"{source}:{node.body[0].lineno}", text
+
+
+def fragments(root: Path) -> list[str]:
+    """Packages with more docstrings that begin with a fragment than `FRAGMENTS` allows."""
+    found = []
+    for package, ceiling in FRAGMENTS.items():
+        begun = [
+            f"{where}: {' '.join(text.split()[:4])}"
+            for where, text in docstrings(root, package)
+            if _FRAGMENT.match(text)
+        ]
+        if len(begun) > ceiling:
+            found.append(
+                f"{len(begun)} docstrings of {package} begin with a fragment, at most {ceiling} "
+                f"may. Begin with a verb, or name the thing: {', '.join(begun)}"
+            )
+    return found
 
 
 def module_names(root: Path) -> list[str]:

@@ -89,8 +89,8 @@ def planted(rank: int, *arguments: Any) -> tuple[dict[str, np.ndarray], list[int
 
 
 def errors(found: dict[str, np.ndarray], causal: bool) -> dict[str, float]:
-    """Of each result the error in units of what is accepted against the float64 reference: what a
-    single call is granted, and a rounding for the second part that is summed."""
+    """Return the error of each result, in units of what is accepted against the float64 reference:
+    what a single call is granted, and a rounding for the second part that is summed."""
     q, k, v, dout = (tensor.transpose(1, 2) for tensor in inputs())
     one = {name: torch.from_numpy(rows).bfloat16() for name, rows in found.items()}
     lse = reference.attention(q, k, v, causal=causal)[1].float()
@@ -122,7 +122,7 @@ def _on_cpu(module: str) -> Iterator[None]:
     def scaled_dot_product_attention(
         query: Any, key: Any, value: Any, *, is_causal: bool, enable_gqa: bool
     ) -> Any:
-        """What SDPA calls for CUDA tensors where flash attention is chosen."""
+        """Call what SDPA calls for CUDA tensors where flash attention is chosen."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, 0.0, is_causal)[0]
 

@@ -11,13 +11,13 @@ SHAPE = BlockShape(hidden=64, inner=96, heads=4, heads_kv=2, batch=2, tokens=100
 
 
 def block_and_input(device: str) -> tuple[Block, torch.Tensor]:
-    """The same on every rank."""
+    """Return the block and its input, equal on every rank."""
     torch.manual_seed(7)
     return Block(SHAPE).to(device), torch.randn(SHAPE.batch, SHAPE.tokens, SHAPE.hidden).to(device)
 
 
 def gradients(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Of each parameter, whole, wherever its parts are."""
+    """Return the gradient of each parameter, whole, wherever its parts are."""
     found = {}
     for name, parameter in block.named_parameters():
         gradient = parameter.grad

@@ -194,7 +194,7 @@ def _with_sizes(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(kind: Any) -> dict[str, Any]:
-    """Those of `SIZES` that a configuration class has."""
+    """Return the entries of `SIZES` that a configuration class has."""
     names = set(getattr(kind, "__annotations__", {}))
     for base in kind.__mro__:
         names |= set(getattr(base, "__annotations__", {}))

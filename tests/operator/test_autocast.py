@@ -67,7 +67,7 @@ def test_inside_a_graph_and_around_it(device):
 
 
 def test_operators_called_by_themselves(device, monkeypatch):
-    """As a graph that was exported outside of autocast calls them."""
+    """A graph that was exported outside of autocast calls them so."""
     from operator_calls import forward_arguments
 
     q, k, v = inputs(device)

@@ -280,7 +280,8 @@ def test_layouts_of_the_gradient(device, operands):
 
 
 def far_apart(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
-    """The same numbers, the last ones along `dimension` beyond 2^31 elements from the first.
+    """Copy the numbers so that the last ones along `dimension` lie beyond 2^31 elements from the
+    first.
 
     Only the pages that hold them are ever touched.
     """
@@ -293,7 +294,7 @@ def far_apart(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dimension", [0, 1, 2], ids=["sequences", "rows", "heads"])
 def test_offsets_beyond_32_bits(device, dimension):
-    """Of every tensor that a user gives, whichever stride is the wide one."""
+    """Every tensor that a user gives has a wide stride, whichever one it is."""
     q, k, v = inputs((150, 140), (4, 2), batch=2, device=device)
     dout = torch.randn_like(q)
     options = {"causal": True}
@@ -308,15 +309,16 @@ def test_offsets_beyond_32_bits(device, dimension):
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_ds_beyond_32_bits(monkeypatch, backward_config):
-    """Packed sequences said to be long, of which few keys are in use: the dS of the last query head
-    begins beyond 2^31 elements, which less than half of the default memory has room for."""
+    """Packed sequences said to be long, with few keys in use: the dS of the last query head begins
+    beyond 2^31 elements, which less than half of the default memory has room for."""
     longest, heads, offsets = 27000, 4, torch.tensor([0, 300, 500], dtype=torch.int32)
     of_keys, used = (torch.tensor(n, dtype=torch.int32) for n in ((0, 300, longest), (300, 200)))
     q, k, v = (tensor[0] for tensor in inputs((500, longest), (heads, heads)))
     dout, made = torch.randn_like(q), []
 
     def untouched(forward, shape, dtype, is_zero):
-        """Only the pages of a large tensor that a kernel writes are ever touched."""
+        """Allocate without touching a large tensor: only pages that a kernel writes are ever
+        touched."""
         made.append(math.prod(shape))
         result = partial(torch.empty, shape, dtype=dtype)
         return result if math.prod(shape) > 1 << 28 else original(forward, shape, dtype, is_zero)
@@ -359,7 +361,7 @@ def test_layouts_of_the_lses_gradient(device):
 @pytest.mark.parametrize("heads", [4, 8])
 @pytest.mark.sampled
 def test_one_kv_head_expanded_to_many(heads, device, operands):
-    """Each copy has its own gradient, of which autograd makes the sum; k and v are not copied."""
+    """Each copy has its own gradient, which autograd sums; k and v are not copied."""
     q, k, v = inputs((70, 100), (8, 1), batch=2, device=device)
     dout = torch.randn_like(q)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]

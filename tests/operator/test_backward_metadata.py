@@ -30,7 +30,7 @@ MASKS = {
 
 @pytest.fixture
 def exact_room(monkeypatch):
-    """Without rounding, so that a tile too few shows."""
+    """Do not round, so that a tile too few shows."""
     monkeypatch.setattr(tile_mask, "ROUNDED_TILES", 1)
     monkeypatch.setattr(tile_mask, "ROUNDED_BITS", 64)
 
@@ -58,12 +58,12 @@ class Packed:
         return get_backward_metadata(self.cu_q, self.cu_k, **mask)
 
     def check(self, found, **options):
-        """Of every sequence by itself."""
+        """Check every sequence by itself."""
         check_each(dict(zip("qkv", found)), self.tensors, self.dout, self.lengths, **options)
 
 
 def test_sequences_lie_one_behind_the_other(exact_room):
-    """None has another's tiles, and there are no others."""
+    """No tile has another's place, and there are no others."""
     draw, sides = random.Random(3), (None, 0, 1, 255, 256, 700)
     for _ in range(500):
         lengths = [
@@ -80,8 +80,8 @@ def test_sequences_lie_one_behind_the_other(exact_room):
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.sampled("static-causal")
 def test_gradients(mask, use_clc, device, backward_config, divisions, exact_room):
-    """Those of the reference, in no more room than there are tiles, and the bits of calls whose
-    lengths are not known."""
+    """Gradients are the reference's, in no more room than there are tiles, with the bits of calls
+    whose lengths are not known."""
     batch = Packed(LENGTHS, device)
     metadata = batch.metadata(**mask)
     tiles = sum(
@@ -281,7 +281,7 @@ def test_nothing_is_read_while_tracing_or_in_a_capture(monkeypatch):
 
 
 def test_metadata_of_another_call():
-    """Of another mask, of other lengths, of fewer sequences; and what is none."""
+    """Metadata of another mask, other lengths, fewer sequences is refused; so is what is none."""
     batch = Packed(LENGTHS, "cpu")
     of_full = batch.metadata()
     with pytest.raises(ValueError, match=r"window of \(None, None\), the call's is \(None, 0\)"):

@@ -18,7 +18,7 @@ from fa4_hd256.run import backward
 
 
 def small(device, **options):
-    """q, k, v that ask for gradients."""
+    """q, k, v that require gradients."""
     tensors = inputs((9, 20), device=device, **options)
     return tuple(tensor.requires_grad_() for tensor in tensors)
 
@@ -41,7 +41,7 @@ def test_opcheck_of_the_backward(device):
 
 
 def test_shapes_without_running():
-    """On the meta device nothing can run; shapes and dtypes still come out."""
+    """The meta device can run nothing; shapes and dtypes still come out."""
     q, k, v = (
         torch.empty(2, s, h, 256, dtype=torch.float16, device="meta", requires_grad=True)
         for s, h in ((5, 6), (7, 2), (7, 2))
@@ -227,7 +227,8 @@ class NoSynchronisation(TorchDispatchMode):
 
 
 def refuse_reading(monkeypatch):
-    """Inside an operator, where no dispatch mode looks: methods that hand contents to Python."""
+    """Refuse methods that hand contents to Python inside an operator, where no dispatch mode
+    looks."""
 
     def refuse(tensor, *_):
         raise AssertionError("reading a tensor's contents would synchronise")
@@ -279,7 +280,7 @@ def test_a_check_of_contents_would_be_noticed(monkeypatch):
     ],
 )
 def test_arguments_that_are_not_accepted(changes, error, message):
-    """By the operator itself; autograd never gives it any."""
+    """The operator itself refuses; autograd never gives it any."""
     q, k, v = inputs((9, 20))
     call = {"dout": q, "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(1, 2, 9), **changes}
     with pytest.raises(error, match=message):
@@ -304,7 +305,7 @@ def test_arguments_that_are_not_accepted(changes, error, message):
     ],
 )
 def test_parts_of_a_group(tiles, units, group, mean, parts):
-    """Those that end soonest on 74 CTA pairs, and none without a head."""
+    """The chosen parts end soonest on 74 CTA pairs, and none is without a head."""
     assert choose_head_parts((tiles, units), group, gpu(), mean, ANEW) == parts
     largest = -(-group // parts)
     assert (parts - 1) * largest < group <= parts * largest

@@ -251,7 +251,7 @@ def test_schedulers_give_the_same_bits(monkeypatch):
 @pytest.mark.sampled
 def test_each_direction_has_a_scheduler_of_its_own_by_default(monkeypatch):
     """Seven of eight sequences have one row: the forward counts past their blocks, while dQ and
-    dK/dV ask for each tile, unless FA_CLC says otherwise."""
+    dK/dV request each tile, unless FA_CLC says otherwise."""
 
     lengths = ((300, *(1,) * 7),) * 2
     tensors = packed(lengths, (2, 1), torch.bfloat16, "cpu")

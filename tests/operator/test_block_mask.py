@@ -105,7 +105,7 @@ def test_a_mask_of_flex_attention(device):
 
 @pytest.mark.sampled("static")
 def test_the_bits_of_a_causal_call(use_clc, device):
-    """Where heads share no tiles the steps are those of causal=True."""
+    """Steps equal those of causal=True where heads share no tiles."""
     tensors = inputs(400, 500, (2, 2), device=device)
     level = torch.arange(400, device=device)[:, None] + 100
     mask = masks.from_dense(torch.arange(500, device=device) <= level)

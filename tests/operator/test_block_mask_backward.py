@@ -74,8 +74,8 @@ def test_dtypes_and_kinds_of_scores(device):
 
 @pytest.mark.sampled
 def test_portions(device, backward_config):
-    """Of one KV head of one sequence each: of masks by head and by entry the right ones; and the
-    same bits."""
+    """A chunk has one KV head of one sequence: masks by head and by entry are the right ones; bits
+    are the same."""
     tensors = inputs(300, 300, (2, 2), 2, device=device)
     mask = holes(300, 300, 2, 2, device)
     dout = torch.randn(tensors[0].shape).to(device, torch.bfloat16)
@@ -98,7 +98,7 @@ def test_portions(device, backward_config):
 @pytest.mark.parametrize("own_heads", [1, 6])
 @pytest.mark.sampled("6-2", "1-1")
 def test_portions_of_a_group(fitting, own_heads, device, backward_config):
-    """Where dS of a group of three query heads does not fit: one, or two and one, at a time."""
+    """Chunks have one, or two and one, query heads where dS of a group of three does not fit."""
     tensors, options = inputs(300, 300, (6, 2), 2, device=device), {"use_clc": False}
     of_one = 4 * 128 * 128 * 2 * 4
     config = backward_config(ds_bytes=fitting * of_one)
@@ -120,8 +120,8 @@ def test_portions_of_a_group(fitting, own_heads, device, backward_config):
 def test_ranges_of_queries(
     lengths, heads, own_heads, fitting, use_clc, device, backward_config
 ):
-    """Where not even dS of one query head fits. dQ has the bits of the undivided call; dK and dV
-    are added up in a fixed order."""
+    """Chunks are ranges of queries where dS of no query head fits. dQ has the bits of the
+    undivided call; dK and dV are added up in a fixed order."""
     tensors, options = inputs(*lengths, heads, 2, device=device), {"use_clc": use_clc}
     of_block = 2 * -(-lengths[1] // 256) * 2 * 128 * 128 * 2
     config = backward_config(ds_bytes=fitting * of_block)
@@ -174,7 +174,7 @@ def test_calls_of_masks_with_other_counts(device, divisions, monkeypatch):
 
 @pytest.mark.simulator
 def test_too_little_room_is_found():
-    """Of one tile less; the memory ends there."""
+    """The memory ends one tile early."""
     tensors = inputs(1300, 1300, (1, 1), 1)
     mask = masks.sliding_window(WINDOW, 1300)
     mask.listed_tiles = LISTED - 1
@@ -199,7 +199,7 @@ def test_a_small_mask_on_a_gpu_is_not_waited_for():
 
 
 def test_opcheck_of_some_gradients(device):
-    """What is not asked for is empty, as graphs are told."""
+    """Unrequested gradients are empty, as graphs are told."""
     q, k, v = inputs(200, 300, device=device)
     mask = holes(200, 300, device=device)
     out, lse = flash_attn_func(q, k, v, block_mask=mask, return_lse=True, use_clc=False)

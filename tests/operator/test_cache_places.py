@@ -1,4 +1,4 @@
-"""Where the keys of a sequence lie in a KV cache: entries, rows of a page table, left padding.
+"""Keys of a sequence in a KV cache: entries, rows of a page table, left padding.
 
 cache_batch_idx and cache_leftpad are arguments at run time, so that caches of any number of rows
 have one kernel.
@@ -65,7 +65,7 @@ def test_entries_of_any_number_of_rows(device, layout):
 
 
 def test_rows_are_not_compiled_in(device, monkeypatch):
-    """Another number of rows asks for no other kernel."""
+    """Another number of rows needs no other kernel."""
     from fa4_hd256.run import forward
 
     specs, spec = [], forward.forward_spec
@@ -96,7 +96,7 @@ def test_new_rows_behind_left_padding(device):
 
 @pytest.mark.sampled
 def test_left_padding_of_a_whole_batch(device):
-    """Without cache_batch_idx and lengths: all rows behind the padding."""
+    """All rows behind the padding count without cache_batch_idx and lengths."""
     k, v = (t[:4] for t in cache(203, device))
     q, leftpad = randn(4, 1, 4, device=device), int32(LEFTPAD, device)
     out, lse = flash_attn_with_kvcache(q, k, v, cache_leftpad=leftpad, return_lse=True)

@@ -163,7 +163,7 @@ def test_what_a_function_reads_changes(make):
 
 @pytest.mark.parametrize("make", [of_cell, of_replaced_cell, of_number])
 def test_what_a_traced_function_reads_changes(make):
-    """`limit` is int64, of which the kernels read a copy."""
+    """`limit` is int64; the kernels read a copy."""
     mask_mod, change = make()
     block_mask = block_mask_of(mask_mod)
 

@@ -61,7 +61,7 @@ def test_masks(mask, num_splits):
 )  # fmt: skip
 @pytest.mark.sampled
 def test_options(options, dtype):
-    """With a sink; one scale for all."""
+    """A sink and one scale for all are tested, too."""
     q, *keys = dense(2, 260, (16, 2), dtype=dtype)
     given, sink = scales(1), torch.randn(16)
     found = attend(q, *keys, given, num_splits=2, learnable_sink=sink, **options)
@@ -94,7 +94,7 @@ def test_rows_and_tiles(queries, heads, rows, architecture):
 @pytest.mark.parametrize("given", [None, 1, "sequences", "expanded", "columns"])
 @pytest.mark.sampled
 def test_forms_of_scales(given):
-    """None; one value; of sequences and heads: as they are, expanded, of any strides."""
+    """Scales are None; one value; of sequences and heads: as they are, expanded, of any strides."""
     q, *keys = dense(1, 200, (8, 2), batch=3)
     both = {
         None: None, 1: scales(()), "sequences": scales(3, 2),
@@ -172,7 +172,7 @@ def test_chunks_of_prompts_and_decoding_in_one_batch():
 @pytest.mark.parametrize("of_pages", [False, True])
 @pytest.mark.sampled
 def test_scales_of_any_size(of_pages):
-    """Of V's pages tiny beside huge ones; K's so that scores stay what they are."""
+    """V's pages are tiny beside huge ones; K's scales leave scores what they are."""
     paged = paged_of((300,), 16, 1)
     q = torch.randn(1, 1, 16, 256).bfloat16()
     pages = len(paged.k)
@@ -193,7 +193,7 @@ def test_scales_of_any_size(of_pages):
 
 @pytest.mark.sampled
 def test_queries_of_any_size():
-    """Each row has a factor of its own: 2^-60 beside 2^12."""
+    """Each row has a scale of its own: 2^-60 beside 2^12."""
     q, *keys = dense(1, 150, (8, 1), batch=1)
     given = torch.tensor([1.0]), torch.tensor([1.0])
     alone = attend(q, *keys, given)
@@ -339,7 +339,7 @@ def test_scales_of_other_tensors_are_refused():
 
 @pytest.mark.sampled
 def test_as_many_pages_as_sequences():
-    """Whose scales two dimensions are cannot be told; three say it, or four."""
+    """Two dimensions do not tell whose scales they are; three say it, or four."""
     q = torch.randn(3, 1, 4, 256).bfloat16()
     k, v = (codes(3, 16, 2, 256) for _ in "kv")
     table, used = int32([[2], [0], [1]]), int32([16, 9, 4])

@@ -1,5 +1,5 @@
 """Caches in e4m3: new rows brought to it, calls that are repeated, torch.compile, warm_up, and the
-list of parts."""
+scheduler metadata."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_rows_in_e4m3_are_written_as_they_are_and_others_are_refused():
 
 @pytest.mark.sampled
 def test_repeated_calls(monkeypatch):
-    """Of another tensor, another scale: what is packed but for addresses."""
+    """Calls with another tensor and another scale have what is packed but for addresses."""
     launched = simulated(monkeypatch)
     q = torch.randn(2, 1, 8, 256).bfloat16()
     keys = [codes(2, 90, 1, 256) for _ in "kv"]
@@ -215,7 +215,8 @@ def test_what_a_model_needs(architecture):
 
 @pytest.mark.sampled
 def test_calls_take_those_kernels(monkeypatch, architecture):
-    """Of one query and of sixteen, with scales of pages: a kernel that `warm_up` compiles."""
+    """Calls of one query and of sixteen, with scales of pages, take a kernel that `warm_up`
+    compiles."""
     own = named(architecture)
     known, taken = set(specs_of(SMALL, needs(), own, own.simulated)), []
     real = forward.compile_kernel

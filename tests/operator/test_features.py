@@ -273,7 +273,7 @@ def test_nothing_to_do(device):
 
 
 def is_dynamic() -> bool:
-    """Whether the last simulated launch asked for tiles, of the hardware or of a counter."""
+    """Return True if the last simulated launch requested tiles, of the hardware or of a counter."""
     import sm100_sim
 
     # The last kernel of packed calls has no scheduler.
@@ -300,7 +300,8 @@ def test_schedulers_give_the_same_bits(causal, device, monkeypatch):
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_the_default_scheduler(monkeypatch):
-    """By the mask, and static where most of the grid lies past the end of packed sequences."""
+    """The mask decides; it is static where most of the grid lies past the end of packed
+    sequences."""
     monkeypatch.delenv("FA_CLC")
     q, k, v = inputs(9, 20, 2, 1)
     calls = [({}, False), ({"causal": True}, True), ({"window_size": (5, None)}, True)]

@@ -17,7 +17,7 @@ OF_PAIR = 2 * 256
 
 
 def counted(call, *tensors):
-    """Of the forward, and of the backward."""
+    """Count the FLOPs of the forward, and of the backward."""
     with FlopCounterMode(display=False) as forward:
         out = call(*tensors)
     with FlopCounterMode(display=False) as backward:
@@ -56,7 +56,7 @@ NONE = [(UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0)]
 
 
 def seen(lengths, window):
-    """By the dense mask."""
+    """Count the visible pairs of the dense mask."""
     queries, keys = lengths
     ahead = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
     left, right = (10**6 if side == UNBOUNDED else side for side in window)
@@ -72,7 +72,7 @@ def test_pairs_of_windows(lengths, window):
 @pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("lengths", [(300, 300), (130, 390), (100, 257)])
 def test_pairs_of_block_masks(lengths, halves):
-    """Of lists by queries and of those by keys, with tiles that end behind the last row."""
+    """Lists by queries and those by keys agree, with tiles that end behind the last row."""
     torch.manual_seed(0)
     dense = torch.rand(2, 1, *lengths) < 0.3
     dense[:, :, : lengths[0] // 2, : lengths[1] // 2] = True

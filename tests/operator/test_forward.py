@@ -182,7 +182,7 @@ def test_layouts_that_need_no_copy(device, passed_on):
 
 
 def test_layouts_that_are_copied(device, passed_on):
-    """Only the one that TMA cannot take is copied: here k, its rows 520 bytes apart."""
+    """TMA cannot take one layout, which is copied: here k, its rows 520 bytes apart."""
     q, k, v = inputs(90, 150, 4, 2, batch=2, device=device)
     wide = torch.randn(2, 150, 2, 260).to(device, torch.bfloat16)
     k = wide[..., :256]

@@ -73,7 +73,7 @@ def test_packed(packed):
 
 @pytest.mark.sampled
 def test_rows_that_are_not_in_use(dense, device):
-    """They are 0 in a tensor of the user's, too."""
+    """Unused rows are 0 in a tensor of the user's, too."""
     used = torch.tensor([3, 70], dtype=torch.int32, device=device)
     expected = flash_attn_varlen_func(*dense, seqused_q=used)
     out = torch.full_like(dense[0], BAD)
@@ -82,7 +82,7 @@ def test_rows_that_are_not_in_use(dense, device):
 
 
 def test_repeated_calls_write_to_each_tensor(dense):
-    """Where calls are repeated from packed arguments, addresses are those of this call."""
+    """Repeated calls from packed arguments have the addresses of this call."""
     if dense[0].is_cuda:
         places = [torch.full_like(dense[0], BAD) for _ in range(3)]
         for place in places:
@@ -104,7 +104,7 @@ def test_repeated_calls_write_to_each_tensor(dense):
 
 
 def test_autograd_knows_that_it_was_written_to(dense, monkeypatch):
-    """In repeated calls, too, which PyTorch's dispatcher does not see."""
+    """PyTorch's dispatcher does not see repeated calls."""
     if not dense[0].is_cuda:
         # On a GPU nothing fills a result first.
         monkeypatch.setattr(run_forward, "_filler", lambda problem, parts: None)
@@ -171,7 +171,7 @@ def test_gradients_are_refused(dense, which):
 
 
 def test_the_operator(dense):
-    """As graphs call it: what it writes is in its schema, which follows that of the forward."""
+    """Graphs call it so: what it writes is in its schema, which follows that of the forward."""
     out = torch.empty_like(dense[0])
     given = forward_arguments(*dense, window_right=0)
     torch.library.opcheck(forward_out, (out, *given), test_utils=("test_schema", "test_faketensor"))
@@ -195,7 +195,7 @@ def test_compiled_graphs_write_to_it(dense):
 
 
 def unreadable(value, device):
-    """A tensor of one integer whose contents nobody may ask for."""
+    """A tensor of one integer whose contents nobody may read."""
 
     class Unreadable(torch.Tensor):
         @classmethod

@@ -1,4 +1,4 @@
-"""What is kept of one call serves others, in whatever mode, thread or order they come."""
+"""Values cached by one call serve others, in whatever mode, thread or order they come."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_a_mask_whose_first_call_is_another_kind_of_call(form, first):
 
 @pytest.mark.simulator
 def test_a_compiled_call_leaves_nothing_in_a_mask():
-    """Its results are the graph's, which overwrites them when it runs again; what was made before
-    is used."""
+    """A graph owns its results, and overwrites them when it runs again; what was made before is
+    used."""
     mask = tile_mask()
     compiled(lambda *tensors: by_flash(*tensors, mask))
     assert not mask._made and not mask._of_bits
@@ -134,7 +134,8 @@ def test_a_compiled_call_leaves_nothing_in_a_mask():
 
 @pytest.mark.cuda
 def test_lists_that_a_capture_makes_are_its_own():
-    """They are there once the graph is replayed: an eager call before does not read them."""
+    """Captured lists are there once the graph is replayed: an eager call before does not read
+    them."""
     mask = masks.sliding_window(64, 512, device="cuda")
     other = masks.sliding_window(64, 512, device="cuda")
     shape = 1, 512, 2, 256

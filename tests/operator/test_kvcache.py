@@ -40,7 +40,7 @@ def tables(device, rotary_dim=64, positions=ROWS, dtype=torch.bfloat16):
 
 
 def split(rows, counts):
-    """Of each sequence its rows of a padded or a packed tensor."""
+    """Split a padded or packed tensor into the rows of each sequence."""
     return list(rows) if counts is None else list(rows.split(counts))
 
 
@@ -83,7 +83,7 @@ def check(q, caches, lengths, new=None, counts=(None, None), rotary=None, table=
     )
     assert torch.equal(q, unchanged[0]) and torch.equal(given["cache_seqlens"], unchanged[1])
     for cache, exact in zip(caches, (after.k, after.v)):
-        # A row that was turned is rounded once, after float32; all others are the same bits.
+        # A rotated row is rounded once, after float32; all others are the same bits.
         error = (cache.cpu().double() - exact).abs()
         assert (error <= (2**-8 if rotary is not None else 0) * exact.abs() + 2**-20).all()
     lse_rows = lse if counts[0] is None else lse.split(counts[0], dim=1)
@@ -146,8 +146,8 @@ def test_packed_queries_and_new_rows(device):
 
 @pytest.mark.sampled
 def test_a_bound_on_the_queries_that_is_a_tensor(device):
-    """With new rows as without: not read, so that the rows of q bound each sequence; with a tree
-    its nodes do."""
+    """A tensor bound is not read, with new rows as without: the rows of q bound each sequence; with
+    a tree its nodes do."""
     q = randn(3, 2, 256, device=device)
     new = tuple(randn(2, 2, 1, 256, device=device) for _ in "kv")
     options = {"cu_seqlens_q": int32([0, 1, 3], device), "cache_seqlens": int32([3, 20], device)}

@@ -28,7 +28,7 @@ TURNS = torch.tensor([0.0, 2.0, 1.0])
 
 
 def everything(batch, head, query, key, tensors):
-    """By all that it gets, and tensors of both dtypes."""
+    """Mask by all that a mask_mod gets, and tensors of both dtypes."""
     limits, turns = tensors
     turn = cutlass.Int32(turns[head])
     return ((query * 7 + key * 3 + turn) % 5 > 1) & (key < limits[batch, query])
@@ -78,7 +78,7 @@ def attend(tensors, lists, mask_mod, sink=None, **options):
 
 
 def check(tensors, dense, found, score_mod=None, **options):
-    """What `attend` gives, against the reference."""
+    """Compare the results of `attend` with the reference."""
     results, gradients, given = found
     exact = tuple(tensor.detach() for tensor in tensors)
     options |= {"mask": dense, "score_mod": score_mod}
@@ -167,7 +167,7 @@ def test_ranges_of_queries(device, backward_config):
 
 @pytest.mark.sampled
 def test_the_bits_of_bits(device):
-    """The same result, bit for bit, as with bits that PyTorch made of the same function."""
+    """Bits made by PyTorch of the same function give the same result, bit for bit."""
     def near(b, h, q, k):
         return ((q * 7 + k * 3) % 5 > 1) & (q - k < 140)
 
@@ -183,7 +183,7 @@ def test_the_bits_of_bits(device):
 
 
 def test_nothing_is_made_before(device):
-    """Of a BlockMask its lists alone are read."""
+    """Only the lists of a BlockMask are read."""
     def refuse(b, h, q, k):
         raise AssertionError("evaluated")
 

@@ -59,7 +59,7 @@ def test_dense(options, call, device):
 
 
 def test_a_score_that_is_no_number_shows(device):
-    """In its own head; the others have their maxima."""
+    """A NaN shows in its own head; the others have their maxima."""
     q, k, v = dense(device=device)
     q[1, 7, 2, 5] = math.nan
     _, found = flash_attn_func(q, k, v, causal=True, return_max_logits=True)
@@ -137,7 +137,8 @@ def test_gradients_are_those_without(device):
 
 @pytest.mark.simulator
 def test_repeated_calls(monkeypatch):
-    """Of other tensors, with and without gradients: what is packed but for addresses."""
+    """Calls with other tensors, with and without gradients, have what is packed but for
+    addresses."""
     launched = simulated(monkeypatch)
     try:
         for seed in range(3):

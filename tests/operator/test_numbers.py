@@ -17,7 +17,7 @@ def packed(device):
 
 
 def attend(q, k, v, offsets):
-    """As users write it who have offsets alone."""
+    """Call attention like users who have offsets alone."""
     longest = offsets.diff().max().item()
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest,

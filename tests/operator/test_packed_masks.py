@@ -29,7 +29,7 @@ OWN = numbers_of(OF_Q)[:, None] == numbers_of(OF_K)
 
 
 def near(b, h, q, k):
-    """By positions in the packed row."""
+    """Mask by positions in the packed row."""
     return (q * 5 + k * 3 + h) % 4 > 0
 
 
@@ -85,7 +85,7 @@ def test_a_block_mask(device):
 
 
 def test_a_block_mask_for_all_heads(device):
-    """Whose function tells them apart."""
+    """The mask_mod tells heads apart."""
     shape = 1, 1, -(-sum(OF_Q) // 128)
     blocks = -(-sum(OF_K) // 128)
     indices = torch.arange(blocks, dtype=torch.int32, device=device).expand(*shape, -1)
@@ -108,8 +108,8 @@ def test_a_function(device):
 @pytest.mark.parametrize("ranges", [False, True], ids=["at once", "ranges of queries"])
 @pytest.mark.sampled
 def test_scores_by_their_places_in_sequences(ranges, device, backward_config):
-    """As everywhere with packed sequences; masks count in the packed row. Both wherever a portion
-    of dS begins, of which there are 256 queries of a head with 512 keys."""
+    """Places count in sequences, as everywhere with packed sequences; masks count in the packed
+    row. Both hold wherever a chunk of dS begins, which has 256 queries of a head with 512 keys."""
     tensors, slopes = leaves(device), OF_ENTRIES[:, :2].contiguous()
     found = attend(
         tensors, device, block_mask=block_mask_of(near, device), score_mod=alibi(slopes.to(device)),
@@ -125,7 +125,7 @@ def test_scores_by_their_places_in_sequences(ranges, device, backward_config):
 
 
 def test_the_bits_of_one_row(device):
-    """What a user may also write: the joined mask, made once, and dense tensors."""
+    """A user may also write the joined mask, made once, and dense tensors."""
     q, k, v = (tensor.detach() for tensor in leaves(device))
     cu_q, cu_k = offsets_of(OF_Q, device), offsets_of(OF_K, device)
     mask, out = block_mask_of(near, device), torch.empty_like(q)
@@ -139,7 +139,7 @@ def test_the_bits_of_one_row(device):
 
 
 def test_masks_are_joined_once(device, monkeypatch):
-    """For all layers, until the offsets change."""
+    """One join serves all layers, until the offsets change."""
     made = []
     join = packed_row.in_sequences
     monkeypatch.setattr(
@@ -282,7 +282,7 @@ def test_graphs_take_a_mask_made_before(device):
 
 
 def test_rows_behind_the_last_sequence_see_nothing():
-    """By both forms alike; what a function of scores is told of them is a place that exists."""
+    """Both forms agree; a score_mod gets a place that exists."""
     cu_q, cu_k = (torch.tensor(of, dtype=torch.int32) for of in ([0, 3, 5], [0, 4, 4]))
     numbers, begins, counts = masks.keys_of_rows(cu_q, cu_k, 8)
     assert numbers.tolist() == [0] * 3 + [1] * 5

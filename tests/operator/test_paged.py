@@ -21,8 +21,8 @@ def queries(*shape, device="cpu", dtype=torch.bfloat16):
     return torch.randn(*shape, 256).to(device, dtype)
 
 
-# Packed queries, two heads of which share tiles; sequences without queries, without keys, that end
-# with a page, inside one, and behind their first tile of keys.
+# Packed queries, two heads sharing tiles; sequences without queries, without keys, that end with a
+# page, inside one, and behind their first tile of keys.
 @pytest.mark.parametrize("page_size", SIZES)
 @pytest.mark.sampled("16")
 def test_page_sizes(page_size, device):
@@ -50,13 +50,13 @@ def same(first, second):
 )
 @pytest.mark.sampled
 def test_layouts(layout, page_size, device):
-    """Several KV heads, decoding in parts; rows of a tile of which some are of no query."""
+    """Several KV heads, decoding with KV splits; rows of a tile, some of no query."""
     paged = Paged.of((500, 0, 130), page_size, 2, layout, device)
     check(queries(3, 2, 6, device=device), paged, num_splits=3, use_clc=True)
 
 
 # The same bits as without pages, where the kernel has the same steps: prefill of a second chunk of
-# several tiles; decoding in parts; a window.
+# several tiles; decoding with KV splits; a window.
 @pytest.mark.parametrize(
     ("seqlen_q", "heads", "page_size", "options"),
     [
@@ -112,7 +112,7 @@ def test_compiled_graph(device):
 
 
 # A window of Gemma's kind, whose pages to the left are gone: of a chunk of two tiles, whose rows
-# see different pages, in parts; of a decoding step inside a page.
+# see different pages, with KV splits; of a decoding step inside a page.
 @pytest.mark.parametrize(
     ("lengths_q", "page_size", "options"),
     [

@@ -1,4 +1,4 @@
-"""What is being done: a record of one logger, a line on a terminal, nothing else anywhere."""
+"""Progress: a record of one logger, a line on a terminal, nothing else anywhere."""
 
 from __future__ import annotations
 

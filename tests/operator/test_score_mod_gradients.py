@@ -1,5 +1,5 @@
-"""Gradients through functions of scores, of a stored dS and of one computed anew, against the
-float64 reference."""
+"""Gradients through score_mods, of a stored dS and of a recomputed one, against the float64
+reference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def leaves(*given, **named):
     return tuple(tensor.requires_grad_() for tensor in inputs(*given, **named))
 
 
-# With a stored dS and one computed anew; a diagonal, both edges of a window, neither; a group that
+# With a stored dS and a recomputed one; a diagonal, both edges of a window, neither; a group that
 # shares keys; a scale below 0.
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "anew"])
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_gradients_of_packed_sequences(stored, device, backward_config):
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_a_wrong_slope_is_seen():
-    """As that of the score the function makes, instead of that which it gets."""
+    """The wrong slope is that of the changed score, instead of the score that the function gets."""
     case, tensors = CASES["bounded"], leaves(64, 64, (1, 1))
     wrong = ScoreMod.of(bounded, lambda score, place, tensors: 1.0 - score * score / 16.0)
     found, given = gradients(
@@ -172,7 +172,7 @@ def test_graphs_and_schema(device):
 
 @pytest.mark.sampled
 def test_tensors_may_not_change_before_the_backward(device):
-    """What the kernels of gradients read is what the forward read."""
+    """Gradient kernels read what the forward read."""
     slopes = torch.ones(1, device=device)
     tensors = leaves(8, 8, (1, 1), 1, device)
     out = flash_attn_func(*tensors, score_mod=alibi(slopes))

@@ -1,4 +1,4 @@
-"""How functions of scores are named and found, and what is refused."""
+"""Names of score_mods, how they are found, and what is refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_keys_follow_what_is_compiled(monkeypatch):
 
 
 def test_functions_that_call_others():
-    """What they call counts, whether it calls them back or not."""
+    """Called functions count, whether they call back or not."""
 
     def outer(depth):
         def helper(score):
@@ -216,7 +216,7 @@ def test_products_of_a_stored_ds_are_the_same_whatever_changes_scores(backward_c
 @pytest.mark.parametrize("shape", [(1,), (3,), (3, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("way", ["dense", "packed", "masked", "kvcache"])
 def test_slopes_of_other_heads_are_refused(device, way, shape):
-    """They would be read past their end, or be those of other heads."""
+    """Wrong slopes would be read past their end, or be those of other heads."""
     q, k, v = (t.to(device) for t in inputs())
     ends = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
     sequences = 1 if way in ("dense", "kvcache") else 2
@@ -252,7 +252,7 @@ def test_keys_that_nobody_made(device):
 
 
 def test_a_kernel_has_a_text():
-    """By which another process is asked to build it; it must know the key, as of ALiBi."""
+    """Another process builds it from the text; it must know the key, as of ALiBi."""
     own = ProblemClass(torch.bfloat16, score_mod=FunctionClass("alibi", ("float32 1",)))
     spec = KernelSpec("forward", ForwardConfig(), own)
     assert kernel_named(name_of(spec)) == spec
@@ -313,7 +313,8 @@ def restart(monkeypatch):
 
 
 def key_on_disk(function):
-    """Of a kernel whose score_mod has a key of the user's own; None where none is kept."""
+    """Return the key of a kernel whose score_mod has a key of the user's own; None where it is not
+    cached."""
     ScoreMod(function, None, "my own")
     own = ProblemClass(torch.bfloat16, score_mod=FunctionClass("my own"))
     spec = KernelSpec("forward", ForwardConfig(), own)
@@ -399,7 +400,7 @@ def times(factor):
 
 
 def test_functions_of_one_factory_are_not_taken_for_each_other():
-    """Though the code of the inner one is that of the outer one."""
+    """Nested functions share the code of the outer one."""
     one, two, three = (plus(float(n)) for n in range(3))
     nested = [both(both(one, two), three), both(both(one, three), three), both(one, two)]
     assert len({key_of(function) for function in nested}) == 3
@@ -473,7 +474,7 @@ def test_what_a_key_of_ones_own_tells_apart(one, other, request):
 
 
 def test_what_is_made_again_is_the_same():
-    """By its key, and by one of one's own."""
+    """A function made again has the same key, and one of one's own."""
     for number in (float("nan"), (1.0, (2.0, 3.0))):
         mods = [ScoreMod.of(times((number,))(capped)) for _ in range(2)]
         assert mods[0].key == mods[1].key
@@ -482,7 +483,7 @@ def test_what_is_made_again_is_the_same():
 
 
 def test_keys_that_others_are_made_by():
-    """Those of functions in a part, or in a row, are no one's own."""
+    """Keys of functions in a part, or in a row, are no one's own."""
     for key in ("in a part: alibi", "in a row: alibi"):
         with pytest.raises(ValueError, match=f"'{key}' of a score_mod names other functions"):
             ScoreMod(capped, None, key)

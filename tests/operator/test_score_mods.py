@@ -36,7 +36,7 @@ BOUND = 2.0
 
 
 def bounded(score, place, tensors):
-    """Between -BOUND and BOUND."""
+    """Bound the score by -BOUND and BOUND."""
     return score / (1.0 + cute.arch.fmax(score, -score) / BOUND)
 
 
@@ -46,12 +46,12 @@ def slope_of_bounded(score, place, tensors):
 
 
 def by_key(score, place, tensors):
-    """Of each head another number for each key; BIAS is read within its bounds alone."""
+    """Add another number for each head and key; BIAS is read within its bounds alone."""
     return score + tensors[0][place.head, place.key]
 
 
 def everything(score, place, tensors):
-    """By all that a place says, and tensors of both dtypes."""
+    """Change a score by all that a place says, and tensors of both dtypes."""
     slopes, of_keys, of_queries = tensors
     distance = cutlass.Float32(place.query + place.seqlen_k - place.seqlen_q - place.key)
     score = 0.5 * score - slopes[place.batch, place.head] * cute.arch.fmax(distance, -distance)
@@ -114,8 +114,8 @@ def check(found, tensors, **options):
 
 
 # A diagonal and heads that share tiles; rows past the end, a sink, a scale below 0 and keys that
-# end inside a tile; both edges of a window; few rows, whose heads differ inside a tile, of divided
-# keys.
+# end inside a tile; both edges of a window; few rows, whose heads differ inside a tile, with KV
+# splits.
 @pytest.mark.parametrize(
     ("name", "lengths", "heads", "options"),
     [("alibi", (200, 300), (2, 1), {"causal": True}),
@@ -180,7 +180,7 @@ def test_packed_sequences(name, device):
 
 @pytest.mark.sampled
 def test_keys_in_pages(device):
-    """Of a cache in pages the places are those of the sequence, whatever page holds a key."""
+    """Places are those of the sequence, whatever page of the cache holds a key."""
     q = torch.randn(2, 1, 4, 256).to(device, torch.bfloat16)
     pages = [torch.randn(6, 64, 1, 256).to(device, torch.bfloat16) for _ in range(2)]
     table = torch.tensor([[4, 1, 5], [0, 3, 2]], dtype=torch.int32, device=device)

@@ -31,7 +31,7 @@ def unchecked(monkeypatch):
 
 
 def with_tails(tensors, tails=TAIL):
-    """The same followed by rows of NaN."""
+    """Append rows of NaN to the tensors."""
     sides = (tails[0], tails[1], tails[1])
     return [
         torch.cat([t, t.new_full((rows, *t.shape[1:]), math.nan)])
@@ -91,7 +91,8 @@ def gradients(tensors, dout, **call):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_gradients(device, monkeypatch, parts):
-    """Of all, with parts of dK and dV and without; whatever dO and out hold behind the rows."""
+    """All gradients are right, with parts of dK and dV and without; whatever dO and out hold behind
+    the rows."""
     monkeypatch.setattr(backward_problem, "choose_head_parts", lambda *given: parts)
     tensors = packed(LENGTHS, (2, 1), torch.bfloat16, device)
     dout = torch.randn_like(tensors[0])
@@ -114,7 +115,7 @@ def test_all_rows_behind_the_last_offset(device, lengths):
 
 @pytest.mark.simulator
 def test_a_repeated_call(monkeypatch):
-    """It launches the kernel again, on its own memory."""
+    """A repeated call launches the kernel again, on its own memory."""
     launched = simulated(monkeypatch)
     for _ in range(2):
         tensors = packed(LENGTHS, (2, 1), torch.bfloat16, "cpu")

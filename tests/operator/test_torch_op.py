@@ -87,7 +87,7 @@ def test_compiled_features(device, variant):
 
 
 def test_shapes_without_running():
-    """On the meta device nothing can run; shapes, dtypes and errors still come out."""
+    """The meta device can run nothing; shapes, dtypes and errors still come out."""
     q, k, v = (
         torch.empty(2, s, h, 256, dtype=torch.float16, device="meta")
         for s, h in ((5, 6), (7, 2), (7, 2))
@@ -137,7 +137,7 @@ def test_compiled_graph_of_split_keys(device):
 
 
 def test_one_graph_serves_all_lengths(device):
-    """With dynamic shapes nothing is traced again, as no kernel is compiled again."""
+    """Dynamic shapes trace nothing again, as no kernel is compiled again."""
 
     def layer(q, k, v):
         return flash_attn_func(q, k, v, causal=True)

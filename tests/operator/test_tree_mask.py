@@ -1,7 +1,7 @@
-"""Queries that are the nodes of a tree of drafted tokens, against the float64 reference.
+"""Queries under a tree mask (speculative decoding), against the float64 reference.
 
 Lengths put the last keys on both sides of a tile's boundary (128 keys on Blackwell, 80 to 128 on
-Hopper), heads and queries take every kernel: decode and forward, undivided and in parts.
+Hopper), heads and queries take every kernel: decode and forward, with one KV split and several.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def test_trees(queries, keys, heads, num_splits, device):
     check(tensors, trees(2, queries, device=device), num_splits=num_splits)
 
 
-# Words of 64 bits: all of them, of a group of heads; in the kernel for few rows, in parts; fewer
-# keys than nodes, so that the first node's key lies before the first key.
+# Words of 64 bits: all of them, of a group of heads; in the kernel for few rows, with KV splits;
+# fewer keys than nodes, so that the first node's key lies before the first key.
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "num_splits"),
     [(64, 270, (4, 1), 1), (61, 200, (1, 1), 2), (33, 30, (4, 1), 1)],
@@ -111,7 +111,7 @@ def test_words_of_64_bits(device):
 
 @pytest.mark.sampled
 def test_trees_of_60_in_a_paged_cache(device):
-    """As engines call: packed queries of two sequences, pages, one bound of all queries."""
+    """Engines call so: packed queries of two sequences, pages, one bound of all queries."""
     lengths, mask = (130, 200), torch.rand(2, 60, 60, device=device) < 0.5
     paged = Paged.of(lengths, 16, 1, device=device)
     check_pages(randn(90, 4, device=device), paged, (60, 30), mask, longest=60)
@@ -120,7 +120,7 @@ def test_trees_of_60_in_a_paged_cache(device):
 @pytest.mark.parametrize("queries", [2, 16])
 @pytest.mark.sampled
 def test_the_lower_triangle_is_the_causal_mask(queries, device):
-    """The same bits, wherever the last keys lie."""
+    """Bits are the same, wherever the last keys lie."""
     triangle = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
     for keys in (queries - 1, 128, 128 + queries // 2, 240 + queries):
         tensors = dense(queries, keys, (4, 1), batch=1, device=device)
@@ -242,7 +242,7 @@ def test_batch_invariant(device):
 
 @pytest.mark.sampled
 def test_one_mask_for_all_and_words_that_were_packed_before(device):
-    """The same bits, the 32nd of a word among them; a bound that nobody reads."""
+    """Bits are the same, the 32nd of a word among them; nobody reads the bound."""
     tensors, mask = dense(32, 140, (2, 1), device=device), tree(32).to(device)
     assert mask[31, 31]
     words = masks.tree_words(mask)
@@ -412,7 +412,7 @@ def test_compiled_graph(device):
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_repeated_calls(monkeypatch):
-    """Of another mask: what is packed but for addresses."""
+    """Calls with another mask have what is packed but for addresses."""
     launched, tensors = simulated(monkeypatch), dense(4, 100, (4, 1))
     try:
         for _ in range(3):

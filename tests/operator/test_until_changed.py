@@ -1,4 +1,4 @@
-"""What is kept of tensors while nobody writes to them."""
+"""Facts of tensors that are cached while nobody writes to them."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ def of_data(values):
 
 @pytest.mark.parametrize("make", [shared, of_data])
 def test_until_somebody_else_writes(make):
-    """Who shares the memory, past PyTorch's count of changes."""
+    """A writer that shares the memory may bypass PyTorch's count of changes."""
     kept = UntilChanged()
     tensor, other = make([0, 15, 40])
     kept[tensor] = "known"
@@ -44,7 +44,7 @@ def test_until_somebody_else_writes(make):
 
 
 def test_one_thread_at_a_time():
-    """Else one lets go of what another one is about to."""
+    """Without a lock one thread lets go of what another one is about to."""
     inside, most = [], []
 
     class Watched(WeakTensorKeyDictionary):

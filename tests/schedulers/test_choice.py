@@ -1,4 +1,4 @@
-"""Which scheduler a call gets: the argument, then FA_CLC, then the default by mask and lengths."""
+"""Scheduler of a call: the argument, then FA_CLC, then the default by mask and lengths."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the schedulers compile to, and their grids."""
+"""Compiled code of the schedulers, and their grids."""
 
 import functools
 from collections import Counter

@@ -26,7 +26,7 @@ def _tiles(problem):
 
 
 def _section(problem, head, batch):
-    """Which section a pair is in: the last one takes in what is left over."""
+    """Return the section of a pair: the last one takes in what is left over."""
     pairs = problem.num_heads * problem.num_batches
     width = min(problem.section_heads, pairs)
     last = (pairs - max(width, min(problem.last_heads, pairs))) // width
@@ -34,7 +34,7 @@ def _section(problem, head, batch):
 
 
 def _lost(counts, clusters):
-    """Of what tiles of so many steps take, greedily placed in order, over the even share."""
+    """Return the time of tiles of so many steps, greedily placed in order, over the even share."""
     ends = [0] * clusters
     for count in counts:
         heapq.heapreplace(ends, ends[0] + count)
@@ -106,8 +106,8 @@ def test_no_kv_group_is_torn_apart(group, kv_heads, batches, kv_bytes, unequal, 
 
 @pytest.mark.parametrize(("least", "lost"), [(1, True), (16, False)])
 def test_a_tile_that_all_see_begins_early(least, lost):
-    """Greedy placement of 16 heads whose first tile has 128 steps and others 10, on 66 clusters, of
-    which L2 holds two heads: of what the steps take, evenly divided."""
+    """Greedy placement of 16 heads whose first tile has 128 steps and others 10, on 66 clusters; L2
+    holds two heads: of what the steps take, evenly divided."""
     section = section_heads_for(
         num_heads_per_kv=1, num_pairs=16, kv_bytes_per_head=1, l2_bytes=2, unequal_lengths=True,
         least=least,
@@ -131,8 +131,8 @@ def test_no_few_heads_are_left_for_the_end(blocks, heads, width):
     heads=st.integers(1, 3), section=st.integers(1, 4), later_first=st.booleans(),
 )  # fmt: skip
 def test_packed_sequences(lengths, rows, heads, section, later_first):
-    """In a row where that is fewer: every block of every sequence once, and of each sequence one
-    empty block at most; the order in a head is that of the numbers."""
+    """Blocks are in a row where that is fewer: every block of every sequence once, and of each
+    sequence one empty block at most; the order in a head is that of the numbers."""
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)

@@ -208,7 +208,7 @@ def test_a_cancel_that_arrives_very_late():
 @pytest.mark.parametrize("scheduler_class", COUNTERS)
 @pytest.mark.parametrize("resident", [1, 3, 8])
 def test_the_counter_gives_tiles_to_who_is_done(scheduler_class, resident):
-    """As many clusters as are resident, each with a tile of its own; the others in any order."""
+    """Each resident cluster has a tile of its own; the others come in any order."""
     problem, orders = TileProblem(5, 3, 2, 2, True), set()
     for seed in range(5):
         record, report = _run(scheduler_class, problem, resident, seed)
@@ -234,7 +234,7 @@ def test_the_counter_with_nothing_to_give(scheduler_class):
 
 @pytest.mark.parametrize("left", [1, 3])
 def test_a_counter_that_is_not_zero_is_seen(left):
-    """What a launch does whose counter another one was using: the test above would fail."""
+    """A launch whose counter another one was using would fail the test above."""
     problem = TileProblem(9, 1, 1)
     record = torch.zeros(1, 1, 9, 1, NUM_WARPS, FIELDS, dtype=torch.int32)
     counter = torch.full((1,), left, dtype=torch.int32)

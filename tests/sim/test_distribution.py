@@ -223,7 +223,7 @@ def inside():
 
 
 def test_offences_are_named(tmp_path):
-    """In a checkout of a few files."""
+    """A checkout of a few files has each offence."""
     for name in ("sm100_sim/timing", "sm100_sim/new", "fa4_hd256", "bench", "examples"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("sm100_sim", "sm100_sim/timing", "sm100_sim/new"):

@@ -67,7 +67,7 @@ def test_flash_attn_4(run):
 
 @pytest.mark.sampled
 def test_nvidias_gemm(run):
-    """The one that takes tiles by cluster launch control is exact and clean."""
+    """The kernel that takes tiles by cluster launch control is exact and clean."""
     pytest.importorskip("cutlass.operators")
     out, causes = run("nvidia_gemm.py")
     assert out.startswith("max error 0.0e+00") and causes == []
@@ -134,7 +134,7 @@ def test_a_timeline(plain, tmp_path):
 
 
 def test_decoding_over_pages(plain, monkeypatch):
-    """The same results as SDPA, times that say whose they are; a difference is an error."""
+    """Results equal SDPA's, times say whose they are; a difference is an error."""
     torch = pytest.importorskip("torch")
     options = ("--steps", 1, "--batch", 2, "--page-size", 32)
     head, pages, sdpa, error = plain("decode.py", *options).splitlines()
@@ -155,7 +155,7 @@ def test_decoding_over_pages(plain, monkeypatch):
 
 @pytest.mark.sampled
 def test_continuous_batching(plain, monkeypatch):
-    """The same answers as SDPA's; another attention is an error."""
+    """Answers equal SDPA's; another attention is an error."""
     pytest.importorskip("transformers")
     from fa4_hd256.integrations import transformers as integration
 

@@ -194,7 +194,7 @@ def test_an_error_names_the_kernel():
 @pytest.mark.parametrize(("directives", "moves"), [("", False), (".maxnreg 64", True),
                                                    (".minnctapersm 1", True)])
 def test_setmaxnreg_counts_where_ptxas_keeps_it(directives, moves):
-    """Without either directive ptxas drops it: a warp that asks for too many then goes on."""
+    """ptxas drops it without either directive: a warp that requests too many then goes on."""
     ptx = HEAD + (f".visible .entry moves()\n.reqntid 128, 1, 1\n{directives}\n{{\n"
                   "setmaxnreg.inc.sync.aligned.u32 240;\nret;\n}\n")
     configs = []
@@ -211,7 +211,7 @@ def test_setmaxnreg_counts_where_ptxas_keeps_it(directives, moves):
 
 
 def test_a_prediction_needs_machine_code():
-    """Of which a launch of PTX has none."""
+    """A launch of PTX has no machine code."""
     pytest.importorskip("numba")
     from sm100_sim.timing.prediction import Collector
 

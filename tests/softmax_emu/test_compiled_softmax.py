@@ -1,4 +1,4 @@
-"""What the compiled softmax is made of: opcode counts of its PTX."""
+"""Opcode counts in the PTX of the compiled softmax."""
 
 import cutlass
 import pytest

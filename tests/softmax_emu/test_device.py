@@ -205,7 +205,7 @@ def _capped(x: np.ndarray, cap_scale: float, target: str = "sm_100a") -> np.ndar
 
 @pytest.mark.parametrize("cap_scale", [1.0, 1 / 800])
 def test_the_softcap_is_tanh(cap_scale):
-    """Of every size beside every other: four scores share a reciprocal."""
+    """Scores of every size stand beside every other: four scores share a reciprocal."""
     rng = np.random.default_rng(0)
     shape = ROWS, COLUMNS
     x = rng.normal(size=shape) * 10.0 ** rng.uniform(-4, 2, shape)
@@ -221,7 +221,7 @@ def test_the_softcap_is_tanh(cap_scale):
 
 
 def test_a_nan_passes_the_softcap():
-    """It makes one of its own group of four scores each, and of no other."""
+    """A NaN makes one of its own group of four scores each, and of no other."""
     x = np.zeros((ROWS, COLUMNS), np.float32)
     x[:, 5] = math.nan
     found = np.isnan(_capped(x, 1.0))

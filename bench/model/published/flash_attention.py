@@ -23,16 +23,16 @@ from .rows import (
 _PULLS = "github.com/Dao-AILab/flash-attention/pull"
 _FORK = "github.com/Johnsonms/flash-attention"
 
-# Commits of Dao-AILab/flash-attention. Its pyproject.toml asks for nvidia-cutlass-dsl >= 4.4.2,
-# which was the newest release until 2026-05-06 (4.5.0).
-#: PR 2454's branch (2026-04-05): its last commit, and the one before, which has no polynomial.
+# Commits of Dao-AILab/flash-attention. Its pyproject.toml requires nvidia-cutlass-dsl >= 4.4.2,
+# which was the newest release until 2026-05-06 (4.5.0). PR 2454's branch (2026-04-05): its last
+# commit, and the one before, which has no polynomial.
 PR_2454_BASE = Build(FLASH_ATTENTION, "3c015f1a", "4.4.2")
 PR_2454 = Build(FLASH_ATTENTION, "e122e67c", "4.4.2")
 #: PR 2412 as it was merged (2026-04-23); PR 2487 leaves its forward as it is.
 PR_2412 = Build(FLASH_ATTENTION, "27b4eb98", "4.4.2")
 #: PR 2488 as it was merged (2026-04-27).
 PR_2488 = Build(FLASH_ATTENTION, "6c73fb50", "4.4.2")
-#: PR 2497 as it was merged (2026-05-01): the fork's d3747c0 and a mended store past the end.
+#: PR 2497 as it was merged (2026-05-01): the fork's d3747c0 and a fixed store past the end.
 PR_2497 = Build(FLASH_ATTENTION, "956366b9", "4.4.2")
 UNKNOWN_VERSION = Build(FLASH_ATTENTION, None)
 
@@ -52,7 +52,7 @@ def _rows(
     tokens: int,
     **origin: Any,
 ) -> Iterator[Published]:
-    """On a B200."""
+    """Yield rows of rates on a B200."""
     clock = origin.get("clock", NO_CLOCK)
     lab = f"{FLASH_ATTENTION} at {clock.ghz * 1e3:.0f} MHz" if clock.ghz else FLASH_ATTENTION
     origin = {"role": FIT, "protocol": _DO_BENCH, "lab": lab, **origin}
@@ -105,7 +105,7 @@ _FORWARD_256 = (
 
 
 def _pr_2488() -> Iterator[Published]:
-    """PR 2488's commit: per cent over main, of which the rates are above, at 4k to 128k."""
+    """PR 2488's commit: per cent over main, whose rates are above, at 4k to 128k."""
     tables = (
         (False, (32, 32), (-0.2, 0.4, 0.7, 2.3, 5.4, 7.4)),
         (True, (32, 32), (0.3, 0.8, 0.8, 5.2, 1.1, 3.4)),

@@ -25,10 +25,9 @@ from .rows import (
     series,
 )
 
-#: What the frontend's CuTe DSL kernels were asked for in every row here; SCHED_POLICY and SPLIT_KV
-#: differ.
+#: Options of the frontend's CuTe DSL kernels in every row here; SCHED_POLICY and SPLIT_KV differ.
 _PLAN = (("TILE_CGA_M", 2), ("TILE_M", 128), ("TILE_N", 128), ("PACK_GQA", 0))
-#: Its package asks for nvidia-cutlass-dsl >= 4.6.2; the newest release on 2026-09-28 was 4.8.0.
+#: Its package requires nvidia-cutlass-dsl >= 4.6.2; the newest release on 2026-09-28 was 4.8.0.
 FROST_1_31 = Build(FROST, "1.31.0", "4.8.0", (*_PLAN, ("SCHED_POLICY", 2), ("SPLIT_KV", 1)))
 #: On 2026-09-18 a tree between 1.30 and 1.31, with 4.7.1 the newest release.
 FROST_SEPTEMBER = replace(FROST_1_31, cutlass_dsl="4.7.1")
@@ -40,7 +39,7 @@ LAB = "NVIDIA"
 _REPOSITORY = "github.com/NVIDIA/cudnn-frontend"
 _RESULTS = f"{_REPOSITORY}, benchmark"
 #: `benchmark_single_sdpa.py`: CUPTI's device time of one call at a time, L2 flushed and tensors
-#: made anew before it; the median of the last five of ten.
+#: made again before it; the median of the last five of ten.
 TRAINING_PROTOCOL = Protocol("CUPTI, one call at a time", 0, 1, cold=True)
 #: `benchmark_single_attention.py`: events around a call.
 INFERENCE_PROTOCOL = Protocol("events", 5, 20)
@@ -87,7 +86,7 @@ _PROMPTS = ((2048, 2048), (8192, 8192), (32768, 32768))
 _CHUNKS = ((512, 65536), (512, 131072), (1024, 65536), (1024, 131072))
 _HEADS = ((32, 2), (16, 1), (8, 1), (4, 1))
 #: Heads of a row, and of each of the prompts and chunks its time in us. On GPUs of 64 to 76 CTA
-#: pairs the chunks of 32/2 and 16/1 are one tile a pair, 512 or 1024 steps, or fewer pairs.
+#: pairs the chunks of 32/2 and 16/1 are one tile per pair, 512 or 1024 steps, or fewer pairs.
 _CUDNN_TIMES = {
     "B200": (
         (56.160, 664.633, 10367.662, 660.730, 1332.280, 1347.550, 2694.231),
@@ -203,7 +202,7 @@ FROST_OCTOBER = Build(FROST, "1.32.0", "4.8.0")
 #: same shape give 2744.
 CAPPED = Clock(1.155, "sampled on that lab's B200 the same day, power cap", held=True)
 #: One call, S = 8192, CUPTI; how many is not said. Its main kernel takes 3781 us full and 2020
-#: causal, 4525 and 1974 with the scores of a step asked for one step ahead (`config_d256_2x2.py` of
+#: causal, 4525 and 1974 with the scores of a step issued one step ahead (`config_d256_2x2.py` of
 #: 1.32).
 _BACKWARD = Published(
     FROST_OCTOBER, "B200", False, 1, 8192, (32, 2), 1.0,

@@ -1,4 +1,4 @@
-"""What a published rate is: of which kernel, on which GPU, how it was measured, what it is for.
+"""Published rates: which kernel, which GPU, how it was measured, what it is for.
 
 A rate validates the model only where the very kernel can be compiled and replayed
 (`predictor.replayable`). The others stand as published.
@@ -61,7 +61,7 @@ NO_CLOCK = Clock(None, "none")
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a rate was measured.
+    """Protocol by which a rate was measured.
 
     method: the timer. warmup, timed: calls, or milliseconds of calls where `milliseconds`; None if
     that is not said. cold: L2 is flushed before each call. host_seconds: that the host takes for a
@@ -132,7 +132,7 @@ class Published:
 
     @property
     def seconds(self) -> float:
-        """Of one call."""
+        """Return the seconds of one call."""
         return self.tflops_of(self.tflops)
 
     def tflops_of(self, seconds: float) -> float:
@@ -171,7 +171,7 @@ class Published:
 
     @property
     def parts(self) -> int:
-        """Into which its build divides the keys."""
+        """Return the number of KV splits of its build."""
         return dict(self.build.options).get("SPLIT_KV", 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Whether the machine still computes: a kernel that adds, and its result."""
+"""Checks that the machine still computes: a kernel that adds, and its result."""
 
 from __future__ import annotations
 

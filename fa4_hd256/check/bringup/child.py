@@ -24,7 +24,7 @@ BROKEN = 3
 
 
 def is_fault(error: Exception) -> bool:
-    """Whether the GPU, or the simulator in its place, ended a kernel with an error."""
+    """Return True if the GPU, or the simulator in its place, ended a kernel with an error."""
     return any(kind.__name__ in ("DriverError", "SimulationError") for kind in type(error).__mro__)
 
 

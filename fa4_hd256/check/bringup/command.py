@@ -16,14 +16,14 @@ from .report import summary_line, write_reports
 from .rungs import HIDDEN, named
 from .runner import TARGET, Run, Stopped
 
-#: Seconds that asking the driver for its GPU may take.
+#: Seconds that querying the driver for its GPU may take.
 ASK_LIMIT = 120
 _ASK = ("import json; from fa4_hd256.check.bringup.machine import find_target; "
         "print(json.dumps(find_target().as_json()))")
 
 
 def find_target(simulate: bool) -> Target:
-    """The GPU of this machine, or the simulator; a process of its own asks the driver.
+    """The GPU of this machine, or the simulator; a separate process queries the driver.
 
     Raises ValueError for a driver that does not answer, one whose GPU cannot be used, or a GPU that
     the simulator does not know.
@@ -51,7 +51,7 @@ def find_target(simulate: bool) -> Target:
 
 
 def _has_driver() -> bool:
-    """Whether this machine has, or should have, an NVIDIA GPU."""
+    """Return True if this machine has, or should have, an NVIDIA GPU."""
     return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 

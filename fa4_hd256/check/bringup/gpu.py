@@ -33,7 +33,7 @@ def retargeted(ptx: str, capability: tuple[int, int]) -> str:
 
 @lru_cache(maxsize=1)
 def gpu() -> Gpu:
-    """This process's context on device 0."""
+    """Return this process's context on device 0."""
     return Gpu()
 
 
@@ -48,7 +48,7 @@ def run_case(target: Target, case: Case) -> list[np.ndarray]:
 
 
 def predicted(case: Case) -> list[np.ndarray]:
-    """What the simulator says the outputs are; ImportError without llvmlite."""
+    """Return the outputs that the simulator computes; ImportError without llvmlite."""
     from sm100_sim.tools.golden.replay import replay
 
     return replay(case)

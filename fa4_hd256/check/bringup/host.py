@@ -16,7 +16,8 @@ _CALL = kernels.Call((128, 128), (2, 1), {"causal": True})
 
 
 def missing(target: Target) -> str:
-    """In the simulator a call runs the kernel before it returns."""
+    """Return why host time cannot be measured here: a simulated call runs the kernel before it
+    returns."""
     return kernels.missing(target) if target.is_gpu else (
         "a simulated call returns when the kernel has run; host time needs a GPU")
 

@@ -46,7 +46,7 @@ _WINDOWS: dict[str, dict[str, Any]] = {
     "causal window": {"causal": True, "window_size": (200, 0)},
 }
 _WINDOWED = ((257, 255), (600, 1100))
-#: Longer ones, for a GPU alone: many tiles a CTA pair.
+#: Longer ones, for a GPU alone: many tiles per CTA pair.
 _LONG = ((2048, 2048), (4096, 4096))
 
 
@@ -100,7 +100,7 @@ def missing(target: Target) -> str:
 
 
 def _torch_missing() -> str:
-    """Why PyTorch cannot put tensors on the GPU, or nothing."""
+    """Return why PyTorch cannot put tensors on the GPU, or ""."""
     if importlib.util.find_spec("torch") is None:
         return "PyTorch is not installed (pip install torch), and it holds the tensors"
     import torch
@@ -250,7 +250,7 @@ def _smallest(kernel: str, target: Target, note: Callable[[str], None]) -> Outco
         return _backward(one, target, {"dq": False})
     if kernel == "backward_dq":
         return _backward(one, target, {"dkdv": False})
-    # dK and dQ as products of the dS that the kernel of dV stores.
+    # dK and dQ as GEMMs of the dS that the kernel of dV stores.
     return _backward(one, target, {})
 
 

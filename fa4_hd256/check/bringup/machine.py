@@ -1,4 +1,4 @@
-"""What the figures belong to: GPU, driver, clocks, other users, versions, settings."""
+"""Description of the machine: GPU, driver, clocks, other users, versions, settings."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _device() -> Outcome:
 
 
 def _ask(*arguments: str) -> str | None:
-    """What nvidia-smi prints; None where it is missing or refuses."""
+    """Return what nvidia-smi prints; None where it is missing or refuses."""
     if shutil.which("nvidia-smi") is None:
         return None
     result = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)

@@ -1,4 +1,4 @@
-"""What was measured, as a machine of the timing model: `--machine FILE` of bench and
+"""Writes measured figures as a machine of the timing model: `--machine FILE` of bench and
 sm100_sim.timing takes a report that has it."""
 
 from __future__ import annotations

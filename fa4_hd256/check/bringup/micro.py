@@ -153,7 +153,7 @@ class Loaded:
 
 
 def _modelled(micro: Micro, note: Callable[[str], None]) -> Outcome:
-    """What the timing model says of the same kernels."""
+    """Return the timing model's figures for the same kernels."""
     if micro.seconds:
         return Outcome("not measured", "times of the whole GPU: nothing in the simulator has them")
     from . import modelled

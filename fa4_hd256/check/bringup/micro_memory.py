@@ -11,7 +11,7 @@ _SHARED = 200 << 10
 _FAR = 1 << 30
 _COLD_STRIDE = 1 << 20
 #: Clocks of a load's round beside the load, its bytes and the wake-up: arrive, issue, test; and of
-#: 1 KiB at 64 bytes a clock.
+#: 1 KiB at 64 bytes per clock.
 _AROUND_LOAD, _KIB = 70.0, 16.0
 
 

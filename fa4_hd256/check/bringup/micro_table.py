@@ -1,4 +1,4 @@
-"""What a microbenchmark is."""
+"""Defines a microbenchmark."""
 
 from __future__ import annotations
 

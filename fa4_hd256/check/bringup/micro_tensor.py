@@ -133,7 +133,7 @@ PAST:"""
 
 
 def _query() -> Timed:
-    """Each of many CTAs asks for a cluster of the grid and waits for the answer."""
+    """Each of many CTAs requests a cluster of the grid and waits for the answer."""
     body = """@!%first bra PAST;
 mbarrier.arrive.expect_tx.shared.b64 _, [%bar], 16;
 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%w5], [%bar];

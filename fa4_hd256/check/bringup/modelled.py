@@ -21,7 +21,7 @@ _LANES = 32
 
 @lru_cache(maxsize=1)
 def missing() -> str:
-    """Why kernels cannot be replayed here, or nothing."""
+    """Return why kernels cannot be replayed here, or ""."""
     for module, package in (("numba", "numba"), ("triton", "triton, for its ptxas"),
                             ("llvmlite", "llvmlite")):
         if importlib.util.find_spec(module) is None:

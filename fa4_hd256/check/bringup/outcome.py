@@ -1,4 +1,4 @@
-"""What a step of the bringup ended in, and the machine it ran on."""
+"""Outcome of a step of the bringup, and the machine it ran on."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Outcome:
             raise ValueError(f"state is {self.state!r}; accepted: {', '.join(STATES)}")
 
     def as_json(self) -> dict[str, Any]:
-        """Without what is empty."""
+        """Return the fields that are not empty."""
         return {name: value for name, value in asdict(self).items() if value or name == "state"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the steps run on. backend: "gpu" or "simulator". capability: compute capability. sms:
-    streaming multiprocessors."""
+    """Machine that the steps run on. backend: "gpu" or "simulator". capability: compute capability.
+    sms: streaming multiprocessors."""
 
     backend: str
     name: str
@@ -71,7 +71,7 @@ class Target:
 
     @property
     def device(self) -> str:
-        """Where tensors live."""
+        """Return the PyTorch device that holds the tensors."""
         return "cuda" if self.is_gpu else "cpu"
 
 

@@ -58,7 +58,7 @@ def content(
 
 
 def summary_line(results: Results, stopped: str = "") -> str:
-    """How many steps ended in which state."""
+    """Return how many steps ended in each state."""
     counts = Counter(
         outcome["state"] for name, found in results.items() if name != HIDDEN[0].name
         for outcome in found.values()

@@ -29,12 +29,12 @@ def _vectors() -> Vectors:
 
 
 def items(target: Target) -> list[str]:
-    """Names of the cases that ask a rule."""
+    """Names of the cases that test a rule."""
     return list(_cases())
 
 
 def ending(case: Case, target: Target) -> tuple[str, list]:
-    """How a case ends on the target, and its outputs then."""
+    """Return how a case ends on the target, and its outputs."""
     if target.is_gpu:
         return gpu().ending(replace(case, ptx=retargeted(case.ptx, target.capability)))[:2]
     from sm100_sim.tools.golden.replay import ending as simulated

@@ -11,8 +11,8 @@ from typing import Any
 class Rung:
     """name: stable, docs refer to it. limit: seconds of a step. batch: whether steps share a
     process while they succeed; a step that fails ends its process in any case. settles: what is
-    known once the rung has passed. checked: whether the machine is asked if it still answers behind
-    a step that went wrong."""
+    known once the rung has passed. checked: whether the machine is tested after a step that went
+    wrong."""
 
     name: str
     limit: float

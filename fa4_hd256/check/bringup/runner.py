@@ -1,9 +1,9 @@
 """Runs rungs: their steps in child processes with limits, results kept as they come.
 
-The directory of a run holds `target.json` and `results.jsonl`, a line for every step that ended.
-A run that is started again goes on behind the last line. A step that neither ends nor says
-anything within its limit is a hang: its process is killed, the machine is asked whether it still
-answers, and the next step goes on in a new process.
+The directory of a run holds `target.json` and `results.jsonl`, a line for every step that ended. A
+run that is started again goes on behind the last line. A step that neither ends nor says anything
+within its limit is a hang: its process is killed, the machine is tested, and the next step goes on
+in a new process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START_LIMIT = 180.0
 #: Seconds that a killed process may take to go; the driver first ends what it has on the GPU.
 KILL_LIMIT = 60.0
 POLL = 0.02
-#: Seconds before each time the machine is asked whether it still answers.
+#: Seconds before each test whether the machine still answers.
 PAUSES = (0.0, 10.0)
 RESULTS, TARGET = "results.jsonl", "target.json"
 
@@ -58,7 +58,7 @@ class Child:
             )  # fmt: skip
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was said since the last call."""
+        """Return the lines written since the last call."""
         content = self._progress.read_bytes()
         end = content.rfind(b"\n") + 1
         fresh, self._read = content[self._read:end], end
@@ -201,7 +201,7 @@ class Run:
         return begun
 
     def _check_answers(self) -> None:
-        """Raise Stopped unless the machine still computes; it is asked twice."""
+        """Raise Stopped unless the machine still computes; it is tested twice."""
         answers = HIDDEN[0]
         for pause in PAUSES:
             time.sleep(pause)
@@ -214,7 +214,7 @@ class Run:
 
 
 def _ending(child: Child, ended: bool, note: str, limit: float) -> Outcome:
-    """Of a step that was under way when its process ended, or was killed."""
+    """Return the outcome of a step whose process ended, or was killed, while it ran."""
     where = f"; last it said: {note}" if note else ""
     if not ended:
         return Outcome("hang", f"no end within {limit:.0f} s{where}", {"step": note})

@@ -23,12 +23,12 @@ from . import kernels
 from .outcome import Outcome, Target
 
 TOOL = "compute-sanitizer"
-#: Exit status that the tool is asked to give where it has found something.
+#: Exit status requested from the tool for findings.
 FOUND = 86
 #: Seconds of one run: the tool slows a kernel down by one to three orders of magnitude.
 LIMIT = 500
 _CHECKS = ("memcheck", "racecheck", "synccheck")
-#: Beside the smallest shapes: several tiles a CTA under the dynamic scheduler, heads that share
+#: Beside the smallest shapes: several tiles per CTA under the dynamic scheduler, heads that share
 #: tiles, packed sequences.
 _MORE = ("forward full 600x1100 clc", "backward causal 300x300 heads 8 of 1",
          "backward full 600x1100 clc", "backward packed causal clc")  # fmt: skip
@@ -48,7 +48,7 @@ def missing(target: Target) -> str:
 
 
 def items(target: Target) -> list[str]:
-    """What the tool must find, what it must pass, then each kernel that can run here."""
+    """List what the tool must find, what it must pass, then each kernel that can run here."""
     able = [] if kernels.missing(target) else [f"smallest {name}" for name in kernels.SMALLEST]
     if not target.is_gpu:
         return [f"simulator {name}" for name in able]
@@ -105,11 +105,11 @@ def _under(tool: str, rung: str, step: str, target: Target) -> Outcome:
 
 
 def _explained(lines: list[str], summary: str) -> bool:
-    """Whether all hazards of racecheck are writes of bulk copies without a tensor map.
+    """Return True if all hazards of racecheck are writes of bulk copies without a tensor map.
 
     racecheck takes such a copy for a write of the thread that issues it, and of an arrival that
-    gives the buffer back it orders the arriving lane's own reads alone: it reports correct rings
-    as well (docs/silicon.md).
+    gives the buffer back it orders the arriving lane's own reads alone: it reports correct rings as
+    well (docs/silicon.md).
     """
     writes = [re.search(r"between Write access at .* in (\S+\.py):(\d+)$", line)
               for line in lines if "Race reported between" in line]  # fmt: skip

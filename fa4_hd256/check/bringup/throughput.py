@@ -15,8 +15,8 @@ from . import kernels
 from .outcome import Outcome, Target
 
 LIMIT = 1100
-#: Groups of bench's suite, with heads where a group is divided; the tokens above which a case is
-#: left out of the first hour.
+#: Groups of bench's suite, with heads where a group is split; the tokens above which a case is left
+#: out of the first hour.
 GROUPS = (
     *(f"dense {heads}" for heads in ("32/2", "16/2", "24/4", "16/16", "8/8")),
     "varlen", "window", "few KV heads", "unequal",
@@ -64,7 +64,8 @@ def selection(item: str) -> tuple[str, str, list[str]]:
 
 
 def judged(tables: list[dict]) -> Outcome:
-    """What bench's tables say of ours. The first has a row for each case, another one ratios."""
+    """Judge our rows of bench's tables. The first table has a row for each case, another one
+    ratios."""
     rows = tables[0]["rows"]
     broken = [(row, row["details"]["ours"]["status"]) for row in rows
               if row["details"]["ours"].get("failed")]

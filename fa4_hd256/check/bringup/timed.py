@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 ENTRY = "timed"
-#: Results a launch may store: 64-bit words, one a warp of the first CTAs.
+#: Results a launch may store: 64-bit words, one per warp of the first CTAs.
 RESULTS = 4096
 
 
 @dataclass(frozen=True)
 class Timed:
-    """name; ptx without the module's head; warps a CTA; rounds of the loop; grid and cluster in
+    """name; ptx without the module's head; warps per CTA; rounds of the loop; grid and cluster in
     CTAs; dynamic shared memory in bytes; buffer: bytes of global memory it may read and write.
     typical: the median of what the warps stored counts, not the largest."""
 

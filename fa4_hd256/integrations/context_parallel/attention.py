@@ -109,7 +109,7 @@ def ulysses_attention(
 
 
 def _other_way(name: str, tensors: tuple, options: dict[str, Any]) -> Any:
-    """With the arguments of `ring_attention`, checked as Python does."""
+    """Call attention with the arguments of `ring_attention`, checked as Python does."""
     bound = _SIGNATURE.bind(*tensors, **options)
     bound.apply_defaults()
     found = bound.arguments

@@ -1,4 +1,4 @@
-"""What calls over ranks accept, and what the ranks' calls must have in common."""
+"""Checks what calls over ranks accept, and what the ranks' calls must have in common."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _mask_of(
 
 
 def _count(offsets: Any) -> int:
-    """Of numbers in cu_seqlens, which need not be offsets."""
+    """Count the numbers in cu_seqlens, which need not be offsets."""
     if isinstance(offsets, torch.Tensor):
         return offsets.numel()
     return len(offsets) if isinstance(offsets, (list, tuple)) else 0
@@ -171,7 +171,7 @@ def check_heads(tensors: tuple, count: int) -> None:
 
 
 def text_of(tensors: tuple, settings: Settings, name: str, order: str) -> str:
-    """What all ranks' calls have in common; k and v have q's dtype (`batched`)."""
+    """Describe what all ranks' calls have in common; k and v have q's dtype (`batched`)."""
     q, k, _, sink = tensors
     has_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors

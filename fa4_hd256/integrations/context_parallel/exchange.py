@@ -1,4 +1,4 @@
-"""What ranks send one another: what they were called with, and rows of tensors.
+"""Exchange between ranks: what they were called with, and rows of tensors.
 
 Everything that one rank does here all ranks of the group do, in the same order.
 """
@@ -69,7 +69,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def in_common(self) -> Iterator[None]:
-        """Inside, what this rank raises is an error on all ranks; for all that they exchange.
+        """Turn an error that this rank raises inside into an error on all ranks.
 
         Raises RuntimeError with what the first one has raised on the others, and where that has
         been before.
@@ -116,7 +116,7 @@ class Ranks:
         return found
 
     def _all(self, said: bytes) -> list[bytes]:
-        """What all ranks say; nothing waits for a GPU."""
+        """Return what all ranks say; nothing waits for a GPU."""
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.count)]
         with self.in_common():
@@ -156,9 +156,9 @@ class Ranks:
 
 @contextlib.contextmanager
 def heard(own: int, count: int, cause: Callable[[], str] = str) -> Iterator[None]:
-    """Inside, an error of the transport's says what it means: another rank has failed in its call,
-    has ended, or is late. NCCL tells of it later, by its watchdog. Other errors, of a tensor's type
-    for one, pass as they are.
+    """Explain an error of the transport's inside: another rank has failed in its call, has ended,
+    or is late. NCCL reports it later, by its watchdog. Other errors, of a tensor's type for one,
+    pass unchanged.
 
     cause: what the first rank that failed has told, empty where none has.
     """
@@ -177,8 +177,8 @@ def heard(own: int, count: int, cause: Callable[[], str] = str) -> Iterator[None
 
 
 def _is_of_transport(error: RuntimeError) -> bool:
-    """Whether the other ranks are the reason, and not the call. gloo's errors have no type of their
-    own, but begin with the place in its source."""
+    """Return True if the other ranks are the reason, and not the call. gloo's errors have no type
+    of their own, but begin with the file in its source."""
     if isinstance(error, dist.DistError):
         return "ncclInvalid" not in str(error)
     return re.search(r"gloo[/\\]transport", str(error)) is not None

@@ -110,7 +110,7 @@ class _InCommon(torch.autograd.Function):
         return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])
 
 
-#: Whether the backward that runs was asked to keep its graph, so that it can run again.
+#: Whether the backward that runs retains its graph, so that it can run again.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 

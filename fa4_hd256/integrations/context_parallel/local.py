@@ -43,12 +43,12 @@ Held = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call asks for beside tensors and ranks.
+    """Options of a call beside tensors and ranks.
 
     options: softmax_scale, the window of the whole sequence, softcap. documents: of packed
     sequences, offsets in the whole one. rows: of that. config, use_clc, score_mod, mask_mod: as
     `flash_attn_func` takes them. backward_config: by name. block_mask: of the whole sequence, with
-    the units in which it is divided; without bits where there is a mask_mod.
+    the units in which it is split; without bits where there is a mask_mod.
     """
 
     options: Options
@@ -72,20 +72,20 @@ class Settings:
         return Mask(*self.options.window, self.documents, self.score_mod is not None, units)
 
     def block_mask_of(self, part: Part) -> TileMask | None:
-        """That of a part."""
+        """Return the block mask of a part."""
         if self.block_mask is None:
             return None
         whole = self.block_mask[0]
         return whole.part(*part.positions, range(whole.tiles.shape[1]))
 
     def score_mod_of(self, part: Part, device: torch.device) -> ScoreMod | None:
-        """That of a part, which sees places of the whole."""
+        """Return the score_mod of a part, which gets positions in the whole sequence."""
         if self.score_mod is None:
             return None
         return in_part(self.score_mod, _origins(part, self.documents or (0, self.rows), device))
 
     def mask_mod_of(self, part: Part, device: torch.device) -> MaskMod | None:
-        """That of a part, which sees places of the whole."""
+        """Return the mask_mod of a part, which gets positions in the whole sequence."""
         if self.mask_mod is None:
             return None
         assert self.block_mask is not None
@@ -218,8 +218,8 @@ def _lengths_of(documents: tuple[int, ...] | None, device: torch.device) -> tupl
 
 @functools.lru_cache(maxsize=1024)
 def _origins(part: Part, documents: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where a part lies, as `in_part` takes it; documents: offsets in the whole sequence. A packed
-    document counts as a batch entry, as its number."""
+    """Return the position of a part, as `in_part` takes it; documents: offsets in the whole
+    sequence. A packed document counts as a batch entry, as its number."""
     assert part.first is not None
     first_query, first_key = part.first
     pieces = part.documents or (0, len(part.queries))

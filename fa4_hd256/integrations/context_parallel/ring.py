@@ -1,17 +1,17 @@
 """Ring attention: every rank keeps its queries, keys and values pass from rank to rank.
 
 At hop t rank r works on the rows of rank r - t, which it has from rank r - 1, and while it does,
-hands them on to r + 1. Rows that no rank further on sees are not sent, and nobody is asked for
-rows that nobody sees; under a window of both sides, whose far ranks are those just ahead, rows go
-the other way round, too. In the backward the sums of dK and dV follow their rows in float32, and
-from the last rank that sees these go home; a part of a rank's own rows is left for then
-(`own_parts`), so that this, too, goes on beside a kernel.
+hands them on to r + 1. Rows that no rank further on sees are not sent, and rows that nobody sees
+are not requested; under a window of both sides, whose far ranks are those just ahead, rows go the
+other way round, too. In the backward the sums of dK and dV follow their rows in float32, and from
+the last rank that sees these go home; a part of a rank's own rows is left for then (`own_parts`),
+so that this, too, goes on beside a kernel.
 
 Sums are made in the order of the hops, so that results have the same bits in every run.
 
 NOTE [room for a transfer].  A transfer on GPUs is a kernel, too, which needs some SMs; attention's
 takes all there are until its last tiles.  Both may begin at the same moment, when what was issued
-before is done.  So short kernels stand between: after the begin of a transfer and before the next
+before is done.  So short kernels stand between: after the start of a transfer and before the next
 attention sums are filled with zeros, what the attention before has found is taken in, or the
 backward's rows are prepared.
 """
@@ -45,7 +45,7 @@ class Route(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def routes(places: tuple[Rows, ...], mask: Mask) -> tuple[tuple[Route, Route], ...]:
-    """Of every rank's keys the routes in both directions. places: the rows of every rank."""
+    """Return the routes of every rank's keys in both directions. places: the rows of every rank."""
     ranks = len(places)
     seen = {
         (reader, owner): _seen(places[reader], places[owner], mask)
@@ -65,8 +65,9 @@ def routes(places: tuple[Rows, ...], mask: Mask) -> tuple[tuple[Route, Route], .
 
 
 def _cut(distances: Sequence[int], ranks: int) -> int:
-    """Of distances between 1 and ranks - 1, the largest to go forward, so that with the others
-    going backward rows make the fewest hops; of several such, the one with the most forward."""
+    """Return the largest distance to go forward, of distances between 1 and ranks - 1, so that with
+    the others going backward rows make the fewest hops; of several such, the one with the most
+    forward."""
 
     def hops(forward: int) -> int:
         beyond = [distance for distance in distances if distance > forward]
@@ -77,7 +78,7 @@ def _cut(distances: Sequence[int], ranks: int) -> int:
 
 
 def _seen(queries: Rows, keys: Rows, mask: Mask) -> Rows:
-    """Of each span of keys the part that some query sees."""
+    """Return the part of each span of keys that some query sees."""
     found = []
     for span in keys:
         parts = parts_of(queries, (span,), mask)
@@ -106,7 +107,7 @@ def _route(
 
 
 class _Passing:
-    """What is on its way in one direction, seen from one rank.
+    """Rows on their way in one direction, seen from one rank.
 
     It holds rows of owner `owner(hop)` at a hop, which it has from rank `before` and hands on to
     `after`.
@@ -121,7 +122,8 @@ class _Passing:
         self.hops = max(route.hops for route in self._routes)
 
     def route(self, hop: int) -> Route | None:
-        """Of the rows that come to this rank at a hop; at hop 0 of its own. None if none come."""
+        """Return the route of the rows that come to this rank at a hop, at hop 0 of its own; None
+        if none come."""
         found = self._routes[self.owner(hop)]
         return found if found.hops and hop <= found.hops else None
 
@@ -144,7 +146,7 @@ class _Passing:
         )
 
     def room(self, like: torch.Tensor, hop: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """For what comes at a hop: (2, batch, rows, heads_kv, 256)."""
+        """Allocate a buffer for the rows of a hop: (2, batch, rows, heads_kv, 256)."""
         route = self.route(hop)
         if route is None:
             return None
@@ -153,7 +155,7 @@ class _Passing:
         return torch.empty(2, batch, rows, heads, dim, dtype=dtype, device=like.device)
 
     def is_last(self, hop: int) -> bool:
-        """Whether rows that come at a hop go no further."""
+        """Return True if rows that come at a hop go no further."""
         route = self.route(hop)
         return route is not None and hop == route.hops
 
@@ -170,11 +172,11 @@ class Ring:
         self.hops = max(way.hops for way in self.ways)
 
     def parts(self, rows: Rows) -> tuple[Part, ...]:
-        """What this rank's queries see of keys."""
+        """Return the parts of the keys that this rank's queries see."""
         return parts_of(self.own, rows, self.mask)
 
     def first(self, kv: Held) -> list[torch.Tensor | None]:
-        """For each way the rows that this rank sends at first."""
+        """Return, for each direction, the rows that this rank sends first."""
         return [way.own_rows(kv, self.own) for way in self.ways]
 
     def pass_on(

@@ -1,4 +1,4 @@
-"""This rank's rows of a sequence, and the whole from all ranks'."""
+"""Splitting of a sequence into the rows of each rank, and gathering of the whole."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["shard", "unshard"]
 def shard(
     tensor: torch.Tensor, *, group: Any = None, order: str = "contiguous", dim: int = 1
 ) -> torch.Tensor:
-    """This rank's rows of a tensor that every rank has whole, a copy; differentiable, without
-    exchange. dim: that of the sequence, a multiple of the ranks (order "zigzag": of twice as many).
+    """Return this rank's rows of a tensor that every rank has whole, a copy; differentiable,
+    without exchange. dim: that of the sequence, a multiple of the ranks (order "zigzag": of twice
+    as many).
 
-    Raises ValueError where the rows do not divide, or for an order that there is not.
+    Raises ValueError where the rows do not divide, or for an unknown order.
     """
     ranks = Ranks(group)
     rows = _rows_of_rank(tensor.shape[dim], ranks.count)

@@ -1,4 +1,4 @@
-"""Which rows of a sequence each rank has, and which of a rank's queries see which keys.
+"""Placement of a sequence's rows on ranks, and the queries of a rank that see given keys.
 
 A rank's rows are some spans of the sequence, one behind the other in its tensors. What queries of
 one rank see of another's keys is cut into `Part`s, each one call of a kernel. Masks are given by
@@ -17,7 +17,7 @@ __all__ = [
     "unit",
 ]  # fmt: skip
 
-#: How a sequence is divided. contiguous: one span a rank, in order. zigzag: of twice as many spans
+#: Division of a sequence. contiguous: one span per rank, in order. zigzag: of twice as many spans
 #: as ranks the rank's first and, from the end, its last, so that causal work is equal.
 ORDERS = ("contiguous", "zigzag")
 
@@ -50,14 +50,15 @@ def unit(order: str, rows: int) -> int:
 
 
 class Units(NamedTuple):
-    """Of a mask by tiles, whether each `rows` queries see any of each `rows` keys."""
+    """Coarse visibility of a mask by tiles: whether each `rows` queries see any of each `rows`
+    keys."""
 
     rows: int
     seen: tuple[tuple[bool, ...], ...]
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees, by positions in the whole sequence.
+    """Mask by positions in the whole sequence.
 
     left, right: keys before and behind the query's own position, None: all. documents: offsets of
     packed documents, which see nothing of one another; None: the sequence is one. by_place: whether
@@ -73,7 +74,7 @@ class Mask(NamedTuple):
 
     @property
     def has_places(self) -> bool:
-        """Whether a part must know where it lies."""
+        """Return True if a part must know its position."""
         return self.by_place or self.units is not None
 
 
@@ -94,14 +95,14 @@ class Part(NamedTuple):
 
     @property
     def positions(self) -> tuple[range, range]:
-        """Of its queries and keys, where it has a `first`."""
+        """Return the positions of its queries and keys, where it has a `first`."""
         assert self.first is not None
         query, key = self.first
         return range(query, query + len(self.queries)), range(key, key + len(self.keys))
 
 
 def local_rows(held: Rows, wanted: range) -> range:
-    """Where positions that are in one of the spans lie in a tensor of all of them."""
+    """Return the rows, in a tensor of all spans, of positions that are in one of the spans."""
     begin = 0
     for span in held:
         if span.start <= wanted.start and wanted.stop <= span.stop:
@@ -112,7 +113,8 @@ def local_rows(held: Rows, wanted: range) -> range:
 
 @functools.lru_cache(maxsize=1024)
 def parts_of(queries: Rows, keys: Rows, mask: Mask) -> tuple[Part, ...]:
-    """What queries of these rows see of these keys; every pair is in one part at most."""
+    """Return the parts of these keys that queries of these rows see; a pair is in one part at
+    most."""
     found: list[Part] = []
     first_query = 0
     for query_span in queries:
@@ -132,10 +134,10 @@ def parts_of(queries: Rows, keys: Rows, mask: Mask) -> tuple[Part, ...]:
 
 @functools.lru_cache(maxsize=64)
 def own_parts(own: Rows, mask: Mask) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """`parts_of` a rank's own rows, in two: work for the begin and for the end of a walk.
+    """`parts_of` a rank's own rows, in two: work for the start and for the end of a walk.
 
     One part is cut between its queries, but where documents are packed, each of whose pieces would
-    be a call, or the mask is by units, which are not cut: then it is for the begin.
+    be a call, or the mask is by units, which are not cut: then it is for the start.
     """
     parts = parts_of(own, own, mask)
     if len(parts) == 1 and mask.documents is None and mask.units is None:
@@ -214,7 +216,7 @@ def _own_documents(documents: Sequence[range], mask: Mask) -> list[Part]:
 
 
 def _simplified(side: int | None, longest: int) -> int | None:
-    """None where a bound of a window leaves out nothing."""
+    """Return the bound of a window, None where it leaves out nothing."""
     return None if side is None or side >= longest - 1 else side
 
 

@@ -6,7 +6,7 @@ having written why into the group's store: who waits for it, or will, has an err
 and closes its own, so that it goes round among ranks that do not exchange with the first one. All
 of that happens where something has failed; a call that succeeds has no message and no wait for it.
 
-The group is ours alone, so that the user's stays whole, and is made anew for no one: a rank that
+The group is ours alone, so that the user's stays whole, and is made again for no one: a rank that
 had done its part hears of the failure a call later than others, so that no message after it would
 be known to belong to the same call on all.
 
@@ -38,7 +38,8 @@ _wires: weakref.WeakKeyDictionary[Any, Wire] = weakref.WeakKeyDictionary()
 
 
 def wire_of(group: Any) -> Wire:
-    """That of a user's group; all its ranks ask for it at the same place in their first call."""
+    """Return the wire of a user's group; all ranks call this at the same point of their first
+    call."""
     if group not in _wires:
         _wires[group] = wire = Wire(group)
         release = weakref.finalize(group, _destroy, wire.group)
@@ -69,11 +70,11 @@ class Wire:
         if self._cause:
             raise RuntimeError(
                 f"this group takes no more calls over ranks, since one has failed: {self._cause}. "
-                "Make a group anew by torch.distributed.new_group"
+                "Make a new group by torch.distributed.new_group"
             )
 
     def heard_cause(self) -> str:
-        """Why another rank has closed it, where it has said so; for errors alone."""
+        """Return why another rank has closed it, where it has said so; for errors alone."""
         with contextlib.suppress(Exception):
             store = self.group.get_group_store()
             if store.check([_CAUSE]):
@@ -81,7 +82,7 @@ class Wire:
         return ""
 
     def close(self, error: BaseException) -> None:
-        """Of a rank that raises inside a call: NOTE [a failed rank]."""
+        """Close the group for a rank that raises inside a call: NOTE [a failed rank]."""
         if self._cause or len(self._ranks) == 1:
             return
         own = dist.get_rank(self.group)

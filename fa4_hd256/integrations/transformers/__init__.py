@@ -4,11 +4,11 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa4_hd256")
 
-transformers asks two functions under the name of an implementation: one for the mask, once per
-forward pass and kind of layer, and one for the attention of each layer. The mask function
-describes the whole mask: causality, windows, padding, packed sequences. The attention function
-follows that description, never the layer's own settings, which may disagree with it. Without a
-registered mask function transformers builds no mask at all and drops the padding in silence.
+transformers calls two functions under the name of an implementation: one for the mask, once per
+forward pass and kind of layer, and one for the attention of each layer. The mask function describes
+the whole mask: causality, windows, padding, packed sequences. The attention function follows that
+description, never the layer's own settings, which may disagree with it. Without a registered mask
+function transformers builds no mask at all and drops the padding in silence.
 """
 
 from .layers import BATCHING_NAME, NAME, PACKED, attention, batched_attention

@@ -139,7 +139,7 @@ def packed_seen(
 
 
 def _within(window: Window, distances: torch.Tensor) -> torch.Tensor:
-    """Whether a window has these distances, of a query's position from a key's."""
+    """Return True where a window has these distances, of a query's position from a key's."""
     left, right = window
     found = torch.ones_like(distances, dtype=torch.bool)
     if left is not None:

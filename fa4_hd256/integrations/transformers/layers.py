@@ -122,8 +122,8 @@ def batched_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`attention` of continuous batching: options have its cache. Raises ValueError where they
-    have none, since then masks, of which this name has none, would be missing."""
+    """`attention` of continuous batching: options have its cache. Raises ValueError where they have
+    none: this name has no masks, so these would be missing."""
     if options.get("cache") is None:
         raise ValueError(
             f"the model's attention is {BATCHING_NAME!r}, that of continuous batching "

@@ -78,7 +78,7 @@ def mask(
 
 
 class _Asked(NamedTuple):
-    """What transformers asks for. attention_mask: (batch, positions) bool or None."""
+    """Request of transformers for a mask. attention_mask: (batch, positions) bool or None."""
 
     function: Callable
     lengths: _Lengths
@@ -95,7 +95,7 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool) -> bool:
-    """Return True if the model asks for booleans, to combine them with others of its own.
+    """Return True if the model requests booleans, to combine them with others of its own.
 
     transformers also forbids to leave out the mask where sequences are packed, where a function of
     the user's is part of it, and in steps of one token with a static cache.

@@ -1,4 +1,4 @@
-"""What Blackwell's kernels are, for the rooms that call them: `kernels.kernel_set`."""
+"""Kernel set of Blackwell, for the packages that call kernels: `kernels.kernel_set`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .pair_plan import BLOCK_KV, CTAS
 __all__ = ["ANEW", "KERNELS", "STORED"]
 
 ANEW = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
-#: Of 0.5 to 4 MB a part the modelled calls lose least with 2 (`bench defaults "parts of a group"`).
+#: Of 0.5 to 4 MB per part the modelled calls lose least with 2 (`bench defaults "parts of a
+#: group"`).
 STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
 
 KERNELS = KernelSet(

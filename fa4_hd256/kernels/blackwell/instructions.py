@@ -67,7 +67,7 @@ class OperandLayout:
 
 @dataclass(frozen=True)
 class TmemOperand:
-    """An A operand in TMEM (9.7.16.10): 16-bit elements, two a column, so 8 columns a slice.
+    """An A operand in TMEM (9.7.16.10): 16-bit elements, two per column, so 8 columns a slice.
 
     step_columns: start of each K = 16 slice, relative to the operand's address.
     """
@@ -110,7 +110,7 @@ class MmaShape:
 
     @property
     def kind(self) -> str:
-        """Of the instruction."""
+        """Return the kind of the instruction."""
         return "f8f6f4" if self.is_e4m3 else "f16"
 
     @property

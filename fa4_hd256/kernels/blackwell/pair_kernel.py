@@ -1,5 +1,5 @@
-"""What every kernel of a CTA pair, or of a CTA alone, shares: set-up, the dispatch of warps to
-roles, tear-down."""
+"""Base of every kernel of a CTA pair, or of a CTA alone: set-up, the dispatch of warps to roles,
+tear-down."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["PairContext", "PairKernel"]
 
 @dataclass(frozen=True)
 class PairContext(KernelContext):
-    """What every warp role of one CTA shares; kernels add to it."""
+    """State that every warp role of one CTA shares; kernels add to it."""
 
     tmem_address: Any
     tmem: Any = None
@@ -36,7 +36,7 @@ class PairKernel(RaggedKernel, SchedulerRole):
 
     A kernel has the methods `descriptors(tensors)`, the TMA tensors; `smem(memory)`, its operands
     in shared memory; `run_role(context, warp)`; and `num_steps(context, work)`, the steps of a
-    tile, the same in both CTAs and all roles.  ctas: that share a tile and its products, 2 or 1.
+    tile, the same in both CTAs and all roles.  ctas: that share a tile and its MMAs, 2 or 1.
     """
 
     ctas = CTAS
@@ -148,7 +148,7 @@ class PairKernel(RaggedKernel, SchedulerRole):
 
     @cute.jit
     def has_steps(self, context: Any, work: Any):
-        """Whether a tile is valid and has any step."""
+        """Return True if a tile is valid and has any step."""
         # The batch entry of an invalid tile must not be looked up.
         has_steps = Boolean(False)
         if work.is_valid:

@@ -1,4 +1,4 @@
-"""What the configurations of all kernels of a CTA pair share: sizes, and plans of what all have."""
+"""Sizes and plans shared by the configurations of all kernels of a CTA pair."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TILE_Q = CTAS * BLOCK_Q  # query rows of a pair
 
 
 def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
-    """What every kernel has at the end of its shared memory."""
+    """Return the regions that every kernel has at the end of its shared memory."""
     return (
         SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
         SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),

@@ -1,8 +1,8 @@
 """The roles that feed the tensor core, load and mma, generated from a kernel's steps.
 
-`kernels.steps` says what a table of products means and in which order it is issued; here are the
-loops that do so.  Both roles run the same ones: for each product the load role fetches what it
-needs, and the MMA role issues it.
+`kernels.steps` says what a table of MMAs means and in which order it is issued; here are the loops
+that do so.  Both roles run the same ones: for each MMA the load role fetches what it needs, and the
+MMA role issues it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["PairProducers"]
 
 @dataclass(frozen=True)
 class Turn:
-    """For which step of which tile a product is issued.
+    """Position of an issued MMA: its tile and step.
 
     position: where its step lies, in the load role; nothing in the MMA role.  is_first, is_last:
     whether the step is the tile's first, its last one; a bool where that is known when the kernel
-    is compiled, None where the step is the first and the number of steps has not been asked for.
-    adds: whether the step is a later one, for products that overwrite in the first.
+    is compiled, None where the step is the first and the number of steps has not been read. adds:
+    whether the step is a later one, for MMAs that overwrite in the first.
     """
 
     work: Any
@@ -42,11 +42,11 @@ class Turn:
 
 
 class NoPosition(SharedByReference):
-    """What the MMA role carries through its loops instead of a position."""
+    """Empty position, which the MMA role carries through its loops."""
 
 
 class LoadRole(SharedByReference):
-    """For each product: what it needs, into the next free buffers of its rings."""
+    """Load role: for each MMA, loads its operands into the next free buffers of its rings."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.steps = kernel, kernel.steps
@@ -57,8 +57,8 @@ class LoadRole(SharedByReference):
         return RingStates({ring.name: edges[ring.free].waiter_state() for ring in rings})
 
     def context_of(self, context: Any, work: Any) -> Any:
-        """What the steps of a tile are performed with.  A look-up of its sequence in each of them
-        would take longer than the products of a step."""
+        """Return the context of a tile's steps.  A look-up of its sequence in each of them would
+        take longer than the MMAs of a step."""
         return context.of_tile(work)
 
     def first_position(self, context: Any, work: Any) -> Any:
@@ -68,14 +68,14 @@ class LoadRole(SharedByReference):
         return self.kernel.next_position(position)
 
     def perform(self, context: Any, product: Product, turn: Turn, states: RingStates) -> Any:
-        """The loads of a product for one step, those of a tile's first step in that alone."""
+        """The loads of an MMA for one step, those of a tile's first step in that alone."""
         for load in product.loads:
             if load.when is When.EACH or turn.is_first is True:
                 states = self._load(context, load, turn, states)
         return states
 
     def enter(self, context: Any, work: Any, states: RingStates) -> Any:
-        """What a tile's first step needs besides, where no product is ahead."""
+        """Load what a tile's first step needs besides, where no MMA is ahead."""
         for load in self.steps.loads:
             if load.when is When.FIRST:
                 states = self._load(context, load, Turn(work, None, True, False, False), states)
@@ -127,7 +127,8 @@ class LoadRole(SharedByReference):
 
 
 class MmaRole(SharedByReference):
-    """For each product: its waits, its instructions, its commits; one warp of the leader CTA."""
+    """MMA role: for each MMA, its waits, its instructions, its commits; one warp of the leader
+    CTA."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.steps = kernel, kernel.steps
@@ -154,10 +155,10 @@ class MmaRole(SharedByReference):
         """The load role, which is ahead, says when."""
 
     def want_next_tile_if(self, scheduler: Any, is_time: Boolean) -> None:
-        """As `want_next_tile`."""
+        """The load role, which is ahead, says when."""
 
     def perform(self, context: Any, product: Product, turn: Turn, states: RingStates) -> Any:
-        """One product for one step."""
+        """One MMA for one step."""
         return traced(product.name)(self._issue)(context, product, turn, states)
 
     def _issue(self, context: Any, product: Product, turn: Turn, states: RingStates) -> Any:
@@ -185,8 +186,8 @@ class MmaRole(SharedByReference):
         return self._enter_ring(context, edge, states) if is_first else states
 
     def _enter_ring(self, context: Any, edge: str, states: RingStates) -> RingStates:
-        """As `_wait_first`.  Where there is one buffer, which it is never changes, and its phase is
-        that of the next tile at once."""
+        """Wait on a ring's edge at a tile's start; see `_wait_first`.  Where there is one buffer,
+        its index never changes, and its phase is that of the next tile at once."""
         ring = self.steps.ring_of(edge).name
         context.barriers[edge].wait(states[ring])
         if self.kernel.edges[edge].stages == 1:
@@ -214,7 +215,7 @@ class MmaRole(SharedByReference):
         self.kernel.multiply(context, turn.work, chain, adds)
 
     def _layout(self, operand: Operand) -> OperandLayout | TmemOperand:
-        """Where the slices lie that a product reads of an operand's buffer."""
+        """Return the layout of the slices that an MMA reads of an operand's buffer."""
         part = operand.part
         if part is None:
             return self.kernel.layouts[operand.content]
@@ -222,7 +223,7 @@ class MmaRole(SharedByReference):
 
     @staticmethod
     def _adds(product: Product, piece: int, turn: Turn) -> Any:
-        """Whether a piece is added to the result."""
+        """Return True if a piece is added to the result."""
         if product.overwrites is None or piece > 0:
             return True
         return turn.adds if product.overwrites is When.FIRST else False
@@ -235,11 +236,11 @@ class MmaRole(SharedByReference):
         return self.kernel.edges[self.steps.ring(operand.ring).full].stages
 
     def _buffer(self, context: Any, operand: Operand, states: RingStates) -> cute.Pointer:
-        """Where an operand in shared memory begins."""
+        """Return the address of an operand in shared memory."""
         return context.smem[operand.memory][None, None, self._index(operand, states)].iterator
 
     def _tmem_address(self, context: Any, operand: Operand, states: RingStates) -> Int32:
-        """Where an operand or a result in tensor memory begins."""
+        """Return the address of an operand or a result in tensor memory."""
         start, stride = self.kernel.tmem_plan.buffers(operand.memory, self._stages(operand))
         return context.tmem.toint() + start + self._index(operand, states) * stride
 
@@ -247,7 +248,7 @@ class MmaRole(SharedByReference):
         context.barriers[edge].commit(states[self.steps.ring_of(edge).name])
 
     def _signal(self, context: Any, product: Product, is_last: Any, states: RingStates) -> Any:
-        """The commits of a product; buffers that served this step alone are done with."""
+        """The commits of an MMA; buffers that served this step alone are done with."""
         for use in product.commits:
             if use.when is When.EACH:
                 self._commit(context, use.edge, states)
@@ -273,14 +274,14 @@ class MmaRole(SharedByReference):
         return states
 
     def enter(self, context: Any, work: Any, states: RingStates) -> Any:
-        """What a tile's first step waits for, where no product is ahead."""
+        """Wait for what a tile's first step needs, where no MMA is ahead."""
         for product in self.steps.products:
             for edge in product.waits_for(When.FIRST):
                 states = self._enter_ring(context, edge, states)
         return states
 
     def leave(self, context: Any, states: RingStates) -> Any:
-        """What a tile's last step commits, where no product is ahead."""
+        """Commit what a tile's last step commits, where no MMA is ahead."""
         for product in self.steps.products:
             for use in product.commits:
                 if use.when is When.LAST:
@@ -288,8 +289,8 @@ class MmaRole(SharedByReference):
         return self.leave_tile(False, states)
 
     def leave_tile(self, is_ahead: bool, states: RingStates) -> Any:
-        """To the next tile's buffers, where the products that are ahead, or those that are not,
-        keep one for a whole tile."""
+        """Advance to the next tile's buffers, where the MMAs that are ahead, or those that are not,
+        hold one for a whole tile."""
         products = [p for p in self.steps.products if p.is_ahead == is_ahead]
         for name in dict.fromkeys(o.ring for product in products for o in product.operands):
             several = self.kernel.edges[self.steps.mma_edge(self.steps.ring(name))].stages > 1
@@ -326,7 +327,7 @@ class PairProducers:
 
     @cute.jit
     def load(self, context: Any):
-        """Fetch what the products need, in the order in which they are issued.
+        """Fetch what the MMAs need, in the order in which they are issued.
 
         Each CTA loads its own share of every tile.
         """
@@ -334,7 +335,7 @@ class PairProducers:
 
     @cute.jit
     def mma(self, context: Any):
-        """Issue every product of the pair; one warp of the leader CTA."""
+        """Issue every MMA of the pair; one warp of the leader CTA."""
         self._run(context, MmaRole(self))
 
     def copy(self, context: Any, copy: Any, place: Any, target: tuple) -> None:
@@ -344,7 +345,7 @@ class PairProducers:
         load_tile(self.tma_tensor(context, copy.box), smem, place, barrier, index)
 
     def multiply(self, context: Any, work: Any, chain: tuple, accumulate: Boolean) -> None:
-        """The instructions of a product.  chain: (shape, address of the result, A, B); A and B:
+        """The instructions of an MMA. chain: (shape, address of the result, A, B); A and B:
         (address, layout), the address that of shared or of tensor memory."""
         shape, result, (a, a_layout), (b, b_layout) = chain
         if isinstance(a_layout, OperandLayout):
@@ -359,11 +360,11 @@ class PairProducers:
 
     @cute.jit
     def _look_ahead(self, context: Any, role: Any):
-        """The loops of a table with products that are ahead.
+        """The loops of a table with MMAs that are ahead.
 
         Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
-        taken the one before, and some of them wait for the last product of this tile.  So tiles
-        without steps are skipped after it.
+        taken the one before, and some of them wait for the last MMA of this tile.  So tiles without
+        steps are skipped after it.
         """
         products = self.steps.products
         states = role.states()
@@ -406,7 +407,7 @@ class PairProducers:
         role.tail(context, states)
 
     def _start(self, context: Any, role: Any, work: Any, states: RingStates) -> Any:
-        """The products that are ahead, for a tile's first step."""
+        """The MMAs that are ahead, for a tile's first step."""
         for product in self.steps.products:
             if product.is_ahead:
                 states = self._perform_first(context, role, product, work, states)
@@ -420,7 +421,7 @@ class PairProducers:
 
     @cute.jit
     def _in_order(self, context: Any, role: Any):
-        """The loops of a table without products that are ahead."""
+        """The loops of a table without MMAs that are ahead."""
         products = self.steps.products
         states = role.states()
         scheduler = self.scheduler.create(context.order, context.channel)

@@ -107,7 +107,7 @@ def tmem_store_quads(values: cute.Tensor, address: Any, *, loc: Any = None, ip: 
 
 
 def _lanes(address: Any, half: int) -> ir.Value:
-    """Where one half of the warp's lanes begins."""
+    """Return the address of one half of the warp's lanes."""
     words = address.toint() + (half * HALF_LANES << 16)
     return llvm.inttoptr(llvm.PointerType.get(AddressSpace.tmem.value), words.ir_value())
 

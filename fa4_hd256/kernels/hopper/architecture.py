@@ -1,4 +1,4 @@
-"""What Hopper's kernels are, for the rooms that call them: `kernels.kernel_set`."""
+"""Kernel set of Hopper, for the packages that call kernels: `kernels.kernel_set`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["KERNELS"]
 BACKWARD_CTAS = 2  # of a cluster
 STEP_QUERIES = 64
 
-# Steps as measured on an H200 (docs/hopper.md): dV and dS at 600 TFLOPS, a product of dS at 640;
-# dK and dV by themselves at the same rate, with five products.
+# Steps as measured on an H200 (docs/hopper.md): dV and dS at 600 TFLOPS, a GEMM of dS at 640; dK
+# and dV by themselves at the same rate, with five GEMMs.
 STORED = KeyKernel(DS_BLOCK, STEP_QUERIES, 2.8e-6, 1.5, 1.2e6, products=0.31)
 ANEW = KeyKernel(DS_BLOCK, STEP_QUERIES, 4.6e-6, 3.0, 1.2e6)
 

@@ -1,4 +1,4 @@
-"""wgmma as the kernels use it: products of one warpgroup, accumulators in registers.
+"""wgmma as the kernels use it: MMAs of one warpgroup, accumulators in registers.
 
 Section numbers are those of the PTX ISA.
 
@@ -7,11 +7,11 @@ NOTE [accumulator layout].  Of the 64 x N result of a warpgroup (9.7.15.5.1.1) w
 columns the two from 2 (l % 4) on.  In a register fragment they are numbered column of the two, row
 of the two, eight columns, the first changing fastest.  So a row is shared by four neighbouring
 lanes (a quad).  A fragment of A (64 x 16) is numbered the same way: an accumulator, rounded to 16
-bits, is the A of a next product as it stands.
+bits, is the A of the next MMA as it stands.
 
-NOTE [asynchronous reads].  A product reads its operands, registers too, until `wait` says that its
+NOTE [asynchronous reads]. An MMA reads its operands, registers too, until `wait` says that its
 group is done; nothing may be written there before.  Each warp of the warpgroup runs a part of the
-product, so every warp waits, and every warp says so to those who fill the buffers again.
+MMA, so every warp waits, and every warp says so to those who fill the buffers again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "wait",
 ]
 
-ROWS = 64  # of the result of a warpgroup's product
+ROWS = 64  # of the result of a warpgroup's MMA
 WARPGROUP_THREADS = 128
 QUAD = 4  # lanes that share a row of an accumulator
 COLUMN_GROUP = 8  # columns that a quad has two each of
@@ -62,7 +62,7 @@ class WgmmaShape:
     b_mn_major: bool = False
 
     def tiled_mma(self, accumulate: Any) -> Any:
-        """The DSL's object.  accumulate: whether the product is added to the result."""
+        """The DSL's object.  accumulate: whether the MMA is added to the result."""
         source = warpgroup.OperandSource
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
@@ -103,9 +103,8 @@ def multiply(
     """Issue result = A B, or result += A B, over all slices of A; by all threads of a warpgroup.
 
     a, b: of `a_operand` or `a_fragment` and of `b_operand`, without stages.  first: the slice of B
-    that goes with A's first.  Between the last
-    write to a register that the product reads or changes and this stands `fence`, behind it
-    `commit`.
+    that goes with A's first.  Between the last write to a register that the MMA reads or changes
+    and this stands `fence`, behind it `commit`.
     """
     overwriting, adding = shape.tiled_mma(accumulate), shape.tiled_mma(True)
     for k in range(cute.size(a, mode=[2])):
@@ -114,12 +113,12 @@ def multiply(
 
 
 def fence() -> None:
-    """wgmma.fence (9.7.15.7.1): orders registers written before with the products that follow."""
+    """wgmma.fence (9.7.15.7.1): orders registers written before with the MMAs that follow."""
     warpgroup.fence()
 
 
 def commit() -> None:
-    """wgmma.commit_group (9.7.15.7.2): the products issued since the last one are a group."""
+    """wgmma.commit_group (9.7.15.7.2): the MMAs issued since the last one are a group."""
     warpgroup.commit_group()
 
 
@@ -166,7 +165,8 @@ def pack(values: cute.Tensor, fragment: cute.Tensor) -> None:
 
 
 def row_of_fragment(number: int) -> Int32:
-    """Which of the warpgroup's 64 rows row `number` (0 or 1) of this thread's fragment is."""
+    """Return which of the warpgroup's 64 rows row `number` (0 or 1) of this thread's fragment
+    is."""
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     return thread // 32 * 16 + thread % 32 // QUAD + number * 8
 

@@ -43,7 +43,7 @@ def bit_mask(e: Emitter, i: Instruction) -> None:
 def find_nth_set(e: Emitter, i: Instruction) -> None:
     """fns.b32 d, mask, base, offset: the offset-th set bit from base, upwards if positive.
 
-    The bit at base counts as the first; offset 0 asks for base itself. All ones if there is none.
+    The bit at base counts as the first; offset 0 means base itself. All ones if there is none.
     """
     split_modifiers(i, ("b32",))
     mask, base, offset = (e.get(op, "i32") for op in i.operands[1:4])

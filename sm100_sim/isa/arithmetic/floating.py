@@ -102,7 +102,7 @@ def round_directed(e: Emitter, value: str, rounding: str) -> str:
 
 
 def _exact_sum(e: Emitter, a: str, b: str, rounding: str) -> str:
-    """Sum of doubles rounded to odd, with the zero that the direction asks for."""
+    """Sum of doubles rounded to odd, with the zero of the rounding direction."""
     total, error = _two_sum(e, a, b)
     odd = _round_to_odd(e, total, error)
     if rounding != "rm":

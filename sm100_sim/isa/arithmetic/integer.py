@@ -242,7 +242,7 @@ def _fold_logic(operation: Callable[[int, int], int]) -> Callable:
 @computes("or", statistics="integer", addressing=True, fold=_fold_logic(operator.or_))
 @computes("xor", statistics="integer", addressing=True, fold=_fold_logic(operator.xor))
 def logic(e: Emitter, i: Instruction) -> None:
-    """and, or, xor of bits or predicates."""
+    """Emit and, or, xor of bits or predicates."""
     (type_name,) = split_modifiers(i, (*BITS, "pred"))
     kind = "i1" if type_name == "pred" else kind_of(type_name)
     e.set(i.operands[0], kind, e.binary(i.opcode, kind, *(e.get(op, kind)
@@ -256,7 +256,7 @@ def _fold_complement(modifiers: tuple[str, ...], sources: list[int | None]) -> i
 @computes("not", statistics="integer", fold=_fold_complement)
 @computes("cnot", statistics="integer")
 def complement(e: Emitter, i: Instruction) -> None:
-    """not: every bit; cnot: 1 if zero, else 0."""
+    """Emit not (every bit) or cnot (1 if zero, else 0)."""
     (type_name,) = split_modifiers(i, (*BITS, "pred"))
     kind = "i1" if type_name == "pred" else kind_of(type_name)
     value = e.get(i.operands[1], kind)

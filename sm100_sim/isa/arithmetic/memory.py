@@ -48,7 +48,7 @@ def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: in
 
 def _check(e: Emitter, i: Instruction, op: Operand, space: str, width: int, write: bool,
            lanes: int = -1) -> str:
-    """The same with the addresses left in %scratch; returns the mask as i32."""
+    """Check an access, leaving the addresses in %scratch; return the mask as i32."""
     if op.kind != "mem" or op.items:
         raise unknown(i, "the address operand must be [base + offset]")
     wide = "" if space == "" else space.split("::")[0]
@@ -107,7 +107,8 @@ def _pieces(e: Emitter, i: Instruction, op: Operand, vector: str) -> tuple[Opera
 
 
 def _lane_pointers(e: Emitter) -> None:
-    """In a function of the module: %active of its %mask, %at from its %pointers and %offset."""
+    """Emit, in a function of the module, %active of its %mask, %at from its %pointers and
+    %offset."""
     e.line("%active = bitcast i32 %mask to <32 x i1>")
     pointers = e.name_for("load <32 x i64>, ptr %pointers, align 64")
     pointers = e.binary("add", "i64", pointers, e.broadcast("i64", "%offset"))

@@ -57,7 +57,7 @@ _NOTHING_LEFT = 45
 
 
 def is_narrow(i: Instruction) -> bool:
-    """Whether a cvt converts to or from a narrow format, or rounds stochastically."""
+    """Return True if a cvt converts to or from a narrow format, or rounds stochastically."""
     return "rs" in i.modifiers or any(m in (*PAIRS, *QUADS, SCALES) for m in i.modifiers)
 
 

@@ -90,7 +90,7 @@ def _outcomes(run: Callable[..., Iterator], programs: list[Variant]) -> dict[str
 
 
 def _runner(arguments: argparse.Namespace, on: str) -> tuple[Callable[..., Iterator], dict]:
-    """What runs programs there, and a description of the machine."""
+    """Return (function that runs programs there, description of the machine)."""
     processes = arguments.processes
     if on == "gpu":
         from sm100_sim.tools.golden.record import Gpu
@@ -105,7 +105,7 @@ def _runner(arguments: argparse.Namespace, on: str) -> tuple[Callable[..., Itera
 
 
 def differences(mine: dict[str, Outcome], theirs: dict[str, Outcome]) -> list[str]:
-    """Keys of the programs of which two runs say different things."""
+    """Keys of the programs on which two runs differ."""
     return [key for key, outcome in mine.items()
             if key in theirs and not outcome.agrees(theirs[key])]
 

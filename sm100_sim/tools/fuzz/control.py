@@ -66,7 +66,7 @@ class Flow:
         return tuple(self.pieces(mask, depth))
 
     def _branch(self, mask: Mask | None, depth: int) -> Piece:
-        """if and else on a predicate that differs from lane to lane."""
+        """Emit if and else on a predicate that differs from lane to lane."""
         other, end = self.w.label(), self.w.label()
         sign, predicate = self.w.random.choice(("", "!")), self.registers.pick("p")
         return Piece(
@@ -256,7 +256,7 @@ def divergence(seed: int) -> Program:
 
 
 def warp(seed: int) -> Program:
-    """The same with votes, shuffles, matches, reductions and elections among known lanes."""
+    """Make a program with votes, shuffles, matches, reductions and elections among known lanes."""
     return _flow("warp", seed, True)
 
 
@@ -277,7 +277,7 @@ def _flow(family: str, seed: int, with_warp: bool) -> Program:
 
 
 def _exit(w: Writer, registers: Registers, lanes: int) -> Piece:
-    """Some lanes store a register and leave for good."""
+    """Emit lanes that store a register and exit."""
     leaves, bit = w.register("pred"), w.register("b32")
     return Piece(
         f"shr.u32 {bit}, {lanes:#010x}, %lane;\nand.b32 {bit}, {bit}, 1;\n"

@@ -47,7 +47,7 @@ class _Buffers:
         return len(where) - 1
 
     def name(self, written: bool, number: int) -> str:
-        """What stands for a buffer's parameter until `resolve`."""
+        """Return the placeholder of a buffer's parameter until `resolve`."""
         return f"<{'out' if written else 'in'}{number}>"
 
     def resolve(self, text: str) -> str:
@@ -177,7 +177,7 @@ class Copies:
                 f"{read}cp.async.bulk.wait_group 0;\n")
 
     def _mine(self, text: str) -> str:
-        """Only the first CTA of the cluster writes to memory."""
+        """Restrict writes to memory to the first CTA of the cluster."""
         return text.replace("@%first cp", "@%lead cp") if self.size > 1 else text
 
     def _tensor_store(self) -> str:

@@ -169,7 +169,7 @@ def _cut(variants: list[Variant], size: int) -> list[list[Variant]]:
 def _run_once(
     variants: list[Variant], hanging: bool, level: int, work: Callable
 ) -> tuple[Found, str]:
-    """What a process that runs a batch has found, and what went wrong in it."""
+    """Return (results of a process that runs a batch, what went wrong in it)."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(False)
     process = context.Process(target=work, args=(sender, variants, hanging, level), daemon=True)

@@ -171,7 +171,7 @@ def crowds(seed: int) -> Program:
 
 
 def pool(seed: int) -> Program:
-    """Warpgroups give registers back and ask for more, about as many as there are."""
+    """Warpgroups give registers back and request more, about as many as there are."""
     w = writer("pool", seed)
     groups = w.random.randrange(1, 6)
     threads = 128 * groups

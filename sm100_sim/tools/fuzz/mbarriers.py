@@ -18,7 +18,7 @@ _THREADS = 64
 
 @dataclass
 class _Model:
-    """What an mbarrier must be like for an operation to be legal."""
+    """State of an mbarrier that decides which operations are legal."""
 
     expected: int
     pending: int

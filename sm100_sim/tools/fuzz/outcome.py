@@ -1,4 +1,4 @@
-"""What running a program gave, and the files that carry such outcomes from machine to machine."""
+"""Outcome of running a program, and the files that carry outcomes from machine to machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Variant:
 
     @property
     def may_hang(self) -> bool:
-        """Whether the program may never end."""
+        """Return True if the program may never end."""
         return program(self.name).may_hang
 
 
@@ -52,8 +52,8 @@ def variant(key: str) -> Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: `state`, a digest of the program and one of its outputs, the error's text,
-    and, on a GPU, the registers a thread was launched with."""
+    """Outcome of a run: `state`, a digest of the program and one of its outputs, the error's text,
+    and, on a GPU, the registers per thread of the launch."""
 
     state: str
     program: str
@@ -62,7 +62,7 @@ class Outcome:
     registers: int = 0
 
     def agrees(self, other: Outcome) -> bool:
-        """Whether two machines say the same of one program.
+        """Return True if two machines say the same of one program.
 
         Raises ValueError if they ran different programs.
         """

@@ -49,7 +49,8 @@ class Phases:
                 f"mad.lo.u32 {slot}, {slot}, {size}, %tile;\n"), slot
 
     def _generic(self, text: str, address: str) -> tuple[str, str, str]:
-        """The same address in the shared window or a generic one: text, state space, address."""
+        """Return the same address in the shared window or a generic one: (text, state space,
+        address)."""
         if self.w.chance(0.7):
             return text, ".shared", address
         wide = self.w.register("b64")

@@ -34,7 +34,7 @@ def _once(case: Case, options: dict) -> tuple[str, str, list[np.ndarray] | None]
 
 
 def outcome_of(variant: Variant) -> Result:
-    """What a variant gives in the simulator, the same under several schedules."""
+    """Return the outcome of a variant in the simulator, the same under several schedules."""
     case = variant.case()
     found = [_once(case, options)
              for options in (_HANG_SCHEDULES if variant.may_hang else _SCHEDULES)]

@@ -60,7 +60,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Bound:
-    """What the ISA promises about a function.
+    """Bound that the ISA promises for a function.
 
     `unit` is "ulp", "relative" or "absolute"; `limit(inputs, exact)` gives the bound in it for each
     element, infinite where there is none.
@@ -107,7 +107,8 @@ class Bound:
         return distance
 
     def _special(self, exact: np.ndarray, result: np.ndarray) -> np.ndarray:
-        """Where an exact result asks for one value alone and has got it; edges allow two."""
+        """Return True where an exact result demands one value alone and has got it; edges allow
+        two."""
         same = (result == exact) & (np.signbit(result) == np.signbit(exact))
         right = same & (~np.isfinite(exact) | (exact == 0)) | np.isnan(exact) & np.isnan(result)
         edge = 1 - 2.0 ** -(self.layout.fraction - 1)

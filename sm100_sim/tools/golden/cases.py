@@ -35,17 +35,17 @@ class Case:
 
     `name` is unique; `group` names the file of its results. The kernel's parameters are the
     addresses of `inputs`, then of `outputs` (all .u64), then the tensor maps (128 bytes each).
-    `outputs` are the initial contents; what the kernel leaves there is the result.
-    `tensor_maps`: (buffer index among inputs and outputs, descriptor whose address counts from the
-    start of that buffer). `grid`, `block`, `cluster` are x extents in CTAs, threads and CTAs.
-    `floats` is the format of outputs whose NaN payloads the ISA leaves open ("f32", "f16x2", ...).
-    `approximate`: results are bounded by the ISA, not defined bit for bit. `faults`: the hardware
-    ends the kernel with an error, and no output is recorded.
-    `rule`: what of the machine the case asks, one that it keeps or one that it breaks; then how the
-    kernel ends (`Vectors.ending`) is recorded, too, and of a kernel that hangs what it had written.
-    `undefined`: which sentence of the PTX ISA leaves the case undefined; the simulator may then
-    refuse what the hardware lets pass. `dynamic_smem`: bytes. `hashed`: only a hash of the outputs
-    is stored, because what they must be is known. `hopper`: of sm_90a alone, no other GPU has it.
+    `outputs` are the initial contents; what the kernel leaves there is the result. `tensor_maps`:
+    (buffer index among inputs and outputs, descriptor whose address counts from the start of that
+    buffer). `grid`, `block`, `cluster` are x extents in CTAs, threads and CTAs. `floats` is the
+    format of outputs whose NaN payloads the ISA leaves open ("f32", "f16x2", ...). `approximate`:
+    results are bounded by the ISA, not defined bit for bit. `faults`: the hardware ends the kernel
+    with an error, and no output is recorded. `rule`: what of the machine the case tests, one that
+    it keeps or one that it breaks; then how the kernel ends (`Vectors.ending`) is recorded, too,
+    and of a kernel that hangs what it had written. `undefined`: which sentence of the PTX ISA
+    leaves the case undefined; the simulator may then refuse what the hardware lets pass.
+    `dynamic_smem`: bytes. `hashed`: only a hash of the outputs is stored, because what they must be
+    is known. `hopper`: of sm_90a alone, no other GPU has it.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Case:
 
 
 class Vectors:
-    """Recorded results of a directory; files are read when first asked for."""
+    """Recorded results of a directory; files are read on first use."""
 
     def __init__(self, directory: Path = DIRECTORY) -> None:
         self.directory = directory
@@ -106,8 +106,8 @@ class Vectors:
         return self._files[name]
 
     def ending(self, case: Case) -> str:
-        """How a case ended: "done", "hang", or stage and CUDA error ("run: CUDA_ERROR_..."); the
-        stage is "load" (ptxas, loading), "launch" or "run"."""
+        """Return how a case ended: "done", "hang", or stage and CUDA error ("run: CUDA_ERROR_...");
+        the stage is "load" (ptxas, loading), "launch" or "run"."""
         return self.manifest.get("endings", {}).get(case.name, "done")
 
     def outputs(self, case: Case) -> list[np.ndarray]:
@@ -123,8 +123,8 @@ class Vectors:
         return [arrays[key] for key in case.keys()]
 
     def agrees(self, case: Case, outputs: list[np.ndarray]) -> bool:
-        """Whether the outputs of a case are those that were recorded as a hash. Raises as `outputs`
-        does."""
+        """Return True if the outputs of a case are those that were recorded as a hash. Raises as
+        `outputs` does."""
         self._require(case)
         return self.manifest["hashes"][case.name] == hash_of(outputs)
 

@@ -49,7 +49,8 @@ def difference(
 
 
 def out_of_bound(case: Case, got: list[np.ndarray]) -> str:
-    """What an approximate case's only output does against the ISA's bound, or nothing."""
+    """Describe how an approximate case's only output violates the ISA's bound; "" if it does
+    not."""
     (mine,) = got
     inputs = [values(array, case.floats) for array in case.inputs]
     return bound_of(case).measure(inputs, values(mine, case.floats)).wrong
@@ -58,7 +59,7 @@ def out_of_bound(case: Case, got: list[np.ndarray]) -> str:
 def rule_difference(
     case: Case, found: tuple[str, list[np.ndarray]], recorded: tuple[str, list[np.ndarray]]
 ) -> str:
-    """How a case with a rule departs from its recording, or nothing.
+    """Describe how a case with a rule departs from its recording; "" if it does not.
 
     found, recorded: ending and outputs. An ending other than "done" and "hang" names the error; of
     one found "error" (the simulator's) it is enough that there was one, or that the case is
@@ -75,7 +76,8 @@ def rule_difference(
 
 
 def _progress_difference(case: Case, mine: list[np.ndarray], recorded: list[np.ndarray]) -> str:
-    """Which of two warps of a quarter gets its registers first is open: their counts add up."""
+    """Compare the sums of two warps' steps: which warp of a quarter gets its registers first is
+    open."""
     found = [
         array[0][:, :FREE].reshape(case.grid, -1, _QUARTERS, STEPS).sum(axis=1)
         for array in (mine, recorded)

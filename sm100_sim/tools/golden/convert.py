@@ -135,7 +135,7 @@ def _integer_to_float() -> Iterator[Case]:
 
 
 def _holds(to: str, source: str) -> bool:
-    """Whether every value of an integer type is one of another; .sat is refused then."""
+    """Return True if every value of an integer type is one of another; .sat is refused then."""
     bits, source_bits = int(to[1:]), int(source[1:])
     if to[0] == source[0]:
         return bits >= source_bits

@@ -41,7 +41,7 @@ def _wrapping() -> Iterator[Case]:
 
 
 def _registers_ptx(moves: str) -> str:
-    """One warpgroup, launched with 86 registers a thread; each thread then stores a mark."""
+    """One warpgroup, launched with 86 registers per thread; each thread then stores a mark."""
     return (
         f"{HEADER}{declare(0, 1)}\n.reqntid {_THREADS}, 1, 1\n.maxnreg 86\n{{\n"
         ".reg .b32 %r<3>;\n.reg .b64 %rd<3>;\nmov.u32 %r0, %tid.x;\nmul.wide.u32 %rd0, %r0, 4;\n"

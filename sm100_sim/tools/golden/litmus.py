@@ -2,8 +2,8 @@
 
 A message passes between two warps: data are written, a barrier is signalled, the waiter reads. Each
 `Message` says how; the kernel counts how often the reader found old data. "Never" is no proof; a
-count above zero is one that the rule does not hold. `probes` has kernels that ask what else only a
-GPU can answer.
+count above zero is one that the rule does not hold. `probes` has kernels for what else only a GPU
+can answer.
 
     python -m sm100_sim litmus --out FILE [--seconds N]
 
@@ -127,7 +127,7 @@ def _write(message: Message) -> str:
 
 
 def _read(message: Message) -> str:
-    """What the reader's lanes find, in %seen."""
+    """Return the instructions that put what the reader's lanes see into %seen."""
     if message.data == "cached":
         return "ld.global.ca.u32 %seen, [%rd1];\n"
     if message.data == "global":
@@ -152,7 +152,7 @@ BLOCK = 32 * (2 + NOISE)
 
 def message_ptx(message: Message) -> str:
     """The kernel: clusters of two CTAs, p0 counts of stale words (u32, a cluster each), p1 scratch
-    (SCRATCH bytes a CTA, then 4 MiB), p2 messages a cluster.
+    (SCRATCH bytes per CTA, then 4 MiB), p2 messages a cluster.
 
     The writer is warp 0 of the first CTA; the reader warp 0 of the second, or with "bulk" and
     "relayed" warp 1 of the first.

@@ -23,7 +23,8 @@ def _work(connection: Any, name: str, seconds: float) -> None:
 
 
 def run(out: Path, seconds: float, names: list[str] | None = None) -> dict[str, Any]:
-    """What every probe found, also written to `out` as JSON; seconds: of each litmus kernel.
+    """Run the probes; return their results, also written to `out` as JSON; seconds: of each litmus
+    kernel.
 
     A probe that fails or hangs has {"failed": why}.
     """

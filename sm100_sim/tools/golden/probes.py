@@ -136,7 +136,7 @@ def loads_ptx(first: int, second: int) -> str:
 
 
 def order_of_loads(gpu: Gpu, seconds: float) -> dict[str, Any]:
-    """How often the later of two bulk loads completes first."""
+    """Count how often the later of two bulk loads completes first."""
     found, source, out = {}, zeros(gpu, 1 << 26), zeros(gpu, 4)
     for first, second in ((16384, 16), (16, 16384), (4096, 4096), (16, 16)):
         kernel = Kernel(gpu, loads_ptx(first, second))
@@ -228,7 +228,7 @@ def residence_ptx() -> str:
 
 
 def residence(gpu: Gpu, seconds: float) -> dict[str, Any]:
-    """CTAs an SM by dynamic shared memory: whether twice as many CTAs as SMs run at a time."""
+    """CTAs per SM by dynamic shared memory: whether twice as many CTAs as SMs run at a time."""
     count = gpu.driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
     sms = gpu.call("cuDeviceGetAttribute", count, gpu.device)
     found: dict[str, Any] = {"sms": sms}
@@ -271,7 +271,7 @@ def launches(gpu: Gpu, seconds: float) -> dict[str, Any]:
 
 
 def placement(gpu: Gpu, seconds: float) -> dict[str, Any]:
-    """On which SMs the CTAs of a cluster of two run."""
+    """Record on which SMs the CTAs of a cluster of two run."""
     body = ("ld.param.u64 %rd0, [p0];\nmov.u32 %r0, %ctaid.x;\nmul.wide.u32 %rd1, %r0, 8;\n"
             "add.u64 %rd0, %rd0, %rd1;\nmov.u32 %r1, %smid;\nmov.u32 %r2, %nsmid;\n"
             "setp.eq.u32 %p0, %t, 0;\n@%p0 st.global.v2.u32 [%rd0], {%r1, %r2};\n"
@@ -304,7 +304,7 @@ def dependent_ptx(role: str) -> str:
 
 
 def dependent_launch(gpu: Gpu, seconds: float) -> dict[str, Any]:
-    """What a programmatic dependent launch sees of the kernel before it."""
+    """Record what a programmatic dependent launch sees of the kernel before it."""
     found, turns, ctas = {}, 300, 64
     for first, second in itertools.product(("first", "late"), ("waits", "runs")):
         one, two = Kernel(gpu, dependent_ptx(first)), Kernel(gpu, dependent_ptx(second))

@@ -26,7 +26,7 @@ from .tensormaps import requests
 
 #: Seconds a case may take, the start of its process included.
 LIMIT = 60.0
-#: Seconds after which a launch that asks a rule counts as hanging; the longest takes some 20 ms.
+#: Seconds after which a launch that tests a rule counts as hanging; the longest takes some 20 ms.
 HANG_AFTER = 0.7
 #: Processes that wait with a context, so that a case need not wait for one.
 SPARES = 3
@@ -152,7 +152,7 @@ class Gpu:
         return results
 
     def ending(self, case: Case) -> tuple[str, list[np.ndarray], int]:
-        """How a case ends (`Vectors.ending`), its outputs then, and the registers of its launch.
+        """Return how a case ends (`Vectors.ending`), its outputs, and the registers of its launch.
 
         Outputs of a kernel that hangs are what it had written. After a hang or an error of the
         stage "run" the process must end.
@@ -223,7 +223,7 @@ class _Worker:
         other.close()
 
     def run(self, number: int) -> tuple[str, Any]:
-        """What `_work` answers."""
+        """Run a case; return the answer of `_work`."""
         try:
             self._connection.send(number)
             if self._connection.poll(LIMIT):
@@ -246,7 +246,7 @@ class _Workers:
         self._workers = [_Worker() for _ in range(1 + SPARES)]
 
     def run(self, number: int) -> tuple[str, Any]:
-        """What `_work` answers."""
+        """Run a case; return the answer of `_work`."""
         outcome = self._workers[0].run(number)
         state, result = outcome
         if state == "failed" or state == "ended" and result[0].startswith(("hang", "run")):

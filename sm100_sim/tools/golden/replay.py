@@ -50,7 +50,7 @@ def replay(case: Case, buffers: list[np.ndarray] | None = None, **options) -> li
 
 
 def ending(case: Case, **options) -> tuple[str, list[np.ndarray], str]:
-    """How a case ends in the simulator ("done", "hang" or "error"), its outputs then, the error.
+    """Return how a case ends in the simulator ("done", "hang" or "error"), its outputs, the error.
 
     All of its clusters are resident at once.
     """

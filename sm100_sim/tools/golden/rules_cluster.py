@@ -162,7 +162,7 @@ def _into(place: str) -> dict[str, list[str]]:
 
 
 def _alone(name: str, place: str, directives: str) -> Iterator[Case]:
-    """What goes through shared::cluster in a CTA that has no other."""
+    """Yield cases of shared::cluster in a CTA that has no other."""
     four = _once("mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 4;")
     stored = _once(place + "mov.u32 %r18, 4711;\nst.async.weak.shared::cluster.mbarrier::"
                    "complete_tx::bytes.u32 [%far], %r18, [%near];")

@@ -1,4 +1,4 @@
-"""Golden cases of what a launch may ask for, and of tensor maps far from the usual ones."""
+"""Golden cases of what a launch may request, and of tensor maps far from the usual ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _shared(name: str, text: str, declarations: str, dynamic: int) -> Case:
 
 
 def _parameters() -> Iterator[Case]:
-    """Kernel parameters: two addresses, and tensor maps of 128 bytes, the last of which is used."""
+    """Kernel parameters: two addresses, and tensor maps of 128 bytes; the last is used."""
     t = Tensor("u16", (64, 20), (32, 8)).describe(swizzle=64)
     size = footprint(t)
     for maps in (31, 32, 255, 256):

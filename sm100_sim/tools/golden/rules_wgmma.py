@@ -63,7 +63,7 @@ def _who(kernel: _Kernel) -> Iterator[Case]:
     yield kernel.with_(late, "one warp late", _GROUP)
     three = kernel.head.replace(".reqntid 128", ".reqntid 96")
     yield kernel.with_(kernel.middle, "three warps", _GROUP, head=three, block=96)
-    # Eight warps that are numbered anew: the four in the middle are thread 0 to 127.
+    # Eight warps that are renumbered: the four in the middle are thread 0 to 127.
     eight = kernel.head.replace(".reqntid 128", ".reqntid 256").replace(
         "mov.u32 %thread, %tid.x;",
         "mov.u32 %thread, %tid.x;\nadd.u32 %thread, %thread, 64;\nand.b32 %thread, %thread, 127;\n"

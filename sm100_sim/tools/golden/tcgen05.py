@@ -50,7 +50,7 @@ class Probe:
     show: Callable[[list[np.ndarray]], dict] | None = None
 
     def wrong(self, found: list[np.ndarray]) -> str:
-        """What is wrong with outputs, or nothing."""
+        """Return what is wrong with outputs; "" if nothing is."""
         if self.judge is not None:
             return self.judge(found)
         for number, (mine, wanted) in enumerate(zip(found, self.expected or (), strict=True)):

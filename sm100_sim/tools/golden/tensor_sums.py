@@ -1,4 +1,4 @@
-"""What the tensor core of an H200 makes of one wgmma, bit for bit: a rule found by experiment.
+"""Rule of the tensor core of an H200 for one wgmma, bit for bit, found by experiment.
 
 1. Products are exact. The exponent of a product is the sum of its factors' exponents; that of a
    subnormal factor is the least exponent of its type.

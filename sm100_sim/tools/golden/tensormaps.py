@@ -1,4 +1,4 @@
-"""Tensor maps that the driver is asked to encode: many shapes, and some it must refuse."""
+"""Tensor maps for the driver to encode: many shapes, and some it must refuse."""
 
 from __future__ import annotations
 

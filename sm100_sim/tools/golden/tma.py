@@ -197,7 +197,7 @@ _FORMATS = {"f16": "f16x2", "bf16": "bf16x2", "f32": "f32", "f32.ftz": "f32"}
 
 
 def store_case(name: str, t: TensorMap, seed: int, reduction: str = "") -> Case:
-    """Tiles stored to, or combined with, a tensor, one a CTA."""
+    """Tiles stored to, or combined with, a tensor, one per CTA."""
     size = footprint(t)
     places = _places(t, seed, True)
     tiles = _numbered(len(places) * size // 4, seed + 50)

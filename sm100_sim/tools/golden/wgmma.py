@@ -60,7 +60,7 @@ class Product:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no order and no rounding of sums makes a difference."""
+        """Return True if no order and no rounding of sums makes a difference."""
         return self.values in ("small", "large")
 
     @property
@@ -78,7 +78,7 @@ class Product:
 
     @property
     def registers(self) -> int:
-        """Of D in a thread."""
+        """Return the registers of D in a thread."""
         return self.n // (4 if self.d == "f16" else 2)
 
 

@@ -27,7 +27,8 @@ SECONDS = {False: np.array([1.0, 1.2]), True: np.array([1.1, 1.0])}
 
 
 class FakePredictor:
-    """Ours alone; a step of a divided call takes a microsecond, the second kernel four."""
+    """Predictor of ours alone; a step of a split call takes a microsecond, the second kernel
+    four."""
 
     machine, draws = MACHINE, 1
 
@@ -63,7 +64,7 @@ def test_a_loss_is_over_the_best_under_the_same_set():
     assert losses["static"] == pytest.approx([0.0, 0.2])
     assert losses["clc"] == pytest.approx([0.1, 0.0])
     assert found.best(False) is True
-    # Of equal ones that which is asked for first.
+    # The first requested of equal ones.
     assert found.best(False, 0.06) is False
 
 
@@ -117,7 +118,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_default_is_what_a_call_takes(name):
-    """And alternatives differ, so that a table of them says something."""
+    """Alternatives differ from the default, so that a table of them says something."""
     choice, case, predictor = CHOICES[name], CASES[name], FakePredictor()
     found = choice.decide(case, predictor)
     taken = found.seconds[found.picks[choice.default]]

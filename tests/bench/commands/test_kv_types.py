@@ -24,7 +24,7 @@ class Timer(CountingTimer):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Ours runs where there is no GPU."""
+    """Let ours run where there is no GPU."""
     monkeypatch.setattr(kv_types.Ours, "missing", lambda self: None)
 
 

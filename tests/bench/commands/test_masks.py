@@ -151,7 +151,7 @@ def test_rows(direction, monkeypatch, capsys):
 
 
 def test_flex_attention_is_asked_for_smaller_blocks(monkeypatch):
-    """Where its own choice fails the row says so; where all fail, with the first error."""
+    """A row says that FlexAttention's own choice fails; where all fail, it has the first error."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def function(self):

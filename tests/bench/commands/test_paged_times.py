@@ -16,7 +16,7 @@ CASE = Case("pages", ((2, 300),) * 2, 4, 2, True)
 
 @pytest.fixture
 def here(monkeypatch):
-    """Ours runs where there is no GPU; flash-attn-4 does not."""
+    """Let ours run where there is no GPU; flash-attn-4 does not."""
     monkeypatch.setattr(measure.Ours, "missing", lambda self: None)
     monkeypatch.setattr(measure.FlashAttention4, "missing", lambda self: "no CUDA device")
 

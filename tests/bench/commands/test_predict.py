@@ -19,7 +19,7 @@ DECODING = "fa4_hd256 forward: 1x(1, 131072), 32/2, causal"
 
 @pytest.fixture
 def fixed(monkeypatch):
-    """Every row takes a millisecond, 1.1 for good, and a million clocks; measured is what is said
+    """Every row takes a millisecond, 1.1 sustained, and a million clocks; measured is what is said
     here."""
     times = Times(clocks=1e6, busy=0.9, seconds=1e-3, for_good=1.1e-3)
     monkeypatch.setattr(hopper_rows.Row, "times", lambda row, clocks: times)

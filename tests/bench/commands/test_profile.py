@@ -53,7 +53,7 @@ def test_summary_of_a_raw_page(tmp_path, capsys):
     assert row["kernel"] == "ForwardKernel" and found[1]["kernel"] == "some_other_kernel"
     assert (row["basis"], row["machine"]) == ("measured", "GB")
     assert row["duration"] == pytest.approx(1234.567)
-    # Over the elapsed time is asked for first, then what there is.
+    # The metric over the elapsed time is requested first, then what there is.
     assert row["tensor"] == 88.25 and row["metrics"]["tensor"] == HEADER[7]
     assert row["mufu"] == 44.0 and row["l2_hits"] == 97.0
     assert row["smem"] is None and row["metrics"]["smem"] is None

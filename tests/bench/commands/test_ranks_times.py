@@ -54,7 +54,7 @@ def test_flop_are_of_visible_pairs():
 
 
 def test_rows_stand_side_by_side():
-    """So that a run that ends early has whole rows."""
+    """A run that ends early has whole rows."""
     jobs = command.jobs_of((), None, None)
     assert [way for _, _, way in jobs[: len(WAYS)]] == [*WAYS]
     assert len(jobs) == len(command.CASES) * 2 * len(WAYS)

@@ -89,8 +89,8 @@ def test_clocks_of_a_step():
     """Against the figures of docs/forward.md and docs/backward.md."""
     values = load("b200").values()
     port = next(r for r in demand.RESOURCES if r.name == "SMEM port")
-    anew = demand.totals(case(256, 128), BACKWARD, BackwardConfig(ds_bytes=0))
-    units = {total.kernel.name: total.kernel.step for total in anew}
+    recomputed = demand.totals(case(256, 128), BACKWARD, BackwardConfig(ds_bytes=0))
+    units = {total.kernel.name: total.kernel.step for total in recomputed}
     kept = {t.kernel.name: t.kernel.step for t in demand.totals(case(256, 128), BACKWARD)}
     units |= {name: kept[name] for name in ("dV and dS", "dK and dQ from dS")}
     units["forward"] = demand.totals(case(256, 128), FORWARD)[0].kernel.step
@@ -123,7 +123,7 @@ def test_rows_of_a_case():
         assert row["low"] <= row["step_clocks"] <= row["high"]
     emulated = closed_forms.resource_rows(case(4096, 4096), FORWARD, machine, Ex2Pattern(4, 3))
     emulated = {row["resource"]: row for row in emulated}
-    # 37.5 % of the exponentials leave the MUFU; the factor a row and step stays.
+    # 37.5 % of the exponentials leave the MUFU; the factor per row and step stays.
     assert emulated["MUFU"]["step_amount"] == 128 * 128 * 0.625 + 128
     assert emulated["FMA"]["step_amount"] == 128 * 128 * (2 + 0.375 * 6)
 

@@ -1,4 +1,4 @@
-"""`bench masks` on functions of scores, without a GPU: its cases, checks and rows."""
+"""`bench masks` on score_mods, without a GPU: its cases, checks and rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class InTorch(providers.Ours):
 
 
 class WithoutIt(InTorch):
-    """The same without the function."""
+    """Provider that leaves the function out."""
 
     def changed(self, case):
         return lambda score, *place: score
@@ -75,7 +75,7 @@ def test_the_cases():
 
 @pytest.mark.parametrize("function", (Alibi(), Distances()), ids=_named)
 def test_bias(function):
-    """Of numbers by hand, from the function that is compared with."""
+    """Biases by hand equal those of the function that is compared with."""
     case = _case(function, seqlen=300)
     bias = case.bias(CPU, torch.float32)
     assert bias.shape == (1, 4, 300, 300)

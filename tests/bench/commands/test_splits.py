@@ -1,4 +1,4 @@
-"""Keys divided among CTA pairs: on costs by hand, and measured by a timer of the test's own."""
+"""KV splits over CTA pairs: on costs by hand, and measured by a timer of the test's own."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ VALUES = MACHINE.values()
 TILING = ForwardTiling("static", packs_heads=True)
 STEP_CLOCKS = 2048
 DECODING = Case("decoding", ((1, 2048),) * 8, 16, 2, True)
-#: 72 rows a tile, more than the decode kernel takes.
+#: 72 rows per tile, more than the decode kernel takes.
 MANY_ROWS = Case("decoding", ((9, 2048),) * 8, 16, 2, True)
 
 
@@ -167,7 +167,7 @@ def test_short_parts_take_what_their_replay_takes(sample):
         (DECODING, range(2, 10)),
         # Tiles of 128 packed rows: 2 queries' blocks of 16 on 8 heads each, too many for 148 SMs.
         (Case("chunk", ((128, 4096),) * 8, 16, 2, True), range(2, 2)),
-        # More SMs than blocks of keys; and 4 of them are never divided.
+        # More SMs than blocks of keys; and 4 of them are never split.
         (Case("decoding", ((1, 1024),), 16, 2, True), range(2, 9)),
         (Case("decoding", ((1, 512),), 16, 2, True), range(2, 2)),
         # The blocks that a window of 1024 keys and 128 rows may touch.
@@ -204,8 +204,8 @@ def test_the_default_cases_reach_both_sides_of_the_rule():
 
 @pytest.mark.parametrize("broken", [None, 1, 8])
 def test_measured_beside_each_of_their_calls(monkeypatch, broken):
-    """Their numbers of parts, a timed call each, handed on under their own names; one that does not
-    run leaves its own column empty."""
+    """Each of their numbers of splits is a timed call, handed on under its own name; one that does
+    not run leaves its own column empty."""
     asked = []
 
     class Theirs(splits.FlashAttention4):

@@ -121,7 +121,7 @@ def test_mixes_have_equal_shares():
 
 
 def check_report(report: compiled_forward.KernelReport, share: Fraction) -> None:
-    """What must hold for a kernel of either project."""
+    """Check what must hold for a kernel of either project."""
     assert report.share == report.softmax.share == share
     assert (report.stack, report.local, report.spills) == (0, 0, 0)
     # Opt-in limit of SM100, and more than half of it: K, V and Q tiles.

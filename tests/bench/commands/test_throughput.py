@@ -89,7 +89,7 @@ def test_measured_rows_hold_rates_and_reasons():
 
 
 class LibraryError(Exception):
-    """As CuTe DSL's: of no built-in kind."""
+    """Error like CuTe DSL's: of no built-in kind."""
 
 
 def test_an_error_of_one_provider_ends_nothing():
@@ -161,7 +161,7 @@ def test_the_check_of_gradients(case):
 
 
 def test_gradients_of_keys_that_no_row_sees():
-    """Rows at the begin of a causal sequence do not see its last key: its gradient is 0."""
+    """Rows at the start of a causal sequence do not see its last key: its gradient is 0."""
 
     class Leaking(Reference):
         def call(self, inputs):
@@ -236,7 +236,8 @@ def no_error(case, direction, *, sustained=False):
 
 
 class FakePredictor:
-    """Ours takes 1 ms, flash-attn-4 `factors` of it in a burst, a tenth more under lasting load."""
+    """Predictor: ours takes 1 ms, flash-attn-4 `factors` of it in a burst, a tenth more under
+    lasting load."""
 
     machine, ratio_error = load("b200"), staticmethod(no_error)
 
@@ -328,7 +329,7 @@ def test_who_is_ahead_is_a_probability(factors, faster, probability, monkeypatch
 
 
 def test_cudnn_stands_as_published_beside_the_modelled(monkeypatch, capsys):
-    """And is the best peer where it is faster than all that is replayed, in a burst alone."""
+    """cuDNN is the best peer where it is faster than all that is replayed, in a burst alone."""
     monkeypatch.setattr(modelled, "predictor_of", lambda *given: FakePredictor(1.1, 1.2))
     command = ["throughput", "--modelled", "--group", "few KV heads", "--heads", "32/2"]
     command += ["--jobs", "1", "--json", "--direction"]
@@ -353,7 +354,7 @@ def test_cudnn_stands_as_published_beside_the_modelled(monkeypatch, capsys):
 
 @pytest.mark.sampled
 def test_several_processes_give_the_rows_of_one():
-    """In the order of the cases; a provider that has no model needs no replay."""
+    """Rows come in the order of the cases; a provider that has no model needs no replay."""
     wanted = modelled.Predictions(("PyTorch math",), "b200", 1)
     cases = [(case, direction) for case in (CAUSAL, DENSE, replace(CAUSAL, heads=CAUSAL.heads_kv))
              for direction in (FORWARD, BACKWARD)]  # fmt: skip

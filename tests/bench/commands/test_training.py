@@ -34,7 +34,8 @@ def test_layers_have_windows_but_for_some():
 
 @pytest.mark.parametrize("name", ["ours", "SDPA bf16", "float32, rounded as kernels do"])
 def test_steps_follow_those_of_float32(name):
-    """Of bf16's rounding in two small layers: a mask that is another moves the loss far more."""
+    """The tolerance is bf16's rounding in two small layers: another mask moves the loss far
+    more."""
     exact = training.train(training.sdpa_float32, SHAPE, 3, CPU).losses
     found = training.train(training.IMPLEMENTATIONS[name], SHAPE, 3, CPU).losses
     assert found == pytest.approx(exact, abs=2e-3)

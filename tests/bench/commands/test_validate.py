@@ -50,7 +50,8 @@ class Known:
     values: list
 
     def calls(self, case):
-        """Of the central constants, and of others by which they take a tenth longer."""
+        """Return calls of the central constants, and of others by which they take a tenth
+        longer."""
         rows = flash_attention.FORWARD_256
         (row,) = (r for r in rows if (r.build, r.problem) == (self.build, case))
         factor = EXCESS[self.build.version] * (TEST_EXCESS if row.role == TEST else 1.0)

@@ -59,7 +59,7 @@ def test_the_slower_of_host_and_gpu_decides(tokens):
 
 
 def _round_clocks(stored, values):
-    """Of a bulk load of 64 KiB behind so many bytes of bulk stores on one SM."""
+    """Return the clocks of a bulk load of 64 KiB behind so many bytes of bulk stores on one SM."""
     from bench.model import hopper
 
     copy = "cp.async.bulk.global.shared::cta.bulk_group"

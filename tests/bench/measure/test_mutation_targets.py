@@ -1,4 +1,4 @@
-"""What `python -m bench mutation` scores: each target launches the kernel that it names."""
+"""Targets of `python -m bench mutation`: each launches the kernel that it names."""
 
 import importlib
 from dataclasses import replace

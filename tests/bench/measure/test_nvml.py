@@ -1,4 +1,4 @@
-"""Clock and power by NVML, without a GPU: what is asked of the library and what of its answers."""
+"""Clock and power by NVML, without a GPU: requests to the library and its answers."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ from bench.measure import nvml, timer
 
 
 class Library:
-    """Of one GPU, which reports 1980 MHz and 612.5 W; `missing`: what it does not support."""
+    """NVML of one GPU, which reports 1980 MHz and 612.5 W; `missing`: what it does not support."""
 
     def __init__(self, missing=()):
         self.missing, self.asked = missing, []

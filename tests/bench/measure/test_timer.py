@@ -1,4 +1,4 @@
-"""What a timer prepares: a graph, with all that the graph reads."""
+"""Graphs that a timer prepares, with all that they read."""
 
 import contextlib
 import gc

@@ -22,7 +22,8 @@ SHARE = calibrate.LOADED_CLOCK["B200"] / calibrate.HIGHEST_CLOCK["B200"]
 
 
 def log_clocks(row, constants):
-    """Of three kernels: bound by loads, by stores, by neither; a longer row has less of a start."""
+    """Return the clocks of three kernels: bound by loads, by stores, by neither; a longer row has
+    less of a start."""
     load, store = constants["tmem_load"], constants["tmem_store"]
     step = {"a": 1500 + 4 * load, "b": 1500 + 4 * store, "c": 2048}[row.build.version]
     return math.log(step * row.seqlen**2 + 5e8)
@@ -91,7 +92,7 @@ def test_sets_are_recovered(chosen):
 
 
 def test_what_rates_follow(chosen):
-    """Of the three constants two."""
+    """Rates follow two of the three constants."""
     found = calibrate.effects(chosen, RANGES)
     assert (found >= calibrate.FOLLOWED).tolist() == [True, True, False]
 
@@ -130,7 +131,7 @@ def test_a_kernel_that_is_not_there_is_named():
 
 
 def test_sets_that_are_kept_lie_in_the_ranges():
-    """What a set names is uncertain, and what is central is one of the accepted values' kind."""
+    """Each set names uncertain constants, and the central values are among the accepted ones."""
     machine = load("b200")
     assert machine.sets is not None and len(machine.sets) >= 16
     for one in machine.sets:

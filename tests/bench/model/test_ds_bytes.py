@@ -1,4 +1,4 @@
-"""What dS of a call takes, as docs/backward.md prints it."""
+"""Bytes of dS of a call, as docs/backward.md prints them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_bytes(name):
 
 
 def counted(problem, one) -> BackwardProblem:
-    """With what `get_backward_metadata` says of its sequences."""
+    """Return the problem with what `get_backward_metadata` says of its sequences."""
     forward = replace(problem.forward, ragged=(*problem.forward.ragged, DS_BEGINS))
     _, tiles = begins_of(one.lengths, forward.options.window)
     return replace(problem, forward=forward, listed_tiles=tiles)

@@ -1,4 +1,4 @@
-"""flash-attn-4's backward with five products, and its forward with divided keys, on the model."""
+"""flash-attn-4's backward with five products, and its forward with KV splits, on the model."""
 
 import dataclasses
 import os

@@ -33,8 +33,8 @@ def test_tiles_of_full_attention_do_its_flop():
 
 
 def test_causal_tiles_begin_at_their_keys():
-    """Of 192 keys in tiles of 48 and as many queries in steps of 64: all three steps, then those
-    from the keys' own row on."""
+    """192 keys in tiles of 48 and as many queries in steps of 64: all three steps, then those from
+    the keys' own row on."""
     found = works(Case("test", ((192, 192),), 1, 1, True))
     assert found == [theirs.STEP.work * steps for steps in (3, 3, 2, 1)]
 
@@ -66,7 +66,7 @@ def planted(monkeypatch):
 
 
 def test_sums_of_dq_take_the_time_that_l2_takes_to_add_them(planted):
-    """But for the kernels around, whichever rate the kernel has by itself, if it has a better one;
+    """Sums of dQ bound the time, but for the kernels around, if the kernel's own rate is better;
     and the SMs' clock is the highest."""
     few, fewer = planted(0.5), planted(2.0)
     assert few == fewer

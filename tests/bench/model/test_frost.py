@@ -53,7 +53,7 @@ def test_causal_tiles_come_longest_first_among_heads_that_share_l2():
     # One of 32 MiB fits: its four query heads, then those of the other.
     assert [head // 4 for _, head, _ in places(LONG)] == [0] * 512 + [1] * 512
     assert [block for block, *_ in places(LONG)][:8] == [127] * 4 + [126] * 4
-    # None fits: all heads by turns.
+    # None fits: all heads interleaved.
     assert [head for _, head, _ in places(TOO_LONG)][:16] == [*range(8)] * 2
     assert places(FULL)[:9] == [*((n, 0, 0) for n in range(8)), (0, 1, 0)]
 
@@ -238,7 +238,7 @@ def test_tiles_of_divided_keys():
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_what_is_replayed_of_few_queries(tmp_path, monkeypatch):
-    """One CTA has a tile of the kernel for decoding; its steps are those of its part of keys."""
+    """One CTA has a tile of the kernel for decoding; its steps are those of its KV split."""
     pytest.importorskip("cudnn")
     from bench.model import replays
 

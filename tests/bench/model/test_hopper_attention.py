@@ -31,7 +31,7 @@ def work(case):
 
 @pytest.mark.parametrize(("seqlen", "keys"), [(512, 64), (4096, 80), (2560, 80)])
 def test_tiles_of_full_attention_do_its_flop(seqlen, keys):
-    """But for what the last step of a tile has beyond the last key."""
+    """Tiles have its FLOP, but for what the last step of a tile has beyond the last key."""
     variant = model.forward_variant(case(seqlen), MACHINE)
     assert variant.keys == keys
     rounded = -(-seqlen // keys) * keys
@@ -40,7 +40,7 @@ def test_tiles_of_full_attention_do_its_flop(seqlen, keys):
 
 
 def test_a_warpgroup_leaves_out_what_its_own_rows_do_not_see():
-    """Of 128 causal rows and as many keys, in steps of 64, one warpgroup has one step, the other
+    """With 128 causal rows and as many keys, in steps of 64, one warpgroup has one step, the other
     two."""
     (tile,) = forward_tiles(
         Case("test", ((128, 128),), 1, 1, True),
@@ -70,7 +70,7 @@ def test_the_clock_of_first_launches():
 
 
 def loads_of_the_h200():
-    """Of a product and of cuDNN's attention, as `rows_under_load` writes them."""
+    """Return the loads of a product and of cuDNN's attention, as `rows_under_load` writes them."""
     loads = whole_gpu.measurements()[0]["loads"]
     return [figures(loads[name] | {"count": 1000}) for name in ("product, random",
                                                                "attention, cuDNN")]
@@ -78,7 +78,7 @@ def loads_of_the_h200():
 
 def test_a_product_tells_what_a_flop_costs_a_gpu():
     """The GPU of the machine's constants gets its own energy of a FLOP back; one that keeps a
-    product at a higher clock for good keeps attention at one, too."""
+    product at a higher sustained clock keeps attention at one, too."""
     product, attention = loads_of_the_h200()
     values, call = MACHINE.values(), times_of(2.0, alone=True)
     own = Clocks.of(product, attention, values)
@@ -102,7 +102,8 @@ def test_the_clock_for_good_follows_no_clock_of_a_replay():
 
 
 def times_of(rate, machine=MACHINE, alone=False):
-    """Of 16k, full, whose tiles take `rate` clocks for each of their work. alone: the call."""
+    """Return the times of 16k, full, whose tiles take `rate` clocks for each of their work. alone:
+    the call."""
     problem = case(16384)
     tiling = model.forward_variant(problem, machine).tiling(machine)
     costs = TileCosts(0.0, 0.0, rate)
@@ -113,7 +114,7 @@ def times_of(rate, machine=MACHINE, alone=False):
 def test_times_of_a_call():
     """A Hopper SM takes two clocks for each of work; the power budget lengthens what lasts."""
     ideal, slower = times_of(2.0), times_of(2.5)
-    # 2,048 tiles on 132 SMs, 16 turns.
+    # 2,048 tiles on 132 SMs, 16 waves.
     assert ideal.busy == pytest.approx(2048 / (16 * 132), abs=0.01)
     assert slower.busy == pytest.approx(ideal.busy * 0.8, rel=0.01)
     assert ideal.for_good > 1.1 * ideal.seconds
@@ -125,7 +126,7 @@ def test_times_of_a_call():
 
 
 def test_q_of_the_next_tile_has_no_buffer_of_its_own():
-    """Planted: asked for a tile ahead, as on Blackwell, it costs a tile a thousand clocks less."""
+    """Planted: loaded a tile ahead, as on Blackwell, it costs a tile a thousand clocks less."""
     problem, costs = case(512), [TileCosts(5000.0, 2000.0, 2.0)]
     tiling = model.forward_variant(problem, MACHINE).tiling(MACHINE)
     clocks = []

@@ -28,7 +28,7 @@ def test_kernels_are_compiled_for_what_the_machine_says(name):
 @pytest.mark.sampled
 def test_ours_is_replayed_as_gpus_of_the_machine_compile_it(monkeypatch):
     """Programs of a 10.3 are those of sm_103a, also where the other ones have been compiled in the
-    same process; they are kept apart, and twice the exponentials a clock end the tile sooner."""
+    same process; they are kept apart, and twice the exponentials per clock end the tile sooner."""
     asked = []
     monkeypatch.setattr(ours, "kept", lambda *given: asked.append(given) or [])
     variant = ours.Variant(Kind(True), samples=((256, 1),))
@@ -62,7 +62,7 @@ def test_l2_follows_a_held_clock_in_part():
     assert after.l2_bytes_per_clock_sm / before.l2_bytes_per_clock_sm == pytest.approx(
         377 / 333, rel=0.005
     )
-    # All of L2 in bytes a second: 8.16 TB/s at 1.814 GHz, 8.38 at 1.979.
+    # All of L2 in bytes per second: 8.16 TB/s at 1.814 GHz, 8.38 at 1.979.
     held = held_at(free, before.clock_ghz * 1.8144 / 1.9794).values()
     assert held.l2_terabytes / before.l2_terabytes == pytest.approx(8.163 / 8.383, rel=0.005)
     for name in ("hbm_terabytes", "launch_us", "tmem_load", "barrier_wake", "sms"):
@@ -79,7 +79,7 @@ def test_an_interface_is_no_wider_at_a_lower_clock():
 
 @pytest.mark.parametrize("gpu", ("B200", "GB200", "GB300"))
 def test_no_published_decoding_takes_more_from_hbm_than_a_machine_has(gpu):
-    """Its keys and values are read once at least, and are no part of L2's."""
+    """Keys and values are read at least once, and do not lie in L2."""
     rows = [row for row in DECODE if row.gpu == gpu and row.batch == 128]
     assert len({row.machine for row in rows}) == 1
     nbytes = 2 * 128 * 131072 * 2 * HEAD_DIM * ELEMENT_BYTES

@@ -34,8 +34,8 @@ def blocks(seen, rows):
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.text)
 def test_tiles_are_those_that_somebody_sees(pattern):
-    """By the dense mask: a step of 128 keys for each 256 queries of which one sees one; bits where
-    a half of them sees some, or where keys end."""
+    """The dense mask decides: a step of 128 keys for each 256 queries of which one sees one; bits
+    where a half of them sees some, or where keys end."""
     one = case(pattern)
     dense = one.dense(torch.device("cpu")).expand(2, -1, -1, -1)[:, 0]
     listed = partial = 0
@@ -98,8 +98,8 @@ def test_steps_that_see_all_take_no_bits():
 
 @pytest.mark.sampled
 def test_steps_that_see_all_ask_no_function():
-    """As long as with bits, where a function would take more than a step's products: docs/masks.md
-    has what a step with each takes."""
+    """Full steps take as long as with bits, where a function would take more than a step's MMAs:
+    docs/masks.md has what a step with each takes."""
     machine, clocks = load("b200"), {}
     mask_mod = mask_mod_of(CASES[0].mask_mod(torch.device("cpu")))
     for partial in (False, True):

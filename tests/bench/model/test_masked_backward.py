@@ -100,7 +100,7 @@ def test_tiles_are_blocks_in_which_somebody_sees(pattern, head_parts):
     ("heads", "head_parts"), [((4, 4), 1), ((4, 2), 1), ((6, 2), 1), ((4, 2), 2), ((8, 2), 2)]
 )
 def test_where_all_is_seen_tiles_are_those_without_a_mask(heads, head_parts):
-    """The same tiles, of which some come in another order."""
+    """Tiles are the same, some in another order."""
     one = case(Full(), 1024, heads)
     plain = Case("plain", one.lengths, *heads, False)
     of_one = portion(one, head_parts)
@@ -112,7 +112,7 @@ def test_where_all_is_seen_tiles_are_those_without_a_mask(heads, head_parts):
 
 
 def test_steps_with_bits():
-    """Of the first two tiles of keys one is seen by all, the other by every second query."""
+    """One of the first two tiles of keys is seen by all, the other by every second query."""
     dense = torch.ones(512, 512, dtype=torch.bool)
     dense[::2, 128:256] = False
     lists = masked_backward.BlockLists.of(masks.from_dense(dense))
@@ -121,7 +121,7 @@ def test_steps_with_bits():
 
 
 def test_portions_have_their_own_lists():
-    """Of sequences whose masks differ, as many at a time as dS has room for."""
+    """Sequences whose masks differ have chunks of as many as dS has room for."""
     one = case(PrefixLm(), 1024, (2, 1), 4)
     model = backward(2 * 2 * 1024 * 1024 * 2)
     plan = model.plan(one)
@@ -133,7 +133,7 @@ def test_portions_have_their_own_lists():
 
 
 def test_ranges_of_queries_have_their_own_lists():
-    """Where dS of no head fits; every block of 256 x 256 is in one portion."""
+    """Every block of 256 x 256 is in one chunk where dS of no head fits."""
     one = case(PrefixLm(), 1000, (1, 1), 2)
     model = backward(512 * 1024 * 2)
     plan = model.plan(one)
@@ -228,7 +228,7 @@ def replayed(kernel, sample, mask=None):
 
 
 def band(rows):
-    """Blocks beside the diagonal, of which every second pair is seen."""
+    """Blocks beside the diagonal; every second pair is seen."""
     rows, columns = torch.arange(rows)[:, None], torch.arange(rows)
     near = (rows // 256 - columns // 256).abs() <= 1
     return masks.from_dense(near & ((rows + columns) % 2 == 0))
@@ -270,7 +270,7 @@ def test_a_loop_goes_one_way_whether_a_step_has_bits_or_not():
     found = replayed("dv", MaskSample(1024, 512, True))
     function, path = found.compiled.function, found.compiled.paths[0].numbers
     counts = np.bincount(path, minlength=len(function.instructions))
-    # Two tiles of eight steps each, of which the first is worked on before the loop.
+    # Two tiles of eight steps each; the first step is worked on before the loop.
     loop = np.flatnonzero(counts == 2 * 7)
     exp2 = [n for n in loop if function.instructions[n].opcode.startswith("MUFU.EX2")]
     assert len(exp2) == 64

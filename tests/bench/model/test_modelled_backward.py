@@ -59,8 +59,8 @@ def backward(order, values=VALUES, **options):
 
 
 def spans(seen, size, step, end):
-    """Of every `size` rows of seen (bool): the columns that any of them sees, from a multiple of
-    step to one of end, for a kernel's loop leaves none out between."""
+    """Yield, for every `size` rows of seen (bool), the columns that any of them sees, from a
+    multiple of step to one of end, for a kernel's loop leaves none out between."""
     for begin in range(0, seen.shape[0], size):
         places = np.flatnonzero(seen[begin : begin + size].any(axis=0))
         if not len(places):
@@ -136,8 +136,9 @@ def test_tiles_add_up_to_all_products(order):
     [(((1024, 1024),) * 32, 32), (((1280, 97024),), 16), (((2048, 2048),) * 16, 32)],
 )
 def test_products_read_no_more_than_they_ask_for(lengths, heads):
-    """From HBM, in the order in which a GPU's CTA pairs begin them: a tile of dK asks for Q of its
-    heads, one of dQ for K, a step of either for 256 x 128 of dS."""
+    """Reads from HBM stay below the demand, in the order in which a GPU's CTA pairs begin the
+    tiles: a tile of dK reads Q of its heads, one of dQ reads K, a step of either 256 x 128 of
+    dS."""
     case = Case("test", lengths, heads, 2 if len(lengths) > 1 else 1, True)
     tiles = product_tiles(case, OURS, 1)
     asked = sum(t.work / PRODUCT * (DS + 128 * ROW) + t.writes for t in tiles)
@@ -177,7 +178,7 @@ def test_short_sequences_move_their_own_rows_only():
 
 
 def test_the_grid_follows_the_rows_of_all_sequences():
-    """Of dV, whose kernel numbers none in a row, the longest one."""
+    """The kernel of dV, which numbers none in a row, has a grid of the longest one."""
     case = Case("test", ((600, 300), (10, 10), (0, 500)), 4, 2, True, packed=True)
     dq, dkdv = dq_tiles(case, OURS), dkdv_tiles(case, OURS, 2)
     assert len(dq) == (610 // 256 + 3) * 4 and sum(not tile.skipped for tile in dq) == (3 + 1) * 4
@@ -194,7 +195,7 @@ def test_the_grid_follows_the_rows_of_all_sequences():
      ((384, 512), True, 10)],
 )  # fmt: skip
 def test_their_tiles_visit_what_their_kernel_does(lengths, causal, visits):
-    """As the simulator counts: 48 tcgen05.mma for each visit of 128 queries by 128 keys."""
+    """The simulator counts 48 tcgen05.mma for each visit of 128 queries by 128 keys."""
     tiles = dkdv_tiles(Case("test", (lengths,), 1, 1, causal), THEIRS, 1)
     assert sum(tile.work for tile in tiles) == visits * DKDV / 2
 

@@ -79,7 +79,7 @@ def _upwards(tiles):
 @pytest.mark.parametrize("right", [None, 0, 127])
 @pytest.mark.parametrize("left", [None, 127])
 def test_the_longest_tiles_are_worked_on_first(left, right):
-    """Of those far from the ends of a sequence, where a bound cuts nothing off."""
+    """Tiles far from the ends of a sequence count, where a bound cuts nothing off."""
     case = Case("test", ((4096, 4096),), 1, 1, False, (left, right))
     work = [tile.work for tile in forward_tiles(case, TILING)][1:-1]
     assert work == sorted(work, reverse=True)
@@ -139,8 +139,8 @@ LONG_WINDOW = Case("window", ((65536, 65536),), 8, 4, True, (1023, None))
 
 @pytest.mark.parametrize("order", [Order(), Order(math.inf), Order(later_first=False)])
 def test_tiles_of_a_window_read_what_they_see(order):
-    """From HBM at least all once and at most what each tile asks for: K and V of the four heads,
-    Q and dO of the eight, dS aside, are more than L2 holds."""
+    """Reads from HBM are at least all once and at most what each tile demands: K and V of the four
+    heads, Q and dO of the eight, dS aside, are more than L2 holds."""
     whole = 65536 * ROW
     backward = BackwardTiling("static", True, True, ROWS, order=order)
     forward = replace(TILING, order=order, packs_heads=True)
@@ -157,7 +157,7 @@ def test_tiles_of_a_window_read_what_they_see(order):
 
 
 def test_packed_sequences_of_a_length_are_worked_on_as_others():
-    """Heads that take turns are as many as fit into L2 by what a sequence has, not all of them."""
+    """Interleaved heads are as many as fit into L2 by what a sequence has, not all of them."""
     dense = Case("dense", ((1024, 1024),) * 16, 16, 16, True)
     packed, backward = replace(dense, packed=True), BackwardTiling("static", True, True, ROWS)
     assert [*TILING.places(packed)] == [*TILING.places(dense)]
@@ -211,8 +211,7 @@ def test_a_tile_of_a_window_shares_what_its_rows_see():
 @pytest.mark.parametrize("later_first", [False, True])
 @pytest.mark.parametrize("seqlen", [2048, 4096, 16384])
 def test_a_narrow_window_reads_keys_once(seqlen, later_first, l2_share):
-    """However many heads take turns, of which L2 would not hold the whole sequences: their windows
-    it does."""
+    """L2 holds the windows of all interleaved heads, but not their whole sequences."""
     case = replace(LONG_WINDOW, lengths=((seqlen, seqlen),), heads=48, heads_kv=48,
                    window=(511, None))  # fmt: skip
     order = Order(l2_share, later_first=later_first)

@@ -227,6 +227,6 @@ print([f for f in ours if "from cutlass.memory" in pathlib.Path(f).read_text("ut
 
 @pytest.mark.sampled
 def test_the_process_of_a_release_loads_no_kernel_of_ours():
-    """They may ask for what its CuTe DSL does not have."""
+    """Our kernels may need what the release's CuTe DSL does not have."""
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -30,7 +30,7 @@ def results(seeds=(3, 4), others=None):
 
 
 def test_what_is_kept_is_what_the_table_has():
-    """Also where more steps are kept than it shows: both are of one run."""
+    """Both are of one run, also where more steps are stored than the table shows."""
     found, table = losses.read_losses(), losses.kept(TABLE.read_text("utf-8"))
     assert found["origin"] == table["origin"]
     assert [(row["seed"], row["attention"]) for row in found["rows"]] == [
@@ -65,7 +65,7 @@ def test_other_texts_are_refused(text):
 
 
 def test_the_picture_of_all_steps_is_legible(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "ROOM", tmp_path)
+    monkeypatch.setattr(inputs, "DATA", tmp_path)
     (tmp_path / "results.json").write_text(results())
     given = ["training-losses", "--write", str(tmp_path)]
     assert main(["pictures", *given, "--losses", str(tmp_path / "results.json")]) == 0

@@ -1,4 +1,4 @@
-"""What is kept of the tables of other commands, and how files are written."""
+"""Figures taken from the tables of other commands, and how files are written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_accuracy_is_taken_of_rows_that_count():
 
 
 def test_files_say_what_made_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "ROOM", tmp_path)
+    monkeypatch.setattr(inputs, "DATA", tmp_path)
     inputs._write("timeline", {"steps": 8, "spans": [["load K", "K", 0, 1, 5, 9], [1]]})
     text = (tmp_path / "timeline.json").read_text("utf-8")
     assert json.loads(text) == {

@@ -34,7 +34,7 @@ def drawn():
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_picture_is_current(name, drawn):
-    """What differs is drawn anew by `python -m bench pictures`; look at it then."""
+    """Pictures that differ are drawn again by `python -m bench pictures`; look at them then."""
     assert (FOLDER / f"{name}.svg").read_text("utf-8") == drawn[name].svg()
 
 
@@ -84,7 +84,7 @@ def test_check_tells_what_is_stale(tmp_path, capsys):
     path.write_text(path.read_text("utf-8").replace("xor", "or"), "utf-8")
     assert main(["pictures", "swizzle", "exp2-error", "--write", str(tmp_path), "--check"]) == 1
     printed = capsys.readouterr().out
-    assert printed.count("not current") == 2 and "drawn anew by" in printed
+    assert printed.count("not current") == 2 and "drawn again by" in printed
 
 
 def test_a_name_that_is_none_is_refused(capsys):
@@ -94,10 +94,10 @@ def test_a_name_that_is_none_is_refused(capsys):
 
 @pytest.mark.parametrize("name", ["rates", "timeline"])
 def test_data_of_other_constants_are_refused(name, tmp_path, monkeypatch):
-    content = json.loads((inputs.ROOM / f"{name}.json").read_text("utf-8"))
+    content = json.loads((inputs.DATA / f"{name}.json").read_text("utf-8"))
     content["constants"] = "B200 modelled, constants 00000000"
     (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    monkeypatch.setattr(inputs, "ROOM", tmp_path)
+    monkeypatch.setattr(inputs, "DATA", tmp_path)
     with pytest.raises(ValueError, match="bench pictures --replay"):
         inputs.read(name)
 
@@ -147,26 +147,27 @@ def test_race_is_gone_when_the_read_comes_first():
         next(line for line in KERNEL.split("\n") if line.endswith(comment))
         for comment in ("arrive empty", "read the slot")
     )
-    mended = KERNEL.replace(f"{arrive}\n{read}", f"{read}\n{arrive}")
-    assert mended != KERNEL
+    fixed = KERNEL.replace(f"{arrive}\n{read}", f"{read}\n{arrive}")
+    assert fixed != KERNEL
     for schedule in ({}, {"schedule": "lazy"}, {"seed": 1}, {"seed": 2}):
         assert {finding.kind for finding in run_text(KERNEL, **schedule).findings} == {"race"}
-        assert not run_text(mended, **schedule).findings
+        assert not run_text(fixed, **schedule).findings
 
 
 def test_the_tower_stands_in_the_order_of_imports():
-    """That of tests/helpers/style.py, which holds the code to it."""
-    row = {room: number for number, rooms in enumerate(SIMULATOR) for room in rooms}
-    floors = [[row[room] for room in rooms] for rooms, _ in FLOORS]
+    """Floors follow the order of tests/helpers/style.py, which holds the code to it."""
+    row = {package: number for number, packages in enumerate(SIMULATOR) for package in packages}
+    floors = [[row[package] for package in packages] for packages, _ in FLOORS]
     assert all(max(lower) < min(upper) for lower, upper in itertools.pairwise(floors))
-    assert all(row[room] > max(floors[-1]) for room, *_ in OBSERVERS)
-    named = [room for rooms, _ in FLOORS for room in rooms] + [room for room, *_ in OBSERVERS]
-    assert all((ROOT / "sm100_sim" / room).is_dir() for room in named)
+    assert all(row[package] > max(floors[-1]) for package, *_ in OBSERVERS)
+    named = [package for packages, _ in FLOORS for package in packages]
+    named += [package for package, *_ in OBSERVERS]
+    assert all((ROOT / "sm100_sim" / package).is_dir() for package in named)
 
 
 @pytest.mark.parametrize("style", ["", "bold", "mono"])
 def test_no_text_is_wider_than_the_table_says(style):
-    """By DejaVu Sans, among the widest fonts that a reader falls back to."""
+    """DejaVu Sans, among the widest fonts that a reader falls back to, sets the widths."""
     fonts = pytest.importorskip("matplotlib.font_manager")
     from matplotlib.ft2font import FT2Font, LoadFlags
 

@@ -90,7 +90,8 @@ def test_stores_of_a_tile_are_one_span():
 
 
 def test_barriers_have_the_names_of_their_edges():
-    """In the order of the table, both CTAs' alike; what follows belongs to the scheduler."""
+    """Names come in the order of the table, both CTAs' alike; what follows belongs to the
+    scheduler."""
     edges = ForwardConfig().edges
     base, peer = 0x38600, 1 << 24
     behind = base + 8 * edges.num_barriers

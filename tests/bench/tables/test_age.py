@@ -1,4 +1,4 @@
-"""How old tables are: of a small repository, and of those of docs/tables."""
+"""Age of tables: of a small repository, and of those of docs/tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is ahead: the best of several peers, sample by sample, with the model's own error."""
+"""Standing of ours: the best of several peers, sample by sample, with the model's own error."""
 
 import numpy as np
 import pytest

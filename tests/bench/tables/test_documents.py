@@ -88,8 +88,7 @@ def test_a_file_is_made_by_its_command(tmp_path, monkeypatch, capsys):
 
 
 def test_a_file_is_made_of_results_from_elsewhere(tmp_path, capsys):
-    """Of a command whose cases were shared out; a provider that one of them left out has no rate
-    there."""
+    """Cases of a command are shared out; a provider that one of them left out has no rate there."""
     files = []
     for number, columns in enumerate((("x", "a"), ("x", "a", "b"))):
         row = {name: f"{name}{number}" for name in columns} | {"basis": "measured", "machine": "G"}

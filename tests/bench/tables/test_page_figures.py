@@ -47,7 +47,8 @@ def summarised(name, **of):
 
 
 def page_rows(text, heading):
-    """Of the page's table whose first heading begins so: its first column -> cells by heading."""
+    """Return the page's table whose first heading begins so: its first column -> cells by
+    heading."""
     (found,) = [rows for rows in rows_of(text) if next(iter(rows[0])).startswith(heading)]
     return {next(iter(row.values())): dict(list(row.items())[1:]) for row in found}
 
@@ -139,7 +140,7 @@ AIMS = {
 
 
 def in_words(row):
-    """What was found as the page has it: 107 of 109, 3.8 %."""
+    """Format a figure as the page has it: 107 of 109, 3.8 %."""
     found = row["found"].replace("%", " %").replace("rms ", "")
     inside, _, spread = found.rpartition(", ")
     return f"{inside.split()[0]} of {row['rows']}, {spread}" if inside else spread

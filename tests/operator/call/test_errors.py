@@ -95,7 +95,7 @@ def test_not_a_tensor():
 @pytest.mark.parametrize("given", ["", "q", "k"])
 @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
 def test_no_tensors(given, function):
-    """None in the place of several of them, in whichever order they are looked at."""
+    """Several tensors are None, in whichever order they are checked."""
     tensors = [tensor if name == given else None for name, tensor in zip("qkv", inputs())]
     with pytest.raises(TypeError, match="[qk] must be a torch.Tensor, got NoneType"):
         function(*tensors)
@@ -137,7 +137,7 @@ def test_numbers_that_no_float_is_as_large_as(name):
 @pytest.mark.parametrize("value", [1 << 63, 1 << 70, -1 << 70])
 @pytest.mark.parametrize("name", ["num_splits", "window_size", "max_seqlen_q", "max_seqlen_k"])
 def test_ints_that_no_operator_takes(name, value):
-    """Its schema has 64 bits for an int."""
+    """An operator's schema has 64 bits for an int."""
     given = {"max_seqlen_q": 5, name: (value, None) if name == "window_size" else value}
     with pytest.raises(ValueError, match="fits into 64 bits"):
         flash_attn_varlen_func(**packed(**given))
@@ -145,7 +145,8 @@ def test_ints_that_no_operator_takes(name, value):
 
 @pytest.mark.parametrize("which", ["k_descale", "v_descale"])
 def test_scales_that_require_gradients(which):
-    """They are refused before anything is compiled, and after calls alike without."""
+    """Scales that require gradients are refused before anything is compiled, and after similar
+    calls without."""
     q, k, _ = inputs()
     k = k.to(torch.float8_e4m3fn)
     scales = {"k_descale": torch.ones(1), "v_descale": torch.ones(1)}
@@ -279,7 +280,7 @@ def test_varlen(changes, error, message):
 
 
 def test_more_tiles_than_a_grid_has():
-    """Of sequences that are all taken for as long as the longest one."""
+    """Every sequence counts as long as the longest one."""
     offsets = torch.cat([torch.zeros(1000), torch.tensor([8])]).int()
     many = packed(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=1 << 30)
     with pytest.raises(ValueError, match="1000 sequences .* CTAs; accepted: up to 2147483647"):
@@ -295,7 +296,7 @@ def test_out_without_memory():
 
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_lengths_beyond_the_rows(side):
-    """Of a batch entry, and of a packed sequence; as many are accepted."""
+    """A batch entry and a packed sequence accept lengths up to their rows."""
     name = f"seqused_{side}"
     q, k = torch.zeros(2, 5, 2, 256).bfloat16(), torch.zeros(2, 5, 1, 256).bfloat16()
     padded = {"q": q, "k": k, "v": k}
@@ -393,7 +394,7 @@ def test_entries_that_no_query_sees_may_be_anything():
     ],
 )
 def test_the_operator_by_itself(name, value, message):
-    """As graphs and other callers of the operator reach it, past the functions."""
+    """Graphs and other callers reach the operator past the functions."""
     with pytest.raises(ValueError, match=message):
         torch.ops.fa4_hd256.forward(*forward_arguments(*inputs(), **{name: value}))
 
@@ -409,7 +410,8 @@ def test_tensors_of_the_operator_by_itself(tensors, message):
 
 
 def test_every_check_comes_once(monkeypatch):
-    """On the way from the function to the launch, which this call without any row has none of."""
+    """Checks run once between the function and the launch, which this call without any row has none
+    of."""
     seen = Counter()
 
     def counted(name, function):

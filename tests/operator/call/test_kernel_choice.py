@@ -1,4 +1,4 @@
-"""Which forward kernel a call takes on Blackwell: by the rows that share keys, and nothing else."""
+"""Forward kernel of a call on Blackwell: chosen by the rows that share keys, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MANY = TILES
 
 
 def tensors(queries, keys, heads, batch):
-    """Without memory."""
+    """Make tensors without memory."""
     number = torch.zeros((), dtype=torch.bfloat16)
     q, k = (number.expand(batch, s, h, 256) for s, h in zip((queries, keys), heads, strict=True))
     return q, k, k
 
 
-# Rows: those of all heads of a group, each query's filled up to a power of two. Groups of which no
-# tile holds all have a tile for each head.
+# Rows: those of all heads of a group, each query's filled up to a power of two. Groups larger than
+# a tile have a tile for each head.
 RULE = [
     ((1, (8, 8)), FEW, 1), ((16, (8, 8)), FEW, 1), ((17, (8, 8)), SOME, 1),
     ((32, (8, 8)), SOME, 1), ((33, (8, 8)), WIDE, 1), ((64, (8, 8)), WIDE, 1),

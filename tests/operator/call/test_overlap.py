@@ -54,7 +54,7 @@ def test_slices_of_large_buffers_take_few_steps(monkeypatch):
 
 
 def _span(view):
-    """Of a view of memory that is not there."""
+    """Return the span of a view of memory that is not there."""
     return 2 * view.storage_offset(), 1 << 60
 
 

@@ -77,7 +77,7 @@ def test_every_visible_pair_is_in_one_portion(lengths, window, size):
     whole = problem(lengths, (4, 2), 2, window)
     ds_bytes = int(whole.ds_bytes_of_head // 2 * size)
     division = divide(whole, ds_bytes, GPU)
-    # Of a single block of queries there is nothing to divide.
+    # A single block of queries cannot be split.
     seeing = visible(lengths, window).any(1).nonzero().flatten() // 256
     has_ranges = None in window and len(seeing.unique()) > 1
     assert division.problem.keeps_ds == (size > 1 or has_ranges)
@@ -99,7 +99,7 @@ def test_every_query_is_in_one_range():
 
 @pytest.mark.architecture("sm_100a")
 def test_keys_of_a_bound_on_the_left():
-    """So many keys to the left of a range's first query; the bound is one from the ranges' ends.
+    """A range's first query sees so many keys to its left; the bound is one from the ranges' ends.
     Of 64 blocks of dS that fit the first four of queries see 63, the next five 60."""
     whole = problem((4096, 4096), (1, 1), 1, (300, None))
     portions = divide(whole, 2 * 1024 * 4096, GPU).portions
@@ -117,7 +117,7 @@ def test_windows_are_not_divided_into_ranges():
 
 @pytest.mark.architecture("sm_100a")
 def test_ranges_without_a_mask_are_equal():
-    """Seven units of which four fit: 4 and 3, not more of one length and a rest."""
+    """Seven units; four fit: 4 and 3, not more of one length and a rest."""
     whole = problem((1700, 100), (1, 1), 1)
     for fitting, expected in ((6, [1024, 676]), (4, [1024, 676]), (3, [768, 768, 164])):
         found = divide(whole, 2 * fitting * 256 * 256, GPU).portions
@@ -155,7 +155,7 @@ def test_ragged_sequences_are_divided_by_heads_only():
 
 @pytest.mark.architecture("sm_100a")
 def test_parts_of_a_portion():
-    """By the tiles of a portion; of a head that was expanded always its copies."""
+    """Parts follow the tiles of a chunk; an expanded head always has one per copy."""
     # 16 tiles of 32 steps of a head of a sequence: of 2 sequences, of 2 heads, alone, half of it.
     whole = problem((4096, 4096), (16, 2), 4)
     of_sequence = whole.ds_bytes_of_head // 4
@@ -168,7 +168,7 @@ def test_parts_of_a_portion():
 
 
 def masked(lengths: tuple[int, int], heads: tuple[int, int], batch: int, copies: int = 1):
-    """The same call under a block mask."""
+    """Return the same call under a block mask."""
     whole = problem(lengths, heads, batch, copies=copies)
     return replace(whole, forward=replace(whole.forward, ragged=MASK_GRADIENTS))
 
@@ -215,7 +215,7 @@ def test_portions_under_a_block_mask():
 
 @pytest.mark.architecture("sm_100a")
 def test_portions_of_listed_tiles():
-    """Where the host knows how many there are, at most, only these take memory."""
+    """Only listed tiles take memory where the host knows how many there are at most."""
     whole = masked((4096, 2048), (4, 2), 2)
     listed, tile = 130, DS_BLOCK * DS_BLOCK // 4 * 2
     known, of_head = replace(whole, listed_tiles=listed), listed * tile
@@ -273,8 +273,8 @@ def test_gradients_of_portions(mask, size, device, backward_config):
 
 
 def test_queries_that_see_no_key(device, backward_config):
-    """They take no memory: of two blocks of queries that see any, each in a range, the first has
-    those before it. Their dQ is 0."""
+    """Hidden queries take no memory: of two blocks of queries that see any, each in a range, the
+    first has those before it. Their dQ is 0."""
     tensors = inputs((1030, 20), (2, 1), device=device)
     config = backward_config(ds_bytes=2 * 2 * 256 * 256)
     found = check(tensors, causal=True, backward_config=config)

@@ -1,4 +1,4 @@
-"""Which layouts are used in place, and what the kernel sees of them."""
+"""Layouts that are used in place, and what the kernel sees of them."""
 
 from __future__ import annotations
 

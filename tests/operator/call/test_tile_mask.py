@@ -123,7 +123,7 @@ def test_kinds_of_tiles():
 @pytest.mark.parametrize("queries", [(0, 256), (256, 768), (512, 900), (768, 900), (0, 900)])
 @pytest.mark.parametrize("keys", [130, 700])
 def test_lists_of_some_queries(queries, keys):
-    """Those of a mask that has these queries alone, of each head and entry."""
+    """Lists equal those of a mask that has these queries alone, of each head and entry."""
     kinds = torch.rand(2, 3, 900, keys) > 0.5
     for tile in torch.randperm(8)[:4].tolist():
         kinds[:, :, tile * 128 : tile * 128 + 128, : keys // 2] = False
@@ -162,7 +162,7 @@ def test_from_block_mask(lengths, block):
 
 
 def test_blocks_alone():
-    """Of `from_kv_blocks`, without full blocks and a function: the blocks that are listed."""
+    """`from_kv_blocks` without full blocks and a function gives the blocks that are listed."""
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
     indices = torch.tensor([[[[2, 1, 0], [0, 1, 2]]]], dtype=torch.int32)
     mask = BlockMask.from_kv_blocks(counts, indices, seq_lengths=(256, 300))
@@ -173,8 +173,7 @@ def test_blocks_alone():
 
 
 def one_for_all(mask_mod):
-    """A `BlockMask` of 300 x 300 in one batch entry and one head, all of whose blocks are
-    partial."""
+    """A `BlockMask` of 300 x 300 in one batch entry and one head, whose blocks are all partial."""
     counts = torch.full((1, 1, 3), 3, dtype=torch.int32)
     indices = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
     return BlockMask.from_kv_blocks(
@@ -198,7 +197,7 @@ READERS = {
 
 @pytest.mark.parametrize("case", READERS.values(), ids=READERS)
 def test_a_block_mask_for_all_heads(case):
-    """Its function is asked for each head, and each batch entry, whose bits may be its own; and
+    """The mask_mod is evaluated for each head, and each batch entry, whose bits may be its own; and
     once where they are those of all."""
     mask_mod, apart = case
     mask = one_for_all(mask_mod)
@@ -232,7 +231,8 @@ def test_a_mask_of_the_first_head_alone():
 
 
 def test_bits_of_every_tile(monkeypatch):
-    """As on a GPU, where nobody waits for the number of partial tiles; and by chunks."""
+    """GPU-style masks, where nobody waits for the number of partial tiles, are equal; also by
+    chunks."""
     expected = masks.documents(IDS).dense()
     monkeypatch.setattr(tile_mask, "CHUNK", 5)
     assert torch.equal(masks.documents(IDS).dense(), expected)
@@ -294,8 +294,8 @@ def test_blocks_of_another_size():
 
 @pytest.mark.parametrize("offsets", [[0, 300, 300, 620, 700], [0, 128, 256, 690, 690]])
 def test_in_sequences(offsets):
-    """Of a mask of packed rows what is left where queries see keys of their own sequence alone;
-    rows behind the last offset see nothing."""
+    """A mask of packed rows keeps what queries see of keys of their own sequence alone; rows behind
+    the last offset see nothing."""
     seen = torch.rand(1, 2, 700, 500) > 0.3
     seen[..., 300:620, 100:384] = True
     of_keys = [0, 100, 120, 384, 500]
@@ -325,7 +325,7 @@ def test_the_operator_by_itself_wants_what_gradients_take(forward_config):
 
 
 def test_lists_of_ds():
-    """By blocks of 256 x 256 of any head; tiles past the end are written and not read."""
+    """Lists have blocks of 256 x 256 of any head; tiles past the end are written and not read."""
     seen = torch.zeros(2, 2, 300, 600, dtype=torch.bool)
     seen[0, 0, :128, :128] = True
     seen[0, 1, 257, 300] = True
@@ -506,7 +506,7 @@ def test_a_part_without_bits(queries):
 
 
 def test_units():
-    """By tiles: a unit that shares one with what is seen counts as seen."""
+    """A unit that shares a tile with what is seen counts as seen."""
     dense = torch.zeros(1, 2, 512, 256, dtype=torch.bool)
     dense[0, 1, 130, 255] = True
     assert masks.from_dense(dense).units(64) == tuple(

@@ -109,7 +109,7 @@ def test_nothing_is_said_of_emulation_where_there_is_none():
 
 @pytest.mark.simulator
 def test_few_rows_of_one_head():
-    """Their calls have tiles for few rows by default; the demo's have the usual ones."""
+    """A call's default tiles are for few rows; the demo's are the usual ones."""
     assert demo.run("gemma-3-1b", 16)["accurate"]
 
 
@@ -130,7 +130,8 @@ def test_env_lists_every_variable(capsys, monkeypatch):
 
 
 def test_env_lists_the_gpus(capsys, monkeypatch):
-    """Those of the process, also one that the kernels do not run on, and the simulator's."""
+    """The command lists the GPUs of the process, also one that the kernels do not run on, and the
+    simulator's."""
     capabilities = [(10, 3), (8, 9)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

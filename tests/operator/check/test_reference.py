@@ -37,7 +37,8 @@ def test_against_pytorch(seqlen_q, seqlen_k, scale, causal):
 
 
 def order_bounds(q, k, v):
-    """How far out and lse may differ between two orders of float64 sums, at the default scale.
+    """Return how far out and lse may differ between two orders of float64 sums, at the default
+    scale.
 
     A sum of n products in any order, fused or not, is off by at most n * EPSILON / 2 of the sum of
     the absolute products (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), so two

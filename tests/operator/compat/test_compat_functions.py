@@ -48,7 +48,7 @@ def aligned_at_the_end(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
 
 @cute.jit
 def bits_of_two(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
-    """The same for 32 keys at once."""
+    """Return the mask bits of 32 keys at once."""
     seen = m_idx[0] + seqlen_info.seqlen_k - seqlen_info.seqlen_q - n_idx[0] + 1
     word = cute.make_rmem_tensor(1, cutlass.Uint32)
     word[0] = cutlass.Uint32(0)
@@ -67,7 +67,7 @@ def tensors(lengths, heads=(2, 1), device="cpu"):
 
 
 def attention(q, k, v, change=None, mask=None):
-    """In float64; change: of scores (heads, queries, keys)."""
+    """Compute attention in float64; change: of scores (heads, queries, keys)."""
     q, k, v = (tensor[0].double() for tensor in (q, k, v))
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
@@ -79,7 +79,7 @@ def attention(q, k, v, change=None, mask=None):
 
 
 def test_a_score_mod_and_its_gradients(device):
-    """With a 16-bit aux_tensor and a scalar, in a dense call."""
+    """A dense call has a 16-bit aux_tensor and a scalar."""
     torch.manual_seed(0)
     leaves = [tensor.requires_grad_() for tensor in tensors((20, 50), device=device)]
     bias = torch.randn(50, device=device).bfloat16()

@@ -120,7 +120,7 @@ def test_every_argument_has_a_fate(module, name):
 
 @pytest.mark.parametrize("module, name", FUNCTIONS)
 def test_refused_arguments_are_refused_by_name(module, name):
-    """Before anything else is looked at, so that any other values will do."""
+    """Names are checked before anything else, so that any other values will do."""
     function, library = getattr(module, name), LIBRARIES[module]
     given = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -201,7 +201,7 @@ def test_windows(given):
 
 
 def test_packed_tensors(given):
-    """They are views of one tensor, in the order of its parts."""
+    """Packed tensors are views of one tensor, in the order of its parts."""
     qkv = torch.arange(1 * 4 * 3 * 2 * 256).view(1, 4, 3, 2, 256).bfloat16()
     for module in (flash_attn_2, flash_attn_3):
         module.flash_attn_qkvpacked_func(qkv)

@@ -65,8 +65,8 @@ def test_packed_sequences(mode, device):
 
 @MODES
 def test_a_block_mask(mode, device):
-    """Of two layers and more calls: what a graph makes of it is the graph's, and an eager call
-    after it is as ever."""
+    """A graph of two layers and more calls owns what it makes of the mask, and an eager call after
+    it is unchanged."""
     mask = masks.sliding_window(300, 1100, device=device)
 
     def layers(q, k, v):

@@ -32,7 +32,7 @@ def test_a_device_that_is_not_current(name, use_clc):
 
 @SCHEDULERS
 def test_both_devices_at_the_same_time(use_clc):
-    """From a thread each, whose current device is the other one."""
+    """Each device has a thread, whose current device is the other one."""
     case = CASES["grouped"]
     tensors = [case.tensors(one) for one in DEVICES]
     expected = on_host(case.run(tensors[0], use_clc))

@@ -17,7 +17,7 @@ COMPILED = Path(__file__).with_name("test_cuda_compile.py")
 
 
 def in_a_fresh_process(*arguments: str, **environment: str) -> str:
-    """What Python prints there."""
+    """Return what Python prints in a new process."""
     done = subprocess.run(
         [sys.executable, *arguments], env=os.environ | environment, capture_output=True, text=True
     )

@@ -15,7 +15,7 @@ SCHEDULERS = pytest.mark.parametrize("use_clc", [False, True], ids=["static", "d
 
 
 def captured(run):
-    """(graph, its results) of `run`, after a first call outside a graph as PyTorch asks for."""
+    """(graph, its results) of `run`, after a first call outside a graph as PyTorch requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -98,7 +98,7 @@ def test_decoding_steps(use_clc, device):
 
 @SCHEDULERS
 def test_a_list_of_parts_follows_the_lengths(use_clc, device):
-    """It is made on the device, nothing waits: by a graph at each replay."""
+    """The scheduler metadata is made on the device, nothing waits: by a graph at each replay."""
     q = torch.randn(4, 1, 16, 256, device=device).bfloat16()
     k, v = (torch.randn(4, 4096, 2, 256, device=device).bfloat16() for _ in range(2))
     used = torch.tensor([4096, 5, 300, 0], dtype=torch.int32, device=device)
@@ -124,7 +124,7 @@ def test_a_list_of_parts_follows_the_lengths(use_clc, device):
 
 
 def test_a_mask_made_in_a_capture_is_not_counted(monkeypatch, device):
-    """Each replay makes it anew, with as many tiles as its inputs have then."""
+    """Each replay makes it again, with as many tiles as its inputs have then."""
     monkeypatch.setattr(tile_mask, "MOST_TILES", 0)
     tiles = torch.full((1, 1, 4, 4), tile_mask.FULL, dtype=torch.int32, device=device)
     before = tile_mask.TileMask((512, 512), tiles, None)

@@ -13,7 +13,7 @@ from cuda_cases import Case
 pytestmark = pytest.mark.cuda
 
 CALLS = 1000
-#: Bytes by which the host's memory may grow, of what Python and PyTorch keep: 8 KiB a call would
+#: Bytes by which the host's memory may grow, of what Python and PyTorch keep: 8 KiB per call would
 #: be twice as much.
 HOST_BYTES = 4 << 20
 

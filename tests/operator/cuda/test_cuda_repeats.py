@@ -1,5 +1,4 @@
-"""The same call again and again on a GPU: the same bits, under either scheduler, and the right
-ones."""
+"""Repeated calls on a GPU: the same bits, under either scheduler, and the right ones."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def test_a_changed_bit_is_noticed():
-    """Of the comparison that the tests here stand on: signs of zero and NaN's bits count."""
+    """The comparison of these tests counts signs of zero and NaN's bits."""
     one = {"out": torch.zeros(8).bfloat16(), "lse": torch.full((3,), torch.nan)}
     same = {name: tensor.clone() for name, tensor in one.items()}
     assert differing(one, same) == []
@@ -26,7 +25,7 @@ def test_a_changed_bit_is_noticed():
 
 
 def test_a_case_in_the_simulator():
-    """Of the reference in float32: a call small enough for the simulator agrees with it."""
+    """The reference in float32 agrees with a call small enough for the simulator."""
     case = Case(((5, 9),), (2, 1))
     tensors = case.tensors("cpu")
     wanted = exact(case, tensors)
@@ -73,7 +72,7 @@ def test_many_tiles_are_right(name, use_clc, device):
 
 @pytest.mark.cuda
 def test_packed_sequences_are_right(device):
-    """As each sequence alone."""
+    """Results equal those of each sequence alone."""
     case = CASES["packed"]
     tensors = case.tensors(device)
     found = case.run(tensors)

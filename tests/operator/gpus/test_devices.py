@@ -1,4 +1,4 @@
-"""What the operator takes from the GPU: pairs that fit, L2, HBM, rows of the tuning table."""
+"""Facts that the operator takes from the GPU: pairs that fit, L2, HBM, rows of the tuning table."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def machine(monkeypatch):
 
 
 def test_the_device_of_the_tensors_decides(machine):
-    """Not the current one; nor does what was asked before."""
+    """Neither the current device decides, nor an earlier query."""
     first, second = (launching.gpu_of(torch.device("cuda", index)) for index in (0, 1))
     assert (first.sms, first.pairs, first.l2_bytes_for_tiles) == (148, 74, 64 * MIB)
     # An SM without a peer, and one more that lies alone in its group.
@@ -93,7 +93,7 @@ def test_without_an_answer_of_the_driver(machine, monkeypatch):
 
 
 def test_without_the_clock_of_the_memory(machine, monkeypatch):
-    """Then as much for an SM as the family has."""
+    """The rate of the family counts then, as much per SM."""
     monkeypatch.setattr(driver, "hbm_bytes_per_second", lambda index: 0.0)
     rates = [launching.gpu_of(torch.device("cuda", i)).hbm_bytes_per_second for i in (0, 1)]
     assert 7.5e12 < rates[0] < 8.5e12 and rates[1] == pytest.approx(rates[0] * 19 / 148)
@@ -106,7 +106,7 @@ def test_a_device_without_a_pair(monkeypatch):
 
 
 def test_the_driver_says_why_it_fails():
-    """On a machine without a driver: an error that names the call."""
+    """A machine without a driver gives an error that names the call."""
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
     with pytest.raises(driver.DriverError, match="cuInit"):
@@ -155,7 +155,7 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
 def test_sms_left_to_other_kernels(monkeypatch, reserved, pairs):
     monkeypatch.setenv("FA4_HD256_RESERVED_SMS", reserved)
     assert gpu().grid_clusters(2) == pairs
-    # How a call is divided stays, so that the bits do.
+    # A call's splits stay, so that the bits do.
     assert gpu().pairs == 74
 
 
@@ -170,7 +170,7 @@ def test_sms_that_cannot_be_left(monkeypatch, reserved, message):
 
 
 def test_parts_cost_more_where_memory_is_slow():
-    """A slice with a seventh of everything divides as the whole does for a seventh of the tiles."""
+    """A slice with a seventh of everything splits as the whole does for a seventh of the tiles."""
     from dataclasses import replace
 
     whole = gpu(70)

@@ -48,7 +48,7 @@ def compiled_for(target: str, spec: KernelSpec, monkeypatch) -> bytes:
 
 
 def test_the_familys_code_is_that_of_a_b200_alone(monkeypatch):
-    """What was checked and modelled for sm_100a holds for what is shipped."""
+    """Checks and models of sm_100a hold for the shipped code."""
     spec = KernelSpec("forward", ForwardConfig(), ProblemClass(torch.bfloat16))
     shipped = compile.compile_kernel(spec).cubin
     alone = compiled_for("sm_100a", spec, monkeypatch)
@@ -75,7 +75,7 @@ def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
      (((10, 0), (10, 3)), "sm_100f")],
 )  # fmt: skip
 def test_the_target_follows_the_gpus_of_the_process(monkeypatch, seen, expected):
-    """And so does the key of what is kept: binaries of one are not taken for those of the other."""
+    """The cache key follows, too: binaries of one are not taken for those of the other."""
     spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
     before = compile.cache_key(spec)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
@@ -88,7 +88,7 @@ def test_the_target_follows_the_gpus_of_the_process(monkeypatch, seen, expected)
 
 @pytest.mark.simulator
 def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
-    """Its PTX for sm_103a, which ptxas schedules in another way, gives the same bits."""
+    """PTX for sm_103a, which ptxas schedules in another way, gives the same bits."""
     q, k, v = (torch.randn(1, n, 1, 256).bfloat16() for n in (200, 130, 130))
     problem = Problem.describe((q, k, v), Options.check(None, True, (None, None), 0.0))
     spec = KernelSpec("forward", ForwardConfig(), problem.problem_class)

@@ -94,7 +94,7 @@ class Batch:
         return torch.randn(*shape).to(self.device, torch.bfloat16)
 
     def values(self):
-        """What engines pass under the same names."""
+        """Return the arguments that engines pass under the same names."""
         device = self.device
         return {
             "q": self.q, "out": self.out, "cu_seqlens_q": offsets(self.queries, device),
@@ -118,7 +118,7 @@ class Batch:
             assert found.lse_max_error <= LSE_TOLERANCE, found
 
     def accurate_packed(self, got, k, v, counts, lse=None, **options):
-        """The same of packed keys, so many of each request."""
+        """Check results of packed keys, so many of each request."""
         places = zip(self.q.split(self.queries), k.split(counts), v.split(counts),
                      got.split(self.queries), strict=True)  # fmt: skip
         lses = [None] * len(counts) if lse is None else lse.split(self.queries, dim=1)
@@ -146,7 +146,7 @@ def vllm_values(batch):
     }  # fmt: skip
 
 
-#: Of one request a step of decoding, of one a part of its prompt, of one all of it.
+#: Of one request per step of decoding, of one a part of its prompt, of one all of it.
 MIXED = [1, 9, 20], [37, 41, 20]
 
 
@@ -190,7 +190,7 @@ def of_reference(slopes, seqlen_q, seqlen_k):
 
 @pytest.mark.sampled
 def test_vllm_with_alibi(device):
-    """Over its cache and over packed keys, queries the last of their keys."""
+    """ALiBi works over vLLM's cache and over packed keys, queries the last of their keys."""
     slopes, counts = slopes_of(4, device), (9, 37)
     batch = Batch(device, [counts[0]] * 2, [counts[1]] * 2)
     k, v = vllm_cache(batch)
@@ -294,7 +294,8 @@ def test_sglang_with_its_cache(device, site, requests, changed, others):
 
 @pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
 def test_a_list_of_parts_is_honoured(engine, device, monkeypatch):
-    """Ours; a plan of another kernel under the same name, and a copy of ours, have no effect."""
+    """Our own metadata is used; a plan of another kernel under the same name, and a copy of ours,
+    have no effect."""
     seen = []
 
     def attend(*_, **options):
@@ -318,7 +319,7 @@ def test_a_list_of_parts_is_honoured(engine, device, monkeypatch):
 
 
 def test_sglang_does_not_divide_keys_but_by_a_list(device, monkeypatch):
-    """One part is its default, which a list of parts, refused beside `num_splits`, stands for."""
+    """One split is its default, which scheduler metadata, refused beside `num_splits`, replaces."""
     seen = []
     monkeypatch.setattr(
         sglang.interface, "flash_attn_varlen_func", lambda *_, **options: seen.append(options)
@@ -383,7 +384,7 @@ def three_calls(batch):
 @pytest.mark.parametrize("which", range(3), ids=["vllm", "sglang", "sglang, no cache"])
 @pytest.mark.sampled
 def test_out_is_written_by_the_kernels(device, monkeypatch, which):
-    """Where its layout lets them; else it is copied to."""
+    """Kernels write out where its layout lets them; else it is copied to."""
     batch, seen = Batch(device, [1, 3], [20, 5]), []
     forward = interface.flash_attn_varlen_func
 
@@ -438,7 +439,7 @@ def test_what_is_not_offered(engine):
 
 
 def test_every_argument_is_in_the_tables_of_the_page():
-    """In the row of its kind: what is honoured, without effect, refused."""
+    """Each argument is in the row of its kind: honoured, without effect, refused."""
     page = (ROOT / "docs/integrations.md").read_text("utf-8")
     for engine, title in ((vllm, "vLLM"), (sglang, "SGLang")):
         rows = page.split(f"| {title}'s argument |")[1].split("\n\n")[0].splitlines()

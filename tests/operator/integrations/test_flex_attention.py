@@ -74,7 +74,7 @@ def test_results_and_gradients(name, masked, tensors, device):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_results_as_of_pytorch(tensors, device):
-    """By its own function, where it runs: without gradients."""
+    """PyTorch's own function, without gradients, runs where it can."""
     score_mod = functions(device)["bias by distance"]
     arguments = {"scale": SCALE, "enable_gqa": True, "return_aux": pytorch.AuxRequest(lse=True)}
     found = flex_attention(*tensors[:3], score_mod=score_mod_of(score_mod, device), **arguments)
@@ -109,7 +109,7 @@ def test_where_nobody_sees_an_index_may_lead_beyond_its_tensor(tensors, device):
 
 @pytest.mark.sampled
 def test_another_factor_is_seen(tensors, device):
-    """What stands in a score_mod counts, though its kernel's tensors are the same."""
+    """A number in a score_mod counts, though its kernel's tensors are the same."""
     outs = [
         flex_attention(*tensors[:3], enable_gqa=True, score_mod=lambda s, b, h, q, k, f=f: s * f)
         for f in (1.0, 0.5)
@@ -130,7 +130,7 @@ def test_auxiliary_results(tensors):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("function", [flex_attention, pytorch.flex_attention])
 def test_lse_is_asked_for_in_one_way(function, tensors):
-    """As PyTorch has it."""
+    """PyTorch has the same rule."""
     arguments = {"return_lse": True, "return_aux": pytorch.AuxRequest(), "enable_gqa": True}
     with pytest.raises(ValueError, match="both return_lse and return_aux"):
         function(*tensors[:3], **arguments)

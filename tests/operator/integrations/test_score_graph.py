@@ -1,4 +1,4 @@
-"""FlexAttention's functions of scores as kernels evaluate them, and what is refused."""
+"""FlexAttention's score_mods as kernels evaluate them, and what is refused."""
 
 import gc
 import weakref
@@ -158,7 +158,7 @@ def test_a_key_follows_what_is_computed():
 
 
 def test_tensors_live_as_long_as_users_keep_them():
-    """Though a process knows the function for ever."""
+    """A process knows the function for ever, but not its tensors."""
     table = torch.arange(4.0) + 0.125
     kept = weakref.ref(table)
     mod = score_mod_of(lambda s, b, h, q, k, table=table: s * table[h])

@@ -33,8 +33,8 @@ def adapted(monkeypatch):
 
 
 def adapter_without(function: str, parameter: str = "") -> bool:
-    """Whether PyTorch's adapter, which grew from version to version, lacks a function of its own,
-    or a parameter of it."""
+    """Return True if PyTorch's adapter, which grew from version to version, lacks a function of its
+    own, or a parameter of it."""
     found = getattr(adapter, function, None)
     return found is None or bool(parameter) and parameter not in signature(found).parameters
 
@@ -83,7 +83,7 @@ def test_dense(device, adapted, causal):
 
 @pytest.mark.sampled
 def test_packed_sequences_with_a_window(device, adapted):
-    """What torch.nn.attention.varlen passes: offsets, both maxima, a window, seqused_k."""
+    """torch.nn.attention.varlen passes offsets, both maxima, a window, seqused_k."""
     lengths = (3, 0, 6)
     offsets = torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=device)
     q, k, v = (torch.randn(9, h, 256).to(device, torch.bfloat16) for h in (2, 1, 1))
@@ -208,7 +208,8 @@ def test_backward(device, adapted, is_causal):
 
 @pytest.mark.sampled
 def test_backward_of_packed_sequences(device, adapted, monkeypatch):
-    """As dense sequences one by one; grids follow the longest one, which the forward was told."""
+    """Gradients equal those of dense sequences one by one; grids follow the longest one, which the
+    forward was told."""
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
     q, k, v, dout = (torch.randn(9, h, 256).to(device, torch.bfloat16) for h in (2, 1, 1, 2))
     out, lse, *_ = adapted._fa4_flash_attention_forward_impl(

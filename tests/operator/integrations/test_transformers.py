@@ -56,7 +56,8 @@ def logits(model, implementation, *args, **kwargs):
 
 
 def assert_as_good(got, eager, exact):
-    """Not further from float32 than twice eager bfloat16, and a rounding of the largest logit."""
+    """Check that the error is at most twice that of eager bfloat16, and a rounding of the largest
+    logit."""
     error, eager_error = ((x - exact).abs().max().item() for x in (got, eager))
     assert error <= 2 * eager_error + 2**-8 * exact.abs().max().item()
     # The tolerance must tell attention patterns apart, or it proves nothing.
@@ -178,7 +179,7 @@ def test_another_family(device):
 
 @pytest.mark.sampled
 def test_softcap_sink_and_no_scale(device):
-    """What Gemma 2 and gpt-oss pass beside Gemma 3's arguments."""
+    """Gemma 2 and gpt-oss pass these beside Gemma 3's arguments."""
     q, k, v = (
         torch.randn(1, heads, 5, 256).to(device, torch.bfloat16) for heads in (2, 1, 1)
     )
@@ -218,7 +219,7 @@ def test_padding_between_tokens(device, caplog):
 
 
 def test_a_line_in_the_log_once_for_each_reason(caplog):
-    """At the level that is shown where nobody has set one, whatever the lengths."""
+    """The level of the line is shown where nobody has set one, whatever the lengths."""
     masks._warned.clear()
 
     def hidden_first(b, h, q, k):
@@ -341,7 +342,7 @@ SEQUENCES = {
 @pytest.mark.parametrize("positions", SEQUENCES.values(), ids=SEQUENCES)
 @pytest.mark.sampled
 def test_packed_sequences(device, positions):
-    """Padding-free batches, as collators make them: positions that begin anew; some longer than
+    """Padding-free batches, as collators make them: positions that start again; some longer than
     the window. Each sequence is as it is alone."""
     positions = torch.tensor(positions, device=device)
     models, ids = gemma(device), tokens(*positions.shape, device)
@@ -402,7 +403,7 @@ def test_training_on_packed_sequences(device):
 
 @pytest.mark.sampled
 def test_layers_share_what_is_known_of_packed_sequences(device, monkeypatch):
-    """Their lengths are read once a pass and kind of layer, where gradients are asked for."""
+    """Lengths are read once per pass and kind of layer, where gradients are requested."""
     made, plain = [], layers.get_backward_metadata
 
     def noted(*arguments):
@@ -432,7 +433,7 @@ def test_layers_share_what_is_known_of_packed_sequences(device, monkeypatch):
 
 @pytest.mark.sampled
 def test_continuous_batching(device, monkeypatch):
-    """Requests of several lengths, more than fit one pass, in a paged cache; prompts in parts."""
+    """Requests of several lengths, more than fit one pass, in a paged cache; prompts in chunks."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model, exact = gemma(device)
@@ -489,7 +490,7 @@ def test_versions(monkeypatch):
 
 
 def test_without_registration_of_the_mask(device, monkeypatch):
-    """Why `register` registers two functions: transformers builds no mask for unknown names."""
+    """`register` registers two functions: transformers builds no mask for unknown names."""
     model, _ = gemma(device)
     monkeypatch.delitem(masking_utils.AttentionMaskInterface._global_mapping, integration.NAME)
     model.set_attn_implementation(integration.NAME)

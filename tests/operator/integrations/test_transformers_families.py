@@ -65,7 +65,7 @@ def generated(model, implementation, arguments, cache):
 
 
 def gradients(model, implementation, arguments):
-    """Of all parameters, in one row."""
+    """Return the gradients of all parameters, in one row."""
     model.zero_grad()
     outputs(model, implementation, arguments).square().mean().backward()
     found = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
@@ -74,7 +74,7 @@ def gradients(model, implementation, arguments):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_masks_of_a_family(family, monkeypatch):
-    """In float32, with PyTorch's attention in place of kernels: logits, steps, gradients."""
+    """PyTorch's attention in float32 replaces kernels: logits, steps, gradients."""
     calls = []
 
     def noted(q, k, v):
@@ -105,7 +105,7 @@ def test_masks_of_a_family(family, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.sampled("Gemma 4")
 def test_family(family, device):
-    """In bfloat16, with kernels: not further from float32 than twice eager bfloat16."""
+    """Kernels in bfloat16 are not further from float32 than twice eager bfloat16."""
     exact, arguments = model_of(family).to(device), inputs(family, LENGTH, device)
     model = getattr(transformers, family.model)(exact.config).eval()
     model.load_state_dict(exact.state_dict())

@@ -81,7 +81,7 @@ def test_other_functions_are_no_bands(compiled):
 
 
 def seen(mask, batch, seqlen_q, seqlen_k):
-    """What queries see, (batch, 1, seqlen_q, seqlen_k)."""
+    """Return the mask that queries see, (batch, 1, seqlen_q, seqlen_k)."""
     if mask.dtype != torch.bool:
         mask = seen_by(described(mask), torch.Size((batch, seqlen_q)), seqlen_k, mask.device)
     return mask.expand(batch, 1, seqlen_q, seqlen_k)
@@ -148,7 +148,7 @@ def requests(draw):
 @settings(max_examples=200)
 @given(request=requests())
 def test_descriptions_see_what_transformers_sees(request):
-    """Of every query that is no padding, whatever pattern and padding."""
+    """Every query that is no padding sees the same, whatever pattern and padding."""
     wanted = known.sdpa_mask(**request, allow_is_causal_skip=False)
     batch, q, k = (request[name] for name in ("batch_size", "q_length", "kv_length"))
     found = seen(integration.mask(**request), batch, q, k)

@@ -61,7 +61,7 @@ class Case:
         return AppendTensors(*[None if t is None else t.to(device) for t in found])
 
     def positions(self, side: int) -> list[int]:
-        """Of each row."""
+        """Return the position of each row."""
         ordered = side == 0 or self.ordered
         return [
             begin + i * ordered
@@ -94,7 +94,7 @@ class Case:
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, columns: int) -> None:
-    """Rounded once where columns are turned, the same bits elsewhere."""
+    """Rounded once where columns are rotated, the same bits elsewhere."""
     found, step = found.cpu().double(), torch.finfo(found.dtype).eps / 2
     assert torch.equal(found.isnan(), exact.isnan())
     error = (found - exact).abs().nan_to_num()
@@ -162,7 +162,7 @@ def test_of_each_architecture(architecture, interleaved, monkeypatch):
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.sampled("True")
 def test_positions_that_the_tables_have_not(interleaved, device):
-    """NaN where a row is turned, in the cache too, so that nobody takes it for a result."""
+    """NaN where a row is rotated, in the cache too, so that nobody takes it for a result."""
     begins = (-1, POSITIONS - 1, 1 << 30)
     check(Case(24, lengths=(4, 6, 0), begins=begins, interleaved=interleaved), device)
 
@@ -206,7 +206,7 @@ def test_it_keeps_its_values_in_registers(architecture, interleaved):
 
 
 def given_call(**changed):
-    """Arguments of a call over pages, its rows to be turned."""
+    """Arguments of a call over pages, its rows to be rotated."""
     cos, sin = torch.randn(2, POSITIONS, 16)
     arguments = {
         "q": torch.randn(2, 2, 2, 256).bfloat16(),
@@ -285,7 +285,7 @@ REFUSED = {
 @pytest.mark.simulator
 @pytest.mark.parametrize(("changed", "error", "says"), REFUSED.values(), ids=REFUSED)
 def test_what_is_refused(changed, error, says):
-    """Before anything is written."""
+    """Calls are refused before anything is written."""
     given = given_call(**changed)
     before = given["k_cache"].clone()
     with pytest.raises(error, match=says):
@@ -296,7 +296,7 @@ def test_what_is_refused(changed, error, says):
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_over_a_cache_in_e4m3():
-    """Turned first, then divided and rounded; rows that are in e4m3 already are refused."""
+    """Rotated first, then divided and rounded; rows that are in e4m3 already are refused."""
     given = given_call(k_descale=torch.full((2, 1), 0.5), v_descale=torch.full((2, 1), 0.25))
     for name in ("k_cache", "v_cache"):
         given[name] = given[name].to(E4M3)

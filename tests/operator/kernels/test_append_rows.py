@@ -39,7 +39,7 @@ def caches_and_rows(entries, rows, heads, shape, dtype=torch.bfloat16, device="c
 
 
 def places(lengths, counts, cache, table=None):
-    """Of each new row in order (entry, row of it); None for one that has no place."""
+    """Yield (entry, row of it) of each new row in order; None for one that has no place."""
     entries, rows, *_ = cache.shape
     for sequence, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for position in range(length, length + count):
@@ -85,7 +85,8 @@ def test_rows_of_pages(device):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.sampled("False")
 def test_packed_rows(device, paged):
-    """Of more sequences than a warp has lanes, some without any, the first and the last too."""
+    """A batch has more sequences than a warp has lanes, some without any row, the first and the
+    last too."""
     counts = [0, 3, 0, 0, *(i % 4 for i in range(60)), 1, 0]
     lengths = [i * 7 % 12 for i in range(len(counts))]
     table = torch.randperm(len(counts)).view(-1, 1).tolist() if paged else None
@@ -94,7 +95,7 @@ def test_packed_rows(device, paged):
 
 
 def test_rows_past_the_last_offset_are_not_written(device):
-    """As a batch for a CUDA graph has them, which is filled up."""
+    """A batch for a CUDA graph, which is filled up, has such rows."""
     caches, new = caches_and_rows(2, 16, 2, (7,), device=device)
     before = [cache.clone() for cache in caches]
     lengths, begins = int32([3, 5], device), offsets([2, 1], device)
@@ -121,7 +122,7 @@ def test_of_a_layout(device):
 
 @pytest.mark.simulator
 def test_a_place_that_is_one_off_is_seen(planted):
-    """So these checks tell places apart."""
+    """A moved row fails the check, so these checks tell places apart."""
     place = AppendKernel._place
 
     def moved(self, cache, tables, sequence, position):
@@ -203,7 +204,8 @@ def launched(monkeypatch):
 
 @pytest.mark.simulator
 def test_repeated_calls(launched):
-    """Of other tensors, lengths and pages: launched from packed arguments, the same bits."""
+    """Calls with other tensors, lengths and pages are launched from packed arguments with the same
+    bits."""
     flash_attn_with_kvcache(**given_call())
     assert not launched
     for lengths, table in (([4, 18], [[0, 3], [2, 1]]), ([0, 31], [[1, 2], [0, 3]])):

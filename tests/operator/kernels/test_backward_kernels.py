@@ -1,4 +1,4 @@
-"""What the backward's kernels execute, use and leave undone, by the simulator and the compiler."""
+"""Work, resources and leftovers of the backward's kernels, by the simulator and the compiler."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_tma_bytes_are_the_closed_form():
 
 @pytest.mark.sampled
 def test_every_probability_is_exponentiated_once():
-    """By executed lanes of the special-function unit, on which the default pattern puts all."""
+    """Lanes of the special-function unit are counted; the default pattern puts all there."""
     _, (_, dkdv, dq) = run((300, 400), config=ANEW)
     _, (_, dv, products) = run((300, 400), config=STORED)
     blocks = (TILE, STEP), (STEP, TILE)
@@ -189,7 +189,7 @@ VARIANTS = {
 @pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
 @pytest.mark.sampled("products-fp16, window, softcap, packed with lengths in use")
 def test_no_spills_and_no_local_memory(result, variant):
-    """By the compiler's own report, for every kind of kernel."""
+    """The compiler's own report is clean for every kind of kernel."""
     kind = f"backward_{result}"
     if result == "dq":
         variant = replace(variant, partial=False)
@@ -203,7 +203,7 @@ def test_no_spills_and_no_local_memory(result, variant):
 @pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
 @pytest.mark.sampled("dv", "products")
 def test_rows_of_results_leave_in_whole_sectors(result):
-    """By 256-bit stores: half a sector at a time takes an SM four times as long."""
+    """Stores of 256 bits are used: half a sector at a time takes an SM four times as long."""
     kind = f"backward_{result}"
     config = BackwardConfig().of_kernel(kind)
     ptx = compile_kernel(KernelSpec(kind, config, VARIANTS["causal"])).ptx
@@ -214,7 +214,7 @@ def test_rows_of_results_leave_in_whole_sectors(result):
 
 
 def test_shapes_of_the_tiles():
-    """What the closed forms above assume."""
+    """Shapes assumed by the closed forms above."""
     config = BackwardConfig()
     for plan in (config.dq, config.dv, config.products):
         assert (plan.tile_rows, plan.step_columns) == (TILE, STEP)

@@ -95,7 +95,7 @@ def test_rows_without_a_visible_key(device):
 
 
 def test_any_strides(device):
-    """Transposed and sliced, the LSE too; 8 heads of one tensor, of which the odd ones are read."""
+    """Transposed and sliced, the LSE too; 8 heads of one tensor; the odd ones are read."""
     dout = torch.randn(2, 3, 50, 256).to(device, torch.bfloat16).transpose(1, 2)
     out = torch.randn(50, 2, 8, 300).to(device, torch.bfloat16)[..., 1:7:2, 44:].transpose(0, 1)
     lse = torch.randn(50, 3, 2, device=device).permute(2, 1, 0)
@@ -107,7 +107,7 @@ def test_any_strides(device):
 
 
 def test_a_gradient_that_is_one_expanded_number(device):
-    """What lse.sum().backward() hands over."""
+    """lse.sum().backward() hands over such a gradient."""
     out, dout, lse = random_rows(2, 20, 2, device)
     dlse = torch.ones((), device=device).expand(2, 2, 20)
     assert row_operand(lse) is lse

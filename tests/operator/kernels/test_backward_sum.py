@@ -20,7 +20,7 @@ from fa4_hd256.run.resources import resource_usage
 
 
 def added(parts, heads, dtype=torch.bfloat16):
-    """What the kernel makes of parts of dK and dV, in memory that holds NaN."""
+    """Return the kernel's sum of parts of dK and dV, in memory that holds NaN."""
     device = parts[0].device
     batch, rows = parts[0].shape[:2]
     results = tuple(
@@ -36,7 +36,7 @@ def added(parts, heads, dtype=torch.bfloat16):
 
 
 def expected(parts, heads, dtype):
-    """The same sums one after the other, exactly as rounded."""
+    """Return the same sums one after the other, exactly as rounded."""
     numbered = parts.unflatten(2, (heads, -1)).unbind(3)
     total = torch.zeros_like(numbered[0])
     for part in numbered:
@@ -80,19 +80,20 @@ def test_it_keeps_its_values_in_registers():
         compile_kernel(KernelSpec("backward_sum", SumConfig(), torch.bfloat16)).cubin
     )
     assert not usage.stack and not usage.local
-    assert usage.registers <= 40  # six CTAs of 8 warps an SM
+    assert usage.registers <= 40  # six CTAs of 8 warps per SM
 
 
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.sampled
 def test_gradients_in_parts(device, monkeypatch, parts):
-    """Also where the last part has fewer heads; whatever the memory of the sums held."""
+    """The last part may have fewer heads; the memory of the sums may hold anything."""
     monkeypatch.setattr(backward_problem, "choose_head_parts", lambda *given: parts)
     check(inputs((40, 70), (5, 1), device=device), causal=True)
 
 
 def test_a_part_that_is_left_out_is_seen(device, monkeypatch):
-    """So these gradients are sums of parts, added up by the kernel."""
+    """A missing part fails the check, so these gradients are sums of parts, added up by the
+    kernel."""
     monkeypatch.setattr(backward_problem, "choose_head_parts", lambda *given: 2)
     original = backward.sum_call_arguments
 

@@ -1,4 +1,4 @@
-"""Packed sequences of which few are long: blocks of queries, or of keys, numbered in a row."""
+"""Packed sequences, few of them long: blocks of queries, or of keys, numbered in a row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attend(heads, device, **options):
 
 
 def is_right(tensors, out, lse, **options):
-    """Whether each sequence is what the reference makes of it."""
+    """Return True if each sequence equals the reference."""
     for begin, end in itertools.pairwise(offsets(LENGTHS).tolist()):
         rows = slice(begin, end)
         operands = tuple(t[rows][None] for t in tensors)
@@ -62,7 +62,7 @@ def test_full_attention_and_windows(device):
 
 
 def gradients(heads, device, **options):
-    """Those of q, k and v, causal, with as many keys as queries."""
+    """Return the gradients of q, k and v, causal, with as many keys as queries."""
     torch.manual_seed(5)
     tensors, lengths = packed(heads, device)
     tensors = tuple(tensor.requires_grad_() for tensor in tensors)
@@ -73,9 +73,9 @@ def gradients(heads, device, **options):
 @pytest.mark.parametrize("memory", ["0", None], ids=["anew", "stored"])
 @pytest.mark.sampled
 def test_gradients_have_the_bits_of_those_of_a_grid(device, planted, tmp_path, memory):
-    """As many blocks for each sequence as the longest one has; and numbers that leave a long
-    sequence too few are seen, wherever a kernel has numbers: some kernels that store dS have none.
-    """
+    """A grid has as many blocks for each sequence as the longest one has; and numbers that leave a
+    long sequence too few are seen, wherever a kernel has numbers: some kernels that store dS have
+    none."""
     if memory is not None:
         planted.setenv("FA4_HD256_DS_BYTES", memory)
     in_a_row, numbered = BackwardEntry._in_a_row, []
@@ -106,7 +106,8 @@ def test_gradients_have_the_bits_of_those_of_a_grid(device, planted, tmp_path, m
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_a_number_that_leads_elsewhere_is_seen(device, planted):
-    """So these lengths are numbered in a row, and the number counts."""
+    """A wrong number fails the check, so these lengths are numbered in a row, and the number
+    counts."""
     found = PackedBlocks.found
 
     def another(self, number):

@@ -109,7 +109,7 @@ def test_equal_configurations_have_one_name(equal):
 
 
 def test_numbers_of_another_kind_stay_as_they_are():
-    """And are no other configuration's."""
+    """A number of another kind is no other configuration's."""
     odd = BackwardConfig(ds_bytes=0.5)
     name = named_configs.encode(odd, BackwardConfig)
     assert named_configs.decode(name, BackwardConfig).ds_bytes == 0.5

@@ -102,7 +102,7 @@ def test_padding_of_a_group():
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.sampled("3")
 def test_lengths_on_the_device(num_splits):
-    """A cache of which each sequence uses a part, one of them nothing."""
+    """Each sequence uses a part of a cache, one of them nothing."""
     q, k, v = tensors(1, 257, (8, 1), batch=4)
     used = torch.tensor([257, 64, 0, 1], dtype=torch.int32)
     k[1, 64:], v[1, 64:] = 3e38, 3e38
@@ -132,7 +132,7 @@ def test_maxima_that_grow():
 
 @pytest.mark.sampled
 def test_a_row_does_not_depend_on_the_others():
-    """Whether a row's maximum moves is its own affair, though all are looked at together."""
+    """Each row's maximum moves by itself, though all are checked together."""
     q, k, v = tensors(1, 600, (16, 1), batch=1)
     k[0, :, 0] *= torch.linspace(3, 0.2, 600)[:, None]
     alone = flash_attn_func(q, k, v, return_lse=True, num_splits=1, config=DECODE[0])
@@ -146,7 +146,7 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.sampled
 def test_polynomial_exponentials(rows):
-    """The mix of both, over rows: the elements that were asked for take the polynomial."""
+    """The mix of both, over rows: the configured elements take the polynomial."""
     config = DecodeConfig(
         rows, half_stages=4, q_stages=1,
         ex2_pattern=Ex2Pattern(4, 2, 0, last_fragment_hardware=False),
@@ -237,7 +237,7 @@ def p_not_waited_for(steps):
 
 
 def q_given_back_early(steps):
-    """By the first half of the last QK."""
+    """Return the steps that give Q back by the first half of the last QK."""
     qk0, qk1, *others = steps.products
     given = tuple(use for use in qk1.commits if use.edge == "q_free")
     kept = tuple(use for use in qk1.commits if use not in given)
@@ -269,8 +269,8 @@ def test_configurations_that_are_refused(fields, message):
         DecodeConfig(**fields)
 
 
-# Boxes of a part of a page, of a page, of several; pages that divide no tile. Parts of a number, or
-# of a length.
+# Boxes of a part of a page, of a page, of several; pages that divide no tile. Splits by number, or
+# by length.
 @pytest.mark.parametrize(
     ("page_size", "options"),
     [(16, {"num_splits": 2}), (48, {"causal": True}), (256, {"window_size": (90, 0)}),

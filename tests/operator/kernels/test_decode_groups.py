@@ -130,8 +130,8 @@ def test_sequences_of_fewer_queries_than_a_tile():
 @pytest.mark.parametrize("head", [3, 35])
 @pytest.mark.sampled
 def test_maxima_that_grow_in_one_group(head):
-    """In every step those of a row of one group, and the other group's never: its bits are those
-    that it has beside other rows."""
+    """A row of one group has a new maximum in every step, and the other group's never: its bits are
+    those that it has beside other rows."""
     q, k, v = tensors(1, 600, (64, 1), batch=1)
     growth = torch.linspace(8, 0.05, 600)[:, None] * torch.ones(256)
     k[0, :, 0] = (growth * q[0, 0, head].float() / 16).bfloat16()
@@ -185,7 +185,7 @@ def test_no_findings(config, seed, sanitize):
 @pytest.mark.parametrize("method", ["_own_queries", "_first_in_group", "_first_row"])
 @pytest.mark.sampled
 def test_a_group_with_the_other_ones_rows_is_noticed(method, planted):
-    """Of masks, of heads, of LSE."""
+    """Wrong rows in masks, heads and LSE are noticed."""
     queries, heads = (1, 40) if method == "_first_in_group" else (8, 8)
     wrong = {
         "_own_queries": lambda self, context, work: (

@@ -91,7 +91,7 @@ def lacking(action):
 
 
 class NoTail(StepTable):
-    """Without the waits at the end of the MMA role."""
+    """Step table without the waits at the end of the MMA role."""
 
     def mma_tail(self, edges):
         return ()

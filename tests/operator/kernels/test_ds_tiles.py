@@ -28,7 +28,7 @@ SIDES = (None, 0, 1, 255, 256, 600, 5000, -1, -256, -300)
 
 
 def test_an_element_of_a_tile():
-    """By the rule of the module, in bytes; every place is taken once."""
+    """The module's rule gives bytes; every place is taken once."""
     (keys, runs, run), strides = tile_strides()
     places = {
         key * strides[0] + query // run * strides[1] + query % run * strides[2]: (key, query)
@@ -45,8 +45,8 @@ def test_blocks():
 
 
 def seen_blocks(lengths, window) -> list[range]:
-    """Of each block of keys the blocks of queries that see any of it, from the definition of the
-    mask: query i sees key j if -left <= j - i - (keys - queries) <= right."""
+    """Return, for each block of keys, the blocks of queries that see any of it, from the definition
+    of the mask: query i sees key j if -left <= j - i - (keys - queries) <= right."""
     (queries, keys), (left, right) = lengths, window
     key = np.arange(keys)
     level = key - (keys - queries)  # the query that a key is level with
@@ -64,8 +64,8 @@ def seen_blocks(lengths, window) -> list[range]:
 
 
 def is_wrong(lengths, window) -> bool:
-    """Whether tiles of a case are not numbered one by one, by tiles of keys, then of queries, or
-    are not counted."""
+    """Return True if tiles of a case are not numbered one by one, by tiles of keys, then of
+    queries, or are not counted."""
     kind, reach = MaskKind(*(side is not None for side in window)), Reach.of(window)
     tiles, before = DsTiles.of(reach.lengths(*lengths), kind, reach.window), 0
     for block, columns in enumerate(seen_blocks(lengths, window)):
@@ -84,7 +84,7 @@ CASES = [
 
 
 def test_tiles_are_numbered_one_by_one():
-    """From 0 on and without a gap, so that no two have one number."""
+    """Numbers begin at 0 and have no gap, so that no two tiles share one."""
     assert not any(itertools.starmap(is_wrong, CASES))
 
 
@@ -158,7 +158,7 @@ def drawn(draw):
 
 
 def overlaps() -> int:
-    """In how many of many batches some tile has another's place, or none."""
+    """Count the batches, of many, in which some tile has another's place, or none."""
     draw, found = random.Random(1), 0
     for _ in range(2000):
         lengths, longest = drawn(draw)
@@ -200,14 +200,14 @@ def test_units_that_begin_too_early_are_found(monkeypatch):
 @pytest.mark.parametrize(
     ("longest", "window", "sequences", "packed", "expected"),
     [
-        # Blocks of keys, each with all blocks of queries: 4 tiles a block.
+        # Blocks of keys, each with all blocks of queries: 4 tiles per block.
         ((1024, 2048), (None, None), 3, None, (24, 16)),
         # Packed: a unit for 256 keys and one for each sequence, unless all are long.
         ((4096, 4096), (None, None), 8, 8192, (40, 64)),
         ((4096, 4096), (None, None), 2, 8192, (32, 64)),
         # Causal: 19 halves of blocks, for 17 of equal lengths.
         ((4096, 4096), (None, 0), 8, 8192, (40, 38)),
-        # A window of five blocks, of which one more is begun on either side.
+        # A window of five blocks, with one more begun on either side.
         ((4096, 4096), (1279, 0), 8, 8192, (40, 28)),
         # No more than there are.
         ((256, 4096), (1279, 0), 8, 8192, (40, 4)),

@@ -1,4 +1,4 @@
-"""How Blackwell's decode kernel brings Q to e4m3, by its machine code."""
+"""Conversion of Q to e4m3 by Blackwell's decode kernel, in its machine code."""
 
 import cutlass.cute as cute
 import pytest
@@ -30,7 +30,7 @@ def compiled(config):
 
 
 def rows_behind_a_load(function: SassFunction) -> int:
-    """Loads of 16 bytes a lane from global memory, as a row of Q would be one."""
+    """Loads of 16 bytes per lane from global memory, as a row of Q would be one."""
     return sum(i.base == "LDG" and "128" in i.opcode for i in function.instructions)
 
 
@@ -46,8 +46,8 @@ def test_registers(config):
 @pytest.mark.parametrize("config", DECODE_E4M3, ids=lambda config: str(config.rows))
 @pytest.mark.sampled
 def test_rows_come_by_tma(config):
-    """Rows that warps load take a latency of memory each turn, 1.6 us beside the loads of K and V
-    (docs/hopper.md)."""
+    """Rows that warps load take a latency of memory each iteration, 1.6 us beside the loads of K
+    and V (docs/hopper.md)."""
     assert rows_behind_a_load(compiled(config)[1]) == 0
 
 

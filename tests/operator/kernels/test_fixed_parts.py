@@ -1,4 +1,4 @@
-"""Forwards whose bits do not depend on the batch: keys in parts that follow its bounds alone."""
+"""Forwards whose bits do not depend on the batch: KV splits that follow its bounds alone."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_sequence_has_the_same_bits_in_every_batch(use_clc, device):
 
 
 def test_other_parts_have_other_bits(device):
-    """What the test before compares does depend on how keys are divided."""
+    """Bits depend on how keys are split; the test before compares something."""
     tensors = inputs((2, LONGEST), HEADS, 1, device=device)
     fixed = attend(tensors, USED[:1], batch_invariant=True)
     assert not torch.equal(fixed[0], attend(tensors, USED[:1], num_splits=2)[0])
 
 
 def test_each_part_has_its_keys(combined, device):
-    """Of three parts of 512 keys the last has what is left; of fewer keys there are fewer parts."""
+    """The last of three splits of 512 keys has what is left; fewer keys have fewer splits."""
     tensors = inputs((2, LONGEST), HEADS, len(USED), device=device)
     attend(tensors, USED, batch_invariant=True)
     ((_, (out, lse)),) = combined

@@ -163,7 +163,7 @@ def test_a_nan_stays_in_its_row(splits, device):
 
 
 def test_a_nan_in_one_column_stays_there(device):
-    """Of a part that has some weight."""
+    """The NaN is in a part that has some weight."""
     out, lse = random_parts(3, (1, 6, 2), device)
     clean = run((out, lse), 3)
     out[1, 2, 1, 77] = math.nan

@@ -1,5 +1,5 @@
-"""Kernels with a function of scores, or of what is seen, under the sanitizer: the forward and the
-gradients of both architectures, and bugs of theirs that it finds."""
+"""Kernels with a score_mod or mask_mod, under the sanitizer: the forward and the gradients of both
+architectures, and bugs of theirs that it finds."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _options(kind):
 
 
 def reports_of(kind, use_clc=False):
-    """(of a call with gradients by name those of its kernels, which are all that it launches; out
-    and gradients)."""
+    """Return (reports by kernel of a call with gradients, which are all that it launches; out and
+    gradients)."""
     q = torch.randn(1, LENGTHS[0], 2, 256, dtype=torch.bfloat16)
     k, v = (torch.randn(1, LENGTHS[1], 1, 256, dtype=torch.bfloat16) for _ in range(2))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]

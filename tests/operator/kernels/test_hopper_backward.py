@@ -93,7 +93,7 @@ def test_products_stay_in_flight_and_hide_the_arithmetic(name):
 
 
 def hints(ptx: str) -> set[int]:
-    """Cache hints of the TMA loads of boxes, each of which has one; 0 says nothing."""
+    """Cache hints of the TMA loads of boxes, one each; 0 says nothing."""
     loads = re.findall(r"cp\.async\.bulk\.tensor[^;]*;", ptx)
     registers = {re.search(r"L2::cache_hint.*, (%rd\d+);", load)[1] for load in loads}
     return {int(re.search(rf"mov\.b64\s+{name}, (\d+);", ptx)[1]) for name in registers}

@@ -48,7 +48,7 @@ def test_calls_of_more_rows_get_the_tiles_of_two():
 
 
 def test_groups_that_do_not_divide_a_tile():
-    """They share one while their padded rows fit; else each head has tiles of its own."""
+    """Groups share a tile while their padded rows fit; else each head has tiles of its own."""
     for queries, heads, packed, of_tile in ((8, (12, 2), 6, 8), (9, (12, 2), 1, 64),
                                             (1, (40, 8), 5, 8), (65, (12, 2), 1, 128)):  # fmt: skip
         found = Problem.describe(tensors(queries, 70, heads), Options(1.0))
@@ -105,7 +105,7 @@ def test_options(options):
 
 @pytest.mark.sampled
 def test_lengths_on_the_device():
-    """A cache of which each sequence uses a part, one of them nothing."""
+    """Each sequence uses a part of a cache, one of them nothing."""
     q, k, v = tensors(1, 257, (8, 1), batch=4)
     used = torch.tensor([257, 64, 0, 1], dtype=torch.int32)
     k[1, 64:], v[1, 64:] = float("nan"), float("nan")
@@ -147,7 +147,7 @@ def test_no_findings(use_clc, seed, sanitize):
 @pytest.mark.parametrize(
     ("batch", "keys", "heads", "queries", "parts"),
     [
-        # HBM bounds all of them together: uneven turns of tiles cost nothing.
+        # HBM bounds all of them together: uneven waves of tiles cost nothing.
         (128, 131072, (32, 2), 4, 1), (64, 8192, (32, 2), 1, 1),
         # All SMs, though half of them take in what HBM gives; between, pairs of SMs differ.
         (32, 131072, (32, 2), 1, 2), (8, 8192, (16, 2), 1, 8), (8, 8192, (16, 2), 4, 8),

@@ -76,7 +76,7 @@ STEP = re.compile("FS{16}b?F?O+W([xb]*)W")
 
 
 def hidden_exponentials(code: str) -> list[int]:
-    """Those of each loop that PV hides; code: a kernel in letters."""
+    """Count the exponentials of each loop that PV hides; code: a kernel in letters."""
     return [between.count("x") for between in STEP.findall(code)]
 
 
@@ -138,7 +138,7 @@ def sanitized(monkeypatch):
 @pytest.mark.parametrize("config", [LONG, SHORT, ForwardConfig(ctas=2)], ids=repr)
 @pytest.mark.sampled("*block_kv=80,*ctas=1,*-static", "*block_kv=64,*-dynamic")
 def test_no_findings(sanitized, config, use_clc):
-    """Several tiles a CTA, steps that a warpgroup leaves out, and loads for a cluster."""
+    """Several tiles per CTA, steps that a warpgroup leaves out, and loads for a cluster."""
     out, findings = sanitized(config, 700, use_clc)
     assert out.isfinite().all() and findings == []
 

@@ -70,7 +70,7 @@ def reports(monkeypatch):
 
 
 def plans_of(config):
-    """Of the kernels that make gradients, in the order of their launches."""
+    """Return the plans of the kernels that make gradients, in the order of their launches."""
     if config is STORED:
         return config.dv, config.products
     return config.single_dk, config.single_dv, config.single_dq
@@ -99,7 +99,7 @@ def test_the_backward_does_what_its_tables_say(lengths, causal, options, config,
         of_keys, of_queries = steps_of(seen.T, 256, 64), steps_of(seen, 256, 64)[::order]
         tiles = of_keys, of_keys, of_queries
     else:
-        # dS is written in blocks of 256 x 256; tiles of dK and of dQ take turns.
+        # dS is written in blocks of 256 x 256; tiles of dK and of dQ are interleaved.
         blocks = tuple(4 * count for count in steps_of(seen.T, 256, 256))
         pairs = itertools.zip_longest(steps_of(seen.T, 256, 128), steps_of(seen, 256, 128)[::order])
         tiles = blocks, tuple(tile for pair in pairs for tile in pair if tile is not None)
@@ -128,8 +128,8 @@ def fills_when_claimed(report, plan):
 
 
 def claimed_late(claimed, table, steps, once, each):
-    """Whether every tile, of so many steps, has begun all that its table asks for when the next is
-    claimed.  once, each: buffers filled for a tile, and for a step."""
+    """Return True if every tile, of so many steps, has begun all that its table requires when the
+    next is claimed.  once, each: buffers filled for a tile, and for a step."""
     of_tile, left = once + each * steps, each * table.claims
     return all(fills >= of_tile * (tile + 1) - left for tile, fills in enumerate(claimed))
 
@@ -157,8 +157,8 @@ def test_the_next_tile_is_claimed_when_few_steps_are_left(config, shapes, report
 
 @pytest.fixture
 def copied(monkeypatch):
-    """(whether it is a load, address of the descriptor, coordinates) of each box that TMA loads or
-    L2 is asked for, in their order."""
+    """Record (whether it is a load, address of the descriptor, coordinates) of each box that TMA
+    loads or prefetches into L2, in their order."""
     found, read, load = [], tma._tensor_map, tma._submit_load
 
     def of_tensor(machine, pointer, coordinates):
@@ -175,8 +175,8 @@ def copied(monkeypatch):
 
 
 def assert_asked_ahead(copied, num_tiles):
-    """L2 is asked for all boxes of a tensor but those of a tile's first step, and a box that it was
-    asked for is the next one of these columns that is loaded."""
+    """All boxes of a tensor but those of a tile's first step are prefetched into L2, and a
+    prefetched box is the next one of these columns that is loaded."""
     (tensor,) = {pointer for is_load, pointer, _ in copied if not is_load}
     by_columns = {}
     for is_load, pointer, coordinates in copied:
@@ -218,8 +218,8 @@ def test_l2_is_asked_for_q_of_the_next_step(use_clc, reports, copied):
 
 
 def work_of(seen, config, warpgroup, first):
-    """Of a tile whose first row is `first`: its steps, and how many of its first and last ones a
-    warpgroup of a CTA leaves out; warpgroup: its number in the cluster."""
+    """Return the steps of a tile whose first row is `first`, and how many of its first and last
+    ones a warpgroup of a CTA leaves out; warpgroup: its number in the cluster."""
     def blocks(rows):
         columns = seen[rows].any(0)
         seen_in = [
@@ -310,8 +310,8 @@ def test_the_decode_kernel_of_e4m3_does_what_its_table_says(
 
 
 def edits(table, change):
-    """(what, the table) with one action changed, of all that `change` makes another one of; it
-    returns actions in place of one, or None."""
+    """Yield (what, the table) with one action changed, of all that `change` makes another one of;
+    it returns actions in place of one, or None."""
     for number, role in enumerate(table.roles):
         for what, edited in edits_of_role(role, change):
             roles = (*table.roles[:number], edited, *table.roles[number + 1 :])
@@ -319,7 +319,8 @@ def edits(table, change):
 
 
 def edits_of_role(role, change):
-    """Not of its end: what the forward's load warp waits for there is known by then."""
+    """Yield the edits of a role but for its end: the forward's load warp waits there for what is
+    known."""
     for place, act in enumerate(role.acts):
         for what, actions in edits_of_actions(act.actions, change):
             acts = list(role.acts)

@@ -1,4 +1,5 @@
-"""What the forward kernel executes, and in which order, as the simulator's trace shows it."""
+"""Instructions that the forward kernel executes, and their order, as the simulator's trace shows
+it."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ VARIANTS = {
 @pytest.mark.parametrize("pattern", [Ex2Pattern(), Ex2Pattern(4, 3)], ids=["hardware", "mixed"])
 @pytest.mark.sampled("hardware-varlen, clc")
 def test_no_spills_and_no_local_memory(variant, pattern):
-    """By the compiler's own report, for every kind of kernel."""
+    """The compiler's own report is clean for every kind of kernel."""
     spec = KernelSpec("forward", ForwardConfig(ex2_pattern=pattern), variant)
     compiled = compile_kernel(spec)
     usage = resource_usage(compiled.cubin)
@@ -188,7 +189,7 @@ def test_the_next_tile_is_loaded_and_multiplied_before_this_ones_o_leaves():
 
 
 def test_loads_run_two_stages_ahead_of_the_mma():
-    """Before the first MMA the whole ring of K and V stages has been requested."""
+    """The whole ring of K and V stages has been requested before the first MMA."""
     report = run(256, 1024, clusters=1, trace=True, schedule="lazy")
     first_mma = next(e.number for e in report.trace if e.opcode.startswith("tcgen05.mma"))
     requested = Counter(

@@ -1,4 +1,4 @@
-"""Forwards without a mask whose last turn of tiles is a launch by itself, in parts of the keys."""
+"""Forwards without a mask whose last wave of tiles is a launch by itself, in KV splits."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from fa4_hd256.call.splits import BY_RULE, FIXED_PARTS
 
 pytestmark = pytest.mark.architecture("sm_100a")
 
-#: Six tiles of 256 queries, the last of 230, for 4 pairs of SMs: a turn and a half. Twenty steps.
+#: Six tiles of 256 queries, the last of 230, for 4 pairs of SMs: a wave and a half. Twenty steps.
 QUERIES, KEYS, PAIRS = 3 * 256 - 26, 20 * 128 - 5, 4
 
 
-# A tile is 256 rows, a step 128 keys. What is divided costs a step for every 4500 rows of a part,
-# and four for the launch, and must save two.
+# A tile is 256 rows, a step 128 keys. A split costs a step for every 4500 rows, and four for the
+# launch, and must save two.
 @pytest.mark.parametrize(
     ("lengths", "options", "pairs", "found"),
     [
-        # 1,024 tiles, 14 turns: the last 14 blocks of 8 heads in three half turns, or the last 7 of
-        # 16. The last 4 of 32 are 128 tiles, which take four half turns.
+        # 1,024 tiles, 14 waves: the last 14 blocks of 8 heads in three half waves, or the last 7 of
+        # 16. The last 4 of 32 are 128 tiles, which take four half waves.
         ((32768, 32768), {"heads": (8, 8)}, 76, (114 * 256, 2)),
         ((16384, 16384), {"heads": (8, 8), "batch": 2}, 76, (57 * 256, 2)),
         ((8192, 8192), {"heads": (8, 8), "batch": 4}, 76, None),
-        # Half a turn has too few steps.
+        # Half a wave has too few steps.
         ((32768, 4096), {"heads": (8, 8)}, 76, None),
-        # 13.8 turns of a B200; as many tiles as two turns hold; less than one turn (`splits_for`).
+        # 13.8 waves of a B200; as many tiles as two waves hold; less than one wave (`splits_for`).
         ((32768, 32768), {"heads": (8, 8)}, 74, None),
         ((2048, 32768), {"heads": (19, 19)}, 76, None),
         ((1024, 32768), {"heads": (8, 8)}, 74, None),
-        # One block a head: there is none to be left for the last turn.
+        # One block per head: there is none to be left for the last wave.
         ((256, 32768), {"heads": (90, 90)}, 74, None),
-        # Heads that share tiles of 32 queries: 75 tiles, of which one is left.
+        # Heads that share tiles of 32 queries: 75 tiles, one of them left.
         ((75 * 32, 32768), {"heads": (8, 1)}, 74, (74 * 32, 8)),
     ],
 )  # fmt: skip
@@ -81,7 +81,7 @@ def few_pairs(monkeypatch):
 
 
 def tiles_launched(call):
-    """(what the call returned, CTA pairs of each of its forwards)."""
+    """Return (what the call returned, CTA pairs of each of its forwards)."""
     before = sm100_sim.last_reports()
     found = call()
     new = [report for report in sm100_sim.last_reports() if report not in before]
@@ -107,7 +107,7 @@ def test_against_the_reference(few_pairs, use_clc):
     accurate(out, lse, tensors, **options)
     (whole, _), forwards = tiles_launched(lambda: attend(num_splits=1))
     assert forwards == [6 if use_clc else PAIRS]
-    # The first turn's rows are the same bits; the others are summed in another order.
+    # The first wave's rows are the same bits; the others are summed in another order.
     assert torch.equal(out[:, :512], whole[:, :512]) and not torch.equal(out, whole)
 
 

@@ -1,4 +1,4 @@
-"""Decoding steps of sequences of very different lengths: keys in parts that a list names."""
+"""Decoding steps of sequences of very different lengths: KV splits that a list names."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_list_for_other_lengths_only_balances_worse(made_for, device):
 
 @pytest.mark.sampled
 def test_packed_queries_on_pages(device):
-    """As serving engines call: queries of 0 to 3 rows, keys in pages in any order."""
+    """Serving engines call so: queries of 0 to 3 rows, keys in pages in any order."""
     lengths, used, page = (3, 1, 0, 2), (1200, 300, 40, 513), 64
     starts = ints([0, *itertools.accumulate(lengths)], device)
     columns = ROWS // page
@@ -237,8 +237,8 @@ def test_every_key_is_in_one_part(lengths, window):
 
 
 def test_one_long_sequence_is_divided_among_all_clusters():
-    """As many parts as there are clusters, none twice as long as all together on all clusters; the
-    rule of equal parts gives the long one's to a few."""
+    """There are as many splits as clusters, none twice as long as all together on all clusters; the
+    rule of equal splits gives the long one's to a few."""
     lengths = LENGTHS["one long"]
     one = problem(131072, len(lengths))
     listed = list_of_parts(one, gpu(), ints(lengths))
@@ -281,8 +281,8 @@ def test_a_list_for_more_keys_than_there_are():
 @pytest.mark.simulator
 @pytest.mark.sampled
 def test_a_list_with_as_many_words_by_chance(monkeypatch):
-    """Of another batch over other heads, also where a call of those shapes came before. Of other
-    bounds and another window a list serves."""
+    """Metadata of another batch over other heads is refused, also where a call of those shapes came
+    before. A list serves other bounds and another window."""
     listed = get_scheduler_metadata(ints([600, 5]), 1, 600, 8, 1)
     one = get_scheduler_metadata(ints([5]), 1, 600, 16, 2)
     batch = 1 + (listed.numel() - one.numel()) // 2

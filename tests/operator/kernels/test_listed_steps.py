@@ -14,8 +14,8 @@ pytestmark = pytest.mark.simulator
 
 
 def mask_of():
-    """Of 300 queries and 600 keys: full and partial tiles and none, other lists for the two tiles
-    of queries, steps of which one half of the rows sees nothing."""
+    """Return a mask of 300 queries and 600 keys: full and partial tiles and none, other lists for
+    the two tiles of queries, steps that one half of the rows does not see."""
     dense = torch.rand(1, 1, 300, 600) > 0.5
     dense[..., :128, 256:384] = True
     dense[..., 128:256, 256:384] = False

@@ -67,7 +67,7 @@ def compiled(kind: str, use_clc: bool = False, ragged: tuple[str, ...] = ()):
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
 @pytest.mark.sampled("forward", "backward_dv", "backward_products")
 def test_the_kernel_is_launched_with_the_registers_of_its_plan(kind):
-    """By its machine code: the pool that the budgets are checked against is the pool there is."""
+    """The pool that the budgets are checked against is the pool in the machine code."""
     kernel, plan = compiled(kind)
     assert set(launch_registers(kernel.cubin).values()) == {plan.at_launch}
 
@@ -75,7 +75,7 @@ def test_the_kernel_is_launched_with_the_registers_of_its_plan(kind):
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
 @pytest.mark.sampled("forward", "backward_dv", "backward_products")
 def test_no_role_names_a_register_that_its_budget_lacks(kind):
-    """Behind each setmaxnreg of the machine code, on every path."""
+    """Every path behind each setmaxnreg of the machine code is checked."""
     kernel, plan = compiled(kind)
     (function,) = disassemble(kernel.cubin).values()
     roles_have_their_registers(function, plan)
@@ -102,7 +102,8 @@ LETTERS = {"STTM": "S", "MUFU.EX2": "x", "FENCE.VIEW.ASYNC.T": "W", "SYNCS.ARRIV
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 def test_stores_of_the_first_half_of_p_are_hidden_by_exponentials(use_clc):
-    """In both loops, with a mask and without; ptxas orders arithmetic as it likes."""
+    """Stores are hidden in both loops, with a mask and without; ptxas orders arithmetic as it
+    likes."""
     kernel, _ = compiled("forward", use_clc)
     (function,) = disassemble(kernel.cubin).values()
     opcodes = [i.opcode for i in function.instructions]
@@ -116,7 +117,7 @@ def test_stores_of_the_first_half_of_p_are_hidden_by_exponentials(use_clc):
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
 @pytest.mark.sampled("forward")
 def test_no_step_looks_up_where_a_packed_sequence_lies(kind):
-    """Nor is anything spilled for that."""
+    """A look-up in no step costs no spill either."""
     kernel, plan = compiled(kind, True, ("cu_seqlens_q", "cu_seqlens_k"))
     nothing_is_spilled(kernel, plan)
     (function,) = disassemble(kernel.cubin).values()
@@ -125,7 +126,7 @@ def test_no_step_looks_up_where_a_packed_sequence_lies(kind):
 
 @pytest.mark.sampled
 def test_a_step_of_listed_products_looks_up_its_tile_and_that_of_ds():
-    """What its row of blocks says is read once a tile."""
+    """The facts of its row of blocks are read once per tile."""
     kernel, plan = compiled("backward_products", True, MASK_GRADIENTS)
     nothing_is_spilled(kernel, plan)
     (function,) = disassemble(kernel.cubin).values()
@@ -134,8 +135,8 @@ def test_a_step_of_listed_products_looks_up_its_tile_and_that_of_ds():
 
 @pytest.mark.parametrize("plan", [ForwardWarpPlan, BackwardWarpPlan])
 def test_a_plan_that_the_launch_cannot_serve_is_refused(plan):
-    """By one granule: 64 for the third warpgroup of the backward has hung on no GPU yet, 504 + 8
-    registers a thread of three have on an H200."""
+    """One granule decides: 64 for the third warpgroup of the backward has hung on no GPU yet, 504 +
+    8 registers per thread of three have on an H200."""
     other = plan().registers_other
     plan(registers_other=other - 8)
     with pytest.raises(ValueError, match=r"launched with 64512 \(168 each\)"):

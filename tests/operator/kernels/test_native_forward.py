@@ -25,7 +25,7 @@ def test_native_and_python_agree(monkeypatch, seqlen, heads, causal, clc):
     for python in (False, True):
         if python:
             monkeypatch.setattr(launcher, "observers_of", lambda *_: (Observer(),))
-        # Not divided: the last report is then the forward's.
+        # Not split: the last report is then the forward's.
         options = {"causal": causal, "use_clc": clc, "num_splits": 1}
         results.append(flash_attn_func(q, k, v, return_lse=True, **options))
         reports.append(last_reports()[-1])

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.simulator
 
 
 def decoding(page_size=16, **options):
-    """Of two sequences, one of several tiles and one of a part of a page; a window and parts."""
+    """Decode two sequences, one of several tiles and one of a part of a page; a window and
+    splits."""
     paged = Paged.of((300, 9), page_size)
     before = paged.copy()
     paged.forget(0, 300 - 2 - 150)
@@ -37,7 +38,7 @@ def test_no_findings(use_clc, seed, sanitize):
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.sampled("16")
 def test_boxes_have_the_bytes_of_tiles(page_size):
-    """As many bytes as without pages, of tiles that end beside a page, in it and past the end."""
+    """Tiles that end beside a page, in it and past the end load as many bytes as without pages."""
     paged, q = Paged.of((300,), page_size), torch.randn(1, 1, 2, 256).bfloat16()
     options = {"num_splits": 1, "use_clc": False, "causal": True}
     attend(q, paged, **options)
@@ -95,7 +96,7 @@ def test_a_planted_bug_is_refused(bug, planted):
 
 
 def test_the_numbers_that_are_read_decide(monkeypatch):
-    """Without the check of the host a number out of range stops the kernel that reads it."""
+    """A number out of range stops the kernel that reads it, without the check of the host."""
     from fa4_hd256.call import checks
 
     monkeypatch.setattr(checks, "check_page_numbers", lambda *_: None)

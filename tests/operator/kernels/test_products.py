@@ -209,7 +209,7 @@ def test_what_is_executed_is_the_closed_form(name):
 @pytest.mark.parametrize("blocks", [1, 4, 16, 33, 34, 64])
 @pytest.mark.parametrize("heads", [1, 8])
 def test_tiles_that_share_ds_are_at_work_at_once(blocks, heads):
-    """Those of one more part would begin when others of it are done."""
+    """One more part would begin when others of it are done."""
     order = ProductOrder.of(256 * blocks, 256 * blocks, heads, MaskKind(False, False))
     take_turns = {number for number in range(order.num_tiles) if order.tile(number)[2] == 0}
     parts = order.parts_at_once(66)

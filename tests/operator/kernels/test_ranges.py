@@ -81,7 +81,7 @@ def test_the_default_kernel_has_none(spec):
 
 
 def test_the_default_kernel_is_the_one_without_ranges(monkeypatch):
-    """Their decorators removed, the same PTX comes out but for line numbers."""
+    """PTX without the decorators differs in line numbers alone."""
     decorated = ranges.traced("a name")(len).__code__
     removed = [
         (kernel, name, method.__wrapped__)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "causal"),
-    # Several key tiles and two tiles a pair; ends inside a tile; more keys than queries.
+    # Several key tiles and two tiles per pair; ends inside a tile; more keys than queries.
     [(512, 512, False), (330, 330, True), (40, 600, True)],
 )
 @pytest.mark.sampled("330-330-True-None", "330-330-True-1", "330-330-True-2")

@@ -1,4 +1,4 @@
-"""Forwards whose KV tiles are divided among several CTA pairs, against the float64 reference.
+"""Forwards whose KV tiles are split over several CTA pairs, against the float64 reference.
 
 The mask of a call and the kind of its scores are compiled in, its lengths are not: the tests share
 few kinds of calls, each with every number of parts.
@@ -63,7 +63,7 @@ def same(first, second):
 
 
 # Decoding steps of 2 sequences; two tiles of queries over 5 KV tiles, which 3 does not divide; more
-# parts than KV tiles.
+# splits than KV tiles.
 @pytest.mark.parametrize(
     ("lengths", "heads", "batch", "num_splits"),
     [((1, 700), (16, 2), 2, 2), ((40, 520), HEADS, 1, 3), ((7, 130), HEADS, 1, 32)],
@@ -136,7 +136,7 @@ def test_the_same_bits_under_both_schedulers(clusters, monkeypatch):
 @pytest.mark.parametrize("num_splits", [2, 32])
 @pytest.mark.sampled("2")
 def test_every_kv_tile_is_multiplied_once(num_splits):
-    """16 + 8 instructions for each of 5 KV tiles of 2 query tiles, however these are divided."""
+    """16 + 8 instructions for each of 5 KV tiles of 2 query tiles, however these are split."""
     import sm100_sim
 
     flash_attn_func(*inputs((40, 520), HEADS), num_splits=num_splits, use_clc=False)
@@ -150,7 +150,7 @@ def test_every_kv_tile_is_multiplied_once(num_splits):
 
 
 def test_no_division_without_parts(combined, device):
-    """num_splits=1 is the kernel that divides nothing, and the rule's choice for short keys."""
+    """num_splits=1 is the kernel without splits, and the rule's choice for short keys."""
     tensors = inputs((40, 300), device=device)
     default = flash_attn_func(*tensors, use_clc=False, return_lse=True)
     assert same(default, check(tensors, 1)) and not combined
@@ -179,7 +179,7 @@ def test_windows(lengths, window, num_splits, device):
 
 
 def test_a_sink_of_infinity(device):
-    """Only the first part has it, and takes all of the weight."""
+    """Only the first split has the sink, and takes all of the weight."""
     sink = torch.tensor((math.inf, 0.5, math.inf), device=device)
     tensors = inputs((270, 250), THREE, device=device)
     options = {"window_size": (150, 0), "learnable_sink": sink, "return_lse": True}
@@ -205,7 +205,7 @@ def test_sinks(logits, num_splits, device):
 @pytest.mark.parametrize(("softcap", "scale"), [(50.0, -0.0625), (3.0, -1.0)])
 @pytest.mark.sampled
 def test_softcap_and_a_negative_scale_in_fp16(softcap, scale, device):
-    """With a sink, and tiles that two heads share."""
+    """A sink and tiles that two heads share are tested, too."""
     tensors = inputs((130, 600), dtype=torch.float16, device=device)
     sink = torch.randn(2, device=device)
     options = {"softcap": softcap, "softmax_scale": scale, "learnable_sink": sink}
@@ -328,7 +328,7 @@ def test_infinite_scores(num_splits, device):
 
 
 def test_gradients(device):
-    """The backward takes out and LSE of a divided forward as of any other; d sink too."""
+    """The backward takes out and LSE of a split forward as of any other; d sink too."""
     tensors, sink = inputs((150, 300), THREE, device=device), torch.randn(3, device=device)
     dout, dlse = torch.randn_like(tensors[0]), torch.randn(1, 3, 150, device=device)
     options = {"window_size": (130, 20), "learnable_sink": sink}
@@ -347,7 +347,7 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), config=None, *
 
 
 # A query tile is 256 rows, queries times the heads that share it, a step 128 keys; a part costs its
-# steps, one beside and a step for every 4500 rows, and dividing must save 5.
+# steps, one beside and a step for every 4500 rows, and splitting must save 5.
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize(
     ("lengths", "options", "clusters", "splits"),
@@ -358,15 +358,15 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), config=None, *
         ((1, 2048), {"heads": (16, 2)}, 74, 16),
         ((1, 32768), {"heads": (16, 2)}, 74, 37),
         ((1, 32768), {"heads": (8, 1)}, 74, 64),
-        # 7 for each of 10 tiles; the longest of 7 has 3 of 16 steps, of which 6 are enough.
+        # 7 for each of 10 tiles; the longest of 7 has 3 of 16 steps; 6 are enough.
         ((1, 2048), {"batch": 10}, 74, 6),
         # A group of 3 shares nothing: 12 tiles. 32 queries of 8 heads are one tile, 33 are two.
         ((1, 4096), {"heads": (12, 4)}, 74, 6),
         ((32, 32768), {"heads": (8, 1), "batch": 4}, 74, 18),
         ((33, 32768), {"heads": (8, 1), "batch": 4}, 74, 9),
-        # 37 tiles leave a second pair for each: 17 for 33. 38 do not, but with three parts two
-        # turns of 12 do for one of 33. 74 tiles leave no pair idle, 90 do in a second turn: 66, or
-        # five turns of 9. But tiles of more than one block of queries may differ.
+        # 37 tiles leave a second pair for each: 17 for 33. 38 do not, but with three splits two
+        # waves of 12 do for one of 33. 74 tiles leave no pair idle, 90 do in a second wave: 66, or
+        # five waves of 9. But tiles of more than one block of queries may differ.
         ((1, 4096), {"batch": 37}, 74, 2),
         ((1, 4096), {"batch": 38}, 74, 3),
         ((1, 4096), {"batch": 74}, 74, 1),
@@ -374,15 +374,15 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), config=None, *
         ((1, 32768), {"batch": 90}, 74, 4),
         ((256, 32768), {"batch": 90}, 74, 4),
         ((257, 32768), {"batch": 90}, 74, 1),
-        # Nine parts would be done after 4 turns of 30 steps instead of 129, but 8192 rows of nine
-        # parts take 16 steps, of two 4.
+        # Nine splits would be done after 4 waves of 30 steps instead of 129, but 8192 rows of nine
+        # splits take 16 steps, of two 4.
         ((512, 32768), {"heads": (16, 2)}, 74, 2),
-        # 64 tiles of 32 steps: 33, or seven turns of 5.
+        # 64 tiles of 32 steps: 33, or seven waves of 5.
         ((1, 4096), {"batch": 64}, 74, 1),
         ((4096, 4096), {"heads": (16, 16)}, 74, 1),
         ((1, 4096), {"batch": 37}, 66, 3),
         ((1, 4096), {}, 1, 1),
-        # Shorter by one step, and by two: in parts of one step; in two parts.
+        # Shorter by one step, and by two: in splits of one step; in two splits.
         ((1, 3 * 128), {}, 74, 1),
         ((1, 3 * 128 + 1), {}, 74, 4),
         ((1, 5 * 128), {"batch": 37}, 74, 1),
@@ -408,7 +408,7 @@ def test_the_rule(lengths, options, clusters, splits):
 @pytest.mark.parametrize(
     ("lengths", "options", "splits"),
     [
-        # A part a step, as long as SMs suffice; then 74 for each of 2 tiles, of which 64 may be.
+        # One split per step, as long as SMs suffice; then 74 for each of 2 tiles; 64 are allowed.
         ((1, 512), {"heads": (16, 2)}, 4),
         ((1, 2048), {"heads": (16, 2)}, 16),
         ((1, 8192), {"heads": (16, 2)}, 64),
@@ -432,7 +432,8 @@ def test_the_rule_of_few_rows(lengths, options, splits):
 
 @pytest.mark.architecture("sm_100a")
 def test_the_rule_for_packed_and_padded_sequences():
-    """By their number and the longest one, not by what the offsets are: 4 sequences, 4096 keys."""
+    """The number of sequences and the longest one decide, not the offsets: 4 sequences, 4096
+    keys."""
     found = set()
     for ends_q, ends_k in (((1, 2, 3, 4), (4096, 4096, 4096, 4096)), ((0, 0, 4, 4), (9, 9, 9, 9))):
         problem = describe(

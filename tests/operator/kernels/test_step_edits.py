@@ -86,7 +86,7 @@ class TwoRingsKernel(ForwardKernel):
 
 
 class PvFirst(ForwardConfig):
-    """PV of a step before QK of the following one, which is issued in the same turn."""
+    """PV of a step before QK of the following one, which is issued in the same iteration."""
 
     @property
     def steps(self) -> StepTable:

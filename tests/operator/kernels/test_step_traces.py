@@ -1,5 +1,5 @@
-"""What every warp waits for and signals, as the simulator traces it, is what the table of steps
-says: the generated roles, and those written by hand, as the check of the plan knows them."""
+"""Waits and signals of every warp, as the simulator traces them, against the table of steps: the
+generated roles, and those written by hand, as the check of the plan knows them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_backward_does_what_its_tables_say(lengths, causal, ds_bytes, report
         assert_as_declared(of_keys, config.dkdv, steps_of(seen.T, TILE_K, TILE_Q))
         assert_as_declared(of_queries, config.dq, tiles)
         return
-    # Tiles of 256 keys, in steps of 128 queries; those of dK and of dQ take turns.
+    # Tiles of 256 keys, in steps of 128 queries; those of dK and of dQ are interleaved.
     of_dk = steps_of(seen.T, TILE_Q, TILE_K)
     assert_as_declared(of_keys, config.dv, of_dk)
     pairs = itertools.zip_longest(of_dk, tiles)

@@ -35,8 +35,8 @@ def stored(monkeypatch):
 
 
 def by_key(problem, ds, seen):
-    """Of each sequence (heads, keys, queries), in whole blocks, NaN where there is no tile.  seen:
-    bool (keys, queries) of each.  Memory that is no tile's is as it was."""
+    """Return, for each sequence, (heads, keys, queries), in whole blocks, NaN where there is no
+    tile. seen: bool (keys, queries) of each.  Memory that is no tile's is as it was."""
     seen = [visible.mT for visible in seen]
     numbers = tile_numbers(problem, seen)
     others = torch.ones(math.prod(problem.ds_shape[:3]), dtype=torch.bool)

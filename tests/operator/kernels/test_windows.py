@@ -19,7 +19,7 @@ LENGTHS = (1, 2, 5, 9)
 
 @pytest.mark.parametrize("window", list(itertools.product(SIDES, SIDES)), ids=str)
 def test_the_rest_sees_the_same(window):
-    """Without hidden rows a window of 0 or more sees the same keys; hidden rows see none."""
+    """A window of 0 or more sees the same keys without hidden rows; hidden rows see none."""
     reach = Reach.of(window)
     assert all(side is None or side >= 0 for side in reach.window)
     assert [side is None for side in reach.window] == [side is None for side in window]

@@ -51,8 +51,8 @@ print(problem.packed_heads, problem.tile_queries, splits_for(problem, gpu), spec
 
 
 def test_a_third_touches_no_other(tmp_path):
-    """Its tiles, clusters and configuration are those that a call gets; neither its sources nor
-    those of the others are in the other's keys."""
+    """A call gets its tiles, clusters and configuration; neither its sources nor those of the
+    others are in the other's keys."""
     variables = {**os.environ, "FA4_HD256_ARCH": "sm_80", "FA4_HD256_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", THIRD], env=variables, capture_output=True, text=True
@@ -108,7 +108,7 @@ def test_an_architecture_that_does_not_exist(monkeypatch, capsys):
 
 
 def test_what_is_not_written_is_said():
-    """By a row without kernels: whose they are, what others have, how to choose."""
+    """A row without kernels says whose they are, what others have, how to choose."""
     kernels = KernelSet(named("sm_90a"))
     message = "sm_90a, H200 .*has no {} yet; .*sm_100a: B200 .*FA4_HD256_ARCH"
     for what, call in (

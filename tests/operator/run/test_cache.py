@@ -126,7 +126,7 @@ def test_a_restored_kernel_is_what_was_compiled():
 
 @pytest.mark.usefixtures("no_compiler")
 def test_the_directory_may_go_once_a_kernel_is_loaded(cache):
-    """What runs are the bytes that were checked, wherever the files went meanwhile."""
+    """The checked bytes run, wherever the files went meanwhile."""
     found = compile.compile_kernel(SPEC)
     shutil.rmtree(cache)
     assert callable(found.function)
@@ -135,7 +135,7 @@ def test_the_directory_may_go_once_a_kernel_is_loaded(cache):
 
 @pytest.fixture
 def stand_in(monkeypatch, cache):
-    """What the compiler returns is the kept kernel with another PTX; counts its calls."""
+    """Let the compiler return the cached kernel with another PTX; count its calls."""
     kept = compile.compile_kernel(SPEC)
     compile.forget()
     compiled = []

@@ -21,7 +21,7 @@ def none_left():
 
 
 def gradients(device, queries=256, **options):
-    """Of a causal call, or under a block mask."""
+    """Return the gradients of a causal call, or under a block mask."""
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout = (
         torch.randn(1, rows, 2, 256, generator=generator).to(device, torch.bfloat16)
@@ -34,7 +34,7 @@ def gradients(device, queries=256, **options):
 
 @pytest.fixture
 def bounds(monkeypatch):
-    """Bytes for dS that calls were divided by."""
+    """Bytes for dS by which calls were split."""
     found = []
     divide = backward.divide
     monkeypatch.setattr(
@@ -80,14 +80,14 @@ def test_refused(device, monkeypatch, given):
 
 
 def test_the_sdpa_adapter_bounds_it(device, bounds, monkeypatch):
-    """While it is active; PyTorch activates it for CUDA tensors alone."""
+    """The active adapter bounds it; PyTorch activates it for CUDA tensors alone."""
     monkeypatch.setattr(_fa4, "register_flash_attention_fa4", lambda module_path: module_path)
     monkeypatch.setattr(sdpa._Active, "ds_bytes", None)
     q, k, v, dout = torch.randn(4, 1, 256, 2, 256).to(device, torch.bfloat16)
     out, lse = sdpa._flash_attn_fwd(q, k, v, causal=True)
 
     def backward():
-        forget_calls()  # on a GPU one that came before is divided as it was
+        forget_calls()  # on a GPU one that came before is split as it was
         sdpa._flash_attn_bwd(q, k, v, out, dout, lse, causal=True)
         return bounds[-1]
 
@@ -98,7 +98,7 @@ def test_the_sdpa_adapter_bounds_it(device, bounds, monkeypatch):
             torch.nn.attention, "register_flash_attention_impl",
             lambda name, register_fn, to=registered: to.update({name: register_fn}),
         )  # fmt: skip
-        # For as long as it is activated only: a kernel that is compiled asks, too.
+        # For as long as it is activated only: a kernel that is compiled reads it, too.
         with monkeypatch.context() as with_gpu:
             with_gpu.setattr(torch.cuda, "is_available", lambda: True)
             sdpa.register(name, ds_bytes=ds_bytes)
@@ -128,8 +128,8 @@ def test_adapters_refuse(adapter, given, error):
 
 @pytest.mark.simulator
 def test_less_is_tried_where_memory_is_short(device, bounds, small_memory, backward_config):
-    """dS of a head has 128 KiB: of both it does not fit, of one it does, with the bits of asking
-    for so much."""
+    """dS of a head has 128 KiB: of both it does not fit, of one it does, with the bits of that
+    limit."""
     expected = gradients(device, backward_config=backward_config(ds_bytes=1 << 17))
     default = backward_config().ds_bytes
     small_memory(1 << 17)

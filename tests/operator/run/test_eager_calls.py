@@ -185,7 +185,7 @@ def long_way(monkeypatch):
 
 
 def repeats(function, *tensors, **options):
-    """Whether a call was repeated; the stand-ins return ones then."""
+    """Return True if a call was repeated; the stand-ins return ones then."""
     return bool((function(*tensors, **options) == 1).all())
 
 
@@ -221,7 +221,7 @@ CHANGES = {
 
 
 def shifted(tensor):
-    """The same values, one element past an aligned address."""
+    """Copy the values to one element past an aligned address."""
     room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:]
     return room.view(tensor.shape).copy_(tensor)
 
@@ -278,7 +278,7 @@ def test_packed_lengths_are_in_the_key(long_way):
 
 
 def test_a_score_mod_is_in_the_key(long_way):
-    """Its functions, and how its tensors lie, not what they hold."""
+    """The key has its functions and how its tensors lie, not what they hold."""
 
     def call(mod, function=flash_attn_func):
         if function is flash_attn_func:
@@ -305,7 +305,7 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_equal_values_of_other_types_are_refused_as_ever(wrong, long_way):
-    """Beside calls with the accepted value, which is equal to it."""
+    """Calls with the accepted value, which is equal to it, come before."""
     accepted = {
         "causal": True, "num_splits": 1, "use_clc": True, "window_size": (1, None),
         "softmax_scale": 1.0, "softcap": 1.0,
@@ -318,7 +318,7 @@ def test_equal_values_of_other_types_are_refused_as_ever(wrong, long_way):
 
 
 def test_short_of_memory_a_call_takes_the_long_way(long_way, monkeypatch):
-    """Which may do with less than what was recorded."""
+    """The long way may do with less memory than what was recorded."""
     from fa4_hd256 import interface
 
     for _ in range(3):
@@ -350,7 +350,7 @@ def test_gradients_are_kept_apart(long_way):
 
 
 def test_scales_that_require_gradients_are_refused_as_ever(long_way):
-    """Beside calls alike whose scales do not, with which they share what is kept."""
+    """Similar calls whose scales do not share the cached entry."""
     q, k, v = small()
     k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
     scales = {"k_descale": torch.ones(1), "v_descale": torch.ones(1)}
@@ -412,7 +412,7 @@ def resized(tensor):
     lambda q: torch._efficientzerotensor(q.shape, dtype=q.dtype), resized,
 ], ids=["zeros", "resized"])  # fmt: skip
 def test_elements_without_memory_are_not_launched_on(without, long_way, monkeypatch):
-    """Of a call that came before everything is alike but the address, which is 0."""
+    """Everything equals an earlier call's but the address, which is 0."""
     from fa4_hd256 import interface
 
     class Refused(Exception):
@@ -514,7 +514,7 @@ def test_a_tensor_given_twice_is_guarded(long_way):
 
 
 def _asked(calls, inputs, function=flash_attn_func):
-    """What a call asks for."""
+    """Return what a call looks up."""
     asked = []
     find, calls.find = calls.find, lambda *given: asked.append(given) or find(*given)
     try:

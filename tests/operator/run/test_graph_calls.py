@@ -83,7 +83,7 @@ def through(function, tensors, gradients):
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.sampled("dense-forward", "dense-gradients", "masked-forward")
 def test_compiled_calls_are_repeated(launched, function, gradients):
-    """The same bits as the first call with the same tensors."""
+    """The bits are those of the first call with the same tensors."""
     compiled = torch.compile(function, backend="aot_eager")
     through(compiled, [normal(2, 100, heads, 256) for heads in (2, 1, 1)], gradients)
     for _ in range(2):
@@ -152,7 +152,7 @@ def test_what_a_key_holds(launched, changed):
 
 @pytest.mark.sampled
 def test_a_key_without_arguments_is_seen(launched, monkeypatch):
-    """So these checks tell calls apart."""
+    """A short key fails the check, so these checks tell calls apart."""
     tensors, operator = [normal(1, 64, 1, 256) for _ in "qkv"], torch.ops.fa4_hd256.forward
     others = forward_arguments(*tensors, softmax_scale=0.125)
     expected, _ = operator(*others)

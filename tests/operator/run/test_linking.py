@@ -19,7 +19,7 @@ from fa4_hd256.run.compile import CompiledKernel
 
 
 class Module:
-    """What `load_module` returns: it owns the code of its functions."""
+    """Result of `load_module`: it owns the code of its functions."""
 
     def __getitem__(self, prefix: str):
         return SimpleNamespace(to=lambda device: SimpleNamespace(capi_func=lambda address: 0))
@@ -31,7 +31,7 @@ def loaded(monkeypatch):
     found = []
 
     def load_module(path):
-        time.sleep(0.2)  # another thread asks meanwhile
+        time.sleep(0.2)  # another thread calls meanwhile
         module = Module()
         found.append(weakref.ref(module))
         return module
@@ -89,7 +89,8 @@ def test_a_launch_keeps_the_module(loaded, monkeypatch):
 
 
 def test_nothing_in_the_operator_is_a_cached_property():
-    """It runs once only where threads do not meet: from Python 3.12 on it has no lock."""
+    """A cached property runs once only where threads do not meet: from Python 3.12 on it has no
+    lock."""
     assert not isinstance(vars(CompiledKernel)["function"], functools.cached_property)
     sources = [name for name in style.sources(ROOT) if name.startswith("fa4_hd256/")]
     assert len(sources) > 100

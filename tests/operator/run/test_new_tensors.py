@@ -1,4 +1,4 @@
-"""Tensors that every call makes anew."""
+"""Tensors that every call makes again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_zeros(device):
 
 @pytest.mark.parametrize("first", [False, True], ids=["first outside", "first inside"])
 def test_inference_mode(first, device):
-    """What is made belongs to the mode in which it is made, whatever the maker was made in."""
+    """A tensor belongs to the mode in which it is made, whatever the maker was made in."""
     device = torch.empty(0, device=device).device
     with torch.inference_mode(first):
         make = maker((2, 19), torch.float64, device)

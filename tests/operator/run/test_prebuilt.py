@@ -76,7 +76,7 @@ torch.save((out, lse), sys.argv[2])
 
 @pytest.fixture(autouse=True)
 def _as_before():
-    """What a test chose does not outlive it."""
+    """Undo what a test chose."""
     compile.forget()
     yield
     use_prebuilt(None)
@@ -140,7 +140,7 @@ def edited(directory, **changes):
 
 
 def test_a_call_without_a_compiler(built, inputs, tmp_path):
-    """From a directory that can only be read, bit for bit what was compiled here."""
+    """A directory that can only be read gives, bit for bit, what was compiled here."""
     expected = attend(inputs)
     torch.save(inputs, tmp_path / "q.pt")
     os.chmod(built, 0o555)
@@ -337,7 +337,7 @@ def test_a_directory_that_is_refused(copied, state, message):
 
 
 def test_a_build_replaces_what_no_longer_fits(copied, spec):
-    """And keeps what does."""
+    """Kernels that fit are left alone."""
     assert build({"sm_100a": [spec]}, copied).kernels == 1
     stale = "0" * 32
     cache = prebuilt.storage(copied)
@@ -514,7 +514,7 @@ def test_a_kernel_of_another_architecture_is_no_kernel_of_this(spec, tmp_path, c
 
 @pytest.mark.parametrize("planted", ["os:system", "fa4_hd256.run.build:build", "torch.save"])
 def test_a_name_makes_nothing_but_configurations(spec, planted):
-    """It comes from a command line, and goes to `importlib`."""
+    """A name comes from a command line, and goes to `importlib`."""
     read = json.loads(name_of(spec))
     read["config"] = {"class": planted}
     with pytest.raises(ValueError, match="names no kernel"):
@@ -542,7 +542,7 @@ print(dict(compile.counters))
 
 @pytest.fixture
 def ranks(spec, tmp_path):
-    """Starts processes that ask for the same small kernel, in an empty cache."""
+    """Start processes that request the same small kernel, in an empty cache."""
     small = KernelSpec(
         "forward_combine", spec.kernels.combine.of(2, 8), torch.bfloat16, ARCHITECTURES[0]
     )

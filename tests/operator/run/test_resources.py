@@ -1,4 +1,4 @@
-"""What a cubin says of its kernel is what NVIDIA's own tool reads out of it."""
+"""Resource usage of a cubin's kernel, against NVIDIA's own tool."""
 
 from __future__ import annotations
 

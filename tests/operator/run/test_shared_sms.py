@@ -45,7 +45,7 @@ def choices(use_clc=None):
 
 
 def test_one_process_keeps_the_static_scheduler():
-    """In the forward; a backward has the dynamic one."""
+    """The forward keeps it; a backward has the dynamic one."""
     assert not sms_are_shared() and choices() == (False, True)
     ranks(1)
     assert not sms_are_shared() and choices() == (False, True)
@@ -100,9 +100,9 @@ def kernels(use_clc: bool):
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "CLC"])
 @pytest.mark.sampled
 def test_no_cluster_waits_for_another(use_clc):
-    """So a grid of which only some clusters are resident ends, whatever holds the other SMs: of a
-    kernel nothing communicates beyond its cluster but requests of launch control, which the
-    hardware answers."""
+    """A grid of which only some clusters are resident ends, whatever holds the other SMs: nothing
+    of a kernel communicates beyond its cluster but requests of launch control, which the hardware
+    answers."""
     load_table()
     for spec in kernels(use_clc):
         (kernel,) = parse_module(compile_kernel(spec).ptx).values()

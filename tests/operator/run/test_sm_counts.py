@@ -25,7 +25,7 @@ def tensors():
 
 
 def attend(*tensors, **options):
-    """In the forward's tiles, for pairs of SMs, however few the rows."""
+    """Attend in the forward's tiles, for pairs of SMs, however few the rows."""
     return flash_attn_func(*tensors, num_splits=1, config=ForwardConfig(), **options)
 
 
@@ -51,7 +51,7 @@ def test_forward(tensors, monkeypatch):
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "CLC"])
 @pytest.mark.sampled
 def test_backward(use_clc, tensors, monkeypatch):
-    """A key/value head for each query head: there is nothing to divide by the SMs' number."""
+    """A key/value head for each query head: there is nothing to split by the number of SMs."""
     dout = torch.randn_like(tensors[0])
     results = []
     for sms in (19, 160):

@@ -72,7 +72,8 @@ def test_a_launch_that_is_captured_has_its_own(cuda):
 
 
 def test_a_capture_without_any_left_zeroes_its_own(cuda):
-    """Before the first eager launch, or after thousands in graphs: by the graph, at each replay."""
+    """A graph zeroes it at each replay: before the first eager launch, or after thousands in
+    graphs."""
     cuda.capturing = True
     tile_counter.tile_counter(CUDA, 7)
     assert cuda.sizes == [1] and cuda.waits == 0
@@ -96,7 +97,8 @@ def test_a_stream_of_each_thread(cuda):
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("use_clc", [False, True])
 def test_which_kernels_get_one(monkeypatch, counts, use_clc):
-    """Those of an architecture that counts, under the dynamic scheduler: types as values."""
+    """Kernels of an architecture that counts get one, under the dynamic scheduler: types as
+    values."""
     q = torch.zeros(1, 1, 1, 256).bfloat16()
     tiles = ForwardTiles(128, 128, 64, 1, 1e-6, 5)
     options, config = Options(1.0, use_clc=use_clc), SimpleNamespace(tiles=tiles)

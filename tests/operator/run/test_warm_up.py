@@ -1,4 +1,5 @@
-"""What a model needs is counted up whole: after `warm_up` none of its calls compiles anything."""
+"""Kernels that a model needs are counted up whole: after `warm_up` none of its calls compiles
+anything."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def calls(model, architecture, generator, count):
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 @pytest.mark.sampled("sm_100a-gemma-3-4b", "sm_90a-qwen3.8-27b")
 def test_no_call_of_a_model_takes_another_kernel(name, arch):
-    """Random calls, planned by what plans real ones: split, combined, divided for the backward."""
+    """Random calls, planned by what plans real ones: with KV splits, combined, in chunks of the
+    backward."""
     target, model = TARGETS[arch], MODELS[name]
     known = set(specs_of(model, TRAINING, target.architecture, target.gpu))
     found, pick = set(), random.Random(7)
@@ -120,7 +122,8 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_trees(arch):
-    """Of any number of nodes, more than decoding has queries among them; beside all others."""
+    """Trees of any number of nodes, more than decoding has queries among them, come beside all
+    others."""
     target, model = TARGETS[arch], MODELS["gemma-3-4b"]
     needs = Needs(("decode",), ("packed-paged",), page_sizes=(16,), tree_mask=True)
     without = replace(needs, tree_mask=False)
@@ -143,7 +146,7 @@ def test_trees(arch):
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_greatest_logits(arch):
-    """Few and many queries, undivided and in parts, under both schedulers; none of e4m3."""
+    """Few and many queries, with one KV split and several, under both schedulers; none of e4m3."""
     target, model = TARGETS[arch], MODELS["gemma-3-4b"]
     needs = Needs(
         ("training",), ("packed",), kv_dtypes=(None, torch.float8_e4m3fn), max_logits=True
@@ -172,7 +175,7 @@ def test_greatest_logits(arch):
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_new_rows(arch):
-    """Of caches, with rotary embedding and without, in all that calls can come to."""
+    """Caches with rotary embedding and without are counted in all that calls can come to."""
     target, model = TARGETS[arch], MODELS["gemma-3-4b"]
     e4m3, bfloat16 = torch.float8_e4m3fn, torch.bfloat16
     needs = Needs(
@@ -238,7 +241,7 @@ def test_alibi(arch):
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_training_beside_what_has_no_gradients(arch):
-    """All that training alone takes, beside pages, lists of parts and keys in e4m3."""
+    """All that training alone takes, beside pages, scheduler metadata and keys in e4m3."""
     target, model = TARGETS[arch], AttentionModel("of this test", 8, 2, (Mask(True),))
 
     def known(uses, forms, **others):
@@ -249,7 +252,7 @@ def test_training_beside_what_has_no_gradients(arch):
     paged = known(uses, ("packed", "paged"), page_sizes=(16,), scheduler_metadata=True)
     assert trained | known(("decode",), ("paged",), page_sizes=(16,)) <= paged
     assert trained <= known(uses, ("packed",), kv_dtypes=(torch.float8_e4m3fn,))
-    # A list of parts beside seqused_q is refused by calls.
+    # Calls refuse scheduler metadata beside seqused_q.
     listed = known(uses, ("padded", "cache"), scheduler_metadata=True)
     both = [str(spec.problem_class) for spec in listed if "part_list" in str(spec.problem_class)]
     assert both and not any("seqused_q" in text for text in both)
@@ -257,7 +260,7 @@ def test_training_beside_what_has_no_gradients(arch):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_every_combining_kernel(architecture):
-    """Of any number of parts and rows."""
+    """Kernels for any number of splits and rows are known."""
     rule = kernels_of(architecture).combine
     needs = Needs(("decode",), ("dense",))
     specs = specs_of(MODELS["glm-5-tp8"], needs, architecture, "B200")
@@ -337,7 +340,7 @@ def test_values_of_needs_that_are_none(given, message):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """What is accepted by mistake is not compiled."""
+    """Refuse to compile what is accepted by mistake."""
 
     def refuse(spec):
         raise AssertionError(f"accepted: {spec}")
@@ -434,7 +437,7 @@ def warm_model(monkeypatch, layers):
 @pytest.mark.parametrize("layers", WARM)
 @pytest.mark.sampled("decode")
 def test_a_warm_model_compiles_nothing(warm_model, layers):
-    """Prefill and decode, with a window and without, undivided and in parts."""
+    """Prefill and decode, with a window and without, with one KV split and several."""
     lengths = {"decode": (1, 200), "prefill": (70, 70)}
     for mask, use, parts in itertools.product(warm_model.masks, WARM[layers][1], (1, 3)):
         queries, keys = lengths[use]
@@ -455,7 +458,7 @@ def test_a_warm_model_compiles_nothing(warm_model, layers):
 
 
 def test_padded_calls_and_those_with_a_block_mask(monkeypatch, architecture):
-    """What real ones take, gradients among them, is counted up."""
+    """Kernels that real calls take, gradients among them, are counted up."""
     target, model = TARGETS[architecture], AttentionModel("of this test", 2, 1, (Mask(True),))
     needs = Needs(("prefill", "decode", "training"), ("padded", "block-mask"))
     known = specs_of(model, needs, target.architecture, target.gpu)
@@ -473,7 +476,7 @@ def test_padded_calls_and_those_with_a_block_mask(monkeypatch, architecture):
 
 
 def test_what_launches_need_is_made_before(monkeypatch):
-    """On a GPU: the kernel is loaded, and the scheduler has its counters."""
+    """The kernel is loaded on a GPU, and the scheduler has its counters."""
     done = []
     stream = SimpleNamespace(cuda_stream=5)
     monkeypatch.setattr(torch.cuda, "device", lambda device: launch.contextlib.nullcontext())

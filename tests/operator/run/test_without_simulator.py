@@ -1,4 +1,4 @@
-"""Where sm100_sim is not installed: one clear line for CPU tensors, and nothing else needs it."""
+"""Installation without sm100_sim: one clear line for CPU tensors, and nothing else needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fa4_hd256 import environment, flash_attn_func
 
 @pytest.fixture
 def without(monkeypatch):
-    """As if the simulator were not installed."""
+    """Pretend that the simulator is not installed."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "sm100_sim"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sm100_sim", None)

@@ -172,7 +172,7 @@ def test_a_table_of_addresses_tells_which_tensors_a_kernel_may_touch():
 
 
 def test_tensors_without_memory_may_be_alive():
-    """Those that torch.compile traces with, which it may leave behind; that torch.func wraps."""
+    """torch.compile traces with such tensors, which it may leave behind; torch.func wraps them."""
     from cutlass.cute.runtime import from_dlpack
     from torch._subclasses import FakeTensorMode
 

@@ -96,7 +96,7 @@ def test_launch_configuration(compiled):
 
 
 def test_the_registers_of_a_launch_are_those_of_its_machine_code(compiled):
-    """Read from the cubin that the host code loads, whether the DSL was asked to keep it or not."""
+    """Read from the cubin that the host code loads, whether the DSL was told to keep it or not."""
     a, b = torch.zeros(256), torch.zeros(256)
     (config,) = launches(compiled, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 4)
     assert compiled.artifacts.CUBIN is None
@@ -253,7 +253,7 @@ def grow(target: cute.Tensor, residents: cutlass.Constexpr):
 
 @pytest.mark.parametrize("residents", [0, 1])
 def test_setmaxnreg_that_ptxas_drops_moves_nothing(residents):
-    """Without a directive that fixes the registers the kernel is launched with far too few."""
+    """A kernel without a directive that fixes the registers is launched with far too few."""
     target = torch.zeros(256, dtype=torch.int32)
     compiled = compile_sm100(grow, from_dlpack(target), residents)
     report = sm100_sim.launch(compiled, from_dlpack(target))

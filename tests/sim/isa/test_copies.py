@@ -79,7 +79,7 @@ st.global.b32 [%rd2], %r5;
     [(64, ".noinc", ""), (64, "", "mbarrier.arrive.shared.b64 _, [smem+512];")],
 )
 def test_cp_async_arrives_at_an_mbarrier(count, noinc, plain, options):
-    """With .noinc the copies' arrivals are among the count; without it they add to it."""
+    """The copies' arrivals are among the count with .noinc; without it they add to it."""
     source, out = np.arange(64, dtype=np.uint32), np.zeros(64, np.uint32)
     body = TRACKED.replace("COUNT", str(count)).replace("NOINC", noinc).replace("PLAIN", plain)
     run_kernel_text(body, [source, out], block=(64, 1, 1), **options)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.simulator
 
 SEEDS = range(8)
 
-# A persistent loop: process the own cluster, then ask for another until none is left.
+# A persistent loop: process the own cluster, then request another until none is left.
 CLC = """
 mov.u32 %r0, %tid.x;  mov.u32 %r1, %ctaid.x;  mov.u32 %r2, 0;
 mov.u32 %r20, %cluster_ctarank;
@@ -65,7 +65,7 @@ def test_every_cluster_is_done_once(clusters, options):
     assert (done == 1).all()
     resident = min(clusters, 7)
     refused = report.clc["refused"]
-    # Each cluster asks until it fails; each success is a request of its own. For each refusal a
+    # Each cluster requests until it fails; each success is a request of its own. For each refusal a
     # cluster is launched that would have been stolen.
     assert report.clc["try_cancel"] == 7 and refused * ("seed" not in options) == 0
     assert 7 - resident - refused <= report.clc["stolen"] <= 7 - resident
@@ -74,7 +74,7 @@ def test_every_cluster_is_done_once(clusters, options):
 
 
 def test_clc_shares_the_work_between_resident_clusters():
-    """Two resident clusters take turns: neither does all of the rest."""
+    """Two resident clusters share the tiles: neither does all of the rest."""
     owner = np.zeros(12, np.uint32)
     # The id of the executing cluster's first CTA (a special register) goes to the tile's cell.
     body = CLC.replace(

@@ -40,13 +40,13 @@ def module(form, options, waits=True):
 
 
 def buffers(rows):
-    """What the module reads, and what it writes."""
+    """Return the buffers that the module reads and writes."""
     given = np.ascontiguousarray(rows).view(np.uint32)
     return [given, np.zeros((THREADS, COLUMNS + 1), np.uint32)]
 
 
 def run(rows, form, options):
-    """What the module writes."""
+    """Run the module; return what it writes."""
     arguments = buffers(rows)
     sm100_sim.launch_ptx(module(form, options), NAME, arguments, block=THREADS)
     return arguments[1]
@@ -79,7 +79,7 @@ def test_what_is_loaded_and_its_reduction(form, operation, kind):
         values = loaded.view(np.float32)
         want = pick.reduce(values, 1)
         assert np.array_equal(out[:, COLUMNS].view(np.float32), want, equal_nan=True)
-        # Row 4 holds both zeros, the least of which is -0.
+        # Row 4 holds both zeros; the least is -0.
         assert out[4, COLUMNS] == (0x80000000 if operation == "min" else 0) or form != "32x32b"
         assert out[2, COLUMNS] == NAN or form != "32x32b"
     else:
@@ -139,8 +139,8 @@ def test_of_one_register_there_is_no_reduction():
 
 @pytest.mark.parametrize("used", ["all", "result", "nothing"])
 def test_the_sanitizer_sees_it_in_flight_until_something_of_it_is_used(used):
-    """Without a wait: the use of either says that all of it is there; what nobody uses is still
-    being loaded when the memory is given back."""
+    """The use of either result says, without a wait, that all of it is there; what nobody uses is
+    still being loaded when the memory is given back."""
     text = module("32x32b", "max.f32", waits=False)
     if used != "all":
         text = re.sub(r"st.global.b32 \[%rd1\+\d+\], %v\d+;\n", "", text)
@@ -154,7 +154,8 @@ def test_the_sanitizer_sees_it_in_flight_until_something_of_it_is_used(used):
 
 
 def test_its_site_in_the_sass():
-    """As ptxas 13.1 writes it for sm_103a; two loads of different width are never the same."""
+    """ptxas 13.1 writes such a site for sm_103a; two loads of different width are never the
+    same."""
     sites = {
         width: sass_kind(SassInstruction(
             0, "", f"LDTM.STAT.x{width}.MAX.F32", "R69, R4, tmem[UR4]", Control.decode(0)

@@ -189,8 +189,7 @@ def test_a_handler_of_no_value_is_refused():
 
 # ---------------------------------------------------------------- no opcodes beside the table
 
-#: Files of other rooms that may say the names of opcodes, what they say (a regular expression), and
-#: why.
+#: Files of other packages that may name opcodes -> (what they name, a regular expression; why).
 ALLOWED = {
     "ptx/parser.py": (r"bra, brx|ld, st|instruction.opcode == 'brx'", "syntax of the PTX language"),
     "run/residency.py": (r"mbarrier\.(init|inval)", "words of errors"),
@@ -213,7 +212,8 @@ def _documentation(tree: ast.Module) -> set[int]:
 
 
 def _names_opcodes(text: str) -> bool:
-    """Whether a string is a dotted opcode or a prefix of some, regular expressions included."""
+    """Return True if a string is a dotted opcode or a prefix of some, regular expressions
+    included."""
     text = text.replace("\\", "").rstrip(".")
     if not re.fullmatch(r"[a-z]\w*(\.|::)[\w.:]*", text):
         return False

@@ -190,7 +190,7 @@ def test_what_is_refused():
 
 
 def test_rows_shorter_than_the_swizzle_span():
-    """They stand one span apart, each swizzled as if it filled its span (golden vectors)."""
+    """Rows stand one span apart, each swizzled as if it filled its span (golden vectors)."""
     array = aligned(64 * 64 * 2).view(np.uint16).reshape(64, 64)
     array[:] = np.arange(64 * 64).reshape(64, 64)
     memory, smem = HostMemory(array), aligned(16384)

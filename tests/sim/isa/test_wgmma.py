@@ -46,8 +46,8 @@ COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligne
 
 
 def test_nothing_is_known_to_have_happened_before_the_wait():
-    """Without the wait accumulators are stored as they were, at best but for the warp that is the
-    last to issue."""
+    """Accumulators are stored unchanged without the wait, at best but for the warp that is the last
+    to issue."""
     product = named("k")
     case = edited(product, WAIT, "")
     (early,), (late,) = replay(case), replay(case, schedule="lazy")

@@ -65,8 +65,8 @@ def test_redundant_mutants_name_the_edge():
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_later_fence_may_cover_the_accesses(again):
-    """Of two fences before two barriers, the MMA that needs the first to know waits for the second;
-    without a second, nothing says so."""
+    """The MMA that needs the first of two fences before two barriers waits for the second; without
+    a second, nothing says so."""
     last = "tcgen05.fence::before_thread_sync;\nbar.sync 1;\n"
     text = changed(TENSOR, "wait ld", "tcgen05.wait::ld.sync.aligned;\n" + last)
     if not again:
@@ -103,7 +103,7 @@ _RELAXED = "mbarrier.arrive.relaxed.cluster.shared::cta.b64 _, [smem+8];"
     ],
 )  # fmt: skip
 def test_what_a_warpgroup_does_twice_is_redundant(tag, lines, opcode, expected):
-    """In place of a line of the kernel; the others of this opcode are needed."""
+    """The tagged line of the kernel is replaced; the others of this opcode are needed."""
     text = changed(WARPGROUP, tag, lines)
     if lines.count(_RELEASE):
         text = changed(text, "release", "bar.warp.sync -1;")

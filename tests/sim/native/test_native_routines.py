@@ -139,7 +139,7 @@ def test_operands_outside_are_left_to_python(what, d, a, b):
 
 
 def test_what_python_has_issued_is_performed_or_refused_as_a_whole():
-    """The same bits as numpy's; a descriptor that is not covered changes nothing."""
+    """Bits equal numpy's; a descriptor that is not covered changes nothing."""
     descriptor = descriptor_of("f16", 128, 96, ("bf16", "bf16", "f32"))
     results = []
     for native in (False, True):

@@ -139,7 +139,7 @@ def test_named_barrier_arrive_and_sync(options):
 
 
 def test_barrier_reduction():
-    """popc, and, or over 96 threads of which every third votes yes."""
+    """popc, and, or over 96 threads; every third votes yes."""
     out = np.zeros((96, 3), np.uint32)
     run_kernel_text(
         """
@@ -422,7 +422,7 @@ EXITED = r"CTA \([13], 0, 0\), rank 1, has exited: "
 
 @pytest.mark.parametrize("options", [{}, {"seed": 1}, {"sanitize": True}, {"schedule": "lazy"}])
 def test_arriving_at_a_cta_that_has_exited_is_found(options):
-    """In each cluster; under a seed, in those where CTA 1 comes first."""
+    """Each cluster has the finding; under a seed, those where CTA 1 comes first."""
     body = f"{LATE} mbarrier.arrive.shared::cluster.b64 _, [%r4];"
     found = run_kernel_text(body, grid=(4, 1, 1), cluster=(2, 1, 1), **options).findings
     texts = [text for text in found if re.search(EXITED, text)]
@@ -448,7 +448,7 @@ def test_arriving_at_a_cta_that_has_exited_is_found(options):
     ],
 )
 def test_reaching_into_a_cta_that_has_exited(access, options):
-    """It is called that, not an access outside the allocated bytes, with CTA and rank."""
+    """The error says so, not that bytes outside the allocation are accessed, with CTA and rank."""
     body = f".reg .b16 %rs<2>; {LATE} {access}"
     with pytest.raises(CtaExited, match=EXITED) as raised:
         run_kernel_text(body, [aligned_zeros((16,), np.uint8)], grid=(4, 1, 1), cluster=(2, 1, 1),
@@ -487,7 +487,8 @@ PEER = """
     ],
 )
 def test_shared_without_cluster_is_the_own_memory(access, accepted, options):
-    """What ptxas makes of it (LDS, STS, ATOMS) has no way to another CTA; waits never have."""
+    """The instructions that ptxas makes of it (LDS, STS, ATOMS) cannot reach another CTA; waits
+    never do."""
     launch = {"grid": (2, 1, 1), "cluster": (2, 1, 1), **options}
     end = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
     with pytest.raises(MemoryFault, match="only .shared::cluster and generic addresses reach"):
@@ -582,7 +583,7 @@ def test_report_and_trace():
 
 
 def test_trace_of_a_try_wait_has_its_result():
-    """The first asks for a phase that is not over, the second for the one before, which is."""
+    """The first tests a phase that is not over, the second for the one before, which is."""
     trace = run_kernel_text(
         """
         .shared .align 8 .b8 smem[8];

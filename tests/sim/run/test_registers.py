@@ -94,8 +94,8 @@ def test_more_registers_than_the_file_has_cannot_be_launched(threads):
      (160, 2, 168), (288, 2, 96), (96, 3, 168), (160, 3, 128), (288, 3, 72), (96, 4, 168)],
 )
 def test_registers_that_fit_a_launch(threads, ctas, registers):
-    """What ptxas 13.1 gives a kernel of .reqntid and .minnctapersm whose setmaxnreg.inc asks for
-    256 (255 of 256: so many can be named)."""
+    """ptxas 13.1 gives these registers to a kernel of .reqntid and .minnctapersm whose
+    setmaxnreg.inc requests 256 (255 of 256: so many can be named)."""
     assert most_registers(threads, ctas) == registers
 
 

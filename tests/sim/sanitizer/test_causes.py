@@ -46,7 +46,7 @@ def findings(text, **options):
 
 
 def test_loads_that_one_barrier_would_order_are_one_cause():
-    """They are found before the store and, one time later, after it."""
+    """Loads are found before the store and, one time later, after it."""
     assert findings(FILLED) == []
     found = findings(REFILLED)
     assert len(found) >= 5

@@ -33,7 +33,7 @@ def test_planted_bug_is_reported(bug):
 
 
 def test_both_layouts_of_a_log_record_are_one():
-    """That of the code which writes it, and that of the routines which read it."""
+    """The code that writes a record and the routines that read it agree."""
     offsets = {name: getattr(LogRecord, name).offset for name, _ in LogRecord._fields_}
     assert offsets == {name: offset for name, (_, offset) in LOG_RECORD.fields.items()}
     assert ctypes.sizeof(LogRecord) == LOG_RECORD.itemsize
@@ -80,7 +80,7 @@ def test_a_trace_beside_the_sanitizer_changes_no_finding(bug):
 
 
 def test_every_class_is_planted():
-    """And every planted text differs from its twin, or the bug would be none."""
+    """Every planted text differs from its twin, or the bug would be none."""
     assert {bug.number for bug in BUGS} == set(range(1, 24))
     assert all(bug.text != KERNELS[bug.kernel].text for bug in BUGS)
 

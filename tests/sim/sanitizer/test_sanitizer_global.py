@@ -18,7 +18,7 @@ mov.u32 %r4, 0;  mov.u32 %r5, 0;  mov.u32 %r6, 0;  mov.u32 %r7, 0;
 
 
 def findings(body: str, arrays: int = 1, warps: int = 1) -> list:
-    """Of two CTAs of a cluster, the same in native code and in Python."""
+    """Return the findings of two CTAs of a cluster, the same in native code and in Python."""
     found = [
         run_kernel_text(
             START + body, [np.zeros(1024, np.uint32) for _ in range(arrays)], grid=(2, 1, 1),
@@ -63,7 +63,7 @@ def test_one_row_has_two_writers(width):
 @pytest.mark.parametrize(("between", "expected"), [(MEET, []), ("", ["race"])])
 @pytest.mark.parametrize("width", FORMS)
 def test_the_other_row_is_read_in_order_only(width, between, expected):
-    """And is then free to be overwritten by its reader."""
+    """A row that was read is free to be overwritten by its reader."""
     body = access("st", width, "%r1") + between + SWAP + access("ld", width, "%r11") + between
     assert [finding.kind for finding in findings(body)] == expected
     if not expected:
@@ -80,7 +80,7 @@ def test_warps_of_one_cta_read_in_order_only(between, expected):
 
 @pytest.mark.parametrize("rows", [("%r1", "%r1"), ("0", "%r1"), ("%r1", "0")])
 def test_lanes_may_go_to_two_tensors(rows):
-    """Even lanes to the first, odd ones to the second."""
+    """Even lanes go to the first, odd ones to the second."""
     places = "".join(access("ld", 4, row, 8 + n) for n, row in enumerate(rows))
     body = places.replace("ld.global", "// ld.global") + (
         "and.b32 %r12, %r0, 1;  setp.eq.u32 %p1, %r12, 1;  selp.b64 %rd2, %rd1, %rd0, %p1;\n"

@@ -79,7 +79,7 @@ def test_as_published_it_hangs(compiled):
 
 @pytest.mark.parametrize("compiled", [("full", False)], indirect=True, ids=str)
 def test_as_published_rows_are_left_out(compiled):
-    """Without a mask both CTAs take as many steps, and the trace shows which rows they store."""
+    """Both CTAs take as many steps without a mask, and the trace shows which rows they store."""
     launch, _ = compiled
     call = Attention.random(SEQLEN, HEAD_DIM)
     report = launch(call, trace=True)

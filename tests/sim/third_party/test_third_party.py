@@ -2,7 +2,7 @@
 
 That a kernel nobody wrote for this simulator gives the right numbers is what makes the simulator
 believable. head_dim 256 is the two-CTA kernel (cta_group::2, P in TMEM), head_dim 128 the one with
-two query tiles a CTA.
+two query tiles per CTA.
 """
 
 import math
@@ -27,7 +27,7 @@ forward = pytest.importorskip("flash_attn.cute.flash_fwd_sm100")
 
 
 class B200:
-    """The figures that flash-attn-4 asks the driver for."""
+    """The figures that flash-attn-4 queries the driver for."""
 
     def get_device_multiprocessor_count(self):
         return 148

@@ -112,7 +112,7 @@ def test_masks_of_the_provider(lengths, window):
 
 
 def test_gradients_of_the_provider():
-    """`backward_call` takes its own backward, as often as it is asked."""
+    """`backward_call` takes its own backward, at each call."""
     from bench.measure.providers import Frost, Inputs, backward_call
     from bench.suite import Case
 

@@ -1,6 +1,6 @@
 """flash-attn-4's public interface, called as on a GPU inside `sm100_sim.attached()`.
 
-For SM100 head_dim 64 and 128 share their kernels (two query tiles a CTA; the backward at 128 is
+For SM100 head_dim 64 and 128 share their kernels (two query tiles per CTA; the backward at 128 is
 two-CTA), head_dim 256 has two-CTA kernels of its own. For SM90 all head_dims share theirs. Errors
 are compared with PyTorch's own in bf16.
 """
@@ -41,7 +41,7 @@ def results(q, k, v, causal, grad, attention):
 
 
 def simulated(q, k, v, causal):
-    """Its attention of the same tensors."""
+    """Compute its attention of the same tensors."""
     from flash_attn.cute.interface import flash_attn_func
 
     out = flash_attn_func(q, k, v, causal=causal)
@@ -80,7 +80,7 @@ def test_forward_and_backward(head_dim, causal, seqlen):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """The simulator passes for an H200; flash-attn-4 remembers which device it has asked."""
+    """The simulator passes for an H200; flash-attn-4 remembers which device it has queried."""
     from flash_attn.cute import cute_dsl_utils, interface
 
     asked = interface._get_device_arch, cute_dsl_utils._get_device_arch_and_num_sms
@@ -104,7 +104,7 @@ def on_hopper(monkeypatch):
     ids=str,
 )
 def test_the_kernels_for_hopper(on_hopper, head_dim, causal, seqlen, heads, options):
-    """Its SM90 path, under schedules in which wgmmas take effect late."""
+    """The SM90 path runs under schedules in which wgmmas take effect late."""
     reports = compare(head_dim, causal, seqlen, heads, **options)
     assert sum(report.warps("wgmma.mma_async") for report in reports) > 0
     assert not any(report.warps("tcgen05.mma") for report in reports)

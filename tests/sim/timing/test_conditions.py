@@ -14,7 +14,7 @@ VALUES = load().values()._replace(
 
 
 def call(values=VALUES, beside=0.0, own_bytes=0.0):
-    """A millisecond of a pair's tensor cores at full rate: 2 x 8192 FLOP a clock."""
+    """A millisecond of a pair's tensor cores at full rate: 2 x 8192 FLOP per clock."""
     tiles = [Tile(1e6, own_bytes=own_bytes)]
     found = schedule(tiles, TileCosts(0.0, 0.0, 1.0), values, 2, "static")
     return Call([(1, found)], beside)

@@ -71,7 +71,7 @@ ret;
     config = LaunchConfig("measure", (1, 1, 1), (64, 1, 1), (1, 1, 1), 2048, (), ptx=ptx)
     kernel = parsed_kernel(ptx, "measure")
     report = run_kernel(config, parameter_buffer(kernel, []), [], Options(trace=True))
-    # (bytes a lane, executions by two warps, their wavefronts)
+    # (bytes per lane, executions by two warps, their wavefronts)
     assert list(report.shared_accesses.values()) == [(16, 2, 8), (16, 2, 4), (4, 2, 2)]
     assert "shared_accesses" not in report.to_json()
 

@@ -11,7 +11,7 @@ import pytest
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import POLICIES, Late, Room, Tile, TileCosts, Tiles, schedule
 
-#: Four clusters of two CTAs; HBM gives 100 bytes a clock, a cluster takes as many.
+#: Four clusters of two CTAs; HBM gives 100 bytes per clock, a cluster takes as many.
 VALUES = load().values()._replace(
     sms=8, launch_us=0.0, cta_reuse=0.0, clock_ghz=1.0, hbm_terabytes=0.1,
     l2_bytes_per_clock_sm=50.0, l2_terabytes=1e3, uneven_shares=0.0,
@@ -57,7 +57,7 @@ def test_half_of_the_machine_waits_half():
 
 
 def test_tiles_that_start_apart_do_not_wait():
-    """Their first tiles end 100 clocks from one another, ten times what a reading takes."""
+    """First tiles end 100 clocks from one another, ten times what a reading takes."""
     first = [tile(1000.0 + 100 * i) for i in range(4)]
     found = run([*first, *[tile(reads=1000.0)] * 4], "dynamic", claims=0)
     assert found.clocks == 100 + 1350 + CLOCKS
@@ -147,7 +147,8 @@ def test_two_claimed_ahead_go_round_by_round():
 
 
 def test_a_tile_claimed_late_goes_to_who_is_done_first():
-    """As without claims, but for a claim in the last clocks of a tile that another ends in."""
+    """Placement equals that without claims, but for a claim in the last clocks of a tile that
+    another ends in."""
     works = (4000.0, 1000.0, 1000.0, 1000.0, 900.0, 800.0, 700.0, 600.0)
     late, none, early = (
         schedule([tile(w) for w in works], COSTS, VALUES, 2, "dynamic", claims=claims)
@@ -166,7 +167,7 @@ def test_a_tile_claimed_late_goes_to_who_is_done_first():
 
 
 def test_a_tile_claimed_late_asks_for_its_operands_then():
-    """Each of four takes 40 clocks to read; asked for 100 before the end, they are there; 20
+    """Each of four takes 40 clocks to read; requested 100 before the end, they are there; 20
     before, half of them are."""
     tiles = [tile(reads=1000.0)] * 8
     for lead, wait in ((100.0, 0), (20.0, 20)):
@@ -181,7 +182,7 @@ def test_claims_that_there_are_not(policy, claims):
 
 
 def _reference(tiles, costs, values, policy, room):
-    """The same without bytes, place by place: (starts, cluster_of, busy)."""
+    """Place tiles without bytes, place by place: (starts, cluster_of, busy)."""
     clusters = int(values.sms) // 2
     starts, cluster_of, busy = np.zeros(len(tiles)), np.zeros(len(tiles), int), np.zeros(clusters)
     free, used, grid = room.slots(clusters), set(), room.grid or clusters
@@ -252,7 +253,7 @@ def test_without_bytes_as_place_by_place(policy, room):
 
 
 def _digest():
-    """Of all that a run says, policy by policy, with and without prefetch."""
+    """Return the digest of all that a run says, policy by policy, with and without prefetch."""
     found = []
     ways = [(policy, False, 0) for policy in POLICIES]
     ways += [("static", True, 0), ("dynamic", True, 0), ("dynamic", False, 1), ("dynamic", True, 2)]

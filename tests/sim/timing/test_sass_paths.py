@@ -302,7 +302,7 @@ def test_rounds_of_a_loop_without_a_site_follow_from_the_mix(rounds):
 
 
 def test_no_round_of_a_loop_where_the_ptx_has_none():
-    """What ptxas has turned into other instructions is no reason to go round a loop."""
+    """Instructions that ptxas has turned into others are no reason to go round a loop."""
     code = function(*ROUNDS_WITHOUT_SITE)
     taken = events("barrier.cluster.arrive", "barrier.cluster.wait", mixes={1: {"exp2": 80}})
     assert executed(PathFinder(code).find(taken), code).count("MUFU") == 8

@@ -1,4 +1,4 @@
-"""What takes the port of shared memory in a replay, and what does not."""
+"""Use of the port of shared memory in a replay."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_loads_of_warps_take_the_port():
 
 
 def test_copies_of_tma_take_nothing_of_the_port():
-    """As on an H200: loads of warps go on at their pace beside copies in and out."""
+    """Loads of warps go on at their pace beside copies in and out, as on an H200."""
     alone, beside = replay(LOADING), replay(LOADING | COPYING)
     assert port(beside) == port(alone)
     assert (beside.issued[:LOADS] == alone.issued).all()

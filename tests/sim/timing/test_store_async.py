@@ -36,7 +36,8 @@ def test_bytes_of_each_lane(kind, nbytes):
 
 
 def clocks(nbytes):
-    """Of two CTAs that wait until CTA 0 has stored so many of four bytes to each."""
+    """Return the clocks of two CTAs that wait until CTA 0 has stored so many of four bytes to
+    each."""
     numbers = np.array([0, 1, 2, 3, 4, 0, 3, 4], np.int32)
     event = np.array([0, 1, 2, 3, -1, 4, 5, -1], np.int32)
     rows = (
@@ -52,7 +53,7 @@ def clocks(nbytes):
         numbers, event, first, last, np.array([0, 1], np.int32), action, targets, 2, 2
     )
     paths = [WarpPath(numbers[a:b], event[a:b]) for a, b in zip(first, last)]
-    # Who waits is held by a scoreboard of the test's own; the exit asks for it.
+    # Who waits is held by a scoreboard of the test's own; the exit waits for it.
     code = instruction_arrays(CODE)
     code.sets[3], code.waits[4] = 0, 1
     compiled = Compiled(

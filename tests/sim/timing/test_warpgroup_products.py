@@ -39,7 +39,7 @@ def program(lines: tuple[str, ...], warps: int = 4, late: int = 0) -> Compiled:
 
 
 def chain(form: str, n: int, count: int) -> tuple[str, ...]:
-    """So many products in one group, and a wait for it."""
+    """Return so many MMAs in one group, and a wait for it."""
     inside = [form.format(n=n, group="")] * (count - 1)
     return (*inside, form.format(n=n, group=", gsb0"), "WARPGROUP.DEPBAR.LE gsb0, 0x0")
 
@@ -92,8 +92,8 @@ def test_a_wait_lets_so_many_groups_be():
 
 
 def step_clocks(instructions: int) -> float:
-    """Of one warpgroup's step as Hopper's kernel of dV has it: 16 products of n64 twice, four of
-    n256, and instructions behind them that wait for the first group alone."""
+    """Return the clocks of one warpgroup's step of Hopper's kernel of dV: 16 MMAs of n64 twice,
+    four of n256, and instructions behind them that wait for the first group alone."""
     score = [FROM_MEMORY.format(n=64, group=", gsb0" if i == 15 else "") for i in range(16)]
     total = [FROM_REGISTERS.format(n=256, group=", gsb0" if i == 3 else "") for i in range(4)]
     step = (
@@ -104,10 +104,10 @@ def step_clocks(instructions: int) -> float:
 
 
 def test_a_warp_is_one_product_ahead_and_no_further():
-    """What follows a step's products overlaps with the last two of them alone: 500 instructions
-    behind 1,536 clocks of products take 1,536 + 500 - 256 and the start; with products that are
-    queued without a limit they would take none (measured: 1,808 clocks a step with few
-    instructions, 2,100 with more, `bench/measure/products_beside.py`)."""
+    """Instructions behind a step's MMAs overlap with the last two of them alone: 500 instructions
+    behind 1,536 clocks of MMAs take 1,536 + 500 - 256 and the start; with MMAs that are queued
+    without a limit they would take none (measured: 1,808 clocks per step with few instructions,
+    2,100 with more, `bench/measure/products_beside.py`)."""
     few, many = step_clocks(10), step_clocks(500)
     assert few == pytest.approx(1536 + LATENCY, abs=20)
     assert many == pytest.approx(1536 + 500 - 256, abs=40)

@@ -94,7 +94,7 @@ def test_empty_tiles_cost_what_was_replayed(policy, each):
 
 
 def test_skipped_tiles_cost_little_but_keep_their_places():
-    """Tiles past the end of short sequences: static clusters pass them, CLC asks for each."""
+    """Tiles past the end of short sequences: static clusters pass them, CLC requests each."""
     values = VALUES._replace(clc_query=300.0)
     tiles = [Tile(1000.0), Tile(0.0), Tile(0.0), Tile(0.0)] * 2
     static = schedule(tiles, COSTS, values, 2, "static")
@@ -107,8 +107,8 @@ def test_skipped_tiles_cost_little_but_keep_their_places():
 
 
 def test_short_tiles_follow_each_other_no_faster_than_their_chain():
-    """Of tiles of 60 clocks the first two of a cluster are in flight at once, each other one ends
-    400 after the one before; long ones do not show it, and in a mixture the short ones do."""
+    """The first two tiles of 60 clocks of a cluster are in flight at once, each other one ends 400
+    after the one before; long ones do not show it, and in a mixture the short ones do."""
     costs, one = TileCosts(1000.0, 50.0, 1.0, least=400.0), VALUES._replace(sms=2)
 
     def clocks(*work):
@@ -149,7 +149,7 @@ def test_groups_in_turn_that_do_not_fit_are_read_again():
 
 
 def test_a_tile_brings_in_what_it_sees_and_l2_lacks():
-    """Two groups of which L2 keeps one, whole tiles and half ones; tiles of one that is kept, the
+    """Two groups, one kept by L2, whole tiles and half ones; tiles of one that is kept, the
     shortest first."""
     starts = np.arange(4.0)
     turns = [Tile(1.0, g, size) for size in (80e6, 40e6) for g in range(2)]
@@ -189,7 +189,8 @@ def test_a_static_grid_that_does_not_fit_takes_twice_as_long():
 
 
 def test_sms_that_are_given_back():
-    """At a quarter of the time: the late cluster ends a quarter later, whatever the policy."""
+    """The SMs come back at a quarter of the time: the late cluster ends a quarter later, whatever
+    the policy."""
     tiles = [Tile(1000.0)] * 24
     alone = schedule(tiles, COSTS, VALUES, 2, "static").clocks
     room = Room(held=1, until=alone / 4)

@@ -69,7 +69,8 @@ def test_a_seed_makes_one_program(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_program_without_any_one_piece_is_legal(family):
-    """Also those inside others; the text gets shorter, and the simulator has nothing against it."""
+    """Pieces inside others count, too; the text gets shorter, and the simulator has nothing against
+    it."""
     whole = program(f"{family}/4")
     free = [number for number, piece in enumerate(whole.numbered()) if not piece.fixed]
     for number in free[:: max(1, len(free) // 4)]:
@@ -81,7 +82,8 @@ def test_a_program_without_any_one_piece_is_legal(family):
 
 @pytest.mark.parametrize("family", ["warp", "memory", "shared", "cluster", "copies"])
 def test_the_sanitizer_finds_no_races_in_them(family, monkeypatch):
-    """It keeps four bytes of shared memory together, so programs that store less are left out."""
+    """The sanitizer keeps four bytes of shared memory together, so programs that store less are
+    left out."""
     reports = []
     run = launcher.run_kernel
     monkeypatch.setattr(replaying, "run_kernel",
@@ -140,7 +142,7 @@ def test_a_register_pool_of_the_whole_file_is_noticed(monkeypatch):
 
 
 def test_kernels_have_the_registers_that_the_driver_gives_them(monkeypatch):
-    """Where setmaxnreg is used the simulator needs no machine code to know them."""
+    """The simulator needs no machine code to know registers where setmaxnreg is used."""
     begin, given = barriers.RegisterPool.__init__, []
     monkeypatch.setattr(barriers.RegisterPool, "__init__",
                         lambda pool, warps, count, wake: (given.append(count),
@@ -154,7 +156,7 @@ def test_kernels_have_the_registers_that_the_driver_gives_them(monkeypatch):
 
 
 def test_a_hang_is_shrunk_to_the_warps_that_matter():
-    """Without the pieces that are left out it still hangs, and without any other one it ends."""
+    """A program without the dropped pieces still hangs, and without any other one it ends."""
     name = next(key for key in of_family("waits") if RECORDED[key].state == HANG)
     ended = Outcome(ENDED, "")
 

@@ -113,7 +113,7 @@ def test_what_the_hardware_refuses(case):
 
 
 def test_tensor_maps():
-    """The driver's descriptors decode to what was asked for; it refuses what `validate` does."""
+    """The driver's descriptors decode to what was requested; it refuses what `validate` does."""
     recorded = VECTORS.file(golden.TENSOR_MAPS)
     wanted = requests()
     assert len(recorded["accepted"]) == len(wanted)
@@ -157,7 +157,7 @@ def test_host_code_that_asks_the_driver_for_tensor_maps():
 
 
 def test_some_groups_can_be_recorded_again(tmp_path, capsys):
-    """The other groups keep what they have, faults and failures included."""
+    """Unselected groups keep what they have, faults and failures included."""
     before = VECTORS.manifest
     (tmp_path / "manifest.json").write_text((golden.DIRECTORY / "manifest.json").read_text())
     found = [case for case in CASES if case.group == "found"]
@@ -195,7 +195,7 @@ def test_a_changed_case_is_noticed(tmp_path):
 
 
 def test_hashes_are_stored_and_compared(tmp_path):
-    """Of a case that is hashed no array is written, and any other output is noticed."""
+    """A hashed case writes no array, and any other output is noticed."""
     (tmp_path / "manifest.json").write_text((golden.DIRECTORY / "manifest.json").read_text())
     group = [case for case in CASES if case.group == "wgmma"]
     results = {case.name: [np.zeros_like(array) for array in case.outputs] for case in group}

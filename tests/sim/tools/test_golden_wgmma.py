@@ -40,7 +40,7 @@ def by_rule(product: wgmma.Product) -> np.ndarray:
 
 
 def test_exact_sums_are_those_of_numpy():
-    """And so those of the simulator, which tests/sim/isa/test_wgmma.py holds to the same."""
+    """The simulator equals numpy, too: tests/sim/isa/test_wgmma.py holds it to the same."""
     wrong = [p.name for p in EXACT if not VECTORS.agrees(named(p), [wgmma.expected(p)])]
     assert len(EXACT) > 120 and not wrong
 
@@ -75,7 +75,8 @@ def scale(product: wgmma.Product) -> np.ndarray:
 @pytest.mark.parametrize("product", [p for p in SUMS if p.values == "near"],
                          ids=lambda product: product.name)
 def test_how_far_the_simulator_is(product):
-    """It adds in float32; the H200 cuts each term off, at 2^-25 or 2^-13 of the largest."""
+    """The simulator adds in float32; the H200 cuts each term off, at 2^-25 or 2^-13 of the
+    largest."""
     (mine,), (recorded,) = replay(named(product)), VECTORS.outputs(named(product))
     difference = np.abs(matrix(product, mine).astype(np.float64) - matrix(product, recorded))
     unit = 2.0**-13 if product.width == 1 else 2.0**-25

@@ -26,7 +26,7 @@ RULES = [case for case in golden.all_cases() if case.rule]
 
 
 def problem(case: Case, **options) -> str:
-    """How the simulator departs from the recording, or nothing."""
+    """Describe how the simulator departs from the recording; "" if it does not."""
     mine, outputs, text = ending(case, **options)
     recorded = VECTORS.ending(case), VECTORS.outputs(case)
     wrong = rule_difference(case, (mine, outputs), recorded)
@@ -72,7 +72,7 @@ def test_launches_have_the_registers_that_the_driver_says():
             kernel = parsed_kernel(case.ptx, KERNEL)
             most = kernel.max_registers or most_registers(case.block, kernel.min_ctas_per_sm)
             if whole_granules(recorded[case.name]) != whole_granules(most):
-                # ptxas gives no more than the largest count that the program asks for.
+                # ptxas gives no more than the largest count that the program requests.
                 assert recorded[case.name] < most, case.name
                 assert f"inc.sync.aligned.u32 {recorded[case.name]}" in case.ptx, case.name
             checked += 1

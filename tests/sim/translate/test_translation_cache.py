@@ -37,7 +37,7 @@ def directory(tmp_path, monkeypatch):
 
 
 def run():
-    """Result and counts of the kernel, translated anew as in a second process."""
+    """Result and counts of the kernel, translated again as in a second process."""
     launcher.forget_kernels()
     out = np.zeros(32, np.uint32)
     report = run_kernel_text(BODY, [out])
@@ -100,7 +100,7 @@ def test_a_directory_of_a_group_is_refused(directory, monkeypatch):
 
 
 def test_an_entry_whose_time_cannot_be_set_is_used(directory, monkeypatch):
-    """As in a directory that can only be read."""
+    """A directory that can only be read gives such an entry."""
 
     def refuse(*_):
         raise PermissionError
@@ -161,7 +161,7 @@ def test_a_launch_translates_what_it_runs_and_nothing_else(directory, monkeypatc
 
 
 def test_a_process_keeps_the_kernels_used_last():
-    """So that one which runs a thousand, as a test worker does, does not hold them all."""
+    """A process that runs a thousand kernels, as a test worker does, does not hold them all."""
 
     def keep(*numbers):
         return [launcher.parsed_kernel(kernel_text(f"{BODY}// {n}\n", 1), "test") for n in numbers]
@@ -176,7 +176,7 @@ def test_a_process_keeps_the_kernels_used_last():
 
 
 def test_the_directory(monkeypatch):
-    """Also for a user id that no account has, as containers run with."""
+    """A user id may have no account, as containers run with."""
 
     def directory(**environment):
         return settings.read_settings(environment).cache_directory
@@ -270,7 +270,8 @@ def test_translation_imports_nothing_else():
 
 
 def test_what_sources_mean_is_kept(directory):
-    """It is found again by the bytes of the sources, and another docstring has the same meaning."""
+    """The meaning is found again by the bytes of the sources, and another docstring has the same
+    meaning."""
     cache = translation_cache.disk_cache()
     sources = [("a.py", b'"""One."""\nx = 1\n')]
     first = cache.meaning(sources)

@@ -1,4 +1,4 @@
-"""What the pair kernels that make gradients share; all but `products` compute S and dP."""
+"""Base of the pair kernels that make gradients; all but `products` compute S and dP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
     """Base of these kernels: host code, set-up, dispatch, and P from S.
 
     A kernel adds `boxes` and `problem(...)`, see `BackwardEntry`; `smem(memory)`; what
-    `PairProducers` asks for; and the role `gradient`.
+    `PairProducers` needs; and the role `gradient`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
 
     @cute.jit
     def change_and_mask(self, context: Any, scores: cute.Tensor, places: Any, mask: tuple):
-        """What changes scores, and the mask, in place; returns the slope of each score, None where
+        """Change the scores, and mask them, in place; return the slope of each score, None where
         that is 1.
 
         places: see `ScoreChange.apply`.  mask: (whether to apply it, what `mask_scores` takes).

@@ -168,8 +168,8 @@ class DqPlan:
 
 
 def _operand_edges(key_bytes: int, stages: int, buffer_bytes: int) -> tuple[Edge, ...]:
-    """Those of K and V, which stay for a tile, and of the ring that Q and dO share; bytes of both
-    CTAs."""
+    """Return the edges of K and V, which stay for a tile, and of the ring that Q and dO share;
+    bytes of both CTAs."""
     commit, tma = Signal.COMMIT_PAIR, Signal.TMA_PAIR
     return (
         Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=key_bytes),
@@ -184,7 +184,7 @@ def _operand_edges(key_bytes: int, stages: int, buffer_bytes: int) -> tuple[Edge
 
 
 def _score_edges(gradient: int) -> tuple[Edge, ...]:
-    """Those by which S^T, and dP^T until it has been read, go to the gradient warps."""
+    """Return the edges by which S^T, and dP^T until it has been read, go to the gradient warps."""
     commit, pair = Signal.COMMIT_PAIR, Signal.WARPS_PAIR
     return (
         Edge("s_done", 1, commit, "mma", 1, "gradient", "S^T in TMEM"),
@@ -375,7 +375,7 @@ class DvPlan:
 
 @dataclass(frozen=True)
 class ProductsPlan:
-    """dK and dQ as plain products of a stored dS: 256 rows of a pair, 128 of the sum in each step.
+    """dK and dQ as plain GEMMs of a stored dS: 256 rows of a pair, 128 of the sum in each step.
 
     stages: steps whose operands are in SMEM at a time.
     """
@@ -444,9 +444,9 @@ class ProductsPlan:
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """What of a `BackwardConfig` is compiled into one pair kernel.
+    """Fields of a `BackwardConfig` that are compiled into one pair kernel.
 
-    ex2_pattern: None for the kernel without an exp2, that of the products.
+    ex2_pattern: None for the kernel without an exp2, that of the GEMMs.
     """
 
     plan: DqPlan | DkdvPlan | DvPlan | ProductsPlan
@@ -459,9 +459,9 @@ class BackwardConfig:
 
     ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
         holds 64 columns, so fragments 0 and 1 exist.
-    ds_bytes: global memory that dS may take at a time, 0 or more; the call is divided so that it
-        fits (`call.portions`).  With 0 it is not stored: dK/dV and dQ each compute it.  Fewer and
-        larger portions leave fewer CTA pairs idle at their ends (docs/bench.md).
+    ds_bytes: global memory that dS may take at a time, 0 or more; the call is split so that it fits
+        (`call.portions`).  With 0 it is not stored: dK/dV and dQ each compute it.  Fewer and larger
+        portions leave fewer CTA pairs idle at their ends (docs/bench.md).
 
     Raises ValueError for a negative ds_bytes.
     """
@@ -478,10 +478,10 @@ class BackwardConfig:
             raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
 
     def of_kernel(self, kind: str) -> GradientConfig:
-        """That of a kernel, by its kind in `catalogue.KINDS`.
+        """Return the configuration of a kernel, by its kind in `catalogue.KINDS`.
 
-        What another kernel or the host alone depends on is not in it, so that a change of that
-        compiles nothing anew.
+        Settings of another kernel or of the host alone are not in it, so that changing those
+        recompiles nothing.
         """
         return {
             "backward_dq": GradientConfig(self.dq, self.ex2_pattern),

@@ -14,9 +14,9 @@ the next tile's first; Q, dO are the rows for S and dP, Qc, dOc the columns for 
     gradient  P(0)> dS(0) P(1) dS(0)>  ..  | P(last)> dS(last)  P(0') dS(last)> P(0')> dS(0'),
                                            | dK, dV -> global
 
-where > is the write to shared memory.  P(u) and dS(u) take turns in one buffer: P(u) is written
-while S(u+1) is computed and read by dV(u), dS(u) while dP(u+1) is, and read by dK(u).  The exp2 of
-a unit has the time of dV and dP before P is needed.
+where > is the write to shared memory.  P(u) and dS(u) share one buffer in alternation: P(u) is
+written while S(u+1) is computed and read by dV(u), dS(u) while dP(u+1) is, and read by dK(u).  The
+exp2 of a unit has the time of dV and dP before P is needed.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
 
     @cute.jit
     def gradient(self, context: Any):
-        """S^T -> P and dP^T -> dS for this CTA's 64 keys: a key and 64 queries a thread."""
+        """S^T -> P and dP^T -> dS for this CTA's 64 keys: a key and 64 queries per thread."""
         names = ["s_done", "dp_done", "lse_loaded", "delta_loaded", "weights_free", "sums_done"]
         states = self.edges.waiter_states(*names)
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -171,7 +171,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
             states = self._drain(context, undrained, states)
 
     def _half(self) -> Int32:
-        """Which half of a result's columns this warp's lanes hold."""
+        """Return which half of a result's columns this warp's lanes hold."""
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 // 2
 
     def _own_key(self) -> Int32:

@@ -12,9 +12,8 @@ tile's first::
     mma       S(1) dQ(0) dP(1) ..  | S(0')    dQ(last) dP(0') ...
     gradient  P(1) dS(1)       ..  | P(0')    dQ -> global, dS(0') ...
 
-S(i+1) is issued as soon as S(i) is in registers, so the exp2 of a step has the time of two
-products, and the arithmetic of dS that of one.  dQ leaves straight from registers while dP(0') is
-computed.
+S(i+1) is issued as soon as S(i) is in registers, so the exp2 of a step has the time of two MMAs,
+and the arithmetic of dS that of one.  dQ leaves straight from registers while dP(0') is computed.
 
 NOTE [two halves of K].  The tensor core of a pair takes the same descriptor offsets in both CTAs,
 half of B's N from each.  For S, N are the keys and the reduction runs over the columns: at one
@@ -109,7 +108,7 @@ class DqKernel(QueryTiles, RowResult):
 
     @cute.jit
     def gradient(self, context: Any):
-        """S -> P and dP -> dS for this CTA's 128 rows: one row a thread, half of the keys."""
+        """S -> P and dP -> dS for this CTA's 128 rows: one row per thread, half of the keys."""
         states = self.edges.waiter_states("s_done", "dp_done", "dq_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
@@ -178,7 +177,7 @@ class DqKernel(QueryTiles, RowResult):
             tmem_load(address + start, dp)
             cute.arch.fence_view_async_tmem_load()
             score_gradients(dp, columns_of(factors, start, FRAGMENT), negative_delta)
-            # Two 16-bit values a column, over the dP of this fragment or of one before.
+            # Two 16-bit values per column, over the dP of this fragment or of one before.
             packed = cute.make_rmem_tensor(FRAGMENT // 2, Float32)
             cute.recast_tensor(packed, self.dtype).store(dp.load().to(self.dtype))
             tmem_store(packed, address + start // 2)

@@ -2,7 +2,7 @@
 
 One tile is 256 keys of one KV head; one step multiplies it with 128 query rows of one of the query
 heads that share the KV head.  Scores are transposed, S^T = K Q^T: each CTA owns 128 keys, with
-their K, V, S^T, dP^T and dV, a key a lane.  It is the dQ kernel with queries and keys exchanged,
+their K, V, S^T, dP^T and dV, a key per lane.  It is the dQ kernel with queries and keys exchanged,
 and dO is needed in two halves that a pair cannot share, as in NOTE [two halves of K] in dq.py.
 
 Timeline of one CTA (the MMA warp is the leader's); last is the tile's last step, 0' the next
@@ -13,15 +13,15 @@ tile's first; Q, dO are the rows for S and dP, dOc the columns for dV::
     gradient  P(1)> dS(1)> ..        | P(0')    dV ->, >, dV ->, dS(0')> ...
 
 where the first > is the write of P to tensor memory, and the second one that of dS to global
-memory, straight from registers.  The exp2 of a step has the time of two products, S(i) done to
-dP(i) done; the move of P to tensor memory has that of one; dS, for which nobody waits, follows, and
-leaves in pieces during the next step's exp2, so that no warp waits for the SM's queue of stores.
-dV leaves in two halves, the first one while dP(0') is computed.
+memory, straight from registers.  The exp2 of a step has the time of two MMAs, S(i) done to dP(i)
+done; the move of P to tensor memory has that of one; dS, for which nobody waits, follows, and
+leaves in pieces during the next step's exp2, so that no warp waits for the SM's queue of stores. dV
+leaves in two halves, the first one while dP(0') is computed.
 
 LSE and delta belong to columns here.  Scores therefore come to registers by quads
 (`blackwell.tmem`): a thread has 16 of its warpgroup's 64 queries for each of four keys, and reads
-16 values of each instead of 64: of the shared memory's port, which the products leave little of,
-128 clocks a step instead of 512.
+16 values of each instead of 64: of the shared memory's port, which the MMAs leave little of, 128
+clocks per step instead of 512.
 
 NOTE [P over dP].  P(i) lies over dP(i), from where a thread has read its own columns before.
 dP(i+1), which writes the same columns, is issued after dV(i), which reads them, by the same thread,
@@ -169,7 +169,7 @@ class DvKernel(KeyTiles, RowResult):
 
     @cute.jit
     def gradient(self, context: Any):
-        """S^T -> P and dP^T -> dS for this CTA's 128 keys: half of the queries a warpgroup."""
+        """S^T -> P and dP^T -> dS for this CTA's 128 keys: half of the queries per warpgroup."""
         states = self.edges.waiter_states("s_done", "dp_done", "stats_loaded", "dv_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
@@ -251,9 +251,9 @@ class DvKernel(KeyTiles, RowResult):
         return cute.make_tensor(values.iterator, layout)
 
     def _listed_mask(self, context: Any, work: Any, step: Step) -> tuple:
-        """What `change_and_mask` takes for a step that a block mask names: (whether to apply it,
-        two words for each of this thread's four keys, whose first bit is its first query's), or the
-        number of a tile of which a function says what is seen."""
+        """Return what `change_and_mask` takes for a step that a block mask names: (whether to apply
+        it, two words for each of this thread's four keys, whose first bit is its first query's), or
+        the number of a tile of which a function says what is seen."""
         if self.mask_function.exists:
             place = step.head, step.index
             number = self.block_list(context, work).bit_tile(place, context.cta_rank)
@@ -292,14 +292,15 @@ class DvKernel(KeyTiles, RowResult):
                     visibility.apply(own, key, first, COLUMNS)
 
     def _places(self, context: Any, where: tuple, half: int = 0) -> Any:
-        """Of this thread's scores of a step, from a half of its keys on.  where: (tile, step)."""
+        """Return the places of this thread's scores of a step, from a half of its keys on.  where:
+        (tile, step)."""
         if not self.change.by_place:
             return None
         return self.score_places(context, where[0], self._locator(context, where, half))
 
     def _mask(self, context: Any, where: tuple, mask: tuple, halves: tuple[int, ...]) -> tuple:
-        """What `change_and_mask` takes for some halves of this thread's keys.  mask: but for these.
-        where: (tile, step)."""
+        """Return what `change_and_mask` takes for some halves of this thread's keys.  mask: but for
+        these. where: (tile, step)."""
         if not self.mask_function.exists:
             return *mask, halves
         locate = self._locator(context, where, halves[0])
@@ -358,9 +359,9 @@ class DvKernel(KeyTiles, RowResult):
     def _publish(self, context: Any, results: tuple, undrained: WorkTile, states: Any):
         """P to tensor memory, over dP, then ds := factors (dP - delta) in 16 bits.
 
-        results: (P times the slope of its score in float32, P in 16 bits, ds).  undrained: the
-        tile before, in its successor's first step, where the next product waits for both P and the
-        other half of its dV.
+        results: (P times the slope of its score in float32, P in 16 bits, ds).  undrained: the tile
+        before, in its successor's first step, where the next MMA waits for both P and the other
+        half of its dV.
         """
         factors, p, ds = results
         context.barriers["dp_done"].wait(states["dp_done"])
@@ -396,14 +397,15 @@ class DvKernel(KeyTiles, RowResult):
 
     @property
     def counts_tiles(self) -> bool:
-        """Whether the number of a step's tile is counted on from that of the step before, which
+        """Return True if the number of a step's tile is counted on from the step before, which
         leaves no use of the head and so a register more.  With what changes scores, whose slopes or
         places are in the way, or sequences of unequal lengths it takes more instead.  A list names
         any tile."""
         return not (self.problem_class.ragged or self.change.exists)
 
     def _tile_of_step(self, context: Any, step: Step, places: tuple) -> cute.Tensor:
-        """This CTA's tile of dS of a step.  places: (row, number of the tile if it is counted)."""
+        """Return this CTA's tile of dS of a step.  places: (row, number of the tile if it is
+        counted)."""
         row, number = places
         if not self.counts_tiles:
             number = self._number_of_ds(context, step, row)

@@ -1,4 +1,4 @@
-"""The products of a stored dS in one launch: dK = softmax_scale dS^T Q, dQ = softmax_scale dS K.
+"""The GEMMs of a stored dS in one launch: dK = softmax_scale dS^T Q, dQ = softmax_scale dS K.
 
 A tile is 256 rows of one result: keys of a part of a KV head's query heads, or queries of one head.
 One step adds the product of 256 x 128 elements of dS, 128 x 128 of each CTA, and 128 rows of Q or
@@ -37,8 +37,8 @@ __all__ = ["ProductsKernel"]
 
 
 class ProductsKernel(ProductTiles, RowResult):
-    """Both products for one configuration; arguments of a call: `BackwardKernel.__call__`.
-    Tiles: `ProductTiles`."""
+    """Both GEMMs for one configuration; arguments of a call: `BackwardKernel.__call__`. Tiles:
+    `ProductTiles`."""
 
     result = "sum"
     is_scaled = True
@@ -74,7 +74,7 @@ class ProductsKernel(ProductTiles, RowResult):
         return (((work, position),) * len(content.split()),)
 
     def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
-        """This CTA's 128 x 128 of dS; its half of the columns of 128 rows of Q or K."""
+        """Load this CTA's 128 x 128 of dS, or its half of the columns of 128 rows of Q or K."""
         if copy.content == "dS":
             self._load_ds(context, place, target)
         else:

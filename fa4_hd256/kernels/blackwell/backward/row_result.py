@@ -1,5 +1,5 @@
-"""Kernels with one result whose tile is 256 rows: 128 of a CTA, a row a thread, half of the columns
-a warpgroup."""
+"""Kernels with one result whose tile is 256 rows: 128 of a CTA, a row per thread, half of the
+columns per warpgroup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .common import FRAGMENT, BackwardKernel, store_row, zeros
 
 __all__ = ["OWN_COLUMNS", "OWN_ROWS", "RowResult"]
 
-OWN_ROWS = 128  # rows of a tile that a CTA has, one a lane of tensor memory
+OWN_ROWS = 128  # rows of a tile that a CTA has, one per lane of tensor memory
 TILE_ROWS = CTAS * OWN_ROWS
 OWN_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup drains
 WHOLE = (0, OWN_COLUMNS)
@@ -64,7 +64,7 @@ class RowResult(BackwardKernel):
     def drain_to(
         self, context: Any, place: tuple, states: Any, part: tuple[int, int] = WHOLE
     ) -> Any:
-        """What is done next to its place."""
+        """Drain the result to its place, as a traced event."""
         return traced(f"drain {self.result}")(self._drain)(context, place, states, part)
 
     @cute.jit
@@ -96,7 +96,7 @@ class RowResult(BackwardKernel):
         return states
 
     def _has_row(self, place: tuple) -> Boolean:
-        """Whether this thread's row exists."""
+        """Return True if this thread's row exists."""
         _, sequence, first_row, _ = place
         return first_row + self.lane() < sequence.length
 

@@ -41,7 +41,7 @@ DQ_STEPS = StepTable(
         Ring("dout", full="dout_loaded", free="dout_free"),
         Ring("ring", full="ring_loaded", free="ring_free"),
         Ring("s", full="s_done", free="s_free"),
-        # NOTE [dS over dP] in dq.py: the products' order frees both.
+        # NOTE [dS over dP] in dq.py: the MMAs' order frees both.
         Ring("dp", full="dp_done"),
         Ring("ds", full="ds_done", over="dp"),
         Ring("dq", full="dq_done", free="dq_free"),
@@ -111,7 +111,7 @@ def _of_keys(
     result: Operand, keys: str, passing: Load, frees: tuple[str, ...], loads: tuple[tuple, tuple]
 ) -> Product:
     """Keys that stay, times rows that pass. frees: edges that say the result may be overwritten,
-    none where the products' order does. loads: what is loaded (before, after) the rows."""
+    none where the MMAs' order does. loads: what is loaded (before, after) the rows."""
     kept = keys.lower()
     before, after = loads
     return Product(
@@ -140,7 +140,7 @@ def _score_gradients(frees: tuple[str, ...] = (), before: tuple[Load, ...] = ())
 
 
 def _stats(name: str, content: str) -> tuple[Action, Action, Action]:
-    """How the gradient warps of dK/dV read LSE, or delta."""
+    """Return the actions by which the gradient warps of dK/dV read LSE, or delta."""
     return wait(f"{name}_loaded"), read(name, content), arrive(f"{name}_free")
 
 
@@ -188,7 +188,7 @@ DKDV_STEPS = StepTable(
         Role(
             "gradient",
             (
-                # P and dS take turns in one buffer.
+                # P and dS share one buffer in alternation.
                 Act((wait("weights_free"), write("weights", "P"), arrive("weights_done"))),
                 Act(
                     (
@@ -218,7 +218,7 @@ DV_STEPS = StepTable(
         *_OPERAND_RINGS,
         Ring("stats", full="stats_loaded", free="stats_free", regions=("lse", "delta")),
         Ring("s", full="s_done", free="s_free"),
-        # NOTE [P over dP] in dv.py: the products' order frees both.
+        # NOTE [P over dP] in dv.py: the MMAs' order frees both.
         Ring("dp", full="dp_done"),
         Ring("p", full="p_done", over="dp"),
         Ring("dv", full="dv_done", free="dv_free"),

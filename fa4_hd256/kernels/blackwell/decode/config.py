@@ -11,12 +11,12 @@ few the rows.  What must hide behind it is the chain of a step, by the timing mo
                                            slices of 128): 16 of 64 rows live, and of four warps one
                                            has all exponentials, 128 a row
     S^T = K Q^T, keys as M, N = 16         S 576 (16 slices of 36, operands bind), O^T 576 (two
-                                           halves, 8 slices each), 16 exponentials a thread
+                                           halves, 8 slices each), 16 exponentials per thread
 
-With N = 16 a product takes what reading K and V takes from shared memory, and nothing for rows that
+With N = 16 an MMA takes what reading K and V takes from shared memory, and nothing for rows that
 are not there; all 128 threads of the softmax have as many scores.  P^T in tensor memory would have
 to be A, so that V^T were B with d as N: P would be M = 64 rows again.  So P goes to shared memory,
-4 KiB a step.
+4 KiB per step.
 
 The chain is one after the other, softmax (some 450), P V (some 730), for which nothing waits but
 the next P: about 1,200 clocks, half of what the loads take at best.  So P and O have one
@@ -25,9 +25,9 @@ buffer and the softmax rescales O by itself.
 NOTE [two groups].  Of 64 rows a thread that has a key has 64 scores, offsets and sums, which no 255
 registers hold.  So two groups of four warps have 32 rows each, and all keys: four warps reach all
 lanes of tensor memory.  A group finds its maxima, rescales its columns of O^T and stores its rows
-by itself, and meets at a barrier of its own; what a thread does at a tile's begin and end is half.
-Twelve warps are launched with 168 registers a thread.  What the other roles give back makes 200 of
-the softmax's, with which it raises the maxima of eight rows at a time.
+by itself, and meets at a barrier of its own; what a thread does at a tile's start and end is half.
+Twelve warps are launched with 168 registers per thread.  What the other roles give back makes 200
+of the softmax's, with which it raises the maxima of eight rows at a time.
 
 NOTE [halves].  K and V come in halves of 128 columns: 32 KiB, a stage.  Five or six of them are
 160 to 192 KiB under way, where HBM gives its rate from 128 KiB on (docs/facts.md).
@@ -36,14 +36,14 @@ NOTE [e4m3].  K and V in e4m3 are operands of kind::f8f6f4 as they lie in memory
 MN-major: nothing converts them.  What is multiplied with them must be e4m3, too, of which two parts
 have as many bits as a bf16: x = hi + lo / 16, hi and then what is left, times 16, rounded to e4m3.
 The parts are rows of one operand, so that N is twice the rows and a tile of K or V is read once: a
-step of 128 keys takes half of the products' clocks, and half of the bytes (docs/tables/fp8.md has
-the errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P
-by `HEADROOM`.  A row takes a warp some 130 clocks, so that a warpgroup of its own does it, where
-the rows have been loaded to (`kernels.e4m3_queries` NOTE [Q in place]): a tile's first product
-waits for all of them.  The softmax adds the parts of S, and those of O at the end.
+step of 128 keys takes half of the MMAs' clocks, and half of the bytes (docs/tables/fp8.md has the
+errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P by
+`HEADROOM`.  A row takes a warp some 130 clocks, so that a warpgroup of its own does it, where the
+rows have been loaded to (`kernels.e4m3_queries` NOTE [Q in place]): a tile's first MMA waits for
+all of them.  The softmax adds the parts of S, and those of O at the end.
 
-Converting K and V to bf16 in shared memory instead would read 64 KiB a step and write 128 KiB
-there, beside the 64 KiB that TMA writes and the 128 KiB that the products read: 3,072 clocks of its
+Converting K and V to bf16 in shared memory instead would read 64 KiB per step and write 128 KiB
+there, beside the 64 KiB that TMA writes and the 128 KiB that the MMAs read: 3,072 clocks of its
 port, for a step whose bytes HBM brings in 2,150.
 """
 
@@ -77,7 +77,7 @@ BLOCK_KV = 128  # keys of a step: M of S, a lane of tensor memory each
 HALF = HEAD_DIM // len(HALVES)  # columns of a buffer of K or V: M of a half of O
 GROUP_ROWS = 32  # of a group of the softmax, at most
 
-#: Query rows of a tile that are offered: N of both products.
+#: Query rows of a tile that are offered: N of both MMAs.
 ROWS = (16, 32, 64)
 
 #: Registers a thread of the softmax, of the other roles and of the warps that bring Q to e4m3, by
@@ -204,7 +204,7 @@ class DecodeConfig:
 
     @property
     def tiles(self) -> ForwardTiles:
-        """What the host must know of its tiles."""
+        """Return what the host must know of its tiles."""
         seconds, saved, beside = STEP_SECONDS, LEAST_SAVED, PART_STEPS[self.rows]
         if self.e4m3:
             seconds, saved, beside = E4M3_COSTS
@@ -236,7 +236,7 @@ class DecodeConfig:
 
     @property
     def kv_bytes(self) -> int:
-        """Of an element of K or V."""
+        """Return the bytes of an element of K or V."""
         return 1 if self.e4m3 else ELEMENT_BYTES
 
     @property
@@ -325,7 +325,7 @@ class DecodeConfig:
 
     @property
     def _quantised(self) -> tuple[Edge, ...]:
-        """Edges of Q, which warps bring to e4m3, and of the factors that bring its rows back."""
+        """Edges of Q, which warps bring to e4m3, and of the scales that bring its rows back."""
         softmax, warps = len(self.warps.softmax), Signal.WARPS_CTA
         quantise = len(self.warps.quantise or ())
         return (

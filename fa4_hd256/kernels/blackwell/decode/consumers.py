@@ -43,14 +43,14 @@ class DecodeConsumers(DecodeSoftmax):
         )  # fmt: skip
 
     def _load_scores(self, context: Any, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
-        """This thread's key of S."""
+        """Load this thread's key of S."""
         scores = cute.make_rmem_tensor(self.softmax_rows, Float32)
         tmem_load(self._scores(context, buffer), scores, self.softmax_rows)
         cute.arch.fence_view_async_tmem_load()
         return scores
 
     def _weigh(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
-        """What a key's own scale of V changes of the scores."""
+        """Apply a key's own scale of V to the scores; here there is none."""
 
     def _store_probabilities(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
         """P of this thread's key to shared memory, and into the sums."""
@@ -60,14 +60,14 @@ class DecodeConsumers(DecodeSoftmax):
         cute.autovec_copy(probabilities, columns_of(own, context.first_row, self.softmax_rows))
 
     def _load_half(self, context: Any, half: int) -> cute.Tensor:
-        """This lane's column of a half of O."""
+        """Load this lane's column of a half of O."""
         values = cute.make_rmem_tensor(self.softmax_rows, Float32)
         tmem_load(self._of_half(context, half), values, self.softmax_rows)
         cute.arch.fence_view_async_tmem_load()
         return values
 
     def _of_half(self, context: Any, half: int) -> Any:
-        """This warp's lanes of its rows of a half of O."""
+        """Return the address of this warp's lanes in its rows of a half of O."""
         return context.own_lanes + self.tmem_plan[f"o{half}"].start
 
     @property
@@ -99,12 +99,12 @@ class DecodeConsumers(DecodeSoftmax):
         return first, self.softmax_rows // self.rows_of_query
 
     def _first_in_group(self, context: Any) -> Any:
-        """The first of the query heads that share keys of which a group has rows."""
+        """The first query head with rows in a group, among those that share keys."""
         return context.first_row if self.of_query > self.softmax_rows else 0
 
     def _step_states(self) -> tuple:
-        """Of S, and of the product before a step, of this tile or of the one before; none before
-        the first."""
+        """Return the states of S, and of the MMA before a step, of this tile or of the one before;
+        none before the first."""
         return self.edges["s_done"].waiter_state(), RingState(1, Int32(0), Int32(1))
 
     def _own_key(self) -> Int32:
@@ -119,7 +119,7 @@ class DecodeConsumers(DecodeSoftmax):
         key), the latter right where it is used; is_masked: static, some key may be invisible.
         """
         softmax, (s_done, o_done), step = running
-        # Asked for before the wait.
+        # Loaded before the wait.
         nodes = self._nodes(context, place[0], is_masked)
         context.barriers["s_done"].wait(s_done)
         fence_after_thread_sync()
@@ -144,12 +144,12 @@ class DecodeConsumers(DecodeSoftmax):
         return s_done, o_done
 
     def _scores(self, context: Any, buffer: Int32) -> Any:
-        """This warp's lanes of its rows of S."""
+        """Return the address of this warp's lanes in its rows of S."""
         start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
         return context.own_lanes + (start + buffer * distance)
 
     def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
-        """Of this thread's scores, one of each row.  place: (tile, key)."""
+        """Return the places of this thread's scores, one of each row.  place: (tile, key)."""
         work, key = place
         first_query, packed = self._own_queries(context, work)[0], self.problem_class.packed_heads
         first_head, of_query = self._first_in_group(context), self.rows_of_query
@@ -199,7 +199,7 @@ class DecodeConsumers(DecodeSoftmax):
 
     @traced("rescale O")
     def _rescale(self, context: Any, factors: cute.Tensor, first_row: int) -> None:
-        """O *= factor, a row a column of tensor memory, from a row of the group's on."""
+        """O *= factor, a row per column of tensor memory, from a row of the group's on."""
         rows = cute.size(factors)
         fence_after_thread_sync()
         for half in HALVES:

@@ -1,6 +1,6 @@
 """The decode kernel for K and V in e4m3: `config` NOTE [e4m3].
 
-One warp loads Q's rows, and four write both parts of them where they lie, with a factor a row
+One warp loads Q's rows, and four write both parts of them where they lie, with a scale per row
 (`kernels.e4m3_queries` NOTE [Q in place]), a tile ahead where there is a buffer.  All else is the
 decode kernel's, with scales (`kernels.e4m3_scales`)::
 
@@ -105,7 +105,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
 
     @cute.jit
     def run_other_role(self, context: Context, warp: Int32):
-        """As `DecodeKernel`, or that of a warp which loads Q or brings it to e4m3."""
+        """Run the role of a warp: that of `DecodeKernel`, or loading Q, or bringing it to e4m3."""
         warps = self.config.warps
         if warp < warps.queries:
             super().run_other_role(context, warp)
@@ -120,7 +120,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
 
     @cute.jit
     def quantise(self, context: Any):
-        """Each tile's Q, and the factors of its rows."""
+        """Bring each tile's Q to e4m3, with the scales of its rows."""
         states = self.edges.waiter_states("rows_loaded", "factors_free")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -147,7 +147,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
 
     @property
     def rows_at_once(self) -> int:
-        """As the registers of these warps allow."""
+        """Return the rows that the registers of these warps allow at once."""
         return 8 if self.config.softmax_groups == 1 else 4
 
     def _multiplied(self, elements: list[Float32], scale: Float32) -> list[Float32]:
@@ -187,7 +187,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
 
     @cute.jit
     def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any):
-        """The factors of the rows, and the scales of the tile, or of the first step's keys."""
+        """The scales of the rows, and those of the tile, or of the first step's keys."""
         barriers, factors = context.barriers, softmax.k_scale
         barriers["factors_ready"].wait(state)
         cute.autovec_copy(context.smem["factors"][None, state.index], factors)
@@ -204,7 +204,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
             )
 
     def _load_scores(self, context: Any, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
-        """Both parts of S, added and brought back: rows by their factors, which K's scale of the
+        """Both parts of S, added and brought back: rows by their scales, which K's scale of the
         tile is among, a key by its page's scale."""
         scores = self._load_sum(self._scores(context, buffer))
         self._multiply(scores, softmax.k_scale)

@@ -1,4 +1,4 @@
-"""The decode kernel: the forward of a few query rows against many keys, by one CTA a tile.
+"""The decode kernel: the forward of a few query rows against many keys, by one CTA per tile.
 
 One tile is 16, 32 or 64 query rows, those of all heads that share a KV head, of a few queries; one
 step multiplies 128 keys with it, S^T = K Q^T and O^T += V^T P^T.  Why so: `config` NOTE [keys as
@@ -52,7 +52,7 @@ from .steps import HALVES, MMA_K
 
 __all__ = ["DecodeKernel"]
 
-# P^T lies by core matrices of 8 keys x 8 rows, 16 bytes a key: those of neighbouring keys first.
+# P^T lies by core matrices of 8 keys x 8 rows, 16 bytes per key: those of neighbouring keys first.
 GROUP = 8
 CORE_BYTES = 128
 GROUP_BYTES = BLOCK_KV // GROUP * CORE_BYTES
@@ -60,7 +60,7 @@ GROUP_BYTES = BLOCK_KV // GROUP * CORE_BYTES
 
 @dataclass(frozen=True)
 class Context(ForwardEntries, PairContext):
-    """What every warp role of one CTA shares.
+    """State that every warp role of one CTA shares.
 
     sink: (heads,) or None.  smem: "q" and "kv" with their stages, "p", "maxima", "sums",
     "inverses".  num_splits: see `ForwardEntries`.  first_row, barrier: of a group of the softmax
@@ -137,7 +137,7 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
 
     @cute.jit
     def run_other_role(self, context: Context, warp: Int32):
-        """That of a warp which has none of the softmax."""
+        """Run the role of a warp without softmax."""
         warps = self.config.warps
         self.set_registers(warps.registers_other)
         if warp == warps.mma:
@@ -148,8 +148,8 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
             self.schedule(context)
 
     def _of_group(self, context: Context, warp: Int32) -> Context:
-        """That of a softmax warp's group, `config` NOTE [two groups]: its rows are the first of
-        tables and of tensor memory."""
+        """Return the context of a softmax warp's group, `config` NOTE [two groups]: its rows are
+        the first of tables and of tensor memory."""
         rows = self.softmax_rows
         if self.config.softmax_groups == 1:
             return context

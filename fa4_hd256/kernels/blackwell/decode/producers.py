@@ -1,4 +1,4 @@
-"""Where the decode kernel's loads come from; the roles are those of `PairProducers`."""
+"""Sources of the decode kernel's loads; the roles are those of `PairProducers`."""
 
 from __future__ import annotations
 

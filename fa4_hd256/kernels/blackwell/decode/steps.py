@@ -61,10 +61,11 @@ def decode_steps() -> StepTable:
 
 
 def e4m3_steps(q_stages: int) -> StepTable:
-    """The same for tiles of K and V in e4m3, each in one buffer.  q_stages: buffers of Q."""
+    """Return the steps for tiles of K and V in e4m3, each in one buffer.  q_stages: buffers of
+    Q."""
     rings = (
         *RINGS,
-        # In the bytes of Q's buffer, which is filled anew when both have been read.
+        # In the bytes of Q's buffer, which is refilled when both have been read.
         Ring("rows", full="rows_loaded", free="q_free", over="q"),
         Ring("factors", full="factors_ready", free="factors_free"),
     )

@@ -1,1 +1,1 @@
-"""The forward: attention, and combining parts of the keys."""
+"""The forward: attention, and combining of KV splits."""

@@ -145,7 +145,7 @@ class ForwardConfig:
 
     @property
     def tiles(self) -> ForwardTiles:
-        """What the host must know of its tiles."""
+        """Return what the host must know of its tiles."""
         return TILES
 
     @property
@@ -256,5 +256,5 @@ class ForwardConfig:
 
 @functools.lru_cache(maxsize=64)
 def _with_pattern(pattern: Ex2Pattern) -> ForwardConfig:
-    """Every call asks for one, and the plans take longer to derive than a small call to launch."""
+    """Every call needs one, and the plans take longer to derive than a small call to launch."""
     return ForwardConfig(ex2_pattern=pattern)

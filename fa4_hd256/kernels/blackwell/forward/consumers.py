@@ -34,7 +34,7 @@ class ForwardConsumers:
 
     @cute.jit
     def softmax(self, context: Any):
-        """S -> P for this CTA's 128 rows, one row a thread; LSE at the tile's end."""
+        """S -> P for this CTA's 128 rows, one row per thread; LSE at the tile's end."""
         edges = self.edges
         states = (
             edges["s_done"].waiter_state(),
@@ -103,7 +103,7 @@ class ForwardConsumers:
 
     @cute.jit
     def _listed_steps(self, context: Any, which: tuple, softmax: Any, states: tuple):
-        """As `_range_of_steps`, of the tiles that a block mask lists."""
+        """Run the softmax of the tiles that a block mask lists; see `_range_of_steps`."""
         work, row, _ = which
         steps = self.step_list(context, work)
         num_tiles = steps.count
@@ -121,9 +121,8 @@ class ForwardConsumers:
 
     @property
     def p_handovers(self) -> dict[int, str]:
-        """After how many fragments of a row a part of P is complete, and the edge on which it is
-        handed over: as the products read it.  Raises ValueError for a part that ends inside a
-        fragment."""
+        """Return the edges by which parts of P are handed over, by the number of complete fragments
+        of a row: as the MMAs read it.  Raises ValueError for a part that ends inside a fragment."""
         found = {}
         for product in self.steps.products:
             if product.a.memory == "p":
@@ -152,13 +151,14 @@ class ForwardConsumers:
     @traced("softmax")
     @cute.jit
     def _listed_step(self, context: Any, softmax: Any, states: tuple, place: tuple, bits: Any):
-        """The same of a step that a block mask lists, with its `RowBits`; returns those of the next
-        step, too."""
+        """Run a step that a block mask lists, with its `RowBits`; return those of the next step,
+        too."""
         scores = self._masked_scores(context, states[0], place, bits)
         return self._probabilities(context, softmax, states, scores, bits)
 
     def _score_address(self, context: Any, s_done: Any) -> Int32:
-        """Of a step's S in tensor memory, the rows of a warp, and of its P."""
+        """Return the address, in tensor memory, of a step's S in the rows of a warp, and of its
+        P."""
         return context.own_lanes + (
             self.tmem_plan["s0"].start + s_done.index * self.config.block_kv
         )
@@ -210,8 +210,8 @@ class ForwardConsumers:
                 fragments[None, fragment], probabilities, fragment, num_fragments
             )
             if cutlass.const_expr(fragment == 1 and bits is not None):
-                # Asked for where registers of scores are free, and there by the end of the step:
-                # ptxas copies what comes earlier, and waits for it to do so.
+                # Loaded where registers of scores are free, and there by the end of the step: ptxas
+                # copies what comes earlier, and waits for it to do so.
                 bits = bits.next()
             if cutlass.const_expr(fragment == num_fragments // 2):
                 # For what is sent next; NOTE [stores hidden by exponentials].
@@ -220,7 +220,7 @@ class ForwardConsumers:
                 self._hand_over(context, handovers[fragment], s_done)
                 # Or ptxas moves the arrival behind the stores that follow.
                 cute.arch.sync_warp()
-            # Two 16-bit values a column, over the S they came from.
+            # Two 16-bit values per column, over the S they came from.
             tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
         self._hand_over(context, handovers[num_fragments], s_done)
         # Off the critical path: the tensor core already works on P.
@@ -229,7 +229,7 @@ class ForwardConsumers:
         return softmax, (s_done, scale_free), bits
 
     def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
-        """Of the scores of a step; place: see `_softmax_step`."""
+        """Return the places of the scores of a step; place: see `_softmax_step`."""
         work, (row, head), key = place
         return self.score_places(context, work, lambda i: (head, row, key + i), keys_exist)
 
@@ -344,10 +344,10 @@ class ForwardConsumers:
     @traced("drain O")
     @cute.jit
     def _drain_part(self, context: Any, work: Any, inverse: Float32, states: tuple):
-        """O / sum of a part of the keys, float32, to global memory; o_free as in `_drain`.
+        """Store O / sum of a KV split, float32, to global memory; o_free as in `_drain`.
 
-        A row is stored by its own thread: shared memory has no room for float32, and where tiles
-        are divided few rows of them may exist.  The Q buffer is given back all the same.
+        A row is stored by its own thread: shared memory has no room for float32, and where keys are
+        split few rows of tiles may exist.  The Q buffer is given back all the same.
         """
         o_done, o_staged = states
         fence_after_thread_sync()

@@ -70,10 +70,10 @@ __all__ = ["ForwardKernel"]
 
 @dataclass(frozen=True)
 class Context(ForwardEntries, PairContext):
-    """What every warp role of one CTA shares.
+    """State that every warp role of one CTA shares.
 
-    sink: (heads,) or None.  smem: "q", "k", "v" operands with their stages, "scale".
-    num_splits: see `ForwardEntries`.
+    sink: (heads,) or None.  smem: "q", "k", "v" operands with their stages, "scale". num_splits:
+    see `ForwardEntries`.
     """
 
     sink: Any = None
@@ -192,7 +192,7 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
         return work.block * self.tile_queries + context.cta_rank * self.block_queries
 
     def query_and_head(self, context: Context, work: Any, row: Int32) -> tuple[Int32, Int32]:
-        """What a row of this CTA's half of a tile belongs to."""
+        """Return (query, head) of a row of this CTA's half of a tile."""
         packed = self.problem_class.packed_heads
         return self.first_row(context, work) + row // packed, work.head * packed + row % packed
 

@@ -1,4 +1,4 @@
-"""Where the forward kernel's loads come from; the roles are those of `PairProducers`."""
+"""Sources of the forward kernel's loads; the roles are those of `PairProducers`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ForwardProducers(PairProducers):
         return ((place,),)
 
     def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
-        """As the base; rows of packed heads in Q, boxes of K and V in pages."""
+        """Load a tile: rows of packed heads in Q, boxes of K and V in pages."""
         source, smem = getattr(context.tensors, copy.box), context.smem[copy.memory]
         if copy.content == "Q":
             load_tile(source, smem, place, *target, self.problem_class.packed_heads)

@@ -29,7 +29,7 @@ from fa4_hd256.kernels.steps import (
 
 __all__ = ["MMA_K", "P_PARTS", "forward_steps"]
 
-# Columns of P, and rows of V, that one slice of a product multiplies (`instructions.mma_chain`).
+# Columns of P, and rows of V, that one slice of an MMA multiplies (`instructions.mma_chain`).
 MMA_K = 16
 
 #: Slices of each part of P: the first, and behind the last.
@@ -49,7 +49,7 @@ RINGS = (
     Ring("scale", full="scale_done", free="scale_free"),
 )
 
-# Whether a factor may be written is asked in the middle of the step before.
+# The test whether a factor may be written is in the middle of the step before.
 SOFTMAX = Role(
     "softmax",
     (

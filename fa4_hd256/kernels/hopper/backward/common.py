@@ -1,5 +1,5 @@
-"""What the Hopper kernels that make gradients share: clusters of two CTAs, each with a warpgroup
-that loads and two that multiply."""
+"""Base of the Hopper kernels that make gradients: clusters of two CTAs, each with a warpgroup that
+loads and two that multiply."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .config import CTAS, GradientConfig
 __all__ = ["BOTH_CTAS", "HopperBackward", "ScoreGradient"]
 
 BOTH_CTAS = 0b11
-RUN = 8  # columns of a row of which a quad has two a lane
+RUN = 8  # columns of a row of which a quad has two per lane
 
 
 class HopperBackward(BackwardEntry, SchedulerRole):
@@ -65,7 +65,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         return cpasync.CopyBulkTensorTileG2SOp()
 
     def shared_boxes(self) -> set[str]:
-        """Boxes of which each CTA loads half of the columns for both."""
+        """Boxes that both CTAs load, half of the columns each, for both."""
         return {copy.box for copy in self.steps.copies if copy.is_shared}
 
     @cute.kernel
@@ -150,7 +150,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
             work = scheduler.advance_to_next_work()
 
     def _fill_all(self, context: Any, loads: tuple[Load, ...], which: tuple, states: Any) -> Any:
-        """which: (tile, position)."""
+        """Fill the buffers of several loads.  which: (tile, position)."""
         for load in loads:
             for piece in range(load.pieces):
                 states = traced("load")(self._fill)(context, load, (*which, piece), states)
@@ -171,7 +171,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
 
     @cute.jit
     def _ask_ahead(self, context: Any, loads: tuple[Load, ...], which: tuple, exists: Boolean):
-        """Ask L2 for what some loads bring in the next step, if it exists.  which: (tile,
+        """Prefetch into L2 what some loads bring in the next step, if it exists.  which: (tile,
         position)."""
         asked = [
             copy
@@ -210,12 +210,12 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         )  # fmt: skip
 
     def _source(self, context: Any, copy: Copy) -> TmaTensor:
-        """What a copy of one of `boxes` is of."""
+        """Return the TMA tensor of a copy of one of `boxes`."""
         return context.tensors.loads[list(self.boxes).index(copy.box)]
 
     def _loaded_part(self, context: Any, copy: Copy, buffer: cute.Tensor) -> cute.Tensor:
-        """What this CTA's TMA load fills of a buffer, half of the columns where they share it, as
-        one of one stage."""
+        """Return what this CTA's TMA load fills of a buffer, half of the columns where they share
+        it, as one of one stage."""
         if copy.is_shared:
             _, rows, columns = self.boxes[copy.box]
             buffer = cute.local_tile(buffer, (rows, columns), (0, context.cta_rank))
@@ -254,7 +254,7 @@ class ScoreGradient(HopperBackward):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # Slopes of scores take registers, and the products follow one another.
+        # Slopes of scores take registers, and the MMAs follow one another.
         self.capped = self.change.has_slopes
         self.score = WgmmaShape(self.dtype, self.plan.step_columns)
         self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)

@@ -33,7 +33,7 @@ __all__ = [
 
 CTAS = 2  # of a cluster
 ROW_BYTES = HEAD_DIM * ELEMENT_BYTES
-PIECE_ROWS = 64  # of Q or K in a buffer of the products
+PIECE_ROWS = 64  # of Q or K in a buffer of the GEMMs
 PIECES = DS_TILE // PIECE_ROWS
 
 
@@ -63,12 +63,12 @@ class BackwardWarpPlan(WarpPlan):
 
     @property
     def scheduled_warps(self) -> int:
-        """Warps of both CTAs that run the tile loop under a scheduler that asks."""
+        """Warps of both CTAs that run the tile loop under a dynamic scheduler."""
         return CTAS * (len(self.gradient) + 2)
 
 
 def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
-    """What every kernel has behind its operands."""
+    """Return the regions that every kernel has behind its operands."""
     return (
         SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
         SmemRegion("scheduler", 1, CounterScheduler.smem_bytes, 16,
@@ -127,7 +127,7 @@ class DvPlan(StepPlan):
         return self.tile_rows // CTAS
 
     def steps_of(self, capped: bool) -> StepTable:
-        """See `StepPlan.steps_of`."""
+        """Return the checked steps.  capped: with slopes of scores."""
         return self.checked("the kernel of dV and dS", dv_steps(capped))
 
     @property
@@ -181,10 +181,9 @@ class DvPlan(StepPlan):
 
 @dataclass(frozen=True)
 class ProductsPlan(StepPlan):
-    """dK and dQ as plain products of a stored dS: 256 rows of a cluster, 128 of the sum in each
-    step.
+    """dK and dQ as plain GEMMs of a stored dS: 256 rows of a cluster, 128 of the sum in each step.
 
-    ds_stages: buffers of dS.  rows_stages: of the rows it is multiplied with, two a step.
+    ds_stages: buffers of dS.  rows_stages: of the rows it is multiplied with, two per step.
     """
 
     ds_stages: int = 2
@@ -195,7 +194,7 @@ class ProductsPlan(StepPlan):
     step_columns: ClassVar[int] = DS_TILE
 
     def steps_of(self, capped: bool) -> StepTable:
-        """See `StepPlan.steps_of`; without scores it is the same."""
+        """Return the checked steps; they compute no scores, so `capped` has no effect."""
         return self.checked("the kernel of dK and dQ from stored dS", products_steps())
 
     def __post_init__(self) -> None:
@@ -271,14 +270,14 @@ class SinglePlan(StepPlan):
         return self.tile_rows // CTAS
 
     def steps_of(self, capped: bool) -> StepTable:
-        """See `StepPlan.steps_of`."""
+        """Return the checked steps.  capped: with slopes of scores."""
         name = f"the kernel of d{self.result[1:].upper()} alone"
         return self.checked(name, single_steps(self.result, capped))
 
     @property
     def passing_stats(self) -> tuple[str, ...]:
-        """Of "lse" and "delta" those that pass beside x and y; dQ has them by row, and dV takes no
-        delta."""
+        """Return which of "lse" and "delta" pass beside x and y; dQ has them by row, and dV takes
+        no delta."""
         return {"dq": (), "dk": ("lse", "delta"), "dv": ("lse",)}[self.result]
 
     @property
@@ -339,7 +338,7 @@ def describe_plan(head: str, plan: DvPlan | ProductsPlan | SinglePlan) -> str:
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """What of a `BackwardConfig` is compiled into one kernel."""
+    """Fields of a `BackwardConfig` that are compiled into one kernel."""
 
     plan: DvPlan | ProductsPlan | SinglePlan
 
@@ -348,9 +347,9 @@ class GradientConfig:
 class BackwardConfig:
     """Everything static about the backward kernels that a user or a tuner may set.
 
-    ds_bytes: global memory that dS may take at a time, 0 or more; the call is divided so that it
-        fits (`call.portions`).  With 0 it is not stored: each gradient's kernel computes its own.
-        By default there is room for eight heads over 32,768 rows under a causal mask: 8.06 GiB.
+    ds_bytes: global memory that dS may take at a time, 0 or more; the call is split so that it fits
+        (`call.portions`).  With 0 it is not stored: each gradient's kernel computes its own. By
+        default there is room for eight heads over 32,768 rows under a causal mask: 8.06 GiB.
 
     Raises ValueError for a negative ds_bytes.
     """
@@ -367,7 +366,7 @@ class BackwardConfig:
             raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
 
     def of_kernel(self, kind: str) -> GradientConfig:
-        """That of a kernel, by its kind."""
+        """Return the configuration of a kernel, by its kind."""
         return GradientConfig(getattr(self, kind.removeprefix("backward_")))
 
     def describe(self) -> str:

@@ -17,7 +17,7 @@ does.  Nothing ties the warpgroups together but the buffers.
 
 Both CTAs need the same rows of Q and dO: each loads half of their columns for both.  Q has one
 buffer, so what L2 lacks of it would be waited for, behind the stores of dS on their way to memory:
-with the loads of a step L2 is asked for Q of the next (docs/hopper.md has what that gives).
+with the loads of a step Q of the next is prefetched into L2 (docs/hopper.md has what that gives).
 
 NOTE [arithmetic before the wait].  ptxas moves arithmetic behind the wait for a product that is
 there to hide it, but not across the loop of an mbarrier wait.  So one for V, which has long been
@@ -157,8 +157,8 @@ class DvKernel(KeyRows, ScoreGradient):
         pack(s, p)
         barriers["v_loaded"].wait(states["v_loaded"])
         for _ in cutlass.range(1, num_steps, unroll=1):
-            # Registers of their own for every step: a product takes what it overwrites as an
-            # operand, too, which would keep them occupied in between.
+            # Registers of their own for every step: an MMA takes what it overwrites as an operand,
+            # too, which would keep them occupied in between.
             s, dp = self.score.accumulator(), self.score.accumulator()
             self._issue_gradient(context, operands, dp, states)
             if cutlass.const_expr(not self.capped):
@@ -175,7 +175,7 @@ class DvKernel(KeyRows, ScoreGradient):
             states = self._probabilities(context, (s, factors), (work, mask, step), states)
             barriers["v_loaded"].wait(states["v_loaded"])
             wait(0)
-            # The product has read P.
+            # The MMA has read P.
             pack(s, p)
             barriers["dout_free"].arrive(states["dout_loaded"])
             states.advance("dout_loaded")
@@ -250,7 +250,7 @@ class DvKernel(KeyRows, ScoreGradient):
         return states
 
     def _place_of_ds(self, context: Any, step: Step, row: Int32) -> cute.Pointer:
-        """Where this thread's first element of dS of a step lies."""
+        """Return the address of this thread's first element of dS of a step."""
         steps = DS_TILE // STEP_QUERIES
         key = self.warpgroup() * ROWS + row_of_fragment(0)
         ds = context.tensors.ds
@@ -269,7 +269,7 @@ class DvKernel(KeyRows, ScoreGradient):
         for run in cutlass.range_constexpr(RUNS):
             own, ds = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(delta[None, run], own)
-            # By words: what a product reads as words must not be taken apart.
+            # By words: what an MMA reads as words must not be taken apart.
             words = cute.make_rmem_tensor(2, Uint32)
             words.store(cute.recast_tensor(_run_of(factors, run), Uint32).load())
             weights = cute.recast_tensor(words, self.dtype).load().to(Float32)

@@ -40,26 +40,26 @@ class KeyRows(KeyTiles):
         return context.sequences.key(work.batch)
 
     def places(self, context: Any, box: str, work: Any, step: Any) -> tuple:
-        """See `tma_tile`."""
+        """Return the place of a box of keys or queries; see `tma_tile`."""
         if box in ("k", "v"):
             return self.place_of_keys(context, work)
         return self.place_of_queries(context, work, step)
 
     def place_of_keys(self, context: Any, work: Any) -> tuple:
-        """Of a CTA's keys of K or V; see `tma_tile`."""
+        """Return the place of a CTA's keys of K or V; see `tma_tile`."""
         first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.own_rows
         head = work.head // context.scalars.head_parts
         return context.sequences.key(work.batch), first, 0, head
 
     def place_of_queries(self, context: Any, work: Any, step: Any) -> tuple:
-        """Of a CTA's half of the columns of Q or dO of a step; see `tma_tile`."""
+        """Return the place of a CTA's half of the columns of Q or dO of a step; see `tma_tile`."""
         row = self.query_tile(context, work, step) * self.plan.step_columns
         return context.sequences.query(work.batch), row, context.cta_rank, step.head
 
     def mask(self, context: Any, work: Any) -> tuple:
-        """(which queries a key is seen by, first key of the warpgroup, steps that need no mask,
-        whether some keys do not exist) of a tile; with a block mask (its list, rank of the CTA,
-        what `locator` takes before the step)."""
+        """Return (which queries a key is seen by, first key of the warpgroup, steps that need no
+        mask, whether some keys do not exist) of a tile; with a block mask (its list, rank of the
+        CTA, what `locator` takes before the step)."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             return self.block_list(context, work), context.cta_rank, (context, work)
         first, visibility = self.first_row(context, work), self.transposed(context, work)
@@ -69,7 +69,7 @@ class KeyRows(KeyTiles):
         return visibility, first, unmasked, first + ROWS > visibility.seqlen_q
 
     def locator(self, context: Any, work: Any, step: Any) -> Any:
-        """See `ScoreGradient`."""
+        """Return the function from a score's number to its (query head, query, key)."""
         columns, first = self.plan.step_columns, self.first_row(context, work)
         query = self.query_tile(context, work, step) * columns + cute.arch.lane_idx() % QUAD * 2
         places = fragment_columns(columns)
@@ -100,7 +100,7 @@ class KeyRows(KeyTiles):
 
     @cute.jit
     def _apply_bits(self, s: cute.Tensor, mask: tuple, step: Any):
-        """The same of a step that a block mask names."""
+        """Mask a step that a block mask names, by its bits."""
         listed, rank, _ = mask
         parts = self.tile_steps
         keys = [self.warpgroup() * ROWS + row_of_fragment(row) for row in range(2)]
@@ -112,7 +112,7 @@ class KeyRows(KeyTiles):
 
     @cute.jit
     def _apply_function(self, s: cute.Tensor, mask: tuple, step: Any):
-        """The same where a function says what is seen."""
+        """Mask a step by the function that says what is seen."""
         listed, rank, where = mask
         number = listed.bit_tile((step.head, step.index // self.tile_steps), rank)
         if number != FULL:

@@ -1,4 +1,4 @@
-"""The products of a stored dS in one launch: dK = softmax_scale dS^T Q, dQ = softmax_scale dS K.
+"""The GEMMs of a stored dS in one launch: dK = softmax_scale dS^T Q, dQ = softmax_scale dS K.
 
 A tile is 256 rows of one result, 128 of each CTA, 64 of each warpgroup: keys of a part of a KV
 head's query heads, or queries of one head.  One step adds the product of 128 x 128 elements of dS
@@ -11,7 +11,7 @@ Timeline of one CTA; X is Q or K, in two pieces of 64 rows, 0' the next tile's f
     load         dS(1) X(1) dS(2) X(2) ..          | dS(0') X(0') ..
     warpgroups   sum(0) in 2 sum(1) in 2 ..        -> dK or dQ in global memory | sum(0') ..
 
-A warpgroup issues the product of a piece before it waits for that of the piece before.
+A warpgroup issues the GEMM of a piece before it waits for that of the piece before.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ SLICES = PIECE_ROWS // 16  # of K = 16
 
 
 class ProductsKernel(ProductTiles, HopperBackward):
-    """Both products for one configuration; arguments of a call: `BackwardEntry.__call__`.
-    Tiles: `ProductTiles`."""
+    """Both GEMMs for one configuration; arguments of a call: `BackwardEntry.__call__`. Tiles:
+    `ProductTiles`."""
 
     boxes = {
         "q": (0, PIECE_ROWS, HEAD_DIM // 2),
@@ -86,7 +86,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
 
     @cute.jit
     def _load_rows(self, context: Any, copy: Copy, which: tuple, target: tuple):
-        """This CTA's half of the columns of 64 rows of Q or K, for both."""
+        """Load this CTA's half of the columns of 64 rows of Q or K, for both."""
         (work, position, piece), (barrier, index), rank = which, target, context.cta_rank
         smem = context.smem["rows"][None, None, index]
         row = position.column * DS_TILE + piece * PIECE_ROWS
@@ -99,7 +99,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
             self.load_box(context, replace(copy, box="k"), place, (barrier, smem))
 
     def _load_ds(self, context: Any, position: Walk, target: tuple) -> None:
-        """This CTA's 128 x 128 of dS: 32 KiB as they lie."""
+        """Load this CTA's 128 x 128 of dS: 32 KiB as they lie."""
         barrier, stage = target
         ds, number = context.tensors.ds, position.ds_number(context.cta_rank)
         number = within_head(ds, number, context.sequences.tensors)
@@ -156,7 +156,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
 
     @cute.jit
     def _sum(self, context: Any, num_steps: Int32, result: tuple, states: Any):
-        """The product of a tile.  result: (registers, whether it is of dK)."""
+        """The GEMM of a tile.  result: (registers, whether it is of dK)."""
         sums, of_keys = result
         operands = (sums, *self._operands(context, of_keys), self._shape(of_keys))
         if num_steps > 0:
@@ -181,7 +181,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
     def _issue(
         self, context: Any, operands: tuple, piece: int, states: Any, accumulate: bool = True
     ):
-        """The product of a piece, as a group of its own."""
+        """The MMA of a piece, as a group of its own."""
         sums, ds, rows, shape = operands
         if cutlass.const_expr(piece == 0):
             context.barriers["ds_loaded"].wait(states["ds_loaded"])

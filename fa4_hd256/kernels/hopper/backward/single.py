@@ -1,9 +1,9 @@
 """One gradient by itself, with scores and dS of its own: dQ = dS K, dK = dS^T Q or dV = P^T dO.
 
-For calls whose dS is not stored, or that ask for some gradients only.  One tile is 256 rows of the
+For calls whose dS is not stored, or that request some gradients only.  One tile is 256 rows of the
 result, 128 of each CTA, 64 of each of its two warpgroups; one step meets it with 64 rows of the
-other side, of which each CTA loads half of the columns for both.  A of the products, Q and dO or K
-and V, stays (a, g); B, K and V or Q and dO, passes (x, y)::
+other side; each CTA loads half of their columns for both.  A of the MMAs, Q and dO or K and V,
+stays (a, g); B, K and V or Q and dO, passes (x, y)::
 
     dQ   S = Q K^T     dP = dO V^T     sum += dS K       a, g = Q, dO   x, y = K, V
     dK   S^T = K Q^T   dP^T = V dO^T   sum += dS^T Q     a, g = K, V    x, y = Q, dO
@@ -135,7 +135,7 @@ class SingleKernel(ScoreGradient):
         its A).
         """
         operands, sums, weights = tensors
-        # Registers of their own for every step: a product takes what it overwrites as an operand.
+        # Registers of their own for every step: an MMA takes what it overwrites as an operand.
         s, dp = self.score.accumulator(), None
         stages = states["x_loaded"].index, states["y_loaded"].index
         states = self._issue(context, ("x", operands["a"], operands["x"], s), states)
@@ -271,7 +271,7 @@ class DqKernel(QueryTiles, SingleKernel):
         return work.block * TILE_ROWS + rank * OWN_ROWS + group * ROWS
 
     def places(self, context: Any, box: str, work: Any, position: Int32) -> tuple:
-        """See `tma_tile`."""
+        """Return the place of a box of the tile or of a step; see `tma_tile`."""
         if box in self.stays:
             first = work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
             return context.sequences.query(work.batch), first, 0, work.head
@@ -279,8 +279,8 @@ class DqKernel(QueryTiles, SingleKernel):
         return context.sequences.key(work.batch), row, context.cta_rank, head
 
     def mask(self, context: Any, work: Any) -> tuple:
-        """(which keys a query sees, first query of the warpgroup, steps that need no mask, -LSE and
-        -delta of both rows of this thread) of a tile."""
+        """Return (which keys a query sees, first query of the warpgroup, steps that need no mask,
+        -LSE and -delta of both rows of this thread) of a tile."""
         first, visibility = self.first_row(context, work), context.visibility(work, STEP_COLUMNS)
         steps = visibility.tile_range((work.block * TILE_ROWS, TILE_ROWS), (first, ROWS))
         unmasked = steps.unmasked_begin, steps.unmasked_end
@@ -292,7 +292,7 @@ class DqKernel(QueryTiles, SingleKernel):
         return visibility, first, unmasked, stats
 
     def locator(self, context: Any, work: Any, position: Int32) -> Any:
-        """See `ScoreGradient`."""
+        """Return the function from a score's number to its (query head, query, key)."""
         first, columns = self.first_row(context, work), fragment_columns(STEP_COLUMNS)
         key = position * STEP_COLUMNS + cute.arch.lane_idx() % QUAD * 2
 

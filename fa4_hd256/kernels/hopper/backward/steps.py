@@ -1,7 +1,7 @@
 """The steps of the backward's kernels as data: the loads, which are made from them, and what each
 warpgroup does, for the check of the plan (`drain`).
 
-`tests/operator/kernels/test_hopper_steps.py` holds the kernels to these tables.  A product's A in
+`tests/operator/kernels/test_hopper_steps.py` holds the kernels to these tables. An MMA's A in
 registers is no operand here; `touch` says when its registers are used.
 """
 
@@ -71,7 +71,8 @@ def _box(content: str) -> str:
 
 
 def dv_steps(capped: bool) -> StepTable:
-    """Of dV and dS.  capped: with slopes of scores S of a step follows dS of the one before."""
+    """Return the steps of dV and dS.  capped: with slopes of scores S of a step follows dS of the
+    one before."""
     score = (wait("q_loaded"), multiply("S", read("k", "K"), read("q", "Q")))
     gradient = wait("dout_loaded"), multiply("dP", read("v", "V"), read("dout", "dO"))
     total = (multiply("dV", read("dout", "dO")),)
@@ -102,7 +103,7 @@ def dv_steps(capped: bool) -> StepTable:
     )  # fmt: skip
 
 
-PIECES = 2  # of Q or K in a step of the products
+PIECES = 2  # of Q or K in a step of the GEMMs
 
 
 def products_steps() -> StepTable:
@@ -133,8 +134,8 @@ PASSES = {"dq": ("K", "V"), "dk": ("Q", "dO"), "dv": ("Q", "dO")}
 
 
 def single_steps(result: str, capped: bool) -> StepTable:
-    """Of one gradient by itself, "dq", "dk" or "dv".  capped: with slopes of scores dP follows
-    P."""
+    """Return the steps of one gradient by itself, "dq", "dk" or "dv".  capped: with slopes of
+    scores dP follows P."""
     x, y = PASSES[result]
     stays, of_ds = STAYS[result], result != "dv"
     lse = ("LSE",) if result != "dq" else ()

@@ -1,16 +1,16 @@
 """Configuration of the decode kernel for K and V in e4m3: rows, stages, warps, and the plans.
 
-NOTE [keys as M].  HBM gives an SM of an H200 18 to 23 bytes a clock: a step of 128 keys, 64 KiB in
-e4m3, takes 2,840 to 3,600 clocks.  Hopper's products of e4m3 keep 13 bits of a sum and want V
+NOTE [keys as M].  HBM gives an SM of an H200 18 to 23 bytes per clock: a step of 128 keys, 64 KiB
+in e4m3, takes 2,840 to 3,600 clocks. Hopper's MMAs of e4m3 keep 13 bits of a sum and want V
 transposed, so K and V become f16, which holds every e4m3 exactly.  What a step then takes:
 
     converted in shared memory, S = Q K^T   of the port 512 clocks to bring the bytes, 512 to read,
                                             1,024 to write, 2,048 for wgmma's operands: 4,096
     S^T = K Q^T, K and V^T in registers     512 to bring, 512 to read, and B of 16 rows: 16 bytes a
-                                            clock of 32 products of a warpgroup, 256: 1,280
+                                            clock of 32 MMAs of a warpgroup, 256: 1,280
 
 So keys are M, and rows of Q are N: two warpgroups have 64 keys each of S^T, and 128 columns of the
-head each of O^T = V^T P^T.  A needs no buffer beside that of the bytes, and what a product costs
+head each of O^T = V^T P^T.  A needs no buffer beside that of the bytes, and what an MMA costs
 follows the rows that there are.  Q is brought to [2^14, 2^15) by a power of two a row and rounded
 to f16: an element as small as 2^-31 of its row's largest keeps all bits of a bf16.
 
@@ -45,7 +45,7 @@ BLOCK_KV = 128  # keys of a step, 64 a warpgroup
 
 CONSUMERS = tuple(range(8))  # warps of both warpgroups
 OTHER_WARPS = (8, 9, 10, 11)
-#: Query rows of a tile that are offered: N of both products.
+#: Query rows of a tile that are offered: N of both MMAs.
 ROWS = (16, 32, 64)
 #: Log2 of P of a row's maximum that has just moved: small P then keep their bits down to 2^-20 of
 #: it.
@@ -55,7 +55,7 @@ LARGEST_THRESHOLD = 15
 
 #: By rows, for the number of parts: a step of one SM alone, and what a tile takes beside its steps,
 #: in steps.  Modelled (docs/hopper.md): a step of 64 rows was measured as 4,400 clocks, 16 % more,
-#: and tiles of 32 and 64 rows took longer beside their steps, with Q read in 4 to 16 turns.
+#: and tiles of 32 and 64 rows took longer beside their steps, with Q read in 4 to 16 iterations.
 #: `LEAST_SAVED`: what combining takes, 4 us, in steps.
 STEP_SECONDS = {16: 1.03e-6, 32: 1.32e-6, 64: 2.15e-6}
 PART_STEPS = {16: 2.3, 32: 2.6, 64: 2.4}
@@ -146,7 +146,7 @@ class E4m3Config:
 
     @property
     def tiles(self) -> ForwardTiles:
-        """What the host must know of its tiles."""
+        """Return what the host must know of its tiles."""
         return ForwardTiles(
             self.rows, self.rows, BLOCK_KV, 1, STEP_SECONDS[self.rows], LEAST_SAVED, self.rows,
             PART_STEPS[self.rows], step_bytes=2 * self.tile_bytes, most_parts=64, pads=True,
@@ -160,7 +160,7 @@ class E4m3Config:
 
     @property
     def is_roomy(self) -> bool:
-        """Whether a thread has registers for all of K and V in f16 beside O and S."""
+        """Return True if a thread has registers for all of K and V in f16 beside O and S."""
         return self.rows < 64
 
     @property

@@ -1,4 +1,4 @@
-"""The consumers of the decode kernel: K and V from e4m3 to f16, products, softmax and results.
+"""The consumers of the decode kernel: K and V from e4m3 to f16, MMAs, softmax and results.
 
 NOTE [fragments of bytes].  Thread t of a quad g of a warp has rows g and g + 8 of the 16 of its
 warp, in A and in S^T: keys.  Of a row of K it reads the pieces 2 t and 2 t + 1 of 16 bytes of each
@@ -8,9 +8,9 @@ differ in the bit that their rows do: no two meet in a bank.
 
 Of V it reads the four bytes 4 g of the 32 columns of its warp, of the keys 2 t and 2 t + 1 of every
 eight: swizzled, each pair of rows has its own pair of pieces.  They are the rows g and g + 8 of
-both products of O^T.
+both MMAs of O^T.
 
-NOTE [barriers of a step].  All threads meet twice: to ask whether a maximum moves, when each has
+NOTE [barriers of a step].  All threads meet twice: to test whether a maximum moves, when each has
 seen its last PV done, which read P; and when P is written.
 """
 
@@ -55,7 +55,7 @@ COLUMN_RUN = 8  # columns of an accumulator of which a quad has two each
 KEYS = 2  # of a thread
 WARPGROUP_KEYS = 64
 BLOCK_WORDS = BLOCK_KV * ROW_BYTES // WORD  # of 128 columns of a tile
-#: P^T lies by core matrices of 8 keys x 8 rows, 16 bytes a key.
+#: P^T lies by core matrices of 8 keys x 8 rows, 16 bytes per key.
 P_CORE = 8
 
 
@@ -72,7 +72,7 @@ def halves_of(word: Any) -> tuple[Any, Any]:
 
 
 def pair_of(number: int, first: Any, second: Any) -> Any:
-    """Bytes 0 and 1, or 2 and 3, of two words by turns: prmt.b32 (PTX ISA 9.7.9.7)."""
+    """Bytes 0 and 1, or 2 and 3, of two words, interleaved: prmt.b32 (PTX ISA 9.7.9.7)."""
     return cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, 0x{(0x5140, 0x7362)[number]:x};",
         write_only_types=[Uint32],
@@ -109,7 +109,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         return self.config.rows // QUAD
 
     def _row(self, number: int) -> Int32:
-        """Which row of the tile a thread's is."""
+        """Return which row of the tile a thread's is."""
         run, own = divmod(number, 2)
         return cute.arch.thread_idx()[0] % QUAD * 2 + (run * COLUMN_RUN + own)
 
@@ -292,7 +292,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         synchronise(self.softmax_threads)
 
     def _scale(self, context: Any, softmax: Any, keys: tuple, work: Any) -> None:
-        """Scores of the rows as they were: by their factors, which K's scale of the tile is among,
+        """Scores of the rows as they were: by their scales, which K's scale of the tile is among,
         those of a key by its page's scale."""
         factors = self._read(context.smem["factors"], softmax.stage[0])
         if self.problem_class.descale or self.problem_class.negative_scale:
@@ -391,7 +391,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         return found
 
     def _store_probabilities(self, context: Any, scores: cute.Tensor) -> None:
-        """P to shared memory: a key of two neighbouring rows a word."""
+        """P to shared memory: a key of two neighbouring rows per word."""
         rounded = cute.make_rmem_tensor(cute.size(scores), cutlass.Float16)
         pack(scores, rounded)
         words, target = cute.recast_tensor(rounded, Uint32), context.smem["p_words"]

@@ -1,4 +1,4 @@
-"""The decode kernel for K and V in e4m3: a few query rows against many keys, by one CTA a tile.
+"""The decode kernel for K and V in e4m3: a few query rows against many keys, by one CTA per tile.
 
 One tile is 16, 32 or 64 query rows, those of all heads that share a KV head, of a few queries; one
 step multiplies 128 keys with it, S^T = K Q^T and O^T += V^T P^T, K and V^T from registers, to which
@@ -11,8 +11,8 @@ Timeline of a CTA; two warpgroups have 64 keys of S^T each, and 128 columns of O
     warpgroups  Q' | K(0)  QK(0)  | S(0)->P(0) | PV(0)  K(1)  QK(1)  | S(1)->P(1) | PV(1) ..
                    |       V(0)   |            |              V(1)   |            |
 
-Q', K(i) and V(i) stand for the conversions, of which the last runs beside QK; at the bars all
-threads meet (`consumers` NOTE [barriers of a step]).
+Q', K(i) and V(i) stand for the conversions; the last runs beside QK; at the bars all threads meet
+(`consumers` NOTE [barriers of a step]).
 
 The tables of roles, barriers and SMEM: `E4m3Config`.  NOTE [packed heads] and NOTE [split keys]:
 `kernels.forward_common`.
@@ -51,12 +51,12 @@ TILE_COLUMNS = HEAD_DIM // 2  # of K or V, whose bytes come in twos
 
 @dataclass(frozen=True)
 class Context(ForwardEntries, KernelContext):
-    """What every warp role of one CTA shares.
+    """State that every warp role of one CTA shares.
 
-    sink: (heads,) or None.  k_descale, v_descale: (entries, heads_kv) float32, or None.
-    num_splits: see `ForwardEntries`.  smem: "q" and "kv" with their stages, the former also in
-    f16, "q_halves", the latter also by words, "kv_words"; "factors", "p_words", "maxima", "sums",
-    "offsets", "inverses".  q, p: descriptors of the operands, of Q by stage.
+    sink: (heads,) or None.  k_descale, v_descale: (entries, heads_kv) float32, or None. num_splits:
+    see `ForwardEntries`.  smem: "q" and "kv" with their stages, the former also in f16, "q_halves",
+    the latter also by words, "kv_words"; "factors", "p_words", "maxima", "sums", "offsets",
+    "inverses".  q, p: descriptors of the operands, of Q by stage.
     """
 
     sink: Any = None

@@ -34,13 +34,13 @@ class QueryRows(ScaledRows):
     @traced("Q to f16")
     @cute.jit
     def _bring_queries(self, context: Any, stage: Int32):
-        """The rows in f16 in their buffer, and their factors; by the consumers."""
+        """Bring the rows to f16 in their buffer, with their scales; by the consumers."""
         self._bring_rows(context, stage)
         synchronise(self.softmax_threads)
 
     def _store_row(self, context: Any, row: tuple, elements: list[Float32], stage: Int32) -> None:
-        """This lane's 8 elements of a row: half of a piece of 16, thus of two slices; `config` NOTE
-        [order of columns]."""
+        """Store this lane's 8 elements of a row: half of a piece of 16, thus of two slices;
+        `config` NOTE [order of columns]."""
         lane = cute.arch.lane_idx()
         piece, half = lane // 2, lane % 2
         thread, first_slice = piece % 8 // 2, (piece // 8 * 2 + piece % 2) * 4 + 2 * half

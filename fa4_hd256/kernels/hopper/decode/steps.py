@@ -34,7 +34,7 @@ QK_PARTS = 4
 
 def decode_steps(kv_stages: int, q_stages: int, part_buffers: int) -> StepTable:
     """kv_stages: buffers of K and V together; q_stages: of Q; part_buffers: parts of K in
-    registers, whose products are one group where there is room for all."""
+    registers, whose MMAs are one group where there is room for all."""
     rings = (Ring("kv", "kv_loaded", "kv_free"), Ring("q", "q_loaded", "q_free"))
     loads = tuple(fill(Load.one(name, name.lower(), "kv", "kv")) for name in "KV")
     load = Role("load", (Act(loads),), end=(wait("kv_free"),) * kv_stages, claims=CLAIM_STEPS)
@@ -59,7 +59,7 @@ def decode_steps(kv_stages: int, q_stages: int, part_buffers: int) -> StepTable:
 
 def _products_of_k(buffers: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
     """(QK, what uses the results of those that have not been waited for).  A part's registers are
-    written again when its product is done."""
+    written again when its MMA is done."""
     queries = read("q", "Q")
     if buffers == QK_PARTS:
         return (multiply("QK", queries),), (touch("QK"),)

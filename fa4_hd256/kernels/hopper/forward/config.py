@@ -2,7 +2,7 @@
 
 NOTE [decode].  Where all rows that share keys fit into one warpgroup, as those of a few queries and
 all heads of their group do, one is all there is: half of the rows of two would be padding.  HBM
-gives an SM 18 to 20 bytes a clock, so that the products and the softmax of a step, one after the
+gives an SM 18 to 20 bytes per clock, so that the MMAs and the softmax of a step, one after the
 other, take less than the loads of the next; its room goes to stages, so that these never wait.
 """
 
@@ -60,7 +60,7 @@ class ForwardWarpPlan(WarpPlan):
 
     @property
     def scheduled_warps(self) -> int:
-        """Warps of a CTA that run the tile loop under a scheduler that asks."""
+        """Warps of a CTA that run the tile loop under a dynamic scheduler."""
         return len(self.consumers) + 2
 
 
@@ -76,7 +76,7 @@ class ForwardConfig:
         the hardware leaves all.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
     ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`).
-    skips: whether a warpgroup leaves out steps of which its own rows see nothing.
+    skips: whether a warpgroup leaves out steps that its own rows do not see.
     """
 
     block_kv: int = BLOCK_KV
@@ -118,9 +118,9 @@ class ForwardConfig:
 
         causal: the mask bounds the keys on the right.  seqlen_k: of the longest key sequence.
         tiles: those of the call, `DECODE` of a few rows, `MASKED` of a block mask.  paged: keys lie
-        in pages, few of whose sizes share more than 16 rows with 80 keys.
-        Measured on an H200 (docs/hopper.md): with a mask steps of 64 keys leave out more; without,
-        80 keys take 2.4 % less a key than 64, but more of the last step may be waste.
+        in pages; few page sizes share more than 16 rows with 80 keys. Measured on an H200
+        (docs/hopper.md): with a mask steps of 64 keys leave out more; without, 80 keys take 2.4 %
+        less a key than 64, but more of the last step may be waste.
         """
         if tiles == DECODE.tiles:
             return DECODE
@@ -131,7 +131,7 @@ class ForwardConfig:
 
     @property
     def tiles(self) -> ForwardTiles:
-        """What the host must know of its tiles."""
+        """Return what the host must know of its tiles."""
         keys = self.block_kv
         if self.warpgroups == 1:
             return ForwardTiles(
@@ -146,7 +146,7 @@ class ForwardConfig:
 
     @property
     def warpgroups(self) -> int:
-        """Those that work on rows."""
+        """Return the number of warpgroups that work on rows."""
         return self.warps.consuming_warpgroups
 
     @property
@@ -218,7 +218,7 @@ class ForwardConfig:
 
     @property
     def steps(self) -> StepTable:
-        """With Q of each warpgroup by itself: `ByWarpgroup`."""
+        """Return the steps, with Q of each warpgroup by itself: `ByWarpgroup`."""
         stages = self.k_stages, self.v_stages
         return forward_steps(self.warpgroups, self.ctas, stages, self.skips)
 

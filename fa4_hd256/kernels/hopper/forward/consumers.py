@@ -1,4 +1,4 @@
-"""The consumers of the Hopper forward: products, softmax and results of 64 query rows."""
+"""The consumers of the Hopper forward: MMAs, softmax and results of 64 query rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NO_NODES = (None,) * ROWS
 
 @dataclass(frozen=True)
 class Fragments(SharedByReference):
-    """What a thread of a warpgroup works on, tile after tile.
+    """Registers and descriptors that a thread of a warpgroup works on, tile after tile.
 
     p, o: P and O in registers.  q, k, v: descriptors of the operands.
     """
@@ -77,7 +77,7 @@ class ForwardConsumer:
 
     @cute.jit
     def _range_tile(self, context: Any, running: tuple, which: tuple, q_loaded: Any):
-        """All steps of a tile, of which this warpgroup takes part in its own.
+        """All steps of a tile; this warpgroup takes part in its own.
 
         running: see `_steps`.  which: (tile, this warpgroup).
         """
@@ -108,8 +108,7 @@ class ForwardConsumer:
 
     @cute.jit
     def _listed_tile(self, context: Any, running: tuple, which: tuple, q_loaded: Any):
-        """As `_range_tile`, of the steps that a block mask lists, in all of which both warpgroups
-        take part."""
+        """Run a tile's steps that a block mask lists; both warpgroups take part in all of them."""
         fragments, softmax, states = running
         work, warpgroup = which
         steps = self.step_list(context, work)
@@ -134,7 +133,7 @@ class ForwardConsumer:
         return softmax, states, q_loaded, self.first_row(context, work, warpgroup)
 
     def _listed_place(self, steps: Any, step: Int32, which: tuple, warpgroup: Int32) -> tuple:
-        """Of a listed step what `_exponentiate` takes: its place and bits."""
+        """Return what `_exponentiate` takes of a listed step: its place and bits."""
         key = Int32(0)
         if self.asks_places:
             key = steps.kv_tile(step) * self.config.block_kv
@@ -143,8 +142,8 @@ class ForwardConsumer:
         return (which, key), self._bits(steps, step, warpgroup)
 
     def _bits(self, steps: Any, step: Int32, warpgroup: Int32) -> tuple:
-        """(whether there may be keys that a row does not see, for each row of the thread two words
-        of bits, whose first one is of the thread's first key)."""
+        """Return (whether there may be keys that a row does not see, for each row of the thread two
+        words of bits, whose first one is of the thread's first key)."""
         number, part = steps.bit_tile(step, Int32(0)), steps.part(step)
         lane, found = cute.arch.thread_idx()[0] % QUAD, []
         for row in range(ROWS):
@@ -217,7 +216,7 @@ class ForwardConsumer:
             context, running, ((which, key), nodes), (q_loaded, left)
         )
         key -= block
-        # Of which kind the first step was.
+        # The kind of the first step.
         was_masked = cutlass.min(masked, 1)
         was_unmasked = (1 - was_masked) * cutlass.min(unmasked, 1)
         was_last = 1 - was_masked - was_unmasked
@@ -364,7 +363,7 @@ class ForwardConsumer:
         return tuple(factors)
 
     def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
-        """Of the scores of a fragment.  place: see `_exponentiate`."""
+        """Return the places of the scores of a fragment.  place: see `_exponentiate`."""
         return self.score_places(context, place[0][0], self._locator(place), keys_exist)
 
     @cute.jit
@@ -439,7 +438,7 @@ class ForwardConsumer:
             cute.autovec_copy(pair, pairs[None, group * QUAD + lane])
 
     def _words(self, values: cute.Tensor) -> list[cute.Tensor]:
-        """A row's elements rounded, eight neighbouring columns a lane of the quad.
+        """A row's elements rounded, eight neighbouring columns per lane of the quad.
 
         The lanes hold two columns each of every eight; they exchange words so that lane l has all
         of the eight with number 4 g + l, for each g.

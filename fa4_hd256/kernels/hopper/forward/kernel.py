@@ -16,10 +16,10 @@ the warpgroups together but the buffers, so that one multiplies while the other 
 
 The tables of roles, barriers and SMEM: `ForwardConfig`; docs/forward.md.
 
-NOTE [exponentials before the wait].  A warp that waits for its products does nothing else, and
-ptxas moves arithmetic across such a wait: half of the exponentials would come after PV, which is
-there to hide them.  It does not move them across the loop of an mbarrier wait: that for the next V,
-which is there by then, stands between the two.
+NOTE [exponentials before the wait].  A warp that waits for its MMAs does nothing else, and ptxas
+moves arithmetic across such a wait: half of the exponentials would come after PV, which is there to
+hide them.  It does not move them across the loop of an mbarrier wait: that for the next V, which is
+there by then, stands between the two.
 
 NOTE [O leaves from registers].  A quad of lanes exchanges the words of a row until each lane has 16
 bytes in a row, and stores 64 bytes of a row at a time.  No buffer is needed: Q of the next tile
@@ -58,7 +58,7 @@ __all__ = ["ForwardKernel"]
 
 @dataclass(frozen=True)
 class Context(ForwardEntries, KernelContext):
-    """What every warp role of one CTA shares.
+    """State that every warp role of one CTA shares.
 
     sink: (heads,) or None.  smem: "q" by warpgroup; "k", "v" as this CTA loads them; "k_tiles",
     "v_tiles" as they are multiplied.  num_splits: see `ForwardEntries`.

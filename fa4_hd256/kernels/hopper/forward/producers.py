@@ -23,8 +23,8 @@ class ForwardProducer:
 
     @cute.jit
     def load(self, context: Any):
-        """Fetch what the products need: K and Q of a tile's first step, then K of a step before V
-        of the one before it."""
+        """Fetch what the MMAs need: K and Q of a tile's first step, then K of a step before V of
+        the one before it."""
         edges = self.edges
         q_free = RingState(1, Int32(0), Int32(1))
         states = edges["k_free"].waiter_state(), edges["v_free"].waiter_state()
@@ -65,7 +65,7 @@ class ForwardProducer:
             v_free.advance()
 
     def _load_q(self, context: Any, work: Any, q_free: Any) -> None:
-        """The rows of each warpgroup, once its last product with those before is done."""
+        """The rows of each warpgroup, once its last MMA with those before is done."""
         of_query = self.query_rows
         for warpgroup in range(self.config.warpgroups):
             buffer = RingState(1, Int32(warpgroup), q_free.phase)

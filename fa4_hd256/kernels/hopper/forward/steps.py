@@ -75,7 +75,7 @@ def forward_steps(
     warpgroups: int, ctas: int, stages: tuple[int, int], skips: bool
 ) -> StepTable:
     """ctas: of a cluster; two load each tile of K and V for both.  stages: of K, of V.  skips: a
-    warpgroup leaves out steps of which its rows see nothing."""
+    warpgroup leaves out steps that its rows do not see."""
     q_rings = [_q(w) for w in range(warpgroups)]
     rings = tuple(Ring(name, f"{name}_loaded", f"{name}_free") for name in (*q_rings, "k", "v"))
     keys, values = (

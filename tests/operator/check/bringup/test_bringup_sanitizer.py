@@ -123,7 +123,7 @@ def _on_simulator(under, tool, rung, step, target):
 
 
 def test_the_simulators_sanitizer_sees_the_smallest_kernel(monkeypatch):
-    """Also where as many reports are kept as there may be."""
+    """The finding is there even with the maximal number of stored reports."""
     monkeypatch.setattr(report, "_reports", deque([object()], maxlen=1))
     found = sanitizer.run("simulator smallest backward_preprocess", SIMULATOR, lambda text: None)
     assert found.state == "passed" and found.text.startswith("1 launches, no finding"), found

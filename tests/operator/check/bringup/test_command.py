@@ -46,7 +46,7 @@ def test_again_and_report(tmp_path, capsys):
 
 
 def test_a_planted_failure_is_not_the_exit_status(tmp_path):
-    """Failures that were asked for are not held against the machine."""
+    """Planted failures are not held against the machine."""
     assert bringup(tmp_path, "--rungs", "machine", "--plant", "--only", "planted/wrong") == 0
     assert report_of(tmp_path)["planted"]["steps"]["wrong"]["state"] == "failed"
 

@@ -30,8 +30,8 @@ def quiet(text: str) -> None:
 
 
 def test_the_recorded_cases_assemble_for_blackwell(tmp_path):
-    """They name sm_90a, which no other GPU loads; under the head of a B200 ptxas takes all but the
-    known ones. A hundred kernels a module."""
+    """Cases name sm_90a, which no other GPU loads; under the head of a B200 ptxas takes all but the
+    known ones. A module has a hundred kernels."""
     found = importlib.util.find_spec("triton")
     home = Path(found.submodule_search_locations[0]) if found else Path("triton")
     tool = home / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
@@ -57,7 +57,8 @@ def test_the_recorded_cases_assemble_for_blackwell(tmp_path):
      ((10, 3), "8.8", "sm_103a"), ((12, 0), "8.8", "sm_120a")],
 )  # fmt: skip
 def test_a_module_names_a_target_that_there_is(capability, version, name):
-    """In the oldest version of PTX that has it: drivers refuse those that they do not know."""
+    """The head has the oldest version of PTX with the target: drivers refuse versions that they do
+    not know."""
     assert gpu.head(capability).splitlines()[:2] == [f".version {version}", f".target {name}"]
 
 
@@ -93,7 +94,7 @@ def test_a_difference_on_blackwell_shows_both_values(monkeypatch):
 
 
 def test_launch_control_reports_its_raw_words(monkeypatch):
-    """What the GPU answered and what the simulator answers, side by side."""
+    """Words of the GPU and of the simulator stand side by side."""
     (probe,) = (p for p in rung._probes().values() if p.case.name == "pairs/launch control")
     count = len(probe.case.outputs[0])
     counts, words = np.ones(count, np.uint32), np.zeros((count, 4), np.uint32)

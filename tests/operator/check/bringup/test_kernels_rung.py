@@ -23,7 +23,7 @@ CALL = Call((40, 70), options={"causal": True})
 
 
 def operator(change):
-    """In the place of `flash_attn_func`: the reference's result after `change(out, lse)`."""
+    """Replace `flash_attn_func`: the reference's result after `change(out, lse)`."""
 
     def attention(q, k, v, return_lse, use_clc, num_splits, **options):
         out, lse = reference.attention(q, k, v, **options)
@@ -59,8 +59,7 @@ def test_a_forward_is_judged(change, state, monkeypatch):
 
 
 def packed_operator(swap: bool):
-    """In the place of `flash_attn_varlen_func`; swap: two rows of the second sequence change
-    places."""
+    """Replace `flash_attn_varlen_func`; swap: two rows of the second sequence change places."""
 
     def attention(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal, **_):
         outs, lses = [], []

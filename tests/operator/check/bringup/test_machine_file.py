@@ -87,7 +87,7 @@ def test_what_is_not_measured_is_as_on_a_gpu_of_the_same_capability(
 
 
 def test_the_simulator_measures_nothing():
-    """What the model says of itself must not come back as a measurement."""
+    """A modelled figure must not come back as a measurement."""
     modelled = {**RESULTS, "micro": {"TMEM load": figure("tmem_load", 75, modelled=True)}}
     assert "machine" not in report.content(SIMULATOR, modelled, "")
     assert "machine" not in report.content(GPU, modelled, "")

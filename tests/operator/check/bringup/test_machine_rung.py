@@ -12,7 +12,8 @@ pytestmark = pytest.mark.simulator
 
 
 def test_nvidia_smi_is_asked_of_the_gpu_that_cuda_chose(monkeypatch):
-    """By its place on the bus: of a machine's GPUs CUDA_VISIBLE_DEVICES may leave the last one."""
+    """The place on the bus identifies the GPU: CUDA_VISIBLE_DEVICES may leave the last one of a
+    machine."""
     asked = []
 
     def call(name, length, device):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.simulator
 
 TABLE = micro._table(SIMULATOR.sms, SIMULATOR.has_tcgen05)
 #: Benchmarks whose kernels the model follows from one cluster, and how far off they may be: reads
-#: of the clock and the loop itself take up to a clock a round, 5 % of a rate; columns of TMEM are
+#: of the clock and the loop itself take up to a clock per round, 5 % of a rate; columns of TMEM are
 #: rounded up to clocks.
 FOLLOWED = {
     "exp2 interval": 0.2, "exp2 latency": 0.2, "shared load": 0.2, "shuffle": 0.2,
@@ -32,7 +32,7 @@ FOLLOWED = {
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_the_model_gives_its_own_constant_back(name):
-    """What a GPU's clocks are read as is the constant by which the model makes such clocks."""
+    """The figure read from a GPU's clocks is the constant by which the model makes such clocks."""
     if modelled.missing():
         pytest.skip(modelled.missing())
     outcome = micro.run(name, SIMULATOR, lambda text: None)
@@ -57,7 +57,7 @@ def test_mma_intervals_are_those_of_the_closed_form(shape):
     micro_memory._cold_load(),
 ], ids=lambda kernel: kernel.name)  # fmt: skip
 def test_kernels_that_the_model_does_not_follow_run(kernel):
-    """Those of the whole GPU, on fewer SMs, and one that reads a gigabyte: no error, no hang."""
+    """Kernels of the whole GPU, on fewer SMs, and one that reads a gigabyte: no error, no hang."""
     smaller = replace(kernel, buffer=min(kernel.buffer, 1 << 27))
     assert modelled.clocks(smaller, replayed=False) == 0
 
@@ -75,8 +75,8 @@ def test_a_gpu_without_tensor_memory_is_not_asked_for_it():
 
 
 def test_the_clock_is_that_of_tensor_cores_where_there_are_any_to_ask():
-    """As soon as they work an SM's clock is lower (docs/timing.md): with the clock of exp2 alone a
-    machine would be too fast for attention."""
+    """An SM's clock is lower as soon as tensor cores work (docs/timing.md): with the clock of exp2
+    alone a machine would be too fast for attention."""
     found = {
         has_tcgen05: [m for m in micro._table(148, has_tcgen05).values()
                       if m.unit == "GHz" and (has_tcgen05 or not m.tcgen05)]

@@ -36,14 +36,14 @@ class Answers:
         self.answer = ending
 
     def ending(self, case):
-        """As `record.Gpu`."""
+        """Answer like `record.Gpu`."""
         self.ptx = case.ptx
         outputs = golden.Vectors().outputs(rung._cases()[case.name])
         return self.answer, [array.copy() for array in outputs], 168
 
 
 def test_a_gpu_that_answers_otherwise(monkeypatch):
-    """What hangs or faults costs the process; another ending is a difference."""
+    """A hang or fault costs the process; another ending is a difference."""
     gpu = Answers("hang")
     monkeypatch.setattr(rung, "gpu", lambda: gpu)
     outcome = rung.run(HANGS, B200, quiet)

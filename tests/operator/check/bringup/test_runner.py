@@ -68,7 +68,7 @@ def test_reports_name_every_failure(planted):
 
 
 def test_a_run_goes_on_where_it_ended(tmp_path):
-    """Also behind a line that was cut off; `forget` runs a rung again."""
+    """A run continues also behind a line that was cut off; `forget` runs a rung again."""
     rung = rungs.named("machine")
     Run(tmp_path, SIMULATOR).rung(rung, ["machine/host"])
     path = tmp_path / runner.RESULTS
@@ -114,7 +114,7 @@ def test_a_process_in_which_no_step_begins_ends_the_rung(tmp_path, monkeypatch):
 
 
 def test_a_process_that_does_not_go_stops_the_run(tmp_path, monkeypatch):
-    """As when the driver holds it; the step that hung is in the results all the same."""
+    """A driver may hold a process; the step that hung is in the results all the same."""
     kill = runner.Child.kill
     monkeypatch.setattr(runner.Child, "kill", lambda self: kill(self) or "it is still there")
     run = Run(tmp_path, SIMULATOR)
@@ -142,7 +142,7 @@ def test_what_was_missing_may_come_later(tmp_path):
 
 
 def test_a_killed_child_takes_its_own_children_along(tmp_path):
-    """What a step has started (compute-sanitizer, a benchmark) does not outlive it."""
+    """A process that a step has started (compute-sanitizer, a benchmark) does not outlive it."""
     child = runner.Child(tmp_path, {
         "rung": "planted", "items": ["stuck with a child"], "target": SIMULATOR.as_json()})
     end = time.monotonic() + 60
@@ -183,7 +183,7 @@ for rung in (*rungs.RUNGS, *rungs.HIDDEN):
 
 
 def test_modules_load_without_compiler_and_simulator():
-    """As on a machine with a GPU, numpy and cuda-bindings alone."""
+    """Modules load on a machine with a GPU, numpy and cuda-bindings alone."""
     done = subprocess.run([sys.executable, "-c", _BLOCKED], capture_output=True, text=True,
                           cwd=ROOT)  # fmt: skip
     assert done.returncode == 0, done.stderr

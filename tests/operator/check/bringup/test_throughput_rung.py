@@ -22,7 +22,7 @@ FAST = {"status": "ok", "tflops": 1500.0, "tflops_low": 1490.0, "tflops_high": 1
 
 
 def tables(ours: dict) -> str:
-    """What bench writes of two cases, flash-attn-4 beside ours."""
+    """Return what bench writes of two cases, flash-attn-4 beside ours."""
     details = {OURS: ours, PACKAGE: FAST}
     seconds = {name: np.ones(2) for name, one in details.items() if "tflops" in one}
     origin = {BASIS: "measured", MACHINE: "a B200", "l2": "cold"}
@@ -47,7 +47,7 @@ def run(monkeypatch, ours: dict, status: int):
 
 
 def test_rates_of_both_are_drawn(monkeypatch):
-    """With rates of both, bench adds a table of their ratios."""
+    """bench adds a table of ratios where both have rates."""
     outcome = run(monkeypatch, FAST, 0)
     assert (outcome.state, outcome.text) == ("measured", "2 rows")
     assert len(outcome.values["tables"]) == 2

@@ -28,7 +28,7 @@ def two():
 
 
 def check(answers, failing):
-    """As `check_steps`; the group itself still works."""
+    """Check the steps as `check_steps` does, and that the group itself still works."""
     for answer in answers:
         assert not isinstance(answer, Failed), answer.trace
     check_steps([found for found, _ in answers], failing)
@@ -72,7 +72,7 @@ def test_the_end_of_a_recomputation_is_no_failure(two, way, ends_early):
 
 @pytest.mark.simulator
 def test_a_rank_that_has_done_its_part_hears_at_its_next_call(two):
-    """The other's last kernel fails, when it has sent all that is asked of it."""
+    """A rank's last kernel fails, when it has sent all that it must."""
     answers = two.run(failing_ranks.raises_inside, 0, "ring_attention", False, 1)
     check(answers, 0)
 
@@ -85,7 +85,7 @@ def test_one_of_four(four, in_backward):
 
 
 def check_ended(answers):
-    """Of rank 1, by all others."""
+    """Check that all others report the end of rank 1."""
     assert answers.pop(1) is None
     for other in answers:
         assert not isinstance(other, Failed), other.trace
@@ -107,7 +107,7 @@ def test_a_rank_that_ends_before_its_call_is_an_error_on_all(count):
         (2, "ring_attention", False),
         (2, "ring_attention", True),
         (2, "ulysses_attention", False),
-        # Of which one does not exchange with that which ends.
+        # One of them does not exchange with the one that ends.
         (4, "ring_attention", True),
     ],
 )

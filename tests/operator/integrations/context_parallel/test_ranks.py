@@ -73,7 +73,7 @@ TWO = {
     "gathered, prefix": Case("all_gather_attention", batch=2, mask="prefix"),
     "heads, of heads": Case("ulysses_attention", heads=(2, 2), mask="of heads"),
     "heads, zigzag, a BlockMask": Case("ulysses_attention", "zigzag", mask="BlockMask"),
-    # Tiles of the parts are not tiles of the whole, the last of which the end cuts.
+    # Tiles of the parts are not tiles of the whole; the end cuts the last.
     "mask_mod, sink, gradient of LSE": Case(
         rows=300, batch=2, mask="lists", mask_mod=True, sink=True, lse=True
     ),
@@ -142,7 +142,7 @@ def sampled(names, kept):
 
 @pytest.fixture(scope="module")
 def pools(request):
-    """By the number of ranks."""
+    """Return a function from the number of ranks to their pool."""
     device = request.config.getoption("--device")
     made: dict[int, Pool] = {}
 
@@ -210,7 +210,8 @@ def test_the_same_bits_again(pools, device, name):
 
 
 def test_backwards_of_heads_over_ranks(pools, device):
-    """As of any function: again where the graph is kept, else an error, which all ranks have."""
+    """A retained graph allows a second backward, as of any function; else all ranks have an
+    error."""
     for answer in pools(2).run(context_cases.backwards_of_heads, device):
         assert not isinstance(answer, Failed), answer.trace
         again, without_graph, raised = answer
@@ -221,7 +222,7 @@ def test_backwards_of_heads_over_ranks(pools, device):
 @pytest.mark.parametrize("rows", [304, 512])
 @pytest.mark.sampled
 def test_parts_have_the_same_kernels(pools, rows):
-    """In both orders, whose parts lie elsewhere, of spans that tiles divide, and of others."""
+    """Parts in both orders lie elsewhere, of spans that tiles divide, and of others."""
     pool, case = pools(2), Case(rows=rows, mask="lists", mask_mod=True)
     pool.run(context_cases.kernels_got, case)
     assert pool.run(context_cases.kernels_got, replace(case, order="zigzag")) == [0, 0]

@@ -1,4 +1,4 @@
-"""Which rows ranks have, and the parts into which what they see is cut, against dense masks."""
+"""Rows of ranks, and the parts of what they see, against dense masks."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ masks = st.builds(
 
 
 def is_upright(mask):
-    """Whether every query sees its own key, as far as bounds say."""
+    """Return True if every query sees its own key, as far as bounds say."""
     return all(side is None or side >= 0 for side in (mask.left, mask.right))
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @given(mask=masks)
 def test_parts_are_the_mask(order, mask):
-    """Of every rank's queries and every rank's keys, and of all keys in their order."""
+    """Parts cover every rank's queries with every rank's keys, and all keys in their order."""
     places = placed(order, RANKS, 8)
     seen = dense(32, mask)
     for queries in places:
@@ -107,8 +107,8 @@ def test_own_parts_of_units_are_not_cut():
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @given(bits=st.integers(0, (1 << 16) - 1))
 def test_parts_of_units_hold_what_is_seen(order, bits):
-    """Once, and know where they lie; of spans that see nothing there is none. Rows that ring
-    attention sends are whole units, so that the same holds of them."""
+    """Parts hold each pair once, and know where they lie; spans that see nothing have none. Rows
+    that ring attention sends are whole units, so that the same holds of them."""
     numbers = range(32 // unit(order, 8))
     seen = tuple(tuple(bool(bits >> i * 5 % 16 + j & 1) for j in numbers) for i in numbers)
     mask = Mask(units=Units(unit(order, 8), seen))
@@ -138,8 +138,8 @@ def test_a_mask_without_documents_is_that_of_one(window):
 
 
 def test_causal_parts_of_a_zigzag_are_one_call_a_hop():
-    """Of an earlier rank all queries see the first span of keys, of a later one the second span of
-    queries all keys."""
+    """All queries see the first span of keys of an earlier rank; the second span of queries sees
+    all keys of a later one."""
     places = placed("zigzag", RANKS, 8)
     causal = Mask(None, 0)
     assert parts_of(places[2], places[1], causal) == (Part(range(8), range(4), (None, None)),)
@@ -172,7 +172,7 @@ def test_local_rows():
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @given(mask=masks)
 def test_routes_bring_every_key_to_whom_it_is_seen_by(order, mask):
-    """And no further than the last of these; nobody gets a key twice."""
+    """Keys go no further than the last rank that sees them; nobody gets a key twice."""
     places = placed(order, RANKS, 8)
     seen = dense(32, mask)
     for owner, both in enumerate(routes(places, mask)):

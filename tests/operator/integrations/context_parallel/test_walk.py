@@ -1,4 +1,4 @@
-"""In which order a rank sends and works in ring attention."""
+"""Order in which a rank sends and works in ring attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS, ROWS = 2, 16
 
 
 def walked(monkeypatch, order, window):
-    """What rank 0 does: ("send",) or ("work", queries, keys)."""
+    """Return what rank 0 does: ("send",) or ("work", queries, keys)."""
     done = []
 
     def start(sends, receives):
@@ -42,7 +42,7 @@ def walked(monkeypatch, order, window):
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (40, 9)])
 def test_every_transfer_has_work_beside_it(monkeypatch, order, window):
-    """That of keys, and of sums of dK and dV on their way home."""
+    """Transfers are those of keys, and of sums of dK and dV on their way home."""
     kinds = [event[0] for event in walked(monkeypatch, order, window)]
     sent = [number for number, kind in enumerate(kinds) if kind == "send"]
     assert sent[0] == 0 and kinds[1] == "work"
@@ -50,7 +50,7 @@ def test_every_transfer_has_work_beside_it(monkeypatch, order, window):
 
 
 def test_one_rank_that_sees_itself_alone_is_one_call(monkeypatch):
-    """Without an exchange nothing is left for its end."""
+    """Nothing is left for the end without an exchange."""
     done = walked(monkeypatch, "contiguous", (0, 0))
     assert [event for event in done if event[0] == "work"] == [("work", ROWS, ROWS)]
 
