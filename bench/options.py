@@ -53,7 +53,7 @@ DTYPES = ("bf16", "fp16")
 
 
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
-    """Whether the model is used where there is a GPU, and its settings. draws: the default."""
+    """Add the options of the model: used where there is a GPU or not, settings. draws: default."""
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
     parser.add_argument(
         "--machine",

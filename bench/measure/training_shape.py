@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and its batches. Every `full_every`-th layer sees all keys before a query, the
-    others `window` to its left; 0: no layer has a window."""
+    """Shape of the model and its batches. Every `full_every`-th layer sees all keys before a query,
+    the others `window` to its left; 0: no layer has a window."""
 
     layers: int = 6
     hidden: int = 512
@@ -21,5 +21,5 @@ class Shape:
     seqlen: int = 1024
 
     def window_of(self, layer: int) -> int | None:
-        """Of a layer, None where it sees all keys before a query."""
+        """Return the window of a layer, None where it sees all keys before a query."""
         return None if not self.window or (layer + 1) % self.full_every == 0 else self.window

@@ -42,7 +42,7 @@ OPTIONS = (
 
 
 def message(function, *arguments, **options):
-    """What it raises; empty where it is accepted."""
+    """Return the error's text; empty where the call is accepted."""
     try:
         function(*arguments, **options)
     except Exception as error:
