@@ -34,6 +34,11 @@ def test_libraries_are_imported_by_names_that_cannot_collide():
     assert not offences, say(offences)
 
 
+def test_imports_inside_the_package_are_relative():
+    offences = style.absolute_imports(ROOT)
+    assert not offences, say(offences)
+
+
 def test_the_simulator_is_used_by_its_published_names():
     offences = published.imports(ROOT)
     assert not offences, say(offences)

@@ -27,8 +27,8 @@ def checkout(tmp_path):
 
 
 CHECKS = (
-    style.sizes, style.imports, style.bare_imports, style.module_names, style.machine_paths,
-    style.fragments,
+    style.sizes, style.imports, style.bare_imports, style.absolute_imports, style.module_names,
+    style.machine_paths, style.fragments,
 )  # fmt: skip
 
 
@@ -65,6 +65,13 @@ def test_this_checkout_has_the_files_that_are_checked():
     ("tests/a.py", "def f():\n    import softmax_emu\n", style.bare_imports,
      "tests/a.py imports softmax_emu; write fa4_hd256.softmax_emu"),
     ("bench/a.py", "from bench.commands import schedulers\n", style.bare_imports, None),
+    ("fa4_hd256/run/a.py", "def f():\n    import fa4_hd256.call\n", style.absolute_imports,
+     "fa4_hd256/run/a.py imports fa4_hd256.call; write a relative import"),
+    ("fa4_hd256/run/a.py", "if TYPE_CHECKING:\n    from fa4_hd256 import call\n",
+     style.absolute_imports,
+     "fa4_hd256/run/a.py imports fa4_hd256; write a relative import"),
+    ("fa4_hd256/run/a.py", "from ..call import b\n", style.absolute_imports, None),
+    ("bench/a.py", "from fa4_hd256.call import b\n", style.absolute_imports, None),
     ("sm100_sim/a.py", "from fa4_hd256.schedulers import static\n", style.imports,
      "sm100_sim/a (package sm100_sim) imports schedulers (package schedulers)"),
     ("fa4_hd256/kernels/a.py", "from ..call import b\n", style.imports,

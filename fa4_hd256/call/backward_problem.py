@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
-from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
-from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass
-from fa4_hd256.kernels.score_change import ScoreOrigin
-from fa4_hd256.kernels.sequences import DS_BEGINS
-
+from ..gpus.devices import Gpu
+from ..kernels.backward_ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
+from ..kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
+from ..kernels.problem_class import GradientClass, PreprocessClass
+from ..kernels.score_change import ScoreOrigin
+from ..kernels.sequences import DS_BEGINS
 from .checks import check_gradients
 from .forward_problem import ForwardCall, Options, Problem, is_masked
 from .layouts import without_expanded_heads

@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import torch
 
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.problem_class import KV_DTYPES
-from fa4_hd256.words import shown
-
+from ..kernels.limits import HEAD_DIM
+from ..kernels.problem_class import KV_DTYPES
+from ..words import shown
 from . import checks, memory_checks
 from .plain_numbers import is_sure, plain
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import environment
-from fa4_hd256.gpus.devices import is_captured
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK
-from fa4_hd256.kernels.block_mask import (
+from .. import environment
+from ..gpus.devices import is_captured
+from ..kernels.backward_ds_tiles import DS_BLOCK
+from ..kernels.block_mask import (
     BIT_WORDS,
     MASK_BITS,
     MASK_BLOCKS,
@@ -29,11 +29,11 @@ from fa4_hd256.kernels.block_mask import (
     MASK_TILE,
     STEP_WORDS,
 )
-from fa4_hd256.kernels.kernel_functions import FUNCTION_TENSORS
-from fa4_hd256.kernels.kernel_set import ForwardTiles
-from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
-from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
-from fa4_hd256.kernels.sequences import (
+from ..kernels.kernel_functions import FUNCTION_TENSORS
+from ..kernels.kernel_set import ForwardTiles
+from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ..kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
+from ..kernels.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
     DS_BEGINS,
@@ -41,9 +41,8 @@ from fa4_hd256.kernels.sequences import (
     PART_LIST,
     TREE_WORDS,
 )
-from fa4_hd256.kernels.windows import Reach, Window
-from fa4_hd256.words import shown
-
+from ..kernels.windows import Reach, Window
+from ..words import shown
 from .memory_checks import require_dense
 from .plain_numbers import is_sure, plain
 

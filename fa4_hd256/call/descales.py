@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SEQUENCES
-
+from ..kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SEQUENCES
 from .checks import are_differentiated
 from .memory_checks import require_dense
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.architectures import Architecture
-from fa4_hd256.gpus.devices import sms_are_shared
-from fa4_hd256.gpus.family import architecture_of
-from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
-from fa4_hd256.kernels.kernel_functions import FUNCTION_KINDS
-from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
-from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
-from fa4_hd256.kernels.sequences import (
+from ..architectures import Architecture
+from ..gpus.devices import sms_are_shared
+from ..gpus.family import architecture_of
+from ..kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
+from ..kernels.kernel_functions import FUNCTION_KINDS
+from ..kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
+from ..kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
+from ..kernels.sequences import (
     CACHE_BATCH_IDX,
     DS_BEGINS,
     PADDING,
@@ -22,10 +22,9 @@ from fa4_hd256.kernels.sequences import (
     PART_LIST,
     TREE_WORDS,
 )
-from fa4_hd256.kernels.user_functions import FunctionClass
-from fa4_hd256.kernels.windows import Reach
-from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
-
+from ..kernels.user_functions import FunctionClass
+from ..kernels.windows import Reach
+from ..schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 from . import checks, descales, memory_checks
 from .layouts import without_expanded_heads
 from .operator_arguments import RAGGED, BackwardValues, ForwardValues

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4_hd256.kernels.user_functions import FunctionKind, SelfDescribed
+from ..kernels.user_functions import FunctionKind, SelfDescribed
 
 __all__ = ["UnnamedError", "described_meaning", "digest_of", "is_derived_of", "note_meaning"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.kernel_functions import FUNCTION_KINDS
-from fa4_hd256.kernels.score_change import ALIBI, SCORE_MOD
-from fa4_hd256.kernels.user_functions import FunctionClass, FunctionKind
+from ..kernels.kernel_functions import FUNCTION_KINDS
+from ..kernels.score_change import ALIBI, SCORE_MOD
+from ..kernels.user_functions import FunctionClass, FunctionKind
 
 __all__ = ["check_slopes", "check_tensors", "function_operand", "functions_of_keys"]
 

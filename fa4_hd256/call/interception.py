@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from fa4_hd256.gpus.devices import is_captured
-from fa4_hd256.gpus.family import as_seen
+from ..gpus.devices import is_captured
+from ..gpus.family import as_seen
 
 __all__ = [
     "constant_in_graphs", "is_intercepted", "is_lasting", "is_transformed", "is_wrapped",

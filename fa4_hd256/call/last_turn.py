@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from fa4_hd256.gpus.devices import Gpu
-
+from ..gpus.devices import Gpu
 from .forward_problem import Problem
 from .splits import BY_RULE, rows_a_step
 

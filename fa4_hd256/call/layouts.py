@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fa4_hd256.kernels.limits import TMA_ALIGNMENT, TMA_STRIDE_LIMIT
+from ..kernels.limits import TMA_ALIGNMENT, TMA_STRIDE_LIMIT
 
 __all__ = [
     "as_kernel_operand", "row_operand", "table_operand", "tma_can_take", "without_expanded_heads",

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.words import shown
-
+from ..words import shown
 from .plain_numbers import plain
 
 __all__ = ["LARGEST", "check_integers", "check_offsets", "check_whole"]

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.limits import TMA_ALIGNMENT
-
+from ..kernels.limits import TMA_ALIGNMENT
 from .layouts import tma_can_take
 from .overlap import share_memory
 

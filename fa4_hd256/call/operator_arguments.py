@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_TABLES
-from fa4_hd256.kernels.kernel_functions import FUNCTION_TENSORS
-from fa4_hd256.kernels.problem_class import DESCALES
-from fa4_hd256.kernels.sequences import (
+from ..kernels.block_mask import MASK_GRADIENTS, MASK_TABLES
+from ..kernels.kernel_functions import FUNCTION_TENSORS
+from ..kernels.problem_class import DESCALES
+from ..kernels.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
     DS_BEGINS,
@@ -25,7 +25,6 @@ from fa4_hd256.kernels.sequences import (
     TREE_WORDS,
     SequenceTensors,
 )
-
 from .checks import with_batch
 
 __all__ = [

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4_hd256.kernels.backward_ds_tiles import count_tiles
-from fa4_hd256.kernels.sequences import DS_BEGINS
-
+from ..kernels.backward_ds_tiles import count_tiles
+from ..kernels.sequences import DS_BEGINS
 from .backward_problem import BackwardProblem
 from .checks import reads_contents
 from .forward_problem import Options

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED
-
+from ..gpus.devices import Gpu
+from ..kernels.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED
 from .forward_problem import Problem
 from .splits import LARGEST, longest_row, room_for_parts, rows_a_step
 

@@ -17,17 +17,16 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward_ds_tiles import (
+from ..gpus.devices import Gpu
+from ..kernels.backward_ds_tiles import (
     BLOCK_TILES,
     DS_BLOCK,
     DS_TILE_ELEMENTS,
     count_blocks,
     count_tiles,
 )
-from fa4_hd256.kernels.score_change import ScoreOrigin
-from fa4_hd256.kernels.sequences import DS_BEGINS, PADDING
-
+from ..kernels.score_change import ScoreOrigin
+from ..kernels.sequences import DS_BEGINS, PADDING
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
 from .named_configs import spelled

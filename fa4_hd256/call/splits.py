@@ -15,13 +15,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.combine_config import MOST_PARTS
-from fa4_hd256.kernels.kernel_set import ForwardTiles
-from fa4_hd256.kernels.limits import FLOAT_BYTES, HEAD_DIM
-from fa4_hd256.kernels.sequences import PART_LIST
-from fa4_hd256.words import shown
-
+from ..gpus.devices import Gpu
+from ..kernels.combine_config import MOST_PARTS
+from ..kernels.kernel_set import ForwardTiles
+from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
+from ..kernels.sequences import PART_LIST
+from ..words import shown
 from .forward_problem import Problem
 from .plain_numbers import plain
 

@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from fa4_hd256.gpus.devices import is_captured
-from fa4_hd256.kernels.backward_block_mask import FIRST, NUMBER, READ, WRITTEN
-from fa4_hd256.kernels.backward_ds_tiles import BLOCK_TILES, count_blocks
-from fa4_hd256.kernels.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
-from fa4_hd256.kernels.masking import WORD_BITS
-
+from ..gpus.devices import is_captured
+from ..kernels.backward_block_mask import FIRST, NUMBER, READ, WRITTEN
+from ..kernels.backward_ds_tiles import BLOCK_TILES, count_blocks
+from ..kernels.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
+from ..kernels.masking import WORD_BITS
 from .interception import is_lasting
 
 __all__ = [

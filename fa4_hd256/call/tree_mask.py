@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.masking import WORD_BITS
-from fa4_hd256.kernels.windows import Window
+from ..kernels.masking import WORD_BITS
+from ..kernels.windows import Window
 
 __all__ = ["MOST_NODES", "WORD_NODES", "check_apart", "check_words", "is_wide", "tree_words"]
 

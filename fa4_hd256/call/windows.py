@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fa4_hd256.kernels.windows import Window
-from fa4_hd256.words import shown
-
+from ..kernels.windows import Window
+from ..words import shown
 from .plain_numbers import plain
 
 __all__ = ["LARGEST_BOUND", "UNBOUNDED", "ExactWindow", "bounds_of_operator", "window_of"]

@@ -10,22 +10,21 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import progress
-from fa4_hd256.call.backward_problem import BackwardCall
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.portions import divide
-from fa4_hd256.gpus.family import architecture_of, target
-from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.models import AttentionModel, model_named
-from fa4_hd256.run.backward import Wanted, run_backward
-from fa4_hd256.run.catalogue import backward_specs, forward_spec
-from fa4_hd256.run.compile import CompiledKernel, compile_kernel
-from fa4_hd256.run.forward import launch_forward
-from fa4_hd256.run.launch import gpu_of
-from fa4_hd256.run.resources import resource_usage
-from fa4_hd256.softmax_emu.pattern import FRAGMENT_COLUMNS
-
+from .. import progress
+from ..call.backward_problem import BackwardCall
+from ..call.forward_problem import Options, Problem
+from ..call.portions import divide
+from ..gpus.family import architecture_of, target
+from ..kernels.kernel_set import kernels_of
+from ..kernels.limits import HEAD_DIM
+from ..models import AttentionModel, model_named
+from ..run.backward import Wanted, run_backward
+from ..run.catalogue import backward_specs, forward_spec
+from ..run.compile import CompiledKernel, compile_kernel
+from ..run.forward import launch_forward
+from ..run.launch import gpu_of
+from ..run.resources import resource_usage
+from ..softmax_emu.pattern import FRAGMENT_COLUMNS
 from . import reference
 
 #: MMAs of every architecture's tensor core.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 
 __all__ = ["FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "Argument", "Library", "document"]
 

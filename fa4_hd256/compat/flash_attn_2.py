@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import interface, kv_cache
-from fa4_hd256.score_mods import alibi
-
+from .. import interface, kv_cache
+from ..score_mods import alibi
 from .arguments import FLASH_ATTN_2, other_head_dim
 from .windows import window_of
 

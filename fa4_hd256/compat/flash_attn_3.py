@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import interface, kv_cache
-from fa4_hd256.kernels.problem_class import KV_DTYPES
-
+from .. import interface, kv_cache
+from ..kernels.problem_class import KV_DTYPES
 from .arguments import FLASH_ATTN_3, other_head_dim
 from .combine import combine
 from .windows import window_of

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import interface
-from fa4_hd256.call.windows import ExactWindow
-
+from .. import interface
+from ..call.windows import ExactWindow
 from .arguments import FLASH_ATTN_4, other_head_dim
 from .combine import combine
 from .functions import translate_mask_mod, translate_score_mod

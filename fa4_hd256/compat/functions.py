@@ -16,9 +16,9 @@ import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from fa4_hd256.kernels.user_functions import MOST_TENSORS
-from fa4_hd256.mask_mods import MaskMod
-from fa4_hd256.score_mods import ScoreMod
+from ..kernels.user_functions import MOST_TENSORS
+from ..mask_mods import MaskMod
+from ..score_mods import ScoreMod
 
 __all__ = ["SequenceLengths", "translate_mask_mod", "translate_score_mod"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.call.tile_mask import PARTIAL, WHOLE, TileMask, count_mask_tiles
-from fa4_hd256.kernels.block_mask import MASK_TILE
-from fa4_hd256.masks import kinds_of_blocks
+from ..call.tile_mask import PARTIAL, WHOLE, TileMask, count_mask_tiles
+from ..kernels.block_mask import MASK_TILE
+from ..masks import kinds_of_blocks
 
 __all__ = ["translate_blocks"]
 

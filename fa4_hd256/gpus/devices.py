@@ -11,8 +11,7 @@ import warnings
 
 import torch
 
-from fa4_hd256 import environment
-
+from .. import environment
 from . import driver
 from .gpu import Gpu, of_capability
 

@@ -19,9 +19,8 @@ from contextvars import ContextVar
 
 import torch
 
-from fa4_hd256 import environment
-from fa4_hd256.architectures import Architecture
-
+from .. import environment
+from ..architectures import Architecture
 from .gpu import FAMILY, describe_family, in_family, of_capability
 
 __all__ = [

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4_hd256 import environment
-from fa4_hd256.architectures import ARCHITECTURES, Architecture
+from .. import environment
+from ..architectures import ARCHITECTURES, Architecture
 
 __all__ = ["FAMILY", "Gpu", "describe_family", "in_family", "of_capability"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.call.interception import constant_in_graphs
-from fa4_hd256.gpus.family import architecture_of
-from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.words import shown
+from ..call.interception import constant_in_graphs
+from ..gpus.family import architecture_of
+from ..kernels.kernel_set import kernels_of
+from ..words import shown
 
 __all__ = ["backward_config_of", "check_ds_bytes"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import metadata
-from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES
+from .. import metadata
+from ..kernels.problem_class import DESCALES, KV_DTYPES
 
 __all__ = ["METADATA", "EngineOptions", "scaled_alone"]
 

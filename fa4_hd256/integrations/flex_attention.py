@@ -19,14 +19,13 @@ import torch
 from torch.nn.attention import flex_attention as pytorch
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
-from fa4_hd256.call.interception import is_lasting
-from fa4_hd256.call.tile_mask import TileMask
-from fa4_hd256.function_state import FunctionState
-from fa4_hd256.gpus.devices import is_captured
-from fa4_hd256.interface import flash_attn_func
-from fa4_hd256.mask_mods import MaskMod
-from fa4_hd256.score_mods import Scored, ScoreMod
-
+from ..call.interception import is_lasting
+from ..call.tile_mask import TileMask
+from ..function_state import FunctionState
+from ..gpus.devices import is_captured
+from ..interface import flash_attn_func
+from ..mask_mods import MaskMod
+from ..score_mods import Scored, ScoreMod
 from . import other_dims
 from .score_graph import MASK, ScoreGraph
 

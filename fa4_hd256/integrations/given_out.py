@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.call.interception import is_intercepted
-from fa4_hd256.call.layouts import tma_can_take
-from fa4_hd256.call.memory_checks import check_out
+from ..call.interception import is_intercepted
+from ..call.layouts import tma_can_take
+from ..call.memory_checks import check_out
 
 __all__ = ["written_to"]
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.autograd import call_backward, listed_tiles_of
-from fa4_hd256.call import named_configs
-from fa4_hd256.call.forward_problem import Options, backward_use_clc
-from fa4_hd256.call.operator_arguments import BackwardTensors, BackwardValues
-from fa4_hd256.call.tile_mask import TileMask
-from fa4_hd256.kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
-from fa4_hd256.mask_mods import MaskMod
-from fa4_hd256.mask_mods import read_by as read_by_mask
-from fa4_hd256.score_mods import ScoreMod, read_by
+from ..autograd import call_backward, listed_tiles_of
+from ..call import named_configs
+from ..call.forward_problem import Options, backward_use_clc
+from ..call.operator_arguments import BackwardTensors, BackwardValues
+from ..call.tile_mask import TileMask
+from ..kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
+from ..mask_mods import MaskMod
+from ..mask_mods import read_by as read_by_mask
+from ..score_mods import ScoreMod, read_by
 
 __all__ = ["gradients_of_results"]
 

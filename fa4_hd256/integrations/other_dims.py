@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fa4_hd256.kernels.limits import HEAD_DIM
+from ..kernels.limits import HEAD_DIM
 
 __all__ = ["attend", "gradients", "has_other_dim", "say_once"]
 

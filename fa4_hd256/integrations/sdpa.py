@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.call import named_configs
-from fa4_hd256.call.forward_problem import Options
-from fa4_hd256.interface import flash_attn_varlen_func
-from fa4_hd256.until_changed import UntilChanged
-
+from ..call import named_configs
+from ..call.forward_problem import Options
+from ..interface import flash_attn_varlen_func
+from ..until_changed import UntilChanged
 from . import other_dims
 from .backward_memory import backward_config_of, check_ds_bytes
 from .given_out import written_to

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import interface, kv_cache
-
+from .. import interface, kv_cache
 from .engine_options import METADATA, EngineOptions, scaled_alone
 from .given_out import written_to
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import interface
-from fa4_hd256.score_mods import alibi
-
+from .. import interface
+from ..score_mods import alibi
 from .engine_options import METADATA, EngineOptions, scaled_alone
 from .given_out import written_to
 

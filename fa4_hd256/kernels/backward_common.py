@@ -18,8 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from fa4_hd256.schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
-
+from ..schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
 from .kernel_functions import FunctionsOfKernel
 from .limits import SECTOR_BYTES
 from .operands import TmaTensor, smem_layout

@@ -13,8 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from fa4_hd256.schedulers import TileProblem, section_heads_for
-
+from ..schedulers import TileProblem, section_heads_for
 from .backward_block_mask import BlockList, least_section
 from .backward_common import Step, heads_of_part, heads_per_part
 from .backward_ds_tiles import BLOCK_TILES, StoredDs

@@ -20,8 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from fa4_hd256.schedulers import TileProblem
-
+from ..schedulers import TileProblem
 from .backward_block_mask import BlockList, least_section
 from .backward_common import heads_of_part, heads_per_part
 from .backward_ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs

@@ -12,8 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa4_hd256.schedulers import TileProblem, section_heads_for
-
+from ..schedulers import TileProblem, section_heads_for
 from .limits import HEAD_DIM
 
 __all__ = ["QueryTiles"]

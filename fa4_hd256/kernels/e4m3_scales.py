@@ -16,8 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.softmax_emu.by_key import KeySoftmax
-
+from ..softmax_emu.by_key import KeySoftmax
 from .problem_class import OF_PAGES
 
 __all__ = ["KeyScales", "ScaledSoftmax"]

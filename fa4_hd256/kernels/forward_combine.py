@@ -33,8 +33,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from fa4_hd256.softmax_emu.exp2 import exp2_row_factor
-
+from ..softmax_emu.exp2 import exp2_row_factor
 from .combine_config import CombineConfig
 from .limits import FLOAT_BYTES, WARP_SIZE
 from .views import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns

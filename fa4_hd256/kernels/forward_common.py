@@ -22,8 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from fa4_hd256.schedulers import PackedBlocks, TileProblem, section_heads_for
-
+from ..schedulers import PackedBlocks, TileProblem, section_heads_for
 from .block_mask import MASK_TILE, StepList
 from .kernel_functions import FunctionsOfKernel
 from .limits import ELEMENT_BYTES, HEAD_DIM

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.architectures import ARCHITECTURES, Architecture
-
+from ..architectures import ARCHITECTURES, Architecture
 from .combine_config import CombineRule
 
 __all__ = [
@@ -208,8 +207,8 @@ class KernelSet:
         if place is None:
             raise self._missing(what)
         module, _, name = place.partition(":")
-        folder = f"fa4_hd256.kernels.{self.architecture.folder}"
-        return getattr(importlib.import_module(f"{folder}.{module}"), name)
+        place = f".{self.architecture.folder}.{module}"
+        return getattr(importlib.import_module(place, __package__), name)
 
     def _missing(self, what: str) -> NotImplementedError:
         others = "; ".join(
@@ -224,7 +223,7 @@ class KernelSet:
 @functools.cache
 def kernels_of(architecture: Architecture) -> KernelSet:
     """Return the kernel set of an architecture's folder."""
-    module = importlib.import_module(f"fa4_hd256.kernels.{architecture.folder}.architecture")
+    module = importlib.import_module(f".{architecture.folder}.architecture", __package__)
     return module.KERNELS
 
 

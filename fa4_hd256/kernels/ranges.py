@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from fa4_hd256 import environment
+from .. import environment
 
 __all__ = ["traced"]
 

@@ -18,8 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.softmax_emu.online import soft_cap
-
+from ..softmax_emu.online import soft_cap
 from .user_functions import FunctionClass, FunctionKind, Functions
 
 __all__ = [

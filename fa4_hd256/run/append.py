@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fa4_hd256.call.descales import scale_operand
-from fa4_hd256.gpus.family import architecture_of
-from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, AppendClass
-
+from ..call.descales import scale_operand
+from ..gpus.family import architecture_of
+from ..kernels.problem_class import DESCALES, KV_DTYPES, AppendClass
 from .append_arguments import AFTER, ROTATED, AppendOptions, AppendTensors, append_call_arguments
 from .catalogue import append_spec
 from .compile import CompiledKernel, compile_kernel

@@ -16,11 +16,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
-from fa4_hd256.kernels.append_rotary import RotaryTables
-from fa4_hd256.kernels.append_rows import AppendTables
-from fa4_hd256.kernels.limits import TMA_ALIGNMENT
-from fa4_hd256.kernels.problem_class import DESCALES, AppendClass, RotaryClass
-
+from ..kernels.append_rotary import RotaryTables
+from ..kernels.append_rows import AppendTables
+from ..kernels.limits import TMA_ALIGNMENT
+from ..kernels.problem_class import DESCALES, AppendClass, RotaryClass
 from .arguments import WORD, dynamic_tensor, tensor_type, vector_type
 
 __all__ = [

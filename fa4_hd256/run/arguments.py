@@ -16,14 +16,13 @@ import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
-from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
-from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.kernels.scalars import CallScalars
-from fa4_hd256.kernels.score_change import ScoreOrigin
-from fa4_hd256.kernels.sequences import PAGE_TABLE, TREE_WORDS
-
+from ..call.forward_problem import Problem
+from ..gpus.devices import Gpu
+from ..kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
+from ..kernels.problem_class import ProblemClass
+from ..kernels.scalars import CallScalars
+from ..kernels.score_change import ScoreOrigin
+from ..kernels.sequences import PAGE_TABLE, TREE_WORDS
 from .tile_counter import tile_counter
 
 __all__ = [

@@ -18,18 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
-from fa4_hd256.call.checks import reads_contents
-from fa4_hd256.call.forward_problem import Problem, is_masked
-from fa4_hd256.call.function_tensors import function_operand
-from fa4_hd256.call.layouts import without_expanded_heads
-from fa4_hd256.call.named_configs import spelled
-from fa4_hd256.call.operator_arguments import BackwardTensors
-from fa4_hd256.call.portions import Division, divide, least_ds_bytes
-from fa4_hd256.environment import DS_BYTES
-from fa4_hd256.kernels.kernel_set import BackwardKernel
-from fa4_hd256.kernels.sequences import padded_rows
-
+from ..call.backward_problem import BackwardCall, BackwardProblem
+from ..call.checks import reads_contents
+from ..call.forward_problem import Problem, is_masked
+from ..call.function_tensors import function_operand
+from ..call.layouts import without_expanded_heads
+from ..call.named_configs import spelled
+from ..call.operator_arguments import BackwardTensors
+from ..call.portions import Division, divide, least_ds_bytes
+from ..environment import DS_BYTES
+from ..kernels.kernel_set import BackwardKernel
+from ..kernels.sequences import padded_rows
 from .backward_arguments import (
     GradientTensors,
     PreprocessTensors,

@@ -25,15 +25,14 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
-from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.portions import Portion
-from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward_preprocess import PreprocessRows
-from fa4_hd256.kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
-from fa4_hd256.kernels.problem_class import ELEMENT_TYPES, GradientClass, PreprocessClass
-from fa4_hd256.kernels.score_change import ScoreOrigin
-from fa4_hd256.kernels.sequences import padded_rows
-
+from ..call.backward_problem import BackwardProblem
+from ..call.portions import Portion
+from ..gpus.devices import Gpu
+from ..kernels.backward_preprocess import PreprocessRows
+from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
+from ..kernels.problem_class import ELEMENT_TYPES, GradientClass, PreprocessClass
+from ..kernels.score_change import ScoreOrigin
+from ..kernels.sequences import padded_rows
 from .arguments import (
     WORD,
     call_scalars,

@@ -11,9 +11,8 @@ import os
 import shutil
 import sys
 
-from fa4_hd256 import environment
-from fa4_hd256.architectures import ARCHITECTURES
-
+from .. import environment
+from ..architectures import ARCHITECTURES
 from .kernel_cache import disk_cache
 from .simulated import simulated_device, simulated_gpu, simulator
 

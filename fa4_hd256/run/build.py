@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fa4_hd256 import environment
-from fa4_hd256.gpus import family
-from fa4_hd256.interrupt import end_with_parent, starting_workers
-
+from .. import environment
+from ..gpus import family
+from ..interrupt import end_with_parent, starting_workers
 from .catalogue import KernelSpec
 from .compile import jit_entry
 from .kernel_names import kernel_named, name_of

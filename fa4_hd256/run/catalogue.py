@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fa4_hd256.architectures import ARCHITECTURES, Architecture
-from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.append_rows import AppendConfig
-from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
-from fa4_hd256.kernels.backward_sum import SumConfig
-from fa4_hd256.kernels.combine_config import MOST_PARTS
-from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of, kinds
-from fa4_hd256.kernels.limits import WARP_SIZE
-from fa4_hd256.kernels.problem_class import AppendClass, CombineClass, ProblemClass
-from fa4_hd256.kernels.tail_rows import TailClass, TailConfig
+from ..architectures import ARCHITECTURES, Architecture
+from ..call.backward_problem import BackwardProblem
+from ..call.forward_problem import Problem
+from ..gpus.devices import Gpu
+from ..kernels.append_rows import AppendConfig
+from ..kernels.backward_preprocess import PreprocessConfig
+from ..kernels.backward_sum import SumConfig
+from ..kernels.combine_config import MOST_PARTS
+from ..kernels.kernel_set import ForwardTiles, KernelSet, kernels_of, kinds
+from ..kernels.limits import WARP_SIZE
+from ..kernels.problem_class import AppendClass, CombineClass, ProblemClass
+from ..kernels.tail_rows import TailClass, TailConfig
 
 __all__ = [
     "KINDS",
@@ -176,9 +176,8 @@ def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.forward_combine import CombineKernel
-    from fa4_hd256.kernels.problem_class import ELEMENT_TYPES
-
+    from ..kernels.forward_combine import CombineKernel
+    from ..kernels.problem_class import ELEMENT_TYPES
     from .forward_arguments import combine_compile_arguments
 
     element = ELEMENT_TYPES[spec.problem_class]
@@ -186,8 +185,7 @@ def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.forward_combine_ragged import RaggedCombineKernel
-
+    from ..kernels.forward_combine_ragged import RaggedCombineKernel
     from .forward_arguments import ragged_combine_compile_arguments
 
     kernel = RaggedCombineKernel(spec.config, spec.problem_class)
@@ -195,8 +193,7 @@ def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _append_rows(spec: KernelSpec) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.append_rows import AppendKernel
-
+    from ..kernels.append_rows import AppendKernel
     from .append_arguments import append_compile_arguments
 
     kernel = AppendKernel(spec.config, spec.problem_class)
@@ -204,8 +201,7 @@ def _append_rows(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.backward_preprocess import PreprocessKernel
-
+    from ..kernels.backward_preprocess import PreprocessKernel
     from .backward_arguments import preprocess_compile_arguments
 
     kernel = PreprocessKernel(spec.config, spec.problem_class)
@@ -213,9 +209,8 @@ def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.backward_sum import SumKernel
-    from fa4_hd256.kernels.problem_class import ELEMENT_TYPES
-
+    from ..kernels.backward_sum import SumKernel
+    from ..kernels.problem_class import ELEMENT_TYPES
     from .backward_arguments import sum_compile_arguments
 
     element = ELEMENT_TYPES[spec.problem_class]
@@ -223,8 +218,7 @@ def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _tail_rows(spec: KernelSpec) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.tail_rows import TailKernel
-
+    from ..kernels.tail_rows import TailKernel
     from .tail_arguments import tail_compile_arguments
 
     kernel = TailKernel(spec.config, spec.problem_class)

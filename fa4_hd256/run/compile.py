@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import environment, progress
-from fa4_hd256.gpus import family
-
+from .. import environment, progress
+from ..gpus import family
 from . import prebuilt
 from .catalogue import KernelSpec
 from .kernel_names import described, name_of

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
-from fa4_hd256 import environment
-from fa4_hd256.call.checks import check_page_numbers, reads_contents
-from fa4_hd256.call.descales import scale_operand
-from fa4_hd256.call.forward_problem import ForwardCall, Problem
-from fa4_hd256.call.function_tensors import function_operand
-from fa4_hd256.call.last_turn import LastTurn, last_turn
-from fa4_hd256.call.operator_arguments import OTHERS, ForwardTensors
-from fa4_hd256.call.part_lists import marked
-from fa4_hd256.call.splits import divided
-from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.part_list import HEADER, list_length
-from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
-
+from .. import environment
+from ..call.checks import check_page_numbers, reads_contents
+from ..call.descales import scale_operand
+from ..call.forward_problem import ForwardCall, Problem
+from ..call.function_tensors import function_operand
+from ..call.last_turn import LastTurn, last_turn
+from ..call.operator_arguments import OTHERS, ForwardTensors
+from ..call.part_lists import marked
+from ..call.splits import divided
+from ..gpus.devices import Gpu
+from ..kernels.part_list import HEADER, list_length
+from ..kernels.sequences import PAGE_TABLE, PART_LIST
 from .arguments import LARGEST_LENGTH
 from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel

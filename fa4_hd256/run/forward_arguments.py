@@ -29,11 +29,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
-from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.limits import TMA_ALIGNMENT
-from fa4_hd256.kernels.problem_class import DESCALES, CombineClass, ProblemClass
-
+from ..call.forward_problem import Problem
+from ..gpus.devices import Gpu
+from ..kernels.limits import TMA_ALIGNMENT
+from ..kernels.problem_class import DESCALES, CombineClass, ProblemClass
 from .arguments import (
     call_scalars,
     dynamic_tensor,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fa4_hd256 import environment
-
+from .. import environment
 from .native_cache import NativeCache
 
 __all__ = ["disk_cache"]

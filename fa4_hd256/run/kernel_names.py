@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.architectures import named
-
+from ..architectures import named
 from .catalogue import KernelSpec
 
 __all__ = ["described", "kernel_named", "name_of"]

@@ -21,12 +21,11 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from fa4_hd256 import environment
-from fa4_hd256.architectures import ARCHITECTURES, Architecture
-from fa4_hd256.call.function_meaning import described_meaning
-from fa4_hd256.gpus import family
-from fa4_hd256.kernels.kernel_functions import FUNCTION_KINDS
-
+from .. import environment
+from ..architectures import ARCHITECTURES, Architecture
+from ..call.function_meaning import described_meaning
+from ..gpus import family
+from ..kernels.kernel_functions import FUNCTION_KINDS
 from .catalogue import KernelSpec
 from .kernel_cache import disk_cache
 

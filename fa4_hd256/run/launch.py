@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from fa4_hd256 import environment
-from fa4_hd256.architectures import ARCHITECTURES
-from fa4_hd256.gpus.devices import Gpu, cuda_gpu
-from fa4_hd256.gpus.family import architecture_of, in_family, target
-
+from .. import environment
+from ..architectures import ARCHITECTURES
+from ..gpus.devices import Gpu, cuda_gpu
+from ..gpus.family import architecture_of, in_family, target
 from . import recording, simulated
 from .compile import CompiledKernel
 from .tile_counter import tile_counter

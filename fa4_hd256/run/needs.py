@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.architectures import Architecture
-from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.checks import DTYPES, PAGE_TABLE, check_options
-from fa4_hd256.call.forward_problem import (
+from ..architectures import Architecture
+from ..call.backward_problem import BackwardProblem
+from ..call.checks import DTYPES, PAGE_TABLE, check_options
+from ..call.forward_problem import (
     Options,
     Problem,
     choose_tiles,
@@ -27,25 +27,24 @@ from fa4_hd256.call.forward_problem import (
     tiles_for_masks,
     tiles_for_max_logits,
 )
-from fa4_hd256.call.operator_arguments import RAGGED
-from fa4_hd256.call.tree_mask import WORD_NODES
-from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
-from fa4_hd256.kernels.combine_config import MOST_PARTS
-from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
-from fa4_hd256.kernels.problem_class import (
+from ..call.operator_arguments import RAGGED
+from ..call.tree_mask import WORD_NODES
+from ..kernels.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
+from ..kernels.combine_config import MOST_PARTS
+from ..kernels.kernel_set import kernels_of
+from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ..kernels.problem_class import (
     KV_DTYPES,
     OF_PAGES,
     OF_SEQUENCES,
     AppendClass,
     RotaryClass,
 )
-from fa4_hd256.kernels.score_change import ALIBI
-from fa4_hd256.kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
-from fa4_hd256.kernels.user_functions import FunctionClass
-from fa4_hd256.models import FULL, AttentionModel, Mask
-from fa4_hd256.words import shown
-
+from ..kernels.score_change import ALIBI
+from ..kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
+from ..kernels.user_functions import FunctionClass
+from ..models import FULL, AttentionModel, Mask
+from ..words import shown
 from .catalogue import (
     KernelSpec,
     TuningKey,

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fa4_hd256.gpus.devices import is_captured
-
+from ..gpus.devices import is_captured
 from .kept_tensors import made_to_keep
 
 __all__ = ["maker"]

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fa4_hd256 import environment
-from fa4_hd256.architectures import named
-from fa4_hd256.words import shown
-
+from .. import environment
+from ..architectures import named
+from ..words import shown
 from .keys import COMPILER, content_digest, cpu_features
 from .native_cache import NativeCache, writable_by_others
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4_hd256.call.layouts import as_kernel_operand, row_operand, table_operand
-
+from ..call.layouts import as_kernel_operand, row_operand, table_operand
 from .compile import CompiledKernel
 from .packed import COUNTER, LaunchTemplate, PackedLaunch, host_function, tensor_leaves
 from .tile_counter import tile_counter

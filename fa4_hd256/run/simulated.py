@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from fa4_hd256 import environment
-from fa4_hd256.gpus.gpu import Gpu
+from .. import environment
+from ..gpus.gpu import Gpu
 
 __all__ = ["simulated_device", "simulated_gpu", "simulator"]
 

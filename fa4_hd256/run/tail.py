@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.kernels.masking import MaskKind
-from fa4_hd256.kernels.sequences import DS_BEGINS
-from fa4_hd256.kernels.tail_rows import TailBounds, TailClass, TailTensors
-
+from ..call.forward_problem import Problem
+from ..kernels.masking import MaskKind
+from ..kernels.sequences import DS_BEGINS
+from ..kernels.tail_rows import TailBounds, TailClass, TailTensors
 from .arguments import LARGEST_LENGTH, LARGEST_WINDOW
 from .catalogue import tail_spec
 from .compile import CompiledKernel, compile_kernel

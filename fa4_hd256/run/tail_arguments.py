@@ -11,9 +11,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
-from fa4_hd256.kernels.limits import TMA_ALIGNMENT
-from fa4_hd256.kernels.tail_rows import TailBounds, TailClass, TailTensors
-
+from ..kernels.limits import TMA_ALIGNMENT
+from ..kernels.tail_rows import TailBounds, TailClass, TailTensors
 from .arguments import WORD, dynamic_tensor, tensor_type, vector_type
 
 __all__ = ["tail_call_arguments", "tail_compile_arguments"]

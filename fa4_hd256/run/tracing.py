@@ -8,11 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from fa4_hd256 import environment
-from fa4_hd256.architectures import ARCHITECTURES
-from fa4_hd256.gpus import family
-from fa4_hd256.kernels.kernel_functions import check_unchanged
-
+from .. import environment
+from ..architectures import ARCHITECTURES
+from ..gpus import family
+from ..kernels.kernel_functions import check_unchanged
 from .catalogue import KernelSpec, build
 
 __all__ = ["targeting", "trace_and_compile"]

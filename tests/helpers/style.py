@@ -258,6 +258,24 @@ def bare_imports(root: Path) -> list[str]:
     return found
 
 
+def absolute_imports(root: Path) -> list[str]:
+    """Imports of the package by its name in the package: it is also loaded under other names."""
+    found = []
+    for source in sources(root):
+        if source.split("/")[0] not in ("fa4_hd256", *_LIBRARIES):
+            continue
+        for node in ast.walk(ast.parse((root / source).read_text(), source)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            found += [
+                f"{source} imports {name}; write a relative import"
+                for name in names
+                if name.split(".")[0] == "fa4_hd256"
+            ]
+    return found
+
+
 def _package(module: str) -> str:
     return max((package for package in PACKAGES if f"{module}/".startswith(f"{package}/")), key=len)
 

@@ -18,7 +18,7 @@ from .runner import TARGET, Run, Stopped
 
 #: Seconds that querying the driver for its GPU may take.
 ASK_LIMIT = 120
-_ASK = ("import json; from fa4_hd256.check.bringup.machine import find_target; "
+_ASK = (f"import json; from {__package__}.machine import find_target; "
         "print(json.dumps(find_target().as_json()))")
 
 

@@ -33,7 +33,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     note(f"{which}, capture")
 
     def work() -> tuple:
-        from fa4_hd256 import flash_attn_func
+        from ... import flash_attn_func
 
         out, lse = flash_attn_func(q, k, v, return_lse=True, use_clc=use_clc, **call.options)
         if which == "forward":

@@ -31,7 +31,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     """Microseconds from call to return, the GPU idle before each repetition."""
     import torch
 
-    from fa4_hd256 import flash_attn_func
+    from ... import flash_attn_func
 
     q, k, v, dout = kernels.tensors(_CALL, target.device)
     needs_gradient = item != "forward"

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fa4_hd256.gpus.family import describe_family, of_capability
-
+from ...gpus.family import describe_family, of_capability
 from .outcome import Outcome, Target
 
 #: Largest absolute error of an LSE, in nats; the mix of exp2 and polynomial leaves about 1e-4.
@@ -89,7 +88,7 @@ def missing(target: Target) -> str:
     if architecture is None:
         major, minor = target.capability
         return f"the kernels need a {describe_family()}; this GPU has {major}.{minor}"
-    from fa4_hd256.kernels.kernel_set import kernels_of
+    from ...kernels.kernel_set import kernels_of
 
     try:
         kernels_of(architecture).forward_tiles()
@@ -145,8 +144,8 @@ def tensors(call: Call, device: str) -> tuple:
 
 
 def _forward(call: Call, target: Target, **more: Any) -> Outcome:
-    from fa4_hd256 import flash_attn_func
-    from fa4_hd256.check import reference
+    from ... import flash_attn_func
+    from .. import reference
 
     q, k, v, _ = tensors(call, target.device)
     out, lse = flash_attn_func(
@@ -163,10 +162,10 @@ def _forward(call: Call, target: Target, **more: Any) -> Outcome:
 
 def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
     """Gradients from the reference's out and lse. wanted: fields of `backward.Wanted`."""
-    from fa4_hd256.call.backward_problem import BackwardCall
-    from fa4_hd256.call.forward_problem import Options
-    from fa4_hd256.check import reference
-    from fa4_hd256.run.backward import Wanted, run_backward
+    from ...call.backward_problem import BackwardCall
+    from ...call.forward_problem import Options
+    from ...run.backward import Wanted, run_backward
+    from .. import reference
 
     q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v, **call.options)
@@ -193,8 +192,8 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
     """`flash_attn_varlen_func`, causal; each sequence against the reference, the worst one told."""
     import torch
 
-    from fa4_hd256 import flash_attn_varlen_func
-    from fa4_hd256.check import reference
+    from ... import flash_attn_varlen_func
+    from .. import reference
 
     totals = tuple(sum(side) for side in zip(*_PACKED))
     q, k, v, dout = (t[0] for t in tensors(Call(totals), target.device))
@@ -258,11 +257,11 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     """-LSE in base 2 and -rowsum(O dO) of every row."""
     import torch
 
-    from fa4_hd256.call.backward_problem import BackwardCall
-    from fa4_hd256.call.forward_problem import Options
-    from fa4_hd256.check import reference
-    from fa4_hd256.run import backward
-    from fa4_hd256.run.backward_arguments import PreprocessTensors
+    from ...call.backward_problem import BackwardCall
+    from ...call.forward_problem import Options
+    from ...run import backward
+    from ...run.backward_arguments import PreprocessTensors
+    from .. import reference
 
     q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v)

@@ -148,7 +148,7 @@ def _versions() -> Outcome:
 
 
 def _settings() -> Outcome:
-    from fa4_hd256 import environment
+    from ... import environment
 
     names = {variable.name for variable in environment.VARIABLES}
     names |= {name for name in os.environ if name.startswith(("CUDA_", "CUTE_DSL_", "NCCL_"))}

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa4_hd256.gpus.family import FAMILY
-
+from ...gpus.family import FAMILY
 from .outcome import Target
 
 #: Constants that a step of the rung `machine` tells: name -> (field, factor, unit).

@@ -17,8 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import fa4_hd256.kernels as kernel_sources
-
+from ... import kernels as kernel_sources
 from . import kernels
 from .outcome import Outcome, Target
 

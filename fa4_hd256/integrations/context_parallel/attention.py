@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fa4_hd256.call.autocast import autocast, is_autocasting
-from fa4_hd256.mask_mods import MaskMod
-from fa4_hd256.score_mods import ScoreMod
-
+from ...call.autocast import autocast, is_autocasting
+from ...mask_mods import MaskMod
+from ...score_mods import ScoreMod
 from .checks import Given, batched, check_heads, settings_of, text_of
 from .exchange import Ranks
 from .gathered import Gathered

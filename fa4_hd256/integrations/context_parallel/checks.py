@@ -9,19 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4_hd256.call import named_configs
-from fa4_hd256.call.checks import check_kinds, check_lists, check_mask_options, with_batch
-from fa4_hd256.call.forward_problem import ForwardCall, Options
-from fa4_hd256.call.function_tensors import functions_of_keys
-from fa4_hd256.call.splits import BY_RULE
-from fa4_hd256.call.tile_mask import TileMask
-from fa4_hd256.gpus.family import architecture_of
-from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.mask_mods import MaskMod
-from fa4_hd256.mask_mods import read_by as read_by_mask
-from fa4_hd256.masks import as_tile_mask
-from fa4_hd256.score_mods import ScoreMod, read_by
-
+from ...call import named_configs
+from ...call.checks import check_kinds, check_lists, check_mask_options, with_batch
+from ...call.forward_problem import ForwardCall, Options
+from ...call.function_tensors import functions_of_keys
+from ...call.splits import BY_RULE
+from ...call.tile_mask import TileMask
+from ...gpus.family import architecture_of
+from ...kernels.kernel_set import kernels_of
+from ...mask_mods import MaskMod
+from ...mask_mods import read_by as read_by_mask
+from ...masks import as_tile_mask
+from ...score_mods import ScoreMod, read_by
 from .exchange import Ranks
 from .local import Settings
 from .spans import Units, placed, unit

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fa4_hd256.kernels.score_change import ScoreOrigin
-from fa4_hd256.mask_mods import in_part as mask_in_part
-from fa4_hd256.score_mods import in_part
-
+from ...kernels.score_change import ScoreOrigin
+from ...mask_mods import in_part as mask_in_part
+from ...score_mods import in_part
 from .exchange import Ranks
 from .gathered import in_order, of_ranks
 from .local import Settings, attend

@@ -18,18 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4_hd256.call.forward_problem import Options
-from fa4_hd256.call.tile_mask import TileMask
-from fa4_hd256.call.windows import ExactWindow
-from fa4_hd256.integrations.given_results import gradients_of_results
-from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.kernels.block_mask import MASK_TILE
-from fa4_hd256.kernels.score_change import ScoreOrigin
-from fa4_hd256.mask_mods import MaskMod, part_tiles
-from fa4_hd256.mask_mods import in_part as mask_in_part
-from fa4_hd256.run.kept_tensors import made_to_keep
-from fa4_hd256.score_mods import ScoreMod, in_part
-
+from ...call.forward_problem import Options
+from ...call.tile_mask import TileMask
+from ...call.windows import ExactWindow
+from ...interface import flash_attn_func, flash_attn_varlen_func
+from ...kernels.block_mask import MASK_TILE
+from ...kernels.score_change import ScoreOrigin
+from ...mask_mods import MaskMod, part_tiles
+from ...mask_mods import in_part as mask_in_part
+from ...run.kept_tensors import made_to_keep
+from ...score_mods import ScoreMod, in_part
+from ..given_results import gradients_of_results
 from .spans import Mask, Part, Units
 
 __all__ = [

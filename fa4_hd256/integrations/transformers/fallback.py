@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4_hd256.kernels.limits import HEAD_DIM
+from ...kernels.limits import HEAD_DIM
 
 __all__ = ["Scores", "attend", "is_offered"]
 

@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.autograd import call_backward, listed_tiles_of
-from fa4_hd256.call import named_configs
-from fa4_hd256.call.forward_problem import Options, backward_use_clc
-from fa4_hd256.call.operator_arguments import BackwardTensors, BackwardValues
-from fa4_hd256.call.packed_ds import BackwardMetadata
-from fa4_hd256.call.tile_mask import TileMask
-from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
-from fa4_hd256.masks import from_dense
-from fa4_hd256.metadata import get_backward_metadata
-from fa4_hd256.until_changed import UntilChanged
-
+from ...autograd import call_backward, listed_tiles_of
+from ...call import named_configs
+from ...call.forward_problem import Options, backward_use_clc
+from ...call.operator_arguments import BackwardTensors, BackwardValues
+from ...call.packed_ds import BackwardMetadata
+from ...call.tile_mask import TileMask
+from ...interface import flash_attn_func, flash_attn_varlen_func
+from ...kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
+from ...masks import from_dense
+from ...metadata import get_backward_metadata
+from ...until_changed import UntilChanged
 from ..backward_memory import backward_config_of
 from .descriptions import Window
 

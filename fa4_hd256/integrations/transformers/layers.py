@@ -6,12 +6,11 @@ from typing import Any, cast
 
 import torch
 
-from fa4_hd256.call.checks import are_differentiated
-from fa4_hd256.call.packed_ds import BackwardMetadata
-from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.metadata import get_backward_metadata
-from fa4_hd256.until_changed import UntilChanged
-
+from ...call.checks import are_differentiated
+from ...call.packed_ds import BackwardMetadata
+from ...interface import flash_attn_func, flash_attn_varlen_func
+from ...metadata import get_backward_metadata
+from ...until_changed import UntilChanged
 from ..backward_memory import backward_config_of
 from . import fallback, graphs
 from .descriptions import (

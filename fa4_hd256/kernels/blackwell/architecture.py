@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from fa4_hd256.architectures import named
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE
-from fa4_hd256.kernels.kernel_set import (
+from ...architectures import named
+from ..backward_ds_tiles import DS_BLOCK, DS_TILE
+from ..kernel_set import (
     BackwardKernel,
     BackwardSet,
     KernelSet,
     KeyKernel,
 )
-from fa4_hd256.kernels.sequences import PADDING
-
+from ..sequences import PADDING
 from .decode.config import DECODE, DECODE_E4M3
 from .forward.config import TILES
 from .pair_plan import BLOCK_KV, CTAS

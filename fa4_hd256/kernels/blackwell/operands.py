@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import BLOCK_COLUMNS, ROW_BYTES
-
+from ..limits import HEAD_DIM
+from ..operands import BLOCK_COLUMNS, ROW_BYTES
 from .instructions import OperandLayout
 
 __all__ = ["E4M3_SLICE", "k_major_operand", "mn_major_operand"]

@@ -12,13 +12,13 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4_hd256.kernels.blackwell.pair_plan import CTAS
-from fa4_hd256.kernels.context import KernelContext
-from fa4_hd256.kernels.operands import SharedMemory
-from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.kernels.scheduler_role import SchedulerRole
-from fa4_hd256.kernels.sequences import RaggedKernel, Sequences
-from fa4_hd256.schedulers import scheduler_class
+from ...schedulers import scheduler_class
+from ..context import KernelContext
+from ..operands import SharedMemory
+from ..problem_class import ProblemClass
+from ..scheduler_role import SchedulerRole
+from ..sequences import RaggedKernel, Sequences
+from .pair_plan import CTAS
 
 __all__ = ["PairContext", "PairKernel"]
 

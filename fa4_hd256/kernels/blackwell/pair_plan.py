@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa4_hd256.kernels.drain import check_drains
-from fa4_hd256.kernels.edges import BARRIER_BYTES, EdgeTable
-from fa4_hd256.kernels.plans import SmemRegion
-from fa4_hd256.kernels.ring_memory import check_memory
-from fa4_hd256.schedulers import CLUSTER_SIZE
-from fa4_hd256.schedulers.clc import ClcScheduler
+from ...schedulers import CLUSTER_SIZE
+from ...schedulers.clc import ClcScheduler
+from ..drain import check_drains
+from ..edges import BARRIER_BYTES, EdgeTable
+from ..plans import SmemRegion
+from ..ring_memory import check_memory
 
 __all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_plan", "check_ring", "common_regions"]
 

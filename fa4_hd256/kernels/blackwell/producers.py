@@ -14,11 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from fa4_hd256.kernels.edges import RingStates, SharedByReference, Signal
-from fa4_hd256.kernels.operands import load_tile
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.steps import CLAIM_STEPS, Load, Operand, Product, StepTable, When
-
+from ..edges import RingStates, SharedByReference, Signal
+from ..operands import load_tile
+from ..ranges import traced
+from ..steps import CLAIM_STEPS, Load, Operand, Product, StepTable, When
 from .instructions import OperandLayout, TmemOperand, fence_after_thread_sync, mma_chain
 
 __all__ = ["PairProducers"]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+from ...softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 __all__ = ["SEQLEN_CLASSES", "TABLE", "Entry", "pattern_for", "read", "write"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fa4_hd256.architectures import named
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK
-from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
-
+from ...architectures import named
+from ..backward_ds_tiles import DS_BLOCK
+from ..kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 from .decode.config import DECODE_E4M3
 from .forward.config import DECODE, MASKED, ForwardConfig
 

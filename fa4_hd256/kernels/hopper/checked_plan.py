@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa4_hd256.kernels.drain import check_drains
-from fa4_hd256.kernels.edges import TMA_SIGNALS
-from fa4_hd256.kernels.ring_memory import check_memory
-from fa4_hd256.kernels.steps import StepTable
+from ..drain import check_drains
+from ..edges import TMA_SIGNALS
+from ..ring_memory import check_memory
+from ..steps import StepTable
 
 __all__ = ["check_plan"]
 

@@ -9,18 +9,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from fa4_hd256.kernels.backward_common import BackwardEntry, BackwardTensors
-from fa4_hd256.kernels.blackwell.instructions import (
+from ....schedulers import WorkTile
+from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
+from ...backward_common import BackwardEntry, BackwardTensors
+from ...operands import TmaTensor
+from ...problem_class import GradientClass
+from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
-from fa4_hd256.kernels.blackwell.pair_kernel import PairKernel
-from fa4_hd256.kernels.blackwell.producers import PairProducers
-from fa4_hd256.kernels.operands import TmaTensor
-from fa4_hd256.kernels.problem_class import GradientClass
-from fa4_hd256.schedulers import WorkTile
-from fa4_hd256.softmax_emu.recompute import probabilities_from_lse, scale_for_masking
-
+from ..pair_kernel import PairKernel
+from ..producers import PairProducers
 from .config import GradientConfig
 
 __all__ = [

@@ -9,8 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
-from fa4_hd256.kernels.blackwell.pair_plan import (
+from ....softmax_emu.pattern import Ex2Pattern
+from ...backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
+from ...edges import Edge, EdgeTable, Signal
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from ...plans import (
+    SmemPlan,
+    SmemRegion,
+    TmemPlan,
+    TmemRegion,
+    WarpPlan,
+    describe_plans,
+)
+from ...steps import StepTable
+from ..pair_plan import (
     BLOCK_KV,
     BLOCK_Q,
     CTAS,
@@ -19,19 +31,6 @@ from fa4_hd256.kernels.blackwell.pair_plan import (
     check_ring,
     common_regions,
 )
-from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
-from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from fa4_hd256.kernels.plans import (
-    SmemPlan,
-    SmemRegion,
-    TmemPlan,
-    TmemRegion,
-    WarpPlan,
-    describe_plans,
-)
-from fa4_hd256.kernels.steps import StepTable
-from fa4_hd256.softmax_emu.pattern import Ex2Pattern
-
 from .steps import (
     DKDV_STEPS,
     DQ_STEPS,

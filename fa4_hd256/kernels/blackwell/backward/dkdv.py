@@ -28,23 +28,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from fa4_hd256.kernels.backward_common import Step, heads_of_part
-from fa4_hd256.kernels.backward_key_tiles import KeyTiles
-from fa4_hd256.kernels.blackwell.instructions import (
+from ...backward_common import Step, heads_of_part
+from ...backward_key_tiles import KeyTiles
+from ...limits import HEAD_DIM
+from ...ranges import traced
+from ...views import columns_of
+from ..instructions import (
     MmaShape,
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
-from fa4_hd256.kernels.blackwell.operands import (
+from ..operands import (
     k_major_operand,
     mn_major_operand,
 )
-from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
-from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.views import columns_of
-
+from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
+from ..tmem import multiply, tmem_load
 from .common import FRAGMENT, BackwardKernel, multiply_by, score_gradients, store_row, zeros
 
 __all__ = ["DkdvKernel"]

@@ -32,20 +32,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from fa4_hd256.kernels.backward_query_tiles import QueryTiles
-from fa4_hd256.kernels.blackwell.instructions import (
+from ...backward_query_tiles import QueryTiles
+from ...limits import HEAD_DIM
+from ...ranges import traced
+from ...views import columns_of
+from ..instructions import (
     MmaShape,
     TmemOperand,
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
-from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
-from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
-from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.views import columns_of
-
+from ..operands import k_major_operand, mn_major_operand
+from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
+from ..tmem import tmem_load, tmem_store
 from .common import FRAGMENT, multiply_by, score_gradients
 from .row_result import RowResult
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 
-from fa4_hd256.kernels.backward_ds_tiles import DS_TILE, DS_TILE_ELEMENTS, RUN, RUN_STRIDE
-from fa4_hd256.kernels.blackwell.instructions import OperandLayout
-from fa4_hd256.kernels.limits import ELEMENT_BYTES
+from ...backward_ds_tiles import DS_TILE, DS_TILE_ELEMENTS, RUN, RUN_STRIDE
+from ...limits import ELEMENT_BYTES
+from ..instructions import OperandLayout
 
 __all__ = ["BOX", "BY_KEYS", "BY_QUERIES", "tma_view"]
 

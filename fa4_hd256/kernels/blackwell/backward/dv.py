@@ -36,9 +36,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from fa4_hd256.kernels.backward_block_mask import WORD_PAIR
-from fa4_hd256.kernels.backward_common import Step, heads_of_part
-from fa4_hd256.kernels.backward_ds_tiles import (
+from ....schedulers import WorkTile
+from ...backward_block_mask import WORD_PAIR
+from ...backward_common import Step, heads_of_part
+from ...backward_ds_tiles import (
     DS_BLOCK,
     DS_TILE,
     RUN,
@@ -47,26 +48,24 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     tiles_of_head,
     within_head,
 )
-from fa4_hd256.kernels.backward_key_tiles import KeyTiles, ListedStep
-from fa4_hd256.kernels.blackwell.instructions import (
+from ...backward_key_tiles import KeyTiles, ListedStep
+from ...block_mask import FULL
+from ...limits import HEAD_DIM, WARP_SIZE
+from ...masking import WORD_BITS, hide_unseen
+from ...ranges import traced
+from ...views import columns_of
+from ..instructions import (
     MmaShape,
     TmemOperand,
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
-from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
-from fa4_hd256.kernels.blackwell.tmem import (
+from ..operands import k_major_operand, mn_major_operand
+from ..tmem import (
     quad_fragment,
     tmem_load_quads,
     tmem_store_quads,
 )
-from fa4_hd256.kernels.block_mask import FULL
-from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
-from fa4_hd256.kernels.masking import WORD_BITS, hide_unseen
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.views import columns_of
-from fa4_hd256.schedulers import WorkTile
-
 from .common import FRAGMENT, multiply_by, score_gradients
 from .row_result import OWN_COLUMNS, OWN_ROWS, RowResult
 

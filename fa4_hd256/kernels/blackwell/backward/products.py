@@ -23,13 +23,12 @@ import cutlass.cute as cute
 from cutlass import Boolean
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
-from fa4_hd256.kernels.backward_product_tiles import ProductTiles, Walk
-from fa4_hd256.kernels.blackwell.instructions import MmaShape, mma_chain
-from fa4_hd256.kernels.blackwell.operands import mn_major_operand
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import TmaTensor, load_tile
-
+from ...backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
+from ...backward_product_tiles import ProductTiles, Walk
+from ...limits import HEAD_DIM
+from ...operands import TmaTensor, load_tile
+from ..instructions import MmaShape, mma_chain
+from ..operands import mn_major_operand
 from .ds_operands import BOX, BY_KEYS, BY_QUERIES, tma_view
 from .row_result import RowResult
 

@@ -9,16 +9,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from fa4_hd256.kernels.blackwell.instructions import (
+from ...limits import HEAD_DIM
+from ...ranges import traced
+from ...views import columns_of
+from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
-from fa4_hd256.kernels.blackwell.pair_plan import CTAS
-from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.views import columns_of
-
+from ..pair_plan import CTAS
+from ..tmem import multiply, tmem_load
 from .common import FRAGMENT, BackwardKernel, store_row, zeros
 
 __all__ = ["OWN_COLUMNS", "OWN_ROWS", "RowResult"]

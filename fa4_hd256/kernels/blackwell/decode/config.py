@@ -53,11 +53,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fa4_hd256.kernels.blackwell.pair_plan import check_plan, check_ring, common_regions
-from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
-from fa4_hd256.kernels.kernel_set import ForwardTiles
-from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from fa4_hd256.kernels.plans import (
+from ....softmax_emu.pattern import Ex2Pattern
+from ...edges import Edge, EdgeTable, Signal
+from ...kernel_set import ForwardTiles
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from ...plans import (
     WARPS_PER_WARPGROUP,
     SmemPlan,
     SmemRegion,
@@ -66,9 +66,8 @@ from fa4_hd256.kernels.plans import (
     WarpPlan,
     describe_plans,
 )
-from fa4_hd256.kernels.steps import StepTable
-from fa4_hd256.softmax_emu.pattern import Ex2Pattern
-
+from ...steps import StepTable
+from ..pair_plan import check_plan, check_ring, common_regions
 from .steps import HALVES, decode_steps, e4m3_steps
 
 __all__ = ["BLOCK_KV", "DECODE", "DECODE_E4M3", "ROWS", "DecodeConfig", "DecodeWarpPlan"]

@@ -10,18 +10,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.kernels.blackwell.instructions import (
+from ....softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
+from ...decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
+from ...edges import RingState
+from ...limits import WARP_SIZE
+from ...ranges import traced
+from ...views import columns_of
+from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
-from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
-from fa4_hd256.kernels.decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
-from fa4_hd256.kernels.edges import RingState
-from fa4_hd256.kernels.limits import WARP_SIZE
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.views import columns_of
-from fa4_hd256.softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
-
+from ..tmem import tmem_load, tmem_store
 from .config import BLOCK_KV, HALF
 from .steps import HALVES
 

@@ -20,20 +20,19 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.kernels.blackwell.instructions import MmaShape, OperandLayout
-from fa4_hd256.kernels.blackwell.operands import E4M3_SLICE, k_major_operand, mn_major_operand
-from fa4_hd256.kernels.blackwell.tmem import tmem_load
-from fa4_hd256.kernels.e4m3_queries import ScaledRows
-from fa4_hd256.kernels.e4m3_scales import KeyScales, ScaledSoftmax
-from fa4_hd256.kernels.edges import RingState, RingStates
-from fa4_hd256.kernels.forward_common import ForwardTensors
-from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
-from fa4_hd256.kernels.operands import ATOM_ROWS, SharedMemory
-from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.views import columns_of
-from fa4_hd256.softmax_emu.by_key import KeySoftmax
-
+from ....softmax_emu.by_key import KeySoftmax
+from ...e4m3_queries import ScaledRows
+from ...e4m3_scales import KeyScales, ScaledSoftmax
+from ...edges import RingState, RingStates
+from ...forward_common import ForwardTensors
+from ...limits import HEAD_DIM, WARP_SIZE
+from ...operands import ATOM_ROWS, SharedMemory
+from ...problem_class import ProblemClass
+from ...ranges import traced
+from ...views import columns_of
+from ..instructions import MmaShape, OperandLayout
+from ..operands import E4M3_SLICE, k_major_operand, mn_major_operand
+from ..tmem import tmem_load
 from .config import BLOCK_KV, HALF, DecodeConfig
 from .kernel import CORE_BYTES, GROUP, GROUP_BYTES, Context, DecodeKernel
 from .steps import HALVES

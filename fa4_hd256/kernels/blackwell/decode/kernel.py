@@ -34,17 +34,16 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4_hd256.kernels.blackwell.instructions import MmaShape, OperandLayout
-from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
-from fa4_hd256.kernels.blackwell.pair_kernel import PairContext, PairKernel
-from fa4_hd256.kernels.decode_softmax import BARRIER
-from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import SharedMemory, TmaTensor
-from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
-from fa4_hd256.kernels.scalars import CallScalars
-from fa4_hd256.schedulers import TileOrder
-
+from ....schedulers import TileOrder
+from ...decode_softmax import BARRIER
+from ...forward_common import ForwardCommon, ForwardEntries, ForwardTensors
+from ...limits import HEAD_DIM
+from ...operands import SharedMemory, TmaTensor
+from ...problem_class import ProblemClass, query_rows
+from ...scalars import CallScalars
+from ..instructions import MmaShape, OperandLayout
+from ..operands import k_major_operand, mn_major_operand
+from ..pair_kernel import PairContext, PairKernel
 from .config import BLOCK_KV, HALF, DecodeConfig
 from .consumers import DecodeConsumers
 from .producers import DecodeProducers

@@ -7,8 +7,8 @@ or V, and Q is written by a role of the kernel (`e4m3`).
 
 from __future__ import annotations
 
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.steps import (
+from ...limits import HEAD_DIM
+from ...steps import (
     Act,
     Load,
     Operand,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.kernels.e4m3_codes import WORD_CODES, codes_of
+from ...e4m3_codes import WORD_CODES, codes_of
 
 __all__ = ["LOW_PART", "store_parts"]
 

@@ -5,8 +5,22 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
-from fa4_hd256.kernels.blackwell import tuning
-from fa4_hd256.kernels.blackwell.pair_plan import (
+from ....softmax_emu.online import ARITHMETICS
+from ....softmax_emu.pattern import Ex2Pattern
+from ...edges import Edge, EdgeTable, Signal
+from ...kernel_set import ForwardTiles
+from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from ...plans import (
+    SmemPlan,
+    SmemRegion,
+    TmemPlan,
+    TmemRegion,
+    WarpPlan,
+    describe_plans,
+)
+from ...steps import StepTable
+from .. import tuning
+from ..pair_plan import (
     BLOCK_KV,
     BLOCK_Q,
     CTAS,
@@ -15,21 +29,6 @@ from fa4_hd256.kernels.blackwell.pair_plan import (
     check_ring,
     common_regions,
 )
-from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
-from fa4_hd256.kernels.kernel_set import ForwardTiles
-from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from fa4_hd256.kernels.plans import (
-    SmemPlan,
-    SmemRegion,
-    TmemPlan,
-    TmemRegion,
-    WarpPlan,
-    describe_plans,
-)
-from fa4_hd256.kernels.steps import StepTable
-from fa4_hd256.softmax_emu.online import ARITHMETICS
-from fa4_hd256.softmax_emu.pattern import Ex2Pattern
-
 from .steps import MMA_K, P_PARTS, forward_steps
 
 __all__ = ["TILES", "ForwardConfig", "ForwardWarpPlan"]

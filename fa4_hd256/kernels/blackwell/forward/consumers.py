@@ -9,17 +9,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from fa4_hd256.kernels.blackwell.instructions import (
+from ....softmax_emu.pattern import FRAGMENT_COLUMNS
+from ...limits import HEAD_DIM
+from ...mask_function import times_asked
+from ...ranges import traced
+from ...sequences import tma_tile
+from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
-from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load, tmem_store
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.mask_function import times_asked
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.sequences import tma_tile
-from fa4_hd256.softmax_emu.pattern import FRAGMENT_COLUMNS
-
+from ..tmem import multiply, tmem_load, tmem_store
 from .steps import MMA_K
 
 __all__ = ["ForwardConsumers"]

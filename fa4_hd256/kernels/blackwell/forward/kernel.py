@@ -50,17 +50,16 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
-from fa4_hd256.kernels.blackwell.instructions import MmaShape, TmemOperand
-from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
-from fa4_hd256.kernels.blackwell.pair_kernel import PairContext, PairKernel
-from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import SharedMemory, TmaTensor
-from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.kernels.scalars import CallScalars
-from fa4_hd256.schedulers import TileOrder
-from fa4_hd256.softmax_emu.online import OnlineSoftmax
-
+from ....schedulers import TileOrder
+from ....softmax_emu.online import OnlineSoftmax
+from ...forward_common import ForwardCommon, ForwardEntries, ForwardTensors
+from ...limits import HEAD_DIM
+from ...operands import SharedMemory, TmaTensor
+from ...problem_class import ProblemClass
+from ...scalars import CallScalars
+from ..instructions import MmaShape, TmemOperand
+from ..operands import k_major_operand, mn_major_operand
+from ..pair_kernel import PairContext, PairKernel
 from .config import ForwardConfig
 from .consumers import ForwardConsumers
 from .producers import ForwardProducers

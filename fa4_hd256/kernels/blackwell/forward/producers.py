@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa4_hd256.kernels.blackwell.producers import PairProducers
-from fa4_hd256.kernels.operands import load_tile
+from ...operands import load_tile
+from ..producers import PairProducers
 
 __all__ = ["ForwardProducers"]
 

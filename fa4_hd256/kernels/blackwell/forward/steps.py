@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fa4_hd256.kernels.steps import (
+from ...steps import (
     Act,
     Load,
     Operand,

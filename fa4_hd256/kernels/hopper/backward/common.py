@@ -11,24 +11,23 @@ from cutlass import Boolean, Float32, Int16, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4_hd256.kernels.backward_common import BackwardEntry
-from fa4_hd256.kernels.context import KernelContext
-from fa4_hd256.kernels.hopper.instructions import (
+from ....schedulers import scheduler_class
+from ...backward_common import BackwardEntry
+from ...context import KernelContext
+from ...limits import HEAD_DIM
+from ...operands import SharedMemory, TmaTensor, load_tile, prefetch_tile
+from ...problem_class import GradientClass
+from ...ranges import traced
+from ...scheduler_role import SchedulerRole
+from ...sequences import Sequences
+from ...steps import Copy, Load
+from ..instructions import (
     QUAD,
     WgmmaShape,
     row_of_fragment,
     rows_of,
     transpose_quad,
 )
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import SharedMemory, TmaTensor, load_tile, prefetch_tile
-from fa4_hd256.kernels.problem_class import GradientClass
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.scheduler_role import SchedulerRole
-from fa4_hd256.kernels.sequences import Sequences
-from fa4_hd256.kernels.steps import Copy, Load
-from fa4_hd256.schedulers import scheduler_class
-
 from .config import CTAS, GradientConfig
 
 __all__ = ["BOTH_CTAS", "HopperBackward", "ScoreGradient"]

@@ -8,15 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
-from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
-from fa4_hd256.kernels.hopper.checked_plan import check_plan
-from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
-from fa4_hd256.kernels.steps import StepTable
-from fa4_hd256.kernels.timeline import describe_roles
-from fa4_hd256.schedulers.counter import CounterScheduler
-
+from ....schedulers.counter import CounterScheduler
+from ...backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
+from ...edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from ...plans import SmemPlan, SmemRegion, WarpPlan
+from ...steps import StepTable
+from ...timeline import describe_roles
+from ..checked_plan import check_plan
 from .steps import dv_steps, products_steps, single_steps
 
 __all__ = [

@@ -35,8 +35,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from fa4_hd256.kernels.backward_common import Step, heads_of_part
-from fa4_hd256.kernels.backward_ds_tiles import (
+from ....softmax_emu.exp2 import exp2_hardware
+from ....softmax_emu.recompute import scale_for_masking
+from ...backward_common import Step, heads_of_part
+from ...backward_ds_tiles import (
     DS_TILE,
     RUN,
     RUN_STRIDE,
@@ -44,7 +46,9 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     tiles_of_head,
     within_head,
 )
-from fa4_hd256.kernels.hopper.instructions import (
+from ...limits import HEAD_DIM
+from ...ranges import traced
+from ..instructions import (
     QUAD,
     ROWS,
     commit,
@@ -55,11 +59,6 @@ from fa4_hd256.kernels.hopper.instructions import (
     transposed,
     wait,
 )
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.softmax_emu.exp2 import exp2_hardware
-from fa4_hd256.softmax_emu.recompute import scale_for_masking
-
 from .common import ScoreGradient
 from .config import CTAS, DvPlan
 from .key_rows import KeyRows

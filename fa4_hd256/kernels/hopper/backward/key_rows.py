@@ -9,18 +9,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa4_hd256.kernels.backward_block_mask import WORD_PAIR
-from fa4_hd256.kernels.backward_ds_tiles import RUN
-from fa4_hd256.kernels.backward_key_tiles import KeyTiles
-from fa4_hd256.kernels.block_mask import FULL
-from fa4_hd256.kernels.hopper.instructions import (
+from ...backward_block_mask import WORD_PAIR
+from ...backward_ds_tiles import RUN
+from ...backward_key_tiles import KeyTiles
+from ...block_mask import FULL
+from ...masking import hide_unseen
+from ..instructions import (
     QUAD,
     ROWS,
     fragment_columns,
     row_of_fragment,
     rows_of,
 )
-from fa4_hd256.kernels.masking import hide_unseen
 
 __all__ = ["KeyRows"]
 

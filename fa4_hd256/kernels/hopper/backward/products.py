@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from fa4_hd256.kernels.backward_ds_tiles import (
+from ...backward_ds_tiles import (
     DS_BLOCK,
     DS_TILE,
     DS_TILE_BYTES,
@@ -35,8 +35,11 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     tiles_of_head,
     within_head,
 )
-from fa4_hd256.kernels.backward_product_tiles import ProductTiles, Walk
-from fa4_hd256.kernels.hopper.instructions import (
+from ...backward_product_tiles import ProductTiles, Walk
+from ...limits import HEAD_DIM
+from ...ranges import traced
+from ...steps import Copy
+from ..instructions import (
     ROWS,
     WgmmaShape,
     commit,
@@ -45,10 +48,6 @@ from fa4_hd256.kernels.hopper.instructions import (
     transposed,
     wait,
 )
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.steps import Copy
-
 from .common import HopperBackward
 from .config import PIECE_ROWS, PIECES
 

@@ -26,9 +26,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.kernels.backward_ds_tiles import RUN
-from fa4_hd256.kernels.backward_query_tiles import QueryTiles
-from fa4_hd256.kernels.hopper.instructions import (
+from ....softmax_emu.exp2 import exp2_hardware
+from ....softmax_emu.recompute import scale_for_masking
+from ...backward_ds_tiles import RUN
+from ...backward_query_tiles import QueryTiles
+from ...limits import HEAD_DIM
+from ...ranges import traced
+from ..instructions import (
     QUAD,
     ROWS,
     commit,
@@ -41,11 +45,6 @@ from fa4_hd256.kernels.hopper.instructions import (
     transposed,
     wait,
 )
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.softmax_emu.exp2 import exp2_hardware
-from fa4_hd256.softmax_emu.recompute import scale_for_masking
-
 from .common import ScoreGradient
 from .config import CTAS, SinglePlan
 from .key_rows import KeyRows

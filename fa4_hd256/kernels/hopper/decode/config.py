@@ -27,16 +27,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
-from fa4_hd256.kernels.hopper.checked_plan import check_plan
-from fa4_hd256.kernels.kernel_set import ForwardTiles
-from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
-from fa4_hd256.kernels.steps import StepTable
-from fa4_hd256.kernels.timeline import describe_roles
-from fa4_hd256.schedulers import CounterScheduler
-from fa4_hd256.softmax_emu.pattern import Ex2Pattern
-
+from ....schedulers import CounterScheduler
+from ....softmax_emu.pattern import Ex2Pattern
+from ...edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...kernel_set import ForwardTiles
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from ...plans import SmemPlan, SmemRegion, WarpPlan
+from ...steps import StepTable
+from ...timeline import describe_roles
+from ..checked_plan import check_plan
 from .steps import QK_PARTS, decode_steps
 
 __all__ = ["BLOCK_KV", "DECODE_E4M3", "ROWS", "E4m3Config", "E4m3WarpPlan"]

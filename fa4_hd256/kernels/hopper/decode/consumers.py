@@ -24,10 +24,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from fa4_hd256.kernels.decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
-from fa4_hd256.kernels.e4m3_scales import KeyScales, ScaledSoftmax
-from fa4_hd256.kernels.edges import RingState
-from fa4_hd256.kernels.hopper.instructions import (
+from ...decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
+from ...e4m3_scales import KeyScales, ScaledSoftmax
+from ...edges import RingState
+from ...limits import HEAD_DIM, WARP_SIZE
+from ...masking import Visibility
+from ...operands import ROW_BYTES
+from ...ranges import traced
+from ...views import columns_of
+from ..instructions import (
     QUAD,
     WARPGROUP_THREADS,
     commit,
@@ -37,12 +42,6 @@ from fa4_hd256.kernels.hopper.instructions import (
     rows_of,
     wait,
 )
-from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
-from fa4_hd256.kernels.masking import Visibility
-from fa4_hd256.kernels.operands import ROW_BYTES
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.views import columns_of
-
 from .config import BLOCK_KV
 from .queries import QueryRows
 from .steps import QK_PARTS

@@ -29,17 +29,16 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4_hd256.kernels.context import KernelContext
-from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
-from fa4_hd256.kernels.hopper.instructions import WgmmaShape
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import SharedMemory
-from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
-from fa4_hd256.kernels.scalars import CallScalars
-from fa4_hd256.kernels.scheduler_role import SchedulerRole
-from fa4_hd256.kernels.sequences import Sequences
-from fa4_hd256.schedulers import TileOrder, scheduler_class
-
+from ....schedulers import TileOrder, scheduler_class
+from ...context import KernelContext
+from ...forward_common import ForwardCommon, ForwardEntries, ForwardTensors
+from ...limits import HEAD_DIM
+from ...operands import SharedMemory
+from ...problem_class import ProblemClass, query_rows
+from ...scalars import CallScalars
+from ...scheduler_role import SchedulerRole
+from ...sequences import Sequences
+from ..instructions import WgmmaShape
 from .config import BLOCK_KV, E4m3Config
 from .consumers import P_CORE, E4m3Consumer
 from .producers import E4m3Producer

@@ -8,9 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.steps import CLAIM_STEPS, Load
-
+from ...ranges import traced
+from ...steps import CLAIM_STEPS, Load
 from .config import BLOCK_KV
 
 __all__ = ["E4m3Producer"]

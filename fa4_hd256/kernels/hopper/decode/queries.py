@@ -10,10 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.kernels.decode_softmax import synchronise
-from fa4_hd256.kernels.e4m3_queries import ScaledRows
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.views import columns_of
+from ...decode_softmax import synchronise
+from ...e4m3_queries import ScaledRows
+from ...ranges import traced
+from ...views import columns_of
 
 __all__ = ["QueryRows"]
 

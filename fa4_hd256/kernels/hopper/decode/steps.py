@@ -8,7 +8,7 @@ behind Q in f16 (`kernels.e4m3_queries` NOTE [Q in place]).
 
 from __future__ import annotations
 
-from fa4_hd256.kernels.steps import (
+from ...steps import (
     CLAIM_STEPS,
     Act,
     Action,

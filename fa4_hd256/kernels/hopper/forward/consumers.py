@@ -9,9 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from fa4_hd256.kernels.block_mask import FULL
-from fa4_hd256.kernels.edges import RingState, SharedByReference
-from fa4_hd256.kernels.hopper.instructions import (
+from ....softmax_emu.online import OnlineSoftmax
+from ...block_mask import FULL
+from ...edges import RingState, SharedByReference
+from ...limits import HEAD_DIM
+from ...masking import TileRange, hide_unseen
+from ...ranges import traced
+from ..instructions import (
     QUAD,
     commit,
     fence,
@@ -24,11 +28,6 @@ from fa4_hd256.kernels.hopper.instructions import (
     transposed,
     wait,
 )
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.masking import TileRange, hide_unseen
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.softmax_emu.online import OnlineSoftmax
-
 from .plan import WARPGROUP_ROWS
 
 __all__ = ["ForwardConsumer"]

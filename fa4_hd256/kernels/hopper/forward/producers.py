@@ -9,11 +9,11 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from fa4_hd256.kernels.edges import RingState
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import load_tile
-from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.steps import CLAIM_STEPS
+from ...edges import RingState
+from ...limits import HEAD_DIM
+from ...operands import load_tile
+from ...ranges import traced
+from ...steps import CLAIM_STEPS
 
 __all__ = ["ForwardProducer"]
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fa4_hd256.kernels.edges import EdgeTable
-from fa4_hd256.kernels.plans import SmemPlan
-from fa4_hd256.kernels.steps import (
+from ...edges import EdgeTable
+from ...plans import SmemPlan
+from ...steps import (
     CLAIM_STEPS,
     Act,
     Copy,
