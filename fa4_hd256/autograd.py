@@ -27,6 +27,7 @@ from .eager import OperatorCalls, leading
 from .gpus.devices import is_captured
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
+from .package_name import NAMESPACE
 from .run.backward import Wanted, or_empty, run_backward
 
 __all__ = [
@@ -41,7 +42,7 @@ _OUT = 3
 
 
 @torch.library.custom_op(
-    "fa4_hd256::backward", mutates_args=(),
+    f"{NAMESPACE}::backward", mutates_args=(),
     schema=f"({schema_of(BackwardTensors, BackwardValues)}) -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -119,12 +120,12 @@ def _operator(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.T
 
 
 backward_calls = OperatorCalls(
-    "fa4_hd256::backward", _operator, leading(BackwardValues), BackwardTensors._fields
+    "backward", _operator, leading(BackwardValues), BackwardTensors._fields
 )
 
 #: Those of graphs, in the operator's body.
 backward_bodies = OperatorCalls(
-    "fa4_hd256::backward", _run, leading(BackwardValues), BackwardTensors._fields
+    "backward", _run, leading(BackwardValues), BackwardTensors._fields
 )
 
 

@@ -33,6 +33,7 @@ import torch
 
 from . import environment
 from .call.interception import is_intercepted
+from .package_name import NAMESPACE
 from .run import packed
 from .run.recording import Replayed, Tensors, current, recording
 
@@ -204,11 +205,12 @@ class OperatorCalls:
         roles: Sequence[str],
         written: Sequence[str] = (),
     ) -> None:
-        """name: as profiles have it. operator: (tensors, scalars) -> its results. resolve:
+        """name: in the package's namespace. operator: (tensors, scalars) -> its results. resolve:
         (tensors, facts) -> scalars, its arguments that are no tensors, called where no such call
         came before; raises for what is not accepted. roles: of its tensors, in order. written:
         roles of those that it writes to."""
-        self._name, self._operator, self._resolve = name, operator, resolve
+        self._name = f"{NAMESPACE}::{name}"  # as profiles have it
+        self._operator, self._resolve = operator, resolve
         self._roles = tuple(roles)
         self._written = tuple([self._roles.index(role) for role in written])
         self._kept: dict[Hashable, Entry] = {}

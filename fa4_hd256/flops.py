@@ -25,6 +25,7 @@ from .call.operator_arguments import (
 from .call.windows import UNBOUNDED
 from .kernels.backward_ds_tiles import count_blocks
 from .kernels.block_mask import FULL, MASK_TILE, NOTHING
+from .package_name import NAMESPACE
 
 __all__ = ["register_when_counted"]
 
@@ -145,7 +146,7 @@ def register_when_counted() -> None:
 def _register() -> None:
     from torch.utils import flop_counter
 
-    operators = torch.ops.fa4_hd256
+    operators = getattr(torch.ops, NAMESPACE)
     for operator, formula in (
         (operators.forward, _forward_flops), (operators.forward_max_logits, _forward_flops),
         (operators.forward_out, _forward_out_flops), (operators.backward, _backward_flops),

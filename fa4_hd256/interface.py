@@ -649,15 +649,15 @@ class _AttentionAndMaxima(torch.autograd.Function):
 
 
 forward_calls = OperatorCalls(
-    "fa4_hd256::forward", _operator, _resolve, ForwardTensors._fields
+    "forward", _operator, _resolve, ForwardTensors._fields
 )
 
 max_logits_calls = OperatorCalls(
-    "fa4_hd256::forward_max_logits", _operator_for_maxima, _resolve, ForwardTensors._fields
+    "forward_max_logits", _operator_for_maxima, _resolve, ForwardTensors._fields
 )
 
 out_calls = OperatorCalls(
-    "fa4_hd256::forward_out",
+    "forward_out",
     lambda tensors, values: (tensors[-1], _operator_into(tensors, values)),
     _resolve_into,
     (*ForwardTensors._fields, "out"),

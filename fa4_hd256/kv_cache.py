@@ -582,5 +582,5 @@ def _append(tensors: Sequence[Any], options: AppendOptions) -> Sequence[torch.Te
 
 
 append_calls = OperatorCalls(
-    "fa4_hd256::append_rows", _append, _resolve, _CallTensors._fields, ("k_cache", "v_cache")
+    "append_rows", _append, _resolve, _CallTensors._fields, ("k_cache", "v_cache")
 )

@@ -22,6 +22,7 @@ from .eager import OperatorCalls, leading
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_STEPS
 from .kernels.kernel_set import kernels_of
+from .package_name import NAMESPACE
 from .run.append import run_append
 from .run.append_arguments import AppendOptions, AppendTensors
 from .run.forward import run_forward
@@ -41,7 +42,7 @@ def _named(given: tuple[Any, ...]) -> tuple[ForwardTensors, ForwardValues]:
 
 
 @torch.library.custom_op(
-    "fa4_hd256::forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+    f"{NAMESPACE}::forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
 )
 def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
@@ -94,7 +95,7 @@ forward.register_autograd(gradients, setup_context=save_for_backward)
 
 
 @torch.library.custom_op(
-    "fa4_hd256::forward_max_logits", mutates_args=(),
+    f"{NAMESPACE}::forward_max_logits", mutates_args=(),
     schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def forward_max_logits(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,7 +124,7 @@ forward_max_logits.register_autograd(
 
 
 @torch.library.custom_op(
-    "fa4_hd256::forward_out", mutates_args=("out",),
+    f"{NAMESPACE}::forward_out", mutates_args=("out",),
     schema=f"(Tensor(a!) out, {_ARGUMENTS}) -> Tensor",
 )  # fmt: skip
 def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -140,7 +141,7 @@ def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
 
 
 @torch.library.custom_op(
-    "fa4_hd256::append_rows", mutates_args=("k_cache", "v_cache"),
+    f"{NAMESPACE}::append_rows", mutates_args=("k_cache", "v_cache"),
     schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
     "Tensor? page_table, Tensor? cu_seqlens_k_new, Tensor? k_descale, Tensor? v_descale, "
     "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_seqlens, Tensor? q, "
@@ -185,7 +186,7 @@ def _with_autocast(operator: Any, leading: int, count: int, fixed: int | None) -
         _library.impl(name, impl(key), key.name)
 
 
-_library = torch.library.Library("fa4_hd256", "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _with_autocast(forward, 0, 3, None)
 _with_autocast(forward_max_logits, 0, 3, None)
 _with_autocast(forward_out, 1, 3, 0)
@@ -194,17 +195,17 @@ _with_autocast(append_rows, 0, 2, 2)
 # Graphs call operators, not functions: what came before is repeated in their bodies. Versions of
 # what they write to are the dispatcher's to count.
 forward_bodies = OperatorCalls(
-    "fa4_hd256::forward", _run, leading(ForwardValues), ForwardTensors._fields
+    "forward", _run, leading(ForwardValues), ForwardTensors._fields
 )
 max_logits_bodies = OperatorCalls(
-    "fa4_hd256::forward_max_logits", partial(_run, max_logits=True), leading(ForwardValues),
+    "forward_max_logits", partial(_run, max_logits=True), leading(ForwardValues),
     ForwardTensors._fields,
 )  # fmt: skip
 out_bodies = OperatorCalls(
-    "fa4_hd256::forward_out", _run, leading(ForwardValues), (*ForwardTensors._fields, "out")
+    "forward_out", _run, leading(ForwardValues), (*ForwardTensors._fields, "out")
 )
 append_bodies = OperatorCalls(
-    "fa4_hd256::append_rows",
+    "append_rows",
     lambda tensors, options: run_append(AppendTensors(*tensors), options),
     leading(AppendOptions),
     AppendTensors._fields,

@@ -73,4 +73,4 @@ def test_it_works_beside_packages_of_these_names(site, tmp_path):
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "fa4_hd256/schedulers/clc.py" in done.stdout.splitlines()[-1]
+    assert "schedulers/clc.py" in done.stdout.splitlines()[-1]

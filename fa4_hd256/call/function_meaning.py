@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.user_functions import FunctionKind, SelfDescribed
+from ..package_name import canonical, loaded
 
 __all__ = ["UnnamedError", "described_meaning", "digest_of", "is_derived_of", "note_meaning"]
 
@@ -100,7 +101,10 @@ def _meaning(functions: Sequence[Any]) -> str | None:
 
 #: Packages whose functions, classes and modules mean the same wherever they have the same name: of
 #: versions that a kernel's key has, or of Python.
-_FIXED = ("cutlass", "math", "builtins", "operator", "fa4_hd256.kernels", "fa4_hd256.softmax_emu")
+_FIXED = (
+    "cutlass", "math", "builtins", "operator", loaded("fa4_hd256.kernels"),
+    loaded("fa4_hd256.softmax_emu"),
+)  # fmt: skip
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 #: Attributes that CuTe DSL gives to a function that it wraps.
 _OF_WRAPPERS = (
@@ -132,7 +136,8 @@ class _Words:
             yield from self._of_code(value, inside)
         elif _is_fixed(value):
             name = getattr(value, "__qualname__", "")
-            yield f"{getattr(value, '__module__', '')} {name or value.__name__}"
+            home = canonical(str(getattr(value, "__module__", "")))
+            yield f"{home} {name or canonical(value.__name__)}"
         elif any(outer is value for outer in inside):
             # Functions of the same code may be of other ones: of a factory that is called twice.
             yield f"itself {[outer is value for outer in inside].index(True)}"
@@ -197,7 +202,7 @@ class _Words:
         if not isinstance(value, types.ModuleType) or _is_fixed(value):
             yield from self.of(value, inside)
             return
-        yield f"module {value.__name__}"
+        yield f"module {canonical(value.__name__)}"
         for name in sorted(_attributes_read(code)):
             if hasattr(value, name):
                 yield name
@@ -221,7 +226,7 @@ class _Words:
     def _of_contents(self, value: Any, inside: tuple[Any, ...]) -> Iterator[str]:
         """Words of what has no name. Raises UnnamedError for what keeps its state elsewhere."""
         kind = type(value)
-        yield f"{kind.__module__} {kind.__qualname__}"
+        yield f"{canonical(kind.__module__)} {kind.__qualname__}"
         if isinstance(value, SelfDescribed):
             yield value.text
         elif isinstance(value, (list, set)):

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from ..architectures import named
+from ..package_name import canonical, loaded
 from .catalogue import KernelSpec
 
 __all__ = ["described", "kernel_named", "name_of"]
 
-#: Package whose classes a name may have.
+#: Package whose classes a name may have. Copies under other names give and read the same text.
 _PACKAGE = "fa4_hd256."
 _CLASS = "class"
 
@@ -78,7 +79,7 @@ def _told_field(name: str, value: Any) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
-        found = {_CLASS: f"{kind.__module__}:{kind.__qualname__}"}
+        found = {_CLASS: f"{canonical(kind.__module__)}:{kind.__qualname__}"}
         for field in dataclasses.fields(value):
             own = getattr(value, field.name)
             if field.init and own != _default(field):
@@ -117,7 +118,7 @@ def _value(plain: Any) -> Any:
     module, _, path = name.partition(":")
     if not module.startswith(_PACKAGE):
         raise ValueError(f"{name} is no class of this package")
-    kind = getattr(importlib.import_module(module), path)
+    kind = getattr(importlib.import_module(loaded(module)), path)
     make: Any = kind
     if not dataclasses.is_dataclass(kind):
         raise ValueError(f"{name} is no configuration")

@@ -40,27 +40,27 @@ COMPILER = "nvidia-cutlass-dsl"
 #: Raised whenever the files of an entry or their meaning change.
 FORMAT = 3
 
-#: Folders and modules that are compiled in, or say what is compiled: device code, what it imports,
-#: and the types of a kernel's arguments. What they import besides is not compiled in, or is in the
+#: What is compiled in, or says what is compiled, by its path in the package: device code, what it
+#: imports, and the types of arguments. What they import besides is not compiled in, or is in the
 #: key itself: architecture and settings of the compiler. For a kernel of one direction nothing
 #: counts whose path names another (`OTHER`), nor for one of an architecture the folders of
 #: others: neither imports anything of the other's.
 COMPILED_IN = (
-    "fa4_hd256/kernels",
-    "fa4_hd256/run/append_arguments.py",
-    "fa4_hd256/run/arguments.py",
-    "fa4_hd256/run/backward_arguments.py",
-    "fa4_hd256/run/catalogue.py",
-    "fa4_hd256/run/forward_arguments.py",
-    "fa4_hd256/run/tail_arguments.py",
-    "fa4_hd256/run/tracing.py",
-    "fa4_hd256/schedulers",
-    "fa4_hd256/softmax_emu/by_key.py",
-    "fa4_hd256/softmax_emu/coefficients.py",
-    "fa4_hd256/softmax_emu/exp2.py",
-    "fa4_hd256/softmax_emu/online.py",
-    "fa4_hd256/softmax_emu/pattern.py",
-    "fa4_hd256/softmax_emu/recompute.py",
+    "kernels",
+    "run/append_arguments.py",
+    "run/arguments.py",
+    "run/backward_arguments.py",
+    "run/catalogue.py",
+    "run/forward_arguments.py",
+    "run/tail_arguments.py",
+    "run/tracing.py",
+    "schedulers",
+    "softmax_emu/by_key.py",
+    "softmax_emu/coefficients.py",
+    "softmax_emu/exp2.py",
+    "softmax_emu/online.py",
+    "softmax_emu/pattern.py",
+    "softmax_emu/recompute.py",
 )
 
 #: First word of a kernel's kind -> first words of folders and modules that it has nothing of.
@@ -154,18 +154,16 @@ def content_digest(direction: str, architecture: Architecture) -> str:
 
 
 def compiled_sources(
-    direction: str, architecture: Architecture, root: Path = Path(__file__).parents[2]
+    direction: str, architecture: Architecture, package: Path = Path(__file__).parents[1]
 ) -> list[tuple[str, bytes]]:
-    """(path below `root`, content) of the sources in `COMPILED_IN` that kernels of a direction,
-    the first word of their kind, and an architecture are made of."""
+    """Return (path below the package's folder, content) of the sources in `COMPILED_IN` that
+    kernels of a direction, the first word of their kind, and an architecture are made of."""
     other = OTHER.get(direction, ())
-    folders = tuple(
-        f"fa4_hd256/kernels/{a.folder}/" for a in ARCHITECTURES if a is not architecture
-    )
+    folders = tuple(f"kernels/{a.folder}/" for a in ARCHITECTURES if a is not architecture)
     paths: list[Path] = []
-    for place in (root / part for part in COMPILED_IN):
+    for place in (package / part for part in COMPILED_IN):
         paths += sorted(place.rglob("*.py")) if place.is_dir() else [place]
-    names = {path.relative_to(root).as_posix(): path for path in paths}
+    names = {path.relative_to(package).as_posix(): path for path in paths}
     return [
         (name, path.read_bytes())
         for name, path in names.items()

@@ -42,7 +42,7 @@ MORE_LINES = {
 }
 
 _LIBRARIES = ("schedulers", "softmax_emu")
-_SETTINGS = ("fa4_hd256/architectures", "fa4_hd256/environment")
+_SETTINGS = ("fa4_hd256/architectures", "fa4_hd256/environment", "fa4_hd256/package_name")
 _KERNELS = (*_SETTINGS, *_LIBRARIES)
 _SHARED = ("fa4_hd256/kernels", *_KERNELS)
 _CALL = ("fa4_hd256/gpus", "fa4_hd256/words", *_SHARED)
@@ -72,6 +72,7 @@ PACKAGES = {
     "fa4_hd256/architectures": (),
     "fa4_hd256/environment": ("fa4_hd256/architectures",),
     "fa4_hd256/interrupt": (),
+    "fa4_hd256/package_name": (),
     "fa4_hd256/progress": ("fa4_hd256/environment",),
     "fa4_hd256/models": ("fa4_hd256/words",),
     "fa4_hd256/words": (),

@@ -21,6 +21,7 @@ from ...interface import flash_attn_func, flash_attn_varlen_func
 from ...kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
 from ...masks import from_dense
 from ...metadata import get_backward_metadata
+from ...package_name import NAMESPACE
 from ...until_changed import UntilChanged
 from ..backward_memory import backward_config_of
 from .descriptions import Window
@@ -72,7 +73,7 @@ def attend(
     return out
 
 
-@torch.library.custom_op("fa4_hd256::masked_forward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::masked_forward", mutates_args=())
 def masked_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
     mask: torch.Tensor, bounds: list[int], scale: float, softcap: float,
@@ -106,7 +107,7 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, q.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("fa4_hd256::masked_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::masked_backward", mutates_args=())
 def masked_backward(
     dout: torch.Tensor, tensors: list[torch.Tensor], sink: torch.Tensor | None,
     mask: torch.Tensor, bounds: list[int], scale: float, softcap: float,

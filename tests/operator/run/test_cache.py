@@ -291,7 +291,7 @@ def copy(tmp_path):
         path.write_text(text.replace(before, after, 1))
 
     def digest(direction="forward", architecture=ARCHITECTURES[0]):
-        sources = keys.compiled_sources(direction, architecture, tmp_path)
+        sources = keys.compiled_sources(direction, architecture, tmp_path / "fa4_hd256")
         return native_cache.meaning_of(sources)
     for direction in keys.OTHER:
         for architecture in ARCHITECTURES:
@@ -408,7 +408,7 @@ def test_what_is_compiled_in_imports_nothing_else(direction, architecture):
     graph = style.import_graph(ROOT)
     sources = dict(keys.compiled_sources(direction, architecture))
     names = (name.removesuffix(".py").removesuffix("/__init__") for name in sources)
-    modules = {style.at_the_top(name) for name in names}
+    modules = {style.at_the_top(f"fa4_hd256/{name}") for name in names}
     others = {
         f"fa4_hd256/kernels/{a.folder}/architecture" for a in ARCHITECTURES if a is not architecture
     }

@@ -1,0 +1,34 @@
+"""The name that this copy of the package was loaded under.
+
+An installed package is `fa4_hd256`. A Hugging Face kernel is loaded under a name of its own, and a
+project may hold a copy inside its own package. Several copies may be loaded into one process.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["NAME", "NAMESPACE", "canonical", "loaded"]
+
+#: The name under which this copy is in `sys.modules`.
+NAME = __name__.rpartition(".")[0]
+
+#: Namespace of this copy's operators in `torch.ops`: each copy registers its own.
+NAMESPACE = re.sub(r"\W", "_", NAME)
+
+_INSTALLED = "fa4_hd256"
+
+
+def canonical(module: str) -> str:
+    """Return the name that a module of this copy has in an installed package. Modules of other
+    packages keep their names."""
+    return _renamed(module, NAME, _INSTALLED)
+
+
+def loaded(module: str) -> str:
+    """Return the name in this process of a module that `canonical` named."""
+    return _renamed(module, _INSTALLED, NAME)
+
+
+def _renamed(module: str, old: str, new: str) -> str:
+    return new + module[len(old) :] if f"{module}.".startswith(f"{old}.") else module
