@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["NAME", "NAMESPACE", "canonical", "loaded"]
+__all__ = ["NAME", "NAMESPACE", "canonical", "is_of_package", "loaded"]
 
 #: The name under which this copy is in `sys.modules`.
 NAME = __name__.rpartition(".")[0]
@@ -30,5 +30,14 @@ def loaded(module: str) -> str:
     return _renamed(module, _INSTALLED, NAME)
 
 
+def is_of_package(module: str) -> bool:
+    """Return True for the name of a module of this copy."""
+    return _is_inside(module, NAME)
+
+
 def _renamed(module: str, old: str, new: str) -> str:
-    return new + module[len(old) :] if f"{module}.".startswith(f"{old}.") else module
+    return new + module[len(old) :] if _is_inside(module, old) else module
+
+
+def _is_inside(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from .. import environment
 from ..architectures import ARCHITECTURES
 from ..gpus import family
 from ..kernels.kernel_functions import check_unchanged
+from ..package_name import is_of_package
 from .catalogue import KernelSpec, build
 
 __all__ = ["targeting", "trace_and_compile"]
@@ -41,7 +43,28 @@ def trace_and_compile(spec: KernelSpec) -> Any:
                 f"CuTe DSL {importlib.metadata.version('nvidia-cutlass-dsl')} returned no PTX or "
                 "no cubin; unset CUTE_DSL_DRYRUN and CUTE_DSL_NO_CACHE if they are set"
             )
+    _name_no_module(compiled.execution_args)
     return compiled
+
+
+def _name_no_module(arguments: Any) -> None:
+    """Drop this package's own classes from a signature.
+
+    The host object holds the signature as a pickle, and a copy of the package under another name
+    loads the object. Launches read the annotations of numbers and pointers alone.
+    """
+    kept = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        if _is_own(parameter.annotation) else parameter
+        for parameter in arguments.signature.parameters.values()
+    ]  # fmt: skip
+    arguments.signature = arguments.signature.replace(parameters=kept)
+
+
+def _is_own(annotation: Any) -> bool:
+    """Return True for a class of this package, and a type with one in it."""
+    home = str(getattr(annotation, "__module__", ""))
+    return is_of_package(home) or any(map(_is_own, get_args(annotation)))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from fa4_hd256.run import keys
 #: In a process of its own: the copy in a folder, then the installed package.
 #: Prints a dict of what the test compares.
 BOTH = """
-import importlib, importlib.util, pkgutil, sys
+import base64, importlib, importlib.util, pkgutil, re, sys
 import torch
 
 COPY = "fa4_hd256-0d35a8c"
@@ -77,6 +77,15 @@ def named(package):
     return {keys.cache_key(spec): names.name_of(spec) for spec, *_ in compile._memory}
 
 
+def modules_in_objects(package):
+    # Of the pickled signatures in host objects.
+    kernels = importlib.import_module(f"{package.__name__}.run.compile")._memory.values()
+    texts = [re.findall(b"[A-Za-z0-9+/]{200,}=*", kernel.host_object) for kernel in kernels]
+    pickles = [base64.b64decode(found[0]) for found in texts]
+    assert all(b"Signature" in one for one in pickles)
+    return sorted({name for one in pickles for name in re.findall(rb"fa4_hd256[-\\w.]*", one)})
+
+
 def described(package):
     score_mods = importlib.import_module(f"{package.__name__}.score_mods")
     exp2 = importlib.import_module(f"{package.__name__}.softmax_emu.exp2")
@@ -101,6 +110,7 @@ print({
     "same names": named(copy) == kernels,
     "class": type(again.kernel_named(next(iter(kernels.values()))).config).__module__,
     "operators": [str(torch.ops.fa4_hd256_0d35a8c.forward), str(torch.ops.fa4_hd256.forward)],
+    "modules in objects": modules_in_objects(installed),
     "same meaning": described(copy) == described(installed),
 })
 """
@@ -124,6 +134,7 @@ def test_a_copy_runs_beside_the_installed_package(folder):
     assert found.pop("class").startswith("fa4_hd256-0d35a8c.kernels.")
     assert found == {
         "equal": True, "compiled": 0, "same names": True, "same meaning": True,
+        "modules in objects": [],
         "operators": ["fa4_hd256_0d35a8c.forward", "fa4_hd256.forward"],
     }  # fmt: skip
 
