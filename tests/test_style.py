@@ -55,7 +55,12 @@ def test_module_names():
 
 
 def test_docstrings_begin_with_a_verb_or_name_the_thing():
-    offences = style.fragments(ROOT)
+    offences = style.openings(ROOT)
+    assert not offences, say(offences)
+
+
+def test_words_of_the_field():
+    offences = style.words(ROOT) + style.annotations(ROOT)
     assert not offences, say(offences)
 
 

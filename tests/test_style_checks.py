@@ -28,7 +28,7 @@ def checkout(tmp_path):
 
 CHECKS = (
     style.sizes, style.imports, style.bare_imports, style.absolute_imports, style.module_names,
-    style.machine_paths, style.fragments,
+    style.machine_paths, style.openings, style.words, style.annotations,
 )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_an_offence_is_named(checkout, path, text, check, offence):
 def test_a_docstring_that_begins_with_a_fragment_is_named(checkout, monkeypatch, opening):
     monkeypatch.setattr(style, "FRAGMENTS", {"bench": 0})
     (checkout / "bench/a.py").write_text(f'def f():\n    """{opening} rows have."""\n')
-    assert style.fragments(checkout) == [
+    assert style.openings(checkout) == [
         "1 docstrings of bench begin with a fragment, at most 0 may. Begin with a verb, or name "
         f"the thing: bench/a.py:2: {' '.join(f'{opening} rows have.'.split()[:4])}"
     ]
@@ -121,13 +121,47 @@ def test_a_docstring_that_begins_with_a_fragment_is_named(checkout, monkeypatch,
 def test_a_docstring_that_names_the_thing_is_not(checkout, monkeypatch, opening):
     monkeypatch.setattr(style, "FRAGMENTS", {"bench": 0})
     (checkout / "bench/a.py").write_text(f'"""{opening} rows have."""\n')
-    assert style.fragments(checkout) == []
+    assert style.openings(checkout) == []
 
 
 def test_fragments_up_to_the_ceiling_are_left(checkout, monkeypatch):
     monkeypatch.setattr(style, "FRAGMENTS", {"bench": 1})
     (checkout / "bench/a.py").write_text('"""What rows have."""\n')
-    assert style.fragments(checkout) == []
+    assert style.openings(checkout) == []
+
+
+@pytest.mark.parametrize("text", ["See `f`.", "As `a.f`", "like f."])
+def test_a_docstring_that_only_refers_is_named(checkout, text):
+    (checkout / "bench/a.py").write_text(f'"""{text}"""\n')
+    (checkout / "bench/b.py").write_text('"""Return the sum; see `f`."""\n')
+    expected = f"bench/a.py:1: '{text}' refers to another docstring; write or delete it"
+    assert style.openings(checkout) == [expected]
+
+
+@pytest.mark.parametrize("text, phrase", [
+    ("x = 1  # made anew", "anew"), ("# timed by\n# turns", "by turns"),
+    ('"""A list of\nparts."""', "lists? of parts"),
+])  # fmt: skip
+def test_a_private_word_is_named(checkout, monkeypatch, text, phrase):
+    monkeypatch.setattr(style, "GLOSSARY", {phrase: ("better", 1)})
+    (checkout / "bench/a.py").write_text(f"{text}\n")
+    assert style.words(checkout) == []
+    (checkout / "tests/b.py").write_text(f"{text}\n")
+    (offence,) = style.words(checkout)
+    assert offence.endswith("stands 2 times, at most 1; write better: bench/a.py 1, tests/b.py 1")
+
+
+@pytest.mark.parametrize("text, count", [
+    ("def f(a: tuple) -> tuple: ...", 2), ("def f(a: tuple[int, ...]): ...", 0),
+    ("def role(self, context: Any): ...", 1), ("def role(self, context: Context): ...", 0),
+])  # fmt: skip
+def test_annotations_that_say_too_little_are_counted(checkout, monkeypatch, text, count):
+    table = dict.fromkeys(style.ANNOTATIONS, ("better", 0))
+    monkeypatch.setattr(style, "ANNOTATIONS", table)
+    (checkout / "fa4_hd256/a.py").write_text(f"{text}\n")
+    offences = style.annotations(checkout)
+    assert len(offences) == (count > 0)
+    assert all(f"stands {count} times, at most 0" in offence for offence in offences)
 
 
 def test_a_circle_under_type_checking_is_named(checkout):

@@ -157,6 +157,33 @@ _FRAGMENT = re.compile(
     )""",
     re.IGNORECASE | re.VERBOSE,
 )
+#: A docstring that only refers to another one.
+_REFERENCE = re.compile(r"(see|as|like|likewise as) `?[\w.]+`?\.?", re.IGNORECASE)
+#: Private words -> the field's word, and how often the private one may still stand in the sources,
+#: tests of this table aside. Only ever lower it.
+GLOSSARY = {
+    "anew": ("again, or recomputed", 60),
+    "by turns": ("interleaved", 0),
+    "take turns": ("are interleaved", 0),
+    "mended": ("fixed", 1),
+    "for good": ("sustained", 9),
+    "the begin": ("the start", 4),
+    "drafted tokens": ("tree mask", 0),
+    "functions? of scores": ("score_mod", 9),
+    "functions? of masks?": ("mask_mod", 0),
+    "parts of (?:the )?keys": ("KV splits", 10),
+    "lists? of parts": ("scheduler metadata", 7),
+    "divided keys": ("KV splits", 4),
+    "row[ _]places?": ("row addresses", 3),
+    "portions?": ("chunks", 300),
+    "asked for": ("requested", 20),
+}
+#: Annotations that say too little -> a better one, and how many may be left.
+ANNOTATIONS = {
+    r"(?:: |-> )tuple\b(?!\[)": ("tuple[...], or a NamedTuple", 379),
+    r"\bcontext: Any\b": ("the context's class", 295),
+}
+_CHECKERS = ("tests/helpers/style.py", "tests/test_style_checks.py")
 TOPS = tuple(sorted({package.split("/")[0] for package in PACKAGES}))
 
 TEXT = ("", ".cfg", ".html", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".txt", ".yaml", ".yml")
@@ -341,21 +368,47 @@ def docstrings(root: Path, package: str) -> Iterator[tuple[str, str]]:
                         yield f"{source}:{node.body[0].lineno}", text
 
 
-def fragments(root: Path) -> list[str]:
-    """Packages with more docstrings that begin with a fragment than `FRAGMENTS` allows."""
+def openings(root: Path) -> list[str]:
+    """Packages with more fragments than `FRAGMENTS` allows; docstrings that only refer."""
     found = []
     for package, ceiling in FRAGMENTS.items():
-        begun = [
-            f"{where}: {' '.join(text.split()[:4])}"
-            for where, text in docstrings(root, package)
-            if _FRAGMENT.match(text)
-        ]
+        begun = []
+        for where, text in docstrings(root, package):
+            if _FRAGMENT.match(text):
+                begun.append(f"{where}: {' '.join(text.split()[:4])}")
+            if _REFERENCE.fullmatch(text):
+                found.append(f"{where}: '{text}' refers to another docstring; write or delete it")
         if len(begun) > ceiling:
             found.append(
                 f"{len(begun)} docstrings of {package} begin with a fragment, at most {ceiling} "
                 f"may. Begin with a verb, or name the thing: {', '.join(begun)}"
             )
     return found
+
+
+def _too_often(root: Path, table: dict[str, tuple[str, int]], gap: str) -> list[str]:
+    """Patterns of a table that occur more often than it allows.  gap: what a space stands for."""
+    texts = {s: (root / s).read_text() for s in sources(root) if s not in _CHECKERS}
+    found = []
+    for pattern, (better, ceiling) in table.items():
+        expression = re.compile(pattern.replace(" ", gap))
+        counts = {s: n for s, text in texts.items() if (n := len(expression.findall(text)))}
+        if (total := sum(counts.values())) > ceiling:
+            where = ", ".join(f"{s} {n}" for s, n in counts.items())
+            most = f"at most {ceiling}; write {better}"
+            found.append(f"{pattern!r} stands {total} times, {most}: {where}")
+    return found
+
+
+def words(root: Path) -> list[str]:
+    """Words of `GLOSSARY` that stand more often than it allows."""
+    bounded = {rf"\b(?:{phrase})\b": limit for phrase, limit in GLOSSARY.items()}
+    return _too_often(root, bounded, r"(?:\s|#:?)+")
+
+
+def annotations(root: Path) -> list[str]:
+    """Annotations of `ANNOTATIONS` that stand more often than it allows."""
+    return _too_often(root, ANNOTATIONS, " ")
 
 
 def module_names(root: Path) -> list[str]:
