@@ -44,6 +44,9 @@ def mutate(arguments: list[str]) -> int:
     choice = parser.parse_args(arguments)
     if choice.seeds < 0 or choice.jobs < 1 or choice.launches < 1:
         parser.error("--seeds takes numbers from 0 on, --jobs and --launches from 1 on")
+    if not Path(choice.script).is_file():
+        print(f"sm100_sim: {choice.script!r} is not a file", file=sys.stderr)
+        return 2
     from sm100_sim.attach import attached
     from sm100_sim.launcher import Options
 

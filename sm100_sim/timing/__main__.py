@@ -12,6 +12,8 @@ import os
 import runpy
 import sys
 
+from sm100_sim import progress
+
 from .machine_constants import load, machines
 
 
@@ -30,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if not os.path.isfile(choice.script):
-        print(f"{choice.script!r} is not a file", file=sys.stderr)
+        print(f"sm100_sim: {choice.script!r} is not a file", file=sys.stderr)
         return 2
     from . import attached
 
@@ -38,13 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
     sys.argv = [choice.script, *choice.args]
     sys.path[0] = os.path.dirname(os.path.abspath(choice.script))
     try:
-        with attached(machine, choice.draws) as found:
+        with attached(machine, choice.draws, step=progress.step) as found:
             runpy.run_path(choice.script, run_name="__main__")
     finally:
         sys.argv, sys.path[:] = saved
+    if not found.predictions:
+        print("the script launched no kernel in the simulator", file=sys.stderr)
+        return 2
     for prediction in found.predictions:
         print(prediction.as_text(), end="\n\n")
-    if choice.trace and found.predictions:
+    if choice.trace:
         from .chrome import write
 
         write(choice.trace, found.predictions[-1])

@@ -25,6 +25,8 @@ from .resources import Action
 from .sass import SassFunction, disassemble
 from .warpgroups import with_products
 
+Step = Callable[[str], "contextlib.AbstractContextManager[Any]"]
+
 #: Relative differences below this are not ranked: the model does not resolve them.
 RESOLUTION = 0.05
 #: Iterations below which a loop is not reported.
@@ -109,15 +111,16 @@ def predict(
 
 class Collector:
     """Makes a prediction of every traced launch it observes: `predictions`, in order. chosen:
-    whether a kernel of a name is to be predicted at all."""
+    whether a kernel of a name is to be predicted at all. step: a context for what takes long, by
+    its name."""
 
     def __init__(
         self, machine: str | Machine = "b200", draws: int = 8, seed: int = 0,
-        chosen: Callable[[str], bool] = lambda name: True,
+        chosen: Callable[[str], bool] = lambda name: True, step: Step = contextlib.nullcontext,
     ) -> None:
         self.machine = load(machine) if isinstance(machine, str) else machine
         self.predictions: list[Prediction] = []
-        self._sampling, self._chosen = (draws, seed), chosen
+        self._sampling, self._chosen, self._step = (draws, seed), chosen, step
         self._functions: dict[bytes, dict[str, SassFunction]] = {}
 
     def observe(self, config: LaunchConfig, report: Report) -> None:
@@ -133,9 +136,10 @@ class Collector:
         if config.cubin not in self._functions:
             self._functions[config.cubin] = disassemble(config.cubin)
         function = self._functions[config.cubin][config.kernel_name]
-        self.predictions.append(
-            predict_report(report, function, config.ptx, self.machine, self._sampling)
-        )
+        with self._step(f"replaying {config.kernel_name[:60]}"):
+            self.predictions.append(
+                predict_report(report, function, config.ptx, self.machine, self._sampling)
+            )
         # What was traced takes more memory than anything else of the run.
         if report.trace is not None:
             report.trace.clear()
@@ -144,13 +148,13 @@ class Collector:
 @contextlib.contextmanager
 def attached(
     machine: str | Machine = "b200", draws: int = 4,
-    chosen: Callable[[str], bool] = lambda name: True,
+    chosen: Callable[[str], bool] = lambda name: True, step: Step = contextlib.nullcontext,
 ) -> Iterator[Collector]:
     """`sm100_sim.attached()` with a prediction of every launch inside. chosen: whether a kernel of
-    a name is to be predicted; one that synchronises nothing cannot be."""
+    a name is to be predicted; one that synchronises nothing cannot be. step: as for `Collector`."""
     from sm100_sim.attach import attached as simulated
 
-    collector = Collector(machine, draws, chosen=chosen)
+    collector = Collector(machine, draws, chosen=chosen, step=step)
     with simulated(clusters=1, trace=True, observe=collector.observe):
         yield collector
 

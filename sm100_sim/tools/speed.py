@@ -194,6 +194,9 @@ def speed(arguments: list[str]) -> int:
 
 
 def _script(choice: argparse.Namespace) -> int:
+    if not Path(choice.file).is_file():
+        print(f"sm100_sim: {choice.file!r} is not a file", file=sys.stderr)
+        return 2
     from sm100_sim.attach import attached
 
     sys.argv = [choice.file, *choice.args]

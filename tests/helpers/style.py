@@ -120,7 +120,7 @@ PACKAGES = {
 }
 #: Packages of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
-    ("causes", "devices", "interrupt", "ptx", "settings"),
+    ("causes", "devices", "interrupt", "progress", "ptx", "settings"),
     ("jit",),
     ("native",),
     ("errors",),

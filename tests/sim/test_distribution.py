@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import inspect
 import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from checkout import ROOT
 from published import private_imports
 
 import sm100_sim
-from sm100_sim import timing
+from sm100_sim import progress, timing
 from sm100_sim.__main__ import COMMANDS, main
 
 PACKAGE = ROOT / "sm100_sim"
@@ -240,3 +242,38 @@ def test_offences_are_named(tmp_path):
         "sm100_sim/pyproject.toml lacks the package sm100_sim.new",
         "sm100_sim/pyproject.toml lists sm100_sim.old, which is none",
     ]
+
+
+@pytest.mark.parametrize("command", [[], ["predict"], ["speed"], ["mutate"]])
+def test_a_script_that_is_not_there_is_one_line(command, capsys):
+    assert main([*command, "no_such_script.py"]) == 2
+    assert capsys.readouterr().err == "sm100_sim: 'no_such_script.py' is not a file\n"
+
+
+@pytest.mark.parametrize("command", [["record"], ["litmus", "--out", "found.json"]])
+def test_a_machine_without_a_driver_is_one_line(command, monkeypatch, capsys):
+    def absent(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    assert main(command) == 2
+    told = capsys.readouterr().err
+    assert f"sm100_sim: {command[0]} needs a GPU" in told and told.count("\n") == 1
+
+
+def test_a_script_without_a_kernel_is_one_line(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("print('nothing to launch')\n")
+    assert main(["predict", str(script)]) == 2
+    assert capsys.readouterr().err == "the script launched no kernel in the simulator\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_is_done_is_shown_on_a_terminal(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_LATER", 0.05)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with progress.step("replaying attention"):
+        time.sleep(0.2)
+    assert list(progress.counted([1, 2], 2, "running", "program")) == [1, 2]
+    shown = capsys.readouterr().err
+    assert ("replaying attention" in shown) == ("running" in shown) == is_terminal

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.progress import counted
+
 from . import outcome as outcomes_of
 from .families import FAMILIES
 from .outcome import Outcome, Variant, variant
@@ -127,7 +129,7 @@ def main(given: list[str]) -> int:
     start = time.perf_counter()
     mine: dict[str, Outcome] = {}
     kept: dict[str, Any] = {}
-    for one, outcome, outputs in run(programs):
+    for one, outcome, outputs in counted(run(programs), len(programs), "running", "program"):
         mine[one.key] = outcome
         other = theirs.get(one.key)
         if arguments.outputs and outputs and other and not outcome.agrees(other):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import sys
 from pathlib import Path
 
 _RECORD = """run small PTX kernels on a GPU of compute capability 9.0 and store their results, which
@@ -25,7 +27,28 @@ def record_vectors(arguments: list[str]) -> int:
     chosen, known = tuple(filter(None, choice.groups.split(","))), groups(all_cases())
     if not known.keys() >= set(chosen):
         parser.error(f"--groups {choice.groups}; accepted are {', '.join(known)}")
+    if _lacks_driver("record"):
+        return 2
     return 1 if record(choice.out, chosen) else 0
+
+
+def _lacks_driver(command: str) -> bool:
+    """Return True, with a line on stderr, where no driver of NVIDIA's is installed. Without
+    cuda-bindings the command itself says what to install."""
+    try:
+        import cuda.bindings  # noqa: F401
+    except ImportError:
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        print(
+            f"sm100_sim: {command} needs a GPU of compute capability 9.0 (H200, H100), and this "
+            "machine has no driver of NVIDIA's",
+            file=sys.stderr,
+        )
+        return True
+    return False
 
 
 def litmus(arguments: list[str]) -> int:
@@ -39,5 +62,7 @@ def litmus(arguments: list[str]) -> int:
                         help="seconds for each way to pass a message (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=list(PROBES), help="these alone")
     choice = parser.parse_args(arguments)
+    if _lacks_driver("litmus"):
+        return 2
     found = run(choice.out, choice.seconds, choice.only)
     return 1 if any("failed" in result for result in found.values()) else 0
