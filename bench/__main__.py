@@ -64,7 +64,7 @@ MODELLED_WITHOUT_GPU = frozenset((
 ))  # fmt: skip
 #: Commands that replay them in any case.
 MODELLED = frozenset(("contention", "defaults", "steps", "timing", "validate"))
-#: What the timing model needs beside what fa4_hd256 needs: modules, distributions.
+#: Needs of the timing model beside those of fa4_hd256: modules, distributions.
 MODULES, DISTRIBUTIONS = ("llvmlite", "numba"), ("nvidia-cuda-nvdisasm",)
 INSTALL = "pip install -e ./sm100_sim -e '.[bench]'"
 

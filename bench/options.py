@@ -24,31 +24,31 @@ from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-#: Of `defaults`: what a call decides for itself.
+#: Choices of `defaults`: what a call decides for itself.
 CHOICES = (
     "order, forward", "order, backward", "scheduler, forward", "scheduler, backward",
     "claims, forward", "claims, backward", "splits", "parts of a group", "memory for dS",
     "exp2 mix", "stages, forward", "stages, backward",
 )  # fmt: skip
-#: Of `ladder`: freq and res of the emulated exp2.
+#: Mix of `ladder`: freq and res of the emulated exp2.
 LADDER_MIX = 4, 3
-#: Of `masks`: seconds of all runs of a row, since SDPA takes tens of times as long as ours.
+#: Limit of `masks`: seconds of all runs of a row, since SDPA takes tens of times as long as ours.
 MASK_SECONDS = 3.0
-#: Of `profile`: 2^(5 + n) clocks between two samples of a warp scheduler, 0 to 31 are accepted;
-#: bytes for the samples.
+#: Sampling of `profile`: 2^(5 + n) clocks between two samples of a warp scheduler, 0 to 31 are
+#: accepted; bytes for the samples.
 INTERVAL, BUFFER_BYTES = 3, 512 << 20
-#: Of `ranks`.
+#: Ways of `ranks`.
 WAYS = (
     "one GPU", "ring", "ring, kernels alone", "ring, transfers alone", "ring, waits for transfers",
     "ring, static scheduler", "gathered keys", "heads over ranks", "PyTorch over ours",
     "PyTorch over cuDNN", "PyTorch over FlashAttention-2",
 )  # fmt: skip
-#: Of `steps`.
+#: Providers of `steps`.
 STEP_PROVIDERS = (OURS, "flash-attn-4", "FROST")
-#: Of `training`: what the others are held beside, and they.
+#: Attentions of `training`: the reference, and all.
 REFERENCE = "SDPA float32"
 ATTENTIONS = (REFERENCE, "ours", "flash-attn-4", "SDPA bf16", "float32, rounded as kernels do")
-#: Of `throughput`.
+#: Types of `throughput`.
 DTYPES = ("bf16", "fp16")
 
 

@@ -17,7 +17,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 
 FORWARD, BACKWARD = "forward", "backward"
 DIRECTIONS = (FORWARD, BACKWARD)
-#: Of the backward, over that of the forward.
+#: FLOP of the backward over that of the forward.
 BACKWARD_FLOP = 2.5
 
 #: Tokens of a dense case.
@@ -27,7 +27,7 @@ SEQLENS = tuple(512 << i for i in range(9))
 #: and GLM-5 on one of eight GPUs.
 HEADS = ((32, 2), (16, 2), (24, 4), (16, 16), (8, 8))
 GEMMA_HEADS = (8, 4)
-#: Of what an H200 is measured on.
+#: Shapes that an H200 is measured on.
 H200_TOKENS = 16384
 H200_SEQLENS = tuple(512 << i for i in range(6))
 

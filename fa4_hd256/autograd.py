@@ -123,7 +123,7 @@ backward_calls = OperatorCalls(
     "backward", _operator, leading(BackwardValues), BackwardTensors._fields
 )
 
-#: Those of graphs, in the operator's body.
+#: Calls of graphs, in the operator's body.
 backward_bodies = OperatorCalls(
     "backward", _run, leading(BackwardValues), BackwardTensors._fields
 )
@@ -155,7 +155,7 @@ def call_backward(
     ), dsink  # fmt: skip
 
 
-#: Of q with its batch.
+#: Rank of q with its batch.
 _RANK = 4
 
 

@@ -51,7 +51,7 @@ MOST_GUARDS = 8
 #: Bytes: the strictest alignment that any kernel's argument has.
 ALIGNMENT = 32
 
-#: Of plain tensors, which no subclass takes calls of.
+#: Classes of plain tensors, whose calls no subclass intercepts.
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -216,7 +216,7 @@ class OperatorCalls:
         self._kept: dict[Hashable, Entry] = {}
         self._alike: dict[Hashable, _Alike] = {}
         self._guarded: dict[Hashable, list[_Guard]] = {}
-        # The same as `_alike`, in C. It keeps nothing of calls that are not there: KeyError.
+        # A cache of `_alike`, in C. Missing calls are not cached: KeyError.
         self._alike_of = functools.lru_cache(LARGEST, typed=True)(
             lambda *facts: self._alike[facts, _types(facts)]
         )
@@ -319,7 +319,7 @@ class OperatorCalls:
                 # The long way may do with less.
                 return self._operator(tensors, entry.scalars)
             if self._written:
-                # As the operator does: what autograd has kept of them is no longer what it was.
+                # The operator does so, too: what autograd has saved of them has changed.
                 written: Any = [tensors[place] for place in self._written]
                 torch.autograd.graph.increment_version(written)
             return results

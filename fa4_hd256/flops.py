@@ -127,7 +127,7 @@ def _listed_pairs(lists: Any, bits: Any, seqlen_q: int, by_queries: bool) -> int
     is_partial = ~whole & (numbers != NOTHING)
     if bits is None:
         return found + int((rows * is_partial).sum()) * MASK_TILE
-    # Of each tile of bits how many pairs its first queries have.
+    # Pairs of the first queries of each tile of bits.
     unpacked = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), axis=-1, bitorder="little")
     of_queries = unpacked.sum(-1 if by_queries else -2, dtype=np.int64)
     upto = np.concatenate([np.zeros_like(of_queries[:, :1]), of_queries.cumsum(1)], axis=1)

@@ -176,7 +176,7 @@ class _Reader:
     def read(self, value: Any) -> None:
         """Add the state of a value."""
         if isinstance(value, _PLAIN):
-            # Of equal numbers some types, and the zeros, differ.
+            # Equal numbers may differ in type, and zeros in sign.
             self.words += (type(value), repr(value) if isinstance(value, float) else value)
         elif isinstance(value, (*_PLAIN_OF_TORCH, enum.Enum)) or _is_fixed(value):
             self.words.append(value)

@@ -314,9 +314,9 @@ def attend_sequences(
 
 #: Tensors by name, of calls that have none.
 _NONE: dict[str, torch.Tensor] = {}
-#: Of `ForwardTensors` behind the sink, of calls that have none.
+#: Fields of `ForwardTensors` behind the sink, of calls that have none.
 _NO_OTHERS = (None,) * len(OTHERS)
-#: Whether queries are packed, and whether there are scales, say these places of it.
+#: Fields that say whether queries are packed, and whether there are scales.
 _CU_SEQLENS_Q, _K_DESCALE = map(ForwardTensors._fields.index, ("cu_seqlens_q", DESCALES[0]))
 
 

@@ -519,7 +519,7 @@ class _Asked(NamedTuple):
     rotary_interleaved: Any
 
 
-#: Of a call's options, and of its other arguments, in that order.
+#: Fields of a call's options, and of its other arguments.
 _OPTIONS, _OTHERS = _Asked._fields[:4], _Asked._fields[4:9]
 
 

@@ -45,7 +45,7 @@ __all__ = [
     "sliding_window", "tree_words",
 ]  # fmt: skip
 
-#: Where PyTorch's `BlockMask` is from.
+#: Module of PyTorch's `BlockMask`.
 _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 
@@ -400,7 +400,7 @@ def _kinds(
         counts, indices = counts[None], indices[None]
     columns = of_blocks[1]
     numbers = torch.arange(indices.shape[3], device=indices.device)
-    # Those behind a row's count go into a column past the others.
+    # Entries behind a row's count go into a column past the others.
     places = torch.where(numbers < counts[..., None], indices, columns)[:, :, : of_blocks[0]]
     found = torch.full(
         (*places.shape[:3], columns + 1), EMPTY, dtype=torch.int8, device=places.device
@@ -410,7 +410,7 @@ def _kinds(
 
 def _evaluator(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A mask_mod, which is of single numbers, for tiles."""
-    # What PyTorch itself wraps them in, so that they may index tensors by these numbers.
+    # PyTorch itself wraps them in this, so that they may index tensors by these numbers.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     by_key = torch.vmap(mask_mod, in_dims=(None, None, None, 0))

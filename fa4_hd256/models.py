@@ -17,7 +17,7 @@ class Mask:
     window_size: tuple[int | None, int | None] = (None, None)
 
 
-#: Of layers that see all keys before them, and of those that see all keys.
+#: Masks of layers that see all keys before them, and of those that see all keys.
 CAUSAL, FULL = Mask(True), Mask(False)
 
 
@@ -77,7 +77,8 @@ class AttentionModel:
         return replace(self, heads_q=self.heads_q // ranks, heads_kv=heads_kv)
 
 
-#: By the name that commands take. Models that share a row differ in nothing that is said here.
+#: Models by the name that commands take. Models that share a row differ in nothing that is said
+#: here.
 MODELS = {
     "gemma-1-2b": AttentionModel("Gemma 1 2B", 8, 1),
     "gemma-1-7b": AttentionModel("Gemma 1 7B", 16, 16),
@@ -88,7 +89,7 @@ MODELS = {
     "gemma-3-1b": AttentionModel("Gemma 3 270M and 1B", 4, 1, (CAUSAL, local(512))),
     "gemma-3-4b": AttentionModel("Gemma 3 4B", 8, 4, (CAUSAL, local(1024))),
     "gemma-3-12b": AttentionModel("Gemma 3 12B", 16, 8, (CAUSAL, local(1024))),
-    # Of Gemma 4 the sliding layers have head_dim 256.
+    # Gemma 4's sliding layers have head_dim 256.
     "gemma-4-e2b": AttentionModel("Gemma 4 E2B", 8, 1, (local(512),), softmax_scale=1.0),
     "gemma-4-e4b": AttentionModel("Gemma 4 E4B", 8, 2, (local(512),), softmax_scale=1.0),
     "gemma-4-26b-a4b": AttentionModel("Gemma 4 26B-A4B", 16, 8, (local(1024),), softmax_scale=1.0),

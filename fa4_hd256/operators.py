@@ -72,7 +72,7 @@ def _run(
     problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k, config)
     num_splits = values.num_splits
     if num_splits == BY_RULE and "cu_seqlens_k" in ragged and values.max_seqlen_k is None:
-        # How long a tile is, is not known.
+        # The length of a tile is not known.
         num_splits = 1
     if MASK_STEPS in ragged:
         num_splits = 1

@@ -74,7 +74,7 @@ def packed_row(
     mask = as_tile_mask(block_mask, with_bits=mask_mod is None, batch=1, heads=q.shape[2])
     check_mask_of(mask.lengths, mask.device, q, k)
     joined, table = _joined(mask, offsets)
-    # What is of another kind, `flash_attn_func` refuses.
+    # `flash_attn_func` refuses other kinds.
     if isinstance(mask_mod, MaskMod):
         mask_mod = _with_table(mask_mod, MASK_MOD.functions_of(key_in_row(mask_mod.key)), table)
     if isinstance(score_mod, ScoreMod):
@@ -106,7 +106,7 @@ def _check(offsets: dict[str, Any], refused: dict[str, Any], block_mask: Any) ->
 #: those of a data set may all be alive, and a joined mask of 16,384 tokens takes up to 32 MiB.
 MOST_JOINED = 8
 
-#: By masks that are alive, then cu_seqlens_q, then cu_seqlens_k.
+#: Rows by masks that are alive, then cu_seqlens_q, then cu_seqlens_k.
 _known: weakref.WeakKeyDictionary[TileMask, UntilChanged] = weakref.WeakKeyDictionary()
 
 

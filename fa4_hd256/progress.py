@@ -23,7 +23,7 @@ logger.addHandler(logging.NullHandler())
 LATER = 0.5
 _REFRESH = 1.0
 
-#: Of this thread, the innermost last.
+#: Steps of this thread, the innermost last.
 _steps = threading.local()
 
 

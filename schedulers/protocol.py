@@ -104,7 +104,7 @@ def of_clusters(scheduler: Any, cluster_size: int) -> Any:
 class TileScheduler(Protocol):
     """The protocol; see the module's docstring for how a kernel uses it."""
 
-    # Whether some warp of the leader CTA must call prefetch_next_work and producer_tail.
+    # True if some warp of the leader CTA must call prefetch_next_work and producer_tail.
     needs_scheduler_warp: ClassVar[bool]
 
     # Running clusters cancel the launch of others (PTX ISA 9.7.14).

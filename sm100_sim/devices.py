@@ -22,8 +22,8 @@ __all__ = ["DEVICES", "VARIABLE", "SimulatedDevice", "current", "default_device"
 
 VARIABLE = "SM100_SIM_DEVICE"
 
-#: Of an SM, and of a CTA (CUDA programming guide, compute capabilities 9.0 and 10.x): registers;
-#: threads; bytes of shared memory, of an SM, of a CTA with and without opting in.
+#: Limits of an SM, and of a CTA (CUDA programming guide, compute capabilities 9.0 and 10.x):
+#: registers; threads; bytes of shared memory, of an SM, of a CTA with and without opting in.
 REGISTER_FILE = 65_536
 MAX_THREADS = 1024
 SHARED_OF_AN_SM, SHARED_OPT_IN, SHARED_AT_FIRST = 233_472, 232_448, 49_152
@@ -118,7 +118,7 @@ def device(text: str | None = None) -> SimulatedDevice:
     return current() if text is None else named(text)
 
 
-#: What the simulator passes for where SM100_SIM_DEVICE is not set.
+#: Device that the simulator passes for where SM100_SIM_DEVICE is not set.
 _default: ContextVar[str] = ContextVar("default device", default="b200")
 
 

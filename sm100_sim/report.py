@@ -10,7 +10,7 @@ from pathlib import Path
 from .causes import Cause, causes_of
 from .trace.records import TraceEntry
 
-#: How many reports of this process `last_reports` keeps.
+#: Number of reports of this process that `last_reports` keeps.
 KEPT = 64
 
 

@@ -93,7 +93,7 @@ class KeySoftmax:
         for number in range(cute.size(maxima)):
             row = first_row + number
             old = self.offsets[row]
-            # As in `exceeds`: rounding is monotone, so that this is the largest of its exponents.
+            # Rounding is monotone, see `exceeds`, so that this is the largest of its exponents.
             exponent = cute.math.fma(maxima[number], scale, old)
             moves = exponent > Float32(self.row.rescale_threshold)
             offset = self.row.offset_of(maxima[number])

@@ -38,10 +38,10 @@ from .pattern import Ex2Pattern
 
 __all__ = ["ARITHMETICS", "SMALLEST_SCALE", "OnlineSoftmax", "soft_cap"]
 
-# How c * s - c * m and the row sum are computed; the first two are there to be compared with.
-# plain: (s - m) * c, two instructions a score. folded: one fma a score, with -c * m as addend.
-# packed: one fma, and one addition, for two scores (f32x2). scalar: as folded, by instructions that
-# sm_90 has: no f32x2 and no maximum of three anywhere.
+# Ways to compute c * s - c * m and the row sum; the first two are there to be compared with. plain:
+# (s - m) * c, two instructions per score. folded: one fma per score, with -c * m as addend. packed:
+# one fma, and one addition, for two scores (f32x2). scalar: as folded, by instructions that sm_90
+# has: no f32x2 and no maximum of three anywhere.
 ARITHMETICS = ("plain", "folded", "packed", "scalar")
 
 # The smallest normal float32.  A scale of 0 is replaced by it: scores then vanish in every finite
@@ -146,7 +146,7 @@ class OnlineSoftmax:
         if cutlass.const_expr(self.rescale_threshold > 0):
             keep = (new - old) * self.scale_log2 <= self.rescale_threshold
             new = cutlass.select_(keep, old, new)
-        # The same rounded offsets as in `exponentiate`, so the factor is consistent with p.
+        # These are the rounded offsets of `exponentiate`, so the factor is consistent with p.
         offset = self.offset_of(new)
         factor = exp2_row_factor(offset - self.offset)
         self.row_max, self.offset = new, offset
@@ -217,7 +217,7 @@ class OnlineSoftmax:
             # Finite where there is neither key nor sink: a difference of infinities is no number.
             largest = cute.arch.fmax(cute.arch.fmax(kept, sink_log2), Float32(LOWEST_LOGIT))
             shrink = exp2_row_factor(kept - largest)
-            # Nor is that of the largest sink and itself, if it is +inf.
+            # The difference of the largest sink and itself is no number either, if it is +inf.
             of_sink = cutlass.select_(
                 sink_log2 == largest, Float32(0.0), sink_log2 - largest
             )
@@ -334,7 +334,7 @@ def soft_cap(scores: cute.Tensor, cap_scale: Float32, packed: bool = True) -> No
         )
         products = multiply(low, high)
         inverse = cute.arch.rcp_approx(products[0] * products[1])
-        # Of each product; then of each factor, which is that times the other factor.
+        # Inverse of each product; then of each factor: that times the other factor.
         inverses = inverse * products[1], inverse * products[0]
         for i, others in ((0, high), (2, low)):
             pair = multiply(inverses, others)

@@ -51,7 +51,7 @@ DECODING = (
 KEYS, ROWS = 128, 16
 #: Keys of a sequence that a CTA has, for the table of decoding.
 KEYS_OF_A_TILE = 8192
-#: Of an SM's part of HBM, in bytes per clock at 1.85 GHz.
+#: Rate of an SM's part of HBM, in bytes per clock at 1.85 GHz.
 HBM_BYTES_A_CLOCK = B200.hbm_bytes_per_second / B200.sms / 1.85e9
 SMEM_BYTES_A_CLOCK = 128
 KIB = 1024

@@ -27,7 +27,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 #: Sequences, and keys of each.
 SHAPES = (4, 1024), (8, 8192), (32, 8192), (128, 8192)
 HEADS, HEADS_KV, PAGE_ROWS, ROTARY_COLUMNS = 16, 2, 16, 64
-#: Of a graph.
+#: Calls of a graph.
 CALLS = 20
 
 NONE, ROWS, ROTATED, E4M3, E4M3_ROWS = (

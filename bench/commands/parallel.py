@@ -23,7 +23,7 @@ from bench.tables.comparison import OURS
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
-#: Of the size of Gemma 3 12B's blocks, with all keys before a query.
+#: Shapes of the size of Gemma 3 12B's blocks, with all keys before a query.
 SHAPES = (
     BlockShape(3840, 15360, 16, 8, 4, 4096),
     BlockShape(3840, 15360, 16, 8, 4, 32768),

@@ -43,9 +43,9 @@ COLUMNS = (
     ),
     Column("ghz", "GHz", ".3f", "an SM's clock, for good"),
 )  # fmt: skip
-#: Of rows that the model is to have within 10 %.
+#: Least keys of rows that the model is to predict within 10 %.
 LONG_KEYS = 2048
-#: What is summed up below the table.
+#: Errors that are summed up below the table.
 ERRORS = {
     "clock_error": "clocks", "first_error": "times of first launches",
     "late_error": "times for good",

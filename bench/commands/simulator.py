@@ -35,7 +35,7 @@ class Shape:
     heads_kv: int
 
 
-#: What is measured by default, with the number of warm runs of each.
+#: Shapes measured by default, with the number of warm runs of each.
 DEFAULTS = {Shape(2048, 2, 1): 3, Shape(8192, 2, 1): 1, Shape(32768, 1, 1): 0}
 
 

@@ -248,7 +248,7 @@ COLUMNS = (
     Column("frost_ratio", format=".2f", title=f"{frost.NAME} / choice"),
 )  # fmt: skip
 
-#: Of modelled rows alone.
+#: Columns of modelled rows alone.
 STANDING_COLUMNS = (
     Column("peer_peer", title="best peer"),
     Column("peer_ratio", format=".2f", title="best peer / choice"),

@@ -33,7 +33,7 @@ from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
-#: Of ours against its peers, in every table that has them.
+#: Columns of ours against its peers, in every table that has them.
 STANDING_COLUMNS = (
     Column("peer", title="best peer"), Column("ratio", format=".2f", title="best peer / ours"),
     Column("ratio_low", format=".2f", title="low"),

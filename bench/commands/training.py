@@ -28,9 +28,9 @@ from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import progress
 
 ROUNDED = "float32, rounded as kernels do"
-#: Of a name, for a second run.
+#: Suffix of a name, for a second run.
 AGAIN = ", again"
-#: Of a run, where the table shows its loss.
+#: Shares of a run at which the table shows its loss.
 SHOWN = (0.02, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 #: cuBLAS has the same bits in each run only with this, read when it is first used.
 WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

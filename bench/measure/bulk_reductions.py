@@ -27,7 +27,7 @@ ACTIVE = (1, 33, 66, 132)
 #: Bytes that all SMs write to: once each SM's own part of it, once all of it in rotation.
 PLACES = (8 << 20, 16 << 20)
 
-#: What an SM does with a piece of its shared memory, as the kernel counts it.
+#: Work of an SM on a piece of its shared memory, as the kernel counts it.
 LEAVES = {"store": 0, "add": 1, "nothing": 2}
 
 SOURCE = r"""

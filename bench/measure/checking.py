@@ -139,7 +139,7 @@ def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
                 operands, **_options(inputs.case, block)
             )
         found = block.queries(inputs, out)[None].cpu()
-        # Of out alone: providers do not all return LSE.
+        # Only out is compared: providers do not all return LSE.
         lse = torch.zeros(1, len(block.heads), found.shape[1])
         compared = inputs.expected[block].compare(found, lse)
         checks.append(Check(compared.max_error, compared.tolerance))

@@ -34,7 +34,7 @@ from .providers import Inputs
 #: (sequences, queries and keys of each), heads 16/16.
 SHAPES = ((4, 4096), (16, 1024))
 STEPS, SMS = 1024, 256
-#: What is noted of a step: load of Q issued, Q there, load of dO issued, dO there.
+#: Noted times of a step: load of Q issued, Q there, load of dO issued, dO there.
 ASKED_Q, HAS_Q, ASKED_DOUT, HAS_DOUT, KINDS = range(5)
 ASKED = {"q": ASKED_Q, "dout": ASKED_DOUT}
 

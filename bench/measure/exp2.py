@@ -28,7 +28,7 @@ from .timer import CudaTimer, Sampling, interleave
 
 #: Columns of a step, to which a pattern is applied.
 BLOCK = ForwardConfig.block_kv
-#: What stands for each class of `tuning.SEQLEN_CLASSES`; 32k tokens, or one sequence.
+#: Length that represents each class of `tuning.SEQLEN_CLASSES`; 32k tokens, or one sequence.
 SEQLENS = {"short": 1024, "medium": 8192, "long": 65536}
 HEADS = (16, 2)
 

@@ -14,7 +14,7 @@ from typing import Any
 from . import hopper_fences, hopper_kernels, hopper_pipeline
 from .hopper_kernels import Kernel
 
-#: What was measured, on which GPU; written by `hopper_measure`.
+#: Measurements, and their GPU; written by `hopper_measure`.
 MEASUREMENTS = Path(__file__).with_name("hopper_measured.json")
 THREADS = 32
 

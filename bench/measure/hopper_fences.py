@@ -10,7 +10,7 @@ from __future__ import annotations
 from .hopper_kernels import BUFFER, ROUNDS, Kernel
 
 CLUSTER = 2
-#: Where bulk copies land, beyond the barriers.
+#: Offset at which bulk copies land, beyond the barriers.
 _COPIES = 1024
 
 _HEAD = """.version 8.6
@@ -70,7 +70,7 @@ ret;
 }
 """
 
-#: By its count the timing model sees how often a loop without an arrival is gone round.
+#: Its count tells the timing model the rounds of a loop without an arrival.
 _COUNTED = "\nex2.approx.ftz.f32 %number, %number;"
 
 #: Name -> what is timed. Nobody waits for the barrier at [%pool+8] of either CTA.
@@ -161,7 +161,7 @@ def _bulk_loads(rounds: int, nbytes: int, stages: int) -> str:
             f"@!%done bra WAIT_{stage};"
         )
     lines.append("xor.b32 %parity, %parity, 1;")
-    # What was issued ahead is waited for, so that no copy outlives the CTA.
+    # Copies issued ahead are waited for, so that no copy outlives the CTA.
     last = "\n".join(
         f"LAST_{stage}:\n"
         f"mbarrier.try_wait.parity.shared.b64 %done, [%pool+{16 + 8 * stage}], %parity;\n"
@@ -198,7 +198,7 @@ _SETTINGS = {
 }
 
 
-#: Which constant of h200.json a row gives.
+#: Constant of h200.json that a row gives.
 _SETS = {
     "release arrive, peer; idle": "fence_gpu",
     "fence.acq_rel.gpu; idle": "fence_gpu",

@@ -242,7 +242,7 @@ def unkept() -> Iterator[None]:
     before, repeats = interception.is_intercepted, eager.repeats
     for module in _CALLERS:
         module.is_intercepted = lambda: True  # type: ignore[attr-defined]
-    # Nor in the operator's body.
+    # The operator's body repeats nothing either.
     eager.repeats = lambda tensors: False
     try:
         yield

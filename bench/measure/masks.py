@@ -230,5 +230,5 @@ def _cases() -> Iterator[MaskedCase]:
     yield case(Window(), 1, 16384)
 
 
-#: What `python -m bench masks` measures.
+#: Cases of `python -m bench masks`.
 CASES = tuple(_cases())

@@ -59,8 +59,9 @@ Lengths = tuple[tuple[int, int], ...]
 SHAPES = (Shape(520, 300), Shape(300, 256), Shape(520, 100))
 #: Between two tiles with keys is one that no row sees.
 CAUSAL_SHAPES = (Shape(600, 300, batch=2),)
-#: Of flash-attn-4, which takes another kernel for one block of 128 queries. With more than two key
-#: tiles every row has to move its maximum (`_flash_attention_4`), so there are no rows of padding.
+#: Shapes of flash-attn-4, which takes another kernel for one block of 128 queries. With more than
+#: two key tiles every row has to move its maximum (`_flash_attention_4`), so there are no rows of
+#: padding.
 FLASH_ATTN_SHAPES = (Shape(512, 520, heads_q=2), Shape(300, 256), Shape(520, 100))
 #: Under a block mask: tiles without keys between others, more than there are buffers of Q.
 MASK_SHAPES = (Shape(520, 300, batch=2),)

@@ -161,7 +161,7 @@ ORDERS = {
 }
 
 
-#: Of the forward alone.
+#: Orders of the forward alone.
 FORWARD_ORDERS = ORDERS | {
     f"half of L2, 1 of {n} blocks, the shortest, last": Order(short_last=1 / n) for n in (8, 16)
 }

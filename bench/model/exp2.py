@@ -25,7 +25,7 @@ from .replays import Replayed
 from .samples import SAMPLES
 from .tiles import STEP_WORK
 
-#: What a mix is replayed on, beside the hardware's mix on `SAMPLES`: one long tile.
+#: Sample on which a mix is replayed, beside the hardware's mix on `SAMPLES`: one long tile.
 SAMPLE = SAMPLES[-1]
 
 

@@ -241,7 +241,7 @@ def split_numbers(case: Case, sms: int) -> range:
     ratio = case.heads // case.heads_kv
     steps = -(-case.seqlen_k // KEYS)
     if left is not None:
-        # What it takes a tile of a windowed call to load at most.
+        # Most keys that it takes a tile of a windowed call to load.
         most = left + (case.seqlen_k if right is None else right) + 1 + SINGLE_ROWS
         steps = -(-min(case.seqlen_k, most) // KEYS)
     tiles = case.batch * case.heads_kv * -(-case.seqlen_q * ratio // SINGLE_ROWS)
@@ -311,7 +311,7 @@ def _sample_tiles(variant: Variant, sample: tuple) -> tuple[int, float]:
     return -(-queries // variant.tiling.rows) * heads, 0.0
 
 
-#: As `Backward` names them, and parts of their names.
+#: Names of `Backward`, and parts of the kernels' names.
 BACKWARD_KERNELS, _NAMES = ("dq", "dkdv"), ("dqkernel", "dkdvkernel")
 
 

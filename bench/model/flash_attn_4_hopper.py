@@ -30,7 +30,7 @@ from .tiles import BackwardTiling, ForwardTiling
 
 #: Keys of a step of its forward; rows of a tile.
 FORWARD_KEYS, FORWARD_ROWS = {256: 80, 128: 128}, 128
-#: Of its backward at head_dim 256: five products of 48 keys and 64 queries.
+#: Step of its backward at head_dim 256: five GEMMs of 48 keys and 64 queries.
 STEP = Step(48, 64, 5 * 2.0 * 48 * 64 * HEAD_DIM / WORK_FLOP, 1)
 #: Bytes that all SMs add to float32 in L2 while they load as many, by `ADDED`'s row, and the clock
 #: of an SM there.
@@ -80,7 +80,7 @@ class _OfWholeHeads(SummedDq):
 
 def backward(causal: bool, machine: Machine, draws: int = 0) -> SummedDq:
     """Return its backward, of as many key/value heads as query heads."""
-    # Of its tiles the longest is replayed.
+    # The longest of its tiles is replayed.
     problems = tuple(
         traces.Problem(
             STEP.queries * steps, STEP.queries * steps, (1, 1), HEAD_DIM,

@@ -54,7 +54,7 @@ class Tiling(ForwardTiling):
             blocks, case.batch * parts, heads, case.heads_kv, case.seqlen_k, by_length
         )
         for block, head, entry in order:
-            # Of its grid the parts come last, behind the batch.
+            # Splits come last in its grid, behind the batch.
             part, batch = divmod(entry, case.batch)
             yield block, head, batch * parts + part
 

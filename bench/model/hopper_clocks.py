@@ -62,5 +62,5 @@ class Clocks:
         return min(first, call.clock_share(given) * values.clock_ghz)
 
 
-#: Of the GPU that the machine's constants were measured on.
+#: Clocks of the GPU that the machine's constants were measured on.
 DEFAULT = Clocks()

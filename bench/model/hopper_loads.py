@@ -17,7 +17,7 @@ from sm100_sim.timing import Machine
 from .machines import L2_TIME, with_load
 
 MEASURED = Path(__file__).parents[1] / "measure" / "dv_loads_measured.json"
-#: Of Q or dO of a step, which arrive in each CTA of a cluster.
+#: Bytes of Q or dO of a step, which arrive in each CTA of a cluster.
 LOAD_BYTES = DvPlan.step_columns * HEAD_DIM * ELEMENT_BYTES
 
 

@@ -20,7 +20,7 @@ from .hopper_attention import Variant
 from .ours import OurProvider
 from .published.rows import Build
 
-#: What the replays of neither have.
+#: Text for kernels without a replay.
 _NO_REPLAY = "the timing model has no replay of Hopper's kernels for {}"
 
 

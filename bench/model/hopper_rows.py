@@ -26,11 +26,11 @@ from .machines import gpu_of
 OURS, THEIRS = "fa4_hd256", "flash-attn-4"
 #: Names of GPUs in those of rows.
 _OTHER_GPUS = {"h200": "", "h100": ", H100"}
-#: What was measured of rows, by `Row.name`.
+#: Measurements of rows, by `Row.name`.
 MEASURED = Path(__file__).parents[1] / "measure" / "hopper_rows.json"
-#: Of the shortest row that is no decoding step: those are timed by `bench decode`.
+#: Queries of the shortest row that is no decoding step: those are timed by `bench decode`.
 LEAST_QUERIES = 512
-#: Of a graph without a kernel by the events that rows are timed by, an H200 (docs/hopper.md).
+#: Time of a graph without a kernel by the events that rows are timed by, an H200 (docs/hopper.md).
 EMPTY_GRAPH_US = 5.2
 
 
@@ -137,7 +137,7 @@ def _windows() -> Iterator[Row]:
 def _backward(gpu: str) -> Iterator[Row]:
     for causal in (False, True):
         for seqlen in (1024, 2048, 4096, 8192, 16384):
-            # What was wrong with the kernels the first rows of each showed.
+            # The first rows of each showed what was wrong with the kernels.
             ours = gpu == "h200" and (seqlen > 1024 or not causal)
             theirs = gpu == "h100" and seqlen != 8192
             yield Row(OURS, BACKWARD, _dense(seqlen, causal), ours)

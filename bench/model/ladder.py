@@ -16,7 +16,7 @@ from .calls import Kind
 from .samples import SAMPLES as ALL_SAMPLES
 from .tiles import STEP_WORK
 
-#: Of the replays (`model.samples`); three costs of a tile follow from them.
+#: Samples of the replays (`model.samples`); three costs of a tile follow from them.
 SAMPLES = (ALL_SAMPLES[0], ALL_SAMPLES[2], ALL_SAMPLES[-1])
 
 

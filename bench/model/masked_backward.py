@@ -49,8 +49,8 @@ from .replays import SEED, Replayed, Traced, digest, fitted, kept
 from .stored_tiles import DS, DV, PRODUCT, ROWS, STEP, product_order
 from .tiles import PARTIAL_ROW, ROW, BackwardTiling, Order, indices, section_of
 
-#: Of the kernel of dV, whose tiles are of keys: NOTE [one cost of a step]; of the other one, which
-#: knows of no bits.
+#: Samples of the kernel of dV, whose tiles are of keys: NOTE [one cost of a step]; of the other
+#: one, which knows of no bits.
 DV_SAMPLES = (
     MaskSample(1024, 512, True), MaskSample(1024, 1024, True), MaskSample(2048, 512, True),
     MaskSample(3072, 256, True),
@@ -284,7 +284,7 @@ def _least_section(case: Case, gpu: Gpu) -> int:
 def backward(machine: Machine, draws: int, use_clc: bool) -> MaskedBackward:
     """The backward under block masks with costs fitted to its kernels' replays."""
     variant = Variant(Kind(causal=False), use_clc, kernel=BACKWARD)
-    # Which shares tiles out in the same way.
+    # This kernel distributes tiles in the same way.
     like, paths = Ours().backward(variant, machine, draws), {}
 
     @functools.cache

@@ -53,13 +53,13 @@ class Sample:
     left: int | None = None
 
 
-#: What costs are fitted to: tiles of different lengths, one and several a CTA.
+#: Samples that costs are fitted to: tiles of different lengths, one and several per CTA.
 WHOLE = (Sample(1024), Sample(4096), Sample(1024, 3), Sample(512, 4))
 PARTS = (Sample(1024, 1, 2), Sample(2048, 1, 4), Sample(4096, 1, 4))
 #: Tiles of one step in succession, twice as many in the second.
 SHORT_WHOLE = (Sample(KEYS, 8), Sample(KEYS, 16))
 SHORT_PARTS = (Sample(1024, 1, 8), Sample(2048, 1, 16))
-#: Of windows, the keys before which are skipped.
+#: Samples of windows; the keys before them are skipped.
 WINDOWS = (
     Sample(4096, 1, 1, 1023), Sample(4096, 1, 1, 3071), Sample(4096, 3, 1, 1023),
     Sample(4096, 4, 1, 511),
@@ -192,7 +192,7 @@ def call(variant: DecodeVariant, sample: Sample) -> tuple[Any, tuple]:
     out, lse = empty_results(problem, parts=sample.parts > 1)
     optional = tuple(ragged[name] for name in problem.ragged)
     if variant.e4m3:
-        # As kernels take them: bytes in twos.
+        # Kernels take bytes in twos.
         k, v = (tensor.view(q.dtype) for tensor in (k, v))
     given = CallTensors(q, k, v, out, lse, optional)
     return compiled, call_arguments(given, problem, ONE_SM, 0)

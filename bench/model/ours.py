@@ -115,7 +115,7 @@ class Variant:
             return self.samples
         found = WINDOW_SAMPLES if self.kind.window else BACKWARD_SAMPLES
         if self.kernel.endswith(" partial"):
-            # Of two parts each has a query head: an empty one's tiles tell nothing of others.
+            # Each of two parts has a query head: an empty one's tiles tell nothing of others.
             return tuple((queries, 2 * heads, *others) for queries, heads, *others in found)
         if self.kind.window or self.kernel != FORWARD:
             return found

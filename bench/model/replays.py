@@ -84,7 +84,7 @@ def with_least(
     ]
 
 
-#: Of random inputs: how often O is rescaled depends on them.
+#: Seed of random inputs: how often O is rescaled depends on them.
 SEED = 0
 
 
@@ -126,7 +126,7 @@ def of_kernels(
     return found
 
 
-#: What is traced and how: the first two arguments of `kept`, those of `programs`.
+#: Traced call and its tracer: the first two arguments of `kept`, those of `programs`.
 Source = tuple[Sequence[Any], Callable[[], "list[Traced]"]]
 
 _memory: dict[str, list[Traced]] = {}

@@ -24,14 +24,15 @@ from .tiles import (
 Sample = tuple[int | None, ...]
 Samples = tuple[Sample, ...]
 
-#: As Gemma 2's.
+#: Softcap of Gemma 2.
 SAMPLE_SOFTCAP = 50.0
 
-#: Of our forward, and one tile of many steps: causal ones of few tell little of the pace of many.
+#: Samples of our forward, and one tile of many steps: causal ones of few tell little of the pace of
+#: many.
 SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1), (256, 1, None, 4096))
-#: Of kernels that run one tile a cluster.
+#: Samples of kernels that run one tile per cluster.
 SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1), (2048, 1))
-#: Of persistent kernels of others.
+#: Samples of persistent kernels of others.
 PERSISTENT_SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1), (2048, 1))
 #: For windowed kernels. Where the bound is 256 every step is masked; in the last two most are not.
 #: Costs of masked and unmasked steps follow from both. No sample is a single short tile: one of two
@@ -47,15 +48,14 @@ SPLIT_SAMPLES = (
     (ROWS, 1, None, 1024, 2), (ROWS, 1, None, 2048, 4), (ROWS, 1, None, 4096, 4),
 )  # fmt: skip
 SHORT_SPLIT_SAMPLES = ((ROWS, 1, None, 1024, 8), (ROWS, 1, None, 2048, 16))
-#: The same of samples that do not say it: of windows, and of other implementations.
+#: Splits of samples that do not say it: of windows, and of other implementations.
 SAMPLE_SPLITS = 2
 
-#: Of the backward: (seqlen, query heads of one KV head).
+#: Samples of the backward: (seqlen, query heads of one KV head).
 BACKWARD_SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
-#: The same for kernels with one tile a cluster, whose tiles are to be of different length.
+#: Samples of kernels with one tile per cluster, whose tiles are to be of different length.
 BACKWARD_SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1))
-#: What the longest of packed sequences is said to be, where only a sample's is there: what an empty
-#: tile costs.
+#: Stated longest packed sequence, where only a sample's is there: what an empty tile costs.
 LONGEST = 4096
 BACKWARD_HELD_OUT = ((1280, 1, 512), (1536, 1, 1023))
 
@@ -84,7 +84,7 @@ def backward_tiles(which: str, sample: Sample) -> tuple[int, float]:
     nothing masked without a window, nor in the products of a dS."""
     seqlen, heads, left, _ = parts_of(sample)
     lengths, bounds = (seqlen, seqlen), (left, 0)
-    # Where parts of a group are summed, each of the two heads' parts has tiles of its own.
+    # Each of the two heads' parts has tiles of its own where parts of a group are summed.
     kernel, parts = which.removesuffix(" partial"), 2 if which.endswith(" partial") else 1
     blocks, key_tiles = range(-(-seqlen // ROWS)), range(-(-seqlen // KEYS))
     tiles = {

@@ -339,7 +339,7 @@ def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
         return Tile(DQ * units, 0, 0.0, reads + writes, DQ * masked * masks, reads, writes)
 
     found = []
-    # As the kernels count them, both alike: K and V.
+    # Kernels count K and V alike.
     section = section_of(case, tiling, grid, ratio, 2 * ROW * case.seqlen_k)
     later_first = tiling.order.later(case.bounds[1] is not None)
     for block, head, batch in indices(grid, section, later_first, _blocks_of(case, 0, ROWS)):

@@ -71,7 +71,7 @@ def _kernel(row: Published, draws: int) -> Kernel | Backward:
     return found.divided(row.parts) if isinstance(found, Kernel) and row.parts > 1 else found
 
 
-#: By provider, direction, variant, machine, the clock that it was held at, and draws.
+#: Kernels by provider, direction, variant, machine, the clock that it was held at, and draws.
 _kernels: dict[tuple, Kernel | Backward] = {}
 
 

@@ -23,20 +23,20 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 PACKAGE = "flash-attn-4"
-#: As tables name its backward with five products, and its forward with KV splits by its rule.
+#: Names in tables of its backward with five GEMMs, and of its forward with KV splits by its rule.
 FIVE_PRODUCTS, DIVIDED = f"{PACKAGE}, five products", f"{PACKAGE}, num_splits=0"
-#: Its variable that selects that backward; read at each call.
+#: Variable of flash-attn-4 that selects that backward; read at each call.
 _FIVE_PRODUCTS_VARIABLE = "FLASH_ATTENTION_HD256_GENERIC_BWD"
 
 #: The version whose private interface this file knows.
 KNOWN_VERSION = "4.0.0b36"
 
-#: What it compiles for on a B200.
+#: Target that it compiles for on a B200.
 ARCHITECTURE = "sm_100a"
 
 _MODULE = "flash_attn.cute.flash_fwd_sm100"
 
-#: Its softmax's own default, which its tuning table cannot change.
+#: Default of its softmax, which its tuning table cannot change.
 _EX2_EMU_RES = 4
 
 #: `num_splits_heuristic`: steps that are never split, and the splits it stops at.
@@ -182,7 +182,7 @@ def pattern(freq: int, start_fragment: int = 0) -> Ex2Pattern:
 
 def _forward_module() -> Any:
     with warnings.catch_warnings():
-        # It is older than the DSL it runs on here.
+        # flash-attn-4 is older than the DSL it runs on here.
         warnings.simplefilter("ignore")
         return importlib.import_module(_MODULE)
 
@@ -260,7 +260,7 @@ def compile_forward(causal: bool, mix: Ex2Pattern) -> Any:
         kernel = _forward_module().FlashAttentionForwardSm100(
             HEAD_DIM, HEAD_DIM, qhead_per_kvhead=GROUP, is_causal=causal, m_block_size=128,
             n_block_size=128, q_stage=1, is_static_persistent=not causal, use_2cta_instrs=True,
-            # What its interface chooses for dense attention at this head dimension: S twice.
+            # Choice of its interface for dense attention at this head dimension: S twice.
             use_s_ping_pong=True,
         )  # fmt: skip
         options = (

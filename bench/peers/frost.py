@@ -20,7 +20,8 @@ PACKAGE, NAME = "nvidia-cudnn-frontend", "FROST"
 #: published of the second.
 KNOWN_VERSIONS = "1.32.0", "1.31.0"
 
-#: Its `L2_SIZE_MIB` of head_dim 256, and `_SCHED_L2_BUDGET_BYTES`: a KV head above it is left out.
+#: FROST's `L2_SIZE_MIB` of head_dim 256, and `_SCHED_L2_BUDGET_BYTES`: a KV head above it is left
+#: out.
 _L2_BYTES, _LARGEST_KV_HEAD = 60 << 20, 50 << 20
 #: Bytes of a key and its value.
 _KV_ROW = 2 * 2 * 256

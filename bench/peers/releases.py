@@ -26,7 +26,7 @@ from fa4_hd256.environment import cache_directory
 from . import frost
 from .flash_attn_4 import PACKAGE
 
-#: Of the project's modules, in a checkout and in the folder of a release.
+#: Folder of the project's modules, in a checkout and in the folder of a release.
 MODULES = Path("flash_attn", "cute")
 _ROOT = Path(__file__).resolve().parents[2]
 #: Variables by which a user tells flash-attn-4, quack and CuTe DSL to compile something else.
@@ -50,7 +50,7 @@ class Release:
     tree: str | None = None
     directions: tuple[str, ...] = (FORWARD, BACKWARD)
 
-    #: What it is a version of.
+    #: Project that it is a version of.
     project = PACKAGE
 
     def __post_init__(self) -> None:
@@ -113,7 +113,8 @@ RELEASES = {
 }  # fmt: skip
 
 
-#: That NVIDIA's rates are of. CuTe DSL 4.8.0 is the newest of 2026-09-28 and 10-01, 4.7.1 of 09-18.
+#: Releases that NVIDIA's rates are of. CuTe DSL 4.8.0 is the newest of 2026-09-28 and 10-01, 4.7.1
+#: of 09-18.
 FROST_RELEASES: dict[str, FrostRelease] = {
     one.commit: one
     for one in (
@@ -242,7 +243,7 @@ def call(wanted: Release, function: Callable[[], Any]) -> Any:
         request.write_bytes(pickle.dumps(function))
         command = [sys.executable, "-m", f"{__package__}.child", str(wanted.folder),
                    str(request), str(result)]  # fmt: skip
-        # Its results have a file of their own; what it prints is for people.
+        # Results have a file of their own; the child's output is for people.
         done = subprocess.run(command, cwd=_ROOT, env=_environment(), stdout=2, check=False)
         if done.returncode or not result.exists():
             raise RuntimeError(

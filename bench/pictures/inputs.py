@@ -20,13 +20,13 @@ DATA = Path(__file__).resolve().parent / "data"
 MACHINE = "b200"
 #: Pictures that show figures of the timing model.
 MODELLED = ("throughput-forward", "throughput-one-sequence", "model-accuracy", "timeline-forward")
-#: What makes the rates, and the model's accuracy: arguments of `python -m bench`.
+#: Commands that make the rates, and the model's accuracy: arguments of `python -m bench`.
 RATES = {
     "dense": ("throughput", "--modelled", "--group", "dense", "--heads", "8/8"),
     "few KV heads": ("throughput", "--modelled", "--group", "few KV heads"),
 }
 ACCURACY = ("validate", "--no-hopper")
-#: Of the timeline: full attention, two query heads that share their tiles, one CTA pair.
+#: Call of the timeline: full attention, two query heads that share their tiles, one CTA pair.
 SEQLEN = 1024
 #: Clocks that the timeline shows before and after the end of a tile.
 BEFORE, AFTER = 5200, 6400

@@ -32,7 +32,7 @@ LINES: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 #: Steps from one that is kept to the next.
 EVERY = 5
-#: Of a panel: left edges, width; of losses and of differences (top, height).
+#: Layout of a panel: left edges, width; of losses and of differences (top, height).
 _LEFT, _WIDTH = (84, 548), 376
 _LOSS, _APART = (138, 220), (430, 170)
 

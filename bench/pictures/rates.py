@@ -163,7 +163,7 @@ def _modelled(axes: Axes, group: str, direction: str, mask: str) -> None:
         xs = [row["seqlen"] for row in found]
         axes.band(xs, [r["tflops_low"] for r in found], [r["tflops_high"] for r in found], colour)
         lines.append((xs, [row["tflops"] for row in found], colour))
-    # Where the two agree, ours shows through the dashes.
+    # Ours shows through the dashes where the two agree.
     for (xs, ys, colour), dash in zip(reversed(lines), ("", "9 6"), strict=True):
         axes.line(xs, ys, colour, 2.6, dash)
 

@@ -16,7 +16,7 @@ FLOORS = (
     (("translate",), "basic blocks to LLVM, a vector of 32 lanes a register; lanes that diverge"),
     (("run",), "clusters and warps; who waits, who is woken; hangs are named"),
 )
-#: What watches a run, beside the floors.
+#: Observers of a run, beside the floors.
 OBSERVERS = (
     ("sanitizer", "vector clocks:", "races, lifetimes"),
     ("mutation", "leaves out one", "synchronisation"),

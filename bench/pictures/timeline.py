@@ -10,7 +10,7 @@ __all__ = ["role_timeline"]
 
 _LEFT, _INNER, _TOP, _LANE, _BAR = 122, 960, 112, 46, 30
 _SCALE = _INNER / (BEFORE + AFTER)
-#: How strongly the bar of something is coloured.
+#: Opacity of each kind of bar.
 _STRENGTH = {"QK": 0.3, "PV": 0.75, "sum": 0.12, "P": 0.5, "drain": 0.5, "rescale": 0.9}
 
 

@@ -10,7 +10,7 @@ from fa4_hd256.run.native_cache import meaning_of
 
 from .origin import ROOT, git
 
-#: What figures may depend on: name -> folders.
+#: Parts that figures may depend on: name -> folders.
 PARTS = {
     "kernels": ("fa4_hd256/kernels", "schedulers", "softmax_emu"),
     "calls": ("fa4_hd256",),

@@ -11,9 +11,9 @@ import numpy as np
 
 from bench.suite import Case
 
-#: As tables name this project's kernels.
+#: Name of this project's kernels in tables.
 OURS = "ours"
-#: As modelled tables name cuDNN's published rate of the same call.
+#: Name of cuDNN's published rate of the same call in modelled tables.
 AS_PUBLISHED = "cuDNN, as published"
 #: A provider that is there for its results, not for its speed.
 YARDSTICK = "PyTorch math"

@@ -10,7 +10,7 @@ from typing import Any
 from .table import BASIS, Plot, Table
 
 _PANEL_INCHES = (7.0, 3.6)
-#: Of a panel whose bars lie on their sides: above and below them, and each bar.
+#: Heights of a panel whose bars lie on their sides: above and below them, and each bar.
 _AROUND_INCHES, _BAR_INCHES = 1.1, 0.13
 #: Letters that fit side by side below one panel.
 _LABEL_LETTERS = 100

@@ -8,9 +8,9 @@ from typing import Any
 
 from .origin import environment
 
-#: Where a figure is from. measured: a clock or a counter of the machine named (for the simulator,
-#: what it counted or computed). modelled: the timing model. computed: a closed form, or read from
-#: what the compiler produced.
+#: Origin of a figure. measured: a clock or a counter of the machine named (for the simulator, what
+#: it counted or computed). modelled: the timing model. computed: a closed form, or read from what
+#: the compiler produced.
 BASES = ("measured", "modelled", "computed")
 
 #: Keys that every row has: one of `BASES`, and what the row's figures are of.

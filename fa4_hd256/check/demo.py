@@ -46,7 +46,7 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
         torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).to(device, torch.bfloat16)
         for n in (heads.heads_q, heads.heads_kv, heads.heads_kv)
     )
-    # Of the usual tiles, however few rows there are: the figures below are of these.
+    # The usual tiles, however few rows there are: the figures below are for these.
     config = kernels_of(architecture_of(q.device)).config("forward")()
     problem = Problem.describe((q, k, v), _options(), config=config)
     compiled = compile_kernel(forward_spec(problem, gpu_of(q.device), config))

@@ -17,7 +17,7 @@ from .gpu import Gpu, of_capability
 
 __all__ = ["Gpu", "cuda_gpu", "is_captured", "sms_are_shared"]
 
-#: Whether this PyTorch has torch.distributed.
+#: True if this PyTorch has torch.distributed.
 _IS_DISTRIBUTED = torch.distributed.is_available()
 
 

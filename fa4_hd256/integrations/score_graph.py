@@ -26,7 +26,7 @@ from ..kernels.user_functions import SelfDescribed
 
 __all__ = ["MASK", "OPERATIONS", "SCORE", "ScoreGraph", "TranslationError"]
 
-#: What a function is, and is called where it is refused.
+#: Kind of a function, and its name where it is refused.
 SCORE, MASK = "score_mod", "mask_mod"
 
 
@@ -166,7 +166,7 @@ def _first(x: Any, *_: Any, **__: Any) -> Any:
     return x
 
 
-#: Of an Int32.
+#: Bits of an Int32.
 _BITS = 32
 
 _LOGICAL_AND, _LOGICAL_OR = Operation(operator.and_), Operation(operator.or_)
@@ -174,7 +174,7 @@ _LOGICAL_XOR = Operation(operator.xor)
 _SHIFT_LEFT, _SHIFT_RIGHT = Operation(_shifted_left), Operation(_shifted_right)
 _SAME = Operation(_first)
 
-#: By the operator's name. What has no row here is refused.
+#: Operations by the operator's name. An operator without a row here is refused.
 OPERATIONS: dict[str, Operation] = {
     "add": Operation(lambda a, b, alpha=1: a + b * alpha if alpha != 1 else a + b),
     "sub": Operation(lambda a, b, alpha=1: a - b * alpha if alpha != 1 else a - b),

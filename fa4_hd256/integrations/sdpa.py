@@ -29,7 +29,7 @@ from .given_results import gradients_of_results
 
 NAME = "fa4_hd256"
 
-#: Of cu_seqlens of forward calls the longest sequence. The adapter hands the backward the tensor,
+#: The longest sequence of cu_seqlens of forward calls. The adapter hands the backward the tensor,
 #: but not the number that its grids need; reading it from the device would synchronise.
 _longest = UntilChanged()
 

@@ -57,7 +57,7 @@ OPTIONS = EngineOptions(
     },
 )  # fmt: skip
 
-#: Of `flash_attn_with_kvcache` beside `OPTIONS`, under the same names there.
+#: Options of `flash_attn_with_kvcache` beside `OPTIONS`, under the same names there.
 CACHE_OPTIONS = (
     "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad",
     "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "max_seqlen_k",

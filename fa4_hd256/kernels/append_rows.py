@@ -218,7 +218,7 @@ class AppendKernel:
             added = Int32(seqlen)
             if cutlass.const_expr(self.problem_class.packed):
                 added = tables.offsets[sequence + 1] - tables.offsets[sequence]
-            # What is past all rows stays so, whatever the sum would wrap to.
+            # A count past all rows stays so, whatever the sum would wrap to.
             room = Int32(LARGEST_COUNT) - added
             tables.after[sequence] = cutlass.min(tables.lengths[sequence], room) + added
 

@@ -81,7 +81,7 @@ class SumKernel:
         total = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         total.fill(0.0)
         for part in cutlass.range(0, each, 2, unroll=1):
-            # Of an odd number the last one is loaded twice, and added once: no branch parts loads.
+            # The last one of an odd number is loaded twice, and added once: no branch parts loads.
             second = cutlass.min(part + 1, each - 1)
             loaded = [
                 load_lane_columns(parts[row, None, first + number, batch], lane)

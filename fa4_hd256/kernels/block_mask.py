@@ -32,8 +32,8 @@ __all__ = [
     "ListedTile", "RowBits", "StepList",
 ]  # fmt: skip
 
-#: Those of `SequenceTensors` that say so, of the forward and of the kernels that make gradients
-#: (`backward_block_mask`).
+#: Fields of `SequenceTensors` with a block mask, of the forward and of the kernels that make
+#: gradients (`backward_block_mask`).
 MASK_STEPS, MASK_BITS = "mask_steps", "mask_bits"
 MASK_GRADIENTS = MASK_BLOCKS, MASK_KEY_BITS = "mask_blocks", "mask_key_bits"
 MASK_TABLES = (MASK_STEPS, MASK_BITS, *MASK_GRADIENTS)
@@ -174,7 +174,7 @@ class RowBits:
         """Set the scores of keys that the row does not see to -inf.  scores: register tensor of
         Float32 of the row, of all keys of the step."""
         if self._numbers[0] != FULL:
-            # Which ptxas cannot execute under a predicate: it would in every step, for all scores.
+            # ptxas cannot execute this under a predicate: it would in every step, for all scores.
             cute.arch.sync_warp()
             hide_unseen(scores, self._words, range(cute.size(scores)))
 

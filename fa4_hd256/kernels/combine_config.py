@@ -11,7 +11,7 @@ __all__ = ["MOST_PARTS", "CombineConfig", "CombineRule"]
 
 #: Parts of a row, at most: two for each lane.
 MOST_PARTS = 2 * WARP_SIZE
-#: Of a CTA.
+#: Warps of a CTA.
 MOST_WARPS = 16
 #: CTAs of a row, the most first; a lane has 8 columns of all.
 SLICES = 4, 2, 1

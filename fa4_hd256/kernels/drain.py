@@ -60,7 +60,7 @@ __all__ = ["PROVED", "TILES", "check_drains", "counters", "fingerprint", "prove_
 #: Fingerprints of the shipped plans, each with the name of its kernel.
 PROVED = Path(__file__).with_name("proved_plans.json")
 
-#: How many plans this process has proved, and how many it has found among the shipped ones.
+#: Plans that this process has proved, and those that it found among the shipped ones.
 counters: Counter[str] = Counter()
 
 #: Signals that both CTAs take part in.
@@ -276,13 +276,14 @@ class Run:
         self.next = dict.fromkeys(self.programs, 0)
         #: The last event of each role, None before the first.
         self.last: dict = dict.fromkeys(self.programs)
-        #: By event: (role, operation), and the set of all that is before it in every run, as bits.
+        #: For each event (role, operation), and the set of all that is before it in every run, as
+        #: bits.
         self.events: list[tuple] = []
         self.before: list[int] = []
         self.stages: dict[tuple, Stage] = {}
-        #: What each buffer holds, by name.
+        #: Content of each buffer, by name.
         self.buffers: dict[tuple, dict[str, Held]] = defaultdict(dict)
-        #: What was overwritten before anybody had read it.
+        #: Contents that were overwritten before anybody had read them.
         self.unread: list[Held] = []
         #: The last of each tensor core, by the CTA that issues.
         self.tensor: dict[int, int | None] = dict.fromkeys(CTAS)
@@ -303,7 +304,7 @@ class Run:
             self._check_phases(self.edges[edge], index, stage)
         self._check_exit()
 
-    # What happens: events and their order.
+    # Events and their order.
 
     def _event(self, by: tuple, *causes: int | None) -> int:
         before = 0
@@ -468,7 +469,7 @@ class Run:
             return (("mma", cta),)
         return tuple((part, cta) for part in names)
 
-    # What buffers hold, and who may use them when.
+    # Contents of buffers, and who may use them when.
 
     def _use(self, operation: Operation, event: int, ctas: tuple[int, ...]) -> None:
         for cta in ctas:
@@ -545,7 +546,7 @@ class Run:
         held.users.append(event)
         held.is_taken |= use.takes
 
-    # What barriers can tell apart, and how long they live.
+    # Phases that barriers can tell apart, and lifetimes of barriers.
 
     def _check_phases(self, edge: Edge, index: int, stage: Stage) -> None:
         for arriver, events in stage.arrivals.items():
@@ -583,7 +584,7 @@ class Run:
         for (edge, cta, _), stage in self.stages.items():
             for events in stage.arrivals.values():
                 for event in events:
-                    # What a thread does before the CTAs meet has been done when they have.
+                    # Work of a thread before the CTAs meet is done when they have met.
                     is_met = self.steps.meets and self.events[event][1].kind is Kind.ARRIVE
                     if not ends >> event & 1 and not is_met:
                         raise ValueError(

@@ -27,8 +27,8 @@ from .views import lane_columns
 __all__ = ["ScaledRows"]
 
 FLOAT_BIAS, FLOAT_MANTISSA = 127, 23
-#: Of a row's largest element, as float32 has it, at least: of smaller ones the scale would leave
-#: the exponents of a float32.
+#: Least exponent of a row's largest element, as float32 has it: the scale of smaller ones would
+#: leave the exponents of a float32.
 LEAST_EXPONENT = 32
 INFINITE_EXPONENT = 255
 

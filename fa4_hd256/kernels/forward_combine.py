@@ -43,7 +43,7 @@ __all__ = ["CombineKernel"]
 LOG2_E = math.log2(math.e)
 #: Stands for an LSE of +inf: the largest float32.
 LARGEST_LSE = 3.4028234663852886e38
-#: Of shared memory, more than half of an SM's.
+#: Shared memory of a CTA, more than half of an SM's.
 ALONE_BYTES = 116 << 10
 
 
@@ -147,10 +147,10 @@ class CombineKernel:
         of_turns = cute.make_tensor(
             cute.recast_ptr(memory, dtype=Float32), cute.make_layout((config.columns, turns))
         )
-        # As many lanes have the columns of a part.
+        # So many lanes have the columns of a split.
         lanes = WARP_SIZE // config.slices
         start = warp % config.row_warps * config.warp_parts
-        # What takes longest comes first: O of the parts, then what they weigh.
+        # The longest loads come first: O of the splits, then their weights.
         loaded = self._load_turn(part_out, source, start, part_of_row)
         own = self._own_lses(part_lse, source)
         weights, total = self._weights(own)
@@ -243,7 +243,7 @@ class CombineKernel:
         row, head, first, splits = source
         part = cute.arch.lane_idx() + begin if begin else cute.arch.lane_idx()
         own = part_lse[first + cutlass.min(part, splits - 1), head, row] * LOG2_E
-        # That of a sink of +inf has differences to others; NaN stays.
+        # An LSE of +inf, by a sink, has differences to others; NaN stays.
         own = cutlass.select_(own == Float32(math.inf), Float32(LARGEST_LSE), own)
         return cutlass.select_(part < splits, own, Float32(-math.inf))
 

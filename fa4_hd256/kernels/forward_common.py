@@ -177,7 +177,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         if cutlass.const_expr(self.problem_class.max_logits):
             tensors = tensors._replace(row_maxima=results[2])
         grid = self.scheduler.grid_shape(problem, scalars.clusters)
-        # What orders the tiles no kernel reads.
+        # No kernel reads what orders the tiles.
         scalars = scalars._replace(max_seqlen_k=None)
         self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
             grid=grid,
@@ -238,7 +238,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             else:
                 batch = num_splits
             sizes = (*sizes, num_splits)
-        # Of packed sequences the tiles at work are of one, or of a few shorter ones in a row.
+        # The tiles at work are of one packed sequence, or of a few shorter ones in a row.
         longest = cutlass.min(seqlen_k, scalars.max_seqlen_k)
         section_heads, later_blocks_first = 1, False
         if cutlass.const_expr(self.config.ordered_tiles):
@@ -273,7 +273,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             view = by_packed_heads(view, packed, of_query)
             box = ((of_query, rows // of_query), columns)
             is_clipped = "cu_seqlens_q" in self.problem_class.ragged
-            # Those of a box that are no padding.
+            # Rows of a box that are no padding.
             rows = rows // of_query * packed
         if is_clipped:
             view = clipped_view(view, rows)

@@ -177,7 +177,7 @@ class Visibility:
         unmasked_end = cutlass.max(cutlass.min(seen_by_all // self.block_kv, end), begin)
         last_row = part[0] + part[1] - 1
         unmasked_begin = (self.first(last_row) + self.block_kv - 1) // self.block_kv
-        # Where the two masks meet every tile needs one: none is left between them.
+        # Every tile needs a mask where the two masks meet: none is left between them.
         unmasked_begin = cutlass.min(cutlass.max(unmasked_begin, begin), unmasked_end)
         return TileRange(begin, end, unmasked_begin, unmasked_end)
 

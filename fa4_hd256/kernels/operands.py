@@ -23,7 +23,7 @@ __all__ = ["BLOCK_COLUMNS", "ROW_BYTES", "SharedMemory", "TmaTensor", "load_box"
 BLOCK_COLUMNS = 64
 ROW_BYTES = 128  # of a block: 64 16-bit elements
 ATOM_ROWS = 8
-#: What createpolicy.fractional.L2::evict_last gives for all of an access (PTX ISA 9.7.9.18), as
+#: Result of createpolicy.fractional.L2::evict_last for all of an access (PTX ISA 9.7.9.18), as
 #: ptxas makes it.
 EVICT_LAST = 0x14F0000000000000
 
@@ -48,7 +48,7 @@ class SharedMemory:
     """The regions of a SMEM plan at their addresses; made by all threads of the CTA."""
 
     def __init__(self, allocator: SmemAllocator, plan: Any, dtype: Any) -> None:
-        # What follows the region "scheduler" is allocated by the scheduler's set-up.
+        # The scheduler's set-up allocates what follows the region "scheduler".
         self._offsets = plan.offsets()
         self._base = allocator.allocate(self._offsets["scheduler"], SWIZZLE_ALIGNMENT)
         self._dtype = dtype

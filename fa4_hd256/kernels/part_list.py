@@ -28,7 +28,7 @@ HEADER = 4
 #: Keys of a part at most, so that products with the number of a part stay in 32 bits.
 MOST_KEYS = 1 << 23
 
-#: Of a word: the bit of a sequence's last part, above the part's number, and the bits below the
+#: Bits of a word: that of a sequence's last split, above the split's number, and the bits below the
 #: sequence.
 LAST_BIT, SEQUENCE_SHIFT = 1 << 7, 8
 #: The number of a part that is none: more than `combine_config.MOST_PARTS`, so that no sequence has

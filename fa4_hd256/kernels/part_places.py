@@ -24,7 +24,7 @@ from .score_change import SCORE_MOD, Scored, ScoreOrigin
 
 __all__ = ["PartTiles", "key_in_part"]
 
-#: What keys of such functions begin with.
+#: Prefix of the keys of such functions.
 _IN_PART = "in a part: "
 _FIELDS = range(len(ScoreOrigin._fields))
 

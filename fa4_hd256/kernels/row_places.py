@@ -16,7 +16,7 @@ from .score_change import SCORE_MOD, Scored
 
 __all__ = ["SequenceOfQuery", "key_in_row"]
 
-#: What keys of such functions begin with.
+#: Prefix of the keys of such functions.
 _IN_ROW = "in a row: "
 
 
@@ -47,7 +47,7 @@ def _in_sequences(function: Callable[..., Any]) -> Callable[..., Any]:
         of_query = SequenceOfQuery.at(rows, place.query)
         # Keys of other sequences, which it does not see, are the nearest one's.
         key = cutlass.max(cutlass.min(place.key - of_query.begin_k, of_query.seqlen_k - 1), 0)
-        # Likewise rows behind the last sequence.
+        # Rows behind the last sequence are clamped, too.
         query = cutlass.max(cutlass.min(place.query - of_query.begin_q, of_query.seqlen_q - 1), 0)
         inside = Scored(
             of_query.number, place.head, query, key, of_query.seqlen_q, of_query.seqlen_k

@@ -43,11 +43,11 @@ __all__ = [
 PADDING = 256
 
 
-#: Those of `SequenceTensors` that a call with gradients may not have.
+#: Fields of `SequenceTensors` that a call with gradients may not have.
 PAGE_TABLE, PART_LIST, TREE_WORDS = "page_table", "part_list", "tree_words"
-#: That of them which kernels of gradients alone read.
+#: Field that kernels of gradients alone read.
 DS_BEGINS = "ds_begins"
-#: Those that say where the keys of a sequence lie in a cache.
+#: Fields that say where the keys of a sequence lie in a cache.
 CACHE_BATCH_IDX, CACHE_LEFTPAD = "cache_batch_idx", "cache_leftpad"
 
 

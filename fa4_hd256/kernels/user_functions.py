@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["FunctionClass", "FunctionKind", "Functions", "SelfDescribed"]
 
-#: That such a function of the user's may read.
+#: Tensors that such a function of the user's may read.
 MOST_TENSORS = 4
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-#: As a patch's value: the owner has no attribute of its own of this name.
+#: Value of a patch: the owner has no attribute of this name itself.
 ABSENT: Any = object()
 
 

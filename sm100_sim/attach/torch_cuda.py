@@ -257,7 +257,8 @@ def patches() -> Iterator[Patch]:
     yield Patch(tensor, "get_device", lambda self: 0)
     yield Patch(tensor, "__dlpack__", _dlpack)
     yield Patch(tensor, "__dlpack_device__", lambda self: CudaCapsule(self).__dlpack_device__())
-    # Its functions in C would tell that tensors lie on the CPU; without it __dlpack__ is called.
+    # This class's functions in C would tell that tensors lie on the CPU; without it __dlpack__ is
+    # called.
     yield Patch(tensor, "__dlpack_c_exchange_api__", ABSENT)
 
 

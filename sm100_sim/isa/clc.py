@@ -43,7 +43,7 @@ CANCELLED = 1
 CTAID_POISON = 0xFFF0_5EED, 0xFFFF_FFFF
 #: Undefined bits of words 2 and 3.
 MARKS = 0x0C1C_0DE0, 0xBADC_0C1C
-#: What get_first_ctaid gives as its fourth element, whose contents are unspecified.
+#: Fourth element of get_first_ctaid, whose contents are unspecified.
 FOURTH_POISON = 0xFFF4_5EED
 
 

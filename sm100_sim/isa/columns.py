@@ -28,7 +28,7 @@ class Rule(Enum):
     COMPUTES = auto()
     #: Native code logs which bytes each lane reads or writes; inline loads and stores.
     LOGGED = auto()
-    #: What it acts on records it: an mbarrier, an asynchronous operation, a response.
+    #: Its object records it: an mbarrier, an asynchronous operation, a response.
     BY_OBJECTS = auto()
     #: Acts on what the sanitizer does not follow (docs/sanitizer.md, "What it does not see").
     NOT_FOLLOWED = auto()
@@ -117,9 +117,9 @@ class Recorded(Enum):
     NOTHING = auto()
     #: A `trace.records.TraceEntry`.
     ENTRY = auto()
-    #: The same, its first operand read afterwards: the result of a wait.
+    #: A `TraceEntry` whose first operand is read afterwards: the result of a wait.
     RESULT = auto()
-    #: The same with the address in each lane: of an arrival.
+    #: A `TraceEntry` with the address in each lane: of an arrival.
     LANES = auto()
 
 

@@ -245,15 +245,15 @@ class InstructionDescriptor:
     a_mn_major: bool
     b_mn_major: bool
     saturate: bool = False
-    #: Of the block-scaled kinds: type of the factors, the byte of a cell that holds the first one
-    #: of a row, and elements of K to a factor.
+    #: Fields of the block-scaled kinds: type of the scales, the byte of a cell that holds the first
+    #: one of a row, and elements of K to a factor.
     scale_type: str = ""
     scale_a_id: int = 0
     scale_b_id: int = 0
     block: int = 0
     #: tcgen05.mma.ws: weight-stationary.
     ws: bool = False
-    #: What was decoded, of the kinds without block scaling.
+    #: Decoded word, of the kinds without block scaling.
     raw: int = field(default=0, compare=False)
 
 

@@ -56,7 +56,7 @@ class Emitter:
         self.shared: dict[str, str] = {}
         self.constants: dict[tuple[str, int], str] = {}
         self.fields: dict[str, str] = {}
-        #: Which is being emitted; there is none before the first.
+        #: Instruction that is being emitted; there is none before the first.
         self.instruction: Instruction = None  # type: ignore[assignment]
         self.guard: str | None = None
         self.guard_base = guard_base

@@ -116,7 +116,7 @@ _found: dict[str, tuple[Row, tuple[str, ...]] | None] = {}
 def _register(name: str, columns: dict[str, Any]) -> None:
     if name in _ROWS:
         raise ValueError(f"the instruction table already has a row {name!r}")
-    # What is absent is for `_check` to name.
+    # `_check` names what is absent.
     row = Row(name, **{**dict.fromkeys(_REQUIRED), **columns})
     _check(row)
     _ROWS[name] = row

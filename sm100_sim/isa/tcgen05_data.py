@@ -198,7 +198,8 @@ def load_form(instruction) -> tuple[Form, Any]:
     return form, address
 
 
-#: Of tcgen05.ld.red: type -> (element type, modifiers that may follow min or max, in that order).
+#: Types of tcgen05.ld.red: type -> (element type, modifiers that may follow min or max, in that
+#: order).
 _REDUCED = {"f32": (np.float32, ("abs", "NaN")), "s32": (np.int32, ()), "u32": (np.uint32, ())}
 
 

@@ -23,8 +23,8 @@ from sm100_sim.settings import read_settings
 
 from .native_cache import NativeCache
 
-#: Where the sources lie whose code says what a kernel is translated to: these folders import
-#: nothing else of the package but a few modules that hold errors, settings and device figures.
+#: Folders of the sources whose code says what a kernel is translated to: these import nothing else
+#: of the package but a few modules that hold errors, settings and device figures.
 TRANSLATING = ("isa", "jit", "native", "ptx", "state", "translate")
 _LENGTH = struct.Struct("<Q")
 #: Bytes that the directory may hold before the entries used least recently go.
@@ -89,7 +89,7 @@ def obtain(
 
     header, (code,), was_there = cache.obtain(name, as_parts)
     if was_there:
-        # What is used stays longest. A directory that can only be read keeps all it has.
+        # Used entries stay longest. A directory that can only be read keeps all it has.
         with contextlib.suppress(OSError):
             os.utime(cache.directory / name)
     else:

@@ -98,9 +98,10 @@ class OmittingSanitizer(Sanitizer):
         self.omitted, self._known = omitted, known
         self.ledger = Ledger()
         self._caught = False
-        #: By warp: index of the instruction from which it last learned an entry of its frontier.
+        #: For each warp: index of the instruction from which it last learned an entry of its
+        #: frontier.
         self._learned: dict[WarpState, np.ndarray] = {}
-        #: By warp: what omitted waits would have told it and it does not know yet.
+        #: For each warp: what omitted waits would have told it and it does not know yet.
         self._wanted: dict[WarpState, np.ndarray] = {}
         #: mbarrier -> first phase that lacks the omitted arrival.
         self._missing: dict[Any, int] = {}
@@ -115,9 +116,9 @@ class OmittingSanitizer(Sanitizer):
         )
         #: (kind, warp) -> its last fence of that kind.
         self._fences: dict[tuple[str, WarpState], str] = {}
-        #: By warp: clock of the last load that the omitted wait::ld would have waited for.
+        #: For each warp: clock of the last load that the omitted wait::ld would have waited for.
         self._loads: dict[WarpState, int] = {}
-        #: By warp: clock of the last wgmma that the omitted wait_group would have waited for.
+        #: For each warp: clock of the last wgmma that the omitted wait_group would have waited for.
         self._products: dict[WarpState, int] = {}
 
     def implied(self) -> str | None:
@@ -256,7 +257,7 @@ class OmittingSanitizer(Sanitizer):
         if not (state.relaxed or state.narrow):
             ledger.settle("shared", state, release)
         if state.relaxed or self.strict:
-            # Those who wait are not told of the accesses; a later fence may still do it.
+            # Waiting warps are not told of the accesses; a later fence may still do it.
             ledger.move("before", "untold", state)
         ledger.settle("before", state, release)
         if row_of(state.instruction).rule is not Rule.CLUSTER_ARRIVE:
@@ -478,7 +479,7 @@ def _text(instruction: Any) -> str:
     return f"`{instruction.text}` (PTX line {instruction.line})"
 
 
-#: What is looked for when an instruction is left out; those that are not here are never redundant.
+#: Analysis of an instruction that is left out; rules that are not here are never redundant.
 _ANALYSES: dict[Rule, Callable[[OmittingSanitizer, WarpState, Any], None]] = {
     Rule.WAIT_LOADS: OmittingSanitizer._wait_load,
     Rule.WAIT_STORES: OmittingSanitizer._wait_store,

@@ -35,7 +35,7 @@ from sm100_sim.state.memory import GlobalMemory
 
 from .omission import Caught, watch_without
 
-#: What tells one finding from another in different runs: its kind and PTX lines, or the error.
+#: Identity of a finding in different runs: its kind and PTX lines, or the error.
 Key = tuple
 _NO_EDGE = "nothing was found, and no edge implies it"
 _REACHED_NOWHERE = "in the runs without it, it was never reached"

@@ -29,8 +29,8 @@ class Scalar:
 
 
 if TYPE_CHECKING:
-    # What checkers of types take them for: numbers mix for them, and what a pointer points to has
-    # any field. The compiler of the routines is stricter.
+    # Types for type checkers: numbers mix for them, and what a pointer points to has any field. The
+    # compiler of the routines is stricter.
     boolean: TypeAlias = bool
     u8: TypeAlias = int
     u16: TypeAlias = int

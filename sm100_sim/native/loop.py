@@ -6,7 +6,7 @@ from .language import External, cycles, i32, native, ptr, u32, u64
 from .layout import Cluster, Context
 from .operands import lane_count
 
-#: Why `run` returns. TRAP: lanes are at a machine operation. EXIT: every lane has exited.
+#: Reasons why `run` returns. TRAP: lanes are at a machine operation. EXIT: every lane has exited.
 #: OUT_OF_BUDGET: that of backward branches is used up. FAULT: an access was refused. BLOCKED: every
 #: lane that could run is blocked. DIVERGENCE: lanes wait for each other at different aligned
 #: instructions. What `run_cluster` adds: no warp is ready; all ready ones only poll; the turn is

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .language import boolean, native, popcount, ptr, trailing_zeros, u32, u64
 from .layout import Context, Operand
 
-#: What a routine returns: the operation is done; Python must do it, nothing has changed; all lanes
+#: Results of a routine: the operation is done; Python must do it, nothing has changed; all lanes
 #: wait and execute it again when they are woken.
 DONE, PYTHON, WAIT = range(3)
 

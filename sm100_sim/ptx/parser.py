@@ -402,7 +402,7 @@ class _KernelParser:
         elif name == ".local":
             self._declare_local(statement, position)
         elif name == ".param":
-            # What a call passes and returns; an array stays undeclared and is an error when used.
+            # Parameters and results of a call; an array stays undeclared and is an error when used.
             if "[" not in rest and ".align" not in rest:
                 self.call_parameters.update(rest.replace(",", " ").split()[1:])
                 self._declare_registers(rest, position, statement)

@@ -100,7 +100,7 @@ class Machine:
         for observer in self.observers:
             observer.attach(self)
         self._table = self._choose_table()
-        #: Whether native code does machine operations by itself.
+        #: True if native code does machine operations by itself.
         self.by_itself = self._table is not compiled.table
         self._at_once = policy.at_once and self.by_itself
         self._budget = self._choose_budget()

@@ -141,7 +141,7 @@ class Cta:
         self.running = -(-machine.threads // 32)
         self.barriers: dict[int, MBarrier] = {}
         self.bulk_groups: dict = {}
-        #: By number: those that have executed a wgmma instruction.
+        #: Warpgroups by number that have executed a wgmma instruction.
         self.warpgroups: dict = {}
         #: query_cancel has told a warp of this CTA that its request failed.
         self.saw_failed_cancel = False

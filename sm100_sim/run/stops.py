@@ -63,7 +63,7 @@ def hang_of(clusters: Iterable[Cluster], done: int, number: int) -> Hang:
     """
     left = sorted(clusters, key=lambda cluster: cluster.id)
     warps = [warp for cluster in left for warp in cluster.warps]
-    # Who waits for registers comes first: the others often wait for such a warp.
+    # Warps that wait for registers come first: the others often wait for such a warp.
     warps.sort(key=lambda warp: not _waits_for_registers(warp))
     lines = [line for warp in warps for line in _waiting_lines(warp)]
     shown = lines[:LISTED_WARPS]

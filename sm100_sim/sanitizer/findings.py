@@ -25,7 +25,7 @@ _WHAT = {
     "atomic": "atomic or ordered access, ",
 }
 
-#: What is missing after an access of each kind, for whoever touches the same bytes next.
+#: Missing edges after an access of each kind, for whoever touches the same bytes next.
 _EDGES = {
     "ld": (
         "load-in-flight",

@@ -248,7 +248,7 @@ class GlobalWrites:
             elif writer.access.cta != access.cta:
                 handed_over.append(number)
         if handed_over:
-            # Who has read another's result, in order, may combine it with its own.
+            # A reader of another's result, in order, may combine it with its own.
             plane[cells] = np.where(np.isin(values, handed_over), 0, values)
 
     def known(self, state: WarpState, writer: Writer) -> bool:

@@ -102,7 +102,7 @@ class Sanitizer:
         instructions = machine.compiled.instructions
         loads = [i.index for i in tensor_loads(instructions)]
         self.load_count = len(loads)
-        #: By index of a tcgen05.ld: its number among them.
+        #: Index of a tcgen05.ld -> its number among them.
         self.load_numbers = {index: number for number, index in enumerate(loads)}
         self.log = AccessLog(self.drain)
         self.actor: WarpState | Completion | None = None
@@ -113,9 +113,9 @@ class Sanitizer:
         self.flags = Flags(self)
         self.maps = TensorMaps(self)
         self.responses = Responses(self)
-        #: By index of a wgmma.mma_async: (CTA coordinates, warp) of its first execution.
+        #: Index of a wgmma.mma_async -> (CTA coordinates, warp) of its first execution.
         self.products: dict[int, tuple[Any, int]] = {}
-        #: By instruction: whether it is a load or store that orders others.
+        #: For each instruction, 1 for a load or store that orders others.
         self.ordered = np.array(
             [_is_ordered(i) for i in instructions], np.uint8
         )
@@ -675,7 +675,7 @@ class Sanitizer:
                 yield findings.registers(hazard, *where)
 
 
-#: What is recorded of each asynchronous operation as it is issued.
+#: Recorder of each asynchronous operation as it is issued.
 _SUBMITTED = {
     Effect.MMA: Sanitizer._chain, Effect.COMMIT: Sanitizer._commit,
     Effect.TENSOR_COPY: Sanitizer._tensor_copy, Effect.TENSOR_SHIFT: Sanitizer._tensor_copy,

@@ -514,7 +514,7 @@ WATCHED = {
     "tensor_store": watched_store, "tensor_mma": watched_mma, "tensor_commit": watched_commit,
     "fence_before": watched_fence_before, "tile_load": watched_tile_load,
 }  # fmt: skip
-#: The same of those without an effect of their own, by rule.
+#: Routines of instructions without an effect of their own, by rule.
 WATCHED_ORDERS = {
     Rule.WAIT_LOADS: watched_wait_loads, Rule.WAIT_STORES: watched_wait_stores,
     Rule.FENCE_AFTER: watched_fence_after, Rule.FENCE_SHARED: watched_fence_shared,

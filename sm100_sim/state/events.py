@@ -108,9 +108,9 @@ class EagerPolicy:
 
     name = "eager"
     seed: int | None = None
-    #: Whether operations take effect where they are issued; native code may then perform them.
+    #: True if operations take effect where they are issued; native code may then perform them.
     at_once = True
-    #: Whether the order of warps is random: the run loop then calls `choose` and `interrupts`.
+    #: True if the order of warps is random: the run loop then calls `choose` and `interrupts`.
     random_order = False
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class LazyPolicy(EagerPolicy):
         return [operation for queue in self._queues.values() for operation in queue]
 
 
-#: How often a seeded schedule refuses a cancel request although clusters are left.
+#: Share of cancel requests that a seeded schedule refuses although clusters are left.
 REFUSED_CANCELS = 0.1
 
 

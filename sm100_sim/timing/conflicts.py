@@ -97,7 +97,7 @@ class Wavefronts:
         """One warp: its path, the event at each element or -1, and `accesses_before`."""
         counts, clocks = before[:, 0], before[:, 1]
         mean = np.divide(clocks, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
-        # Where ptxas has moved an access past an event, the mean of the whole warp is as good.
+        # The mean of the whole warp is as good where ptxas has moved an access past an event.
         mean = np.where(np.isnan(mean), mean[-1], mean)
         last = len(before) - 1
         following = np.where(event_of >= 0, event_of, last)[::-1]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 DATA = Path(__file__).parent / "data"
-#: What `python -m bench calibrate` has found, one file for the machines that name it ("sets").
+#: Results of `python -m bench calibrate`, one file for the machines that name it ("sets").
 SETS = DATA / "sets"
 
 

@@ -35,7 +35,7 @@ _SLACK, _STATES = 250.0, 24
 _PASSED = 40
 #: Two ways whose prices differ by less are not told apart.
 _DECIDED = 1.0
-#: What a round of a loop without sites must at least explain of the mix.
+#: Least part of the mix that a round of a loop without sites must explain.
 _NOTICEABLE = 2.0
 
 
@@ -124,7 +124,7 @@ class _State:
 
     def __init__(self, site: int, price: float, drift: np.ndarray, before: _State | None) -> None:
         self.site, self.price, self.drift, self.before = site, price, drift, before
-        #: What is compared: the price of everything skipped, and how far the mixes are apart.
+        #: Compared score: the price of everything skipped, and how far the mixes are apart.
         self.score = price + float(np.abs(drift) @ WEIGHTS)
         self.way: _Way | None = None
         self.event = -1

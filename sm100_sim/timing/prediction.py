@@ -140,7 +140,7 @@ class Collector:
             self.predictions.append(
                 predict_report(report, function, config.ptx, self.machine, self._sampling)
             )
-        # What was traced takes more memory than anything else of the run.
+        # The trace takes more memory than anything else of the run.
         if report.trace is not None:
             report.trace.clear()
 

@@ -159,7 +159,7 @@ def fit(samples: Sequence[Sample], single: bool) -> TileCosts:
             f"{len(samples)} samples do not determine {matrix.shape[1]} costs; vary the number of "
             "tiles and their work"
         )
-    # Of begin, each, rate and mask; replays decide the others.
+    # Bounds of begin, each, rate and mask; replays decide the others.
     lowest = np.array([-np.inf, 0.0, 1.0, -np.inf])[int(single) : int(single) + len(solution)]
     held = np.zeros(len(solution), bool)
     while (solution < lowest).any():
@@ -210,9 +210,10 @@ class Schedule:
         return float(self.busy.mean() / max(self.clocks, 1.0))
 
 
-#: How clusters come by tiles. "static": persistent clusters, tile i to cluster i mod n. "dynamic":
-#: persistent clusters that claim tiles ahead of the one that they work on (cluster launch control).
-#: "single": one tile a cluster, the hardware launches the next where one has ended.
+#: Distribution of tiles to clusters. "static": persistent clusters, tile i to cluster i mod n.
+#: "dynamic": persistent clusters that claim tiles ahead of the one that they work on (cluster
+#: launch control). "single": one tile per cluster, the hardware launches the next where one has
+#: ended.
 POLICIES = ("static", "dynamic", "single")
 
 

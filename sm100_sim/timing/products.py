@@ -29,7 +29,7 @@ WARPGROUP_COLUMNS = _STARTED + 1
 # many have begun and have come, the clock from which the tensor core is free, clocks used.
 _FROM, _EVENT, _WHOSE, LINED_UP_COLUMNS = range(4)
 _BEGUN, _CAME, FREE, USED, TAKEN_COLUMNS = range(5)
-#: Of a warpgroup.
+#: Warps of a warpgroup.
 WARPS = 4
 _FAR = 1 << 60
 

@@ -36,7 +36,7 @@ def compiled(function: Callable) -> Callable:
     except RuntimeError as error:
         if "cannot cache" not in str(error):
             raise
-        # The same text for each function, which Python then shows once.
+        # All functions give one text, which Python then shows once.
         warnings.warn(
             "the timing model's replay is compiled in every process (15 s): numba finds no "
             "directory to keep it in. Set NUMBA_CACHE_DIR to one that can be written",

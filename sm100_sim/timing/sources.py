@@ -16,7 +16,7 @@ READING = (
     "__main__.py", "conditions.py", "placement.py", "problem.py", "chrome.py", "critical.py",
     "sources.py", "stored.py",
 )
-#: Those that decide how a traced program is replayed, but not the program.
+#: Files that decide how a traced program is replayed, but not the program.
 REPLAYING = (
     "engine.py", "machine_constants.py", "prediction.py", "products.py", "replay.py",
     "shared_port.py", "signals.py", "state.py",

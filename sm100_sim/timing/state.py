@@ -20,7 +20,7 @@ SLOTS = 4
 _NO_PIPE = int(Pipe.NONE)
 _NONE = np.int64(0)
 
-#: Why a warp does not issue: a latency class of a scoreboard, or one of these.
+#: Reasons why a warp does not issue: a latency class of a scoreboard, or one of these.
 REASONS = (
     *(latency.name.lower() for latency in Latency),
     "stall count", "mbarrier", "named barrier", "cluster barrier", "bulk group", "issue slot",

@@ -16,8 +16,8 @@ ROWS = (
     *nvidia.CUDNN_BACKWARD, *nvidia.PROFILED,
 )  # fmt: skip
 
-#: Of kernels that are closed, so that their rates stand as published. Those of keys in pages are of
-#: other calls than tables of rates have.
+#: Rates of closed kernels, which stand as published. Those of keys in pages are of other calls than
+#: tables of rates have.
 _CLOSED = tuple(
     row for row in (*nvidia.TRAINING, *nvidia.INFERENCE, *nvidia.CUDNN_BACKWARD)
     if row.build.project == CUDNN

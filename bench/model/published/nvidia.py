@@ -43,7 +43,7 @@ _RESULTS = f"{_REPOSITORY}, benchmark"
 TRAINING_PROTOCOL = Protocol("CUPTI, one call at a time", 0, 1, cold=True)
 #: `benchmark_single_attention.py`: events around a call.
 INFERENCE_PROTOCOL = Protocol("events", 5, 20)
-#: By the table's peak of bf16, which is computed from the highest clock sampled meanwhile.
+#: Clocks by the table's peak of bf16, which is computed from the highest clock sampled meanwhile.
 SAMPLED = {
     "GB200": Clock(2.062, "highest sample"),
     "GB300": Clock(2.070, "highest sample"),
@@ -195,7 +195,7 @@ DECODE = (
 )  # fmt: skip
 #: The bf16 backward of three launches as of 2026-10-01, between 1.31 and 1.32.
 FROST_OCTOBER = Build(FROST, "1.32.0", "4.8.0")
-#: Of the B200 on which that lab measured on that day: "1155 MHz SW power cap", NVML sampled
+#: Clock of the B200 on which that lab measured on that day: "1155 MHz SW power cap", NVML sampled
 #: (`sdpa/bwd/api_dsl.py` of 1.32; `bprop_d512_f16_2x2.py` says the same). The rows below do not say
 #: it again. cuDNN's own backward among them, 3939 us, has 1.44 times the clocks of a B200 whose
 #: clock is free: 2636 us on a GB200 (`TRAINING`) and 1.041 of a GB200's time in the forward of the

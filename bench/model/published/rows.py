@@ -16,13 +16,13 @@ from bench.suite import BACKWARD, FORWARD, Case
 FLASH_ATTENTION, FROST = "flash-attention", "cudnn-frontend"
 CUDNN, QUACK = "cuDNN", "quack"
 
-#: What a row is for. The clock of a GPU is fitted on one half of its rows and tested on the other;
+#: Purpose of a row. The clock of a GPU is fitted on one half of its rows and tested on the other;
 #: `AS_PUBLISHED` is never counted: its kernel is closed, or nobody said which it was.
 BUILT_FROM, AS_PUBLISHED = "built from", "as published"
 CONSISTENCY = "consistency of the model"
 FIT, TEST = "fit half", "test half"
 
-#: How a rate was measured. Sustained: more than `SUSTAINED_SECONDS` of load before it. Host-bound:
+#: Kind of a measured rate. Sustained: more than `SUSTAINED_SECONDS` of load before it. Host-bound:
 #: the time is that of the host's calls.
 BURST, SUSTAINED, HOST_BOUND, UNKNOWN = "burst", "sustained", "host-bound", "unknown"
 SUSTAINED_SECONDS = 0.1

@@ -101,7 +101,8 @@ def _ask(*arguments: str) -> str | None:
 
 def _smi() -> Outcome:
     values = {}
-    # By its place: nvidia-smi knows nothing of CUDA_VISIBLE_DEVICES, and counts in another order.
+    # The bus address names the GPU: nvidia-smi knows nothing of CUDA_VISIBLE_DEVICES, and counts in
+    # another order.
     place = gpu().call("cuDeviceGetPCIBusId", 32, gpu().device).split(b"\0")[0].decode()
     for field in _QUERY:
         # One at a time: a field that this driver does not know would spoil the others.

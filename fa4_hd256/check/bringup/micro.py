@@ -21,7 +21,7 @@ from .outcome import Outcome, Target
 from .timed import ENTRY, RESULTS, Timed
 
 REPETITIONS, WARM_UP = 15, 3
-#: Of a clock: each takes two launches.
+#: Measurements of a clock: each takes two launches.
 CLOCKS_TAKEN = 3
 
 

@@ -18,7 +18,7 @@ STATES = {
     "skipped": "cannot run here; the text says why",
     "not measured": "no figure can be had here; the text says why",
 }
-#: Those that make the run's exit status 1.
+#: States that make the run's exit status 1.
 BAD = ("failed", "fault", "hang")
 
 

@@ -150,7 +150,7 @@ class Run:
             outcome = Outcome("skipped", said["missing"])
         else:
             if self.results.get(rung.name, {}).pop("*", None) is not None:
-                # What was missing is there now.
+                # The missing thing is there now.
                 self._write({"rung": rung.name, "item": "*", "outcome": None})
             return said["items"]
         self._keep(rung, "*", outcome.as_json())

@@ -32,7 +32,7 @@ _CHECKS = ("memcheck", "racecheck", "synccheck")
 _MORE = ("forward full 600x1100 clc", "backward causal 300x300 heads 8 of 1",
          "backward full 600x1100 clc", "backward packed causal clc")  # fmt: skip
 _FAULT, _RACE = "finds a planted fault", "finds a planted race"
-#: What a step plants, and in words.
+#: Planted fault of a step, and its description.
 _PLANTED = {
     _FAULT: ("fault", "a store to an unmapped address"),
     _RACE: ("race", "shared memory that two warps exchange without a barrier"),

@@ -170,7 +170,7 @@ class _OverRanks(torch.autograd.Function):
         with ranks.in_common():
             walk = kind(ranks, order, k.shape[1], settings)
             out, lse = walk.attend(q, (k, v), settings).results(sink, q.dtype)
-        # Those of functions, so that autograd finds out where they have changed.
+        # Tensors of functions are saved, so that autograd finds out where they have changed.
         ctx.save_for_backward(q, k, v, sink, out, lse, *settings.read)
         ctx.walk, ctx.settings = walk, settings
         ctx.set_materialize_grads(False)

@@ -95,7 +95,7 @@ class _InCommon(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # Those of the graph inside are read; where they are gone, that is an error of this rank's
+        # The inner graph's tensors are read; where they are gone, that is an error of this rank's
         # alone, before it is in common.
         _ = ctx.saved_tensors
         results, of_results = zip(*(
@@ -109,7 +109,7 @@ class _InCommon(torch.autograd.Function):
         return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])
 
 
-#: Whether the backward that runs retains its graph, so that it can run again.
+#: True if the backward that runs retains its graph, so that it can run again.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 

@@ -89,7 +89,7 @@ class Settings:
             return None
         assert self.block_mask is not None
         (whole, units), place = self.block_mask, _origins(part, (0, self.rows), device)
-        # The same for all parts of a call, so that these have one kernel.
+        # One form for all parts of a call, so that these have one kernel.
         if units.rows % MASK_TILE:
             place = part_tiles(place, whole.met(*part.positions))
         return mask_in_part(self.mask_mod, place)
@@ -137,7 +137,7 @@ class Attended:
             self._is_empty = False
             return
         total = torch.logaddexp(lse, own_lse)
-        # Of rows that have seen nothing yet total and own_lse may both be -inf.
+        # Rows that have seen nothing yet may have -inf in both total and own_lse.
         share = torch.exp(own_lse - total).nan_to_num_(nan=0.0)
         out.lerp_(own.float(), share.transpose(1, 2).unsqueeze(-1))
         lse.copy_(total)

@@ -30,7 +30,7 @@ from .spans import Mask, Part, Rows, local_rows, own_parts, parts_of, placed
 
 __all__ = ["Ring", "Route", "routes"]
 
-#: Of both ways none.
+#: No rows in both directions.
 _NOTHING: list[torch.Tensor | None] = [None, None]
 
 

@@ -29,7 +29,7 @@ __all__ = ["Wire", "wire_of"]
 
 #: In the group's store: why it is closed.
 _CAUSE = "fa4_hd256_failed"
-#: Of messages that nobody sends.
+#: Tag of messages that nobody sends.
 _NEVER_SENT = 0x7EAD
 #: Letters of a cause, which may quote others.
 _LONGEST = 2000
@@ -111,6 +111,6 @@ def _timeout(group: Any) -> timedelta | None:
 
 
 def _destroy(group: Any) -> None:
-    # It may be gone with all groups.
+    # The group may be gone with all groups.
     with contextlib.suppress(Exception):
         dist.destroy_process_group(group)

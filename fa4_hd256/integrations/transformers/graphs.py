@@ -28,7 +28,7 @@ from .descriptions import Window
 
 __all__ = ["attend", "counted", "tiles_of"]
 
-#: Of bounds and bytes in operators: there is none.
+#: No bound, or no bytes, in operators.
 _NONE = -1
 
 _tiles = UntilChanged()

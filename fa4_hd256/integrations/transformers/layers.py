@@ -41,7 +41,7 @@ REFUSED = {
     "score_mod": "a score modification",
 }
 
-#: Those of them that PyTorch's attention takes in layers of another head_dim.
+#: Options that PyTorch's attention takes in layers of another head_dim.
 OF_FALLBACK = "dropout", "position_bias"
 
 #: Options of `attention` that describe packed sequences: all of them, or none.
@@ -304,7 +304,7 @@ def _packed_lengths(description: Description, options: dict[str, Any]) -> dict[s
             "them"
         )
     offsets_q, offsets_k, longest_q, longest_k = given
-    # The same tensor stays the same: lengths of keys are then those of queries.
+    # One tensor stays one tensor: lengths of keys are then those of queries.
     packed_q = offsets_q.int()
     packed_k = packed_q if offsets_k is offsets_q else offsets_k.int()
     return {

@@ -18,8 +18,7 @@ from .pair_plan import BLOCK_KV, CTAS
 __all__ = ["ANEW", "KERNELS", "STORED"]
 
 ANEW = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
-#: Of 0.5 to 4 MB per part the modelled calls lose least with 2 (`bench defaults "parts of a
-#: group"`).
+#: Modelled calls lose least with 2 MB per part, of 0.5 to 4 (`bench defaults "parts of a group"`).
 STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
 
 KERNELS = KernelSet(
@@ -36,7 +35,7 @@ KERNELS = KernelSet(
     forward_config="forward.config:ForwardConfig",
     decode_config="decode.config:DecodeConfig",
     backward_config="backward.config:BackwardConfig",
-    # Those of few rows first: NOTE [keys as M] in `decode.config`.
+    # Tiles of few rows come first: NOTE [keys as M] in `decode.config`.
     forwards=(
         *(config.tiles for config in DECODE), TILES, *(config.tiles for config in DECODE_E4M3)
     ),  # fmt: skip

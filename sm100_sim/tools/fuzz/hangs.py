@@ -26,7 +26,7 @@ ld.param.u64 %out, [p1];
 mul.wide.u32 %step, %index, 4;
 add.u64 %out, %out, %step;
 """
-#: What a thread stores that has done everything.
+#: Mark that a thread stores when it has done everything.
 DONE = 0x600D
 
 

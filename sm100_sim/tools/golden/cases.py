@@ -20,7 +20,7 @@ import numpy as np
 
 from sm100_sim.state.tensormap import TensorMap
 
-#: Where vectors are stored; they come with the package.
+#: Folder of the vectors; they come with the package.
 DIRECTORY = Path(__file__).with_name("data")
 MANIFEST = "manifest.json"
 TENSOR_MAPS = "tensormaps.npz"

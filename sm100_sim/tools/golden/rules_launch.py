@@ -152,7 +152,7 @@ def _outside() -> Iterator[Case]:
                                        ((0, 5), (0, -2))),
         "last row mapped": (describe((8, rows), (step,), (8, 1), -(rows - 1) * step),
                             ((0, 4), (0, 5), (0, -1), (8, 4), (8, 0), (-8, 4))),
-        # As `_clipped`: 4 rows below the data; (., 4 - n, end) is n rows.
+        # 4 rows below the data, see `_clipped`; (., 4 - n, end) is n rows.
         "rows twice": (describe((8, 4, rows), (step, step), (8, 4, 1), -4 * step),
                        ((0, 3, 1), (0, 4, 4), (0, 4, 0), (0, 4, 5))),
     }

@@ -324,7 +324,7 @@ def _bulk_ptx(text: str, load: bool) -> str:
     copy = dump(size, "p1").replace("DUMPING", "FILLING").replace(
         "ld.shared.u32 %r4, [%r5];\n", "").replace(
         "st.global.u32 [%rd3], %r4;", "ld.global.u32 %r4, [%rd3];\nst.shared.u32 [%r5], %r4;")
-    # What the CTAs write does not overlap: CTA i's part begins at _BULK_BYTES * i.
+    # Writes of the CTAs do not overlap: CTA i's part begins at _BULK_BYTES * i.
     apart = f"mul.wide.u32 %rd8, %r7, {size};\nadd.u64 %rd6, %rd6, %rd8;\n"
     return (
         f"{HEADER}{declare(2, 1)}\n{{\n{shared(size)}{REGISTERS}{copy}"

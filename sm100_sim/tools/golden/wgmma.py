@@ -23,7 +23,7 @@ _WIDTH = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 #: Bits 62-63 of a matrix descriptor by the span of the swizzle.
 _MODES = {0: 0, 128: 1, 64: 2, 32: 3}
-#: What accumulators hold where scale-d is false: a NaN that must not come through.
+#: Content of accumulators where scale-d is false: a NaN that must not come through.
 _POISON = 0x7FC1_2345
 
 
@@ -402,7 +402,7 @@ PRODUCTS = (
     *(Product("s32", types, 16, 2, accumulate=True) for types in _INTEGERS[:2]),
     *(Product("s32", _INTEGERS[0], 16, 2, accumulate=True, values="large", saturate=saturate)
       for saturate in (False, True)),
-    # What is lost in sums: one instruction and four, from zero and from D; any bits.
+    # Losses in sums: one instruction and four, from zero and from D; any bits.
     *(Product(d, types, 16, steps, accumulate=sums, values=values) for d, types in _FLOATS
       for values in ("near", "any") for steps, sums in ((1, False), (1, True), (4, False))),
 )  # fmt: skip

@@ -101,8 +101,8 @@ class DvKernel(KeyTiles, RowResult):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
-        # Of a warpgroup's columns of dV, those from here on leave when the next tile's first P is
-        # stored; with slopes or places of scores, which take the registers, all leave before.
+        # A warpgroup's columns of dV from here on leave when the next tile's first P is stored;
+        # with slopes or places of scores, which take the registers, all leave before.
         is_plain = not self.change.exists and not self.mask_function.exists
         self.later_columns = OWN_COLUMNS // 2 if is_plain else OWN_COLUMNS
         self.shapes = {
@@ -337,7 +337,7 @@ class DvKernel(KeyTiles, RowResult):
         for half in cutlass.range_constexpr(2):
             part = columns_of(factors, half * FRAGMENT, FRAGMENT)
             if cutlass.const_expr(self.change.has_slopes):
-                # By halves, or the slopes of all take the registers.
+                # Halves are done separately, or the slopes of all take the registers.
                 places = self._places(context, where, half)
                 own = self._mask(context, where, mask, (half,))
                 slopes = self.change_and_mask(context, part, places, own)

@@ -51,7 +51,7 @@ class ProductsKernel(ProductTiles, RowResult):
         shape = MmaShape(DS_BLOCK, HEAD_DIM, self.is_bf16, b_mn_major=True)
         self.shapes = {"sum": shape}
         self.layouts = {"dS": BY_QUERIES, "X": mn_major_operand(DS_TILE)}
-        #: Of dQ; its A is `BY_KEYS`.
+        #: Shape of dQ; its A is `BY_KEYS`.
         self.shape_by_keys = replace(shape, a_mn_major=True)
 
     def tma_tensors(self, operands: tuple, ds: Any) -> tuple[TmaTensor, ...]:

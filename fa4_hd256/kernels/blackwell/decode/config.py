@@ -97,13 +97,14 @@ HEADROOM = 4.0
 #: below 448 in e4m3.
 LARGEST_THRESHOLD = {False: 15, True: 8}
 
-#: By the timing model (`python -m bench splits --modelled`): a step, 2,624 clocks of loads at an
-#: SM's part of what L2 delivers; what the combining kernel costs, in steps; what a tile takes
+#: Costs by the timing model (`python -m bench splits --modelled`): a step, 2,624 clocks of loads at
+#: an SM's part of what L2 delivers; what the combining kernel costs, in steps; what a tile takes
 #: beside its steps, by its rows.
 STEP_SECONDS = 1.52e-6
 LEAST_SAVED = 1.0
 PART_STEPS = {16: 1.25, 32: 1.5, 64: 2.25}
-#: The same three in e4m3, rougher: `python -m bench kv-types --modelled` has the parts that follow.
+#: These three costs in e4m3, rougher: `python -m bench kv-types --modelled` has the parts that
+#: follow.
 E4M3_COSTS = 1e-6, 4.0, 1.0
 
 
@@ -365,13 +366,13 @@ class DecodeConfig:
         return describe_plans(head, self)
 
 
-#: Of 16, 32 and 64 rows: as many stages as fit.
+#: Configurations of 16, 32 and 64 rows: as many stages as fit.
 DECODE = (
     DecodeConfig(16),
     DecodeConfig(32, half_stages=5),
     DecodeConfig(64, half_stages=5, q_stages=1),
 )
-#: The same for K and V in e4m3.
+#: Configurations for K and V in e4m3.
 DECODE_E4M3 = tuple(
     replace(config, e4m3=True) for config in DECODE
 )

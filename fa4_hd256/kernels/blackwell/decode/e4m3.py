@@ -177,7 +177,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
             rows, config.headroom,
         )  # fmt: skip
         self._make_room(softmax)
-        # Of the rows, from S to scores.
+        # Scale of the rows, from S to scores.
         softmax.k_scale = cute.make_rmem_tensor(rows, Float32)
         return softmax
 

@@ -109,7 +109,8 @@ def _softmax(*enter: Act) -> Role:
         (
             *enter,
             Act((wait("s_done"), read("s", "S")), is_ahead=True),
-            # Of the tile before, which has been waited for; without one this does not block.
+            # The edge of the tile before, which has been waited for; without one this does not
+            # block.
             Act((again("o_done"),), When.FIRST, is_ahead=True),
             Act((wait("o_done"), *(change("o", name) for name in results)), When.NOT_LAST),
             Act((write("p", "P"), arrive("p_done")), is_ahead=True),

@@ -14,7 +14,7 @@ from ...e4m3_codes import WORD_CODES, codes_of
 
 __all__ = ["LOW_PART", "store_parts"]
 
-#: What lo counts.
+#: Weight of lo.
 LOW_PART = 2.0**-4
 
 

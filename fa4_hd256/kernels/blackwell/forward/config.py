@@ -33,8 +33,8 @@ from .steps import MMA_K, P_PARTS, forward_steps
 
 __all__ = ["TILES", "ForwardConfig", "ForwardWarpPlan"]
 
-#: By the timing model (docs/bench.md): a step, and what the combining kernel costs, two or three
-#: steps, four where a launch takes as long as it may.
+#: Costs by the timing model (docs/bench.md): a step, and what the combining kernel costs, two or
+#: three steps, four where a launch takes as long as it may.
 TILES = ForwardTiles(
     BLOCK_Q, TILE_Q, BLOCK_KV, CTAS, step_seconds=1.152e-6, least_saved=2, most_parts=64,
     takes_lists=True, launch_steps=4,

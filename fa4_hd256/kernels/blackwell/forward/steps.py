@@ -37,7 +37,7 @@ P_PARTS = ((0, 4), (4, 8))
 
 RINGS = (
     Ring("kv", full="kv_loaded", free="kv_free"),
-    # What reads the Q buffer last is the TMA store of the O that was staged in it.
+    # The TMA store of the O that was staged in the Q buffer reads it last.
     Ring("q", full="q_loaded", free="q_free"),
     # P lies over its S, and the PV that reads it is issued before the QK that writes there again.
     Ring("s", full="s_done"),

@@ -123,7 +123,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
     def load(self, context: Any):
         """Fill what the table of steps says, in its order; one warp of each CTA."""
         first, later = (self.steps.loads_of("load", is_first) for is_first in (True, False))
-        # Where what is loaded once a tile comes before all else, its steps are alike behind that.
+        # Steps of a tile are alike behind what is loaded once per tile, where that comes first.
         alike = first[-len(later) :] == later
         begin, rest = (first[: -len(later)], 0) if alike else (first, 1)
         claims = int(self.steps.claims)

@@ -268,7 +268,7 @@ class DvKernel(KeyRows, ScoreGradient):
         for run in cutlass.range_constexpr(RUNS):
             own, ds = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(delta[None, run], own)
-            # By words: what an MMA reads as words must not be taken apart.
+            # Words are stored: what an MMA reads as words must not be taken apart.
             words = cute.make_rmem_tensor(2, Uint32)
             words.store(cute.recast_tensor(_run_of(factors, run), Uint32).load())
             weights = cute.recast_tensor(words, self.dtype).load().to(Float32)

@@ -155,7 +155,7 @@ class SingleKernel(ScoreGradient):
                 s[i] = s[i] * (dp[i] + negative_delta(i))
         # NOTE [arithmetic before the wait] in dv.py.
         context.barriers["a_loaded"].wait(states["a_loaded"])
-        # What only the scores needed; the rest is read by the sum.
+        # Only the scores needed this; the rest is read by the sum.
         if cutlass.const_expr(self.of_ds):
             states = self._release(context, "y", states)
         else:

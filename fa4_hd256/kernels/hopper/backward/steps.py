@@ -128,7 +128,7 @@ def products_steps() -> StepTable:
     )
 
 
-#: What stays of a tile, and what passes, by the result of a kernel.
+#: Operands that stay for a tile, and those that pass, by the result of a kernel.
 STAYS = {"dq": ("Q", "dO"), "dk": ("K", "V"), "dv": ("K",)}
 PASSES = {"dq": ("K", "V"), "dk": ("Q", "dO"), "dv": ("Q", "dO")}
 

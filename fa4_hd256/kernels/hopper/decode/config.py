@@ -49,13 +49,13 @@ ROWS = (16, 32, 64)
 #: Log2 of P of a row's maximum that has just moved: small P then keep their bits down to 2^-20 of
 #: it.
 HEADROOM = 6.0
-#: Of the rescale threshold: P reaches 2^threshold, and must stay finite in float16.
+#: Limit of the rescale threshold: P reaches 2^threshold, and must stay finite in float16.
 LARGEST_THRESHOLD = 15
 
-#: By rows, for the number of parts: a step of one SM alone, and what a tile takes beside its steps,
-#: in steps.  Modelled (docs/hopper.md): a step of 64 rows was measured as 4,400 clocks, 16 % more,
-#: and tiles of 32 and 64 rows took longer beside their steps, with Q read in 4 to 16 iterations.
-#: `LEAST_SAVED`: what combining takes, 4 us, in steps.
+#: Costs by rows, for the number of splits: a step of one SM alone, and what a tile takes beside its
+#: steps, in steps.  Modelled (docs/hopper.md): a step of 64 rows was measured as 4,400 clocks, 16 %
+#: more, and tiles of 32 and 64 rows took longer beside their steps, with Q read in 4 to 16
+#: iterations. `LEAST_SAVED`: what combining takes, 4 us, in steps.
 STEP_SECONDS = {16: 1.03e-6, 32: 1.32e-6, 64: 2.15e-6}
 PART_STEPS = {16: 2.3, 32: 2.6, 64: 2.4}
 LEAST_SAVED = 4.0
@@ -244,7 +244,7 @@ class E4m3Config:
         return "\n\n".join([head, *(part.describe() for part in parts), describe_roles(self.steps)])
 
 
-#: Of 16, 32 and 64 rows: as many stages as fit.
+#: Configurations of 16, 32 and 64 rows: as many stages as fit.
 DECODE_E4M3 = (
     E4m3Config(16),
     E4m3Config(32, kv_stages=5),

@@ -235,10 +235,10 @@ class ForwardConfig:
 
 _LONG, _SHORT = ForwardConfig(), ForwardConfig(block_kv=SHORT_BLOCK_KV)
 
-#: Of a block mask, whose tiles are of two steps each.
+#: Configuration for a block mask, whose tiles are of two steps each.
 MASKED = _SHORT
 
-#: Of a few rows against many keys, NOTE [decode].
+#: Configuration for a few rows against many keys, NOTE [decode].
 DECODE = ForwardConfig(
     block_kv=64, k_stages=3, v_stages=3, ctas=1, skips=False,
     warps=ForwardWarpPlan(consumers=(0, 1, 2, 3), load=4, scheduler=5),
