@@ -23,6 +23,9 @@ def shown(value: Any) -> str:
         if isinstance(value, list):
             return f"[{told}]"
         return f"({told},)" if len(value) == 1 else f"({told})"
+    if type(value) is dict:
+        pairs = ", ".join(f"{shown(key)}: {shown(value[key])}" for key in list(value)[:8])
+        return "{" + pairs + (", ..." if len(value) > 8 else "") + "}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
