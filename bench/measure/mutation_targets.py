@@ -65,20 +65,21 @@ CAUSAL_SHAPES = (Shape(600, 300, batch=2),)
 FLASH_ATTN_SHAPES = (Shape(512, 520, heads_q=2), Shape(300, 256), Shape(520, 100))
 #: Under a block mask: tiles without keys between others, more than there are buffers of Q.
 MASK_SHAPES = (Shape(520, 300, batch=2),)
-#: Of the backward: also key tiles of one step, and without queries, before and behind others.
+#: Shapes of the backward: also key tiles of one step, and without queries, before and behind
+#: others.
 STEPS_OF_KEYS = (1, 0, 2, 1, 0, 1, 2, 0)
 MASK_BACKWARD_SHAPES = (*MASK_SHAPES, Shape(256, len(STEPS_OF_KEYS) * DS_BLOCK))
 #: Packed sequences: tiles without keys first, between others and last, and two with keys in
 #: succession.
 LENGTHS = ((50, 0), (270, 290), (0, 130), (260, 0), (70, 130), (40, 60), (30, 0))
-#: The same for the backward: tiles of one step and of more; first, next to others, after tiles
+#: Lengths of the backward: tiles of one step and of more; first, next to others, after tiles
 #: without keys or without queries.
 BACKWARD_LENGTHS = (
     (40, 60), (270, 290), (50, 0), (0, 50), (70, 100), (30, 60), (50, 0), (0, 50), (130, 290),
 )  # fmt: skip
-#: And with a tile of one step first, as second blocks of queries come before first ones.
+#: Lengths with a tile of one step first, as second blocks of queries come before first ones.
 SHORT_LENGTHS = ((260, 100), (40, 60))
-#: And with a tile without queries first.
+#: Lengths with a tile without queries first.
 EMPTY_FIRST_LENGTHS = ((0, 50), (40, 60))
 #: Rows of a page.
 PAGE_SIZE = 64
@@ -88,7 +89,7 @@ USED = (0, 300, 60, 0, 0, 130, 300, 60, 130, 0, 40, 40, 0)
 #: With a cache; of the kernel for a few query rows, and of several query tiles.
 CACHE_SHAPES = (Shape(4, 5 * PAGE_SIZE, heads_q=8, batch=len(USED)),)
 CACHE_TILES = (Shape(270, 5 * PAGE_SIZE, batch=len(USED)),)
-#: Of a few query rows, so many that two groups of the softmax share a tile.
+#: Shapes of a few query rows, so many that two groups of the softmax share a tile.
 TWO_GROUPS = (Shape(4, 5 * PAGE_SIZE, heads_q=16, batch=len(USED)),)
 #: More parts of a row than a warp of the combining kernel adds up.
 COMBINED_PARTS = 40

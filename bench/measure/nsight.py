@@ -42,7 +42,7 @@ class Metric:
     unit: str
     format: str
     patterns: tuple[str, ...]
-    #: What one unit of the report's base unit is in `unit`.
+    #: One unit of the report's base unit, in `unit`.
     scale: float = 1.0
 
 

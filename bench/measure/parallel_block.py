@@ -67,7 +67,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (batch, tokens, hidden)."""
         normed = self.attention_norm(x)
-        # As many heads as this rank has.
+        # This rank has so many heads.
         q, k, v = (
             linear(normed).unflatten(-1, (-1, HEAD_DIM)) for linear in (self.q, self.k, self.v)
         )

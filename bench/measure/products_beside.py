@@ -27,7 +27,7 @@ THREADS = 384
 SHARED = 1024 + (224 << 10)
 #: Bits of `products`: which of a step's products are issued.
 PRODUCTS = {"S": 1, "dP": 2, "dV": 4}
-#: Who loads Q and dO of a step: nobody, each CTA half of them for both, each CTA all of them.
+#: Loader of Q and dO of a step: nobody, each CTA half of them for both, each CTA all of them.
 LOADS = {"no loads": 0, "loads for both": 1, "loads for itself": 2}
 #: Steps after which stores of dS begin again: none, such that L2 keeps them, such that it does not.
 STORES = {"no stores": 0, "stores to L2": 4, "stores to HBM": 1024}

@@ -20,10 +20,10 @@ from .providers import attempt
 
 __all__ = ["LONGEST", "ONE_GPU", "Times", "each_job", "figures", "rank_count", "say"]
 
-#: Of runs in milliseconds, each the slowest rank's.
+#: Times of runs in milliseconds, each the slowest rank's.
 Times = tuple[float, ...]
 
-#: What several GPUs are compared with.
+#: Way that several GPUs are compared with.
 ONE_GPU = "one GPU"
 
 Job = TypeVar("Job")

@@ -67,7 +67,7 @@ class RanksCase:
         ]  # fmt: skip
 
 
-#: What runs a forward, its inputs, and the gradient of its result.
+#: A function that runs a forward, its inputs, and the gradient of its result.
 _Prepared = tuple[Callable[[], torch.Tensor], Sequence[torch.Tensor], torch.Tensor]
 _Prepare = Callable[[RanksCase, torch.device], contextlib.AbstractContextManager[_Prepared]]
 
@@ -184,7 +184,7 @@ RING = "ring"
 KERNELS, TRANSFERS = "ring, kernels alone", "ring, transfers alone"
 WAITS = "ring, waits for transfers"
 
-#: What is timed, by name: processes are told names.
+#: Timed calls by name: processes get names.
 WAYS: dict[str, _Prepare] = {
     ONE_GPU: _whole,
     RING: _ours,

@@ -28,7 +28,7 @@ from .providers import FlashAttention4, Inputs, Ours, forward_call
 from .timer import CudaTimer
 from .whole_gpu_measure import Device, attention, load, product
 
-#: Of load; its second half is "late": the clock gives way within 0.12.
+#: Seconds of load; its second half is "late": the clock gives way within 0.12.
 SECONDS = 1.0
 #: Milliseconds from rest within which launches are "first": the clock gives way after 25 or more.
 FIRST_MS = 20.0
@@ -105,7 +105,7 @@ def measure(rows: Iterable[Row], timer: CudaTimer, out: Path) -> None:
             call()
             found["rows"][row.name] = figures(load(device, call, seconds=SECONDS))
             del call
-        except Exception as error:  # What is measured besides is not lost with it.
+        except Exception as error:  # Other measurements are not lost with it.
             found["rows"][row.name] = {"error": f"{type(error).__name__}: {error}"}
         out.write_text(json.dumps(found, indent=1))
         gc.collect()

@@ -18,8 +18,7 @@ import torch
 from bench.suite import GEMMA_HEADS, Case
 from fa4_hd256.score_mods import ScoreMod, alibi
 
-#: What `Capped` caps scores at: Gemma 2's 50 would leave random ones as they are, and a wrong
-#: slope unseen.
+#: Cap of `Capped`: Gemma 2's 50 would leave random ones as they are, and a wrong slope unseen.
 CAP = 5.0
 #: Distances that `Distances` tells from each other; the last one is that of all beyond.
 TABLE = 128
@@ -177,7 +176,7 @@ class ScoredCase(Case):
         return found
 
 
-#: What `python -m bench masks` measures beside masks.
+#: Cases of `python -m bench masks` beside masks.
 SCORED_CASES = tuple(
     ScoredCase("scores", ((4096, 4096),) * 4, *heads, True, function=function)
     for function, heads in ((Alibi(), (16, 16)), (Distances(), (16, 16)), (Capped(), GEMMA_HEADS))

@@ -35,7 +35,7 @@ WARPS, ACTIVE = (1, 4, 8), (1, 132)
 PIECE, DEPTH, CLOCKS = 8 << 10, 8, 200_000
 #: Bulk copies of a run of `traffic`: nothing, loads, stores, both.
 COPIES = {"none": 0, "loads": 1, "stores": 2, "both": 3}
-#: What the warps beside them do, and how many there are.
+#: Work of the warps beside them, and their number.
 BESIDE = (
     ("nothing", 0),
     *((what, warps) for what in ("ld.shared", "st.shared") for warps in (8, 16, 24)),

@@ -169,11 +169,11 @@ def _replay(graph: Any, call: Callable[[], Any]) -> None:
     graph.replay()
 
 
-#: Of a GPU that waits while the host enqueues a graph and two events.
+#: Clocks of a GPU that waits while the host enqueues a graph and two events.
 _PAUSE_CLOCKS = 60_000
 
 
-#: What L2 holds when a run begins: lines of others that are still to be written to HBM; lines of
+#: Content of L2 when a run begins: lines of others that are still to be written to HBM; lines of
 #: others that were read only, as weights are; what the run before left.
 L2_STATES = COLD, CLEAN, WARM = "cold", "clean", "warm"
 

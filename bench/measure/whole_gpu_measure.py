@@ -32,7 +32,7 @@ LOAD_SECONDS, REST_SECONDS = 2.2, 2.5
 DUTIES = (0.2, 0.4)
 #: Kernels in a row, and clocks of each.
 FOLLOWERS, SPIN = 24, 200000
-#: Of the kernel of exp2: 32 operations of 2048 threads of an SM each.
+#: Rounds of the kernel of exp2: 32 operations of 2048 threads of an SM each.
 ROUNDS = 600
 #: Heads of 128 queries and one KV head, which keep part of the SMs busy.
 HEADS = (16, 33, 66, 99, 132)
@@ -502,7 +502,7 @@ def measure(chosen: Iterable[str] = PARTS) -> dict[str, Any]:
     for name in chosen:
         try:
             found[name] = PARTS[name](device)
-        except Exception as error:  # What was measured before is not lost with it.
+        except Exception as error:  # Earlier measurements are not lost with it.
             found[name] = {"error": repr(error)}
             print(name, repr(error), file=sys.stderr, flush=True)
     return found

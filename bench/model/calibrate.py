@@ -32,7 +32,7 @@ from sm100_sim.timing import Call, Machine, load
 
 from .published.rows import BURST, FIT, TEST, Published
 
-#: Of logarithms: what the model may be off in one row, in a ratio, and what a clock may be off.
+#: Errors of logarithms: of the model in one row, in a ratio, and of a clock.
 ROW_ERROR, RATIO_ERROR, CLOCK_ERROR = 0.04, 0.02, 0.04
 #: GHz, the highest that anybody saw.
 HIGHEST_CLOCK = {"B200": 1.965, "GB200": 2.062, "GB300": 2.070}
@@ -214,8 +214,8 @@ _TOGETHER = 8
 _RIDGE = 0.1
 #: A constant that changes no row by this much, as a logarithm, is not told by the rows.
 FOLLOWED = 0.01
-#: How far a place is moved from a good one, of its range, and how much more error than the least
-#: that an emulator finds is worth a replay.
+#: Share of its range by which a point is moved from a good one, and how much more error than the
+#: least that an emulator finds is worth a replay.
 _STEP, _PLAUSIBLE = 0.2, 1.25
 #: Places that an emulator judges for each set that is then replayed.
 _TRIED = 4000

@@ -146,7 +146,7 @@ def their_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
             found.append(_describe(flash_attn_4.PACKAGE, code, report, _units(seqlen)))
 
     with attached(observe=observe), warnings.catch_warnings():
-        # It is older than the DSL it runs on here.
+        # flash-attn-4 is older than the DSL it runs on here.
         warnings.simplefilter("ignore")
         shape = (1, seqlen, 1, HEAD_DIM)
         q, k, v = (
