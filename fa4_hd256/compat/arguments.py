@@ -192,7 +192,7 @@ FLASH_ATTN_4 = Library("flash-attn-4", "flash_attn.cute.interface", {
     "block_sparse_tensors_bwd": _neutral("gradients follow block_sparse_tensors"),
     "deterministic": _DETERMINISTIC, "pack_gqa": _PACK_GQA,
     "min_seqlen_k": _neutral("only its gathered keys need it"),
-    "scheduler_metadata": _neutral("work is divided by the operator's own rule"),
+    "scheduler_metadata": _neutral("the operator's own rule splits the work"),
     "disable_scheduler_metadata": _neutral("as scheduler_metadata"),
     "qv": _QV,
     "gather_kv_indices": _refused("Gathered keys belong to sparse MLA"),
@@ -216,7 +216,7 @@ FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", {
     "num_heads_q": _kept("of flash_attn_qkvpacked_func"),
     "return_attn_probs": _kept("True: `(out, lse)`, as there"),
     "deterministic": _DETERMINISTIC, "pack_gqa": _PACK_GQA, "sm_margin": _SM_MARGIN,
-    "scheduler_metadata": _neutral("work is divided by the operator's own rule"),
+    "scheduler_metadata": _neutral("the operator's own rule splits the work"),
     "qv": _QV, "attention_chunk": _CHUNK,
     **_COMBINED,
     **dict.fromkeys(

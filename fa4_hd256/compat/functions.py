@@ -96,7 +96,7 @@ def _score_mod(
     def slope(score: Any, place: Any, tensors: tuple[Any, ...]) -> Any:
         if score_mod_bwd is None:
             raise ValueError(
-                "gradients are asked for with score_mod and score_mod_bwd=None; accepted: its "
+                "gradients are requested with score_mod and score_mod_bwd=None; accepted: its "
                 "derivative as score_mod_bwd, too"
             )
         where = _vector(place.batch, Int32), _vector(place.head, Int32)

@@ -86,7 +86,7 @@ class CombineRule:
         it then has, rounded up to a power of two; of a CTA as many rows as there are for each SM,
         while it has room. Raises ValueError for more than `MOST_PARTS`."""
         if not 1 <= parts <= MOST_PARTS:
-            raise ValueError(f"{parts} parts of the keys; accepted: 1 to {MOST_PARTS}")
+            raise ValueError(f"{parts} KV splits; accepted: 1 to {MOST_PARTS}")
         lane_parts = -(-parts // WARP_SIZE)
         slices = next(n for n in SLICES if n == 1 or rows * n <= self.ctas)
         turns = -(-parts // (self.config.parts_at_once * slices))

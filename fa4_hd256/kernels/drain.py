@@ -178,7 +178,7 @@ def _check_names(edges: EdgeTable, steps: StepTable) -> None:
         users = {p.is_ahead for p in steps.products for o in p.operands if o.ring == ring.name}
         if len(users) > 1 and steps.resident(ring.name):
             raise ValueError(
-                f"a buffer of ring {ring.name} serves a whole tile for products that are ahead and "
+                f"a buffer of ring {ring.name} serves a whole tile for MMAs that are ahead and "
                 "for such that are not; they are at different tiles"
             )
 
@@ -200,14 +200,14 @@ def _check_product(product: Product, steps: StepTable) -> None:
         if firsts and not product.is_ahead:
             raise ValueError(
                 f"{name} is not ahead, so what it needs of a whole tile ({', '.join(firsts)}) "
-                "belongs to a product that is"
+                "belongs to an MMA that is"
             )
         return
     begins = firsts or product.waits_for(When.FIRST)
     if begins and product is not steps.products[0]:
-        raise ValueError(f"none is ahead, so {begins[0]} belongs to the first product, not {name}")
+        raise ValueError(f"none is ahead, so {begins[0]} belongs to the first MMA, not {name}")
     if product is not steps.products[-1] and any(use.when is When.LAST for use in commits):
-        raise ValueError(f"none is ahead, so a tile ends with the last product, not {name}")
+        raise ValueError(f"none is ahead, so a tile ends with the last MMA, not {name}")
 
 
 def _check_copies(product: Product, steps: StepTable) -> None:
@@ -536,7 +536,7 @@ class Run:
             what = ", ".join(_described(held.content) for held in buffer.values()) or "nothing"
             raise ValueError(
                 f"who reads {_content(use)} from {use.ring} ({operation.place}) finds {what}: "
-                "loads and products are not in the same order, or an edge is missing"
+                "loads and MMAs are not in the same order, or an edge is missing"
             )
         if not self._precedes(held.writer, event):
             raise ValueError(
@@ -579,7 +579,7 @@ class Run:
                 ends |= self.before[last] | 1 << last
         for unused in self.unused.values():
             for product in unused.values():
-                raise ValueError(f"nobody uses the result of a product: {self._said(product)}")
+                raise ValueError(f"nobody uses the result of an MMA: {self._said(product)}")
         self._check_given_back()
         for (edge, cta, _), stage in self.stages.items():
             for events in stage.arrivals.values():

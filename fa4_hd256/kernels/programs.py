@@ -34,7 +34,7 @@ class Kind(enum.Enum):
     WANT = "wants the tile"
     FETCH = "fetches the tile"
     GROUP = "issues"
-    DONE = "waits for its products but the latest"
+    DONE = "waits for its MMAs but the latest"
     TOUCH = "touches the registers of"
 
 

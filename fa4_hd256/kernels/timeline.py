@@ -59,7 +59,7 @@ def describe_steps(steps: StepTable, edges: EdgeTable) -> str:
     An MMA and its loads stand in one row; 0' is the first step of the next tile.  "in 2": in two
     pieces, each with a buffer of its own.
     """
-    rows = ["| step of n | load | product | waits for | commits |", "|" + "---|" * 5]
+    rows = ["| step of n | load | MMA | waits for | commits |", "|" + "---|" * 5]
     rows += [f"| {' | '.join(row)} |" for row in _rows(steps)]
     freed = ", ".join(ring.freed for ring in steps.loaded_rings)
     tail = ", ".join(steps.mma_edge(steps.ring(name)) for name in steps.mma_tail(edges))

@@ -219,7 +219,7 @@ MISTAKES = {
         replace(Q, products=tuple(
             replace(p, is_ahead=False, waits=p.waits[p.waits[0].when is When.FIRST :])
             for p in Q.products)),
-        r"none is ahead, so a tile ends with the last product, not S"),
+        r"none is ahead, so a tile ends with the last MMA, not S"),
     "Q loaded for a product that is not ahead": (
         DQ.edges, with_product(Q, "S", is_ahead=False), r"S is not ahead, so what it needs"),
 }  # fmt: skip
@@ -249,7 +249,7 @@ MISTAKES |= {
     "a wait of a tile's first step before the product that it waits for": (
         ONE_S.edges,
         with_product(ONE_S.steps, "PV0", waits=(first("p0_done"), *PV0.waits[:2])),
-        r"none is ahead, so p0_done belongs to the first product, not PV0"),
+        r"none is ahead, so p0_done belongs to the first MMA, not PV0"),
     "a buffer that one product waits for and another one leaves": (
         FORWARD.edges,
         with_product(

@@ -256,7 +256,7 @@ def test_warps_of_a_row():
     ]
     assert [rule.of(n, 32).lane_parts for n in (32, 33)] == [1, 2]
     for parts in (0, 65):
-        with pytest.raises(ValueError, match=f"{parts} parts of the keys; accepted: 1 to 64"):
+        with pytest.raises(ValueError, match=f"{parts} KV splits; accepted: 1 to 64"):
             rule.of(parts, 32)
     for warps in (3, 8):
         with pytest.raises(ValueError, match=f"row_warps is {warps}; accepted: powers of two"):
