@@ -60,5 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also kernels that write rotated rows to a cache")  # fmt: skip
     parser.add_argument("--max-logits", action="store_true",
                         help="also kernels of calls with return_max_logits")  # fmt: skip
+    parser.add_argument("--cache-batch-idx", action="store_true",
+                        help="also kernels of calls over a cache with that")  # fmt: skip
+    parser.add_argument("--cache-leftpad", action="store_true",
+                        help="also kernels of calls over a cache with that")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")

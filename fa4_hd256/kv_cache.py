@@ -45,6 +45,9 @@ from .score_mods import ScoreMod, read_by
 
 __all__ = ["flash_attn_with_kvcache"]
 
+#: In a page table, a number that no page has.
+NO_PAGE = -1
+
 
 def flash_attn_with_kvcache(
     q: torch.Tensor,
@@ -92,16 +95,16 @@ def flash_attn_with_kvcache(
     k_cache, v_cache: (batch, rows, heads_kv, 256), or with page_table (pages, page_size, heads_kv,
         256), page_size a multiple of 16; any strides that `flash_attn_func` reads in place.
     k, v: (batch, seqlen_new, heads_kv, 256), or (total_new, heads_kv, 256) with cu_seqlens_k_new:
-        rows written behind those in use, which the attention then includes. The cache must have
-        room for them, and no two sequences may be given the same rows. cache_seqlens stays as it
-        is.
+        rows written behind those in use, and attended to. The cache must have room for them, and no
+        two sequences may be given the same rows. cache_seqlens stays as it is.
     cache_seqlens: rows in use before the call: an int, or (batch,) int32; None for all, which k and
         v do not allow. No more than the cache has: an int, or a tensor on the CPU, that says more
         is an error; one on a GPU, which is not read, is taken for all rows.
     cache_batch_idx: (batch,) int32, the entry of the cache of each sequence, or the row of
-        page_table; the cache, or the table, then has any batch.
-    cache_leftpad: (batch,) int32, the first row of each sequence; cache_seqlens counts the rows
-        before it, too. Not with page_table.
+        page_table; the cache, or the table, then has any batch. Of an entry that there is not the
+        nearest one is read, and none is written to.
+    cache_leftpad: (batch,) int32, the first row of each sequence, with page_table too;
+        cache_seqlens counts the rows before it, which may hold anything, NaN too.
     page_table: (batch, pages) int32 numbers of the pages of each sequence.
     cu_seqlens_k_new: (batch + 1,) int32 offsets of packed k and v; nothing without these.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), typed like q or float32: rotary embedding
@@ -109,8 +112,8 @@ def flash_attn_with_kvcache(
         cache_seqlens + i if causal or with a window, else at cache_seqlens. Only with k and v.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, or i and i + rotary_dim / 2.
     rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions.
-    max_seqlen_k: a bound on the rows in use with page_table, new ones included, for the choice of
-        num_splits; None for as many as a row of page_table holds.
+    max_seqlen_k: a bound on the rows in use with page_table, new ones too, that num_splits follows
+        from; None for as many as a row of page_table holds.
     k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
         and v, typed like q, are then divided by the scales of where they go, rounded to nearest
         and kept within 448; rows in float8_e4m3fn are written as they are.
@@ -123,12 +126,12 @@ def flash_attn_with_kvcache(
     qv: not offered; None.
     The other arguments are those of `flash_attn_varlen_func`, whose errors call the caches k and v.
 
-    Nothing waits for the device, so that CUDA graphs can hold calls. A row of k and v whose place
-    is none of the cache's is a ValueError on the CPU, and on a GPU where FA4_HD256_CHECK_PAGES is
-    1; else it is not written. So is a position past rotary_cos; else the rotated elements are NaN.
+    Nothing waits for the device, so that CUDA graphs can hold calls. On the CPU, and on a GPU where
+    FA4_HD256_CHECK_PAGES is 1, a ValueError names an entry that there is not, a row of k and v that
+    has no place in the cache (else it is not written), a position past rotary_cos (else NaN).
 
-    Returns out like q, or (out, lse); lse: (batch, heads, seqlen_q), or (heads, total_q) with
-    cu_seqlens_q, float32. There are no gradients.
+    Returns out like q, or (out, lse); lse: float32 (batch, heads, seqlen_q), or (heads, total_q)
+    with cu_seqlens_q. There are no gradients.
 
     Raises TypeError or ValueError as `flash_attn_varlen_func` does, NotImplementedError for what
     is not offered; the cache is then as it was.
@@ -189,7 +192,8 @@ def _are_plain(cache_seqlens: Any) -> bool:
 class _Places(NamedTuple):
     """Queries, and where the keys of each sequence are; lengths: (batch,) int32 rows in use, None
     for all, and before `in_use` as users give them, like the others. entries: cache_batch_idx, None
-    where page_table says where rows are; leftpad: cache_leftpad."""
+    where page_table says where rows are; leftpad: cache_leftpad. chosen: the rows of a page_table
+    that cache_batch_idx asks for, and the nearest ones that there are, of which this one is."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -202,16 +206,21 @@ class _Places(NamedTuple):
     scheduler_metadata: torch.Tensor | None = None
     entries: torch.Tensor | None = None
     leftpad: torch.Tensor | None = None
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def in_cache(self) -> dict[str, torch.Tensor]:
-        """Tensors that say where in a cache without pages keys lie, by name."""
+        """Tensors beside page_table that say where in a cache keys lie, by name."""
         given = {CACHE_BATCH_IDX: self.entries, CACHE_LEFTPAD: self.leftpad}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     @property
     def table_of_rows(self) -> torch.Tensor | None:
-        """page_table; with cache_batch_idx alone that of pages of all rows of an entry."""
+        """page_table; with cache_batch_idx alone that of pages of all rows of an entry. A sequence
+        whose entry there is not has no pages, so that no new row of it is written."""
+        if self.chosen is not None and self.page_table is not None:
+            asked, there = self.chosen
+            return self.page_table.masked_fill((asked != there)[:, None], NO_PAGE)
         return self.page_table if self.entries is None else self.entries[:, None]
 
     @property
@@ -247,7 +256,7 @@ class _Places(NamedTuple):
         )  # fmt: skip
         return attend_sequences(
             (self.q, self.k_cache, self.v_cache, options["learnable_sink"]),
-            (self.cu_seqlens_q, None, None, self.lengths, None, self.scheduler_metadata),
+            (self.cu_seqlens_q, None, None, self.lengths, self.page_table, self.scheduler_metadata),
             {**others, **self.in_cache}, given, (options["out"], return_lse, False),
         )  # fmt: skip
 
@@ -260,7 +269,6 @@ class _Places(NamedTuple):
         device, places, cache_seqlens = self.q.device, self._of_entries(), self.lengths
         if self.leftpad is not None:
             before = cache_checks.of_batch("cache_leftpad", self.leftpad, self.batch, device)
-            cache_checks.check_leftpad(self.page_table)
             places = places._replace(leftpad=before.contiguous())
         if cache_seqlens is not None:
             found = cache_checks.lengths_of(cache_seqlens, self.batch, self.capacity, device)
@@ -284,8 +292,10 @@ class _Places(NamedTuple):
             cache_checks.check_within("cache_batch_idx holds", entries, count, of_what)
         if table is None:
             return self._replace(entries=entries.contiguous())
-        cache_checks.check_int32("page_table", table)
-        return self._replace(page_table=table.index_select(0, entries), entries=None)
+        cache_checks.check_rows(table)
+        there = entries.clamp(0, table.shape[0] - 1)
+        table = table.index_select(0, there)
+        return self._replace(page_table=table, entries=None, chosen=(entries, there))
 
     def ragged(self) -> dict[str, Any]:
         """Tensors of `flash_attn_varlen_func` that say where rows are."""

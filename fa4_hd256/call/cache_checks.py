@@ -98,15 +98,6 @@ def _beyond(given: int | torch.SymInt | list[int], capacity: int, of: str) -> Va
     return ValueError(f"cache_seqlens is {given}; accepted: 0 to {capacity}, {of}")
 
 
-def check_leftpad(page_table: Any) -> None:
-    """Raise ValueError for rows before the first one beside pages."""
-    if page_table is not None:
-        raise ValueError(
-            "cache_leftpad and page_table are both given; accepted: one of them: let page_table "
-            "begin with the first page in use"
-        )
-
-
 def check_before(
     leftpad: torch.Tensor, lengths: torch.Tensor | None, capacity: int
 ) -> None:
@@ -166,6 +157,15 @@ def check_entries(table: torch.Tensor, batch: int, device: torch.device) -> None
         raise ValueError(
             f"page_table has shape {tuple(table.shape)} on {table.device}; accepted: ({batch}, "
             f"pages of the longest sequence), at least one, on {device} like q"
+        )
+
+
+def check_rows(table: torch.Tensor) -> None:
+    """Raise TypeError or ValueError for a page_table that cache_batch_idx can choose no row of."""
+    check_int32("page_table", table)
+    if not table.shape[0]:
+        raise ValueError(
+            "page_table has no row for cache_batch_idx to choose; accepted: at least one row"
         )
 
 

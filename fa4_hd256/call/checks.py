@@ -545,7 +545,9 @@ def _check_places(k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
         )
     if before is None:
         return
-    used = ragged.get("seqused_k", before.new_full(before.shape, k.shape[1]))
+    table = ragged.get(PAGE_TABLE)
+    rows = k.shape[1] * (1 if table is None else table.shape[1])
+    used = ragged.get("seqused_k", before.new_full(before.shape, rows))
     if ((before < 0) | (before > used)).any():
         raise ValueError(
             f"cache_leftpad is {before.tolist()}; accepted: 0 to {used.tolist()}, the rows in use"
@@ -571,8 +573,11 @@ def check_page_numbers(
     left, reach = window[0], Reach.of(window)
     queries = _query_lengths(q, ragged)
     first = torch.zeros_like(used) if left is None else (used - queries - left).clamp(min=0)
-    # A row without a query that sees something reads nothing.
+    if CACHE_LEFTPAD in ragged:
+        first = torch.maximum(first, ragged[CACHE_LEFTPAD].long())
+    # A row without a query that sees something reads nothing, nor does one of padding alone.
     last = torch.where(queries > reach.queries, used - reach.keys, 0)
+    last = torch.where(first < last, last, 0)
     starts = torch.arange(columns, device=table.device) * page_size
     is_read = (starts + page_size > first[:, None]) & (starts < last[:, None])
     wrong = is_read & ((table < 0) | (table >= pages))

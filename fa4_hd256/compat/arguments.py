@@ -63,19 +63,11 @@ class Library:
                 f"{shown}. {argument.note}"
             )
 
-    def refuse_pages(
-        self, name: str, page_table: Any, pages: torch.Tensor, leftpad: Any = None
-    ) -> None:
-        """Raise NotImplementedError for a page size that kernels cannot read, and for a leftpad.
+    def refuse_pages(self, name: str, page_table: Any, pages: torch.Tensor) -> None:
+        """Raise NotImplementedError for a page size that kernels cannot read.
 
-        name: that of the argument page_table. pages: (pages, page_size, heads_kv, 256). leftpad:
-        cache_leftpad, or None.
+        name: that of the argument page_table. pages: (pages, page_size, heads_kv, 256).
         """
-        if page_table is not None and leftpad is not None:
-            raise NotImplementedError(
-                f"cache_leftpad and {name} are both given; accepted: one of them. Let {name} begin "
-                "with the first page in use"
-            )
         if page_table is not None and pages.ndim == 4 and pages.shape[1] % PAGE_MULTIPLE:
             raise NotImplementedError(
                 f"{name} is given with pages of {pages.shape[1]} rows; accepted: multiples of "
@@ -159,7 +151,7 @@ _SEQUENCES = {
 _CACHE = {
     "k_cache": _TENSORS, "v_cache": _TENSORS, "rotary_cos": _kept(), "rotary_sin": _kept(),
     "cache_seqlens": _kept(), "cache_batch_idx": _kept(),
-    "cache_leftpad": _kept("as there; refused with pages"),
+    "cache_leftpad": _kept("with pages, too"),
     "rotary_interleaved": _kept(), "return_softmax_lse": _kept("True: `(out, lse)`"),
 }  # fmt: skip
 _COMBINED = {

@@ -214,7 +214,7 @@ def flash_attn_with_kvcache(
     head_dim = other_head_dim(q, k_cache, v_cache)
     if head_dim is not None:
         return FLASH_ATTN_2.original("flash_attn_with_kvcache", head_dim)(**given)
-    FLASH_ATTN_2.refuse_pages("block_table", block_table, k_cache, cache_leftpad)
+    FLASH_ATTN_2.refuse_pages("block_table", block_table, k_cache)
     places = {name: given[name] for name in _PLACES if given[name] is not None}
     return kv_cache.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, page_table=block_table, rotary_interleaved=rotary_interleaved,

@@ -187,7 +187,7 @@ def flash_attn_with_kvcache(
     if head_dim is not None:
         return FLASH_ATTN_3.original("flash_attn_with_kvcache", head_dim)(**given)
     FLASH_ATTN_3.refuse("flash_attn_with_kvcache", given)
-    FLASH_ATTN_3.refuse_pages("page_table", page_table, k_cache, cache_leftpad)
+    FLASH_ATTN_3.refuse_pages("page_table", page_table, k_cache)
     places = {name: given[name] for name in _PLACES if given[name] is not None}
     return kv_cache.flash_attn_with_kvcache(
         _queries(q), k_cache, v_cache, k, v, rotary_interleaved=rotary_interleaved,

@@ -11,6 +11,7 @@ from cutlass import Int32
 
 from .edges import SharedByReference
 from .masking import MaskKind, Part, Visibility
+from .pages import FirstPage
 from .sequences import Sequences
 
 __all__ = ["KernelContext"]
@@ -48,22 +49,36 @@ class KernelContext(SharedByReference):
         """Return the keys that the rows of a tile see, counted without rows that a negative bound
         hides: `windows`, NOTE [negative windows]."""
         batch, mask, scalars = self.batch(work), self.mask, self.scalars
-        queries, keys = (
-            side(batch).length for side in (self.sequences.query, self.sequences.key)
-        )
+        queries, keys = self.sequences.query(batch).length, self._visible_keys(batch)
         if cutlass.const_expr(mask.hides_rows and mask.bounded_left):
             queries = cutlass.max(queries - scalars.unseen_queries, 0)
-        if cutlass.const_expr(mask.hides_rows and mask.bounded_right):
-            keys = cutlass.max(keys - scalars.unseen_keys, 0)
+        first_page = self.first_page(batch)
+        hidden = None if first_page is None else first_page.hidden
         return Visibility(
             queries,
-            keys,
+            keys if hidden is None else keys + hidden,
             mask,
             self.scalars.window_left,
             self.scalars.window_right,
             block_kv,
             self.part(work),
+            hidden,
         )
+
+    def _visible_keys(self, batch: Int32) -> Int32:
+        """Return the number of keys of a batch entry that no negative bound hides."""
+        keys = self.sequences.key(batch).length
+        if cutlass.const_expr(self.mask.hides_rows and self.mask.bounded_right):
+            keys = cutlass.max(keys - self.scalars.unseen_keys, 0)
+        return keys
+
+    def first_page(self, batch: Int32) -> FirstPage | None:
+        """Return where KV tiles count the keys of a batch entry from; None where that is its first
+        key."""
+        if not self.mask.padded_pages:
+            return None
+        first_row = self.sequences.key(batch).offset
+        return FirstPage.of(first_row, self._visible_keys(batch), self.mask.padded_pages)
 
     def nodes(self, work: Any, row: Int32) -> Any:
         """Return the word of a row of a tile, Int32 or Int64, `masking` NOTE [trees].

@@ -142,7 +142,7 @@ class DecodeSoftmax:
                     step += 1
                     if cutlass.const_expr(self.change.by_place):
                         key -= block
-                if cutlass.const_expr(self.problem_class.bounded_left):
+                if cutlass.const_expr(self.problem_class.mask.hides_first):
                     if cutlass.const_expr(not self.change.by_place):
                         key -= tiles.num_unmasked * block
                     for _ in cutlass.range(tiles.num_masked_last, unroll=1):

@@ -95,13 +95,17 @@ class KeyScales:
         """The scales of this thread's keys in the next step, loaded a step ahead."""
         block = self.config.block_kv
         visibility = context.visibility(work, block)
-        size = self.problem_class.page_size
+        size, first_page = self.problem_class.page_size, context.first_page(context.batch(work))
+
+        def page_of(key: Any) -> Any:
+            return (key if first_page is None else key + first_page.row) // size
+
         # Pages without a key that some query sees may be anybody's: their entries are not read.
-        first = visibility.first(self.queries(work)[0]) // size
-        last = (visibility.seqlen_k - 1) // size
+        first = page_of(visibility.first(self.queries(work)[0]))
+        last = page_of(visibility.seqlen_k - 1)
         for number, distance in enumerate(self.key_steps):
             key = softmax.key[0] + distance if distance else softmax.key[0]
-            place = cutlass.max(cutlass.min(cutlass.max(key // size, first), last), 0)
+            place = cutlass.max(cutlass.min(cutlass.max(page_of(key), first), last), 0)
             page = context.sequences.tensors.page_table[context.batch(work), place]
             head = work.head // context.heads_per_kv
             softmax.coming[2 * number] = scale_of(context.k_descale, page, head)

@@ -276,7 +276,8 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             # Rows of a box that are no padding.
             rows = rows // of_query * packed
         if is_clipped:
-            view = clipped_view(view, rows)
+            within = name in "kv" and self.problem_class.mask.padded_pages > 0
+            view = clipped_view(view, rows, both_ends=within)
         info = cpasync.make_tiled_tma_atom(operation, view, layout, box)
         return TmaTensor(info[0], info[1])
 
@@ -308,9 +309,11 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         last = visibility.last_tile(first_row, self.tile_queries)
         if not self.is_paged:
             return last
-        table = context.sequences.tensors.page_table[context.batch(work), None]
+        batch = context.batch(work)
+        table = context.sequences.tensors.page_table[batch, None]
         sizes = self.problem_class.page_size, self.page_box, self.config.block_kv
-        return PagedKeys(table, visibility.seqlen_k, visibility.first(first_row), sizes).at(last)
+        first_key, first_page = visibility.first(first_row), context.first_page(batch)
+        return PagedKeys(table, visibility.seqlen_k, first_key, sizes, first_page).at(last)
 
     def next_kv_tile(self, kv_tile: Any) -> Any:
         """Return the KV tile that is worked on next."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import cutlass
+
 from . import part_places, row_places  # noqa: F401, for their derived keys
 from .mask_function import MASK_MOD, MASK_TENSORS, MaskFunction
 from .score_change import SCORE_MOD, SCORE_TENSORS, ScoreChange, ScorePlaces
@@ -69,6 +71,9 @@ class FunctionsOfKernel:
         self, context: Any, work: Any, locate: Callable[[int], tuple], keys_exist: bool, kind: int
     ) -> ScorePlaces:
         batch = context.batch(work)
+        first_page = context.first_page(batch)
+        if first_page is not None:
+            locate = _behind(locate, first_page.hidden)
         lengths = context.sequences.query(batch).length, context.sequences.key(batch).length
         left = list(self.optional_of(context.tensors) or ())
         own: tuple = ()
@@ -77,3 +82,14 @@ class FunctionsOfKernel:
             own = tuple(left[len(left) - count :])
             left = left[: len(left) - count]
         return ScorePlaces(batch, lengths, locate, keys_exist, own, context.scalars.score_origin)
+
+
+def _behind(locate: Callable[[int], tuple], hidden: Any) -> Callable[[int], tuple]:
+    """Return places whose keys are counted from a sequence's first one, behind `hidden` keys of its
+    first page; a hidden key has the place of the first one."""
+
+    def located(number: int) -> tuple:
+        head, query, key = locate(number)
+        return head, query, cutlass.max(key - hidden, 0)
+
+    return located

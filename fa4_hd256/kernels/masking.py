@@ -29,12 +29,20 @@ class MaskKind:
 
     A causal mask is a bound of 0 on the right.  tree: whether rows have words, NOTE [trees].
     hides_rows: whether a negative bound hides rows at the end of each sequence, `windows`.
+    padded_pages: rows of a page where sequences begin inside one, `pages` NOTE [left padding];
+    else 0.
     """
 
     bounded_left: bool = False
     bounded_right: bool = False
     tree: bool = False
     hides_rows: bool = False
+    padded_pages: int = 0
+
+    @property
+    def hides_first(self) -> bool:
+        """Return True if rows may not see the first keys of a KV tile."""
+        return self.bounded_left or self.padded_pages > 0
 
 
 class Part(NamedTuple):
@@ -70,7 +78,7 @@ class TileRange:
 
     @property
     def num_masked_last(self) -> Int32:
-        """Tiles at the start of the range: the left edge of a window."""
+        """Tiles at the start of the range: the left edge of a window, the sequence's first key."""
         return self.unmasked_begin - self.begin
 
 
@@ -82,7 +90,8 @@ class Visibility:
     level with key d = r + seqlen_k - seqlen_q and sees keys d - window_left .. d + window_right as
     far as they exist.  The windows are Int32, 0 or more; those of an unbounded side unused.
     block_kv: keys of one KV tile.  part: of a query tile with KV splits; the KV tiles are then
-    those of this split, the visible keys stay all of them.
+    those of this split, the visible keys stay all of them.  hidden: keys before the first one of
+    the sequence, which seqlen_k counts; None for 0.
     """
 
     seqlen_q: Int32
@@ -92,6 +101,7 @@ class Visibility:
     window_right: Int32
     block_kv: int
     part: Part | None = None
+    hidden: Any = None
 
     def transposed(self, block_q: int) -> Visibility:
         """Return the queries that see each key: the same mask with rows and columns exchanged.
@@ -110,8 +120,9 @@ class Visibility:
     def first(self, row: Int32) -> Int32:
         """The first key that `row` sees, if it sees any."""
         if cutlass.const_expr(not self.kind.bounded_left):
-            return Int32(0)
-        return self._clip(row + self.seqlen_k - self.seqlen_q - self.window_left)
+            return Int32(0) if self.hidden is None else self.hidden
+        first = self._clip(row + self.seqlen_k - self.seqlen_q - self.window_left)
+        return first if self.hidden is None else cutlass.max(first, self.hidden)
 
     def limit(self, row: Int32) -> Int32:
         """One past the last key that `row` sees."""
@@ -198,7 +209,7 @@ class Visibility:
         limit, first = self.limit(row) - first_key, self.first(row) - first_key
         columns = tuple(range(cute.size(scores))) if columns is None else columns
         for begin in range(0, columns[-1] + 1, WORD_BITS):
-            visible = _bits(first - begin, limit - begin, self.kind.bounded_left)
+            visible = _bits(first - begin, limit - begin, self.kind.hides_first)
             if cutlass.const_expr(nodes is not None):
                 visible = visible & _from_node(nodes, self._first_node - first_key - begin)
             for number, column in enumerate(columns):
@@ -208,10 +219,10 @@ class Visibility:
                     scores[number] = cutlass.select_(is_visible, score, Float32(-math.inf))
 
 
-def _bits(first: Int32, limit: Int32, bounded_left: bool) -> Uint32:
+def _bits(first: Int32, limit: Int32, hides_first: bool) -> Uint32:
     """Bits first .. limit - 1 of a word are set, as far as it has them; first is below 1 if not
-    `bounded_left`. PTX ISA 9.7.1, bmsk: start and width are unsigned and clamped to 32."""
-    start = cutlass.max(first, 0) if bounded_left else Int32(0)
+    `hides_first`. PTX ISA 9.7.1, bmsk: start and width are unsigned and clamped to 32."""
+    start = cutlass.max(first, 0) if hides_first else Int32(0)
     width = cutlass.max(limit - start, 0)
     return cute.arch.inline_ptx(
         "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],

@@ -13,12 +13,23 @@ A box past the end of the sequence takes from its last page what any tile past i
 in use and zeros; one before the first key that the query tile sees takes the first rows of the page
 of that key.  Either is masked.  So no other entries of the table are read than those of pages with
 a key that some query sees, and no other pages are.
+
+NOTE [left padding].  With cache_leftpad the first key of a sequence may be any row of its pages.
+KV tiles then count keys from the start of the page of the first key, so that boxes stay within
+pages; the mask hides the rows before the first key.  These rows may hold anything, NaN included,
+and P = 0 does not hide a NaN in V.  So a box that begins before the first key is clipped on that
+side: its coordinate is negative, and TMA fills the rows below 0 with zeros.  A box wholly before
+the first key takes that key into its last row, NOTE [empty tiles].
+
+TMA cannot clip one box on both sides.  That would take a sequence within one page, whose keys are
+therefore counted from its first key on: its boxes begin anywhere, and what of them lies past the
+page lies past the last key.  In all other cases the first page is in use up to its end.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,10 +39,12 @@ from .edges import SharedByReference
 from .operands import TmaTensor, load_box
 from .sequences import Sequence, clip, clipped_box
 
-__all__ = ["PagedKeys", "PagedTile", "box_rows", "load_pages"]
+__all__ = ["FirstPage", "PagedKeys", "PagedTile", "box_rows", "load_pages"]
 
 #: Bits of a box's clipped rows beside its end, more than any box has.
 ROW_BITS = 8
+#: Rows of a box at most, so that those clipped on either side fit into these bits.
+MOST_ROWS = 1 << (ROW_BITS - 1)
 
 
 def box_rows(page_size: int, rows: int) -> int:
@@ -39,19 +52,43 @@ def box_rows(page_size: int, rows: int) -> int:
     return math.gcd(page_size, rows)
 
 
+class FirstPage(NamedTuple):
+    """Where KV tiles count the keys of a sequence from, NOTE [left padding].
+
+    row: the row of the sequence's pages that is key 0.  hidden: keys before the first one there is.
+    """
+
+    row: Int32
+    hidden: Int32
+
+    @classmethod
+    def of(cls, first_row: Int32, length: Int32, page_size: int) -> FirstPage:
+        """Return that of `length` keys, the first of which lies in a row of the pages."""
+        begin = first_row // page_size * page_size
+        within = first_row - begin + length <= page_size
+        row = cutlass.select_(within, first_row, begin)
+        return cls(row, first_row - row)
+
+
 class PagedKeys(SharedByReference):
     """The keys of one batch entry, for the steps of one query tile.
 
     table: (pages,) of the entry.  length: rows in use.  first_key: the first one that is seen.
-    page_size: rows of a page; box: of a box; tile: of a KV tile.
+    page_size: rows of a page; box: of a box; tile: of a KV tile.  first_page: where keys are
+    counted from; None for the first row of the first page.
     """
 
     def __init__(
-        self, table: cute.Tensor, length: Int32, first_key: Int32, sizes: tuple[int, int, int]
-    ) -> None:
+        self, table: cute.Tensor, length: Int32, first_key: Int32, sizes: tuple[int, int, int],
+        first_page: FirstPage | None = None,
+    ) -> None:  # fmt: skip
         """sizes: page_size, box, tile."""
         self.page_size, self.box, self.tile = sizes
-        self._table, self._length = table, length
+        self.begins_within = first_page is not None
+        if first_page is not None:
+            assert self.box <= MOST_ROWS
+            length, first_key = length + first_page.row, first_key + first_page.row
+        self._table, self._length, self._begin = table, length, first_page
         self._first_page = first_key // self.page_size
         self._last_page = (length - 1) // self.page_size
 
@@ -60,11 +97,20 @@ class PagedKeys(SharedByReference):
         lanes past the boxes repeat them."""
         box = cute.arch.lane_idx() % (self.tile // self.box)
         row = kv_tile * self.tile + box * self.box
+        if self._begin is not None:
+            row = row + self._begin.row
         page = cutlass.max(row // self.page_size, self._first_page)
         page = cutlass.max(cutlass.min(page, self._last_page), 0)
         before = page * self.page_size
         rows = Sequence(Int32(0), self._length - before, self._table[page])
-        end, start = clip(rows, cutlass.max(row - before, 0), self.box, least=1)
+        first_row = cutlass.max(row - before, 0)
+        end, start = clip(rows, first_row, self.box, least=1)
+        if self._begin is not None:
+            # Of the box those before the first key: NOTE [left padding].
+            first_key = self._begin.row + self._begin.hidden - before
+            hidden = cutlass.min(first_key - first_row, self.box - 1)
+            end = cutlass.select_(hidden > 0, first_key + self.box, end)
+            start = cutlass.select_(hidden > 0, -hidden, start) + self.box
         return rows.batch, end << ROW_BITS | start
 
     def at(self, kv_tile: Int32) -> PagedTile:
@@ -93,11 +139,13 @@ class PagedTile:
         return PagedTile(keys, number, self._following, keys.places(number - 1))
 
     def box(self, row: Any) -> tuple[Int32, Int32, Int32]:
-        """(page, end, rows left out) of the box at a row of the tile, the same in all lanes."""
+        """(page, end, rows left out) of the box at a row of the tile, the same in all lanes; the
+        last one negative where rows at its start are."""
         page, word = (
             cute.arch.shuffle_sync(value, row // self.box_rows) for value in self._places
         )
-        return page, word >> ROW_BITS, word & ((1 << ROW_BITS) - 1)
+        end, start = word >> ROW_BITS, word & ((1 << ROW_BITS) - 1)
+        return page, end, start - self.box_rows if self._keys.begins_within else start
 
     def __extract_mlir_values__(self) -> list:
         values = self._number, *self._places, *self._following

@@ -12,7 +12,7 @@ import torch
 from .block_mask import MASK_TABLES
 from .limits import HEAD_DIM
 from .masking import MaskKind
-from .sequences import TREE_WORDS
+from .sequences import CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
 from .user_functions import FunctionClass
 
 __all__ = [
@@ -92,7 +92,15 @@ class ProblemClass:
     @property
     def mask(self) -> MaskKind:
         has_tree = TREE_WORDS in self.ragged
-        return MaskKind(self.bounded_left, self.bounded_right, has_tree, self.hides_rows)
+        return MaskKind(
+            self.bounded_left, self.bounded_right, has_tree, self.hides_rows, self._padded_pages
+        )
+
+    @property
+    def _padded_pages(self) -> int:
+        """As of `MaskKind`."""
+        is_padded = PAGE_TABLE in self.ragged and CACHE_LEFTPAD in self.ragged
+        return (self.page_size or 0) if is_padded else 0
 
     @property
     def asks_places(self) -> bool:

@@ -11,7 +11,7 @@ nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import cutlass
@@ -118,6 +118,13 @@ class RaggedKernel:
         names = self.problem_class.ragged
         return SequenceTensors.given(names, tuple(ragged or ())[: len(names)])
 
+    def cache_entries(self, tensors: Any) -> Any:
+        """Batch entries of K, clipped as in a `clipped_view`, where cache_batch_idx chooses among
+        them; else None."""
+        if CACHE_BATCH_IDX not in self.problem_class.ragged:
+            return None
+        return cute.size(tensors.k.tensor, mode=[4])
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -131,11 +138,13 @@ class Sequence:
 @dataclass(frozen=True)
 class Sequences(SharedByReference):
     """All batch entries.  seqlen_q, seqlen_k: Int32 lengths of dense or padded tensors; seqlen_k
-    of keys in pages: of all pages that a sequence may have."""
+    of keys in pages: of all pages that a sequence may have.  entries: of K and V, where
+    cache_batch_idx chooses among them: an entry that there is not is the nearest one."""
 
     tensors: SequenceTensors
     seqlen_q: Int32
     seqlen_k: Int32
+    entries: Any = field(default=None, kw_only=True)
 
     def query(self, batch: Int32) -> Sequence:
         """The query rows of a batch entry."""
@@ -148,7 +157,8 @@ class Sequences(SharedByReference):
         rows = self._sequence(batch, tensors.cu_seqlens_k, tensors.seqused_k, self.seqlen_k)
         entry, before = rows.batch, Int32(0)
         if cutlass.const_expr(tensors.cache_batch_idx is not None):
-            entry = tensors.cache_batch_idx[batch]
+            entry = cutlass.min(tensors.cache_batch_idx[batch], Int32(self.entries) - 1)
+            entry = cutlass.max(entry, 0)
         if cutlass.const_expr(tensors.cache_leftpad is not None):
             before = cutlass.max(cutlass.min(tensors.cache_leftpad[batch], rows.length), 0)
         return Sequence(rows.offset + before, rows.length - before, entry)
@@ -214,13 +224,17 @@ def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
     return num_sequences * (-(-num_rows // PADDING) * PADDING)
 
 
-def clipped_view(tensor: cute.Tensor, rows: int) -> cute.Tensor:
+def clipped_view(tensor: cute.Tensor, rows: int, both_ends: bool = False) -> cute.Tensor:
     """A view of (seqlen, 256, heads, batch) whose tiles TMA can clip at any row.
 
     The row dimension appears twice, both with its stride: (rows, 256, end, heads, batch), and the
     base lies `rows` rows below the tensor's.  The tile at coordinates (rows - n, ., end, ., .)
     then begins n rows before row `end`, and TMA's bound on the first dimension ends it there:
     n rows are moved, the others of its box are filled with zeros, or not stored.
+
+    both_ends: tiles may be clipped at their start, too, without packed heads.  The tile at
+    coordinates (n - rows, ., end, ., .) moves n rows, the last of its box.  They begin `rows` rows
+    before row `end`, which may therefore lie up to that many past the last one.
 
     With packed heads, ((packed, seqlen), 256, heads, batch), the same holds for the queries among
     the rows: ((packed, rows / packed), 256, end, heads, 1). A descriptor has five dimensions, so
@@ -237,7 +251,7 @@ def clipped_view(tensor: cute.Tensor, rows: int) -> cute.Tensor:
         )
         return cute.make_tensor((tensor.iterator - queries * row).align(16), layout)
     layout = cute.make_layout(
-        (rows, columns, seqlen + 1, heads, batch),
+        (rows, columns, seqlen + (rows if both_ends else 1), heads, batch),
         stride=(stride[0], stride[1], stride[0], stride[2], stride[3]),
     )
     return cute.make_tensor((tensor.iterator - rows * stride[0]).align(16), layout)

@@ -41,7 +41,13 @@ from ..kernels.problem_class import (
     RotaryClass,
 )
 from ..kernels.score_change import ALIBI
-from ..kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
+from ..kernels.sequences import (
+    CACHE_BATCH_IDX,
+    CACHE_LEFTPAD,
+    DS_BEGINS,
+    PART_LIST,
+    TREE_WORDS,
+)
 from ..kernels.user_functions import FunctionClass
 from ..models import FULL, AttentionModel, Mask
 from ..words import shown
@@ -96,7 +102,10 @@ _LENGTHS = sorted(
 
 
 #: Fields of `Needs` that are True or False, and options of the command.
-FLAGS = ("batch_invariant", "scheduler_metadata", "tree_mask", "alibi", "rotary", "max_logits")
+FLAGS = (
+    "batch_invariant", "scheduler_metadata", "tree_mask", "alibi", "rotary", "max_logits",
+    CACHE_BATCH_IDX, CACHE_LEFTPAD,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,8 @@ class Needs:
     tree_mask: whether calls of up to 64 queries are. alibi: whether calls, with k and v of q's
     dtype, have that as their score_mod, too. rotary: whether calls of flash_attn_with_kvcache give
     rotary_cos and rotary_sin, too. max_logits: calls with return_max_logits=True, too; k and v have
-    q's dtype.
+    q's dtype. cache_batch_idx, cache_leftpad: whether calls of flash_attn_with_kvcache with
+    cache_seqlens give these, too, each by itself and both.
 
     Lists become tuples. Raises ValueError for what is none of these.
     """
@@ -132,6 +142,8 @@ class Needs:
     alibi: bool = False
     rotary: bool = False
     max_logits: bool = False
+    cache_batch_idx: bool = False
+    cache_leftpad: bool = False
 
     def __post_init__(self) -> None:
         for name in ("uses", "forms", "dtypes", "page_sizes", "kv_dtypes"):
@@ -182,7 +194,7 @@ class Needs:
                 f"nothing is asked for: {', '.join(empty)} empty; accepted: at least one of each"
             )
         of_cache = any(_takes_list(FORMS[form]) for form in self.forms)
-        for name in ("scheduler_metadata", "rotary"):
+        for name in ("scheduler_metadata", "rotary", CACHE_BATCH_IDX, CACHE_LEFTPAD):
             if getattr(self, name) and not of_cache:
                 listed = ", ".join(form for form, ragged in FORMS.items() if _takes_list(ragged))
                 raise ValueError(
@@ -253,7 +265,7 @@ def _forward_problems(
     """One of each kind of forward, trees among them where these are asked for."""
     most = [USES[use] for use in needs.uses]
     longest = _LONGEST if None in most else max(m for m in most if m is not None)
-    yield from _changed(_problems(model, needs, architecture, longest), needs)
+    yield from _changed(_placed(_problems(model, needs, architecture, longest), needs), needs)
     if TRAINING in needs.uses and None not in needs.kv_dtypes:
         yield from _changed(_trained(model, needs, architecture), needs)
     if needs.max_logits:
@@ -261,10 +273,31 @@ def _forward_problems(
         yield from _changed(problems, needs)
     if needs.tree_mask:
         for dtype, nodes in WORD_NODES.items():
-            for problem in _changed(_problems(model, needs, architecture, nodes), needs):
+            problems = _placed(_problems(model, needs, architecture, nodes), needs)
+            for problem in _changed(problems, needs):
                 if not is_masked(problem.ragged):
-                    ragged, is_wide = (*problem.ragged, TREE_WORDS), dtype == torch.int64
+                    ragged, is_wide = _with(problem.ragged, TREE_WORDS), dtype == torch.int64
                     yield replace(problem, ragged=ragged, wide_tree=is_wide)
+
+
+def _placed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
+    """Each, and those with tensors that say where in a cache keys lie, as far as calls have them.
+
+    With page_table cache_batch_idx chooses rows of it, which no kernel knows of.
+    """
+    for problem in problems:
+        yield problem
+        if _takes_list(problem.ragged):
+            entries = needs.cache_batch_idx and problem.page_size is None
+            own = (CACHE_BATCH_IDX,) * entries + (CACHE_LEFTPAD,) * needs.cache_leftpad
+            for more in dict.fromkeys((*((name,) for name in own), own)):
+                if more:
+                    yield replace(problem, ragged=_with(problem.ragged, *more))
+
+
+def _with(ragged: Sequence[str], *more: str) -> tuple[str, ...]:
+    """Return the names with more of them, in the order in which kernels get the tensors."""
+    return tuple(name for name in RAGGED if name in (*ragged, *more))
 
 
 def _trained(model: AttentionModel, needs: Needs, architecture: Architecture) -> Iterator[Problem]:
@@ -356,8 +389,7 @@ def _forwards(problem: Problem, gpu: str, fixed: bool) -> Iterator[KernelSpec]:
 
 def _listed(problem: Problem, gpu: str) -> Iterator[KernelSpec]:
     """With a list of parts, and the kernel that combines these; without where it is ignored."""
-    ragged = tuple(name for name in RAGGED if name in (*problem.ragged, PART_LIST))
-    listed = replace(problem, ragged=ragged, num_splits=2)
+    listed = replace(problem, ragged=_with(problem.ragged, PART_LIST), num_splits=2)
     for config in _configs(tuning_key(listed, gpu)):
         yield configured(listed, config)
     yield combine_spec(listed)
@@ -391,6 +423,9 @@ def _appends(
         found = [AppendClass(kv_dtype or dtype, packed, paged)]
         for descale in () if kv_dtype is None else _descales(kv_dtype, paged):
             found.append(AppendClass(dtype, packed, paged, kv_dtype, descale))
+        if needs.cache_batch_idx and not paged:
+            # An entry of the cache is a page of all its rows.
+            found += [replace(own, paged=True) for own in found]
         for own in found:
             yield append_spec(own, architecture)
             # Rows that are in e4m3 already are turned in no call.

@@ -11,6 +11,7 @@ import torch
 from paged_cases import accurate, int32
 
 from fa4_hd256 import flash_attn_varlen_func, flash_attn_with_kvcache
+from fa4_hd256.call import cache_checks, checks
 from fa4_hd256.check import reference
 
 #: Rows in use, left padding among them: none, a few, more than a tile of keys, all.
@@ -138,6 +139,53 @@ def test_rows_of_a_page_table(device):
         q, k, v, page_table=table[[2, 0]], cache_seqlens=lengths
     )
     assert torch.equal(found, expected)
+
+
+def unchecked(monkeypatch):
+    """As on a GPU, where nobody reads what lies on the device."""
+    monkeypatch.setattr(cache_checks, "check_within", lambda *_: None)
+    for name in ("_check_places", "check_page_numbers"):
+        monkeypatch.setattr(checks, name, lambda *_: None)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["entries", "rows of a page table"])
+@pytest.mark.simulator
+def test_an_entry_that_there_is_not(paged, monkeypatch):
+    """The nearest one is read, and no new row is written."""
+    unchecked(monkeypatch)
+    wrong, nearest = int32([BATCH, -1, 1 << 30, 3]), int32([BATCH - 1, 0, BATCH - 1, 3])
+    caches, q = cache(208, "cpu"), randn(4, 3, 4, device="cpu")
+    table = int32(torch.randperm(BATCH * 13).view(BATCH, 13).tolist()) if paged else None
+    if paged:
+        caches = tuple(t.reshape(BATCH * 13, 16, 1, 256) for t in caches)
+    options = {"page_table": table, "causal": True, "num_splits": 1}
+    lengths, new = int32([5, 21, 150, 200]), [randn(4, 2, 1, device="cpu") for _ in "kv"]
+    before = [t.clone() for t in caches]
+    found = flash_attn_with_kvcache(
+        q, *caches, *new, cache_seqlens=lengths, cache_batch_idx=wrong, **options
+    )
+    for after, row, rows in zip(caches, before, new):
+        if paged:
+            places = [divmod(n, 16) for n in (200, 201)]
+            for (page, at), one in zip(places, rows[3]):
+                row[table[3, page], at] = one
+        else:
+            row[3, 200:202] = rows[3]
+        assert torch.equal(after, row)
+    expected = flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lengths + 2, cache_batch_idx=nearest, **options
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.simulator
+def test_a_page_table_without_rows():
+    k = v = randn(6, 32, 1, device="cpu")
+    q, table, chosen = randn(2, 1, 2, device="cpu"), torch.zeros(0, 2).int(), int32([0, 0])
+    with pytest.raises(ValueError, match="page_table has no row for cache_batch_idx to choose"):
+        with pytest.MonkeyPatch.context() as patch:
+            unchecked(patch)
+            flash_attn_with_kvcache(q, k, v, page_table=table, cache_batch_idx=chosen)
 
 
 def test_pages_without_lengths(device):

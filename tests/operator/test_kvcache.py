@@ -321,9 +321,9 @@ WRONG = {
     "another batch": ({"k": randn(1, 1, 1, 256)}, ValueError, r"\(2, any, 1, 256\)"),
     "another dtype": ({"v": randn(2, 1, 1, 256, dtype=torch.float16)}, TypeError, "float16"),
     "latent queries": ({"qv": randn(2, 1, 2, 256)}, NotImplementedError, "qv is given"),
-    "left padding of pages": (
-        {"cache_leftpad": int32([0, 1], "cpu"), "page_table": int32([[0], [1]], "cpu")},
-        ValueError, "cache_leftpad and page_table are both given",
+    "left padding past the rows in use of pages": (
+        {"cache_leftpad": int32([0, 5], "cpu"), "page_table": int32([[0], [1]], "cpu")},
+        ValueError, r"cache_leftpad is \[0, 5\]; accepted: 0 to \[3, 4\]",
     ),
     "left padding past the rows in use": (
         {"cache_leftpad": int32([0, 5], "cpu")}, ValueError,

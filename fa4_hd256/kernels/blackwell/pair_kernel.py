@@ -66,7 +66,7 @@ class PairKernel(RaggedKernel, SchedulerRole):
         return PairContext(
             tensors=tensors,
             barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(ragged, seqlen_q, seqlen_k),
+            sequences=Sequences(ragged, seqlen_q, seqlen_k, entries=self.cache_entries(tensors)),
             mask=self.problem_class.mask,
             scalars=scalars,
             heads_per_kv=heads_per_kv,

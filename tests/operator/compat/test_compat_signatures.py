@@ -239,8 +239,6 @@ def test_pages_of_flash_attention_2(given):
     ):
         with pytest.raises(NotImplementedError, match=f"^{name} is given with pages of 4 rows"):
             function(q, small, small, **{name: table})
-    with pytest.raises(NotImplementedError, match="cache_leftpad and page_table are both given"):
-        flash_attn_3.flash_attn_with_kvcache(q, cache, cache, page_table=table, cache_leftpad=of_k)
     assert options["seqused_k"].tolist() == [20, 30] and "cu_seqlens_k" not in options
     assert options["seqused_k"].dtype == torch.int32
 

@@ -204,6 +204,44 @@ def test_new_rows(arch):
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
+def test_places_in_a_cache(arch):
+    """Entries and left padding, each by itself and both; rows of a page table are no kernel's."""
+    target, model = TARGETS[arch], MODELS["gemma-3-4b"]
+    needs = Needs(
+        ("decode",), ("dense", "padded", "cache", "packed-paged"), page_sizes=(16,),
+        cache_batch_idx=True, cache_leftpad=True, tree_mask=True, scheduler_metadata=True,
+    )  # fmt: skip
+    without = replace(needs, cache_batch_idx=False, cache_leftpad=False)
+    known, others = (
+        set(specs_of(model, n, target.architecture, target.gpu)) for n in (needs, without)
+    )
+    tiles, group = kernels_of(target.architecture).forward_tiles(), model.heads_q // model.heads_kv
+    places = ("cache_batch_idx",), ("cache_leftpad",), ("cache_batch_idx", "cache_leftpad")
+    found = set()
+    for form, last in itertools.product(("cache", "packed-paged"), places):
+        if form == "packed-paged" and "cache_batch_idx" in last:
+            continue
+        for more, queries, mask in itertools.product(
+            ((), ("part_list",), ("tree_words",)), (1, 16), model.masks
+        ):
+            ragged = (*FORMS[form], *more, *last)
+            size = 16 if form == "packed-paged" else None
+            problem = Problem(
+                (1, queries, model.heads_q, 256), queries, 1000, 1, torch.bfloat16,
+                torch.device("cpu"), _options(model, mask, False), model.sink, ragged,
+                target.architecture, *choose_tiles(tiles, group, queries, ragged), page_size=size,
+                num_splits=1 + bool(more),
+            )  # fmt: skip
+            found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
+    assert found <= known and others <= known and not found & others
+    appends = {spec.problem_class.paged for spec in known if spec.kind == "append_rows"}
+    assert appends == {False, True}
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        with pytest.raises(ValueError, match=f"with {name}; accepted: one of those with seqused_k"):
+            Needs(forms=("dense", "padded"), **{name: True})
+
+
+@pytest.mark.parametrize("arch", sorted(GPUS))
 def test_alibi(arch):
     """Slopes of heads, and of sequences and heads; trees and training among the calls, e4m3 not."""
     target, model = TARGETS[arch], AttentionModel("biased", 8, 2, (Mask(True),))

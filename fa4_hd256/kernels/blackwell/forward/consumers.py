@@ -91,7 +91,7 @@ class ForwardConsumers:
                 softmax, states = self._softmax_step(context, softmax, states, place, None)
                 if cutlass.const_expr(by_place):
                     key -= config.block_kv
-            if cutlass.const_expr(self.problem_class.bounded_left):
+            if cutlass.const_expr(self.problem_class.mask.hides_first):
                 if cutlass.const_expr(not by_place):
                     key -= tiles.num_unmasked * config.block_kv
                 for _ in cutlass.range(tiles.num_masked_last, unroll=1):

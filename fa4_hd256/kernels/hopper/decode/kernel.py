@@ -137,12 +137,13 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         """Lay out shared memory as the plan says and initialise the barriers."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         sink, ragged = self.sink_and_ragged(tensors.optional)
+        entries = self.cache_entries(tensors)
         k_descale, v_descale = self.descales(tensors.optional)
         smem, p = self._smem(memory)
         return Context(
             tensors=tensors,
             barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(self.sequence_tensors(ragged), sizes[0], sizes[1]),
+            sequences=Sequences(self.sequence_tensors(ragged), *sizes[:2], entries=entries),
             mask=self.problem_class.mask,
             scalars=scalars,
             heads_per_kv=sizes[2],

@@ -230,7 +230,7 @@ class ForwardConsumer:
             softmax, states = self._step(context, running, (place, None), (q_loaded, left))
             if cutlass.const_expr(by_place):
                 key -= block
-        if cutlass.const_expr(self.problem_class.bounded_left):
+        if cutlass.const_expr(self.problem_class.mask.hides_first):
             if cutlass.const_expr(not by_place):
                 key -= (unmasked - was_unmasked) * block
             for _ in cutlass.range(tiles.num_masked_last - was_last, unroll=1):

@@ -148,7 +148,8 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
         """Lay out shared memory as the plan says and initialise the barriers."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         sink, ragged = self.sink_and_ragged(tensors.optional)
-        sequences = Sequences(self.sequence_tensors(ragged), sizes[0], sizes[1])
+        entries = self.cache_entries(tensors)
+        sequences = Sequences(self.sequence_tensors(ragged), *sizes[:2], entries=entries)
         rank = Int32(0)
         if self.config.ctas > 1:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
