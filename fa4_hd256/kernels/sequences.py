@@ -66,8 +66,8 @@ class SequenceTensors(NamedTuple):
     int64 for trees of more than 32 nodes (`masking`, NOTE [trees]). ds_begins: (batch,) of packed
     sequences the number of the first tile of dS (`backward_ds_tiles`, NOTE [units of dS]).
     cache_batch_idx: (batch,) the batch entry of K and V that holds the keys of each sequence.
-    cache_leftpad: (batch,) how many rows of that entry lie before the first key; seqused_k counts
-    them, too.
+    cache_leftpad: (batch,) how many rows of that entry, or of the sequence's pages, lie before the
+    first key; seqused_k counts them, too.
     """
 
     cu_seqlens_q: Any = None

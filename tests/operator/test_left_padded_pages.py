@@ -14,6 +14,7 @@ import pytest
 import torch
 from operator_calls import forward_arguments
 from paged_cases import NO_PAGE, NOT_OF_MATHS, Paged, accurate, int32, offsets
+from replays import forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache, get_scheduler_metadata
 from fa4_hd256.check import reference
@@ -79,6 +80,18 @@ def check(q, page_size, lengths_q=None, heads=1, **options):
 def test_decoding(device):
     """Parts of keys; some rows of a tile see no key of a sequence that is shorter than the tile."""
     check(queries(8, 3, 4, device=device), 32, causal=True, num_splits=3)
+
+
+@pytest.mark.simulator
+def test_repeated_calls(monkeypatch):
+    """Of other tensors: what is packed but for addresses."""
+    launched = simulated(monkeypatch)
+    try:
+        for _ in range(2):
+            check(queries(8, 3, 4), 32, causal=True, num_splits=3)
+        assert launched
+    finally:
+        forget()
 
 
 def test_a_prefill_of_packed_queries(device):

@@ -234,6 +234,7 @@ def test_places_in_a_cache(arch):
             )  # fmt: skip
             found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
     assert found <= known and others <= known and not found & others
+    assert all(kernel_named(name_of(spec)) == spec for spec in found)
     appends = {spec.problem_class.paged for spec in known if spec.kind == "append_rows"}
     assert appends == {False, True}
     for name in ("cache_batch_idx", "cache_leftpad"):
