@@ -88,7 +88,7 @@ def _behind(locate: Callable[[int], tuple], hidden: Any) -> Callable[[int], tupl
     """Return places whose keys are counted from a sequence's first one, behind `hidden` keys of its
     first page; a hidden key has the place of the first one."""
 
-    def located(number: int) -> tuple:
+    def located(number: int) -> tuple[Any, Any, Any]:
         head, query, key = locate(number)
         return head, query, cutlass.max(key - hidden, 0)
 
