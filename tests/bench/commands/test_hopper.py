@@ -62,5 +62,5 @@ def test_fences_of_our_kernels():
     found = our_fences.row("products", timing.predict(compiled, *arguments, draws=0)[-1])
     assert found["fences"] <= 2 and 0 < found["wait"] <= found["longest"]
     assert found["clocks"] > found["without"] and found["unmatched"] == 0
-    with pytest.raises(ValueError, match="'dP' in its name; there are dV and dS, full"):
+    with pytest.raises(ValueError, match="'dP' in its name; there are: dV and dS, full"):
         fences.measure(256, load("b200"), "dP")
