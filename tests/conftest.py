@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("FA4_HD256_CACHE_DIR", str(ROOT / ".cache" / "fa4_hd256"))
 os.environ.setdefault("SM100_SIM_CACHE_DIR", str(ROOT / ".cache" / "sm100_sim"))
 
-# What else the user has set for runs of his own does not reach the tests.
+# Other settings of the user for his own runs do not reach the tests.
 _KEPT = ("SM100_SIM_THREADS", "SM100_SIM_CACHE_DIR")
 for _name in [name for name in os.environ if name.startswith("SM100_SIM_") and name not in _KEPT]:
     del os.environ[_name]
@@ -48,7 +48,7 @@ from fa4_hd256.architectures import ARCHITECTURES, named  # noqa: E402
 from fa4_hd256.gpus.family import architecture_of  # noqa: E402
 from fa4_hd256.kernels.kernel_set import kernels_of  # noqa: E402
 
-# The same examples in every run: a failure must be reproducible from the log alone.
+# Examples are equal in every run: a failure must be reproducible from the log alone.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("reproducible")
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-#: Where tests run from: beside `tests`, its folders would be found in place of the packages.
+#: Directory that tests run from: beside `tests`, its folders would be found in place of the
+#: packages.
 ROOT = Path(__file__).resolve().parents[1]
 #: Products on the CPU compared bit for bit, or within bounds of float64.
 SELECTION = (

@@ -53,7 +53,7 @@ $L__info_string0:
 .b8 95,90
 	}
 """
-#: The same but for names, lines and comments.
+#: Changed names, lines and comments.
 MOVED = (
     PTX.replace("kernel_a_0", "kernel_b_7").replace("__dynamic_shmem__0", "memory")
     .replace("table", "rows").replace("BB0_2", "BB0_5").replace("$L__tmp1:\n", "")

@@ -21,7 +21,7 @@ PACKAGES = ("fa4_hd256", "sm100_sim", "bench")
 LEFT_OUT = ("__main__",)
 
 SPEC = KernelSpec("forward", ForwardConfig(), ProblemClass(torch.bfloat16))
-#: What those are made of that take more than a text.
+#: Arguments of exceptions that take more than a text.
 ARGUMENTS = {
     "MissingKernelError": (SPEC, "python -m fa4_hd256 build", None),
     "MissingExtra": ("attached()", "attach", ModuleNotFoundError("no torch", name="torch")),

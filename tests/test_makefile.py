@@ -34,7 +34,7 @@ def make(tmp_path, *arguments, **environment):
     )
 
 
-#: Of each goal, in order: what runs, and under which scheduler or for which architecture.
+#: Goal -> what runs, in order, and under which scheduler or for which architecture.
 PARTS = {
     "test": ["pytest static", "pytest 1", "pytest sm_90a", "mypy static"],
     "test-cuda": ["pytest static", "pytest 1", "pytest static", "fa4_hd256 static"],

@@ -147,7 +147,7 @@ DIRECTORY, FILE = 0o040000, 0o100000
         (SOMEBODY, DIRECTORY | 0o2775, "its group may write it (mode 2775)"),
         (SOMEBODY, DIRECTORY | 0o777, "everybody may write it (mode 0777)"),
         (0, DIRECTORY | 0o777, "everybody may write it (mode 0777)"),
-        # As /tmp is: others cannot replace what is not theirs.
+        # Modes of /tmp: others cannot replace what is not theirs.
         (0, DIRECTORY | 0o1777, None),
         (SOMEBODY, DIRECTORY | 0o3775, None),
         (SOMEBODY, FILE | 0o664, "its group may write it (mode 0664)"),

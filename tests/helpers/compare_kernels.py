@@ -44,7 +44,7 @@ FORMS = (
 PAGE_SIZES = ("16", "128")
 ARCHITECTURES = ("sm_100a", "sm_90a")
 
-#: What of a revision a build reads.
+#: Folders of a revision that a build reads.
 PARTS = ("fa4_hd256", "schedulers", "softmax_emu")
 
 #: The command `build` of a tree for kernels whose text matches the first argument.
@@ -251,7 +251,7 @@ class Pair:
             yield f"    taken for   {self.old}"
         old, new = self.old.lines(), self.new.lines()
         yield f"    {len(old)} lines, now {len(new)}"
-        # How many registers there are says little.
+        # The number of registers says little.
         bodies = [[line for line in lines if not line.startswith(".reg")] for lines in (old, new)]
         at = next((i for i, (a, b) in enumerate(zip(*bodies)) if a != b), min(map(len, bodies)))
         for sign, body in zip("-+", bodies):

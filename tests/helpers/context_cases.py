@@ -23,7 +23,7 @@ from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run import compile
 from fa4_hd256.score_mods import ScoreMod, alibi
 
-#: By batch entry, or document, and head; by head and key; by query.
+#: Values by batch entry, or document, and head; by head and key; by query.
 SLOPES = torch.linspace(0.02, 0.4, 6 * 4).view(6, 4)[torch.tensor([3, 0, 5, 2, 4, 1])]
 OF_KEYS = torch.linspace(-2.0, 2.0, 4 * 128).view(4, 128).sin() * 2
 OF_QUERIES = (torch.arange(128) * 7 % 3 - 1).int()
@@ -46,7 +46,7 @@ def score_mod_on(name: str, device: str, sequences: int = 1, heads: int = 2) -> 
     return ScoreMod.of(by_places, lambda score, place, tensors: 0.5, tensors)
 
 
-#: The same for the reference; seqlen: of the batch entry.
+#: Functions for the reference; seqlen: of the batch entry.
 SCORE_MODS: dict[str, Any] = {
     "alibi": lambda s, b, h, q, k, seqlen: s - SLOPES.double()[b, h] * (q - k).abs(),
     "places": lambda s, b, h, q, k, seqlen: (
@@ -56,7 +56,7 @@ SCORE_MODS: dict[str, Any] = {
 }  # fmt: skip
 
 
-#: By batch entry and query, of more queries than any call here has; by head.
+#: Values by batch entry and query, of more queries than any call here has; by head.
 LIMITS = (torch.arange(2 * 512, dtype=torch.int32) * 577 % 513).view(2, 512)
 TURNS = torch.tensor([0.0, 2.0, 1.0, 3.0])
 
@@ -113,7 +113,7 @@ def _lists(rows: int) -> masks.TileMask:
     return masks.TileMask.of_kinds((rows, rows), kinds.to(torch.int8))
 
 
-#: Of so many rows.
+#: Masks of so many rows.
 MASKS: dict[str, Any] = {
     "prefix": lambda rows: masks.prefix_lm(torch.tensor([rows // 3, 9]), rows),
     "images on a window": lambda rows: masks.bidirectional_blocks(_images(rows), window=30),
@@ -451,7 +451,7 @@ PLANTED = {
 }
 
 
-# What ranks do wrong.
+# Mistakes of ranks.
 
 
 def other_rows(rank: int) -> None:

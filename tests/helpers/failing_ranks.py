@@ -44,7 +44,7 @@ def met(call: Callable[[], Any]) -> Met:
     return Met("", "", time.monotonic())
 
 
-#: By way and whether it is in the backward, whose launches fail: a name of a module.
+#: Failing launches by way and whether it is in the backward: a name of a module.
 LAUNCHES: dict[tuple[str, bool], tuple[Any, str]] = {
     ("ring_attention", False): (local, "attend"),
     ("ring_attention", True): (ring, "add_gradients"),

@@ -84,8 +84,8 @@ def letters(instructions: Iterable[Any], letter_of: Mapping[str, str]) -> str:
     )
 
 
-#: Of wgmma kernels: the product into 256 columns and others, their fence and wait, exponentials,
-#: the wait for a barrier.
+#: Letters of wgmma kernels: the MMA into 256 columns and others, their fence and wait,
+#: exponentials, the wait for a barrier.
 WGMMA_LETTERS = {
     "HGMMA.64x256": "O", "HGMMA": "S", "WARPGROUP.ARRIVE": "F", "WARPGROUP.DEPBAR": "W",
     "MUFU.EX2": "x", "SYNCS.PHASECHK": "b",

@@ -30,7 +30,7 @@ FOREIGN = frozenset((
     "decode_d256_q_tile", "_SM107_WS_BUDGET_BYTES", "_sm107_chunks",
     "ensure_decode_fast_path_is_available", "QLEN_ONLY", "qq_bias", "custom_mask", "use_mem_pool",
 ))  # fmt: skip
-#: What a reader replaces, and a user's file in a finding that is shown.
+#: Names that a reader replaces, and a user's file in a finding that is shown.
 _PLACEHOLDERS = frozenset(("SCRIPT.py", "NAME.py", "epilogue.py"))
 
 #: room/part/part, with or without an ending; not in an address or behind another path.

@@ -12,7 +12,7 @@ from fa4_hd256.call.operator_arguments import (
 )
 from fa4_hd256.call.windows import UNBOUNDED
 
-#: Of a call of dense sequences without a mask, on the static scheduler, without KV splits.
+#: Values of a call of dense sequences without a mask, on the static scheduler, without KV splits.
 _PLAIN: dict[str, Any] = {
     "softmax_scale": 0.0625, "window_left": UNBOUNDED, "window_right": UNBOUNDED,
     "softcap": 0.0, "max_seqlen_q": None, "max_seqlen_k": None, "use_clc": False, "config": "",

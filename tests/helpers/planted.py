@@ -86,7 +86,7 @@ def _maps() -> list[np.ndarray]:
     return [data, room, maps]
 
 
-#: The same order by relaxed accesses and fences.
+#: `SEMAPHORE` with relaxed accesses and fences.
 _FENCED = changed(
     changed(SEMAPHORE, "count", "fence.acq_rel.gpu;  red.relaxed.gpu.global.add.u32 [%rd9], 1;"),
     "poll", "ld.relaxed.gpu.global.u32 %r8, [%rd9];  fence.acq_rel.gpu;",

@@ -26,7 +26,7 @@ class Failed(NamedTuple):
     trace: str
 
 
-#: What a rank imports before its first task, once for all ranks.
+#: Modules that a rank imports before its first task, once for all ranks.
 _IMPORTED = ["torch.distributed", "context_cases", "torch_context_cases", "failing_ranks"]
 
 #: Libraries start no threads, which a fork would lose; the machine's cores are for ranks.
@@ -103,7 +103,7 @@ def _serve(
     place: tuple[int, int], device: str, store: str, pipe: Any, environment: dict[str, str]
 ) -> None:
     """A rank's process, until the pipe is closed."""
-    # That of the test's process now, not of when the first rank of all was started.
+    # The environment is that of the test's process now, not of the first rank's start.
     os.environ.clear()
     os.environ.update(environment)
     import torch

@@ -59,7 +59,7 @@ add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 6;
 END:
 """
 
-# The same ring with two slots, 128 bytes each.
+# A ring with two slots, 128 bytes each.
 STAGES = START + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
@@ -339,7 +339,7 @@ xor.b32 %r4, %r4, 1;
 @%p2 bra LOOP;
 """
 
-# The same, the response read word by word: query_cancel does not see that a request has failed.
+# The response is read word by word: query_cancel does not see that a request has failed.
 WORDS = CANCEL.replace("ld.shared.b128 %q0, [smem+32];",
                        "ld.shared.v4.b32 {%r5, %r6, %r7, %r8}, [smem+32];").replace(
     "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p2, %q0;",

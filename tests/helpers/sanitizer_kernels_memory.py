@@ -57,7 +57,7 @@ ld.shared.b32 %r7, [%r5+896];
 END:
 """
 
-# The same through an mbarrier that tracks the copies.
+# A copy through an mbarrier that tracks it.
 COPY_BARRIER = START + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;

@@ -14,7 +14,7 @@ IN_REGISTERS = (
     f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {_SUM}, {{%r24, %r25, %r26, %r27}}, "
     "%rd1, %p4, 1, 1, 0;"
 )
-#: The same accumulator as another shape has it.
+#: The accumulator in another shape.
 NARROW = f"wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {_SUM}, %rd0, %rd1, %p4, 1, 1;"
 
 # Warp 4 fills 2 KiB of A and 256 bytes of B, swizzled in 32 bytes; warps 0 to 3 multiply them.

@@ -32,9 +32,9 @@ MORE_PARAMETERS = {
 COMPATIBLE = ("fa4_hd256/compat/flash_attn_2.py", "fa4_hd256/compat/flash_attn_3.py",
               "fa4_hd256/compat/flash_attn_4.py")  # fmt: skip
 
-# Likewise -> lines.
+# (file, function) -> lines.
 MORE_LINES = {
-    # The same: a line a parameter, and what each of them means.
+    # Signatures of the field: one line per parameter, and its meaning.
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 130,
     ("fa4_hd256/interface.py", "flash_attn_func"): 112,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 123,
@@ -59,12 +59,12 @@ _OWN = tuple(
 _CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/integrations", "sm100_sim", *_OPERATOR)
 
 _KNOWN = ("fa4_hd256/check", *_CHECK)
-#: Of bench, from the lowest.
+#: Packages of bench, from the lowest.
 _BENCH = ("bench/suite", "bench/peaks", "bench/processes", "bench/peers", "bench/tables",
           "bench/measure", "bench/model")  # fmt: skip
 
-#: Which other packages a package may import (docs/architecture.md): those below it. A module is
-#: in the package of the longest name that its path begins with; a single file has its own name.
+#: Packages -> other packages that each may import (docs/architecture.md): those below it. A module
+#: is in the package of the longest name that its path begins with; a single file has its own name.
 PACKAGES = {
     "schedulers": (),
     "softmax_emu": (),
@@ -77,9 +77,9 @@ PACKAGES = {
     "fa4_hd256/models": ("fa4_hd256/words",),
     "fa4_hd256/words": (),
     "fa4_hd256/gpus": _SETTINGS,
-    # What kernels of all architectures share knows none of them, and the forward not the backward.
+    # Modules shared by all architectures know none of them, and the forward not the backward.
     "fa4_hd256/kernels": _KERNELS,
-    # Nor does one architecture know another; what calls kernels finds them by `kernel_set`.
+    # No architecture knows another; what calls kernels finds them by `kernel_set`.
     **{
         f"fa4_hd256/kernels/{folder}{package}": (*own, *_SHARED)
         for folder in _FOLDERS
@@ -94,9 +94,9 @@ PACKAGES = {
     },
     "fa4_hd256/call": _CALL,
     "fa4_hd256/run": ("fa4_hd256/run/simulated", *_RUN),
-    # Where a call on CPU tensors finds it: the one place beside check that knows the simulator.
+    # Calls on CPU tensors go there: the one package beside check that knows the simulator.
     "fa4_hd256/run/simulated": ("sm100_sim", *_RUN),
-    # It also names what users import of an architecture.
+    # The top also names what users import of an architecture.
     "fa4_hd256": (*_OWN, *_OPERATOR),
     "fa4_hd256/integrations": ("fa4_hd256", *_OPERATOR),
     # flash-attention's functions, on ours.
@@ -104,7 +104,7 @@ PACKAGES = {
     "fa4_hd256/check": _CHECK,
     # The commands: above all packages, and imported by none.
     "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
-    # Its modules are imported when their commands are called.
+    # Modules of commands are imported when these are called.
     "bench/__main__": ("bench/options", "fa4_hd256", *_OPERATOR),
     "bench/options": (*_BENCH, *_KNOWN),
     "bench/suite": _CHECK,

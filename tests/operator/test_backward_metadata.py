@@ -207,7 +207,7 @@ def wrong(monkeypatch, change):
     return batch, change(batch.metadata(causal=True))
 
 
-#: What metadata of other lengths may say.
+#: Metadata of other lengths.
 STALE = {
     "one tile less": lambda one: one._replace(ds_tiles=one.ds_tiles - 1),
     "room for a block": lambda one: one._replace(ds_tiles=4),

@@ -105,7 +105,7 @@ def kernels(monkeypatch):
     return seen
 
 
-#: Of two query heads on one of keys, which are parts where there are so few tiles.
+#: Kernel for two query heads on one of keys, which are parts where tiles are so few.
 SUM = "backward_sum"
 #: Kernels that make only the gradient of q, and those of k and v, without a stored dS.
 ALONE = {

@@ -133,7 +133,7 @@ def test_grids_follow_the_longest_sequence():
     preprocess, dv, products = last_reports(3)
     assert preprocess.grid == (64 * 256 // 128, 1, 1)
     assert dv.grid == (2 * 64, 1, 1)
-    # As many tiles of dK and of dQ, on the 74 CTA pairs that there are.
+    # Tiles of dK and of dQ are equally many, on the 74 CTA pairs.
     assert products.grid == (2 * 74, 1, 1)
 
 
@@ -237,8 +237,8 @@ def test_schedulers_give_the_same_bits(monkeypatch):
         got = gradients(tensors, dout, use_clc=argument, **call)
         assert all(torch.equal(got[name], expected[name]) for name in "qkv")
         dv, products = last_reports(2)
-        # Of dV blocks of 256 keys x the heads of each KV head's group, a part each, x batch. Of the
-        # products as many, and blocks of 256 queries x heads x batch.
+        # dV has blocks of 256 keys x the heads of each KV head's group, a part each, x batch. The
+        # GEMMs have as many, and blocks of 256 queries x heads x batch.
         of_keys, of_queries = 2 * 4 * 5, 3 * 4 * 5
         for report, tiles in ((dv, of_keys), (products, of_keys + of_queries)):
             assert report.grid == (2 * tiles, 1, 1)

@@ -68,7 +68,7 @@ def test_dtypes_and_kinds_of_scores(use_clc, device):
     check(tensors, holes(300, 400, 2, 1, device), use_clc=use_clc, **options)
 
 
-#: By name, of 400 x 400 and one sequence or two, on a device.
+#: Masks by name, of 400 x 400 and one sequence or two, on a device.
 NAMED = {
     "prefix": lambda device: masks.prefix_lm(torch.tensor([5, 300], device=device), 400),
     "window": lambda device: masks.sliding_window(100, 400, first_tokens=4, device=device),

@@ -16,7 +16,7 @@ from fa4_hd256.check import reference
 
 #: Rows in use, left padding among them: none, a few, more than a tile of keys, all.
 LENGTHS, LEFTPAD = [0, 21, 150, 203], [0, 21, 140, 7]
-#: Of a larger cache.
+#: Entries of a larger cache.
 ENTRIES, BATCH = [5, 0, 2, 3], 6
 
 

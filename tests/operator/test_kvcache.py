@@ -385,7 +385,7 @@ WRONG = {
         {"cu_seqlens_k_new": int32([0, 1, 3], "cpu"), "k": randn(2, 1, 256),
          "v": randn(2, 1, 256)}, ValueError, r"\[0, 1, 3\]",
     ),
-    # What the attention alone would refuse comes before anything is written.
+    # Refusals of the attention come before anything is written.
     "a window": ({"window_size": (2,)}, ValueError, "window_size"),
     "causal": ({"causal": 1}, TypeError, "causal"),
     "parts": ({"num_splits": 1.0}, TypeError, "num_splits"),

@@ -21,9 +21,9 @@ from fa4_hd256.run import compile
 from fa4_hd256.score_mods import alibi
 from sm100_sim.errors import SimulationError
 
-#: By batch entry and query, of more queries than any call here has.
+#: Limits by batch entry and query, of more queries than any call here has.
 LIMITS = (torch.arange(2 * 700, dtype=torch.int32) * 977 % 701).view(2, 700)
-#: By query head.
+#: Turns by query head.
 TURNS = torch.tensor([0.0, 2.0, 1.0])
 
 

@@ -55,7 +55,7 @@ def test_layouts(layout, page_size, device):
     check(queries(3, 2, 6, device=device), paged, num_splits=3, use_clc=True)
 
 
-# The same bits as without pages, where the kernel has the same steps: prefill of a second chunk of
+# Bits are those without pages, where the kernel has the same steps: prefill of a second chunk of
 # several tiles; decoding with KV splits; a window.
 @pytest.mark.parametrize(
     ("seqlen_q", "heads", "page_size", "options"),

@@ -533,5 +533,5 @@ def test_what_changes_before_it_is_compiled(monkeypatch):
     limit = 4
     with pytest.raises(ValueError, match="has changed since MaskMod.of was called"):
         check_unchanged(masked)
-    # Of a key of one's own nothing is known.
+    # Nothing is known of a key of one's own.
     check_unchanged(replace(masked, mask_mod=FunctionClass(MaskMod(near, "near").key)))

@@ -27,9 +27,9 @@ from sm100_sim.errors import SimulationError
 
 LSE_TOLERANCE = 1e-3
 SLOPES = torch.tensor([0.05, 0.4, 0.011, 0.2])
-#: By batch entry and head.
+#: Slopes by batch entry and head.
 OF_ENTRIES = torch.stack((SLOPES, SLOPES.flip(0), SLOPES * 2))
-#: By head and key, of more keys than any call here has.
+#: Bias by head and key, of more keys than any call here has.
 BIAS = torch.linspace(-3.0, 3.0, 4 * 700).view(4, 700)[:, torch.randperm(700)]
 OF_QUERIES = torch.randint(-1, 2, (700,), dtype=torch.int32)
 BOUND = 2.0

@@ -98,7 +98,7 @@ def test_no_kv_group_is_torn_apart(group, kv_heads, batches, kv_bytes, unequal, 
     )
     assert section % group == 0
     assert group <= section <= group * kv_heads * batches
-    # As many KV heads as fit, at least one.
+    # KV heads that fit, at least one.
     fitting = max(1, 50 * 10**6 // kv_bytes)
     wanted = max(fitting if unequal else 1, -(-least // group))
     assert section // group == min(wanted, kv_heads * batches)

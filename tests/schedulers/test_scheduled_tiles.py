@@ -25,7 +25,7 @@ from fa4_hd256.schedulers import (
 
 pytestmark = pytest.mark.simulator
 
-# By a counter for clusters of one CTA and of a pair; static ones for both, too.
+# Schedulers by a counter, for clusters of one CTA and of a pair; static ones for both, too.
 COUNTERS = (of_clusters(CounterScheduler, 1), CounterScheduler)
 PERSISTENT = (
     StaticPersistentScheduler, of_clusters(StaticPersistentScheduler, 1), ClcScheduler, *COUNTERS
@@ -117,8 +117,8 @@ def test_the_device_decodes_as_the_host(sizes, later_blocks_first):
         assert record[batch, head, block, 0, 0, 1] == index
 
 
-# As many sequences as a warp has lanes, one more or less, more than a warp finds at the second
-# look; many of them empty.
+# Counts around the lanes of a warp, one more or less, more than a warp finds at the second look;
+# many of them empty.
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 1024, 1025, 2100])
 def test_a_warp_finds_the_sequences_of_blocks_in_a_row(count):
     rows = 4

@@ -204,7 +204,7 @@ def test_published_names_are_there(name):
         module.nothing  # noqa: B018
 
 
-#: What a checkout publishes, for the tests below.
+#: Published names of a checkout, for the tests below.
 NAMES = {"sm100_sim": {"Options", "timing"}, "sm100_sim.timing": {"predict"}}
 
 

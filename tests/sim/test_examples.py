@@ -88,7 +88,7 @@ def plain(monkeypatch, capsys):
 
     def plain(name, *arguments):
         monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *map(str, arguments)])
-        # As Python does for a script.
+        # Python does so for a script.
         monkeypatch.syspath_prepend(str(EXAMPLES))
         try:
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")

@@ -216,7 +216,7 @@ def test_the_softcap_is_tanh(cap_scale):
     expected = np.tanh(x.astype(np.float64) * np.float32(cap_scale))
     found = _capped(x, cap_scale)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-21)
-    # Where there are no instructions for two at once.
+    # sm_90a has no instructions for two at once.
     np.testing.assert_array_equal(_capped(x, cap_scale, "sm_90a"), found)
 
 

@@ -58,7 +58,7 @@ def times(hardware: float, half: float) -> dict:
 
 @pytest.mark.parametrize(("half", "chosen"), [(0.97, HARDWARE_ONLY), (0.90, HALF)])
 def test_less_than_five_per_cent_is_not_ranked(half, chosen, tmp_path):
-    # By chance of rounding, which says nothing, the mix is the more accurate one.
+    # The mix is the more accurate one by chance of rounding, which says nothing.
     errors = {HARDWARE_ONLY: Error(4e-7, 1.001e-3), HALF: Error(8.6e-5, 1e-3)}
     origin = {"gpu": "B200", "basis": "modelled", "machine": "try"}
     rows = ex2_sweep.rows_of(times(1.0, half), errors, True, origin)
@@ -142,7 +142,7 @@ def test_a_replayed_sweep(monkeypatch, tmp_path, capsys):
     assert mixed["step_clocks"] != hardware["step_clocks"]
     assert mixed["step_clocks"] == pytest.approx(hardware["step_clocks"], rel=0.5)
     assert [row["seqlen"] for row in best["rows"]] == [1024, 8192, 65536]
-    # Those of the costs and of the mix's own replay, in which all is matched.
+    # Events of the costs and of the mix's own replay, in which all is matched.
     assert hardware["unmatched"] == mixed["unmatched"] == 3
     assert min(hardware["ambiguous"], mixed["ambiguous"]) > 1000
     for shown in (grid, best):

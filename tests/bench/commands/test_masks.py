@@ -175,7 +175,7 @@ def test_flex_attention_is_asked_for_smaller_blocks(monkeypatch):
     small = mask_providers.KERNEL_OPTIONS[1]
     reason = "RuntimeError: no choices, from MemoryError: shared memory, required 300000"
     assert row["remarks"] == f"FlexAttention: with {small}; without, {reason}"
-    # Its backward is for GPUs alone.
+    # FlexAttention's backward is for GPUs alone.
     (row,) = command.measure([(case, BACKWARD)], [flex], FakeTimer(), Sampling(0, 1)).rows
     assert row["flex_ms"] is None and "NotImplementedError" in row["remarks"]
 

@@ -103,7 +103,7 @@ def test_clocks_of_a_step():
     assert port.clocks(units["dQ"], values) == 2 * 768 + 256 + 768
     # Four products, TMA writes, P and dS, LSE and delta by TMA and by the warps.
     assert port.clocks(units["dK/dV"], values) == 4 * 768 + 2048 + 512 + 16 + 512
-    # As dQ's, with LSE and delta by TMA and to the warps; a product of dS: 8 of
+    # The port's clocks are dQ's, with LSE and delta by TMA and to the warps; a product of dS: 8 of
     # (4 + 4) KiB, dS and K or Q.
     assert port.clocks(units["dV and dS"], values) == 2 * 768 + 256 + 768 + 8 + 128
     assert port.clocks(units["dK and dQ from dS"], values) == 8 * 64 + 512

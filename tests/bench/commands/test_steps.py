@@ -36,7 +36,7 @@ def test_every_kernel_of_every_provider_has_a_row():
     assert [row["provider"] for row in found] == 2 * ["ours"] + 2 * ["FROST"] + 8 * ["ours"] + [
         "FROST"
     ] * 6
-    # By the scheduler of a call, which is the dynamic one.
+    # The scheduler is that of a call, the dynamic one.
     assert [("ours", causal, True, kernel) for kernel in ("dv", "products")
             for causal in (False, True)] == asked[:4]  # fmt: skip
     forward = [row for row in found if row["direction"] == FORWARD]

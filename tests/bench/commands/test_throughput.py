@@ -303,7 +303,7 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
 )  # fmt: skip
 def test_who_is_ahead_is_a_probability(factors, faster, probability, monkeypatch, capsys):
     monkeypatch.setattr(modelled, "predictor_of", lambda *given: FakePredictor(*factors))
-    # Of a length that nobody has published of a B200.
+    # Nobody has published this length of a B200.
     command = ["throughput", "--modelled", "--only", "1x4096", "--heads", "32/2", "--json"]
     command += ["--jobs", "1"]
     assert main([*command, "--direction", "forward"]) == 0

@@ -36,7 +36,7 @@ def test_instructions_are_no_validation():
         assert abs(row["latency_modelled"] - row["latency_published"]) <= 4
 
 
-#: By how much the model of the tests is too fast at the machine's own clock, by commit.
+#: Excess speed of the tests' model at the machine's own clock, by commit.
 EXCESS = {"3c015f1a": 1.10, "e122e67c": 1.05}
 #: Beside that, in rows of the half of the test.
 TEST_EXCESS = 1.02

@@ -80,13 +80,13 @@ def test_sets_are_recovered(chosen):
         population.add(population.proposed(judge, 24, generator), chosen)
     errors = judge.errors(population.seconds)
     accepted = [constants_at(population.places[n], RANGES) for n in np.flatnonzero(errors < LIMIT)]
-    # Of the rounds' sets more than half are plausible, of the first lot few.
+    # More than half of the rounds' sets are plausible, few of the first lot.
     assert first < 4 and len(accepted) > 48
     for name, least, most in (("tmem_load", 100, 140), ("tmem_store", 175, 225)):
         values = [one[name] for one in accepted]
         assert min(values) < TRUE[name] < max(values)
         assert least < np.median(values) < most, name
-    # What no rate depends on keeps its range.
+    # Constants that no rate depends on keep their range.
     untold = np.array([one["clc_query"] for one in accepted])
     assert untold.min() < 500 and untold.max() > 1500
 
@@ -153,7 +153,7 @@ def test_machine_sets_and_too_many_of_them(tmp_path, monkeypatch):
     central, drawn = load("gb200").sampled(1)
     assert central == load("gb200").values()
     assert drawn == central._replace(tmem_load=99.0, mufu_interval=5.0, clock_ghz=1.88)
-    # Its own constants a machine keeps.
+    # A machine keeps its own constants.
     assert load("gb300").sampled(1)[1].mufu_interval == load("gb300").values().mufu_interval
     assert load("h200").sets is None and len(load("h200").sampled(3)) == 4
     with pytest.raises(ValueError, match="2 draws of the constants of b200; 1 sets are known"):

@@ -35,7 +35,8 @@ def test_our_kernels(ours):
     # S, dP over 256 columns of the head; dQ over 128 keys, dV and dK over 256 queries; K = 16.
     assert dq.mmas == dv.mmas == 16 + 16 + 8
     assert dkdv.mmas == 4 * 16 and products.mmas == 2 * 8
-    # Of a CTA and unit: K twice and V, once 64 KiB each; Q and dO in both halves. Of a tile: rest.
+    # Bytes of a CTA and unit: K twice and V, once 64 KiB each; Q and dO in both halves. Of a tile:
+    # rest.
     assert dq.load_bytes == 2 * (3 * 32 << 10) + 2 * (128 << 10) / UNITS
     assert dkdv.load_bytes >= 2 * (256 << 10) + 2 * (64 << 10)
     assert dv.load_bytes >= dq.load_bytes

@@ -53,7 +53,7 @@ def test_causal_tiles_come_longest_first_among_heads_that_share_l2():
     # One of 32 MiB fits: its four query heads, then those of the other.
     assert [head // 4 for _, head, _ in places(LONG)] == [0] * 512 + [1] * 512
     assert [block for block, *_ in places(LONG)][:8] == [127] * 4 + [126] * 4
-    # None fits: all heads interleaved.
+    # No head fits: all are interleaved.
     assert [head for _, head, _ in places(TOO_LONG)][:16] == [*range(8)] * 2
     assert places(FULL)[:9] == [*((n, 0, 0) for n in range(8)), (0, 1, 0)]
 
@@ -138,7 +138,7 @@ def test_which_published_builds_are_replayed():
         assert len(replayed) == (plan["SPLIT_KV"] == 1)
         for one in replayed:
             assert one.release.cutlass_dsl == row.build.cutlass_dsl
-            # What the plan says of the order is what the case makes of it here.
+            # The plan's order is the case's order here.
             of, heads = row.problem, row.problem.heads
             tiles = of.seqlen_q // 256
             order = list(

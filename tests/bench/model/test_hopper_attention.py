@@ -118,9 +118,9 @@ def test_times_of_a_call():
     assert ideal.busy == pytest.approx(2048 / (16 * 132), abs=0.01)
     assert slower.busy == pytest.approx(ideal.busy * 0.8, rel=0.01)
     assert ideal.for_good > 1.1 * ideal.seconds
-    # What wastes clocks keeps more of them.
+    # A kernel that wastes clocks keeps more of them.
     assert slower.for_good / slower.seconds < ideal.for_good / ideal.seconds
-    # What stays within the power budget keeps the clock that it has at first.
+    # A kernel within the power budget keeps its first clock.
     idle = times_of(8.0)
     assert idle.for_good == idle.seconds
 

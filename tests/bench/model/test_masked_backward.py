@@ -256,7 +256,7 @@ def test_costs_say_what_other_samples_take(fitted_kernel):
     tiles = masked_backward.sample_tiles(kernel, sample)
     expected = costs.begin + costs.each * tiles + costs.rate * work
     assert expected == pytest.approx(found.clocks, rel=0.025)
-    # So is one step too many, or too few, in each tile.
+    # One step too many, or too few, in each tile is seen, too.
     step = DV if kernel == "dv" else PRODUCT
     for missed in (-1, 1):
         wrong = expected + costs.rate * step * missed * tiles

@@ -155,7 +155,7 @@ def test_where_ds_is_kept_two_products_are_left():
     of_keys, of_queries = ROW * 2 * 4096 * 2, ROW * 2 * 4096 * 8
     assert sum(tile.own_bytes for tile in dv) == DS * steps + 3 * of_keys
     assert sum(tile.own_bytes for tile in products) == DS * steps + of_keys + of_queries
-    # Of 16384 rows as many blocks of keys as run side by side, 37 of 64.
+    # 16384 rows have 37 of 64 blocks of keys side by side.
     long = Case("long", ((16384, 16384),), 1, 1, False)
     (read,) = {t.own_bytes - t.writes for t in product_tiles(long, OURS, 1)[1::2]}
     assert read == pytest.approx((1 - 37 / 64) * DS * 128)

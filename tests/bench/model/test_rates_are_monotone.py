@@ -13,7 +13,7 @@ MACHINE = load("b200")
 #: Kernels whose tensor core is busy while TMA brings what later products read. (kernel, sample):
 #: The products of dS are bound by such bytes, the forward by the tensor core.
 KERNELS = (("products", (1024, 1)), ("forward", (512, 2)))
-#: What a replay may gain by chance where warps meet in another order.
+#: Gain of a replay by chance where warps meet in another order.
 CHANCE = 0.01
 
 

@@ -124,7 +124,7 @@ def test_packed_heads_fill_the_rows_of_a_tile():
     packing = replace(TILING, packs_heads=True, exact_grid=True)
     causal = Case("dense", ((512, 512),), 16, 2, True)
     tiles = forward_tiles(causal, packing)
-    # Of each KV head 16 blocks, which see 1, 1, 1, 1, 2, .. 4 key tiles.
+    # Each KV head has 16 blocks, which see 1, 1, 1, 1, 2, .. 4 key tiles.
     steps = [tile.work / STEP_CLOCKS for tile in tiles]
     assert sorted(steps) == sorted([1, 2, 3, 4] * 8)
     assert {tile.group for tile in tiles} == {0, 1}

@@ -102,7 +102,7 @@ def check_prompts(text):
         assert cells == summarised("throughput_prompts", heads=name.removeprefix("heads ")), name
 
 
-#: And a ratio that the page has of it.
+#: Check -> a ratio that the page has of it.
 CHECKS = {
     check_lengths: "1.74", check_one_sequence: "1.30", check_windows: "1.97", check_unequal: "2.50",
     check_varlen: "1.92", check_prompts: "1.12",
@@ -128,7 +128,7 @@ def test_another_figure_is_seen(check, planted):
         check(text.replace(old, new))
 
 
-#: Of docs/timing.md: as its table names an aim, and as docs/tables/validate_aims.md does.
+#: Aims as the table of docs/timing.md names them -> as docs/tables/validate_aims.md does.
 AIMS = {
     "rows that count within 10 %": "rows at 1k to 32k within 10 %, rms 5 %, at the machine's clock",
     "the same at clocks fitted": "the same at fitted clocks",

@@ -135,7 +135,7 @@ def test_portions_are_as_large_as_fits():
     assert shapes(4 * of_head) == [(4, 6, 512)]
     assert shapes(4 * of_head - 1) == 2 * [(2, 6, 512)]
     assert shapes(of_head) == 4 * [(1, 6, 512)]
-    # Of 4 heads and 6 sequences each 5 fit, then 3, then half of one.
+    # 5 fit of 4 heads and 6 sequences each, then 3, then half of one.
     assert shapes(of_head - 1) == 6 * [(4, 1, 512)]
     assert shapes(of_head // 2) == 12 * [(2, 1, 512)]
     assert shapes(of_head // 6 - 1) == 48 * [(1, 1, 256)]
@@ -178,7 +178,7 @@ def test_portions_under_a_block_mask():
     """Heads of a sequence, query heads of a group, ranges of queries of these with all keys: within
     the memory, and of all query heads each query once."""
     lengths, batch = (1100, 300), 2
-    # Of 20 blocks of dS a query head in two sequences: of 5 x 2 each.
+    # Each query head has 20 blocks of dS in two sequences: 5 x 2 each.
     whole = masked(lengths, (6, 2), batch)
     of_row = 2 * DS_BLOCK * DS_BLOCK * 2
 
@@ -231,7 +231,7 @@ def test_portions_of_listed_tiles():
     assert shapes(8 * of_head) == [(4, 2, 4096)]
     assert shapes(2 * of_head) == [(2, 1, 4096)]
     assert shapes(of_head) == [(1, 1, 4096)]
-    # Of a range nobody knows how many are listed: there is room for all, 32 a block of queries.
+    # A range's listed tiles are unknown: there is room for all, 32 per block of queries.
     assert shapes(of_head - 1) == [(2, 1, 512)]
     assert least_ds_bytes(known) == least_ds_bytes(whole) == 32 * tile
     # Fewer than a block of queries has with all keys.

@@ -309,7 +309,7 @@ def test_in_sequences(offsets):
     assert (mask.tiles == ABSENT).any() and (mask.tiles == FULL).any()
     lists = masks.in_sequences(masks.from_dense(seen), cu_q, cu_k, with_bits=False)
     assert lists.bits is None
-    # What is evaluated may turn out to be empty, or full; nothing else.
+    # Evaluated tiles may turn out to be empty, or full; nothing else.
     assert not ((lists.tiles == FULL) & (mask.tiles != FULL)).any()
     assert not ((lists.tiles == ABSENT) & (mask.tiles != ABSENT)).any()
 
@@ -372,7 +372,7 @@ def test_numbers_of_listed_tiles(queries):
         assert found == {tile: n for tile, n in numbers.items() if tile[0] < -(-keys // 128)}
 
 
-# As many tiles of dS as there are, up to some; those of the entry that lists most.
+# All tiles of dS count, up to some; those of the entry that lists most.
 @pytest.mark.parametrize(("window", "unit"), [(0, 64), (1000, 64), (7000, 128)])
 def test_count_of_listed_tiles(window, unit, monkeypatch):
     seqlen = 8192

@@ -27,7 +27,7 @@ from fa4_hd256.words import shown
 INSIDES = re.compile(
     r"\w+\(\w+=|dtype=torch\.|<\w+\.\w+: |object at 0x|<class|tensor\(\[|array\(\["
 )
-#: How an argument is to be given.
+#: Advice on how to give an argument.
 ADVICE = re.compile(r"\w+_config=\w+\(")
 
 GIVEN = {

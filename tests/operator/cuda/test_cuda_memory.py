@@ -41,7 +41,7 @@ def test_nothing_is_kept(name, use_clc, device):
         gc.collect()
         memory = {"allocated": torch.cuda.memory_allocated(), "host": resident(),
                   "reserved": torch.cuda.memory_reserved()}  # fmt: skip
-        # What the driver has left is told apart by process only where there is one.
+        # The driver's free memory is one process's only where there is one process.
         if "PYTEST_XDIST_WORKER" not in os.environ:
             memory["used"] = -torch.cuda.mem_get_info()[0]
         return memory

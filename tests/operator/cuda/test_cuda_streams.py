@@ -91,7 +91,7 @@ def test_backward_of_a_forward_on_another_stream(device):
         once = [leaf.grad.clone() for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
-        # The same graph a second time.
+        # The graph runs a second time.
         out.backward(tensors["dout"])
         torch.cuda.synchronize()
         assert all(torch.equal(a, leaf.grad) for a, leaf in zip(once, leaves, strict=True))

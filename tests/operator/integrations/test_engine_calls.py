@@ -24,7 +24,7 @@ from fa4_hd256.integrations import sglang, vllm
 LSE_TOLERANCE = 1e-3
 PAGE = 16
 
-#: Of vLLM 0.33.0.
+#: Call sites of vLLM 0.33.0.
 VLLM_MODULE = "vllm.v1.attention.backends.flash_attn"
 VLLM = {
     "cache": """q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal
@@ -41,8 +41,8 @@ VLLM = {
         s_aux""",
 }
 
-#: Of SGLang 0.5.23; "**": sinks, k_descale, v_descale, max_seqlen_k and others that are not
-#: offered, where it has them. Calls with qv (MLA) are left out.
+#: Call sites of SGLang 0.5.23; "**": sinks, k_descale, v_descale, max_seqlen_k and others that are
+#: not offered, where it has them. Calls with qv (MLA) are left out.
 SGLANG_MODULE = "sglang.srt.layers.attention.flashattention_backend"
 SGLANG = {
     "extend": """q k_cache v_cache page_table cache_seqlens cu_seqlens_q cu_seqlens_k_new
@@ -146,7 +146,7 @@ def vllm_values(batch):
     }  # fmt: skip
 
 
-#: Of one request per step of decoding, of one a part of its prompt, of one all of it.
+#: Requests: a decoding step, a part of a prompt, a whole prompt.
 MIXED = [1, 9, 20], [37, 41, 20]
 
 

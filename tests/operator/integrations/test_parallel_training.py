@@ -6,7 +6,8 @@ import torch
 import training_block
 from ranks import Failed, Pool
 
-#: Of a gradient's norm: sums of float32 in another order, rounded to bfloat16 around attention.
+#: Tolerance of a gradient's norm: sums of float32 in another order, rounded to bfloat16 around
+#: attention.
 TOLERANCE = 1e-2
 
 

@@ -229,7 +229,7 @@ def test_backward_of_packed_sequences(device, adapted, monkeypatch):
     assert bounds == [(9, 9) if adapter_without("_fa4_run_forward", "max_q") else (6, 6)]
     # Offsets that no forward has seen: any bound will do, and the total is one.
     assert all(torch.equal(a, b) for a, b in zip(got, run(offsets.clone()), strict=True))
-    # Nor has one seen those that were overwritten since.
+    # Offsets that were overwritten since are unknown, too.
     offsets.add_(0)
     run(offsets)
     assert bounds[1:] == [(9, 9), (9, 9)]

@@ -87,7 +87,7 @@ def test_masks_of_a_family(family, monkeypatch):
         wanted = outputs(model, "eager", arguments)
         found = outputs(model, integration.NAME, arguments)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-    # What the table says of layers.
+    # The table's statements about layers hold.
     assert (family.here != "none") == ({256} in calls)
     assert (family.elsewhere != "-") == any(dims != {256} for dims in calls) or (
         "vision" in family.elsewhere and not family.has_images

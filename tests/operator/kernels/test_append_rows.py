@@ -215,7 +215,7 @@ def test_repeated_calls(launched):
         launched.clear()
         found = flash_attn_with_kvcache(**given)
         assert len(launched) == 2
-        # What autograd has kept of a cache is no longer what it was.
+        # Autograd knows that a cache has changed.
         assert given["k_cache"]._version > versions[0]
         assert given["v_cache"]._version > versions[1]
         kv_cache.append_calls.forget()

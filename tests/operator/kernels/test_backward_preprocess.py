@@ -133,7 +133,7 @@ def test_packed_sequences(lengths, device):
         check(stats, start, expected(out[0, rows], dout[0, rows], lse[0, :, rows]))
         ends = start + -(-length // 256) * 256
     assert ends <= stats.shape[2]
-    # What lies between sequences counts for nothing in a sum over all rows.
+    # Rows between sequences count for nothing in a sum over all rows.
     written = torch.zeros(stats.shape[2], dtype=torch.bool)
     for b, length in enumerate(lengths):
         start = (int(cu[b]) + b * 256) // 256 * 256

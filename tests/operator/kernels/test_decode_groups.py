@@ -201,7 +201,7 @@ def test_a_group_with_the_other_ones_rows_is_noticed(method, planted):
         accurate(found, given, causal=True)
 
 
-#: What of a call is compiled in, and bytes of a thread's stack at most.
+#: Facts of a call that are compiled in, and bytes of a thread's stack at most.
 CLASSES = {
     "plain": ({}, 0), "parts": ({"bounded_right": True, "split": True, "packed_heads": 16}, 8),
     "window": ({"bounded_left": True, "bounded_right": True, "packed_heads": 6}, 8),

@@ -147,7 +147,7 @@ def test_the_plans_drain(name):
 
 F, Q, D = FORWARD.steps, DQ.steps, DKDV.steps
 QK, PV0, PV1 = F.products
-#: What is wrong -> (edges, steps, words of the refusal: of the edge, and of the step).
+#: Mistake -> (edges, steps, words of the refusal: of the edge, and of the step).
 MISTAKES = {
     "a missing commit of a buffer": (
         FORWARD.edges, without(F, "QK", "kv_free"),

@@ -22,8 +22,8 @@ from fa4_hd256.kernels.windows import Reach
 
 #: Around the ends of tiles and of blocks, and more blocks than any bound of `SIDES` has.
 LENGTHS = (1, 255, 256, 257, 512, 700, 1281, 1792)
-#: None, only the own key, a part of a block, a block and around, beyond some lengths, beyond all;
-#: negative bounds that hide a key, a block, more than some lengths.
+#: Bounds: none, only the own key, a part of a block, a block and around, beyond some lengths,
+#: beyond all; negative bounds that hide a key, a block, more than some lengths.
 SIDES = (None, 0, 1, 255, 256, 600, 5000, -1, -256, -300)
 
 

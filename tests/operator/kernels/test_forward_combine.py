@@ -55,7 +55,7 @@ def expected(parts, splits):
     total = torch.logsumexp(lse, dim=1)
     shift = total.masked_fill(total == -math.inf, 0.0)
     weight = torch.exp(lse - shift[:, None]).transpose(2, 3)[..., None]
-    # What a part without a key holds counts for nothing, NaN neither.
+    # Content of a split without a key counts for nothing, NaN neither.
     out = out.masked_fill(weight == 0, 0.0)
     return (weight * out).sum(1), total, (weight * out.abs()).sum(1)
 

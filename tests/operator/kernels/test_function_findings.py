@@ -97,7 +97,7 @@ def test_planted_bugs_are_found(kind, of_architecture, planted, sanitize):
         kinds = "registers-in-flight", "registers-in-flight"
     else:
         planted.setattr(blackwell_forward.ForwardKernel, "_hand_over", _without_fence)
-        # Of S: its buffer goes back before the loads are complete.
+        # S: its buffer goes back before the loads are complete.
         planted.setattr("cutlass.cute.arch.fence_view_async_tmem_load", lambda: None)
         kinds = "store-in-flight", "load-in-flight"
     reports, _ = reports_of(kind)

@@ -52,7 +52,7 @@ def test_machine_code(config, name):
     opcodes = [i.opcode.split(".")[0] + "." * ("ARRIVE" in i.opcode) for i in function.instructions]
     loops = 2 + ("bounded_left" in CLASSES[name])
     assert opcodes.count("HGMMA") == 32 * loops
-    # Of four parts of QK, and of PV.
+    # Groups of four parts of QK, and of PV.
     assert opcodes.count("WARPGROUP.") == 5 * loops
 
 

@@ -29,12 +29,12 @@ pytestmark = pytest.mark.simulator
 
 FULL = ProblemClass(torch.bfloat16)
 WINDOW = replace(FULL, bounded_left=True, bounded_right=True)
-#: What adds most to a thread's registers.
+#: Options that add most to a thread's registers.
 EVERYTHING = replace(
     WINDOW, negative_scale=True, softcap=True, sink=True, packed_heads=8, use_clc=True,
     ragged=("cu_seqlens_q", "cu_seqlens_k"),
 )  # fmt: skip
-#: Those that a call may get by default, and a cluster that shares its loads.
+#: Configurations that a call may get by default, and a cluster that shares its loads.
 LONG, SHORT = ForwardConfig(), ForwardConfig(block_kv=64)
 KERNELS = {
     "long": (LONG, FULL),

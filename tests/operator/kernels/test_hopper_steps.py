@@ -353,7 +353,7 @@ def waiting_less(table):
     return [t for _, t in edits(table, change)][-1]
 
 
-#: What only orders ptxas, or says for the check what a kernel does.
+#: Verbs that only order ptxas, or tell the check what a kernel does.
 NOT_NEEDED = (Verb.AGAIN, Verb.TOUCH)
 
 
@@ -425,7 +425,7 @@ def test_mistakes_of_one_action_are_refused(name, change):
         # In the last step the latest is the oldest.
         accepted = [what for what in accepted if "last step" not in what]
     if change == "products that may be under way" and "softcap" in name:
-        # Of the wait that can be left out and the one that makes it so, either may be weaker.
+        # Either may be weaker: the wait that can be left out, or the one that makes it so.
         accepted = [what for what in accepted if "each step but the last" not in what]
     assert not accepted
     assert found or change == "another buffer"
@@ -444,7 +444,7 @@ def in_steps(table, role, place, when):
 
 
 STEPS = DV.steps
-#: What is wrong -> (edges, steps, words of the refusal).
+#: Mistake -> (edges, steps, words of the refusal).
 MISTAKES = {
     "a step more": (
         DV.edges, in_steps(STEPS, "gradient", 1, When.EACH), r"V of tile|hangs|dP of"),

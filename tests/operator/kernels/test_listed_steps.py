@@ -82,7 +82,7 @@ def _full_as_partial(self):
     return following
 
 
-#: Of Blackwell's pairs, and of their softmax, which reads bits a step ahead.
+#: Edits of Blackwell's pairs, and of their softmax, which reads bits a step ahead.
 AHEAD = {
     "bits of the other half": (
         LIST, "bit_tile", lambda self, step, half: TILE(self, step, 1 - half)

@@ -91,7 +91,7 @@ def test_the_default_kernel_is_the_one_without_ranges(monkeypatch):
     ]
     assert (DqKernel, "_probabilities") in {(kernel, name) for kernel, name, _ in removed}
     expected = compile_kernel(KERNELS["dQ"]).ptx
-    # Those of load and mma, which are generated.
+    # Ranges of load and mma, which are generated.
     monkeypatch.setattr(producers, "traced", lambda name: lambda method: method)
     for kernel, name, method in removed:
         monkeypatch.setattr(kernel, name, method)

@@ -403,7 +403,7 @@ def test_the_rule(lengths, options, clusters, splits):
     assert divided(problem, 7, gpu(clusters)).num_splits == 7
 
 
-# The same for tiles of a CTA, on 148 SMs, which HBM bounds together.
+# Tiles of a CTA, on 148 SMs, which HBM bounds together.
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize(
     ("lengths", "options", "splits"),

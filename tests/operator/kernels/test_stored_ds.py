@@ -16,7 +16,7 @@ from fa4_hd256.run import backward
 
 pytestmark = pytest.mark.simulator
 
-#: Of the largest number: bf16 and fp16 round P, which dS is made of, and dS.
+#: Tolerance of the largest number: bf16 and fp16 round P, which dS is made of, and dS.
 TOLERANCE = 2**-6
 
 

@@ -371,7 +371,7 @@ def test_edits_that_other_architectures_do_not_mind(copy, architecture):
     assert [a for a in ARCHITECTURES if digest("forward", a) != first[a]] == [architecture]
 
 
-#: What the sources in `COMPILED_IN` import besides, and why the key need not cover it.
+#: Modules that the sources in `COMPILED_IN` import besides, and why the key need not cover it.
 BESIDES = {
     # For host code, which is not compiled; see `TYPES`.
     "fa4_hd256/call", "fa4_hd256/gpus", "fa4_hd256",
@@ -379,15 +379,15 @@ BESIDES = {
     "fa4_hd256/environment",
     # Names and targets of architectures: the target is in the key.
     "fa4_hd256/architectures",
-    # How entries are kept; FORMAT is in the key.
+    # Storage of entries; FORMAT is in the key.
     "fa4_hd256/run", "fa4_hd256/run/native_cache",
     # Memory that a call hands over.
     "fa4_hd256/run/tile_counter",
     # Names alone.
     "softmax_emu",
 }  # fmt: skip
-#: What they import of `call` and `gpus`: types of calls, a name of a tensor that problem classes
-#: have, and the target, which is in the key.
+#: Imports of `call` and `gpus`: types of calls, a name of a tensor that problem classes have, and
+#: the target, which is in the key.
 TYPES = {"BackwardProblem", "Gpu", "PAGE_TABLE", "Portion", "Problem", "family"}
 
 

@@ -199,7 +199,7 @@ def like(tensor):
     return torch.randn(tensor.shape).to(tensor.dtype)
 
 
-#: What is changed -> the call's tensors and options after it; before it (q, k, v), causal.
+#: Change -> the call's tensors and options after it; before it (q, k, v), causal.
 CHANGES = {
     "length of q": lambda q, k, v: ((like(q)[:, :5].contiguous(), k, v), {}),
     "length of k and v": lambda q, k, v: ((q, k[:, :5].contiguous(), v[:, :5].contiguous()), {}),

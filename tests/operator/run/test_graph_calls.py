@@ -94,7 +94,7 @@ def test_compiled_calls_are_repeated(launched, function, gradients):
         forget()
         expected = through(function, tensors, gradients)
         assert all(map(torch.equal, found, expected))
-        # So that the next one is a repeated one again.
+        # The next call is a repeated one again.
         through(compiled, tensors, gradients)
 
 

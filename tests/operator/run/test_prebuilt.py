@@ -172,7 +172,7 @@ def test_a_missing_kernel_is_named_and_its_command_builds_it(copied, inputs, mon
     assert main(words[3:]) == 0
     assert "1 kernels built, 2 in" in capsys.readouterr().out
     monkeypatch.setenv("FA4_HD256_JIT", "0")
-    # The same process finds it.
+    # One process finds it, too.
     before = compile.counters["prebuilt"]
     attend(q)
     attend(inputs)

@@ -110,7 +110,7 @@ def test_which_kernels_get_one(monkeypatch, counts, use_clc):
     assert (scalars.tile_counter is not None) == (counts and use_clc)
     *_, types, _ = compile_arguments(problem.problem_class, counts and use_clc)
     assert [value is None for value in types] == [value is None for value in scalars]
-    # As many as run at once of what is one CTA here.
+    # Clusters of one CTA that run at once.
     assert int(scalars.clusters.value) == 148
 
 

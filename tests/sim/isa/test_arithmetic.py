@@ -125,7 +125,8 @@ def test_division(bits, name, value):
         return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
     def rest(a, b):
-        # By zero the ISA leaves both open; the hardware gives all ones (golden vectors).
+        # The ISA leaves both open for a division by zero; the hardware gives all ones (golden
+        # vectors).
         return value(a) - quotient(a, b) * value(b) if b else -1
 
     check_integers(f"div.{name} %d, %s0, %s1", [bits] * 2, quotient, bits)
@@ -681,7 +682,7 @@ def test_trigonometry():
     assert np.isnan(apply("sin.approx.f32", np.full(32, np.inf, np.float32))).all()
 
 
-# What is not there is refused, by name.
+# Missing instructions are refused, by name.
 
 @pytest.mark.parametrize("text", [
     "frobnicate.b32 %d, %s0", "add.rx.f32 %d, %s0, %s0", "shl.u32 %d, %s0, 1",

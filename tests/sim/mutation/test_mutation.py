@@ -39,9 +39,10 @@ def outcomes(total):
 
 
 def test_every_mutant_of_the_small_kernels_is_settled():
-    # Of a ring of one slot nothing can be left out.
+    # Nothing of a ring of one slot can be left out.
     assert outcomes(score(RING, block=(64, 1, 1))) == ["caught"] * 5
-    # Nor of products of a warpgroup: fence, commit, wait, the proxy fence and five barriers.
+    # Nothing of a warpgroup's MMAs can be left out: fence, commit, wait, the proxy fence and five
+    # barriers.
     assert outcomes(score(WARPGROUP, block=(160, 1, 1))) == ["caught"] * 9
 
 
@@ -209,7 +210,7 @@ def test_later_launches_try_what_earlier_ones_did_not_reach():
     assert len(total.mutants) == 5
 
 
-#: Of the forward kernel, by opcode and position among its like: one of each family.
+#: Instructions of the forward kernel, by opcode and position among its like: one of each family.
 SAMPLE = (
     ("fence.mbarrier_init", 0), ("barrier.cluster.arrive", 0), ("barrier.cluster.wait", 2),
     ("mbarrier.try_wait", 3), ("mbarrier.try_wait", 12), ("mbarrier.try_wait", 20),

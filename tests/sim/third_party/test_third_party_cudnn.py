@@ -42,8 +42,8 @@ def tensor(heads):
     return memory.transpose(1, 2)
 
 
-# By policy of cuDNN's scheduler: (blocks, heads, batches) as x, y and z of the grid, full
-# attention; the longest tiles first in a grid of one row, causal.
+# Policies of cuDNN's scheduler: (blocks, heads, batches) as x, y and z of the grid, full attention;
+# the longest tiles first in a grid of one row, causal.
 @pytest.mark.parametrize(("policy", "grid", "causal"), [
     (0, (4, HEADS, BATCH), False),
     (1, (2 * TILES, 1, 1), True),

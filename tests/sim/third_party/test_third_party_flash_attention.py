@@ -108,5 +108,5 @@ def test_the_kernels_for_hopper(on_hopper, head_dim, causal, seqlen, heads, opti
     reports = compare(head_dim, causal, seqlen, heads, **options)
     assert sum(report.warps("wgmma.mma_async") for report in reports) > 0
     assert not any(report.warps("tcgen05.mma") for report in reports)
-    # What its preprocessing is known for (docs/findings.md), and nothing else.
+    # Findings of its preprocessing are known (docs/findings.md); there are no others.
     assert {finding.kind for report in reports for finding in report.findings} <= {"two-writers"}

@@ -32,7 +32,7 @@ LANES = np.arange(32, dtype=np.uint64)
         (16 * (LANES % 8), 16, 4),
         (32 * LANES, 16, 8),
         (128 * LANES, 16, 32),
-        # The same rows under TMA's 128-byte swizzle.
+        # Rows under TMA's 128-byte swizzle.
         (128 * LANES + 16 * (LANES % 8), 16, 4),
         (LANES // 4, 1, 1),
     ],
@@ -40,7 +40,7 @@ LANES = np.arange(32, dtype=np.uint64)
 def test_wavefronts(addresses, width, clocks):
     masks = np.full(1, 0xFFFFFFFF, np.uint32)
     assert wavefronts(addresses[None], masks, width).tolist() == [clocks]
-    # Where the data begin makes no difference.
+    # The start of the data makes no difference.
     assert wavefronts(addresses[None] + 64, masks, width).tolist() == [clocks]
 
 

@@ -82,7 +82,7 @@ def test_own_bytes_get_what_shared_ones_leave():
     found = run(sharing(50.0 * clocks / 12))
     assert found.clocks == pytest.approx(clocks, rel=2e-3)
     assert found.bound == "clusters"
-    # None is left by what takes a thousandth of HBM.
+    # A thousandth of HBM leaves no wait.
     assert run(sharing(0.1 * clocks / 12)).clocks == run(sharing(0.0)).clocks
 
 

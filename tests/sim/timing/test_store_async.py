@@ -53,7 +53,7 @@ def clocks(nbytes):
         numbers, event, first, last, np.array([0, 1], np.int32), action, targets, 2, 2
     )
     paths = [WarpPath(numbers[a:b], event[a:b]) for a, b in zip(first, last)]
-    # Who waits is held by a scoreboard of the test's own; the exit waits for it.
+    # A scoreboard of the test's own holds the waiting warp; the exit waits for it.
     code = instruction_arrays(CODE)
     code.sets[3], code.waits[4] = 0, 1
     compiled = Compiled(

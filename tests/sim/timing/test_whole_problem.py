@@ -183,7 +183,7 @@ def test_a_static_grid_that_does_not_fit_takes_twice_as_long():
     assert schedule(tiles, COSTS, VALUES, 2, "dynamic", held).clocks == pytest.approx(
         alone.clocks * 8 / 6, rel=0.02
     )
-    # As good as a grid of what is left.
+    # A grid of the free clusters is as good.
     fitting = schedule(tiles, COSTS, VALUES, 2, "static", Room(held=1, grid=3))
     assert fitting.clocks == schedule(tiles, COSTS, VALUES, 2, "dynamic", held).clocks
 

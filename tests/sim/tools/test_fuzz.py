@@ -22,7 +22,7 @@ from sm100_sim.tools.golden import replay as replaying
 
 pytestmark = pytest.mark.simulator
 
-#: What an H200 gave, a few programs of each family out of thousands (docs/golden.md).
+#: Outcomes of an H200, a few programs of each family out of thousands (docs/golden.md).
 RECORDED, ABOUT = outcomes.load(DIRECTORY / "fuzz.json")
 
 

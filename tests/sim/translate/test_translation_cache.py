@@ -251,7 +251,7 @@ def test_edits_that_do_not(copy, name, before, after):
     assert digest() != first
 
 
-#: What the folders of `TRANSLATING` import besides: no code of a kernel comes from there.
+#: Modules that the folders of `TRANSLATING` import besides: no code of a kernel comes from there.
 BESIDES = {
     "sm100_sim", "sm100_sim/causes", "sm100_sim/devices", "sm100_sim/errors", "sm100_sim/settings",
 }  # fmt: skip

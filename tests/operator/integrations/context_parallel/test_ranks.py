@@ -38,7 +38,7 @@ TWO = {
     "heads, zigzag": Case(
         "ulysses_attention", "zigzag", heads=(4, 2), sink=True, lse=True, options=CAUSAL
     ),
-    # Of so many rows that one head of a group takes the kernel that two take.
+    # Rows are so many that one head of a group takes the kernel that two take.
     "heads, one of keys, documents": Case(
         "ulysses_attention", documents=(0, 5, 40, 110, 128), options=CAUSAL
     ),
@@ -346,7 +346,7 @@ def test_refused(pools):
         "mask_mod with cu_seqlens; .* beside a mask_mod that is True inside documents": {
             "block_mask": masks.prefix_lm(3, 64), "mask_mod": seen, "cu_seqlens": (0, 40, 64),
         },
-        # By the kernel that is traced, of a part.
+        # The traced kernel of a part refuses this.
         "a mask_mod returns str; accepted: a Boolean of CuTe DSL": {
             "way": "all_gather_attention", "block_mask": masks.prefix_lm(3, 64),
             "mask_mod": MaskMod.of(context_cases.no_truth), "alone": True,
