@@ -11,7 +11,7 @@ SEQLEN, HEADS_Q, HEADS_K = 256, 2, 1
 
 
 def inputs(head_dim: int) -> list[torch.Tensor]:
-    """q, k, v and the gradient of out, (1, seqlen, heads, head_dim), bf16, on the host."""
+    """Return q, k, v and the gradient of out, (1, seqlen, heads, head_dim), bf16, on the host."""
     generator = torch.Generator().manual_seed(0)
     heads = (HEADS_Q, HEADS_K, HEADS_K, HEADS_Q)
     return [torch.randn(1, SEQLEN, n, head_dim, generator=generator).bfloat16() for n in heads]
@@ -26,7 +26,7 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 def results(attention: Callable, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """out, dq, dk and dv, on the host."""
+    """Return out, dq, dk and dv, on the host."""
     *operands, gradient = tensors
     operands = [t.detach().requires_grad_() for t in operands]
     out = attention(*operands)

@@ -91,7 +91,7 @@ class PaddedCache:
 def decode(
     cache: PagedCache | PaddedCache, inputs: list[tuple[torch.Tensor, ...]]
 ) -> tuple[list[torch.Tensor], float]:
-    """(results, seconds) of the steps after the first `WARM_UP`."""
+    """Return (results, seconds) of the steps after the first `WARM_UP`."""
     on_gpu = inputs[0][0].is_cuda
     buffers = tuple(torch.empty_like(tensor) for tensor in inputs[0])
     run: Callable[[], torch.Tensor] = lambda: cache.step(*buffers)  # noqa: E731

@@ -15,7 +15,7 @@ from flash_attn.cute.interface import flash_attn_func
 
 
 def attention(q, k, v):
-    """out of flash-attn-4; (batch, seqlen, heads, head_dim) tensors."""
+    """Return out of flash-attn-4; (batch, seqlen, heads, head_dim) tensors."""
     found = flash_attn_func(q, k, v)
     return found[0] if isinstance(found, tuple) else found
 

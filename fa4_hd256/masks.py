@@ -395,7 +395,8 @@ def _is_block_mask(given: Any) -> bool:
 def _kinds(
     counts: torch.Tensor, indices: torch.Tensor, of_blocks: tuple[int, ...], kind: int
 ) -> torch.Tensor:
-    """(1 or batch, 1 or heads, *of_blocks) int8: `kind` for those that are listed, else `EMPTY`."""
+    """Return (1 or batch, 1 or heads, *of_blocks) int8: `kind` for those that are listed, else
+    `EMPTY`."""
     while indices.ndim < 4:
         counts, indices = counts[None], indices[None]
     columns = of_blocks[1]
@@ -498,7 +499,7 @@ class _Levels:
     def intervals(
         self, first: torch.Tensor, limit: torch.Tensor, first_tokens: int = 0
     ) -> tuple[torch.Tensor, Evaluate]:
-        """(kinds of tiles, what evaluates them) of this mask."""
+        """Return (kinds of tiles, what evaluates them) of this mask."""
         tokens = limit.clamp(max=first_tokens)
         begin, end = (
             torch.arange(count_mask_tiles(self.lengths[1]), device=first.device) * MASK_TILE + more
@@ -529,14 +530,15 @@ def _levels(seqlen: int, seqlen_k: int | None, device: torch.device) -> _Levels:
 
 
 def _extremes(rows: torch.Tensor) -> torch.Tensor:
-    """(2, 1 or batch, tiles): the least and the greatest of each tile's rows."""
+    """Return (2, 1 or batch, tiles): the least and the greatest of each tile's rows."""
     missing = -rows.shape[1] % MASK_TILE
     padded = torch.cat((rows, rows[:, -1:].expand(-1, missing)), dim=1)
     return torch.stack(padded.unflatten(1, (-1, MASK_TILE)).aminmax(dim=2))
 
 
 def _runs(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, behind the last) of the neighbours with the same number that each one is among."""
+    """Return (first, behind the last) of the neighbours with the same number that each one is
+    among."""
     places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
     differs = numbers[:, 1:] != numbers[:, :-1]
     edge = differs.new_ones(len(numbers), 1)
@@ -552,7 +554,7 @@ def _rows_of_ids(name: str, ids: Any) -> torch.Tensor:
 
 
 def _per_sequence(name: str, given: Any, device: Any) -> torch.Tensor:
-    """(1 or batch,) int64."""
+    """Return (1 or batch,) int64."""
     if not isinstance(given, torch.Tensor):
         check_whole(name, given, accepted="an int of 0 or more, or (batch,) integers")
         return torch.tensor([given], device=device)

@@ -45,7 +45,7 @@ def _named(given: tuple[Any, ...]) -> tuple[ForwardTensors, ForwardValues]:
     f"{NAMESPACE}::forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
 )
 def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
+    """Return (out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
     sequences with a batch of 1."""
     tensors, values = _named(given)
     out, lse = forward_bodies.within(tensors, values)
@@ -128,7 +128,7 @@ forward_max_logits.register_autograd(
     schema=f"(Tensor(a!) out, {_ARGUMENTS}) -> Tensor",
 )  # fmt: skip
 def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
-    """lse of `forward` with these arguments, whose result goes to out, 4-D."""
+    """Return the lse of `forward` with these arguments, whose result goes to out, 4-D."""
     check_writable(out, given)
     inputs, values = _named(given)
     _, lse = out_bodies.within((*inputs, out), values)

@@ -113,9 +113,9 @@ _known: weakref.WeakKeyDictionary[TileMask, UntilChanged] = weakref.WeakKeyDicti
 def _joined(
     mask: TileMask, offsets: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[TileMask, torch.Tensor]:
-    """(the mask with sequences, of each query what functions read of its own), made once for calls
-    with the same tensors, unless somebody writes to these (`UntilChanged`); in a CUDA graph at each
-    replay."""
+    """Return (the mask with sequences, of each query what functions read of its own), made once for
+    calls with the same tensors, unless somebody writes to these (`UntilChanged`); in a CUDA graph
+    at each replay."""
     if is_captured(mask.device):
         return _made(mask, offsets)
     of_mask = _known.setdefault(mask, UntilChanged(MOST_JOINED))
@@ -141,7 +141,7 @@ def _made(
 def _table(
     total_q: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
 ) -> torch.Tensor:
-    """(total_q, 5) int32: the `SequenceOfQuery` of each."""
+    """Return (total_q, 5) int32: the `SequenceOfQuery` of each."""
     numbers, begin_k, seqlen_k = keys_of_rows(cu_seqlens_q, cu_seqlens_k, total_q)
     begin_q, seqlen_q = (of_all[numbers] for of_all in (cu_seqlens_q, cu_seqlens_q.diff()))
     found = SequenceOfQuery(numbers, begin_q, begin_k, seqlen_q, seqlen_k)

@@ -93,7 +93,7 @@ mov.b32 {$w0}, 0;
 
 
 def _decode(slot: cute.Pointer) -> tuple[Int32, Boolean]:
-    """(ctaid.x of the cancelled cluster's first CTA, whether a cluster was cancelled)."""
+    """Return (ctaid.x of the cancelled cluster's first CTA, whether a cluster was cancelled)."""
     first_cta, is_cancelled = cute.arch.inline_ptx(
         _DECODE, write_only_types=[Int32, Int32], read_only_args=[slot.toint()]
     )

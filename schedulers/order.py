@@ -102,7 +102,8 @@ class PackedBlocks:
         return self.offsets[sequence] // self.rows + sequence
 
     def found(self, number: Any) -> tuple[Any, Any]:
-        """(block in its sequence, sequence) of a number; on the device by all lanes of a warp."""
+        """Return (block in its sequence, sequence) of a number; on the device by all lanes of a
+        warp."""
         if isinstance(number, int):
             sequences = range(len(self.offsets) - 1)
             sequence = bisect_right(sequences, number, key=self.begin) - 1
@@ -278,7 +279,7 @@ class TileOrder:
 
 
 def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
-    """(block, head, batch) of the cluster tile with this linear index.
+    """Return (block, head, batch) of the cluster tile with this linear index.
 
     `index` must be in [0, order.num_tiles).  The same statements run on Python integers and on
     Int32 values; a bijection for every order.
@@ -299,7 +300,7 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
 
 
 def _of_row(block: Any, batch: Any, packed: PackedBlocks) -> tuple[Any, Any]:
-    """(block, batch) where blocks may be in a row."""
+    """Return (block, batch) where blocks may be in a row."""
     if isinstance(block, int):
         return packed.found(block) if packed.is_used else (block, batch)
     return _of_row_on_device(Int32(block), Int32(batch), packed)

@@ -86,7 +86,8 @@ def make_work_tile(index: Int32, is_valid: Boolean, order: TileOrder) -> WorkTil
 
 
 def cluster_index(cluster_size: int) -> tuple[Int32, Int32]:
-    """(index of this cluster, clusters in the grid) for the one-dimensional grids used here."""
+    """Return (index of this cluster, clusters in the grid) for the one-dimensional grids used
+    here."""
     cta, _, _ = cute.arch.block_idx()
     num_ctas, _, _ = cute.arch.grid_dim()
     return cta // cluster_size, num_ctas // cluster_size

@@ -107,8 +107,8 @@ class KeySoftmax:
     def exponentiate(
         self, scores: cute.Tensor, probabilities: cute.Tensor | None, weight: Float32 | None = None
     ) -> None:
-        """p of this thread's key: float32 into the sums and in place of the scores, and rounded
-        into `probabilities`.
+        """Write p of this thread's key: float32 into the sums and in place of the scores, and
+        rounded into `probabilities`.
 
         probabilities: register tensor of `dtype`, one of each row; None where the caller rounds.
         weight: what p counts in the sums, of this key; None for 1.
@@ -147,7 +147,7 @@ class KeySoftmax:
     def finish(
         self, total: Float32, offset: Float32, sink_log2: Float32 | None
     ) -> tuple[Float32, Float32]:
-        """(1 / l, LSE) of a row; total: its sum over all keys; sink_log2: as of
+        """Return (1 / l, LSE) of a row; total: its sum over all keys; sink_log2: as of
         `OnlineSoftmax.finish`."""
         self.row.row_sum, self.row.offset = total, offset
         return self.row.finish(sink_log2)

@@ -129,7 +129,7 @@ def _search(coefficients: np.ndarray) -> np.ndarray:
 def error_curve(
     coefficients: tuple[float, ...], count: int = 4096
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(f, p(f) / 2^f - 1) on `count` + 1 or more float32 points of [0, 1]."""
+    """Return (f, p(f) / 2^f - 1) on `count` + 1 or more float32 points of [0, 1]."""
     points = _points(count)
     exact = np.exp2(points.astype(np.float64))
     return points, horner(points, coefficients).astype(np.float64) / exact - 1

@@ -203,11 +203,11 @@ class OnlineSoftmax:
         self.row_sum = chains[0][0] + chains[0][1]
 
     def finish(self, sink_log2: Float32 | None = None) -> tuple[Float32, Float32]:
-        """(1 / l, LSE in natural log); (0, -inf) for a row without visible key.
+        """Return (1 / l, LSE in natural log); (0, -inf) for a row without visible key.
 
         sink_log2: logit of a sink, times log2(e), or None.  It takes part in l and LSE like a key
-        whose value is 0; a row without visible key then has LSE = the sink's logit, -inf too.
-        A logit of +inf takes everything: (0, +inf).
+        whose value is 0; a row without visible key then has LSE = the sink's logit, -inf too. A
+        logit of +inf takes everything: (0, +inf).
         """
         row_sum, offset = self._over_lanes(self.row_sum, lambda a, b: a + b), self.offset
         if cutlass.const_expr(sink_log2 is not None):

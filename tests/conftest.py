@@ -112,8 +112,8 @@ def takes_all_cases(config) -> bool:
 
 
 def sampled_cases(items):
-    """(items that run, those left out): of a test with the mark `sampled` the cases whose ids match
-    one of its patterns.
+    """Return (items that run, those left out): of a test with the mark `sampled` the cases whose
+    ids match one of its patterns.
 
     Raises pytest.UsageError where no case of a test matches a pattern.
     """

@@ -159,7 +159,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _measured(
     chosen: Sequence[Rung], case: Case, sampling: Sampling
 ) -> tuple[list[dict[str, Any]], dict[str, float | str]]:
-    """(rows, PyTorch's implementations) on this machine's GPU."""
+    """Return (rows, PyTorch's implementations) on this machine's GPU."""
     timer = CudaTimer()
     pytorch = (PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"), PyTorchSdpa("math", "MATH"))
     timings, others = measure_all(chosen, case, timer, sampling, pytorch)

@@ -146,8 +146,8 @@ class _Modelled:
     def __call__(
         self, case: MaskedCase, direction: str
     ) -> tuple[list[Call], tuple[float, float], Paths]:
-        """(a call for each of the drawn machines, shares that are listed and that have bits, of the
-        replays)."""
+        """Return (a call for each of the drawn machines, shares that are listed and that have bits,
+        of the replays)."""
         if direction == BACKWARD:
             backward = self._backward(masked_backward.uses_clc(case))
             calls, shares = backward.calls(case), masked_backward.shares(case)

@@ -34,7 +34,7 @@ SIZES = (None, 128, 16)
 
 
 def default_cases() -> list[Case]:
-    """(batch, queries, keys), heads of Qwen3.5."""
+    """Return (batch, queries, keys), heads of Qwen3.5."""
     return [
         Case("pages", ((queries, keys),) * batch, 32, 2, True)
         for batch in (1, 128)

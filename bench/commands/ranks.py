@@ -123,8 +123,8 @@ def _hidden(ring: float, kernels: float, transfers: float, waits: float) -> dict
 def jobs_of(
     only: Sequence[str], direction: str | None, ways: Sequence[str] | None
 ) -> list[Job]:
-    """(case, direction, way), those of one row side by side. Raises ValueError for a text that is
-    in no sequence's line."""
+    """Return (case, direction, way), those of one row side by side. Raises ValueError for a text
+    that is in no sequence's line."""
     for text in only:
         if not any(text in str(case) for case in CASES):
             lines = "; ".join(map(str, CASES))

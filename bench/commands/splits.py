@@ -58,7 +58,7 @@ PUBLISHED = {"cuDNN, as published": CUDNN, "FROST, as published": FROST}
 
 
 def default_cases() -> list[Case]:
-    """(batch, queries, keys), with the heads of Qwen3-Next and of Gemma."""
+    """Return (batch, queries, keys), with the heads of Qwen3-Next and of Gemma."""
     decoding = [(b, 1, keys) for b in (1, 8) for keys in (1024, 2048, 8192, 32768, 131072)]
     # 40 tiles: two splits would make 80 for 74 CTA pairs.
     decoding += [(20, 1, keys) for keys in (2048, 32768)]

@@ -248,7 +248,8 @@ def classes(found: Sequence[Found]) -> Table:
 def _within(
     errors: Iterable[tuple[str, float]], limit: float | None, quadratic: float | None = None
 ) -> tuple[int, str, bool, str]:
-    """(rows, what was found, whether all are within the limit and their rms too, the worst)."""
+    """Return (rows, what was found, whether all are within the limit and their rms too, the
+    worst)."""
     found = list(errors)
     if not found:
         return 0, "no row can be replayed", False, "-"

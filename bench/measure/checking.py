@@ -67,7 +67,7 @@ class Block:
     head_kv: int
 
     def queries(self, inputs: Inputs, tensor: torch.Tensor) -> torch.Tensor:
-        """(rows, heads, 256) of a tensor like q; a copy."""
+        """Return (rows, heads, 256) of a tensor like q; a copy."""
         rows = inputs.sequence(tensor, self.sequence, 0)[self.rows.start : self.rows.stop]
         return rows[:, list(self.heads)]
 

@@ -56,7 +56,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """q in bf16; k and v in float64 as they were; their codes, and what those stand for."""
+    """Return q in bf16; k and v in float64 as they were; their codes, and what those stand for."""
 
     q: torch.Tensor
     values: tuple[torch.Tensor, torch.Tensor]
@@ -138,7 +138,7 @@ METHODS: dict[str, tuple[Callable, Callable]] = {
 
 
 def _attention(given: Inputs, method: str) -> torch.Tensor:
-    """out in float64, not rounded to bf16."""
+    """Return out in float64, not rounded to bf16."""
     of_q, of_p = METHODS[method]
     k, v = (tensor[0, :, 0] for tensor in given.exact)
     scores = of_q(given.q[0, 0].double()) @ k.T / HEAD_DIM**0.5
@@ -147,7 +147,7 @@ def _attention(given: Inputs, method: str) -> torch.Tensor:
 
 
 def _ours(given: Inputs, architecture: str) -> torch.Tensor:
-    """out of an architecture's compiled kernel in bf16. One scale for K and one for V."""
+    """Return out of an architecture's compiled kernel in bf16. One scale for K and one for V."""
     k, v = (code.reshape(1, -1, 1, HEAD_DIM) for code in given.codes)
     k_descale, v_descale = (scale.reshape(1) for scale in given.scales)
     with mock.patch.dict(os.environ, {ARCHITECTURE.name: architecture}):

@@ -122,7 +122,8 @@ def measure_all(
     chosen: Sequence[Rung], case: Case, timer: Timer, sampling: Sampling,
     pytorch: Iterable[Provider],
 ) -> tuple[list[Timing], dict[str, float | str]]:
-    """(timings of the rungs, median seconds of PyTorch's implementations or why they did not run).
+    """Return (timings of the rungs, median seconds of PyTorch's implementations or why they did not
+    run).
 
     All of them are timed, interleaved, on the same inputs.
     """

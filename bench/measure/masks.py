@@ -80,7 +80,7 @@ class Documents:
         return "documents"
 
     def ids(self, batch: int, seqlen: int, device: torch.device) -> torch.Tensor:
-        """(batch, seqlen) int32: the number of each token's document."""
+        """Return (batch, seqlen) int32: the number of each token's document."""
         generator = torch.Generator().manual_seed(0)
         shape = batch, max(seqlen // self.tokens - 1, 1)
         # A document begins behind a cut; two cuts at one place are one.
@@ -108,7 +108,7 @@ class Images:
         return "images, causal" if self.window is None else f"images, window {self.window}"
 
     def blocks(self, batch: int, seqlen: int, device: torch.device) -> torch.Tensor:
-        """(batch, seqlen) int32: the number of each token's image, -1 of those of text."""
+        """Return (batch, seqlen) int32: the number of each token's image, -1 of those of text."""
         shifts = 37 * torch.arange(batch, device=device, dtype=torch.int32)
         tokens = torch.arange(seqlen, device=device, dtype=torch.int32)
         behind = tokens - shifts[:, None] - FIRST_IMAGE
@@ -179,7 +179,7 @@ class MaskedCase(Case):
         return self.pattern.tile_mask(self.batch, self.seqlen_q, device)
 
     def dense(self, device: torch.device) -> torch.Tensor:
-        """(1 or batch, 1, seqlen, seqlen) bool: True where a query sees a key."""
+        """Return (1 or batch, 1, seqlen, seqlen) bool: True where a query sees a key."""
         return torch.cat(list(self._rows(device)), dim=2)
 
     def _rows(self, device: torch.device) -> Iterator[torch.Tensor]:
@@ -193,7 +193,7 @@ class MaskedCase(Case):
             yield seen.expand(len(entries), len(rows), seqlen)[:, None]
 
     def seen(self, sequence: int, rows: range, keys: int) -> torch.Tensor:
-        """(rows, keys) bool, of the first keys."""
+        """Return (rows, keys) bool, of the first keys."""
         queries = torch.arange(rows.start, rows.stop)[:, None]
         return self._on_cpu(sequence, 0, queries, torch.arange(keys))
 

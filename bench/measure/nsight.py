@@ -181,7 +181,7 @@ def _in_base_unit(value: float, unit: str) -> float:
 
 
 def find(metric: Metric, launch: dict[str, tuple[str, str]]) -> tuple[float | None, str | None]:
-    """(value, name in the report), None where the report has no such metric."""
+    """Return (value, name in the report), None where the report has no such metric."""
     for pattern in metric.patterns:
         for name, (text, unit) in launch.items():
             value = _number(text)

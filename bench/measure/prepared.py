@@ -40,7 +40,7 @@ def computed_case(provider: Provider, case: Case) -> Case:
 
 
 def _checked(provider: Provider, inputs: Inputs, direction: str) -> tuple[Any, Check]:
-    """(the call to time, how far its result is from the reference)."""
+    """Return (the call to time, how far its result is from the reference)."""
     case = computed_case(provider, inputs.case)
     if case is not inputs.case:
         inputs = replace(inputs, case=case, expected={}, masks={})

@@ -119,7 +119,7 @@ class Inputs:
         return self.q, self.k, self.v
 
     def sequence(self, tensor: torch.Tensor, index: int, side: int) -> torch.Tensor:
-        """(seqlen, heads, 256) of one sequence; side: 0 for queries, 1 for keys."""
+        """Return (seqlen, heads, 256) of one sequence; side: 0 for queries, 1 for keys."""
         if self.cu_seqlens is None:
             return tensor[index]
         begin, end = self.cu_seqlens[side][index : index + 2].tolist()
@@ -405,7 +405,8 @@ def forward_call(provider: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
 
 
 def attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(result, None), or (None, why it failed): one provider's error must not end a long run.
+    """Return (result, None), or (None, why it failed): one provider's error must not end a long
+    run.
 
     CuTe DSL's errors, for one, are of classes of their own.
     """

@@ -55,7 +55,7 @@ class Alibi:
         return "ALiBi"
 
     def _slopes(self, heads: int, device: torch.device) -> torch.Tensor:
-        """(heads,) float32."""
+        """Return (heads,) float32."""
         return torch.exp2(-8 * (torch.arange(heads, device=device) + 1.0) / heads)
 
     def score_mod(self, heads: int, device: torch.device) -> ScoreMod:
@@ -82,7 +82,7 @@ class Distances:
         return f"table of {TABLE} distances"
 
     def _table(self, heads: int, device: torch.device) -> torch.Tensor:
-        """(heads, TABLE) float32."""
+        """Return (heads, TABLE) float32."""
         generator = torch.Generator().manual_seed(0)
         return torch.randn(heads, TABLE, generator=generator).to(device)
 
@@ -162,8 +162,8 @@ class ScoredCase(Case):
         return lambda score, b, h, q, k: whole(score, b + sequence, numbers[h], q + first_row, k)
 
     def bias(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """(1, heads, seqlen, seqlen): what is added to scores, -inf where nothing is seen; rounded
-        to dtype. Raises ValueError for a function that does more than add."""
+        """Return (1, heads, seqlen, seqlen): what is added to scores, -inf where nothing is seen;
+        rounded to dtype. Raises ValueError for a function that does more than add."""
         if not self.function.added:
             raise ValueError(f"{self.mask} is no bias; accepted: a function that adds")
         function, tokens = self.torch_function(device), torch.arange(self.seqlen_q, device=device)

@@ -81,7 +81,7 @@ class Model(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """(batch, seqlen) to (batch, seqlen, vocabulary)."""
+        """Map tokens (batch, seqlen) to logits (batch, seqlen, vocabulary)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         frequencies = 1e4 ** (-torch.arange(0, HEAD_DIM, 2, device=tokens.device) / HEAD_DIM)
         angles = positions[:, None] * frequencies
@@ -94,7 +94,7 @@ class Model(nn.Module):
 
 @functools.cache
 def batch_of(step: int, shape: Shape) -> torch.Tensor:
-    """(batch, seqlen + 1) tokens on the host, always the same for a step."""
+    """Return (batch, seqlen + 1) tokens on the host, always the same for a step."""
     generator = torch.Generator().manual_seed(1)
     successors = torch.randint(
         shape.vocabulary, (shape.vocabulary, SUCCESSORS), generator=generator
@@ -191,7 +191,7 @@ def rounded(
 
 
 def _seen(rows: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(query, key): keys at or before a query, at most `window` before it."""
+    """Return (query, key): keys at or before a query, at most `window` before it."""
     numbers = torch.arange(rows, device=device)
     behind = numbers[:, None] - numbers
     return behind >= 0 if window is None else (behind >= 0) & (behind <= window)

@@ -79,7 +79,7 @@ def backward_problem(
 
 
 def _rows(case: Case) -> list[tuple[int, int]]:
-    """(batch, rows) of the tensors of queries and of keys; packed sequences lie behind one
+    """Return (batch, rows) of the tensors of queries and of keys; packed sequences lie behind one
     another."""
     sides = zip(*case.lengths)
     return [(1, sum(side)) if case.packed else (case.batch, max(side)) for side in sides]

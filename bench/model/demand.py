@@ -287,7 +287,7 @@ def totals(
 
 
 def _counts(case: Case, packed: int = 1) -> tuple[int, int, int]:
-    """(steps, query tiles, key tiles) with any visible key; a step has 256 rows x 128 keys.
+    """Return (steps, query tiles, key tiles) with any visible key; a step has 256 rows x 128 keys.
 
     packed: query heads whose rows share a tile.
     """
@@ -301,8 +301,8 @@ def _counts(case: Case, packed: int = 1) -> tuple[int, int, int]:
 
 
 def _key_counts(case: Case) -> tuple[int, int]:
-    """(steps, tiles of 256 keys) with any visible pair; a step has 256 keys x 128 queries. The mask
-    is the same one with its sides exchanged."""
+    """Return (steps, tiles of 256 keys) with any visible pair; a step has 256 keys x 128 queries.
+    The mask is the same one with its sides exchanged."""
     left, right = case.bounds
     found = [_sequence_counts(k, q, right, left, DS_BLOCK) for q, k in case.lengths]
     steps, tiles, _ = (sum(counts) for counts in zip(*found))

@@ -302,7 +302,7 @@ def _problems(variant: Variant, samples: Samples) -> tuple[Problem, ...]:
 
 
 def _sample_tiles(variant: Variant, sample: tuple) -> tuple[int, float]:
-    """(tiles, masked work in all) of what one cluster runs of a sample."""
+    """Return (tiles, masked work in all) of what one cluster runs of a sample."""
     if variant.divided:
         return 1, 0.0
     if variant.tiling.policy == "single":

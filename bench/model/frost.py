@@ -109,15 +109,16 @@ class Variant:
         return tuple((self.few.queries, *rest) for rest in self.few_samples())
 
     def few_samples(self) -> tuple[tuple[int, None, int], ...]:
-        """(heads, no left bound, keys) of samples of few queries: of the kernel for decoding, with
-        one tile per CTA, of different lengths; of the other one also of several tiles a cluster."""
+        """Return (heads, no left bound, keys) of samples of few queries: of the kernel for
+        decoding, with one tile per CTA, of different lengths; of the other one also of several
+        tiles a cluster."""
         assert self.few is not None
         keys = (1024, 2048, 4096) if self.few.columns else (1024, 2048)
         several = () if self.few.columns else ((2 * self.few.ratio, None, 1024),)
         return (*((self.few.ratio, None, n) for n in keys), *several)
 
     def tiles_of(self, sample: Sample) -> tuple[int, float]:
-        """(tiles, masked work in all) that the cluster of a sample runs."""
+        """Return (tiles, masked work in all) that the cluster of a sample runs."""
         if self.few is None:
             work = forward_work(sample)
             return len(work), sum(masked for _, masked in work)

@@ -80,7 +80,7 @@ class Variant:
     splits: bool = False
 
     def samples(self) -> Samples:
-        """(queries, heads, left bound, keys) of small calls."""
+        """Return (queries, heads, left bound, keys) of small calls."""
         if self.kernel != FORWARD:
             return BACKWARD_SAMPLES
         rows, keys = (64, 64) if self.decodes else (128, self.keys)
@@ -170,7 +170,7 @@ def replays(variant: Variant, machine: Machine, draws: int = 0) -> list[Replayed
 
 
 def _tiles_of(variant: Variant, sample: Sample) -> tuple[int, float]:
-    """(tiles, masked work) of a sample."""
+    """Return (tiles, masked work) of a sample."""
     if variant.kernel != FORWARD:
         return backward_tiles(variant.kernel, sample)
     queries, heads, _, _ = parts_of(sample)
@@ -178,7 +178,7 @@ def _tiles_of(variant: Variant, sample: Sample) -> tuple[int, float]:
 
 
 def call(variant: Variant, sample: Sample) -> tuple[Any, tuple]:
-    """(compiled kernel, arguments of a call on one CTA, or cluster of two)."""
+    """Return (compiled kernel, arguments of a call on one CTA, or cluster of two)."""
     queries, heads, left, keys = parts_of(sample)
     kind, generator = variant.kind, torch.Generator().manual_seed(SEED)
     shapes = ((queries, heads), (keys, 1), (keys, 1), (queries, heads))

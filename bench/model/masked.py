@@ -147,8 +147,8 @@ def shares(case: MaskedCase) -> tuple[float, float]:
 
 @functools.cache
 def _lists(case: MaskedCase) -> tuple[np.ndarray, np.ndarray, int]:
-    """(steps, those of them in which a half has bits, each (batch, heads, tiles of queries); steps
-    of a tile at most), by the lists of the case's mask."""
+    """Return (steps, those of them in which a half has bits, each (batch, heads, tiles of queries);
+    steps of a tile at most), by the lists of the case's mask."""
     steps = case.tile_mask(torch.device("cpu")).steps(HALVES)
     count = steps[..., 0, 0]
     is_listed = torch.arange(steps.shape[3] - 1) < count[..., None]
@@ -159,7 +159,7 @@ def _lists(case: MaskedCase) -> tuple[np.ndarray, np.ndarray, int]:
 def call_on(
     machine: Machine, sample: MaskSample, use_clc: bool, mask_mod: MaskMod | None = None
 ) -> tuple[Any, tuple]:
-    """(compiled kernel, arguments of a call on one CTA pair), as compiled for such machines.
+    """Return (compiled kernel, arguments of a call on one CTA pair), as compiled for such machines.
     mask_mod: what says instead of bits what is seen of tiles that have some."""
     generator = torch.Generator().manual_seed(SEED)
     q, k, v = (

@@ -191,7 +191,8 @@ def _query_heads(portion: Portion, head: int) -> int:
 
 
 def _shared(steps: np.ndarray, met: np.ndarray, length: int) -> tuple[np.ndarray, float]:
-    """(rows of the other side that each tile of a head lists, rows besides that fall to each).
+    """Return (rows of the other side that each tile of a head lists, rows besides that fall to
+    each).
 
     What tiles of a head share is counted as nested (`sm100_sim.timing.Tile`): all of it is the
     longest list. Rows that some tile lists and this one does not come from HBM once, too. steps: of
@@ -334,8 +335,8 @@ def sample_tiles(which: str, sample: MaskSample) -> int:
 def call_on(
     machine: Machine, variant: Variant, sample: MaskSample, mask: TileMask | None = None
 ) -> tuple[Any, tuple]:
-    """(compiled kernel, arguments of a call on one CTA pair), as compiled for such machines. mask:
-    that of the sample by default."""
+    """Return (compiled kernel, arguments of a call on one CTA pair), as compiled for such machines.
+    mask: that of the sample by default."""
     generator, heads = torch.Generator().manual_seed(SEED), _sample_heads(variant.kernel)
     shapes = ((sample.queries, heads), (sample.keys, 1), (sample.keys, 1), (sample.queries, heads))
     tensors: Any = tuple(

@@ -178,7 +178,7 @@ def call_on(machine: Machine, variant: DecodeVariant, sample: Sample) -> tuple[A
 
 
 def call(variant: DecodeVariant, sample: Sample) -> tuple[Any, tuple]:
-    """(compiled kernel, arguments of a call on one SM)."""
+    """Return (compiled kernel, arguments of a call on one SM)."""
     kind, config = variant.kind, variant.config
     softcap = SAMPLE_SOFTCAP if kind.softcap else 0.0
     options = Options.check(None, kind.causal, (sample.left, None), softcap, variant.use_clc)
@@ -199,7 +199,7 @@ def call(variant: DecodeVariant, sample: Sample) -> tuple[Any, tuple]:
 
 
 def _tensors(variant: DecodeVariant, sample: Sample) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(q, k, v), ragged tensors."""
+    """Return (q, k, v), ragged tensors."""
     generator = torch.Generator().manual_seed(SEED)
     count, queries, keys = sample.sequences, variant.queries, sample.keys
     shapes = [(count, queries, variant.ratio), (count, keys, 1), (count, keys, 1)]

@@ -136,7 +136,7 @@ class Variant:
         return replace(self, samples=parts)
 
     def sample_tiles(self, sample: Sample) -> tuple[int, float]:
-        """(tiles, masked work in all) of a sample."""
+        """Return (tiles, masked work in all) of a sample."""
         if self.kernel != FORWARD:
             return backward_tiles(self.kernel, sample)
         work = forward_work(sample)
@@ -324,8 +324,8 @@ def call_on(
 
 
 def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[Any, tuple]:
-    """(compiled kernel, arguments of a call on one CTA pair). longest: length that packed sequences
-    are said to have at most, by default that of the sample."""
+    """Return (compiled kernel, arguments of a call on one CTA pair). longest: length that packed
+    sequences are said to have at most, by default that of the sample."""
     queries, heads, left, keys = parts_of(sample)
     kind, generator = variant.kind, torch.Generator().manual_seed(SEED)
     shapes = ((queries, heads), (keys, 1), (keys, 1), (queries, heads))
@@ -356,8 +356,8 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
 def forward_call(
     variant: Variant, problem: Problem, tensors: Any, ragged: tuple
 ) -> tuple[Any, tuple]:
-    """(compiled kernel, arguments of a call on one CTA pair). tensors: q, k, v first; ragged: those
-    of the problem, in its order."""
+    """Return (compiled kernel, arguments of a call on one CTA pair). tensors: q, k, v first;
+    ragged: those of the problem, in its order."""
     config: Any = variant.config or ForwardConfig()
     compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
     results = empty_results(problem, parts=problem.num_splits > 1)
@@ -369,8 +369,8 @@ def forward_call(
 def backward_call(
     variant: Variant, forward: Problem, tensors: Any, ragged: tuple
 ) -> tuple[Any, tuple]:
-    """(compiled kernel, arguments of a call on one CTA pair). forward: the call whose gradients
-    they are; tensors: q, k, v, dout; ragged: those of that call, in its order."""
+    """Return (compiled kernel, arguments of a call on one CTA pair). forward: the call whose
+    gradients they are; tensors: q, k, v, dout; ragged: those of that call, in its order."""
     (q, k, *_), which = tensors, variant.kernel
     name, head_parts = which.removesuffix(" partial"), 2 if which.endswith(" partial") else 1
     keeps = name in ("dv", "products")

@@ -61,15 +61,15 @@ BACKWARD_HELD_OUT = ((1280, 1, 512), (1536, 1, 1023))
 
 
 def parts_of(sample: Iterable[int | None]) -> tuple[int, int, int | None, int]:
-    """(queries, heads, left bound, keys) of a sample."""
+    """Return (queries, heads, left bound, keys) of a sample."""
     queries, heads, left, keys = cast(tuple[int, int, int | None, int | None],
                                       (*sample, None, None)[:4])
     return queries, heads, left, keys or queries
 
 
 def forward_work(sample: Sample) -> list[tuple[float, float]]:
-    """(work, its masked part) of each tile of a sample; nothing masked without a window, where what
-    the diagonal costs is the same for each tile and part of that."""
+    """Return (work, its masked part) of each tile of a sample; nothing masked without a window,
+    where what the diagonal costs is the same for each tile and part of that."""
     queries, heads, left, keys = parts_of(sample)
     found = []
     for begin in range(0, queries, ROWS):
@@ -80,8 +80,8 @@ def forward_work(sample: Sample) -> list[tuple[float, float]]:
 
 
 def backward_tiles(which: str, sample: Sample) -> tuple[int, float]:
-    """(tiles, masked work in all) of a sample of a kernel of the backward (`backward.Backward`);
-    nothing masked without a window, nor in the products of a dS."""
+    """Return (tiles, masked work in all) of a sample of a kernel of the backward
+    (`backward.Backward`); nothing masked without a window, nor in the products of a dS."""
     seqlen, heads, left, _ = parts_of(sample)
     lengths, bounds = (seqlen, seqlen), (left, 0)
     # Each of the two heads' parts has tiles of its own where parts of a group are summed.

@@ -109,7 +109,8 @@ class LoopNest:
 
         @functools.cache
         def longest(index: int) -> tuple[int, tuple[int, ...]]:
-            """(instructions, blocks) from this block to a latch; -1 if no latch is reached."""
+            """Return (instructions, blocks) from this block to a latch; -1 if no latch is
+            reached."""
             own = len(self.instructions_of(index))
             best: tuple[int, tuple[int, ...]]
             best = (own, (index,)) if index in loop.latches else (-1, ())

@@ -37,8 +37,8 @@ Lengths = tuple[int, int]
 
 
 def dv_steps(block: int, lengths: Lengths, bounds: tuple) -> tuple[int, int]:
-    """(steps, masked ones) of a tile of keys and one query head; the mask of the transposed scores
-    is the same one with its sides exchanged."""
+    """Return (steps, masked ones) of a tile of keys and one query head; the mask of the transposed
+    scores is the same one with its sides exchanged."""
     (seqlen_q, seqlen_k), (left, right) = lengths, bounds
     tile = block * ROWS, min(block * ROWS + ROWS, seqlen_k)
     return key_steps(*tile, (seqlen_k, seqlen_q), (right, left), STEP)

@@ -126,7 +126,7 @@ class ForwardTiling:
         return 2 * self.kv_bytes * self.head_dim
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
-        """(queries of a tile, heads that have tiles of their own).
+        """Return (queries of a tile, heads that have tiles of their own).
 
         Heads are packed where a CTA's rows are a multiple of the ratio, in ours
         (`fa4_hd256.call.forward_problem.packed_heads`) and in flash-attn-4.
@@ -137,8 +137,8 @@ class ForwardTiling:
         return self.rows, heads
 
     def places(self, case: Case) -> Iterator[Place]:
-        """(block of queries, head, batch and KV split) of each tile in order; this order is ours,
-        another kernel's class has its own."""
+        """Return (block of queries, head, batch and KV split) of each tile in order; this order is
+        ours, another kernel's class has its own."""
         order = _forward_order(case, self)
         places = [tile_coordinates(index, order) for index in range(order.num_tiles)]
         return iter(self.order.behind(places, order))
@@ -193,9 +193,9 @@ def key_steps(
     begin: int, end: int, lengths: tuple[int, int], bounds: Bounds, keys: int = KEYS,
     parts: Parts = WHOLE,
 ) -> tuple[int, int]:
-    """(KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that not
-    all of these rows see); the mask is bottom-right aligned. keys: of a KV tile. parts: of these KV
-    tiles."""
+    """Return (KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that
+    not all of these rows see); the mask is bottom-right aligned. keys: of a KV tile. parts: of
+    these KV tiles."""
     seen = visible_keys(begin, end, lengths, bounds)
     if not seen:
         return 0, 0
@@ -215,10 +215,10 @@ def key_steps(
 def shared_by(
     begin: int, rows: int, lengths: tuple[int, int], bounds: Bounds
 ) -> tuple[int, int]:
-    """(first, limit) of the rows of the other side that the tile of so many rows that begins there
-    shares with others: those that its own rows see, the first of them -1 but in a window, which
-    bounds both sides, for elsewhere a tile that sees more sees those before them, too. lengths,
-    bounds: the tile's own side first."""
+    """Return (first, limit) of the rows of the other side that the tile of so many rows that begins
+    there shares with others: those that its own rows see, the first of them -1 but in a window,
+    which bounds both sides, for elsewhere a tile that sees more sees those before them, too.
+    lengths, bounds: the tile's own side first."""
     end = min(begin + rows, lengths[0])
     seen = visible_keys(begin, end, lengths, bounds) if begin < end else range(0)
     return (-1, len(seen)) if None in bounds else (seen.start, seen.stop)
@@ -300,7 +300,7 @@ def _forward_tile(
 def dq_units(
     block: int, lengths: tuple[int, int], bounds: Bounds
 ) -> tuple[int, int]:
-    """(units, masked ones) of a tile of queries of a sequence."""
+    """Return (units, masked ones) of a tile of queries of a sequence."""
     begin = block * ROWS
     return key_steps(begin, min(begin + ROWS, lengths[0]), lengths, bounds)
 
@@ -308,8 +308,8 @@ def dq_units(
 def dkdv_units(
     block: int, lengths: tuple[int, int], bounds: Bounds, rows: int
 ) -> tuple[float, float]:
-    """(units, masked ones) of a tile of keys and one query head. rows: see `BackwardTiling`; masked
-    ones are counted as a kernel with 256 has them.
+    """Return (units, masked ones) of a tile of keys and one query head. rows: see `BackwardTiling`;
+    masked ones are counted as a kernel with 256 has them.
 
     The mask of the transposed scores is the same one with its sides exchanged.
     """
@@ -422,9 +422,9 @@ def indices(
     grid: tuple[int, int, int], section: int | None, later_first: bool,
     packed: PackedBlocks | None = None, last: int = 1,
 ) -> Iterator[tuple[int, int, int]]:
-    """(block, head, batch) of every tile of the grid in order. later_first: whether later blocks
-    come first. packed: what may be numbered in a row, where there are sections. last: pairs of the
-    last section, at least."""
+    """Yield (block, head, batch) of every tile of the grid in order. later_first: whether later
+    blocks come first. packed: what may be numbered in a row, where there are sections. last: pairs
+    of the last section, at least."""
     blocks, heads, batch = grid
     if section is None:
         for index in range(blocks * heads * batch):

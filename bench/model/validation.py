@@ -137,8 +137,8 @@ def judged(
 
 
 def ratios(found: Sequence[Found]) -> Iterator[tuple[Found, Build, float, float]]:
-    """(a row, the build it is compared with, published and modelled ratio of the rates) of two
-    builds on one GPU in one session, the same shape and protocol."""
+    """Yield (a row, the build it is compared with, published and modelled ratio of the rates) of
+    two builds on one GPU in one session, the same shape and protocol."""
     for number, base in enumerate(found):
         for other in found[number + 1 :]:
             a, b = base.row, other.row
@@ -167,8 +167,8 @@ def tiles_of(row: Published) -> int:
 
 
 def chunks(rows: Iterable[Published]) -> Iterator[tuple[Published, Published, int]]:
-    """(a chunk of a prompt, the same with twice the keys, by how many steps its tiles differ),
-    where every tile has a CTA pair of its own."""
+    """Yield (a chunk of a prompt, the same with twice the keys, by how many steps its tiles
+    differ), where every tile has a CTA pair of its own."""
     known = {(r.build, r.gpu, r.heads, r.seqlen, r.longest): r for r in rows if r.seqlen >= 512}
     for (build, gpu, heads, seqlen, keys), row in known.items():
         more = known.get((build, gpu, heads, seqlen, 2 * keys))
@@ -177,7 +177,7 @@ def chunks(rows: Iterable[Published]) -> Iterator[tuple[Published, Published, in
 
 
 def class_of(row: Published) -> tuple[str, ...]:
-    """(GPU, direction, mask, lengths, protocol)."""
+    """Return (GPU, direction, mask, lengths, protocol)."""
     lengths = lengths_of(row.seqlen, row.longest)
     return row.gpu, row.direction, row.mask, lengths, row.kind
 

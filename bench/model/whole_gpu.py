@@ -67,8 +67,8 @@ def own_bytes(name: str, values: Values) -> float:
 def clock_and_watts(
     values: Values, tflops: float, picojoules: float, duty: float = 1.0
 ) -> tuple[float, float]:
-    """(MHz, watts) under lasting load. tflops: while it runs at the machine's clock; picojoules: a
-    FLOP; duty: share of the time in which it runs."""
+    """Return (MHz, watts) under lasting load. tflops: while it runs at the machine's clock;
+    picojoules: a FLOP; duty: share of the time in which it runs."""
     given = values._replace(mma_picojoules=picojoules)
     second = schedule([Tile(values.clock_ghz * 1e9)], TileCosts(0.0, 0.0, 1.0), values, 1, "static")
     flop = tflops * 1e12 * duty

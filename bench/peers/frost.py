@@ -88,7 +88,7 @@ class Forward:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool,
         left: int | None = None, num_splits: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out like q, LSE (batch, heads, seqlen_q) float32).
+        """Return (out like q, LSE (batch, heads, seqlen_q) float32).
 
         q, k, v: (batch, seqlen, heads, 256). causal: bottom-right aligned. left: how many keys in
         front of the diagonal a query sees; None for all. num_splits: KV splits. Heads are packed as
@@ -162,8 +162,8 @@ class Backward:
 
 
 def _transposed(rows: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, seqlen, 256) of a tensor with the heads behind the rows, which lie in memory
-    in that order: strides that a size of 1 leaves open are looked at, too."""
+    """Return (batch, heads, seqlen, 256) of a tensor with the heads behind the rows, which lie in
+    memory in that order: strides that a size of 1 leaves open are looked at, too."""
     return rows.contiguous().view(-1).view(rows.shape).transpose(1, 2)
 
 
@@ -174,7 +174,7 @@ _DS_BYTES, QUERY_PAD, KEY_PAD = 8 << 30, 128, 256
 def backward_chunks(
     batch: int, heads: int, heads_kv: int, lengths: tuple[int, int]
 ) -> tuple[int, int]:
-    """(sequences, query heads) whose dS is in memory at a time, as `_sm107_chunks` decides.
+    """Return (sequences, query heads) whose dS is in memory at a time, as `_sm107_chunks` decides.
 
     Both are divisors of what there is. As many sequences as fit with one group of query heads at
     least, then as many whole groups; where not even one group of one sequence fits, a part of it,
@@ -252,7 +252,7 @@ def chosen_splits(
 def forward_order(
     tiles: int, batch: int, heads: int, heads_kv: int, seqlen_k: int, by_length: bool
 ) -> Iterator[tuple[int, int, int]]:
-    """(tile, query head, batch) of its forward in the order in which clusters get them.
+    """Yield (tile, query head, batch) of its forward in the order in which clusters get them.
 
     tiles: of the queries of a head, 256 each. As the grid has them, tiles first; or by length (its
     causal calls without KV splits): the longest tiles first, where KV heads whose keys and values

@@ -55,7 +55,7 @@ def exp2_error() -> Drawing:
 
 
 def _envelope(degree: int) -> tuple[np.ndarray, np.ndarray]:
-    """(centres, largest error) of parts of [0, 1]; nothing below the plot's lower end."""
+    """Return (centres, largest error) of parts of [0, 1]; nothing below the plot's lower end."""
     points, errors = error_curve(COEFFICIENTS[degree])
     part = np.minimum((points.astype(np.float64) * _BINS).astype(int), _BINS - 1)
     largest = np.zeros(_BINS)

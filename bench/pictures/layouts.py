@@ -30,7 +30,7 @@ ROWS, CHUNKS, CHUNK_BYTES = 8, 8, 16
 
 
 def place_of_chunk(row: int, chunk: int) -> tuple[int, int]:
-    """(line of 128 bytes, place of 16 bytes in it) of a chunk of an atom of 8 rows.
+    """Return (line of 128 bytes, place of 16 bytes in it) of a chunk of an atom of 8 rows.
 
     The 128-byte swizzle: address bits 6:4 are XORed with bits 9:7 (PTX ISA 9.7.16.4).
     """
@@ -227,7 +227,8 @@ def _part(
 
 
 def accumulator_parts(m: int, n: int) -> list[tuple[range, range, range]]:
-    """(lanes, rows, columns of the product) of each part of an accumulator in CTA 0 of a pair.
+    """Return (lanes, rows, columns of the product) of each part of an accumulator in CTA 0 of a
+    pair.
 
     M = 256: a row per lane. M = 128: 64 rows, the first half of N in lanes 0 to 63, the second in
     lanes 64 to 127 (PTX ISA 9.7.16.10.5).

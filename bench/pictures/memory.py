@@ -77,7 +77,7 @@ def _smem(drawing: Drawing, plan: SmemPlan, colours: dict[str, str]) -> None:
 
 
 def _stages(plan: SmemPlan, offsets: dict[str, int]) -> Iterator[tuple[SmemRegion, int, int]]:
-    """(region, stage, offset) of every buffer."""
+    """Yield (region, stage, offset) of every buffer."""
     for region in plan.regions:
         for stage in range(region.stages):
             yield region, stage, offsets[region.name] + stage * region.stage_bytes

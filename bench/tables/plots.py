@@ -37,7 +37,8 @@ def draw_tables(tables: list[Table], target: Any, form: str | None) -> None:
 
 
 def draw_panels(table: Table) -> list[tuple[str, bytes]]:
-    """(title, SVG) of each panel of a table by itself. Raises ValueError without matplotlib."""
+    """Return (title, SVG) of each panel of a table by itself. Raises ValueError without
+    matplotlib."""
     found = []
     for panel in _panels(table):
         target = io.BytesIO()

@@ -133,7 +133,8 @@ def _synchronise(device: str) -> None:
 
 
 def _plan_sizes(plan: Any) -> tuple[int, int]:
-    """(SMEM bytes, TMEM columns), 0 where there is none; the preprocess kernel has no plan."""
+    """Return (SMEM bytes, TMEM columns), 0 where there is none; the preprocess kernel has no
+    plan."""
     if plan is None:
         return 0, 0
     tmem = getattr(plan, "tmem", None)

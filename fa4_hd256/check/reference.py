@@ -44,7 +44,7 @@ class AttentionOptions:
         return left, 0 if self.causal else right
 
     def masked(self, batch: int, head: int) -> torch.Tensor | None:
-        """(seqlen_q, seqlen_k) of `mask`."""
+        """Return (seqlen_q, seqlen_k) of `mask`."""
         if self.mask is None:
             return None
         batches, heads = self.mask.shape[:2]
@@ -108,12 +108,12 @@ def seen_by_nodes(nodes: torch.Tensor, seqlen_k: int) -> torch.Tensor:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in float64: out like q, lse (batch, heads, seqlen_q) in natural log.
+    """Return (out, lse) in float64: out like q, lse (batch, heads, seqlen_q) in natural log.
 
-    q: (batch, seqlen_q, heads, dim); k, v: (batch, seqlen_k, heads_kv, dim), any dtype and
-    device; options: those of `AttentionOptions`. Query head h uses key/value head
-    h // (heads / heads_kv). A query that sees no key has out = 0, and lse = -inf or the sink's
-    logit. Autograd differentiates it; such a query has no gradient, or the sink's alone.
+    q: (batch, seqlen_q, heads, dim); k, v: (batch, seqlen_k, heads_kv, dim), any dtype and device;
+    options: those of `AttentionOptions`. Query head h uses key/value head h // (heads / heads_kv).
+    A query that sees no key has out = 0, and lse = -inf or the sink's logit. Autograd
+    differentiates it; such a query has no gradient, or the sink's alone.
     """
     chosen = AttentionOptions(**options)
     batch, seqlen_q, heads, _ = q.shape
@@ -165,7 +165,8 @@ class Rotary:
     first: list[int] | None = None
 
     def turned(self, rows: torch.Tensor, positions: list[int]) -> torch.Tensor:
-        """rows (length, heads, dim) in float64, each as complex numbers times e^(i angle)."""
+        """Return rows (length, heads, dim) in float64, each as complex numbers times e^(i
+        angle)."""
         pairs = self.cos.shape[1]
         result = rows.cpu().double().clone()
         one, two = (slice(0, pairs), slice(pairs, 2 * pairs))
@@ -237,7 +238,7 @@ def _one_head(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chosen: AttentionOptions,
     place: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse) of one head: q, k, v (rows, dim) in float64. place: batch entry, head."""
+    """Return (out, lse) of one head: q, k, v (rows, dim) in float64. place: batch entry, head."""
     q, k, v = tensors
     outs, lses = [], []
     for start in range(0, max(len(q), 1), _ROWS):
@@ -292,7 +293,7 @@ def _with_sink(scores: torch.Tensor, sink: torch.Tensor | None, head: int) -> to
 
 
 def gathered(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """(length, heads_kv, dim): the keys, or the values, of one sequence in pages.
+    """Return (length, heads_kv, dim): the keys, or the values, of one sequence in pages.
 
     cache: (pages, page_size, heads_kv, dim), of any dtype, device and strides; pages: (most pages)
     int, a row of page_table; only the entries of its pages are read.
@@ -317,7 +318,7 @@ def dequantised(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
 def same_dtype_pytorch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """out of plain PyTorch in the dtype of q, whose error sets the tolerance.
+    """Return out of plain PyTorch in the dtype of q, whose error sets the tolerance.
 
     Scores and probabilities are rounded to that dtype, the softmax itself is in float32: what a
     user would write with matmul and softmax. options: those of `AttentionOptions`.
@@ -328,7 +329,7 @@ def same_dtype_pytorch(
 def _same_dtype(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `same_dtype_pytorch`; lse in float32."""
+    """Return (out, lse) of `same_dtype_pytorch`; lse in float32."""
     chosen = AttentionOptions(**options)
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     heads_first = [t.cpu().transpose(1, 2) for t in (q, k, v)]

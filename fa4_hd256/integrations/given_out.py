@@ -15,8 +15,8 @@ __all__ = ["written_to"]
 
 
 def written_to(out: Any, q: torch.Tensor, attend: Callable[..., Any], wants_lse: bool) -> Any:
-    """out, or (out, lse), of `attend`: a function of attention with all its arguments but out and
-    return_lse.
+    """Return out, or (out, lse), of `attend`: a function of attention with all its arguments but
+    out and return_lse.
 
     out: like q, to which the result is written, by the kernels themselves in the layouts that the
     function's own `out=` accepts, else by a copy; None for a new tensor. In a graph that is being

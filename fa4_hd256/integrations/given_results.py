@@ -30,7 +30,7 @@ def gradients_of_results(
     backward_config: str = named_configs.DEFAULT,
     functions: tuple[ScoreMod | None, TileMask | None, MaskMod | None] = (None, None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped and typed like q, k and v.
+    """Return (dq, dk, dv), shaped and typed like q, k and v.
 
     tensors: q, k, v, out, dout, lse, shaped as for `flash_attn_varlen_func`; out and lse may count
     keys that are not among k and v, and a sink. offsets: cu_seqlens_q and cu_seqlens_k, longest:

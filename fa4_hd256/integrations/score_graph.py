@@ -463,7 +463,7 @@ def _within(index: Any, size: Any) -> Int32:
 
 
 def _mapped(node: Any, value_of: Callable[[Any], Any]) -> Any:
-    """(arguments, keywords) of a node, values in the place of nodes."""
+    """Return (arguments, keywords) of a node, values in the place of nodes."""
     return torch.fx.map_arg((node.args, node.kwargs), value_of)
 
 

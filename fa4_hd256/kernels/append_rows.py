@@ -175,7 +175,7 @@ class AppendKernel:
     def _place(
         self, cache: cute.Tensor, tables: AppendTables, sequence: Int32, position: Int32
     ) -> tuple[Int32, Int32, Any]:
-        """(entry of the cache, row of it, whether there is such a one) of a position in a
+        """Return (entry of the cache, row of it, whether there is such a one) of a position in a
         sequence."""
         rows, _, _, entries = cache.shape
         if cutlass.const_expr(not self.problem_class.paged):
@@ -230,6 +230,6 @@ def _rows_of(rows: cute.Tensor) -> Int32:
 
 
 def _place_of(index: Int32, rows: cute.Tensor) -> tuple[Int32, Int32, Int32]:
-    """(row, head, batch entry) of one of `_rows_of`; the heads of a row are neighbours."""
+    """Return (row, head, batch entry) of one of `_rows_of`; the heads of a row are neighbours."""
     seqlen, _, heads, _ = rows.shape
     return index // heads % seqlen, index % heads, index // heads // seqlen

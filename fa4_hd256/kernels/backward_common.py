@@ -166,7 +166,7 @@ def heads_per_part(scalars: CallScalars, heads_per_kv: Any) -> Any:
 
 
 def heads_of_part(context: Any, head: Int32) -> tuple[Int32, Int32]:
-    """(first query head, how many) of a part.  head: KV head * head_parts + part."""
+    """Return (first query head, how many) of a part.  head: KV head * head_parts + part."""
     per_part = heads_per_part(context.scalars, context.heads_per_kv)
     kv_head, part = head // context.scalars.head_parts, head % context.scalars.head_parts
     begin = part * per_part

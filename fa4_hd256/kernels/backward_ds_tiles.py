@@ -77,7 +77,8 @@ BLOCK_BITS = DS_BLOCK.bit_length() - 1
 
 
 def tile_strides() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """(shape, strides) in elements of a tile as (key, run of 8 queries, query in the run)."""
+    """Return (shape, strides) in elements of a tile as (key, run of 8 queries, query in the
+    run)."""
     return (DS_TILE, DS_TILE // RUN, RUN), (RUN, RUN_STRIDE, 1)
 
 
@@ -167,7 +168,8 @@ def ds_units(
     longest: tuple[int, int], window: tuple[int | None, int | None], sequences: int,
     packed: int | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """(units, tiles of each) of a query head, for sequences of unequal lengths: NOTE [units of dS].
+    """Return (units, tiles of each) of a query head, for sequences of unequal lengths: NOTE [units
+    of dS].
 
     longest: queries and keys that no sequence has more of.  window: (left, right), None for
     unbounded.  packed: keys of all sequences where they are packed, None where they are padded.

@@ -89,7 +89,7 @@ class DecodeSoftmax:
         synchronise(self.softmax_threads)
 
     def queries(self, work: Any) -> tuple[Int32, int]:
-        """(first query, their number) of a tile."""
+        """Return (first query, their number) of a tile."""
         return work.block * self.tile_queries, self.tile_queries
 
     def num_steps(self, context: Any, work: Any) -> Int32:

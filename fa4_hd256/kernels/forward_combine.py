@@ -248,7 +248,7 @@ class CombineKernel:
         return cutlass.select_(part < splits, own, Float32(-math.inf))
 
     def _weights(self, own: list[Float32]) -> tuple[list[Float32], Float32]:
-        """([exp(LSE - L) for each of this lane's parts], L) from `_own_lse`."""
+        """Return ([exp(LSE - L) for each of this lane's parts], L) from `_own_lse`."""
         largest = own[0]
         for other in own[1:]:
             largest = cute.arch.fmax(largest, other)

@@ -193,7 +193,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         raise NotImplementedError
 
     def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple]:
-        """(sink or None, ragged tensors) from what the problem class requests."""
+        """Return (sink or None, ragged tensors) from what the problem class requests."""
         given, problem = tuple(optional or ()), self.problem_class
         sink, ragged = (given[0], given[1:]) if problem.sink else (None, given)
         return sink, ragged[: len(problem.ragged)]
@@ -214,8 +214,8 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
     def tile_problem(
         self, operands: tuple, optional: Any, scalars: Any
     ) -> tuple[tuple[Int32, ...], TileProblem]:
-        """(sizes, tiles) of a launch: seqlen_q, seqlen_k, query heads (or groups of them) for each
-        KV head, and with split keys their number.
+        """Return (sizes, tiles) of a launch: seqlen_q, seqlen_k, query heads (or groups of them)
+        for each KV head, and with split keys their number.
 
         operands: q, k, v, out by (seqlen, 256, heads, batch).
         """
@@ -366,6 +366,6 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             tensors.row_maxima[batch, head, row] = cutlass.select_(is_number, logit, lse)
 
     def result_row(self, context: Any, work: Any, row: Int32, head: Int32) -> cute.Tensor:
-        """(256,) of `out` in global memory."""
+        """Return (256,) of `out` in global memory."""
         place = context.result_offset(context.query(work)) + row
         return context.tensors.out[place, None, head, context.result_batch(work)]

@@ -93,8 +93,8 @@ class PagedKeys(SharedByReference):
         self._last_page = (length - 1) // self.page_size
 
     def places(self, kv_tile: Int32) -> tuple[Int32, Int32]:
-        """(page, end and rows left out in one word) of the box of a KV tile that is this lane's;
-        lanes past the boxes repeat them."""
+        """Return (page, end and rows left out in one word) of the box of a KV tile that is this
+        lane's; lanes past the boxes repeat them."""
         box = cute.arch.lane_idx() % (self.tile // self.box)
         row = kv_tile * self.tile + box * self.box
         if self._begin is not None:
@@ -139,8 +139,8 @@ class PagedTile:
         return PagedTile(keys, number, self._following, keys.places(number - 1))
 
     def box(self, row: Any) -> tuple[Int32, Int32, Int32]:
-        """(page, end, rows left out) of the box at a row of the tile, the same in all lanes; the
-        last one negative where rows at its start are."""
+        """Return (page, end, rows left out) of the box at a row of the tile, the same in all lanes;
+        the last one negative where rows at its start are."""
         page, word = (
             cute.arch.shuffle_sync(value, row // self.box_rows) for value in self._places
         )

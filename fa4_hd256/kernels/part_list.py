@@ -70,7 +70,7 @@ class PartList(NamedTuple):
         return Part(word & (LAST_BIT - 1), None, keys, is_last)
 
     def of_sequence(self, entry: Int32) -> tuple[Int32, Int32]:
-        """(the first part of a sequence, of how many)."""
+        """Return (the first part of a sequence, of how many)."""
         begin = HEADER + self.num_parts + entry
         first = self.words[begin]
         return first, self.words[begin + 1] - first

@@ -224,8 +224,8 @@ class TmemPlan:
         return next(region for region in self.regions if region.name == name)
 
     def buffers(self, name: str, count: int) -> tuple[int, int]:
-        """(first column, distance of the next one) of so many buffers: the region of that name, or
-        the regions of that name with a number, from 0 on.
+        """Return (first column, distance of the next one) of so many buffers: the region of that
+        name, or the regions of that name with a number, from 0 on.
 
         Raises ValueError where there are not so many, or they are not evenly spaced.
         """

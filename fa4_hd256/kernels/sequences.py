@@ -283,8 +283,8 @@ def tma_tile(
 
 
 def clip(sequence: Sequence, first_row: Any, rows: int, least: int = 0) -> tuple[Any, Any]:
-    """(end, start) of a tile of `rows` in a `clipped_view`: its coordinates in the third and first
-    dimension, those of the row behind its last one and of how many rows of it are left out.
+    """Return (end, start) of a tile of `rows` in a `clipped_view`: its coordinates in the third and
+    first dimension, those of the row behind its last one and of how many rows of it are left out.
 
     first_row: in the sequence; least: see `tma_tile`.
     """

@@ -24,7 +24,7 @@ LANE_COLUMNS = HEAD_DIM // WARP_SIZE  # of a row that a warp works on: 16 bytes 
 def by_sequence(
     tensor: cute.Tensor, alignment: int | None = None, columns: int = HEAD_DIM
 ) -> cute.Tensor:
-    """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch).
+    """View (batch, seqlen, heads, 256) as (seqlen, 256, heads, batch).
 
     columns: 256, or 128 of a 16-bit type for as many bytes.  alignment: in bytes, of the base and
     every stride; by default 8 elements, which is TMA's rule for 16 bits and that of 256-bit stores
@@ -42,8 +42,8 @@ def by_sequence(
 
 
 def by_packed_heads(tensor: cute.Tensor, packed: int, rows: int) -> cute.Tensor:
-    """(seqlen, 256, heads, batch) as ((packed, seqlen), 256, heads / packed, batch): the heads of a
-    group change fastest along the rows, then the queries.
+    """View (seqlen, 256, heads, batch) as ((packed, seqlen), 256, heads / packed, batch): the
+    heads of a group change fastest along the rows, then the queries.
 
     rows: of a tile that a query takes, `packed` or more: TMA fills those past the heads with zeros.
     """

@@ -24,7 +24,7 @@ _events: dict[int, float] = {}
 
 
 def allocations() -> Iterator[tuple[int, int, str]]:
-    """(start, end, name) of the memory that cuMemAlloc and cudaMalloc gave out."""
+    """Yield (start, end, name) of the memory that cuMemAlloc and cudaMalloc gave out."""
     for start, buffer in _allocations.items():
         yield start, start + len(buffer), "memory allocated through cuda.bindings"
 

@@ -27,7 +27,7 @@ def _has_pointer(value: Any, depth: int = 0) -> bool:
 
 
 def _memory_of(tensor: Any) -> tuple[int, int]:
-    """(start, end) of a tensor's storage; (0, 0) for one without memory, as those are that
+    """Return (start, end) of a tensor's storage; (0, 0) for one without memory, as those are that
     torch.compile traces with, or that torch.func wraps: there PyTorch raises RuntimeError, or
     warns, when queried."""
     try:
@@ -43,7 +43,7 @@ def _memory_of(tensor: Any) -> tuple[int, int]:
 def pointer_ranges(
     arguments: Any, keywords: dict[str, Any] | None
 ) -> Iterator[tuple[int, int, str]]:
-    """(start, end, name) of the memory that the call's pointers may mean.
+    """Yield (start, end, name) of the memory that the call's pointers may mean.
 
     A CuTe pointer carries no extent, and pointers may lie in memory: if `arguments` hold one, the
     storage of every live tensor is meant. An address given as an integer, or in a 64-bit integer

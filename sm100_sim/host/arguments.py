@@ -86,12 +86,12 @@ def _walk(name: str, value: Any, found: list, depth: int, seen: set[int]) -> Non
 
 
 def tensor_ranges(args: Any, kwargs: dict[str, Any] | None = None) -> list[tuple[int, int, str]]:
-    """(start, end, name) of all tensors among the arguments, in address order.
+    """Return (start, end, name) of all tensors among the arguments, in address order.
 
-    Finds torch tensors, CuTe runtime tensors and numpy arrays, also inside tuples, lists,
-    dicts, named tuples, dataclasses and plain objects. Strides count: a slice claims the bytes
-    from its first to its last element. `name` is the path to the tensor, as in "args[2].k".
-    Raw pointers carry no extent and claim nothing.
+    Finds torch tensors, CuTe runtime tensors and numpy arrays, also inside tuples, lists, dicts,
+    named tuples, dataclasses and plain objects. Strides count: a slice claims the bytes from its
+    first to its last element. `name` is the path to the tensor, as in "args[2].k". Raw pointers
+    carry no extent and claim nothing.
     """
     return sorted((start, end, name) for start, end, name, _ in _tensors(args, kwargs))
 

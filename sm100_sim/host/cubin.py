@@ -80,7 +80,7 @@ def launch_registers(cubin: bytes) -> dict[str, int]:
 
 
 def moving_registers(cubin: bytes) -> set[str]:
-    """(Mangled) names of the functions of a cubin that have a setmaxnreg.
+    """Return the mangled names of the functions of a cubin that have a setmaxnreg.
 
     ptxas drops it, with a warning, from kernels whose registers no directive fixes: neither
     .maxnreg nor .minnctapersm (ptxas 13.1). The PTX ISA requires one of them.

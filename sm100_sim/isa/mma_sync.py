@@ -42,20 +42,20 @@ class Shape:
     k: int
 
     def places_a(self, per: int) -> tuple[np.ndarray, np.ndarray]:
-        """(row, column) of A by [register, thread, element]."""
+        """Return (row, column) of A by [register, thread, element]."""
         i, t, j = np.ogrid[: self.m * self.k // 32 // per, :32, :per]
         high, block = (i % 2, i // 2) if self.m == 16 else (0, i)
         row, column = np.broadcast_arrays(t // 4 + 8 * high, t % 4 * per + j + 4 * per * block)
         return row, column
 
     def places_b(self, per: int) -> tuple[np.ndarray, np.ndarray]:
-        """(row, column) of B by [register, thread, element]."""
+        """Return (row, column) of B by [register, thread, element]."""
         i, t, j = np.ogrid[: self.k // 4 // per, :32, :per]
         row, column = np.broadcast_arrays(t % 4 * per + j + 4 * per * i, t // 4)
         return row, column
 
     def places_c(self) -> tuple[np.ndarray, np.ndarray]:
-        """(row, column) of C and D by [pair, thread, element of the pair]."""
+        """Return (row, column) of C and D by [pair, thread, element of the pair]."""
         i, t, j = np.ogrid[: self.m // 8, :32, :2]
         row, column = np.broadcast_arrays(t // 4 + 8 * i, t % 4 * 2 + j)
         return row, column

@@ -92,7 +92,7 @@ def _execution(instruction, nbytes: int, value):
 
 
 def _checked(cluster, place: int, nbytes: int, signal: int) -> tuple:
-    """(CTA, offset, bytes, barrier) of one lane."""
+    """Return (CTA, offset, bytes, barrier) of one lane."""
     rank, offset = place >> 24, place & 0xFFFFFF
     cta = cluster.cta(rank)
     cta.require_present(f"an asynchronous store to its shared offset {offset:#x}")

@@ -148,7 +148,7 @@ def bind_lifetime(instruction, kernel):
 
 
 def _arrive_form(instruction) -> tuple[str, str]:
-    """(variant, state space) of an arrive: variant is "", "expect_tx" or "noComplete"."""
+    """Return (variant, state space) of an arrive: variant is "", "expect_tx" or "noComplete"."""
     variant, _, _, space, _ = split_modifiers(
         instruction, ("expect_tx", "noComplete", ""), ("release", "relaxed", ""), _SCOPE, _SPACE,
         ("b64",),

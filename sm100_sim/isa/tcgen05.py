@@ -45,7 +45,7 @@ def _group(instruction, *rest: str) -> int:
 
 
 def groups(instruction) -> tuple[int, list[str]]:
-    """(.cta_group, the other modifiers) of an instruction; their order is free."""
+    """Return (.cta_group, the other modifiers) of an instruction; their order is free."""
     given = [m for m in instruction.modifiers if m in _GROUPS]
     if len(given) != 1:
         raise unknown(instruction, "expected .cta_group::1 or ::2")

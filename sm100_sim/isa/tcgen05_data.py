@@ -187,7 +187,7 @@ def bind_load(instruction, kernel):
 
 
 def load_form(instruction) -> tuple[Form, Any]:
-    """(form, address operand) of a tcgen05.ld, with a reduction or without."""
+    """Return (form, address operand) of a tcgen05.ld, with a reduction or without."""
     if instruction.row.name == "tcgen05.ld":
         _, address, *rest = instruction.operands
         return form_of(instruction, "pack::16b", rest[0].value if rest else None), address
@@ -238,7 +238,8 @@ def bind_load_and_reduce(instruction, kernel):
 
 
 def _reduced(values: np.ndarray, operation: str, keeps_nan: bool) -> np.ndarray:
-    """(32,), min or max over the first axis. A NaN that is the result is the canonical one."""
+    """Return (32,), min or max over the first axis. A NaN that is the result is the canonical
+    one."""
     if values.dtype != np.float32:
         return np.min(values, 0) if operation == "min" else np.max(values, 0)
     unordered = np.isnan(values)

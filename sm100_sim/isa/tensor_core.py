@@ -179,12 +179,13 @@ SCALE_ADDRESS = 0x3FFFFFFF
 
 
 def factor_columns(head: Mma, which: str) -> tuple[int, int]:
-    """(columns, groups of lanes) that the scale factors of A or B of one instruction take in a CTA.
+    """Return (columns, groups of lanes) that the scale factors of A or B of one instruction take in
+    a CTA.
 
     NOTE [scale factor layout]: row r has its factors in the cell at lane r % 32 and column r / 32
     from the address, one byte for each block of K, from the byte that the instruction descriptor
-    names; each sub-partition of 32 lanes holds a copy (PTX ISA, tcgen05 "Block Scaling"). With
-    M = 128 over a pair, lanes 0-63 hold those of the first half of N and lanes 64-127 the second.
+    names; each sub-partition of 32 lanes holds a copy (PTX ISA, tcgen05 "Block Scaling"). With M =
+    128 over a pair, lanes 0-63 hold those of the first half of N and lanes 64-127 the second.
     """
     descriptor = head.descriptor
     if which == "A":
@@ -326,7 +327,7 @@ def _execute_run(run: list[Mma]) -> None:
 
 
 def destinations(mma: Mma) -> list[tuple[slice, int, Any]]:
-    """(rows of D^T, first column, lanes) for each part of D that one CTA holds."""
+    """Return (rows of D^T, first column, lanes) for each part of D that one CTA holds."""
     descriptor = mma.descriptor
     lane, column = split_address(mma.d)
     if half_sub_partitions(mma):

@@ -147,11 +147,11 @@ def _completion(instruction, modifiers) -> _Completion:
 def _destinations(
     cluster, target: int, barrier: int, mask: int | None, group: int
 ) -> list[tuple[Any, int, int]]:
-    """(CTA, SMEM offset, barrier address) of each destination of a load.
+    """Return (CTA, SMEM offset, barrier address) of each destination of a load.
 
-    Without multicast the barrier is in the destination CTA, or with cta_group::2 also in its
-    peer. With multicast each destination's signal goes to the same barrier offset in that CTA, or
-    with cta_group::2 in the member of its pair that the named barrier's rank has.
+    Without multicast the barrier is in the destination CTA, or with cta_group::2 also in its peer.
+    With multicast each destination's signal goes to the same barrier offset in that CTA, or with
+    cta_group::2 in the member of its pair that the named barrier's rank has.
     """
     ctas = cluster.ctas
     rank, named = target >> 24, barrier >> 24

@@ -66,7 +66,7 @@ def form_of(instruction) -> Form:
 
 
 def _immediates(instruction, a_type: str, a_in_registers: bool) -> tuple[list[bool], list[bool]]:
-    """(negate A and B), (transpose A and B) of the immediates behind scale-d."""
+    """Return (negate A and B), (transpose A and B) of the immediates behind scale-d."""
     rest = list(instruction.operands[4:])
     wide = a_type in ("f16", "bf16")
     expected = 0 if a_type in _INTEGERS else 2 + (2 - a_in_registers) * wide

@@ -32,7 +32,8 @@ CACHE_LIMIT = 1 << 30
 
 
 def translating_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
-    """(path below `root`, content) of the package's sources that have a part in translation."""
+    """Return (path below `root`, content) of the package's sources that have a part in
+    translation."""
     paths = sorted(path for folder in TRANSLATING for path in (root / folder).rglob("*.py"))
     return [(path.relative_to(root).as_posix(), path.read_bytes()) for path in paths]
 
@@ -78,7 +79,7 @@ def cache_state() -> str:
 def obtain(
     name: str, make: Callable[[], tuple[dict[str, Any], bytes]]
 ) -> tuple[dict[str, Any], bytes]:
-    """(header, object code) of an entry; `make` is called for one that cannot be found."""
+    """Return (header, object code) of an entry; `make` is called for one that cannot be found."""
     cache = disk_cache()
     if cache is None:
         return make()

@@ -15,7 +15,8 @@ _lock = threading.Lock()
 
 @functools.cache
 def host() -> tuple[llvm.Target, str, str]:
-    """(target, name, features) of this CPU. Raises RuntimeError where it lacks what is needed."""
+    """Return (target, name, features) of this CPU. Raises RuntimeError where it lacks what is
+    needed."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features()

@@ -91,10 +91,11 @@ class Launch:
     def run(
         self, options: Options, without: int | None = None, known: frozenset[Key] = frozenset()
     ) -> tuple[dict[Key, str], Machine, Watch]:
-        """(findings and the error that ended the run, the machine, the sanitizer's observer).
+        """Return (findings and the error that ended the run, the machine, the sanitizer's
+        observer).
 
-        without: an instruction that is left out; the first finding that is not in `known` ends
-        such a run.
+        without: an instruction that is left out; the first finding that is not in `known` ends such
+        a run.
         """
         self.restore()
         reading = READINGS[options.sanitize]
@@ -248,8 +249,8 @@ class _Trials:
     def mutant(
         self, task: tuple[int, frozenset[Key], tuple[int | None, ...]]
     ) -> tuple[str, str, int]:
-        """(outcome, why, runs) without an instruction; task: its index, the findings that are the
-        kernel's own, the seeds."""
+        """Return (outcome, why, runs) without an instruction; task: its index, the findings that
+        are the kernel's own, the seeds."""
         index, known, seeds = task
         edges: dict[str, None] = {}
         whole = True

@@ -173,7 +173,7 @@ class _Routine:
         self.emit(f"store {kind.llvm} {self.fit(value, kind)}, ptr {place}")
 
     def place(self, node: ast.expr) -> tuple[Any, str]:
-        """(type, address) of a field or an element."""
+        """Return (type, address) of a field or an element."""
         if isinstance(node, ast.Attribute):
             base = self.value(node.value)
             if not isinstance(base.type, Pointer) or isinstance(base.type.target, Scalar):

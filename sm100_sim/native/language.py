@@ -100,7 +100,7 @@ class Signature:
 
 
 def field_type(structure: type[ctypes.Structure], name: str) -> tuple[int, Any, bool]:
-    """(offset, type, whether it lies in place) of a field.
+    """Return (offset, type, whether it lies in place) of a field.
 
     Fields that are pointers are c_uint64 and named in the structure's `pointers`, with the target
     type or a function that returns it. Arrays and structures in place give their address.

@@ -460,7 +460,7 @@ class _KernelParser:
             self._line(position), self.source))
 
     def _call(self, text: str, statement: str) -> tuple[list[str], tuple[Operand, ...]]:
-        """(the function's name, result or sink and arguments) of a direct call."""
+        """Return (the function's name, result or sink and arguments) of a direct call."""
         match = _CALL.match(text.strip())
         if match is None:
             return ["?"], ()

@@ -19,7 +19,8 @@ _PREFIXES, _SUFFIXES = ("scipy_openblas", "openblas"), ("64_", "")
 
 @functools.cache
 def _openblas() -> tuple[ctypes.CDLL, str, str] | None:
-    """(library, prefix, suffix of its symbols) of the OpenBLAS of numpy's wheel, if it has one."""
+    """Return (library, prefix, suffix of its symbols) of the OpenBLAS of numpy's wheel, if it has
+    one."""
     folder = Path(np.__file__).parent
     places = (folder.parent / "numpy.libs", folder / ".libs")
     for library in (path for place in places for path in sorted(place.glob("*openblas*"))):
@@ -33,7 +34,7 @@ def _openblas() -> tuple[ctypes.CDLL, str, str] | None:
 
 @functools.cache
 def _thread_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    """(get, set) of the number of threads of that OpenBLAS."""
+    """Return (get, set) of the number of threads of that OpenBLAS."""
     found = _openblas()
     if found is None:
         return None
@@ -45,7 +46,8 @@ def _thread_functions() -> tuple[Callable[[], int], Callable[[int], None]] | Non
 
 @functools.cache
 def sgemm() -> tuple[int, bool]:
-    """(address of cblas_sgemm, whether its integers have 64 bits) of that OpenBLAS; 0 if none.
+    """Return (address of cblas_sgemm, whether its integers have 64 bits) of that OpenBLAS; 0 if
+    none.
 
     It is the routine that numpy's own float32 products call.
     """

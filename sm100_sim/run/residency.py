@@ -98,7 +98,7 @@ class ResidentWarp(Warp):
         self.context.present = lanes
 
     def all_waiting(self) -> list[tuple[int, Any]]:
-        """(lanes, `events.Waiting`) of all lanes that sleep."""
+        """Return (lanes, `events.Waiting`) of all lanes that sleep."""
         found = list(self.waiting.items())
         context = self.context
         if context.wait_lanes:

@@ -41,8 +41,8 @@ def _lane_granules(lanes: Any) -> slice | np.ndarray:
 
 
 def mma_operands(run: list[Mma]) -> Iterator[tuple[Any, str, Any]]:
-    """(CTA, "smem" or "tmem", region) that a run of one accumulator chain reads as A and B, with
-    their scale factors."""
+    """Yield (CTA, "smem" or "tmem", region) that a run of one accumulator chain reads as A and B,
+    with their scale factors."""
     head = run[0]
     descriptor, ctas = head.descriptor, head.ctas
     width = descriptor.kind.element_bytes
@@ -99,7 +99,7 @@ def warpgroup_operands(product: Product, warp: int) -> Iterator[slice | np.ndarr
 
 
 def mma_results(head: Mma) -> Iterator[tuple[Any, tuple[slice, Any]]]:
-    """(CTA, region of its tensor memory) of the accumulator of an instruction."""
+    """Yield (CTA, region of its tensor memory) of the accumulator of an instruction."""
     for p, cta in enumerate(head.ctas):
         for part, column, lanes in tensor_core.destinations(head):
             count = len(range(*part.indices(head.descriptor.n)))

@@ -104,7 +104,8 @@ class GlobalWrites:
         return index if index >= 0 and address < int(self._ends[index]) else -1
 
     def _plane(self, address: int, create: bool) -> tuple[np.ndarray, int] | None:
-        """(plane, start) of the range that holds an address; None if there is nothing to see."""
+        """Return (plane, start) of the range that holds an address; None if there is nothing to
+        see."""
         index = self._range(address)
         if index < 0:
             return None
@@ -126,7 +127,7 @@ class GlobalWrites:
         return [addresses[places == place] for place in np.unique(places)]
 
     def _cells(self, addresses: np.ndarray, width: int, create: bool) -> tuple | None:
-        """(plane, granules) of accesses of `width` bytes at host addresses."""
+        """Return (plane, granules) of accesses of `width` bytes at host addresses."""
         found = self._plane(int(addresses[0]), create)
         if found is None:
             return None
@@ -139,7 +140,7 @@ class GlobalWrites:
         return plane, cells
 
     def _region(self, where: tuple, create: bool) -> tuple | None:
-        """(plane or a view of it, index) of (tensor map, coordinates) or (start, bytes)."""
+        """Return (plane or a view of it, index) of (tensor map, coordinates) or (start, bytes)."""
         if isinstance(where[0], int):
             start, size = where
             found = self._plane(start, create)

@@ -20,7 +20,7 @@ POISON = 0x7FFF7FFF
 
 
 def split_address(address: int) -> tuple[int, int]:
-    """(lane, column) of a TMEM address. Raises TmemError outside 128 lanes x 512 columns."""
+    """Return (lane, column) of a TMEM address. Raises TmemError outside 128 lanes x 512 columns."""
     lane, column = address >> 16 & 0xFFFF, address & 0xFFFF
     if lane >= LANES or column >= COLUMNS:
         raise TmemError(

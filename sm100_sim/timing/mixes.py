@@ -108,7 +108,7 @@ def ptx_mixes(compiled: CompiledKernel, used: list[bool]) -> np.ndarray:
 
 
 def mix_of_blocks(mixes: np.ndarray, blocks: Iterable[tuple[int, int]]) -> np.ndarray:
-    """(features,): the sum over blocks, each with how often it was executed."""
+    """Return (features,): the sum over blocks, each with how often it was executed."""
     total = np.zeros(len(FEATURES))
     for block, count in blocks:
         total += count * mixes[block]

@@ -230,8 +230,8 @@ class Room:
     grid: int | None = None
 
     def slots(self, clusters: int) -> list[tuple[float, int]]:
-        """(clock from which it is free, number) of each of the machine's places: a heap. Raises
-        ValueError if all are held for ever, or more than there are."""
+        """Return (clock from which it is free, number) of each of the machine's places: a heap.
+        Raises ValueError if all are held for ever, or more than there are."""
         free = clusters - self.held
         if free < 0 or free == 0 and self.until == math.inf:
             raise ValueError(f"{self.held} of {clusters} clusters' SMs are held: nothing can run")

@@ -104,7 +104,7 @@ def rate_vector(values: Values, sms_running: float | None = None) -> np.ndarray:
 
 
 def _warpgroup(warp: tuple[int, int]) -> tuple[int, int]:
-    """(CTA rank, warpgroup) of a (CTA rank, warp)."""
+    """Return (CTA rank, warpgroup) of a (CTA rank, warp)."""
     return warp[0], warp[1] // products.WARPS
 
 

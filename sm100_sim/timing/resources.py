@@ -173,7 +173,7 @@ class Instructions(NamedTuple):
 
 
 def describe(instruction: SassInstruction) -> tuple[Pipe, int, Latency]:
-    """(pipe, clocks it is occupied, latency class) of an instruction."""
+    """Return (pipe, clocks it is occupied, latency class) of an instruction."""
     for pattern, pipe, interval, latency in _PATTERNS:
         if pattern.match(instruction.opcode):
             return pipe, interval, latency

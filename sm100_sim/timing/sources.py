@@ -24,7 +24,7 @@ REPLAYING = (
 
 
 def deciding_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
-    """(path below `root`, content) of the sources that decide a replay."""
+    """Return (path below `root`, content) of the sources that decide a replay."""
     paths = [path for package in DECIDING for path in sorted((root / package).rglob("*.py"))]
     return [
         (path.relative_to(root).as_posix(), path.read_bytes())

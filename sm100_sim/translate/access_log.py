@@ -137,7 +137,8 @@ class AccessLog:
 
     @staticmethod
     def accesses(records: np.ndarray) -> Iterator[tuple[int, bool, int, np.ndarray]]:
-        """(instruction index, write, width, host addresses of the executing lanes) of records."""
+        """Yield (instruction index, write, width, host addresses of the executing lanes) of
+        records."""
         masks = records["mask"]
         for row, (mask, width, tag) in enumerate(
             zip(masks.tolist(), records["width"].tolist(), records["tag"].tolist(), strict=True)

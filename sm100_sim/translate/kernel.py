@@ -180,7 +180,7 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
 
 def _native_code(compiled: CompiledKernel, name: str, level: int
                  ) -> tuple[dict[int, str], llvm.ExecutionEngine, float]:
-    """(function of each block, linked code, time at which its IR was there).
+    """Return (function of each block, linked code, time at which its IR was there).
 
     name: of the entry in the cache on disk, "" for code that is not kept.
     """

@@ -144,7 +144,7 @@ def _fragment(routine: Native, parsed: Form, address: Any, registers: Any) -> Ma
 
 
 def _touched(parsed: Form) -> list[int]:
-    """(columns, lanes, first column of a second run or 0) of an access to tensor memory."""
+    """Return (columns, lanes, first column of a second run or 0) of an access to tensor memory."""
     _, *others = parsed.runs
     return [parsed.columns, SHAPES[parsed.shape].lanes, others[0][0] if others else 0]
 

@@ -25,7 +25,8 @@ def seen_blocks(seen: torch.Tensor) -> torch.Tensor:
 
 
 def in_order(seen: torch.Tensor) -> list[tuple[int, int]]:
-    """(tile of keys, tile of queries) of all blocks that are seen, in the order of their tiles."""
+    """Return (tile of keys, tile of queries) of all blocks that are seen, in the order of their
+    tiles."""
     found = []
     for block, row in enumerate(seen_blocks(seen)):
         columns = [2 * column + half for column in row.nonzero().flatten().tolist()
@@ -83,7 +84,7 @@ def to_tiles(
 def from_tiles(
     stored: torch.Tensor, numbers: dict[tuple[int, int, int], int], lengths: tuple[int, int]
 ) -> torch.Tensor:
-    """(heads, queries, keys) of one sequence, in whole blocks; NaN where there is no tile.
+    """Return (heads, queries, keys) of one sequence, in whole blocks; NaN where there is no tile.
 
     numbers: `tile_numbers` of it. lengths: of its queries and keys.
     """

@@ -75,7 +75,7 @@ class WarpRun:
         return values.reshape(32, 2) if values.size == 64 else values
 
     def count(self, statistics_class: str) -> tuple[int, int]:
-        """(warps, lanes) executed of a statistics class."""
+        """Return (warps, lanes) executed of a statistics class."""
         rows = [(w, n) for _, name, w, n in self.compiled.executed(self.counters)
                 if name == statistics_class]
         return sum(w for w, _ in rows), sum(n for _, n in rows)

@@ -67,7 +67,8 @@ def _words() -> frozenset[str]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """(file, prose): pages but for printed tables, and docstrings and comments of the code."""
+    """Yield (file, prose): pages but for printed tables, and docstrings and comments of the
+    code."""
     for name in sorted(_files()):
         if name.endswith(".md") and not name.startswith("docs/tables/"):
             yield name, (ROOT / name).read_text("utf-8")

@@ -23,7 +23,7 @@ def offsets(lengths, device="cpu"):
 
 
 def _room(layout, pages, page_size, heads, dtype):
-    """(k, v), both (pages, page_size, heads, 256) of NaN."""
+    """Return (k, v), both (pages, page_size, heads, 256) of NaN."""
     if layout == "nhd":
         k, v = (torch.empty(pages, page_size, heads, 256) for _ in "kv")
     elif layout == "hnd":
@@ -76,7 +76,7 @@ class Paged:
         return int32(self.lengths, self.k.device)
 
     def keys(self, row):
-        """(1, length, heads_kv, 256) of a sequence: its keys, and its values."""
+        """Return (1, length, heads_kv, 256) of a sequence: its keys, and its values."""
         return tuple(
             reference.gathered(t, self.table[row], self.lengths[row])[None]
             for t in (self.k, self.v)
@@ -107,7 +107,7 @@ class Paged:
 
 
 def attend(q, paged, lengths_q=None, **options):
-    """(out, lse) of the function; lengths_q: of packed queries (total, heads, 256)."""
+    """Return (out, lse) of the function; lengths_q: of packed queries (total, heads, 256)."""
     if lengths_q is not None:
         cu_seqlens_q = offsets(lengths_q, q.device)
         options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(*lengths_q, 1)}

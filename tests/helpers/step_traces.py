@@ -30,8 +30,8 @@ def traced_launches(monkeypatch, device):
 
 
 def happened(report, plan, warp, cta):
-    """(kind, edge, stage, parity of a wait) of a warp's waits, signals, copies and products; of a
-    wait for products, how many may be under way."""
+    """Return (kind, edge, stage, parity of a wait) of a warp's waits, signals, copies and products;
+    of a wait for products, how many may be under way."""
     places = [(edge.name, stage) for edge in plan.edges.edges for stage in range(edge.stages)]
     start = SMEM_START + plan.smem.offsets()["barriers"]
     found = []
@@ -61,7 +61,7 @@ def merged(found):
 
 
 def of_entry(opcode):
-    """(kind of an operation, its operand that is a barrier), (None, 0) for others."""
+    """Return (kind of an operation, its operand that is a barrier), (None, 0) for others."""
     if opcode.startswith("mbarrier.try_wait"):
         return Kind.WAIT, 1
     if opcode.startswith("mbarrier.arrive") and "expect_tx" not in opcode:

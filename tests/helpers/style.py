@@ -200,7 +200,7 @@ def sources(root: Path) -> list[str]:
 
 
 def _functions(source: str, tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, bool]]:
-    """(function, whether it is a warp role) of a file.
+    """Yield (function, whether it is a warp role) of a file.
 
     Roles are the methods that a kernel's dispatch names: `self.role(context)`.
     """
@@ -358,7 +358,7 @@ def imports(root: Path) -> list[str]:
 
 
 def docstrings(root: Path, package: str) -> Iterator[tuple[str, str]]:
-    """(file:line, docstring) of each module, class and function of a package that has one."""
+    """Yield (file:line, docstring) of each module, class and function of a package that has one."""
     for source in sources(root):
         if source.split("/")[0] == package:
             for node in ast.walk(ast.parse((root / source).read_text(), source)):

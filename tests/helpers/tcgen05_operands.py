@@ -100,7 +100,7 @@ def descriptor_of(kind, m, n, types, **flags):
 
 
 def read_d(ctas, m, n, column=0, dtype=np.float32) -> np.ndarray:
-    """(M, N) of the accumulator from its data-path layout (PTX ISA), element by element."""
+    """Return (M, N) of the accumulator from its data-path layout (PTX ISA), element by element."""
     d = np.empty((m, n), np.uint32)
     pair = len(ctas)
     for r in range(m):

@@ -201,7 +201,7 @@ def test_no_findings(seed, sanitize, exact_room):
 
 
 def wrong(monkeypatch, change):
-    """(a batch, metadata that nobody compares with its lengths)."""
+    """Return (a batch, metadata that nobody compares with its lengths)."""
     monkeypatch.setattr(autograd, "check_begins", lambda *given: None)
     batch = Packed(LENGTHS, "cpu")
     return batch, change(batch.metadata(causal=True))

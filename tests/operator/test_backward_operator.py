@@ -18,7 +18,7 @@ from fa4_hd256.run import backward
 
 
 def small(device, **options):
-    """q, k, v that require gradients."""
+    """Return q, k, v that require gradients."""
     tensors = inputs((9, 20), device=device, **options)
     return tuple(tensor.requires_grad_() for tensor in tensors)
 

@@ -21,7 +21,7 @@ def inputs(seqlen_q, seqlen_k, heads=(2, 1), batch=1, dtype=torch.bfloat16, devi
 
 
 def check(tensors, mask, **options):
-    """(out, lse) for a mask, against its dense form."""
+    """Return (out, lse) for a mask, against its dense form."""
     out, lse = flash_attn_func(*tensors, block_mask=mask, return_lse=True, **options)
     options.pop("use_clc", None)
     found = reference.compare(

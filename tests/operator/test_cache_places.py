@@ -25,7 +25,7 @@ def randn(*shape, device):
 
 
 def cache(rows, device, layout="nhd"):
-    """k and v, (6, rows, 1, 256)."""
+    """Return k and v, (6, rows, 1, 256)."""
     if layout == "pages of both":
         both = randn(BATCH, 2, rows, 1, device=device)
         return tuple(both.unbind(1))

@@ -145,7 +145,7 @@ def test_every_rescale_threshold(device, forward_config):
 
 
 def layouts(device):
-    """(q, k, v) that TMA can take in place, none of them contiguous."""
+    """Yield (q, k, v) that TMA can take in place, none of them contiguous."""
     fused = torch.randn(2, 150, 4 + 2 + 2, 256).to(device, torch.bfloat16)
     yield "fused QKV", fused.split((4, 2, 2), dim=2)
     yield "heads first", tuple(

@@ -21,7 +21,7 @@ BAD = 7.0
 
 @pytest.fixture
 def dense(device):
-    """q (2 sequences), k and v."""
+    """Return q (2 sequences), k and v."""
     q = torch.randn(2, 70, 4, 256, device=device).bfloat16()
     k, v = (torch.randn(2, 90, 2, 256, device=device).bfloat16() for _ in range(2))
     return q, k, v

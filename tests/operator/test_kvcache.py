@@ -206,7 +206,7 @@ def test_a_cache_of_any_layout(device):
 
 
 def pages(device, page_size, counts, heads_kv=1, heads_first=False):
-    """(caches, table): of each sequence so many pages, in no order; one page nobody has."""
+    """Return (caches, table): of each sequence so many pages, in no order; one page nobody has."""
     numbers = torch.randperm(sum(counts) + 1).tolist()
     table = [[numbers.pop() for _ in range(count)] for count in counts]
     shape = sum(counts) + 1, page_size, heads_kv, 256

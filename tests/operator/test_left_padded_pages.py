@@ -32,7 +32,7 @@ def queries(*shape, device="cpu", dtype=torch.bfloat16):
 
 
 def padded(page_size, device="cpu", heads=1, lengths=LENGTHS, leftpad=LEFTPAD, **kinds):
-    """(the cache, k and v of each sequence behind its padding)."""
+    """Return (the cache, k and v of each sequence behind its padding)."""
     paged = Paged.of(lengths, page_size, heads, device=device, **kinds)
     keys = [[t[:, pad:] for t in paged.keys(row)] for row, pad in enumerate(leftpad)]
     for row, pad in enumerate(leftpad):
@@ -57,7 +57,7 @@ def attend(q, paged, leftpad=LEFTPAD, lengths_q=None, **options):
 
 
 def parts_of(q, found, row, lengths_q):
-    """q, out and lse of a sequence."""
+    """Return q, out and lse of a sequence."""
     out, lse = found
     if lengths_q is None:
         return q[row : row + 1], out[row : row + 1], lse[row : row + 1]

@@ -47,7 +47,7 @@ def mod_of(device="cpu"):
 
 
 def tiles_and_dense(lengths, heads=2, batch=1, own_heads=1, device="cpu"):
-    """(lists of full, partial and empty tiles in every order, of the last queries none; what
+    """Return (lists of full, partial and empty tiles in every order, of the last queries none; what
     `everything` makes of them, for every head)."""
     of_tiles = [-(-length // 128) for length in lengths]
     kinds = torch.randint(0, 3, (batch, own_heads, *of_tiles), dtype=torch.int8)
@@ -66,7 +66,7 @@ def leaves(*given, **named):
 
 
 def attend(tensors, lists, mask_mod, sink=None, **options):
-    """(out, lse), and gradients of q, k, v and the sink for random ones of both."""
+    """Return (out, lse), and gradients of q, k, v and the sink for random ones of both."""
     named = {} if sink is None else {"learnable_sink": sink}
     results = flash_attn_func(
         *tensors, block_mask=lists, mask_mod=mask_mod, return_lse=True, **named, **options
@@ -240,7 +240,7 @@ def test_graphs_and_schemas(device, architecture):
 
 
 def call_of_exact_tensors(device):
-    """(out, dq) of 1 + 128 queries and keys, and of tensors that have no more numbers."""
+    """Return (out, dq) of 1 + 128 queries and keys, and of tensors that have no more numbers."""
     def read_once(batch, head, query, key, tensors):
         of_queries, of_keys = tensors
         return of_queries[query] <= of_keys[head, key]

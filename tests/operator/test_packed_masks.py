@@ -61,7 +61,7 @@ def attend(tensors, device, **options):
 
 
 def check(tensors, found, dense, score_mod=None):
-    """(out, lse) and gradients through both."""
+    """Check (out, lse) and gradients through both."""
     out, lse = found
     given = torch.randn_like(out), torch.randn_like(lse)
     gradients = torch.autograd.grad(found, tensors, given)

@@ -24,7 +24,7 @@ def gradients(results, tensors):
 
 
 def check(found, tensors, given, **options):
-    """(dq, dk, dv) against the reference; given: gradients of out and lse."""
+    """Check (dq, dk, dv) against the reference; given: gradients of out and lse."""
     exact = tuple(tensor.detach() for tensor in tensors)
     compared = reference.compare_gradients(
         dict(zip("qkv", found, strict=True)), exact, *given, **options

@@ -107,7 +107,7 @@ def inputs(seqlen_q, seqlen_k, heads, batch=1, device="cpu", dtype=torch.bfloat1
 
 
 def check(found, tensors, **options):
-    """(out, lse) against the reference."""
+    """Check (out, lse) against the reference."""
     compared = reference.compare(*found, tensors, **options)
     assert compared.max_error <= compared.tolerance, compared
     assert compared.lse_max_error <= LSE_TOLERANCE, compared
@@ -151,7 +151,7 @@ def test_forward_of_a_block_mask(name, device):
 
 
 def packed(lengths, heads, device):
-    """(packed rows, offsets, the rows of each sequence)."""
+    """Return (packed rows, offsets, the rows of each sequence)."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     rows = torch.randn(int(offsets[-1]), heads, 256).to(device, torch.bfloat16)
     return rows, offsets.int().to(device), rows.split(lengths)
@@ -240,7 +240,7 @@ def read_once(score, place, tensors):
 
 
 def call_of_exact_tensors(device):
-    """(out, dq) of 1 + 128 queries and keys, and of tensors that have no more numbers."""
+    """Return (out, dq) of 1 + 128 queries and keys, and of tensors that have no more numbers."""
     tensors = tuple(t.requires_grad_() for t in inputs(129, 129, (2, 1), 1, device))
     own = torch.zeros(2, 129, device=device), torch.zeros(129, device=device)
     out = flash_attn_func(*tensors, score_mod=ScoreMod.of(read_once, None, own))

@@ -55,7 +55,7 @@ OF_MATHS = ("causal", "window_size", "softcap", "softmax_scale", "learnable_sink
 
 
 def check(tensors, mask, **options):
-    """(out, lse) of a call, which is as accurate as others."""
+    """Return (out, lse) of a call, which is as accurate as others."""
     out, lse = flash_attn_func(*tensors, tree_mask=mask, return_lse=True, **options)
     wanted = {name: options[name] for name in OF_MATHS if name in options}
     seen = reference.seen_by_nodes(mask, tensors[1].shape[1])

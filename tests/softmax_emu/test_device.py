@@ -92,7 +92,7 @@ def _shapes(num_tiles):
 
 
 def _run(scores, scale_log2, settings):
-    """(packed P as the dtype, p, factors, maxima, inverse, LSE) and the launch's report."""
+    """Return (packed P as the dtype, p, factors, maxima, inverse, LSE) and the launch's report."""
     num_tiles = scores.shape[1] // COLUMNS
     buffers = [torch.zeros(shape, dtype=dtype) for shape, dtype in _shapes(num_tiles)]
     buffers[0] = torch.from_numpy(scores.copy())
@@ -116,7 +116,7 @@ def _expected_maxima(scores, scale, threshold):
 
 
 def _reference(scores, scale, values):
-    """(out, LSE in natural log) in float64; 0 and -inf for rows without visible key."""
+    """Return (out, LSE in natural log) in float64; 0 and -inf for rows without visible key."""
     x = scores.astype(np.float64) * scale * math.log(2)
     largest = x.max(axis=1, keepdims=True)
     largest = np.where(np.isneginf(largest), 0, largest)

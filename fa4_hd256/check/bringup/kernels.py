@@ -131,7 +131,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
 
 
 def tensors(call: Call, device: str) -> tuple:
-    """q, k, v and the gradient of out, random and the same every time."""
+    """Return q, k, v and the gradient of out, random and the same every time."""
     import torch
 
     generator = torch.Generator().manual_seed(sum(call.lengths))
@@ -189,7 +189,8 @@ def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
 
 
 def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
-    """`flash_attn_varlen_func`, causal; each sequence against the reference, the worst one told."""
+    """Check `flash_attn_varlen_func`, causal; each sequence against the reference, the worst one
+    told."""
     import torch
 
     from ... import flash_attn_varlen_func

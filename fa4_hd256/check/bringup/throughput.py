@@ -55,7 +55,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
 
 
 def selection(item: str) -> tuple[str, str, list[str]]:
-    """(direction, group, options of bench that choose the heads) of an item."""
+    """Return (direction, group, options of bench that choose the heads) of an item."""
     direction, _, group = item.partition(" ")
     if "/" not in group:
         return direction, group, []

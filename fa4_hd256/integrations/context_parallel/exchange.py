@@ -142,13 +142,14 @@ class Ranks:
         return Transfer(works, [operation.tensor for operation in operations])
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """(ranks, ...) of every rank's tensor."""
+        """Return (ranks, ...) of every rank's tensor."""
         found = own.new_empty((self.count, *own.shape))
         _all_gather(found.flatten(0, 1), own.contiguous(), group=self._moves)
         return found
 
     def exchange(self, given: torch.Tensor) -> torch.Tensor:
-        """(ranks, ...), rank by rank what it has for this one; given: likewise for the others."""
+        """Return (ranks, ...), rank by rank what it has for this one; given: likewise for the
+        others."""
         found = torch.empty_like(given, memory_format=torch.contiguous_format)
         dist.all_to_all_single(found, given.contiguous(), group=self._moves)
         return found

@@ -19,7 +19,7 @@ __all__ = ["Gathered", "in_order", "of_ranks"]
 
 
 def in_order(gathered: torch.Tensor, places: Sequence[Rows]) -> torch.Tensor:
-    """(batch, all rows, ...) in the sequence's order from (ranks, batch, rows, ...)."""
+    """Return (batch, all rows, ...) in the sequence's order from (ranks, batch, rows, ...)."""
     batch, *others = gathered.shape[1], *gathered.shape[3:]
     pieces = {}
     for of_rank, spans in zip(gathered, places, strict=True):
@@ -31,7 +31,7 @@ def in_order(gathered: torch.Tensor, places: Sequence[Rows]) -> torch.Tensor:
 
 
 def of_ranks(whole: torch.Tensor, places: Sequence[Rows]) -> torch.Tensor:
-    """(ranks, batch, rows, ...) from (batch, all rows, ...) in the sequence's order."""
+    """Return (ranks, batch, rows, ...) from (batch, all rows, ...) in the sequence's order."""
     return torch.stack(
         [torch.cat([whole[:, s.start : s.stop] for s in spans], dim=1) for spans in places]
     )
@@ -48,7 +48,7 @@ class Gathered:
         )
 
     def attend(self, q: torch.Tensor, kv: Held, settings: Settings) -> Attended:
-        """out and lse of this rank's queries over all keys. kv: k and v of this rank."""
+        """Return out and lse of this rank's queries over all keys. kv: k and v of this rank."""
         attended = Attended(q)
         attended.add(q, self._all(kv), self.parts, settings)
         return attended
@@ -60,7 +60,7 @@ class Gathered:
     def gradients(
         self, own: OwnRows, kv: Held, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 (dq, dkv) of this rank's rows; dkv: (2, batch, rows, heads_kv, 256)."""
+        """Return float32 (dq, dkv) of this rank's rows; dkv: (2, batch, rows, heads_kv, 256)."""
         k, v = self._all(kv)
         dq = torch.zeros(own.q.shape, dtype=torch.float32, device=k.device)
         dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)

@@ -38,8 +38,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def to_heads(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
-    """(batch, all rows, heads / ranks, ...) from (batch, rows, heads, ...), in the sequence's
-    order; differentiable. heads: a multiple of the ranks."""
+    """Return (batch, all rows, heads / ranks, ...) from (batch, rows, heads, ...), in the
+    sequence's order; differentiable. heads: a multiple of the ranks."""
     return _Exchange.apply(tensor, _by_heads, _by_rows, ranks, places)
 
 
@@ -116,8 +116,8 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 def attend_by_heads(
     tensors: tuple, settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `ulysses_attention`. tensors: q, k, v, the sink. given: options of the user's.
-    divided: the ranks, the order."""
+    """Return (out, lse) of `ulysses_attention`. tensors: q, k, v, the sink. given: options of the
+    user's. divided: the ranks, the order."""
 
     def attention(*leaves: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return _attend(leaves, settings, given, divided)

@@ -145,8 +145,8 @@ class Attended:
     def results(
         self, sink: torch.Tensor | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out in this type, lse); sink: of each head a logit that takes part in the softmax with
-        a value of 0, or None."""
+        """Return (out in this type, lse); sink: of each head a logit that takes part in the softmax
+        with a value of 0, or None."""
         self._take_in()
         if sink is not None:
             self._add_sink(sink)
@@ -162,7 +162,7 @@ class Attended:
 def _forward(
     q: torch.Tensor, held: Held, part: Part, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a part."""
+    """Return (out, lse) of a part."""
     of_q, of_k, of_v = _operands((q,), held, part)
     options = settings.options
     given: dict[str, Any] = {
@@ -181,8 +181,8 @@ def _forward(
 def attend(
     tensors: tuple[torch.Tensor, ...], documents: tuple[int, ...] | None, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by the public functions. tensors: q, k, v, with a batch of 1 where documents are
-    packed in them. given: other arguments."""
+    """Return (out, lse) by the public functions. tensors: q, k, v, with a batch of 1 where
+    documents are packed in them. given: other arguments."""
     (q, k, v), given = tensors, {**given, "return_lse": True}
     if documents is None:
         out, lse = flash_attn_func(q, k, v, **given)
@@ -276,7 +276,7 @@ def add_gradients(
 
 
 def sink_gradient(of_rows: OwnRows, sink: torch.Tensor) -> torch.Tensor:
-    """(heads,) like sink, of a rank's rows.
+    """Return (heads,) like sink, of a rank's rows.
 
     -sum over the rows of P_sink (sum of dout * out - dlse), P_sink = exp(sink - lse).
     """

@@ -136,7 +136,7 @@ class _Passing:
         return (self._ranks.own - self.step * hop) % self._ranks.count
 
     def own_rows(self, kv: Held, held: Rows) -> torch.Tensor | None:
-        """(2, batch, rows, heads_kv, 256) of k and v that this rank sends, contiguous."""
+        """Return (2, batch, rows, heads_kv, 256) of k and v that this rank sends, contiguous."""
         route = self.route(0)
         if route is None:
             return None
@@ -224,7 +224,7 @@ class Ring:
         return self.ranks.start(sends, receives), nexts, homes
 
     def attend(self, q: torch.Tensor, kv: Held, settings: Settings) -> Attended:
-        """out and lse of this rank's queries over all keys. kv: k and v of this rank."""
+        """Return out and lse of this rank's queries over all keys. kv: k and v of this rank."""
         k = kv[0]
         transfer, held = self.pass_on(self.first(kv), 0, k)
         attended = Attended(q)
@@ -243,7 +243,7 @@ class Ring:
     def gradients(
         self, own: OwnRows, kv: Held, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 (dq, dkv) of this rank's rows; dkv: (2, batch, rows, heads_kv, 256)."""
+        """Return float32 (dq, dkv) of this rank's rows; dkv: (2, batch, rows, heads_kv, 256)."""
         k = kv[0]
         # Without a hop there is nothing to work beside.
         at_begin, at_end = (

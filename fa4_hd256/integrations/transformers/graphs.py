@@ -78,7 +78,7 @@ def masked_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
     mask: torch.Tensor, bounds: list[int], scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse) of `attend`; lse: (batch, heads, seqlen_q), or (heads, batch * seqlen_q).
+    """Return (out, lse) of `attend`; lse: (batch, heads, seqlen_q), or (heads, batch * seqlen_q).
 
     bounds: the two sides of the window, and ds_bytes, -1 for none.
     """
@@ -112,8 +112,8 @@ def masked_backward(
     dout: torch.Tensor, tensors: list[torch.Tensor], sink: torch.Tensor | None,
     mask: torch.Tensor, bounds: list[int], scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dq, dk, dv, dsink); tensors: q, k, v, out, lse of `masked_forward`. dsink is empty without
-    a sink."""
+    """Return (dq, dk, dv, dsink); tensors: q, k, v, out, lse of `masked_forward`. dsink is empty
+    without a sink."""
     q = tensors[0]
     left, right, ds_bytes = (None if number == _NONE else number for number in bounds)
     config = backward_config_of(ds_bytes, q.device)

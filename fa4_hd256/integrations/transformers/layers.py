@@ -217,7 +217,7 @@ def _booleans(
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v in autocast's dtype where that is on and one of them has float32."""
+    """Return q, k and v in autocast's dtype where that is on and one of them has float32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -364,7 +364,7 @@ def _padded(
 
 
 def _rolled(tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """(batch, seqlen, ...), each sequence rolled so that its row `first` becomes row 0."""
+    """Return (batch, seqlen, ...), each sequence rolled so that its row `first` becomes row 0."""
     rows = torch.arange(tensor.shape[1], device=tensor.device)
     rows = (rows + first[:, None]) % tensor.shape[1]
     return tensor[torch.arange(tensor.shape[0], device=tensor.device)[:, None], rows]

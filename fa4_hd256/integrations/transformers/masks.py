@@ -263,7 +263,7 @@ def _dense(reason: str, asked: _Asked, pattern: torch.Tensor | None = None) -> t
 
 
 def _evaluated(asked: _Asked) -> torch.Tensor:
-    """(batch, 1, q_length, kv_length) bool: the pattern, and keys that are no padding."""
+    """Return (batch, 1, q_length, kv_length) bool: the pattern, and keys that are no padding."""
     from transformers.masking_utils import sdpa_mask
 
     found: Any = sdpa_mask(

@@ -81,7 +81,7 @@ class Flow:
         return f"bar.warp.sync {mask.operand};\n"
 
     def _count(self) -> tuple[str, str]:
-        """(register, text) of a fresh counter of 0 to 3, other in each lane."""
+        """Return (register, text) of a fresh counter of 0 to 3, other in each lane."""
         count = self.w.register("b32")
         shift = self.w.random.randrange(0, 30)
         return count, (f"shr.u32 {count}, {self.registers.pick('r')}, {shift};\n"

@@ -106,7 +106,7 @@ class Gpu:
         return ctypes.string_at(int(encoded.getPtr()), TENSORMAP_BYTES)
 
     def load(self, case: Case) -> tuple[Any, Any]:
-        """(module, function) of a case."""
+        """Return (module, function) of a case."""
         module = self.call("cuModuleLoadData", case.ptx.encode() + b"\0")
         function = self.call("cuModuleGetFunction", module, KERNEL.encode())
         if case.dynamic_smem:

@@ -212,7 +212,8 @@ def _packed(values: np.ndarray, dtype: str, mn_major: bool) -> np.ndarray:
 
 
 def _descriptor(mn_major: bool, rows: int) -> tuple[int, int]:
-    """(matrix descriptor but for its address, 16-byte units from a slice of K to the next)."""
+    """Return (matrix descriptor but for its address, 16-byte units from a slice of K to the
+    next)."""
     if not mn_major:
         return encode_matrix(MatrixDescriptor(0, 16, 1024, 128)), SLICE * 2 // 16
     groups = -(-rows // 64)
@@ -287,7 +288,7 @@ def _mma_ptx(p: Product) -> str:
 
 
 def _cell(p: Product) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(CTA, lane, column) of every element of D (PTX ISA 9.7.16.10.5, data-path layouts)."""
+    """Return (CTA, lane, column) of every element of D (PTX ISA 9.7.16.10.5, data-path layouts)."""
     row, column = np.meshgrid(np.arange(p.m), np.arange(p.n), indexing="ij")
     cta, lane = row // p.rows, row % p.rows
     if (p.group, p.m) == (1, 64):
@@ -340,7 +341,7 @@ _COLUMNS = 64
 
 
 def _fragment(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lane, column), each (32 threads, registers)."""
+    """Return (lane, column), each (32 threads, registers)."""
     per, place = _FRAGMENTS[shape]
     t, r = np.meshgrid(np.arange(32), np.arange(per * repeat), indexing="ij")
     lane, column = (np.broadcast_to(x, t.shape) for x in place(t, r))

@@ -29,7 +29,8 @@ _NAN = {"f32": 0x7FFFFFFF, "f16": 0x7FFF}
 
 
 def _parts(raw: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(signed integer, exponent of its unit, exponent of the number) of finite raw elements."""
+    """Return (signed integer, exponent of its unit, exponent of the number) of finite raw
+    elements."""
     fraction, bias, below = _FORMATS[name]
     words = raw.astype(np.int64) >> below
     width = _TOTAL[name] - 1 - fraction
@@ -41,7 +42,7 @@ def _parts(raw: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def special(raw: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(is NaN, is infinite) of raw elements."""
+    """Return (is NaN, is infinite) of raw elements."""
     fraction, _, below = _FORMATS[name]
     words = raw.astype(np.int64) >> below
     magnitude = words & (1 << _TOTAL[name] - 1) - 1

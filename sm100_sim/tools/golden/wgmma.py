@@ -210,7 +210,8 @@ def image(raw: np.ndarray, mn_major: bool, span: int) -> Image:
 
 
 def places_of_a(p: Product) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column of K) of the elements of A by [thread, register, element], all instructions."""
+    """Return (row, column of K) of the elements of A by [thread, register, element], all
+    instructions."""
     per = 4 // p.width
     t, r, e = np.ogrid[:THREADS, : 4 * p.steps, :per]
     i = r % 4
@@ -220,7 +221,8 @@ def places_of_a(p: Product) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places_of_d(p: Product) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of the elements of D by [thread, element]; two halves share a register."""
+    """Return (row, column) of the elements of D by [thread, element]; two halves share a
+    register."""
     t, i = np.ogrid[:THREADS, : p.n // 2]
     row = 16 * (t // 32) + t % 32 // 4 + 8 * (i // 2 % 2)
     column = 8 * (i // 4) + 2 * (t % 4) + i % 2

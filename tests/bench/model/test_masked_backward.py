@@ -63,8 +63,8 @@ def backward(ds_bytes):
 
 
 def met_blocks(of):
-    """(batch, blocks of keys, blocks of queries) bool, by the dense mask: those in which a query
-    sees a key."""
+    """Return (batch, blocks of keys, blocks of queries) bool, by the dense mask: those in which a
+    query sees a key."""
     dense = of.dense(CPU).expand(of.batch, -1, -1, -1)[:, 0]
     rest = -of.seqlen_q % 256
     padded = torch.nn.functional.pad(dense, (0, rest, 0, rest))

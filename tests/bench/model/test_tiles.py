@@ -186,7 +186,7 @@ def test_a_tile_of_a_causal_backward_shares_what_its_rows_see():
 
 
 def shared_rows(tiles):
-    """(first, limit) of those that they share, in order."""
+    """Return (first, limit) of those that they share, in order."""
     return [(tile.shared_from / (2 * ROW), tile.shared_bytes / (2 * ROW)) for tile in tiles]
 
 

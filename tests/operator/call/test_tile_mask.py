@@ -20,7 +20,7 @@ from fa4_hd256.kernels.block_mask import FULL, NOTHING
 
 
 def places(seqlen_q, seqlen_k=None):
-    """(level of each query, key), which broadcast."""
+    """Return (level of each query, key), which broadcast."""
     seqlen_k = seqlen_k or seqlen_q
     level = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
     return level, torch.arange(seqlen_k)[None]

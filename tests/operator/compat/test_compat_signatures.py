@@ -84,7 +84,7 @@ WRITTEN = {
 
 
 def parameters(function):
-    """(name, default) of each, none of them keyword-only."""
+    """Return (name, default) of each, none of them keyword-only."""
     found = inspect.signature(function).parameters.values()
     assert {each.kind for each in found} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return [(each.name, each.default) for each in found]

@@ -21,7 +21,7 @@ def _compiled_anew():
 
 
 def through(layer, tensors):
-    """out and the gradients of q, k, v."""
+    """Return out and the gradients of q, k, v."""
     torch.compiler.cudagraph_mark_step_begin()
     leaves = [tensors[name].detach().clone().requires_grad_() for name in "qkv"]
     out = layer(*leaves, *(tensors[name] for name in ("cu_q", "cu_k") if name in tensors))

@@ -15,7 +15,8 @@ SCHEDULERS = pytest.mark.parametrize("use_clc", [False, True], ids=["static", "d
 
 
 def captured(run):
-    """(graph, its results) of `run`, after a first call outside a graph as PyTorch requires."""
+    """Return (graph, its results) of `run`, after a first call outside a graph as PyTorch
+    requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

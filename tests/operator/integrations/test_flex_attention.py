@@ -36,7 +36,8 @@ def functions(device):
 
 
 def dense(score_mod, tensors, mask):
-    """(out, lse) in float64 on the CPU, of the reference. score_mod, mask: of tensors there."""
+    """Return (out, lse) in float64 on the CPU, of the reference. score_mod, mask: of tensors
+    there."""
     q, k, v = (t.transpose(1, 2) for t in tensors[:3])
     mask = None if mask is None else mask[None, None]
     options = {"softmax_scale": SCALE, "score_mod": score_mod, "mask": mask}

@@ -74,8 +74,8 @@ def logits(model, implementation, ids, **arguments):
 
 
 def cases(kinds):
-    """(kind, settings) of causal models, and of those with windows on both sides; transformers
-    looks for packed sequences in the former alone."""
+    """Return (kind, settings) of causal models, and of those with windows on both sides;
+    transformers looks for packed sequences in the former alone."""
     found = []
     for kind in kinds:
         found.append(pytest.param(kind, {}, id=f"{kind}, causal"))
@@ -141,7 +141,7 @@ def offsets():
 
 
 def graphs_of(model, ids, **arguments):
-    """(logits, the number of graphs) of a compiled model, and the model's own logits."""
+    """Return (logits, the number of graphs) of a compiled model, and the model's own logits."""
     torch._dynamo.reset()
     counter = CompileCounter()
     with torch.no_grad():

@@ -70,7 +70,7 @@ class Case:
         ]
 
     def turned(self, rows: torch.Tensor, tensors: AppendTensors, side: int) -> torch.Tensor:
-        """(rows, heads, 256) float64, NaN where the tables end."""
+        """Return (rows, heads, 256) float64, NaN where the tables end."""
         rows = rows.cpu().double() if self.packed[side] else rows.cpu().double().flatten(0, 1)
         first, found = slice(0, 2 * self.columns), rows.clone()
         one, two = first, first

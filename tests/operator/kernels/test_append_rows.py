@@ -33,7 +33,7 @@ def bits(tensor):
 
 
 def caches_and_rows(entries, rows, heads, shape, dtype=torch.bfloat16, device="cpu"):
-    """(caches, new rows), random."""
+    """Return (caches, new rows), random."""
     caches = [torch.randn(entries, rows, heads, 256).to(dtype).to(device) for _ in "kv"]
     return caches, [torch.randn(*shape, heads, 256).to(dtype).to(device) for _ in "kv"]
 

@@ -41,7 +41,7 @@ def run(rows, dlse=None, ragged=None, max_seqlen_q=None):
 
 
 def expected(out, dout, lse, dlse=None):
-    """(2, heads, seqlen) of one sequence in float64: out, dout (seqlen, heads, 256)."""
+    """Return (2, heads, seqlen) of one sequence in float64: out, dout (seqlen, heads, 256)."""
     delta = (out.double() * dout.double()).sum(2).T.cpu()
     delta -= 0 if dlse is None else dlse.double().cpu()
     lse = lse.double().cpu()

@@ -21,7 +21,7 @@ LENGTHS = (300, 1, 0, 17, 130, 260, 5, *[2] * 40, 129)
 
 
 def packed(heads, device):
-    """(q, k, v; other arguments by name) of sequences with as many keys as queries."""
+    """Return (q, k, v; other arguments by name) of sequences with as many keys as queries."""
     tensors = tuple(torch.randn(sum(LENGTHS), h, 256).to(device, torch.bfloat16)
                     for h in (heads[0], heads[1], heads[1]))  # fmt: skip
     cu_seqlens, longest = offsets(LENGTHS, device), max(LENGTHS)
@@ -30,7 +30,7 @@ def packed(heads, device):
 
 
 def attend(heads, device, **options):
-    """(tensors, out, lse)."""
+    """Return (tensors, out, lse)."""
     tensors, lengths = packed(heads, device)
     return tensors, *flash_attn_varlen_func(*tensors, **lengths, return_lse=True, **options)
 

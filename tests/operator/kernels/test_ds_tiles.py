@@ -136,7 +136,7 @@ def test_a_wrong_sum_is_found(monkeypatch, name, wrong):
 
 
 def places(lengths, longest, window, packed) -> tuple[list[range], int]:
-    """(the tiles of each sequence in a query head's, how many these are)."""
+    """Return (the tiles of each sequence in a query head's, how many these are)."""
     offsets = list(itertools.accumulate((keys for _, keys in lengths), initial=0))
     units, of_unit = ds_units(longest, window, len(lengths), offsets[-1] if packed else None)
     begins = [
@@ -148,7 +148,8 @@ def places(lengths, longest, window, packed) -> tuple[list[range], int]:
 
 
 def drawn(draw):
-    """(lengths of queries and keys, the longest said): many short ones, or any; some empty."""
+    """Return (lengths of queries and keys, the longest said): many short ones, or any; some
+    empty."""
     most = draw.choice((300, 1000, 3000))
     count, own = draw.randint(1, 8), draw.random() < 0.5
     keys = [draw.choice((0, draw.randint(1, most), most)) for _ in range(count)]

@@ -23,7 +23,7 @@ QUERIES = ProblemClass(
 
 
 def compiled(config):
-    """(kernel, its machine code)."""
+    """Return (kernel, its machine code)."""
     kernel = compile_kernel(KernelSpec("forward_decode_e4m3", config, QUERIES))
     (function,) = disassemble(kernel.cubin).values()
     return kernel, function

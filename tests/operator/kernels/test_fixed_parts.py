@@ -30,7 +30,7 @@ def ints(values, device):
 
 
 def attend(tensors, used, **options):
-    """(out, lse) of sequences whose keys have lengths in use."""
+    """Return (out, lse) of sequences whose keys have lengths in use."""
     return flash_attn_varlen_func(
         *tensors, seqused_k=ints(used, tensors[0].device), causal=True, return_lse=True, **options
     )

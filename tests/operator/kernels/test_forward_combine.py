@@ -31,7 +31,7 @@ def describe(out, splits):
 
 
 def random_parts(splits, shape, device, spread=2.0):
-    """(out, lse) of the parts; shape: (batch, seqlen, heads); spread: of the LSEs."""
+    """Return (out, lse) of the parts; shape: (batch, seqlen, heads); spread: of the LSEs."""
     batch, seqlen, heads = shape
     out = torch.randn(batch * splits, seqlen, heads, 256).to(device)
     lse = spread * torch.randn(batch * splits, heads, seqlen).to(device)
@@ -39,7 +39,7 @@ def random_parts(splits, shape, device, spread=2.0):
 
 
 def run(parts, splits, dtype=torch.bfloat16):
-    """(out, lse) of the kernel, from memory that holds NaN."""
+    """Return (out, lse) of the kernel, from memory that holds NaN."""
     entries, seqlen, heads, _ = parts[0].shape
     assert entries % splits == 0
     batch, device = entries // splits, parts[0].device
@@ -50,7 +50,7 @@ def run(parts, splits, dtype=torch.bfloat16):
 
 
 def expected(parts, splits):
-    """(out, lse, sum of the weights times |O|) in float64; rows of -inf alone are 0."""
+    """Return (out, lse, sum of the weights times |O|) in float64; rows of -inf alone are 0."""
     out, lse = (t.double().cpu().unflatten(0, (-1, splits)) for t in parts)
     total = torch.logsumexp(lse, dim=1)
     shift = total.masked_fill(total == -math.inf, 0.0)

@@ -44,7 +44,7 @@ KINDS = ("dv", "products", "single_dq", "single_dk", "single_dv")
 
 
 def function_of(kind: str, name: str):
-    """(kernel, its only function, its plan)."""
+    """Return (kernel, its only function, its plan)."""
     kind = f"backward_{kind}"
     config = STORED.of_kernel(kind)
     kernel = compile_kernel(KernelSpec(kind, config, GradientClass(CLASSES[name]), HOPPER))

@@ -47,7 +47,7 @@ KERNELS = {
 
 
 def function_of(name: str):
-    """(kernel, its only function)."""
+    """Return (kernel, its only function)."""
     config, problem_class = KERNELS[name]
     spec = KernelSpec("forward", config, problem_class, named("sm_90a"))
     kernel = compile_kernel(spec)

@@ -54,7 +54,7 @@ PAIR_KERNELS = {
 
 
 def compiled(kind: str, use_clc: bool = False, ragged: tuple[str, ...] = ()):
-    """(kernel, the register plan of its configuration)."""
+    """Return (kernel, the register plan of its configuration)."""
     config, variant = PAIR_KERNELS[kind]
     problem = replace(CAUSAL, use_clc=use_clc, ragged=ragged)
     variant = problem if kind == "forward" else replace(variant, problem=problem)

@@ -91,7 +91,7 @@ def describe(case: Case, q: torch.Tensor, k: torch.Tensor, ragged: dict) -> Back
 
 
 def operands(case: Case) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """(q, k, ragged); what lies beyond the lengths in use is NaN."""
+    """Return (q, k, ragged); what lies beyond the lengths in use is NaN."""
     sides = list(zip(*case.lengths))
     tensors, ragged = [], {}
     for side, heads in zip(sides, case.heads):
@@ -111,7 +111,7 @@ def operands(case: Case) -> tuple[torch.Tensor, torch.Tensor, dict]:
 
 
 def rows_of(case: Case, tensor: torch.Tensor, side: int, number: int) -> torch.Tensor:
-    """(heads, rows, columns) of a sequence."""
+    """Return (heads, rows, columns) of a sequence."""
     length = case.lengths[number][side]
     if case.ragged == "packed":
         begin = sum(pair[side] for pair in case.lengths[:number])
@@ -120,7 +120,8 @@ def rows_of(case: Case, tensor: torch.Tensor, side: int, number: int) -> torch.T
 
 
 def run(case: Case):
-    """(found, expected): dK and dQ of every sequence in float32, dK summed over its parts."""
+    """Return (found, expected): dK and dQ of every sequence in float32, dK summed over its
+    parts."""
     q, k, ragged = operands(case)
     problem = describe(case, q, k, ragged)
     seen = [visible(*lengths, case.window) for lengths in case.lengths]

@@ -38,7 +38,7 @@ def kernel(request):
 
 
 def call():
-    """(problem, tensors) of a ragged batch whose results are still NaN."""
+    """Return (problem, tensors) of a ragged batch whose results are still NaN."""
     generator = torch.Generator().manual_seed(3)
     q, k, v = (
         torch.randn(1, sum(n), h, 256, generator=generator).bfloat16()

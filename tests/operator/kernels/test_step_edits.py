@@ -131,7 +131,7 @@ TILES = (3, 1, 0, 0, 0)  # steps of those of `attend`
 
 
 def attend(config, kernel, monkeypatch, **options):
-    """(out, lse, report) of tiles of several steps, of one, and of none, on one CTA pair."""
+    """Return (out, lse, report) of tiles of several steps, of one, and of none, on one CTA pair."""
     monkeypatch.setitem(
         catalogue.KINDS, "forward",
         lambda spec: (

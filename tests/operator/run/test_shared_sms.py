@@ -40,7 +40,7 @@ def _no_choice_by_the_environment(monkeypatch):
 
 
 def choices(use_clc=None):
-    """(forward, backward) of full attention, whose tiles are equal."""
+    """Return (forward, backward) of full attention, whose tiles are equal."""
     return FULL.scheduled(use_clc).use_clc, backward_use_clc(use_clc)
 
 

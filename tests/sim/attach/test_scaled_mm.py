@@ -25,7 +25,7 @@ def place(scales: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
 
 
 def operand(rows: int, k: int, block: int, kind: torch.dtype, seed: int):
-    """(the operand, its scales as stored, float64 values)."""
+    """Return (the operand, its scales as stored, float64 values)."""
     generator = torch.Generator().manual_seed(seed)
     scales = 2.0 ** torch.randint(-3, 4, (rows, k // block), generator=generator)
     if kind == torch.float4_e2m1fn_x2:

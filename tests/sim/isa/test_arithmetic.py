@@ -88,7 +88,7 @@ def check_integers(instruction: str, widths: list[int], function, result: int = 
 
 
 def both(bits):
-    """(unsigned type, to Python int) and the signed twin."""
+    """Return (unsigned type, to Python int) and the signed twin."""
     return [(f"u{bits}", lambda x: x), (f"s{bits}", lambda x: signed(x, bits))]
 
 

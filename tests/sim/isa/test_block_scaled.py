@@ -113,7 +113,8 @@ def plain_descriptor(m, n, a="e4m3", b="e4m3") -> int:
 
 
 def result(ctas, m, n, column=0) -> np.ndarray:
-    """(M, N): lanes by the data-path organisation, 128 rows in all of a CTA's lanes or fewer."""
+    """Return (M, N): lanes by the data-path organisation, 128 rows in all of a CTA's lanes or
+    fewer."""
     per_cta = m // len(ctas)
     d = np.empty((m, n))
     for r in range(m):

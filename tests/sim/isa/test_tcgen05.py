@@ -184,7 +184,8 @@ def store_cells(cells: np.ndarray, lane: int, column: int, form: Form, values) -
 
 
 def cell_of(shape: str, t: int, r: int, split: int) -> tuple[int, int]:
-    """(lane, column) of thread t, register r: the formulas as they are written in the ISA notes."""
+    """Return (lane, column) of thread t, register r: the formulas as they are written in the ISA
+    notes."""
     return {
         "32x32b": lambda: (t, r),
         "16x64b": lambda: ((t >> 2) + 8 * (t & 1), ((t >> 1) & 1) + 2 * r),

@@ -58,7 +58,7 @@ def slow_offset(position: int, span: int, base: int) -> int:
 
 
 def slow_elements(t: TensorMap, coordinates):
-    """(position in the tile in elements, global index fastest first or None if outside)."""
+    """Yield (position in the tile in elements, global index fastest first or None if outside)."""
     shape = t.tile_shape
     for position, index in enumerate(itertools.product(*(range(n) for n in reversed(shape)))):
         index = tuple(reversed(index))

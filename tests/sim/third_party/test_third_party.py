@@ -75,7 +75,7 @@ class Attention:
         return *tensors, cutlass.Float32(1 / math.sqrt(self.q.shape[-1]))
 
     def reference(self, dtype: torch.dtype, causal: bool):
-        """(out, lse) computed in `dtype`."""
+        """Return (out, lse) computed in `dtype`."""
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (self.q, self.k, self.v))
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         if causal:

@@ -215,7 +215,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
     @traced("dS")
     @cute.jit
     def _score_gradients(self, context: Any, factors: cute.Tensor, ds: cute.Tensor, states: Any):
-        """dS = factors (dP - delta) of one unit, in 16 bits."""
+        """Compute dS = factors (dP - delta) of one unit, in 16 bits."""
         barriers = context.barriers
         barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
@@ -246,7 +246,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
     @traced("write dS")
     @cute.jit
     def _publish_ds(self, context: Any, ds: cute.Tensor, states: Any):
-        """dS to shared memory."""
+        """Store dS to shared memory."""
         return self._publish(context, ds, states)
 
     @cute.jit
@@ -268,7 +268,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
     @traced("drain dK and dV")
     @cute.jit
     def _drain(self, context: Any, work: Any, states: Any):
-        """dV (first warpgroup) and softmax_scale * dK (second) of a tile to global memory."""
+        """Store dV (first warpgroup) and softmax_scale * dK (second) of a tile to global memory."""
         context.barriers["sums_done"].wait(states["sums_done"])
         fence_after_thread_sync()
         sequence = context.sequences.key(work.batch)
@@ -304,7 +304,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
 
     @cute.jit
     def _store_zeros(self, context: Any, work: Any):
-        """dK = dV = 0 for the keys of a tile that no query sees."""
+        """Store dK = dV = 0 for the keys of a tile that no query sees."""
         row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
         sequence = context.sequences.key(work.batch)
         if row < sequence.length:

@@ -167,7 +167,7 @@ class DqKernel(QueryTiles, RowResult):
     def _score_gradients(
         self, context: Any, factors: cute.Tensor, negative_delta: Float32, states: Any
     ):
-        """dS = factors (dP - delta) of one step, to tensor memory over dP."""
+        """Compute dS = factors (dP - delta) of one step, to tensor memory over dP."""
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
         address = self.own_columns(context, "dp", OWN_KEYS)

@@ -229,7 +229,7 @@ class DvKernel(KeyTiles, RowResult):
 
     @staticmethod
     def _quad() -> tuple[Int32, Int32]:
-        """(quad of the warp, thread of the quad) of this thread."""
+        """Return (quad of the warp, thread of the quad) of this thread."""
         lane = cute.arch.lane_idx()
         return lane // QUAD, lane % QUAD
 
@@ -306,8 +306,8 @@ class DvKernel(KeyTiles, RowResult):
         return *mask, self.mask_places(context, where[0], locate)
 
     def _locator(self, context: Any, where: tuple, half: int) -> Any:
-        """(query head, query, key) of scores by number, from a half of this thread's keys on.
-        where: (tile, step)."""
+        """Return (query head, query, key) of scores by number, from a half of this thread's keys
+        on. where: (tile, step)."""
         work, step = where
         query = self.query_tile(context, work, step) * STEP_QUERIES
         query += self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2

@@ -69,7 +69,7 @@ class ProductsKernel(ProductTiles, RowResult):
         }
 
     def places(self, context: Any, content: str, work: Any, position: Walk) -> tuple:
-        """(work, position) for either copy, see `copy`."""
+        """Return (work, position) for either copy, see `copy`."""
         return (((work, position),) * len(content.split()),)
 
     def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:

@@ -49,7 +49,8 @@ class RowResult(BackwardKernel):
         return cute.arch.thread_idx()[0] % OWN_ROWS
 
     def place(self, context: Any, work: Any) -> tuple:
-        """(tensor, `Sequence` of its rows, first row of this CTA, head) of a tile's result."""
+        """Return (tensor, `Sequence` of its rows, first row of this CTA, head) of a tile's
+        result."""
         result, rows = context.tensors.results[0], self.result_rows(context, work)
         return result, rows, self.first_row(context, work), work.head
 
@@ -110,7 +111,7 @@ class RowResult(BackwardKernel):
 
     @cute.jit
     def zero(self, place: tuple):
-        """0 to the rows of a place."""
+        """Store 0 to the rows of a place."""
         if self._has_row(place):
             destination = self._destination(place)
             for start in cutlass.range(0, OWN_COLUMNS, FRAGMENT, unroll=1):

@@ -134,7 +134,7 @@ def _scores(before: tuple[Load, ...] = (), after: tuple[Load, ...] = ()) -> Prod
 
 
 def _score_gradients(frees: tuple[str, ...] = (), before: tuple[Load, ...] = ()) -> Product:
-    """dP^T = V dO^T, a step ahead."""
+    """Issue dP^T = V dO^T, a step ahead."""
     passing = Load.one("dO", "dout", "ring", "ring", pieces=PIECES)
     return _of_keys(Operand("dP", "dp", ring="dp"), "V", passing, frees, (before, ()))
 

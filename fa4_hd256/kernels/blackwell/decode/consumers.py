@@ -93,7 +93,7 @@ class DecodeConsumers(DecodeSoftmax):
         return min(self.of_query, self.softmax_rows)
 
     def _own_queries(self, context: Any, work: Any) -> tuple[Int32, int]:
-        """(first query, their number) of a group's rows."""
+        """Return (first query, their number) of a group's rows."""
         first = self.queries(work)[0] + context.first_row // self.of_query
         return first, self.softmax_rows // self.rows_of_query
 
@@ -272,7 +272,7 @@ class DecodeConsumers(DecodeSoftmax):
 
     @cute.jit
     def _store_zeros(self, context: Any, work: Any):
-        """out = 0 for the rows of a tile that sees no key."""
+        """Store out = 0 for the rows of a tile that sees no key."""
         zeros = cute.make_rmem_tensor(self.softmax_rows, Float32)
         zeros.fill(0.0)
         for half in cutlass.range_constexpr(len(HALVES)):

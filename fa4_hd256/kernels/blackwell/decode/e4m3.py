@@ -226,7 +226,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
 
     @staticmethod
     def _add_parts(parts: list[cute.Tensor], sums: cute.Tensor, first: int) -> None:
-        """hi + lo / 16, two at a time, to `sums` from `first` on."""
+        """Write hi + lo / 16, two at a time, to `sums` from `first` on."""
         high, low = parts
         counts = Float32(LOW_PART)
         for row in range(0, cute.size(high), 2):

@@ -19,8 +19,8 @@ LOW_PART = 2.0**-4
 
 
 def _split(values: list[Float32]) -> tuple[Int32, Int32]:
-    """(hi, lo) of four values, each as `codes_of`; cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22) says what
-    hi is."""
+    """Return (hi, lo) of four values, each as `codes_of`; cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22)
+    says what hi is."""
     codes = codes_of(values)
     rounded = cute.arch.inline_ptx(
         "{.reg .b16 low, high, a, b, c, d;\n"

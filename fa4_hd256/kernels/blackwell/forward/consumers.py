@@ -378,7 +378,7 @@ class ForwardConsumers:
 
     @cute.jit
     def _store_zeros(self, context: Any, work: Any):
-        """out = 0 for the rows of a tile that sees no key."""
+        """Store out = 0 for the rows of a tile that sees no key."""
         row, head = self.query_and_head(context, work, self._row_in_block())
         if row < context.query(work).length:
             out = self.result_row(context, work, row, head)

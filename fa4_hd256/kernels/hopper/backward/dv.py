@@ -140,7 +140,7 @@ class DvKernel(KeyRows, ScoreGradient):
 
     @cute.jit
     def _steps(self, context: Any, which: tuple, tensors: tuple, states: Any):
-        """dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
+        """Compute dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
         (work, num_steps), (operands, dv) = which, tensors
         barriers, step = context.barriers, self.first_position(context, work)
         mask, row = self.mask(context, work), self.row_of_ds(context, work)
@@ -203,7 +203,7 @@ class DvKernel(KeyRows, ScoreGradient):
         commit()
 
     def _issue_gradient(self, context: Any, operands: dict, dp: cute.Tensor, states: Any) -> None:
-        """dP^T of a step."""
+        """Issue dP^T of a step."""
         state = states["dout_loaded"]
         context.barriers["dout_loaded"].wait(state)
         fence()
@@ -212,7 +212,7 @@ class DvKernel(KeyRows, ScoreGradient):
         commit()
 
     def _issue_sum(self, operands: dict, registers: tuple, states: Any) -> None:
-        """dV += P^T dO of a step.  registers: (dV, P)."""
+        """Issue dV += P^T dO of a step.  registers: (dV, P)."""
         dv, p = registers
         columns = operands["dout_columns"][None, None, None, states["dout_loaded"].index]
         fence()
@@ -261,8 +261,8 @@ class DvKernel(KeyRows, ScoreGradient):
     @traced("dS")
     @cute.jit
     def _store_ds(self, context: Any, values: tuple, stage: Any, place: cute.Pointer):
-        """dS = factors (dP - delta) in 16 bits, to global memory: a quad has 16 bytes, the quads of
-        a warp 128 consecutive ones.  values: (dP, factors)."""
+        """Store dS = factors (dP - delta) in 16 bits, to global memory: a quad has 16 bytes, the
+        quads of a warp 128 consecutive ones.  values: (dP, factors)."""
         dp, factors = values
         delta = self.passing_stats(context, "delta", stage)
         for run in cutlass.range_constexpr(RUNS):

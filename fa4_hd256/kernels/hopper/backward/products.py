@@ -206,6 +206,6 @@ class ProductsKernel(ProductTiles, HopperBackward):
     @traced("drain sum")
     @cute.jit
     def _finish(self, context: Any, sums: cute.Tensor, place: tuple):
-        """softmax_scale times the sums to global memory; place: see `store`."""
+        """Store softmax_scale times the sums to global memory; place: see `store`."""
         sums.store(sums.load() * context.scalars.softmax_scale)
         self.store(sums, place)

@@ -228,7 +228,7 @@ class SingleKernel(ScoreGradient):
 
 
 class KeyGradient(KeyRows, SingleKernel):
-    """dK or dV: 256 keys of a part of a KV head."""
+    """Kernel of dK or dV: 256 keys of a part of a KV head."""
 
     stays = ("k", "v")
     passes = ("q", "dout")
@@ -247,11 +247,11 @@ class KeyGradient(KeyRows, SingleKernel):
 
 
 class DkKernel(KeyGradient):
-    """results: (dk,)."""
+    """Kernel of dK.  results: (dk,)."""
 
 
 class SingleDvKernel(KeyGradient):
-    """results: (dv,)."""
+    """Kernel of dV.  results: (dv,)."""
 
     stays = ("k",)
     of_ds = False
@@ -259,7 +259,7 @@ class SingleDvKernel(KeyGradient):
 
 
 class DqKernel(QueryTiles, SingleKernel):
-    """results: (dq,).  256 queries of one head, which meet the keys from the last one they see."""
+    """Kernel of dQ: 256 queries of a head, which meet the keys from the last one they see."""
 
     stays = ("q", "dout")
     passes = ("k", "v")

@@ -411,7 +411,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         self._store(context, work, columns)
 
     def _store_zeros(self, context: Any, work: Any):
-        """out = 0 for the rows of a tile that sees no key."""
+        """Store out = 0 for the rows of a tile that sees no key."""
         zeros = cute.make_rmem_tensor(self.own_rows, Float32)
         zeros.fill(0.0)
         self._store(context, work, [zeros] * 4)

@@ -162,7 +162,7 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         )
 
     def _smem(self, memory: SharedMemory) -> tuple[dict[str, cute.Tensor], cute.Tensor]:
-        """(buffers by name, P^T as rows x keys of an operand)."""
+        """Return (buffers by name, P^T as rows x keys of an operand)."""
         config = self.config
         rows, runs, half = config.rows, config.rows // P_CORE, cutlass.Float16
         group = P_CORE * BLOCK_KV

@@ -58,8 +58,8 @@ def decode_steps(kv_stages: int, q_stages: int, part_buffers: int) -> StepTable:
 
 
 def _products_of_k(buffers: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """(QK, what uses the results of those that have not been waited for).  A part's registers are
-    written again when its MMA is done."""
+    """Return (QK, what uses the results of those that have not been waited for).  A part's
+    registers are written again when its MMA is done."""
     queries = read("q", "Q")
     if buffers == QK_PARTS:
         return (multiply("QK", queries),), (touch("QK"),)

@@ -170,7 +170,7 @@ class ForwardConsumer:
     def _own_tiles(
         self, visibility: Any, work: Any, first_row: Int32
     ) -> tuple[TileRange, Int32]:
-        """(KV tiles, their number) that the rows of a warpgroup take part in."""
+        """Return (KV tiles, their number) that the rows of a warpgroup take part in."""
         part = (first_row, self.part_queries)
         if cutlass.const_expr(self.config.skips and not self.problem_class.split):
             tiles, count = visibility.tile_range(part, part), visibility.num_tiles(*part)
@@ -374,7 +374,7 @@ class ForwardConsumer:
             self.mask_function.hide(scores, places, number)
 
     def _locator(self, place: tuple) -> Any:
-        """(query head, query, key) of the scores of a fragment, by number.  place: see
+        """Return (query head, query, key) of the scores of a fragment, by number.  place: see
         `_exponentiate`."""
         ((work, first_row), key), packed = place, self.problem_class.packed_heads
         columns, own = fragment_columns(self.config.block_kv), cute.arch.thread_idx()[0] % QUAD * 2

@@ -101,7 +101,7 @@ class ForwardProducer:
         return state
 
     def kv_copy(self) -> tuple:
-        """(operation, rows, columns) of a box of K or V."""
+        """Return (operation, rows, columns) of a box of K or V."""
         config = self.config
         operation = (
             cpasync.CopyBulkTensorTileG2SMulticastOp()

@@ -25,7 +25,7 @@ WINDOWS = ((None, None), (None, 0), (0, 0), (5, 0), (5, 3), (None, 2), (30, None
 
 
 def dense(length, mask):
-    """(length, length) bool."""
+    """Return (length, length) bool."""
     seen = visible((length, length), (mask.left, mask.right))
     if mask.documents is not None:
         lengths = torch.tensor(mask.documents).diff()
@@ -35,7 +35,7 @@ def dense(length, mask):
 
 
 def counted(parts, rows, keys):
-    """(rows, keys): how many parts have a pair, as a kernel understands them."""
+    """Return (rows, keys): how many parts have a pair, as a kernel understands them."""
     count = torch.zeros(rows, keys, dtype=torch.int64)
     for part in parts:
         documents = part.documents or (0, len(part.queries))
