@@ -56,7 +56,8 @@ class NativeCache:
     def obtain(
         self, name: str, make: Callable[[], tuple[dict[str, Any], list[bytes]]]
     ) -> tuple[dict[str, Any], list[bytes], bool]:
-        """(header, parts, whether it was there) of an entry, made and kept if it is not there.
+        """Return (header, parts, whether it was there) of an entry, made and kept if it is not
+        there.
 
         One process makes it while others that want it wait.
         """
@@ -72,7 +73,7 @@ class NativeCache:
         return *made, False
 
     def read(self, name: str) -> tuple[dict[str, Any], list[bytes]] | None:
-        """(what `write` was given, parts) of an entry.
+        """Return (what `write` was given, parts) of an entry.
 
         None if there is none, or it is damaged, or somebody else could have written it.
         """
