@@ -359,8 +359,8 @@ def _form(sequences: tuple[Any, ...]) -> tuple[Any, ...]:
 def _read_masks(
     tensors: tuple[Any, Any, Any, Any], block_mask: Any, mask_mod: Any, tree_mask: Any
 ) -> tuple[dict[str, torch.Tensor], str | None, int]:
-    """Return (tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a
-    call with block_mask or mask_mod; tensors: q, k, v, the sink."""
+    """(tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a call with
+    block_mask or mask_mod; tensors: q, k, v, the sink."""
     asked, key = (_NONE, None) if mask_mod is None else read_by_mask(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
@@ -372,7 +372,7 @@ def _read_masks(
 def read_options(
     tree_mask: Any, score_mod: Any, *scales: Any
 ) -> tuple[dict[str, torch.Tensor], str | None]:
-    """Return (tensors by name, the key of score_mod) of a call with some of these."""
+    """(tensors by name, the key of score_mod) of a call with some of these."""
     found = {} if tree_mask is None else {TREE_WORDS: words_of(tree_mask)}
     scores, key = (_NONE, None) if score_mod is None else read_by(score_mod)
     given = {name: scale for name, scale in zip(DESCALES, scales, strict=True) if scale is not None}
@@ -382,8 +382,8 @@ def read_options(
 def _read_metadata(
     tensors: tuple[Any, Any, Any, Any], metadata: BackwardMetadata
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Return (tensors by name, `listed_tiles` of a `BackwardProblem`) of a call with
-    backward_metadata, which only gradients need; tensors: q, k, v, the sink."""
+    """(tensors by name, `listed_tiles` of a `BackwardProblem`) of a call with backward_metadata,
+    which only gradients need; tensors: q, k, v, the sink."""
     if not are_differentiated(tensors):
         return _NONE, 0
     return {DS_BEGINS: metadata.ds_begins}, metadata.ds_tiles
@@ -420,7 +420,7 @@ def _halves(device: torch.device) -> int:
 def _attend(
     tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...], wants_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse), the latter anything where it is not wanted.
+    """(out, lse), the latter anything where it is not wanted.
 
     All as users give it. tensors: fields of `ForwardTensors`; given: of `_Given`. form: which
     tensors are given, and are the same.
@@ -502,8 +502,7 @@ def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tupl
 def _attend_into(
     tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...]
 ) -> torch.Tensor:
-    """Return the lse of `_attend`; tensors: of the call, and behind them that to which out is
-    written."""
+    """lse of `_attend`; tensors: of the call, and behind them that to which out is written."""
     *inputs, out = tensors
     named = ForwardTensors(*inputs)
     refuse_gradients(named.k_descale, named.v_descale)
@@ -531,7 +530,7 @@ def _resolve_into(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValu
 
 
 def _operator_into(tensors: Sequence[Any], values: ForwardValues) -> torch.Tensor:
-    """Return the lse; arguments as for `_operator`, and out behind the tensors."""
+    """lse; arguments as for `_operator`, and out behind the tensors."""
     *given, out = tensors
     inputs = ForwardTensors(*given)
     out = out if inputs.cu_seqlens_q is None else out.unsqueeze(0)
@@ -669,8 +668,8 @@ out_calls = OperatorCalls(
 def longest_of(
     ragged: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int | None, int | None]:
-    """Return (max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too;
-    None where they are not packed."""
+    """(max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too; None
+    where they are not packed."""
     max_seqlen_q, max_seqlen_k = plain(max_seqlen_q), plain(max_seqlen_k)
     offsets_q, offsets_k = (ragged.get(f"cu_seqlens_{side}") for side in "qk")
     if offsets_q is None:

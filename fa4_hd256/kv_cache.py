@@ -306,8 +306,8 @@ class _Places(NamedTuple):
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def longest(self, words: torch.Tensor | None, splits: Any) -> tuple[Any, Any]:
-        """Return (max_seqlen_q, max_seqlen_k) without tensors. words: of a tree, or None; splits:
-        the operator's number of parts."""
+        """(max_seqlen_q, max_seqlen_k) without tensors. words: of a tree, or None; splits: the
+        operator's number of parts."""
         given = self.max_seqlen_q, self.max_seqlen_k
         if any(isinstance(longest, torch.Tensor) for longest in given):
             return checks.bounds_of(given, self.q, words, splits == FIXED_PARTS)
