@@ -70,6 +70,9 @@ class Family:
 FAMILIES = {
     "Gemma": Family("GemmaForCausalLM", "GemmaConfig"),
     "Gemma 2": Family("Gemma2ForCausalLM", "Gemma2Config", SLIDING, here="all, with softcap"),
+    "VaultGemma": Family(
+        "VaultGemmaForCausalLM", "VaultGemmaConfig", SLIDING, here="all, with softcap",
+    ),
     "Gemma 3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", SLIDING),
     "Gemma 3, images": Family(
         "Gemma3ForConditionalGeneration", "Gemma3Config",
@@ -88,6 +91,17 @@ FAMILIES = {
         "Gemma4ForCausalLM", "Gemma4TextConfig",
         {**SLIDING, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
         here="sliding layers", elsewhere="full layers: head_dim 512",
+    ),
+    "Gemma 4, images": Family(
+        "Gemma4ForConditionalGeneration", "Gemma4Config",
+        {"image_token_id": 60, "video_token_id": 61, "audio_token_id": 62},
+        {"text_config": {**SLIDING, "vocab_size_per_layer_input": VOCABULARY,
+                         "hidden_size_per_layer_input": 16,
+                         "use_bidirectional_attention": "vision"},
+         "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 64,
+                           "position_embedding_size": 16, "pooling_kernel_size": 2}},
+        here="sliding layers, blocks of image tokens by tiles",
+        elsewhere="full layers: head_dim 512, vision tower: head_dim 64", has_images=True,
     ),
     "EmbeddingGemma": Family(
         "Gemma3TextModel", "Gemma3TextConfig", {**SLIDING, "use_bidirectional_attention": True},
@@ -118,6 +132,18 @@ FAMILIES = {
          "vision_config": {**VISION, "model_type": "siglip_vision_model", "projection_dim": 32}},
         here="text, prefixes by tiles", elsewhere="vision tower: head_dim 72", has_images=True,
     ),
+    "pi0": Family(
+        "PI0ForConditionalGeneration", "PI0Config",
+        {"chunk_size": 4, "max_state_dim": 8, "max_action_dim": 8},
+        {"vlm_config": {
+            "model_type": "paligemma", "image_token_index": 60, "projection_dim": 32,
+            "text_config": {"model_type": "gemma", "sliding_window": None},
+            "vision_config": {**VISION, "model_type": "siglip_vision_model",
+                              "projection_dim": 32, "vision_use_head": False}},
+         "dit_config": {"model_type": "gemma", "sliding_window": None}},
+        here="text and actions, prefixes by tiles", elsewhere="vision tower: head_dim 72",
+        generates=False, has_images=True,
+    ),
     "Qwen3-Next": Family(
         "Qwen3NextForCausalLM", "Qwen3NextConfig", {**HYBRID, **EXPERTS}, here="full layers",
     ),
@@ -127,24 +153,44 @@ FAMILIES = {
     "Qwen3.5, 3.6 with experts": Family(
         "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**HYBRID, **EXPERTS}, here="full layers",
     ),
+    "Qwen4-Exp": Family(
+        "Qwen4ExpForCausalLM", "Qwen4ExpTextConfig",
+        {**HYBRID, **EXPERTS, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2,
+         "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64,
+         "indexer_compress_ratio": 4},
+        here="full layers, keys of the index by tiles",
+    ),
     "GLM-4.7-Flash": Family("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", LATENT),
     "GLM-5": Family(
         "GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**LATENT, **INDEX, "head_dim": 64},
         here="all, keys of the index by tiles",
     ),
-    "Hy4": Family("HYV4ForCausalLM", "HYV4Config", {**LATENT, **INDEX}),
+    "GLM-5.3-Flash": Family(
+        "Glm5NextTextModel", "Glm5NextTextConfig",
+        {**LATENT, **INDEX, "qk_rope_head_dim": 0, "qk_nope_head_dim": 256, "index_kpool": 4,
+         "layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 16,
+         "linear_num_heads": 2, "hc_mult": 2, "indexer_types": ["full", "full"]},
+        here="full layers, keys of the index by tiles", generates=False,
+    ),
+    "Hy4": Family(
+        "HYV4ForCausalLM", "HYV4Config", {**LATENT, **INDEX},
+        here="all, keys of the index by tiles",
+    ),
     "dots3": Family(
         "Dots3NoteTextModel", "Dots3NoteTextConfig",
         {**SLIDING, **LATENT, **INDEX, "v_head_dim": 128}, generates=False,
         here="none", elsewhere="head_dim 256/128",
     ),
     "DiffusionGemma": Family(
-        "DiffusionGemmaEncoderTextModel", "DiffusionGemmaTextConfig",
-        {**SLIDING, "num_experts": 2, "top_k_experts": 2, "moe_intermediate_size": 16},
+        "DiffusionGemmaForBlockDiffusion", "DiffusionGemmaConfig",
+        {"image_token_id": 60, "canvas_length": 20},
+        {"text_config": {**SLIDING, "num_experts": 2, "top_k_experts": 2,
+                         "moe_intermediate_size": 16, "final_logit_softcapping": 30.0},
+         "vision_config": {**VISION, "model_type": "gemma4_vision"}},
         here="sliding layers", elsewhere="full layers: head_dim 512", generates=False,
     ),
     "Dory": Family("DoryForCausalLM", "DoryConfig", {
-        **SLIDING, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 0,
+        **SLIDING, "n_input_layers": 1, "n_output_layers": 0, "n_recurrent_loops": 2,
     }),
 }  # fmt: skip
 
@@ -176,11 +222,35 @@ def inputs(family: Family, length: int, device: Any) -> dict[str, torch.Tensor]:
     found = {"input_ids": ids, "attention_mask": mask}
     if family.has_images:
         ids[:, 5 : 5 + IMAGE_TOKENS] = IMAGE_TOKEN
-        found["token_type_ids"] = (ids == IMAGE_TOKEN).long()
-        found["pixel_values"] = torch.randn(2, 3, 8, 8, generator=chosen)
-    if family.model.startswith("T5"):
+        found |= _images(family, ids == IMAGE_TOKEN, chosen)
+    if family.model.startswith("PI0"):
+        found["state"] = torch.randn(2, 8, generator=chosen)
+        found["noise"] = torch.randn(2, 4, 8, generator=chosen)
+        found["timestep"] = torch.rand(2, generator=chosen)
+    if family.model.startswith(("T5", "Diffusion")):
         found["decoder_input_ids"] = ids.flip(1)
+    if family.model.startswith("Diffusion"):
+        found["decoder_attention_mask"] = torch.cat((mask, torch.ones_like(mask)), 1)
     return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+def _images(
+    family: Family, are_images: torch.Tensor, chosen: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """One image of `IMAGE_TOKENS` tokens for each sequence, and which tokens stand for it."""
+    kinds = are_images.long()
+    if family.model.startswith("Gemma4"):
+        # 4 x 4 patches, of which the tower pools 2 x 2 into a token.
+        patches = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)
+        return {
+            "mm_token_type_ids": kinds, "image_position_ids": patches.expand(2, -1, -1),
+            "pixel_values": torch.rand(2, len(patches), 48, generator=chosen),
+        }  # fmt: skip
+    pixels = torch.randn(2, 3, 8, 8, generator=chosen)
+    if family.model.startswith("PI0"):
+        cameras = torch.ones(2, 1, dtype=torch.bool)
+        return {"pixel_values": pixels[:, None], "pixel_attention_mask": cameras}
+    return {"token_type_ids": kinds, "pixel_values": pixels}
 
 
 def _with_sizes(part: dict[str, Any]) -> dict[str, Any]:

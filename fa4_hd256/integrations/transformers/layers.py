@@ -63,8 +63,9 @@ def attention(
 
     query: (batch, heads, seqlen_q, 256); key, value: (batch, heads_kv, seqlen_k, 256), with the
     cached keys before the new ones. attention_mask: what `mask` returned, which says causality,
-    windows and padding; or a bool mask (1 or batch, 1 or heads, seqlen_q, seqlen_k) of the user's,
-    True where a key is seen. The layer's own settings count only where there is no mask: see
+    windows and padding; or a mask (1 or batch, 1 or heads, seqlen_q, seqlen_k) of the user's, bool
+    with True where a key is seen, or float with 0 there and the lowest number elsewhere. The
+    layer's own settings count only where there is no mask: see
     `_window_of_layer`.
     options: scaling, softcap, s_aux (a sink logit per head), is_causal and sliding_window of the
     layer; `PACKED`: offsets and longest sequence of the rows of all batch entries together, which
@@ -160,13 +161,50 @@ def _read_mask(
         raise ValueError(
             f"attention_mask has four dimensions and {PACKED[0]} is given; accepted: one of them"
         )
-    if attention_mask.dtype != torch.bool or attention_mask.ndim != DIMENSIONS:
+    is_additive = attention_mask.is_floating_point()
+    if not (is_additive or attention_mask.dtype == torch.bool) or attention_mask.ndim != DIMENSIONS:
         raise ValueError(
             f"attention_mask is a {attention_mask.dtype} tensor of shape "
             f"{tuple(attention_mask.shape)}; accepted: a mask of shape (batch, seqlen) given to "
-            "the model, 0 for padding, or a bool one of four dimensions, True where a key is seen"
+            "the model, 0 for padding; a bool one of four dimensions, True where a key is seen; or "
+            "a float one of four dimensions, 0 where a key is seen"
         )
-    return attention_mask, None
+    return (_seen_of_additive(attention_mask) if is_additive else attention_mask), None
+
+
+#: Results of `_seen_of_additive` by mask.
+_additive = UntilChanged()
+
+
+def _seen_of_additive(mask: torch.Tensor) -> torch.Tensor:
+    """Return the bool mask of one that is added to scores, which all layers of a pass share.
+
+    Raises ValueError unless the mask holds 0 and the lowest number or -inf alone: other numbers
+    are a bias of scores. Under torch.compile the graph ends with RuntimeError instead.
+    """
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "attention_mask is a float tensor that requires gradients; accepted: a constant one, "
+            f"0 where a key is seen. {NAME} has no gradients of a bias"
+        )
+    known = None if torch.compiler.is_compiling() else _additive.get(mask)
+    if known is not None:
+        return known
+    seen = mask == 0
+    is_binary = (seen | (mask <= torch.finfo(mask.dtype).min)).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(is_binary, _BIAS)
+        return seen
+    if not is_binary:
+        raise ValueError(_BIAS)
+    _additive[mask] = seen
+    return seen
+
+
+_BIAS = (
+    "attention_mask is a float tensor with other numbers than 0 and the lowest one of its dtype, a "
+    "bias; accepted: 0 where a key is seen, torch.finfo(dtype).min or -inf where not"
+)
 
 
 def _by_pytorch(
@@ -233,6 +271,8 @@ def _window_of_layer(module: torch.nn.Module, options: dict[str, Any]) -> Window
     The layer's is_causal counts, an option of the call before the module's attribute, and its
     sliding_window, which includes the query itself.
 
+    DiffusionGemma's decoder sees all keys: its sliding layers have a short cache, and no window.
+
     Raises ValueError for a window without causality: transformers' masks include the key at that
     distance, its flash attention does not, and nothing tells which one is meant.
     """
@@ -240,7 +280,8 @@ def _window_of_layer(module: torch.nn.Module, options: dict[str, Any]) -> Window
     if causal is None:
         causal = getattr(module, "is_causal", True)
     reach = options.get("sliding_window")
-    if reach is None:
+    kind = getattr(getattr(module, "config", None), "model_type", "")
+    if reach is None or (not causal and kind.startswith("diffusion_gemma")):
         return None, 0 if causal else None
     if not causal:
         raise ValueError(

@@ -110,8 +110,9 @@ def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool
 def _combines_masks(config: Any) -> bool:
     """Return True for models that compute with their masks in every step: T5Gemma 2 joins those of
     its decoder and encoder, models with an index of keys choose among visible keys."""
-    kind = getattr(config, "model_type", "")
-    return kind.startswith("t5gemma2") or hasattr(config, "index_topk")
+    kind, layers = (getattr(config, name, None) or "" for name in ("model_type", "layer_types"))
+    has_index = hasattr(config, "index_topk") or "indexed_attention" in layers
+    return kind.startswith("t5gemma2") or has_index
 
 
 def _window_of(band: Band) -> Window | None:

@@ -204,7 +204,7 @@ def test_refusals(device):
         with pytest.raises(NotImplementedError, match=next(iter(option))):
             integration.attention(module, q, k, v, None, **option)
     with pytest.raises(ValueError, match="four dimensions"):
-        integration.attention(module, q, k, v, torch.ones(1, 1, 5, 5))
+        integration.attention(module, q, k, v, torch.ones(1, 1, 5, 5, dtype=torch.int32))
     with pytest.raises(ValueError, match="without 'flash'"):
         integration.register("my_flash")
 

@@ -124,6 +124,38 @@ def test_a_sink_and_a_query_that_sees_nothing():
     torch.testing.assert_close(out, wanted)
 
 
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -torch.inf])
+def test_a_mask_that_is_added(lowest):
+    """GLM-5.3-Flash makes one for every implementation but SDPA."""
+    q, k, v = (torch.randn(1, heads, 3, 16) for heads in (2, 1, 1))
+    seen = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    added = torch.zeros(1, 1, 3, 3).masked_fill(~seen, lowest)
+    layer, found = torch.nn.Module(), []
+    for mask in (seen, added):
+        found.append(integration.attention(layer, q, k, v, mask)[0])
+    assert torch.equal(*found)
+    run = torch.compile(integration.attention, backend="eager", fullgraph=True)
+    assert torch.equal(run(layer, q, k, v, added)[0], found[0])
+    added[..., 2, 0] = lowest
+    changed, _ = integration.attention(layer, q, k, v, added)
+    assert torch.equal(changed, integration.attention(layer, q, k, v, added == 0)[0])
+    assert not torch.equal(changed, found[0])
+
+
+def test_a_bias_is_no_mask():
+    q, k, v = (torch.randn(1, heads, 3, 16) for heads in (2, 1, 1))
+    layer, bias = torch.nn.Module(), torch.zeros(1, 1, 3, 3)
+    with pytest.raises(ValueError, match="requires gradients"):
+        integration.attention(layer, q, k, v, bias.clone().requires_grad_())
+    bias[..., 1, 0] = -1
+    for run, error in (
+        (integration.attention, ValueError),
+        (torch.compile(integration.attention, backend="eager"), RuntimeError),
+    ):
+        with pytest.raises(error, match="a bias; accepted: 0"):
+            run(layer, q, k, v, bias)
+
+
 def test_a_line_in_the_log_for_each_head_dim(caplog):
     fallback._logged.clear()
     for dims in ((16, 16), (16, 16), (8, 8), (256, 128)):

@@ -42,12 +42,13 @@ def outputs(model, implementation, arguments):
     """Logits, or hidden states, of rows that are no padding, float32."""
     model.set_attn_implementation(implementation)
     given = dict(arguments)
-    if "pixel_values" in given:
-        given["pixel_values"] = given["pixel_values"].to(model.dtype)
+    for name in {"pixel_values", "state", "noise", "timestep"} & {*given}:
+        given[name] = given[name].to(model.dtype)
     found = model(**given)
     found = found.logits if hasattr(found, "logits") else found.last_hidden_state
     rows = arguments["attention_mask"].bool()
-    return (found if "decoder_input_ids" in arguments else found[rows]).float()
+    are_others = any(name in arguments for name in ("decoder_input_ids", "noise"))
+    return (found if are_others else found[rows]).float()
 
 
 def generated(model, implementation, arguments, cache):
@@ -100,6 +101,18 @@ def test_masks_of_a_family(family, monkeypatch):
     wanted = gradients(model, "eager", arguments)
     found = gradients(model, integration.NAME, arguments)
     assert (found - wanted).norm() <= 1e-3 * wanted.norm()
+
+
+def test_a_canvas_without_padding(monkeypatch):
+    """DiffusionGemma's decoder then has no mask, and sees all of a prompt beyond the window."""
+    monkeypatch.setattr(fallback, "is_offered", lambda *_: False)
+    family = FAMILIES["DiffusionGemma"]
+    model, arguments = model_of(family), inputs(family, LENGTH, "cpu")
+    arguments["attention_mask"].fill_(1)
+    del arguments["decoder_attention_mask"]
+    with torch.no_grad():
+        wanted, found = (outputs(model, name, arguments) for name in ("eager", integration.NAME))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
