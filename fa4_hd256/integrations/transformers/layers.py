@@ -69,9 +69,9 @@ def attention(
     `_window_of_layer`.
     options: scaling, softcap, s_aux (a sink logit per head), is_causal and sliding_window of the
     layer; `PACKED`: offsets and longest sequence of the rows of all batch entries together, which
-    are then packed sequences; cache: that of continuous batching, which has the cached keys and
-    says where the sequences are; ds_bytes: as of `register`. Other options do not matter here,
-    except those in `REFUSED`.
+    are then packed sequences; cache: that of continuous batching before transformers 5.24, which
+    has the cached keys and says where the sequences are; ds_bytes: as of `register`. Other options
+    do not matter here, except those in `REFUSED`.
     Under autocast float32 tensors are cast to its dtype, as PyTorch's own attention casts them.
 
     Returns (out, None), out: (batch, seqlen_q, heads, 256); rows of padding are 0.
@@ -122,9 +122,10 @@ def batched_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`attention` of continuous batching: options have its cache. Raises ValueError where they have
-    none: this name has no masks, so these would be missing."""
-    if options.get("cache") is None:
+    """`attention` of continuous batching. options have its cache, or from transformers 5.24 on the
+    offsets of its sequences, since layers update the cache themselves. Raises ValueError where they
+    have neither: this name has no masks, so these would be missing."""
+    if options.get("cache") is None and options.get(PACKED[1]) is None:
         raise ValueError(
             f"the model's attention is {BATCHING_NAME!r}, that of continuous batching "
             f"(generate_batch); for all else call model.set_attn_implementation({NAME!r})"
