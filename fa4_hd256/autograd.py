@@ -213,20 +213,30 @@ def gradients_of(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Return gradients of q, k, v and the sink, None for those not requested. needed: which are
     requested. call: computes them, as `call_backward` does."""
-    wanted = (needed[0], needed[1] or needed[2], needed[3])
-    if (dout is None and dlse is None) or not any(wanted):
+    if (dout is None and dlse is None) or not any(needed):
         return (None,) * len(needed)
-    kept = ctx.saved_tensors
+    # Read once: hooks of saved tensors run at each read, and a checkpoint refuses a second one.
+    return _of_saved((ctx.saved_tensors, ctx.values), needed, (dout, dlse), call)
+
+
+def _of_saved(
+    saved: tuple[Sequence[torch.Tensor], ForwardValues], needed: Sequence[bool],
+    given: tuple[torch.Tensor | None, ...], call: Callable[..., tuple[torch.Tensor, ...]],
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Return `gradients_of` of what `save` has kept: tensors and values. given: dout and dlse, one
+    of them None or none."""
+    (kept, values), (dout, dlse) = saved, given
     if dout is None:
         out = kept[_OUT]
         dout = out.new_zeros(()).expand(out.shape)
-    batched = [given is not None and _is_batched(given) for given in (dout, dlse)]
+    batched = [tensor is not None and _is_batched(tensor) for tensor in (dout, dlse)]
     if any(batched):
-        return _of_batches(ctx, needed, (dout, dlse), batched, call)
-    tensors = BackwardTensors(dout, dlse, *kept)
-    given = call(tensors, ctx.values.of_backward(wanted))
+        entries = _entries((dout, dlse), batched)
+        return _joined([_of_saved(saved, needed, entry, call) for entry in entries])
+    wanted = (needed[0], needed[1] or needed[2], needed[3])
+    results = call(BackwardTensors(dout, dlse, *kept), values.of_backward(wanted))
     return tuple(
-        gradient if asked else None for gradient, asked in zip(given, needed, strict=True)
+        gradient if asked else None for gradient, asked in zip(results, needed, strict=True)
     )
 
 
@@ -234,27 +244,35 @@ def gradients_of(
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def _of_batches(
-    ctx: Any, needed: Sequence[bool], given: tuple[torch.Tensor | None, ...],
-    batched: Sequence[bool], call: Callable[..., tuple[torch.Tensor, ...]],
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Return `gradients_of` of each entry of a batch, as a batch. given: dout and dlse; batched:
-    which of them are batches."""
-    # The thread of a GPU knows no nesting.
+def _nesting() -> int:
+    """Return the level of the batch. The thread of a GPU knows no nesting."""
     level = max(1, torch._C._vmapmode_increment_nesting() - 1)
     torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+def _entries(
+    given: tuple[torch.Tensor | None, ...], batched: Sequence[bool]
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """Return (dout, dlse) of each entry of a batch. batched: which of the two are batches."""
+    level = _nesting()
     entries = [
         torch._remove_batch_dim(tensor, level, 0, 0) if is_batched and tensor is not None else None
         for tensor, is_batched in zip(given, batched, strict=True)
     ]
     size = next(len(entry) for entry in entries if entry is not None)
-    found = []
-    for i in range(size):
-        dout, dlse = (
+    return [
+        tuple(
             tensor if entry is None else entry[i]
             for tensor, entry in zip(given, entries, strict=True)
-        )  # fmt: skip
-        found.append(gradients_of(ctx, needed, dout, dlse, call))
+        )
+        for i in range(size)
+    ]
+
+
+def _joined(found: Sequence[tuple[torch.Tensor | None, ...]]) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients of each entry as those of a batch."""
+    level = _nesting()
     return tuple(
         None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
         for parts in zip(*found, strict=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .call.interception import without_modes
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
@@ -104,7 +105,8 @@ def _numbers(tensor: Any) -> Any:
     """Return what a tensor holds, None where nothing is to be read."""
     if tensor is None or type(tensor) is not torch.Tensor or tensor.is_meta:
         return None
-    return tensor.detach().cpu().numpy()
+    with without_modes():
+        return tensor.detach().cpu().numpy()
 
 
 def _listed_pairs(lists: Any, bits: Any, seqlen_q: int, by_queries: bool) -> int:

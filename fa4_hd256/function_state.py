@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import abc
 import builtins
-import contextlib
 import dis
 import enum
 import functools
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 
-from .call.interception import is_wrapped
+from .call.interception import is_wrapped, without_modes
 
 __all__ = ["FunctionState", "TensorStates"]
 
@@ -121,27 +120,18 @@ def _contents(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of what a tensor of the CPU holds, None of others."""
     if tensor.device.type != "cpu":
         return None
-    with _without_modes():
+    with without_modes():
         return _bytes_of(tensor).clone()
 
 
 def _holds(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
-    with _without_modes():
+    with without_modes():
         return torch.equal(contents, _bytes_of(tensor))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as bytes, so that NaN equals itself."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _without_modes() -> Any:
-    """Return a context in which operations are what they are, whatever mode is active."""
-    if not torch._C._len_torch_dispatch_stack():
-        return contextlib.nullcontext()
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
 
 
 def _read(function: Any) -> tuple[list[Any], list[torch.Tensor]] | None:

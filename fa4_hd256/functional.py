@@ -39,7 +39,14 @@ class _Held:
 def attend_under_transforms(
     tensors: ForwardTensors, values: ForwardValues
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of the operator; tensors with a batch."""
+    """Return (out, lse) of the operator; tensors with a batch. Raises NotImplementedError inside
+    torch.func.functionalize, for which PyTorch takes no gradients of a user's."""
+    kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
+    if torch._C._functorch.TransformType.Functionalize in kinds:
+        raise NotImplementedError(
+            "torch.func.functionalize stands inside a transform that differentiates; accepted: "
+            "functionalize around torch.func.grad and vjp, or neither"
+        )
     found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(_Held(values), *tensors)
     return found
 

@@ -3,6 +3,7 @@ torch.func, forward-mode gradients."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from ..gpus.family import as_seen
 
 __all__ = [
     "constant_in_graphs", "is_intercepted", "is_lasting", "is_transformed", "is_wrapped",
-    "may_have_gradients", "refuse_tangents",
+    "may_have_gradients", "refuse_tangents", "without_modes",
 ]  # fmt: skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -40,6 +41,15 @@ def is_intercepted() -> bool:
         or forward_ad._current_level >= 0
         or as_seen() is not None
     )
+
+
+def without_modes() -> Any:
+    """Return a context in which operations are what they are, whatever mode is active."""
+    if not _dispatch_modes():
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 def is_transformed() -> bool:

@@ -7,6 +7,8 @@ made of one of theirs and named by what that means (`fa4_hd256.function_keys`).
 from __future__ import annotations
 
 import inspect
+import threading
+import types
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,8 +18,10 @@ import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Float32, Int32, Uint32
 
+from ..function_state import FunctionState
 from ..kernels.user_functions import MOST_TENSORS
 from ..mask_mods import MaskMod
+from ..run.kept_tensors import made_to_keep
 from ..score_mods import ScoreMod
 
 __all__ = ["SequenceLengths", "translate_mask_mod", "translate_score_mod"]
@@ -27,6 +31,8 @@ COPIED = {
     torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32,
     torch.int8: torch.int32, torch.uint8: torch.int32, torch.int16: torch.int32,
 }  # fmt: skip
+#: Translations of each kind that are kept.
+MOST_TRANSLATIONS = 128
 #: Keys of a word that a vectorised mask_mod returns.
 WORD = 32
 
@@ -61,23 +67,65 @@ def translate_score_mod(
     if len(own) + len(begins) > MOST_TENSORS:
         begins = []
     packed = tuple(each is not None for each in offsets) if begins else None
-    functions = score_mod, score_mod_bwd
-    found = _score_mod(functions, scalars, len(own), packed, _state_of(functions))
+    found = _score_mods((score_mod, score_mod_bwd), scalars, len(own), packed)
     return found.with_tensors((*own, *begins))
 
 
-@lru_cache(maxsize=128)
+class _Translations:
+    """What was made of functions, until what they read changes: to make it takes milliseconds.
+
+    make: of a tuple of functions, and of what else their translation depends on.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._kept: dict[tuple[Any, ...], tuple[FunctionState, Any]] = {}
+
+    def __call__(self, functions: tuple[Any, ...], *facts: Any) -> Any:
+        sizes = [getattr(function, "__vec_size__", 1) for function in functions]
+        # As text: of equal numbers types differ, and signs of zeros.
+        key = functions, repr((facts, sizes))
+        own = tuple(map(_bare, functions))
+        known = self._kept.get(key)
+        if known is not None and known[0].is_of(own):
+            return known[1]
+        state = FunctionState.of(own)
+        made = self._make(functions, *facts)
+        with self._lock:
+            self._kept.pop(key, None)
+            if state is not None:
+                while len(self._kept) >= MOST_TRANSLATIONS:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[key] = state, made
+        return made
+
+    def forget(self) -> None:
+        with self._lock:
+            self._kept.clear()
+
+
+def _bare(function: Any) -> Any:
+    """Return a function as its user wrote it, without what CuTe DSL has made of it."""
+    own = inspect.unwrap(function) if callable(function) else function
+    if not isinstance(own, types.FunctionType):
+        return own
+    code = vars(own).get("_original_code", own.__code__)
+    about = own.__globals__, own.__name__, own.__defaults__, own.__closure__
+    found = types.FunctionType(code, *about)
+    found.__kwdefaults__ = own.__kwdefaults__
+    return found
+
+
 def _score_mod(
     functions: tuple[Callable[..., Any], Callable[..., Any] | None],
     scalars: tuple[tuple[str, Any], ...],
     count: int,
     packed: tuple[bool, bool] | None,
-    state: Any,
 ) -> ScoreMod:
-    """Return a `ScoreMod` without tensors, once: its key takes milliseconds.
+    """Return a `ScoreMod` without tensors.
 
     functions: (score_mod, score_mod_bwd). count: of aux_tensors. packed: which sides have offsets
-    behind them. state: what the functions hold now.
+    behind them.
     """
     score_mod, score_mod_bwd = functions
 
@@ -120,19 +168,18 @@ def translate_mask_mod(
     own, scalars = _tensors_of(aux[0]), _scalars_of(aux[1])
     has_room = len(own) < MOST_TENSORS
     fixed = None if has_room else tuple(map(int, lengths))
-    found = _mask_mod(mask_mod, scalars, len(own), fixed, _state_of((mask_mod,)))
+    found = _mask_mods((mask_mod,), scalars, len(own), fixed)
     return found.with_tensors((*own, _length_tensor(lengths, device)) if has_room else own)
 
 
-@lru_cache(maxsize=128)
 def _mask_mod(
-    mask_mod: Callable[..., Any],
+    functions: tuple[Callable[..., Any]],
     scalars: tuple[tuple[str, Any], ...],
     count: int,
     fixed: tuple[int, int] | None,
-    state: Any,
 ) -> MaskMod:
-    """Return a `MaskMod` without tensors, once; fixed: lengths that are compiled in."""
+    """Return a `MaskMod` without tensors; fixed: lengths that are compiled in."""
+    (mask_mod,) = functions
     size = getattr(mask_mod, "__vec_size__", 1)
 
     def function(batch: Any, head: Any, query: Any, key: Any, tensors: tuple[Any, ...]) -> Any:
@@ -148,21 +195,13 @@ def _mask_mod(
     return MaskMod.of(function)
 
 
-def _state_of(functions: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what functions hold that may change: values that they close over, a vector's size."""
-    found: list[Any] = []
-    for function in functions:
-        own = inspect.unwrap(function) if callable(function) else function
-        for cell in getattr(own, "__closure__", None) or ():
-            value = cell.cell_contents
-            found.append(value if isinstance(value, (bool, int, float, str)) else id(value))
-        found.append(getattr(function, "__vec_size__", 1))
-    return tuple(found)
+_score_mods, _mask_mods = _Translations(_score_mod), _Translations(_mask_mod)
 
 
 @lru_cache(maxsize=256)
 def _length_tensor(lengths: tuple[int, int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(lengths, dtype=torch.int32, device=device)
+    """Return lengths for all later calls, in whatever mode this one is."""
+    return made_to_keep(lambda: torch.tensor(lengths, dtype=torch.int32, device=device), device)
 
 
 def _check(name: str, function: Any) -> None:

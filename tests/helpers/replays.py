@@ -29,8 +29,9 @@ def _ranges() -> list[tuple[int, int, str]]:
     for thing in gc.get_objects():
         if type(thing) not in (torch.Tensor, torch.nn.Parameter):
             continue
-        # A sparse one has no storage, nor has one that torch.func wraps.
-        if torch._C._functorch.is_functorch_wrapped_tensor(thing):
+        # A sparse one has no storage, nor has one that torch.func wraps, or a batch of gradients.
+        functorch = torch._C._functorch
+        if functorch.is_functorch_wrapped_tensor(thing) or functorch.is_legacy_batchedtensor(thing):
             continue
         if thing.device.type == "cpu" and thing.layout == torch.strided:
             storage = thing.untyped_storage()

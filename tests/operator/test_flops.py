@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flops, masks
@@ -86,6 +87,15 @@ def test_pairs_of_block_masks(lengths, halves):
         (steps, steps.mask_steps, mask.bits), (by_keys, blocks, mask.key_bits),
     ):  # fmt: skip
         assert flops._pairs(tensors, None, lists, bits) == 3 * int(dense.sum())
+
+
+def test_a_mask_that_is_read_under_fake_tensors():
+    """A graph that is traced under a counter: its mask is a real one."""
+    mask = masks.sliding_window(3, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 8, 1, 256)
+        steps = ForwardTensors(q, q, q, mask_steps=mask.steps(1), mask_bits=mask.bits)
+        assert flops._pairs(steps, None, steps.mask_steps, mask.bits) == 1 + 2 + 3 + 5 * 4
 
 
 @pytest.mark.sampled

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from fa4_hd256 import flash_attn_func, masks
+from fa4_hd256.integrations.transformers import attention
 
 
 def inputs(device, *leading):
@@ -64,6 +67,36 @@ def test_batches_of_gradients(device):
         assert all(map(torch.equal, [tensor[number] for tensor in found], wanted))
 
 
+def test_a_batch_of_gradients_of_a_checkpointed_call(device):
+    """What is saved is unpacked once, which is as often as a checkpoint allows."""
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = [tensor.requires_grad_() for tensor in inputs(device)]
+    found = []
+    for checkpointed in (False, True):
+        call = functools.partial(flash_attn_func, causal=True)
+        out = checkpoint(call, *leaves, use_reentrant=False) if checkpointed else call(*leaves)
+        of_out = torch.ones(2, *out.shape, device=device).bfloat16()
+        found.append(torch.autograd.grad(out, leaves, of_out, is_grads_batched=True))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_batch_of_gradients_in_a_graph_with_a_mask(device):
+    """Of the operator that reads a mask of transformers when the graph runs."""
+    layer, mask = torch.nn.Module(), torch.ones(1, 1, 8, 8, dtype=torch.bool, device=device).tril()
+
+    def attend(q, k, v):
+        return attention(layer, *(t.transpose(1, 2) for t in (q, k, v)), mask)[0]
+
+    leaves = [tensor.requires_grad_() for tensor in inputs(device)]
+    of_out = torch.randn(2, *leaves[0].shape, device=device).bfloat16()
+    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves)
+    found = torch.autograd.grad(out, leaves, of_out, is_grads_batched=True)
+    for number in range(2):
+        wanted = torch.autograd.grad(attend(*leaves), leaves, of_out[number])
+        assert all(map(torch.equal, [tensor[number] for tensor in found], wanted))
+
+
 def test_what_is_refused(device):
     q, k, v = inputs(device)
 
@@ -72,5 +105,7 @@ def test_what_is_refused(device):
 
     with pytest.raises(NotImplementedError, match="forward-mode.*accepted: .*torch.func.grad, vjp"):
         torch.func.jvp(of_q, (q,), (q,))
+    with pytest.raises(NotImplementedError, match="functionalize around"):
+        torch.func.grad(lambda q: torch.func.functionalize(of_q)(q))(q)
     with pytest.raises(NotImplementedError, match="no second-order gradients"):
         torch.func.grad(lambda q: torch.func.grad(of_q)(q).float().sum())(q)

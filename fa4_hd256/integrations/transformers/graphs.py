@@ -107,13 +107,15 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, q.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::masked_backward", mutates_args=())
-def masked_backward(
-    dout: torch.Tensor, tensors: list[torch.Tensor], sink: torch.Tensor | None,
-    mask: torch.Tensor, bounds: list[int], scale: float, softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return (dq, dk, dv, dsink); tensors: q, k, v, out, lse of `masked_forward`. dsink is empty
-    without a sink."""
+@torch.library.custom_op(
+    f"{NAMESPACE}::masked_backward", mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sink, "
+    "Tensor mask, int[] bounds, float scale, float softcap) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def masked_backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dq, dk, dv, dsink); q, k, v, out, lse and what follows are of `masked_forward`. dsink
+    is empty without a sink. A list of tensors would be no schema that PyTorch batches."""
+    dout, *tensors, sink, mask, bounds, scale, softcap = given
     q = tensors[0]
     left, right, ds_bytes = (None if number == _NONE else number for number in bounds)
     config = backward_config_of(ds_bytes, q.device)
@@ -156,7 +158,7 @@ def masked_backward(
 
 @masked_backward.register_fake
 def _(*given: Any) -> tuple[torch.Tensor, ...]:
-    _, (q, k, v, *_), sink, *_ = given
+    _, q, k, v, _, _, sink, *_ = given
     made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     return *made, q.new_empty(0) if sink is None else torch.empty_like(sink)
 
@@ -171,7 +173,7 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
     *tensors, sink, mask = ctx.saved_tensors
     if dout is None:
         return (None,) * (5 + len(ctx.values))
-    dq, dk, dv, dsink = masked_backward(dout, tensors, sink, mask, *ctx.values)
+    dq, dk, dv, dsink = masked_backward(dout, *tensors, sink, mask, *ctx.values)
     return dq, dk, dv, None if sink is None else dsink, None, *(None for _ in ctx.values)
 
 

@@ -182,6 +182,53 @@ def test_what_a_function_holds_is_in_its_key():
     assert key(changed) != before
 
 
+BESIDE = 1
+
+
+def test_what_a_function_reads_may_change(monkeypatch):
+    """A global, a list, and a number of another type: what was made before is not used again."""
+    held, number = [1], 1
+
+    def beside(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+        return n_idx <= m_idx + BESIDE
+
+    def listed(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+        return n_idx <= m_idx + held[0]
+
+    def counted(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+        return n_idx <= m_idx + number
+
+    def key(mask_mod):
+        cpu = torch.device("cpu")
+        return functions.translate_mask_mod(mask_mod, (None, None), (3, 4), cpu).key
+
+    before = key(beside), key(counted)
+    assert (key(beside), key(counted)) == before
+    monkeypatch.setitem(globals(), "BESIDE", 2)
+    number = 1.0
+    assert key(beside) != before[0] and key(counted) != before[1]
+    with pytest.raises(ValueError, match="a list, which cannot be named"):
+        key(listed)
+
+
+def test_scalars_that_are_equal_and_not_the_same():
+    def scaled(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+        return score / aux_scalars[0]
+
+    keys = {
+        functions.translate_score_mod(scaled, None, (None, (scalar,))).key for scalar in (0.0, -0.0)
+    }
+    assert len(keys) == 2
+
+
+def test_lengths_that_a_call_in_inference_mode_made():
+    functions._length_tensor.cache_clear()
+    with torch.inference_mode():
+        found = functions._length_tensor((3, 4), torch.device("cpu"))
+    assert not found.is_inference()
+    functions._length_tensor.cache_clear()
+
+
 def test_tracing_changes_no_key():
     """CuTe DSL replaces the code of a function that it traces; a new one means the same."""
 
@@ -203,7 +250,7 @@ def test_tracing_changes_no_key():
     own.__code__ = own.__code__.replace(co_consts=(*own.__code__.co_consts, "rewritten"))
     MASK_MOD.check_unchanged(before.key)
     assert found(make()).key == before.key
-    functions._mask_mod.cache_clear()
+    functions._mask_mods.forget()
     assert found(traced).key == before.key
 
 
