@@ -188,7 +188,7 @@ def copied_module(call):
 
     def run(*given):
         module = copy.deepcopy(_Module(call))
-        module.register_forward_pre_hook(lambda _, given: tuple(each + 0 for each in given))
+        module.register_forward_pre_hook(lambda _, given: (given[0] + 0, *given[1:]))
         module.register_forward_hook(lambda _, given, out: out + 0)
         module.register_full_backward_hook(lambda _, of_inputs, of_out: of_inputs)
         return module(*given)

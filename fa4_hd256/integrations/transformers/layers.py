@@ -65,8 +65,7 @@ def attention(
     cached keys before the new ones. attention_mask: what `mask` returned, which says causality,
     windows and padding; or a mask (1 or batch, 1 or heads, seqlen_q, seqlen_k) of the user's, bool
     with True where a key is seen, or float with 0 there and the lowest number elsewhere. The
-    layer's own settings count only where there is no mask: see
-    `_window_of_layer`.
+    layer's own settings count only where there is no mask: see `_window_of_layer`.
     options: scaling, softcap, s_aux (a sink logit per head), is_causal and sliding_window of the
     layer; `PACKED`: offsets and longest sequence of the rows of all batch entries together, which
     are then packed sequences; cache: that of continuous batching before transformers 5.24, which
