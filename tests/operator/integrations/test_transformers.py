@@ -34,8 +34,8 @@ def gemma(device, **settings):
     config = Gemma3TextConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=64,
-        sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"],
-        initializer_range=0.2, **settings,
+        sliding_window=WINDOW, initializer_range=0.2,
+        **{"layer_types": ["sliding_attention", "full_attention"], **settings},
     )  # fmt: skip
     model = Gemma3ForCausalLM(config).to(device, torch.bfloat16).eval()
     exact = Gemma3ForCausalLM(config)
@@ -503,12 +503,18 @@ def test_without_registration_of_the_mask(device, monkeypatch):
     assert described_padding.ranges.tolist() == [[2, 6, 2, 6]]
 
 
-def test_training_step(device):
-    """Loss and parameter gradients of one step, with padding, against SDPA in float64."""
-    model, exact = gemma(device)
+def padded_tokens(device):
+    """(ids, attention_mask) of two sequences, one of them shorter."""
     ids = tokens(2, 12, device)
     padding = torch.ones_like(ids)
     padding[1, 9:] = 0
+    return ids, padding
+
+
+def test_training_step(device):
+    """Loss and parameter gradients of one step, with padding, against SDPA in float64."""
+    model, exact = gemma(device)
+    ids, padding = padded_tokens(device)
     labels = ids.masked_fill(padding == 0, -100)
 
     def step(model, implementation):
@@ -532,15 +538,17 @@ def test_training_step(device):
 
 
 def test_float32_weights_under_autocast(device):
-    """A trainer's bf16=True: the layers get float32 queries and keys."""
+    """A trainer's bf16=True: the layers get float32 queries and keys. The padding is that of
+    `test_training_step`, whose kernels serve here, too."""
     _, exact = gemma(device)
-    ids = tokens(1, 12, device)
-    expected = logits(exact, "eager", ids)
+    ids, padding = padded_tokens(device)
+    rows = padding.bool()
+    expected = logits(exact, "eager", ids, attention_mask=padding)[rows]
     exact.set_attn_implementation(integration.NAME)
     with torch.autocast(device, torch.bfloat16):
-        found = exact(ids).logits.float()
+        found = exact(ids, attention_mask=padding).logits.float()[rows]
         found.square().mean().backward()
-    eager = logits(gemma(device)[0], "eager", ids)
+    eager = logits(gemma(device)[0], "eager", ids, attention_mask=padding)[rows]
     assert_as_good(found.detach(), eager, expected)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in exact.parameters())
 
@@ -548,8 +556,9 @@ def test_float32_weights_under_autocast(device):
 @pytest.mark.parametrize("kind", ["counted later", "offsets", "images"])
 @pytest.mark.sampled("counted later", "images")
 def test_training_step_in_one_graph(device, kind):
-    """Padding-free batches and masks by tiles under torch.compile, with their gradients."""
-    model, _ = gemma(device)
+    """Padding-free batches and masks by tiles under torch.compile, with their gradients. All layers
+    are of one kind, which halves the kernels; `test_one_graph` has both kinds, without kernels."""
+    model, _ = gemma(device, layer_types=["sliding_attention"] * 2)
     model.set_attn_implementation(integration.NAME)
     ids, images = tokens(1, 15, device), images_of(device)[:1, :15]
     arguments = {"position_ids": torch.tensor(SEQUENCES["three"], device=device)}
