@@ -91,10 +91,9 @@ def test_pairs_of_block_masks(lengths, halves):
 
 def test_a_mask_that_is_read_under_fake_tensors():
     """A graph that is traced under a counter: its mask is a real one."""
-    mask = masks.sliding_window(3, 8)
+    mask, q = masks.sliding_window(3, 8), torch.empty(1, 8, 1, 256)
+    steps = ForwardTensors(q, q, q, mask_steps=mask.steps(1), mask_bits=mask.bits)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        q = torch.empty(1, 8, 1, 256)
-        steps = ForwardTensors(q, q, q, mask_steps=mask.steps(1), mask_bits=mask.bits)
         assert flops._pairs(steps, None, steps.mask_steps, mask.bits) == 1 + 2 + 3 + 5 * 4
 
 
