@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import environment
+from .call.interception import is_stood_in, without_modes
 
 __all__ = ["UntilChanged"]
 
 
 class UntilChanged:
     """Values by tensor, each valid while the tensor lives and nobody changes it in place.
+
+    Nothing is kept of a call inside a mode or a transform of torch.func, where new tensors are
+    stand-ins.
 
     PyTorch counts changes of a tensor, but not all: not those of inference tensors, for which
     nothing is cached, nor those through other holders of the memory (a NumPy array, `.data`), by
@@ -31,10 +36,10 @@ class UntilChanged:
         self._lock = threading.RLock()
 
     def __setitem__(self, tensor: torch.Tensor, value: Any) -> None:
+        if tensor.is_inference() or is_stood_in():
+            return
         with self._lock:
             self._kept.pop(tensor, None)
-            if tensor.is_inference():
-                return
             if self._most is not None:
                 while len(self._kept) >= self._most:
                     del self._kept[next(iter(self._kept.keys()))]
@@ -48,8 +53,21 @@ class UntilChanged:
             version, contents, value = self._kept[tensor]
         is_same = version == tensor._version
         if is_same and contents is not None:
-            is_same = torch.equal(contents, tensor)
+            with without_modes():
+                is_same = torch.equal(contents, tensor)
         return value if is_same else None
+
+    def made(self, tensor: torch.Tensor, make: Callable[[], Any], key: Hashable = None) -> Any:
+        """Return what is known of a tensor by a key, else what `make` returns, which is then known.
+
+        Tensors that are made are no inference tensors, which a later training could not save.
+        """
+        known = self.get(tensor) or {}
+        if key not in known:
+            with torch.inference_mode(False):
+                known = {**known, key: make()}
+            self[tensor] = known
+        return known[key]
 
 
 def _contents(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -14,7 +14,8 @@ from ..gpus.devices import is_captured
 from ..gpus.family import as_seen
 
 __all__ = [
-    "constant_in_graphs", "is_intercepted", "is_lasting", "is_transformed", "is_wrapped",
+    "constant_in_graphs", "is_intercepted", "is_lasting", "is_stood_in", "is_transformed",
+    "is_wrapped",
     "may_have_gradients", "refuse_tangents", "without_modes",
 ]  # fmt: skip
 
@@ -41,6 +42,12 @@ def is_intercepted() -> bool:
         or forward_ad._current_level >= 0
         or as_seen() is not None
     )
+
+
+def is_stood_in() -> bool:
+    """Return True if tensors that are made now may be stand-ins: of a graph that is traced, a mode,
+    or a transform of torch.func."""
+    return bool(_is_compiling() or _dispatch_modes() or _transform() is not None)
 
 
 def without_modes() -> Any:

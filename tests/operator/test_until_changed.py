@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fa4_hd256.call.interception import is_lasting
 from fa4_hd256.until_changed import UntilChanged
 
 
@@ -75,3 +77,38 @@ def test_the_oldest_goes():
     for number, tensor in enumerate(tensors):
         kept[tensor] = number
     assert [kept.get(tensor) for tensor in tensors] == [None, 1, 2]
+
+
+def by_func(call):
+    torch.func.grad(lambda x: (call(), x.sum())[1])(torch.ones(2))
+
+
+def by_vmap(call):
+    torch.vmap(lambda x: (call(), x)[1])(torch.ones(2))
+
+
+def with_fake_tensors(call):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call()
+
+
+def in_inference_mode(call):
+    with torch.inference_mode():
+        call()
+
+
+@pytest.mark.parametrize("first", [by_func, by_vmap, with_fake_tensors, in_inference_mode])
+def test_what_a_call_of_another_kind_makes(first):
+    """Neither a stand-in nor an inference tensor is there for later calls; what was known stays."""
+    known, tensor = UntilChanged(), torch.ones(3)
+
+    def made(key):
+        return known.made(tensor, lambda: tensor * 2, key)
+
+    first(lambda: made("first"))
+    before = made("second")
+    first(lambda: made("third"))
+    for found in (made("first"), made("third"), before):
+        assert type(found) is torch.Tensor and is_lasting(found) and not found.is_inference()
+        assert torch.equal(found, tensor * 2)
+    assert made("second") is before

@@ -37,21 +37,21 @@ _counts = UntilChanged()
 
 def tiles_of(dense: torch.Tensor) -> TileMask:
     """The tiles of a bool mask (1 or batch, 1 or heads, seqlen_q, seqlen_k), made once."""
-    tiles = _tiles.get(dense)
-    if tiles is None:
-        tiles = _tiles[dense] = from_dense(dense)
+    tiles: TileMask = _tiles.made(dense, lambda: from_dense(dense))
     return tiles
 
 
 def counted(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return (offsets int32, the longest sequence) of begins, (batch, seqlen) bool. Waits for the
     device."""
-    known = _counts.get(begins)
-    if known is None:
+
+    def count() -> tuple[torch.Tensor, int]:
         starts = begins.flatten().nonzero().flatten()
         offsets = torch.cat((starts, starts.new_tensor([begins.numel()]))).int()
-        known = _counts[begins] = offsets, int(offsets.diff().max())
-    return known
+        return offsets, int(offsets.diff().max())
+
+    offsets, longest = _counts.made(begins, count)
+    return offsets, longest
 
 
 def attend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -187,18 +188,20 @@ def _seen_of_additive(mask: torch.Tensor) -> torch.Tensor:
             "attention_mask is a float tensor that requires gradients; accepted: a constant one, "
             f"0 where a key is seen. {NAME} has no gradients of a bias"
         )
-    known = None if torch.compiler.is_compiling() else _additive.get(mask)
-    if known is not None:
-        return known
-    seen = mask == 0
-    is_binary = (seen | (mask <= torch.finfo(mask.dtype).min)).all()
+    lowest = torch.finfo(mask.dtype).min
     if torch.compiler.is_compiling():
-        torch._assert_async(is_binary, _BIAS)
+        seen = mask == 0
+        torch._assert_async((seen | (mask <= lowest)).all(), _BIAS)
         return seen
-    if not is_binary:
-        raise ValueError(_BIAS)
-    _additive[mask] = seen
-    return seen
+
+    def make() -> torch.Tensor:
+        seen = mask == 0
+        if not (seen | (mask <= lowest)).all():
+            raise ValueError(_BIAS)
+        return seen
+
+    made: torch.Tensor = _additive.made(mask, make)
+    return made
 
 
 _BIAS = (
@@ -247,11 +250,9 @@ def _booleans(
     asked = q.shape[:2], k.shape[1]
     if attention_mask is None or torch.compiler.is_compiling():
         return seen_by(description, *asked, q.device)
-    known = _seen.get(attention_mask) or {}
-    if asked not in known:
-        known[asked] = seen_by(description, *asked, q.device)
-        _seen[attention_mask] = known
-    return known[asked]
+    make = partial(seen_by, description, *asked, q.device)
+    seen: torch.Tensor = _seen.made(attention_mask, make, asked)
+    return seen
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -362,12 +363,10 @@ def _metadata_of(
     attention_mask: torch.Tensor, lengths: dict[str, Any], arguments: dict[str, Any]
 ) -> BackwardMetadata:
     """Metadata of the sequences that `mask` has counted, which all layers of a pass share."""
-    known = _metadata.get(attention_mask) or {}
     asked = arguments["causal"], arguments["window_size"]
-    if asked not in known:
-        known[asked] = get_backward_metadata(lengths["cu_seqlens_q"], None, *asked)
-        _metadata[attention_mask] = known
-    return known[asked]
+    make = partial(get_backward_metadata, lengths["cu_seqlens_q"], None, *asked)
+    metadata: BackwardMetadata = _metadata.made(attention_mask, make, asked)
+    return metadata
 
 
 def _packed(
