@@ -82,7 +82,7 @@ def test_a_batch_of_gradients_of_a_checkpointed_call(device):
 
 
 def test_a_batch_of_gradients_in_a_graph_with_a_mask(device):
-    """Of the operator that reads a mask of transformers when the graph runs."""
+    """The operator that reads a mask of transformers when the graph runs can be batched."""
     layer, mask = torch.nn.Module(), torch.ones(1, 1, 8, 8, dtype=torch.bool, device=device).tril()
 
     def attend(q, k, v):

@@ -99,7 +99,7 @@ def in_inference_mode(call):
 
 @pytest.mark.parametrize("first", [by_func, by_vmap, with_fake_tensors, in_inference_mode])
 def test_what_a_call_of_another_kind_makes(first):
-    """Neither a stand-in nor an inference tensor is there for later calls; what was known stays."""
+    """Later calls find no stand-in and no inference tensor; what was known stays."""
     known, tensor = UntilChanged(), torch.ones(3)
 
     def made(key):
