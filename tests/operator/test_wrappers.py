@@ -484,10 +484,12 @@ def run(count):
     of_each()
 
 
+@pytest.mark.sampled
 def test_wrappers():
     run(25)
 
 
+@pytest.mark.sampled
 def test_wrappers_of_repeated_calls(monkeypatch):
     """Calls repeat as those of a GPU do."""
     simulated(monkeypatch)
