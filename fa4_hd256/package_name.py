@@ -7,8 +7,9 @@ project may hold a copy inside its own package. Several copies may be loaded int
 from __future__ import annotations
 
 import re
+import sys
 
-__all__ = ["NAME", "NAMESPACE", "canonical", "is_of_package", "loaded"]
+__all__ = ["NAME", "NAMESPACE", "canonical", "is_of_package", "loaded", "package_version"]
 
 #: The name under which this copy is in `sys.modules`.
 NAME = __name__.rpartition(".")[0]
@@ -33,6 +34,11 @@ def loaded(module: str) -> str:
 def is_of_package(module: str) -> bool:
     """Return True for the name of a module of this copy."""
     return _is_inside(module, NAME)
+
+
+def package_version() -> str:
+    """Return the version of this copy's sources, whichever version is installed."""
+    return sys.modules[NAME].__version__
 
 
 def _renamed(module: str, old: str, new: str) -> str:

@@ -13,6 +13,7 @@ import sys
 
 from .. import environment
 from ..architectures import ARCHITECTURES
+from ..package_name import package_version
 from .kernel_cache import disk_cache
 from .simulated import simulated_device, simulated_gpu, simulator
 
@@ -33,8 +34,8 @@ def describe() -> str:
 
 def versions() -> dict[str, str]:
     """Versions that a bug report needs."""
-    names = ("fa4-hd256", "torch", "nvidia-cutlass-dsl", "numpy", "scipy", "llvmlite")
-    found = {"python": sys.version.split()[0]}
+    names = ("torch", "nvidia-cutlass-dsl", "numpy", "scipy", "llvmlite")
+    found = {"python": sys.version.split()[0], "fa4-hd256": package_version()}
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)

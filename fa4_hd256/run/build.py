@@ -59,14 +59,13 @@ def build(
     each kernel.
 
     Raises TypeError for a directory that is no path and jobs that are no int, ValueError for no
-    jobs, a directory that cannot be made or that others may write, and where this package is not
-    installed, RuntimeError where it cannot be written, and what the compiler raises.
+    jobs, and a directory that cannot be made or that others may write, RuntimeError where it cannot
+    be written, and what the compiler raises.
     """
     if isinstance(jobs, bool) or not isinstance(jobs, int):
         raise TypeError(f"jobs is {jobs!r}; accepted: an int, 1 or more")
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; accepted: 1 or more")
-    identity()  # known before anything is compiled
     place = path_of(directory)
     _make(place)
     read_manifest(place)  # refuses a directory that must not be used

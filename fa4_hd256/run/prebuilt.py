@@ -21,6 +21,7 @@ from typing import Any
 
 from .. import environment
 from ..architectures import named
+from ..package_name import package_version
 from ..words import shown
 from .keys import COMPILER, content_digest, cpu_features
 from .native_cache import NativeCache, writable_by_others
@@ -152,25 +153,13 @@ def _why_unreadable(path: Path) -> str:
 
 
 def identity() -> dict[str, Any]:
-    """What all kernels of a directory have in common with the process that uses them.
-
-    Raises ValueError where this package runs from its sources without being installed.
-    """
+    """Return what all kernels of a directory have in common with the process that uses them."""
     return {
         "format": FORMAT,
-        **{name: _version_of(name) for name in (_PACKAGE, COMPILER)},
+        _PACKAGE: package_version(),
+        COMPILER: importlib.metadata.version(COMPILER),
         "machine": platform.machine(),
     }
-
-
-def _version_of(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        raise ValueError(
-            f"{name} is not installed, so its version, by which prebuilt kernels are known, is not "
-            "known; install it: `pip install -e .` beside the sources will do"
-        ) from None
 
 
 def build_into(place: Path, *options: str) -> str:
