@@ -212,7 +212,7 @@ class _Words:
         counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
         caught = getattr(code, "co_exceptiontable", b"").hex()  # from Python 3.11 on
         names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-        for module in (i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"):
+        for module in _imports_of(code):
             if not any(_is_of(package, module) for package in _FIXED):
                 raise UnnamedError(
                     f"a function imports {module!r} when it runs, which cannot be named by what it "
@@ -304,6 +304,15 @@ def _is_named_tuple(value: Any) -> bool:
     if not (isinstance(value, type) and value.__bases__ == (tuple,) and hasattr(value, "_fields")):
         return False
     return set(vars(value)) - set(value._fields) <= set(vars(_Example)) - {"name"}
+
+
+def _imports_of(code: types.CodeType) -> Iterator[str]:
+    """Yield the modules that a function imports, relative ones with their dots."""
+    found = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
+    for place, instruction in enumerate(found):
+        if instruction.opname == "IMPORT_NAME":
+            # Before it the level and the names are loaded.
+            yield "." * found[place - 2].argval + instruction.argval
 
 
 def _attributes_read(code: types.CodeType) -> set[str]:

@@ -114,9 +114,16 @@ def importing_math(score, place, tensors):
     return score * math.pi
 
 
+def importing_a_module_of_its_package(score, place, tensors):
+    from .math import exp  # not Python's module of that name
+
+    return exp(score)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
+        (importing_a_module_of_its_package, "imports '.math' when it runs, .*accepted: an import"),
         (importing, "imports 'checkout' when it runs, .*accepted: an import outside"),
         (lambda score, place, tensors: score * globals()["BOUND"], "<built-in function globals"),
         (lambda score, place, tensors: score * eval("BOUND"), "<built-in function eval"),
