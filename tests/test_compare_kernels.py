@@ -85,6 +85,12 @@ def swapped(ptx: str) -> str:
     return re.sub("%r[23]", lambda match: {"%r2": "%r3", "%r3": "%r2"}[match[0]], ptx)
 
 
+def with_another_parameter(ptx: str) -> str:
+    """The same code, with a parameter more before the one that it reads."""
+    ptx = ptx.replace("param_1\n", "param_1,\n\t.param .u32 kernel_a_0_param_2\n")
+    return ptx.replace("[kernel_a_0_param_1]", "[kernel_a_0_param_2]")
+
+
 def text(kind: str, **fields: object) -> str:
     problem = {"class": "fa4_hd256.kernels.problem_class:ProblemClass", **fields}
     config = {"class": "fa4_hd256.kernels.config:ForwardConfig"}
@@ -113,15 +119,16 @@ def test_verdicts(built):
     old = built("old", {
         text("forward"): PTX, text("forward", causal=True): PTX.replace("384", "128"),
         text("decode", softcap=True): PTX.replace("384", "64"), text("append"): PTX,
-        text("sum"): PTX.replace("setp.ne", "setp.lt"),
+        text("sum"): PTX.replace("setp.ne", "setp.lt"), text("dv"): PTX,
     })  # fmt: skip
     new = built("new", {
         text("forward", causal=True): PTX.replace("384", "256"), text("forward"): MOVED,
         text("decode", caps=True): MOVED.replace("384", "64"), text("append"): swapped(PTX),
-        text("tail"): PTX.replace("384", "32"),
+        text("tail"): PTX.replace("384", "32"), text("dv"): with_another_parameter(PTX),
     })  # fmt: skip
     lines, counts = compare_kernels.compare(old, new)
-    assert counts == {"equal": 2, "differs": 1, "registers": 1, "only in old": 1, "only in new": 1}
+    assert counts == {"equal": 2, "differs": 1, "registers": 1, "parameters": 1, "only in old": 1,
+                      "only in new": 1}  # fmt: skip
     assert "differs     sm_100f forward ProblemClass(causal=true) ForwardConfig" in lines
     at = lines.index("    - .reqntid 128, 1, 1")
     assert "    + .reqntid 256, 1, 1" in lines[at:]

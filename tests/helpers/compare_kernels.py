@@ -121,6 +121,18 @@ def without_registers(lines: Iterable[str]) -> list[str]:
     return [re.sub(r"%[a-z]+\d+\b", renamed, line) for line in lines if not line.startswith(".reg")]
 
 
+def without_parameters(lines: Iterable[str]) -> list[str]:
+    """Drop declarations of parameters, and number those that are read in the order in which they
+    come up."""
+    names: dict[str, str] = {}
+
+    def renamed(match: re.Match) -> str:
+        return names.setdefault(match[0], f"parameter{len(names)}")
+
+    kept = (line for line in lines if not line.startswith(".param"))
+    return [re.sub(r"symbol\d+_param_\d+", renamed, line) for line in kept]
+
+
 # ---------------------------------------------------------------- kernels of a tree
 
 
@@ -227,7 +239,11 @@ def build(tree: Path, out: Path, cache: Path, pattern: str | None, options: Sequ
 
 @dataclass(frozen=True)
 class Pair:
-    """What became of a kernel; None on the side that lacks it."""
+    """What became of a kernel; None on the side that lacks it.
+
+    verdict: "equal"; "parameters", the same code for another list of parameters; "registers", the
+    same but for names of registers; "differs"; "only in old"; "only in new".
+    """
 
     old: Kernel | None
     new: Kernel | None
@@ -238,8 +254,10 @@ class Pair:
             return "only in new" if self.old is None else "only in old"
         if self.old.digest == self.new.digest:
             return "equal"
-        same = without_registers(self.old.lines()) == without_registers(self.new.lines())
-        return "registers" if same else "differs"
+        both = [without_parameters(kernel.lines()) for kernel in (self.old, self.new)]
+        if both[0] == both[1]:
+            return "parameters"
+        return "registers" if len(set(map(tuple, map(without_registers, both)))) == 1 else "differs"
 
     def explained(self) -> Iterator[str]:
         """The kernel in a line, then its first differing lines and what instructions it has more
