@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import environment
+from . import environment, plans
 from .call import named_configs
 from .call.backward_problem import BackwardCall
 from .call.forward_problem import Options
@@ -23,12 +23,12 @@ from .call.operator_arguments import (
 )
 from .call.packed_ds import check_begins
 from .call.tile_mask import TileMask
-from .eager import OperatorCalls, leading
 from .gpus.devices import is_captured
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
 from .package_name import NAMESPACE
-from .run.backward import Wanted, or_empty, run_backward
+from .run.backward import BackwardWork, Wanted, or_empty, plan_backward, smaller_plan
+from .run.plan import LaunchPlan
 
 __all__ = [
     "backward", "call_backward", "check_differentiable", "gradients", "gradients_of",
@@ -50,13 +50,13 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     not wanted are empty. Bitwise the same for the same arguments."""
     tensors, values = _named(given)
     values = values._replace(wanted=tuple(values.wanted))
-    # A repeated call has None where nothing was requested.
-    return or_empty(backward_bodies.within(tensors, values), tensors)
+    return or_empty(plans.within(_BACKWARD, tensors, values), tensors)
 
 
-def _run(given: Sequence[Any], values: BackwardValues) -> Any:
-    """given: the fields of `BackwardTensors`."""
-    tensors = BackwardTensors(*given)
+def _work_of(given: Sequence[Any], values: BackwardValues) -> BackwardWork:
+    """Describe a backward. given: the fields of `BackwardTensors`. Raises as
+    `BackwardCall.describe` does."""
+    tensors = _with_batches(BackwardTensors(*given))
     ragged = tensors.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
     call = BackwardCall(
@@ -72,7 +72,21 @@ def _run(given: Sequence[Any], values: BackwardValues) -> Any:
     if values.config == named_configs.DEFAULT:
         ds_bytes = environment.ds_bytes()
         config = config if ds_bytes is None else replace(config, ds_bytes=ds_bytes)
-    return run_backward(call, problem, Wanted(*values.wanted), config)
+    return BackwardWork(call, problem, Wanted(*values.wanted), config)
+
+
+def _plan(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
+    return plan_backward(_work_of(given, values), BackwardTensors(*given))
+
+
+def _smaller(given: Sequence[Any], values: BackwardValues, plan: LaunchPlan) -> LaunchPlan | None:
+    return smaller_plan(_work_of(given, values), BackwardTensors(*given), plan)
+
+
+#: Packed sequences with or without a batch of 1: in the operator's body, and past it.
+_BACKWARD = plans.Kind(
+    "backward", plans.leading(BackwardValues), _plan, smaller=_smaller
+)
 
 
 def _named(given: tuple[Any, ...]) -> tuple[BackwardTensors, BackwardValues]:
@@ -106,52 +120,34 @@ backward.register_autograd(refuse_second_order)
 _BATCHED = {4: ("dout", "out", "q", "k", "v"), 3: ("lse", "dlse")}
 
 
-def _operator(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
-    """The operator; arguments as for `call_backward`."""
+def _with_batches(tensors: BackwardTensors) -> BackwardTensors:
+    """Packed sequences with a batch of 1."""
     with_batch = {}
     for dimensions, names in _BATCHED.items():
         for name in names:
             tensor = getattr(tensors, name)
             if tensor is not None and tensor.ndim < dimensions:
                 with_batch[name] = tensor.unsqueeze(0)
-    return backward(
-        *tensors._replace(**with_batch), *values._replace(wanted=list(values.wanted))
-    )
+    return tensors._replace(**with_batch)
 
 
-backward_calls = OperatorCalls(
-    "backward", _operator, leading(BackwardValues), BackwardTensors._fields
-)
-
-#: Calls of graphs, in the operator's body.
-backward_bodies = OperatorCalls(
-    "backward", _run, leading(BackwardValues), BackwardTensors._fields
-)
-
-
-def call_backward(
-    tensors: BackwardTensors, values: BackwardValues
-) -> tuple[torch.Tensor, ...]:
+def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch; what
     is not requested may be None or anything.
 
     tensors: packed sequences with or without a batch of 1. values: hashable, so `wanted` a tuple.
     """
     # If gradients of gradients are requested, the operator refuses them.
-    found = None
     if not torch.is_grad_enabled() and not is_intercepted():
-        facts = (*values, *[tensor is None for tensor in tensors])
-        found = backward_calls.find(facts, tensors)
-    results = _operator(tensors, values) if found is None else backward_calls.run(
-        found[0], tensors, found[1]
-    )
-    packed = [tensor.ndim < _RANK for tensor in (tensors.q, tensors.k, tensors.v)]
-    if not any(packed):
-        return results
-    *of_rows, dsink = results
+        facts = (_BACKWARD, *values, *[tensor is None for tensor in tensors])
+        found = plans.find(facts, tensors)
+        if found is not None:
+            return plans.run(found[0], tensors, found[1])
+    batched = _with_batches(tensors)
+    *of_rows, dsink = backward(*batched, *values._replace(wanted=list(values.wanted)))
     return *(
-        made.squeeze(0) if is_packed and made is not None and made.ndim == _RANK else made
-        for made, is_packed in zip(of_rows, packed, strict=True)
+        made.squeeze(0) if given.ndim < _RANK == made.ndim else made
+        for made, given in zip(of_rows, (tensors.q, tensors.k, tensors.v), strict=True)
     ), dsink  # fmt: skip
 
 
@@ -197,7 +193,9 @@ def listed_tiles_of(mask: TileMask) -> int:
 
 
 def save(
-    ctx: Any, tensors: ForwardTensors, values: ForwardValues,
+    ctx: Any,
+    tensors: ForwardTensors,
+    values: ForwardValues,
     output: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Keep what `gradients_of` needs of a forward and its (out, lse)."""

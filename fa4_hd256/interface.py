@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import plans
 from .autograd import check_differentiable, gradients_of, listed_tiles_of, save
 from .call import interception, named_configs
 from .call.autocast import autocast, is_autocasting
@@ -22,7 +23,7 @@ from .call.checks import (
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
 from .call.interception import constant_in_graphs, is_intercepted, is_transformed, refuse_tangents
-from .call.memory_checks import check_out, check_writable_again
+from .call.memory_checks import check_out, check_writable, check_writable_again
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
@@ -31,7 +32,6 @@ from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
-from .eager import Entry, OperatorCalls
 from .functional import attend_under_transforms
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
@@ -42,7 +42,14 @@ from .kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
 from .mask_mods import MaskMod
 from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask
-from .operators import forward, forward_max_logits, forward_out
+from .operators import (
+    OUT,
+    ForwardRequest,
+    forward,
+    forward_max_logits,
+    forward_out,
+    plan_call,
+)
 from .packed_row import packed_row
 from .score_mods import ScoreMod, read_by
 
@@ -138,7 +145,7 @@ def flash_attn_func(
     where the architecture has no such kernel, before anything is compiled.
     """
     q, k, v = autocast(q, k, v, fixed=out) if is_autocasting() else (q, k, v)
-    others, key, key_of_mask, listed_tiles = _NONE, None, None, 0
+    others, key, key_of_mask, listed_tiles = NO_TENSORS, None, None, 0
     if block_mask is not None or mask_mod is not None:
         inputs = q, k, v, learnable_sink
         masked = _read_masks(inputs, block_mask, mask_mod, tree_mask)
@@ -147,20 +154,16 @@ def flash_attn_func(
         read, key = read_options(tree_mask, score_mod, k_descale, v_descale)
         others = {**others, **read}
     given = (
-        softmax_scale, causal, window_size, softcap, use_clc,
-        asked_splits(num_splits, batch_invariant), None, None, config, backward_config, key,
-        key_of_mask, listed_tiles,
+        softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant, None,
+        None, config, backward_config, key, key_of_mask, listed_tiles,
     )  # fmt: skip
-    tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *_NO_OTHERS)
+    tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *_NO_OTHERS, out)
     if others:
-        tensors = ForwardTensors(q, k, v, learnable_sink, **others)
+        tensors = (*ForwardTensors(q, k, v, learnable_sink, **others), out)
     form = learnable_sink is None, *others
     if return_max_logits:
-        return _attend_for_maxima(tensors, given, form, (out, return_lse))
-    if out is None:
-        out, lse = _attend(tensors, given, form, return_lse)
-    else:
-        lse = _attend_into((*tensors, out), given, form)
+        return _attend_for_maxima(tensors, given, form, return_lse)
+    out, lse = _attend(tensors, given, form, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -264,7 +267,7 @@ def flash_attn_varlen_func(
         out = found.squeeze(0) if out is None else out
         also = (lse.squeeze(0), *max_logits) if return_lse else max_logits
         return (out, *also) if also else out
-    others, key, ds_tiles = _NONE, None, 0
+    others, key, ds_tiles = NO_TENSORS, None, 0
     if not (tree_mask is score_mod is k_descale is v_descale is None):
         others, key = read_options(tree_mask, score_mod, k_descale, v_descale)
     if backward_metadata is not None:
@@ -272,10 +275,9 @@ def flash_attn_varlen_func(
         check_metadata(backward_metadata, causal, window_size, apart)
         read, ds_tiles = _read_metadata((q, k, v, learnable_sink), backward_metadata)
         others = {**others, **read}
-    splits = asked_splits(num_splits, batch_invariant)
     given = (
-        softmax_scale, causal, window_size, softcap, use_clc, splits, max_seqlen_q, max_seqlen_k,
-        config, backward_config, key, None, ds_tiles,
+        softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
+        max_seqlen_q, max_seqlen_k, config, backward_config, key, None, ds_tiles,
     )  # fmt: skip
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
     inputs, wanted = (q, k, v, learnable_sink), (out, return_lse, return_max_logits)
@@ -289,38 +291,35 @@ def attend_sequences(
     """Results of `flash_attn_varlen_func`.
 
     inputs: q, k, v, the sink. sequences: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-    page_table, scheduler_metadata. others: further tensors by name. given: fields of `_Given`,
+    page_table, scheduler_metadata. others: further tensors by name. given: fields of `Given`,
     max_seqlen_q and max_seqlen_k as users give them. results: out, return_lse,
     return_max_logits.
     """
     out, return_lse, return_max_logits = results
     longest = given[_LONGEST]
     if isinstance(longest[0], torch.Tensor) or isinstance(longest[1], torch.Tensor):
-        is_fixed = given[_NUM_SPLITS] == FIXED_PARTS
+        is_fixed = asked_splits(*given[_SPLITS]) == FIXED_PARTS
         bounds = bounds_of(longest, inputs[0], others.get(TREE_WORDS), is_fixed)
         given = (*given[: _LONGEST.start], *bounds, *given[_LONGEST.stop :])
-    tensors: tuple[Any, ...] = (*inputs, *sequences, *_NO_OTHERS[len(sequences) :])
+    tensors: tuple[Any, ...] = (*inputs, *sequences, *_NO_OTHERS[len(sequences) :], out)
     if others:
-        tensors = ForwardTensors(*inputs, *sequences, **others)
+        tensors = (*ForwardTensors(*inputs, *sequences, **others), out)
     form = inputs[-1] is None, *_form(sequences), *others
     if return_max_logits:
-        return _attend_for_maxima(tensors, given, form, (out, return_lse))
-    if out is None:
-        out, lse = _attend(tensors, given, form, return_lse)
-    else:
-        lse = _attend_into((*tensors, out), given, form)
+        return _attend_for_maxima(tensors, given, form, return_lse)
+    out, lse = _attend(tensors, given, form, return_lse)
     return (out, lse) if return_lse else out
 
 
 #: Tensors by name, of calls that have none.
-_NONE: dict[str, torch.Tensor] = {}
-#: Fields of `ForwardTensors` behind the sink, of calls that have none.
+NO_TENSORS: dict[str, torch.Tensor] = {}
+#: Of `ForwardTensors` behind the sink, of calls that have none.
 _NO_OTHERS = (None,) * len(OTHERS)
 #: Fields that say whether queries are packed, and whether there are scales.
 _CU_SEQLENS_Q, _K_DESCALE = map(ForwardTensors._fields.index, ("cu_seqlens_q", DESCALES[0]))
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one.
 
     listed_tiles: as of `BackwardProblem`. Calls make a tuple of these in this order, which takes
@@ -333,6 +332,7 @@ class _Given(NamedTuple):
     softcap: Any
     use_clc: Any
     num_splits: Any
+    batch_invariant: Any
     max_seqlen_q: Any
     max_seqlen_k: Any
     config: Any
@@ -342,9 +342,9 @@ class _Given(NamedTuple):
     listed_tiles: int
 
 
-_WINDOW_SIZE, _NUM_SPLITS = map(_Given._fields.index, ("window_size", "num_splits"))
-#: max_seqlen_q and max_seqlen_k.
-_LONGEST = slice(_NUM_SPLITS + 1, _NUM_SPLITS + 3)
+_WINDOW_SIZE, _AT_SPLITS = map(Given._fields.index, ("window_size", "num_splits"))
+#: num_splits and batch_invariant; max_seqlen_q and max_seqlen_k.
+_SPLITS, _LONGEST = slice(_AT_SPLITS, _AT_SPLITS + 2), slice(_AT_SPLITS + 2, _AT_SPLITS + 4)
 
 
 def _form(sequences: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -361,7 +361,7 @@ def _read_masks(
 ) -> tuple[dict[str, torch.Tensor], str | None, int]:
     """(tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a call with
     block_mask or mask_mod; tensors: q, k, v, the sink."""
-    asked, key = (_NONE, None) if mask_mod is None else read_by_mask(mask_mod)
+    asked, key = (NO_TENSORS, None) if mask_mod is None else read_by_mask(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
     has_gradients = are_differentiated(tensors) or interception.may_have_gradients(tensors)
@@ -374,7 +374,7 @@ def read_options(
 ) -> tuple[dict[str, torch.Tensor], str | None]:
     """(tensors by name, the key of score_mod) of a call with some of these."""
     found = {} if tree_mask is None else {TREE_WORDS: words_of(tree_mask)}
-    scores, key = (_NONE, None) if score_mod is None else read_by(score_mod)
+    scores, key = (NO_TENSORS, None) if score_mod is None else read_by(score_mod)
     given = {name: scale for name, scale in zip(DESCALES, scales, strict=True) if scale is not None}
     return {**found, **scores, **given}, key
 
@@ -385,7 +385,7 @@ def _read_metadata(
     """(tensors by name, `listed_tiles` of a `BackwardProblem`) of a call with backward_metadata,
     which only gradients need; tensors: q, k, v, the sink."""
     if not are_differentiated(tensors):
-        return _NONE, 0
+        return NO_TENSORS, 0
     return {DS_BEGINS: metadata.ds_begins}, metadata.ds_tiles
 
 
@@ -422,71 +422,73 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), the latter anything where it is not wanted.
 
-    All as users give it. tensors: fields of `ForwardTensors`; given: of `_Given`. form: which
-    tensors are given, and are the same.
+    All as users give them. tensors: fields of `ForwardTensors`, then out, to which the first result
+    is written; given: fields of `Given`. form: which tensors are given, and are the same.
     """
-    if tensors[_K_DESCALE] is not None:
-        refuse_gradients(*tensors[_K_DESCALE : _K_DESCALE + len(DESCALES)])
-    if is_intercepted():
-        return _through_dispatcher(tensors, given)
-    found = forward_calls.find(_facts(given, form), tensors)
+    out = tensors[-1]
+    if tensors[_K_DESCALE] is not None or out is not None:
+        _refuse_gradients(tensors)
+    found = None
+    if not is_intercepted():
+        found = plans.find((_FORWARD, *facts_of(given, given[_WINDOW_SIZE], form)), tensors)
     if found is None:
         return _through_dispatcher(tensors, given)
     entry, addresses = found
+    if out is not None:
+        # Modes and addresses are in no key.
+        check = check_writable if entry.execution is None else check_writable_again
+        check(out, tensors[:-1])
+        return plans.run(entry, tensors, addresses)
     q, k, v, sink = tensors[:4]
     # Plain tensors, or none would have been found. Written out: `any` takes three times as long.
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
         or (sink is not None and sink.requires_grad)
     ):  # fmt: skip
-        check_differentiable(ForwardTensors(*tensors))
+        check_differentiable(ForwardTensors(*tensors[:-1]))
         return _apply((entry, addresses, tensors), q, k, v, sink)
-    out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
-    if tensors[_CU_SEQLENS_Q] is None:
-        return out, lse
-    return _without_batch(tensors, out, lse)
+    return plans.run(entry, tensors, addresses, not wants_lse)
+
+
+def _refuse_gradients(tensors: Sequence[Any]) -> None:
+    """Raise NotImplementedError for gradients of descales, and of calls with out."""
+    *inputs, out = tensors
+    refuse_gradients(*inputs[_K_DESCALE : _K_DESCALE + len(DESCALES)])
+    if out is not None and are_differentiated((*inputs[:4], out)):
+        raise NotImplementedError(
+            "out= has no gradients, but one of q, k, v, learnable_sink and out requires them; call "
+            "without out=, or inside torch.no_grad()"
+        )
 
 
 def _attend_for_maxima(
-    tensors: Sequence[Any],
-    given: tuple[Any, ...],
-    form: tuple[Any, ...],
-    asked: tuple[torch.Tensor | None, bool],
+    tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...], return_lse: bool
 ) -> tuple[torch.Tensor, ...]:
     """Return (out, max_logits), or (out, lse, max_logits); arguments as for `_attend`.
 
-    asked: requested (out, return_lse) as users give them. Raises ValueError for an out.
+    Raises ValueError for an out.
     """
-    if asked[0] is not None:
+    *inputs, out = tensors
+    if out is not None:
         raise ValueError(
             "out is given with return_max_logits=True; accepted: a call without out=, whose result "
             "is a new tensor"
         )
-    refuse_gradients(*tensors[_K_DESCALE : _K_DESCALE + len(DESCALES)])
+    _refuse_gradients(tensors)
     found = None
     if not is_intercepted():
-        found = max_logits_calls.find(_facts(given, form), tensors)
+        found = plans.find((_MAXIMA, *facts_of(given, given[_WINDOW_SIZE], form)), tensors)
     if found is None:
-        refuse_tangents(tensors)
-        out, lse, max_logits = _operator_for_maxima(tensors, _resolve(tensors, given))
-        out, lse = _without_batch(tensors, out, lse)
+        refuse_tangents(inputs)
+        values, batched = _resolve(inputs, given), ForwardTensors(*inputs).with_batches()
+        out, lse, max_logits = forward_max_logits(*batched, *values)
+        out, lse = _without_batch(inputs, out, lse)
     elif are_differentiated(tensors[:4]):
-        check_differentiable(ForwardTensors(*tensors))
+        check_differentiable(ForwardTensors(*inputs))
         out, lse, max_logits = _AttentionAndMaxima.apply((*found, tensors), *tensors[:4])
     else:
-        out, lse, max_logits = max_logits_calls.run(found[0], tensors, found[1])
-        out, lse = _without_batch(tensors, out, lse)
-    return (out, lse, max_logits) if asked[1] else (out, max_logits)
-
-
-def _operator_for_maxima(tensors: Sequence[Any], values: ForwardValues) -> Any:
-    """Call `forward_max_logits`; arguments as for `_operator`."""
-    return forward_max_logits(*ForwardTensors(*tensors).with_batches(), *values)
-
-
-def _facts(given: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`facts_of`; arguments as for `_attend`."""
-    return facts_of(given, given[_WINDOW_SIZE], form)
+        out, lse, max_logits = plans.run(found[0], tensors, found[1])
+    return (out, lse, max_logits) if return_lse else (out, max_logits)
 
 
 def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -499,54 +501,22 @@ def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tupl
     return (*given, sides, sms_are_shared(), *form)
 
 
-def _attend_into(
-    tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...]
-) -> torch.Tensor:
-    """lse of `_attend`; tensors: of the call, and behind them that to which out is written."""
-    *inputs, out = tensors
-    named = ForwardTensors(*inputs)
-    refuse_gradients(named.k_descale, named.v_descale)
-    if are_differentiated((*inputs[:4], out)):
-        raise NotImplementedError(
-            "out= has no gradients, but one of q, k, v, learnable_sink and out requires them; call "
-            "without out=, or inside torch.no_grad()"
-        )
-    found = None if is_intercepted() else out_calls.find(_facts(given, form), tensors)
-    if found is None:
-        refuse_tangents(tensors)
-        lse = _operator_into(tensors, _resolve_into(tensors, given))
-    else:
-        check_writable_again(out, inputs)
-        _, lse = out_calls.run(found[0], tensors, found[1])
-    return lse if named.cu_seqlens_q is None else lse.squeeze(0)
-
-
-def _resolve_into(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
-    """`_resolve`; arguments as for `_operator_into` and `_resolve`."""
-    *inputs, out = tensors
-    values = _resolve(inputs, facts)
-    check_out(out, inputs[0])
-    return values
-
-
-def _operator_into(tensors: Sequence[Any], values: ForwardValues) -> torch.Tensor:
-    """lse; arguments as for `_operator`, and out behind the tensors."""
-    *given, out = tensors
-    inputs = ForwardTensors(*given)
-    out = out if inputs.cu_seqlens_q is None else out.unsqueeze(0)
-    return forward_out(out, *inputs.with_batches(), *values)
-
-
 def _through_dispatcher(
     tensors: Sequence[Any], given: tuple[Any, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_attend` as PyTorch's dispatcher does it. Raises as `refuse_tangents`."""
+    *inputs, out = tensors
     refuse_tangents(tensors)
-    values = _resolve(tensors, given)
+    values, named = _resolve(inputs, given), ForwardTensors(*inputs)
+    if out is not None:
+        check_out(out, named.q)
+        rows = out if named.cu_seqlens_q is None else out.unsqueeze(0)
+        lse = forward_out(rows, *named.with_batches(), *values)
+        return out, lse if named.cu_seqlens_q is None else lse.squeeze(0)
+    batched = named.with_batches()
     if is_transformed():
-        batched = ForwardTensors(*tensors).with_batches()
-        return _without_batch(tensors, *attend_under_transforms(batched, values))
-    return _without_batch(tensors, *_operator(tensors, values))
+        return _without_batch(inputs, *attend_under_transforms(batched, values))
+    return _without_batch(inputs, *forward(*batched, *values))
 
 
 def _without_batch(
@@ -559,13 +529,14 @@ def _without_batch(
 
 
 def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
-    """The operator's arguments that are no tensors; facts: those of `_Given` first.
+    """The operator's arguments that are no tensors; facts: those of `Given` first.
 
     Checks what its schema, which takes plain values only, cannot carry.
     """
-    given, inputs = _Given(*facts[: len(_Given._fields)]), ForwardTensors(*tensors)
+    given, inputs = Given(*facts[: len(Given._fields)]), ForwardTensors(*tensors)
+    num_splits = asked_splits(given.num_splits, given.batch_invariant)
     options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
-    ragged, num_splits = inputs.others(), given.num_splits
+    ragged = inputs.others()
     named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
     check_kinds(named, ragged, num_splits)
     longest = longest_of(ragged, given.max_seqlen_q, given.max_seqlen_k)
@@ -592,27 +563,22 @@ def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     )  # fmt: skip
 
 
-def _operator(tensors: Sequence[Any], values: ForwardValues) -> Any:
-    """The operator. tensors: as users give them."""
-    return forward(*ForwardTensors(*tensors).with_batches(), *values)
-
-
 class _Attention(torch.autograd.Function):
     """The operator with its gradients, for calls past the dispatcher."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        found: tuple[Entry, list[int], Sequence[Any]],
+        found: tuple[plans.Entry, list[int], Sequence[Any]],
         *differentiable: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """found: of the call its entry, the addresses by `key_of`, all tensors; differentiable:
         those that gradients flow to."""
         entry, addresses, tensors = found
-        tensors = ForwardTensors(*differentiable, *tensors[len(differentiable) :])
-        output = _without_batch(tensors, *forward_calls.run(entry, tensors, addresses))
-        save(ctx, tensors, entry.scalars, output)
-        return output
+        tensors = (*differentiable, *tensors[len(differentiable) :])
+        out, lse = plans.run(entry, tensors, addresses)
+        save(ctx, ForwardTensors(*tensors[:-1]), entry.values.values, (out, lse))
+        return out, lse
 
     @staticmethod
     def backward(
@@ -631,15 +597,14 @@ class _AttentionAndMaxima(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, found: tuple[Entry, list[int], Sequence[Any]], *differentiable: Any
+        ctx: Any, found: tuple[plans.Entry, list[int], Sequence[Any]], *differentiable: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         entry, addresses, tensors = found
-        tensors = ForwardTensors(*differentiable, *tensors[len(differentiable) :])
-        out, lse, max_logits = max_logits_calls.run(entry, tensors, addresses)
-        output = _without_batch(tensors, out, lse)
-        save(ctx, tensors, entry.scalars, output)
+        tensors = (*differentiable, *tensors[len(differentiable) :])
+        out, lse, max_logits = plans.run(entry, tensors, addresses)
+        save(ctx, ForwardTensors(*tensors[:-1]), entry.values.values, (out, lse))
         ctx.mark_non_differentiable(max_logits)
-        return *output, max_logits
+        return out, lse, max_logits
 
     @staticmethod
     def backward(
@@ -648,21 +613,21 @@ class _AttentionAndMaxima(torch.autograd.Function):
         return _Attention.backward(ctx, dout, dlse)
 
 
-forward_calls = OperatorCalls(
-    "forward", _operator, _resolve, ForwardTensors._fields
-)
+def _request(max_logits: bool) -> Any:
+    """`Kind.resolve` of calls as users make them. tensors: out behind the others."""
 
-max_logits_calls = OperatorCalls(
-    "forward_max_logits", _operator_for_maxima, _resolve, ForwardTensors._fields
-)
+    def resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardRequest:
+        *inputs, out = tensors
+        values = _resolve(inputs, facts)
+        if out is not None:
+            check_out(out, inputs[0])
+        return ForwardRequest(values, max_logits, has_batch=False)
 
-out_calls = OperatorCalls(
-    "forward_out",
-    lambda tensors, values: (tensors[-1], _operator_into(tensors, values)),
-    _resolve_into,
-    (*ForwardTensors._fields, "out"),
-    ("out",),
-)
+    return resolve
+
+
+_FORWARD = plans.Kind("forward", _request(False), plan_call, (OUT,))
+_MAXIMA = plans.Kind("forward_max_logits", _request(True), plan_call)
 
 
 def longest_of(

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from . import environment
+from . import environment, plans
 from .call import cache_checks, checks, memory_checks
 from .call.autocast import autocast, is_autocasting
-from .call.descales import descale_of, scales_among
+from .call.descales import descale_of
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.function_tensors import functions_of_keys
 from .call.interception import is_intercepted, refuse_tangents
 from .call.new_rows import NewRows
+from .call.operator_arguments import ForwardTensors
 from .call.part_lists import marked
 from .call.splits import (
     BY_RULE,
@@ -26,22 +27,24 @@ from .call.splits import (
     check_num_splits,
 )
 from .call.tree_mask import tree_words
-from .eager import OperatorCalls, repeats
 from .interface import (
+    NO_TENSORS,
+    Given,
     attend_sequences,
     config_names,
     facts_of,
-    flash_attn_varlen_func,
     longest_of,
     read_options,
 )
 from .kernels.problem_class import DESCALES
+from .kernels.score_change import SCORE_MOD
 from .kernels.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
 from .operators import append_rows
-from .run.append import ready_to_append
+from .run.append import add_append
 from .run.append_arguments import AppendOptions, AppendTensors
-from .run.forward import get_ready
-from .score_mods import ScoreMod, read_by
+from .run.forward import ForwardWork, add_forward
+from .run.plan import LaunchPlan, PlanBuilder
+from .score_mods import ScoreMod
 
 __all__ = ["flash_attn_with_kvcache"]
 
@@ -138,8 +141,9 @@ def flash_attn_with_kvcache(
     """
     if is_autocasting():
         q, k, v = autocast(q, k, v, fixed=k_cache)
+    words = None
     if tree_mask is not None:
-        tree_mask = tree_words(tree_mask)
+        words = tree_words(tree_mask)
         cache_checks.check_beside_tree(rotary_cos)
     cache_checks.refuse({"qv": qv})
     if torch.is_grad_enabled():
@@ -147,38 +151,30 @@ def flash_attn_with_kvcache(
         tensors |= {"learnable_sink": learnable_sink, "out": out, "rotary_cos": rotary_cos}
         tensors |= {"k_descale": k_descale, "v_descale": v_descale, "rotary_sin": rotary_sin}
         cache_checks.check_no_gradients(tensors)
-    options: dict[str, Any] = {
-        "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
-        "softcap": softcap,
-    }  # fmt: skip
-    others: dict[str, Any] = {
-        "learnable_sink": learnable_sink, "num_splits": num_splits,
-        "batch_invariant": batch_invariant, "k_descale": k_descale, "v_descale": v_descale,
-        "tree_mask": tree_mask, "score_mod": score_mod, "out": out, "config": config,
-        "use_clc": use_clc,
-    }  # fmt: skip
+    others, key = NO_TENSORS, None
+    if not (words is score_mod is k_descale is v_descale is None):
+        others, key = read_options(words, score_mod, k_descale, v_descale)
+    asked = Given(
+        softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
+        max_seqlen_q, max_seqlen_k, config, None, key, None, 0,
+    )  # fmt: skip
+    places = _Places(
+        q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, scheduler_metadata,
+        cache_batch_idx, cache_leftpad,
+    )  # fmt: skip
+    attention = _Attention(learnable_sink, others, asked, out)
     # Engines write their caches themselves: a call without new rows is one of the attention.
     given = k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad
     if not _are_plain(cache_seqlens) or any(tensor is not None for tensor in given):
-        places = _Places(
-            q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, max_seqlen_q,
-            max_seqlen_k, scheduler_metadata, cache_batch_idx, cache_leftpad,
-        )  # fmt: skip
         new_rows = _NewRows(
             k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved,
             None if rotary_cos is rotary_sin is None else rotary_seqlens,
         )  # fmt: skip
-        places = new_rows.written(places, options, others)
-        if places.in_cache:
-            return places.attend({**options, **others}, return_lse)
-        q, cache_seqlens, page_table = places.q, places.lengths, places.page_table
-    found = flash_attn_varlen_func(
-        q, k_cache, v_cache, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, seqused_k=cast("torch.Tensor | None", cache_seqlens),
-        page_table=page_table, **options, **others, return_lse=return_lse,
-        scheduler_metadata=scheduler_metadata,
-    )  # fmt: skip
-    return cast("torch.Tensor | tuple[torch.Tensor, torch.Tensor]", found)
+        places, results = new_rows.written(places, attention)
+        if results is not None:
+            return results if return_lse else results[0]
+    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = attention.of(places, return_lse)
+    return found
 
 
 def _are_plain(cache_seqlens: Any) -> bool:
@@ -201,8 +197,6 @@ class _Places(NamedTuple):
     cu_seqlens_q: torch.Tensor | None
     page_table: torch.Tensor | None
     lengths: Any
-    max_seqlen_q: int | torch.Tensor | None
-    max_seqlen_k: int | torch.Tensor | None
     scheduler_metadata: torch.Tensor | None = None
     entries: torch.Tensor | None = None
     leftpad: torch.Tensor | None = None
@@ -211,6 +205,8 @@ class _Places(NamedTuple):
     @property
     def in_cache(self) -> dict[str, torch.Tensor]:
         """Tensors beside page_table that say where in a cache keys lie, by name."""
+        if self.entries is self.leftpad is None:
+            return NO_TENSORS
         given = {CACHE_BATCH_IDX: self.entries, CACHE_LEFTPAD: self.leftpad}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
@@ -242,23 +238,6 @@ class _Places(NamedTuple):
         if self.q.device.type == "cpu":
             return True
         return environment.checks_pages() and not torch.cuda.is_current_stream_capturing()
-
-    def attend(self, options: dict[str, Any], return_lse: bool) -> Any:
-        """Return what `flash_attn_varlen_func` would if it took `in_cache`. options: its other
-        arguments by name."""
-        read = (options[name] for name in ("tree_mask", "score_mod", *DESCALES))
-        others, key = read_options(*read)
-        asked = (options[name] for name in _OPTIONS)
-        splits = asked_splits(options["num_splits"], options["batch_invariant"])
-        given = (
-            *asked, options["use_clc"], splits, self.max_seqlen_q, self.max_seqlen_k,
-            options["config"], None, key, None, 0,
-        )  # fmt: skip
-        return attend_sequences(
-            (self.q, self.k_cache, self.v_cache, options["learnable_sink"]),
-            (self.cu_seqlens_q, None, None, self.lengths, self.page_table, self.scheduler_metadata),
-            {**others, **self.in_cache}, given, (options["out"], return_lse, False),
-        )  # fmt: skip
 
     def in_use(self) -> _Places:
         """Return the places with lengths, and with the rows of page_table that the sequences have.
@@ -297,61 +276,86 @@ class _Places(NamedTuple):
         table = table.index_select(0, there)
         return self._replace(page_table=table, entries=None, chosen=(entries, there))
 
-    def ragged(self) -> dict[str, Any]:
-        """Tensors of `flash_attn_varlen_func` that say where rows are."""
-        given = {
-            "cu_seqlens_q": self.cu_seqlens_q, "seqused_k": self.lengths,
-            "page_table": self.page_table, PART_LIST: self.scheduler_metadata, **self.in_cache,
-        }  # fmt: skip
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
+    @property
+    def sequences(self) -> tuple[Any, ...]:
+        """As `interface.attend_sequences` takes them."""
+        return (
+            self.cu_seqlens_q, None, None, self.lengths, self.page_table, self.scheduler_metadata,
+        )  # fmt: skip
 
-    def longest(self, words: torch.Tensor | None, splits: Any) -> tuple[Any, Any]:
-        """(max_seqlen_q, max_seqlen_k) without tensors. words: of a tree, or None; splits: the
-        operator's number of parts."""
-        given = self.max_seqlen_q, self.max_seqlen_k
-        if any(isinstance(longest, torch.Tensor) for longest in given):
-            return checks.bounds_of(given, self.q, words, splits == FIXED_PARTS)
-        return given
 
-    def check(self, options: dict[str, Any], others: dict[str, Any]) -> str:
-        """Raise what the attention would, a kernel that is missing among it, so that nothing is
-        written before; whose scales keys and values have."""
-        ragged, sink, q = self.ragged() | scales_among(others), others["learnable_sink"], self.q
-        if others["tree_mask"] is not None:
-            ragged[TREE_WORDS] = others["tree_mask"]
-        splits = asked_splits(others["num_splits"], others["batch_invariant"])
+class _Attention(NamedTuple):
+    """What is asked of the attention, whichever rows there are. others: tensors by name."""
+
+    sink: Any
+    others: dict[str, torch.Tensor]
+    asked: Given
+    out: Any
+
+    def of(self, places: _Places, return_lse: bool) -> Any:
+        """Return what `flash_attn_varlen_func` would, which takes no `in_cache`."""
+        in_cache = places.in_cache
+        return attend_sequences(
+            (places.q, places.k_cache, places.v_cache, self.sink), places.sequences,
+            {**self.others, **in_cache} if in_cache else self.others, self.asked,
+            (self.out, return_lse, False),
+        )  # fmt: skip
+
+    def bounded(self, q: torch.Tensor) -> _Attention:
+        """The same with numbers for max_seqlen_q and max_seqlen_k."""
+        asked = self.asked
+        given = asked.max_seqlen_q, asked.max_seqlen_k
+        if not any(isinstance(longest, torch.Tensor) for longest in given):
+            return self
+        is_fixed = asked_splits(asked.num_splits, asked.batch_invariant) == FIXED_PARTS
+        found = checks.bounds_of(given, q, self.others.get(TREE_WORDS), is_fixed)
+        return self._replace(asked=asked._replace(max_seqlen_q=found[0], max_seqlen_k=found[1]))
+
+    def described(self, places: _Places, read: Iterable[Any]) -> tuple[str, ForwardWork | None]:
+        """Raise what the attention would, so that nothing is written before. Returns whose scales
+        keys and values have, and the attention described, None in graphs.
+
+        read: tensors that the call reads beside q, the caches and those of this attention."""
+        asked, sink, q = self.asked, self.sink, places.q
+        splits = asked_splits(asked.num_splits, asked.batch_invariant)
+        ragged = {
+            name: tensor for name, tensor in zip(_SEQUENCES, places.sequences, strict=True)
+            if tensor is not None
+        } | places.in_cache | self.others  # fmt: skip
         checks.check_kinds({"learnable_sink": sink}, ragged, splits)
         check_num_splits(splits)
         if PART_LIST in ragged:
             check_beside_list(splits)
-        checked = Options.check(**options)
-        if others["score_mod"] is not None:
-            tensors, key = read_by(others["score_mod"])
-            ragged |= tensors
-            own, _ = functions_of_keys((key, None), ragged, q)
-            checked = replace(checked, score_mod=own)
-        self._check_out(others["out"], (others["k"], others["v"], sink, *ragged.values()))
-        longest = longest_of(ragged, *self.longest(others["tree_mask"], splits))
-        if self.cu_seqlens_q is not None:
+        options = Options.check(asked.softmax_scale, asked.causal, asked.window_size, asked.softcap)
+        own, _ = functions_of_keys((asked.score_mod, None), ragged, q)
+        options = replace(options, score_mod=own)
+        self._check_out(places, (*read, sink, *ragged.values()))
+        longest = longest_of(ragged, asked.max_seqlen_q, asked.max_seqlen_k)
+        if places.cu_seqlens_q is not None:
             q = checks.with_batch("q", q)
-        config_names(q, others["config"], None)
-        rows = 1 if self.cu_seqlens_q is None else q.shape[1]
-        checked = checked.scheduled(others["use_clc"], rows, self.cu_seqlens_q, longest[0])
+        config_names(q, asked.config, None)
+        rows = 1 if places.cu_seqlens_q is None else q.shape[1]
+        options = options.scheduled(asked.use_clc, rows, places.cu_seqlens_q, longest[0])
         if is_intercepted():
-            check_call(q, self.k_cache, self.v_cache, sink, ragged)
-            return descale_of(ragged, self.k_cache, self.batch, self.page_table is not None)
-        call = ForwardCall(q, self.k_cache, self.v_cache, sink, ragged)
-        problem = call.describe(checked, *longest, others["config"])
-        get_ready(call, problem, splits, others["config"])
-        return problem.descale
+            check_call(q, places.k_cache, places.v_cache, sink, ragged)
+            paged = places.page_table is not None
+            return descale_of(ragged, places.k_cache, places.batch, paged), None
+        call = ForwardCall(q, places.k_cache, places.v_cache, sink, ragged)
+        problem = call.describe(options, *longest, asked.config)
+        return problem.descale, ForwardWork(call, problem, splits, asked.config)
 
-    def _check_out(self, out: Any, tensors: Iterable[Any]) -> None:
-        """tensors: that the attention reads beside q and the caches."""
-        if out is None:
+    def _check_out(self, places: _Places, read: tuple[Any, ...]) -> None:
+        """read: tensors that the attention reads beside q and the caches."""
+        if self.out is None:
             return
-        memory_checks.check_out(out, self.q)
+        memory_checks.check_out(self.out, places.q)
         if not is_intercepted():
-            memory_checks.check_writable(out, (self.q, self.k_cache, self.v_cache, *tensors))
+            inputs = places.q, places.k_cache, places.v_cache, *read
+            memory_checks.check_writable(self.out, inputs)
+
+
+#: Names of `_Places.sequences`.
+_SEQUENCES = ForwardTensors._fields[4:10]
 
 
 class _NewRows(NamedTuple):
@@ -366,51 +370,40 @@ class _NewRows(NamedTuple):
     rotary_seqlens: Any = None
 
     def written(
-        self, places: _Places, options: dict[str, Any], others: dict[str, Any]
-    ) -> _Places:
-        """Attention with the new rows, if there are any, its queries rotated. options, others:
-        arguments of the attention. Raises TypeError or ValueError for what is not accepted, before
-        anything is written."""
+        self, places: _Places, attention: _Attention
+    ) -> tuple[_Places, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Write the rows, if there are any, and attend to them: (.., (out, lse)). None in place of
+        these where the attention is left to be called, with the places that are returned: without
+        new rows, and in graphs.
+
+        Raises TypeError or ValueError for what is not accepted, before anything is written."""
         are_given = self.k is not None or self.v is not None
         counted = isinstance(places.lengths, torch.Tensor)
-        if not are_given or places.in_cache or not counted:
+        if not are_given or places.entries is not None or places.leftpad is not None or not counted:
             places = places.in_use()
             if not self.check(places):
-                return places
-        return self._appended(places, options, others)
-
-    def _appended(
-        self, places: _Places, options: dict[str, Any], others: dict[str, Any]
-    ) -> _Places:
-        """Write them; the attention with them among the rows in use, and its queries rotated."""
-        words, metadata = others["tree_mask"], places.scheduler_metadata
-        longest = places.longest(
-            words, asked_splits(others["num_splits"], others["batch_invariant"])
-        )
-        tensors = _CallTensors(
-            self.k, self.v, places.k_cache, places.v_cache, places.lengths, places.table_of_rows,
-            self.cu_seqlens, others["k_descale"], others["v_descale"], self.rotary_cos,
-            self.rotary_sin, self.rotary_seqlens, places.q, places.cu_seqlens_q,
-            others["learnable_sink"], metadata, words, places.entries, places.leftpad,
-            others["out"],
-        )  # fmt: skip
-        of_others = [others[name] for name in _OTHERS]
-        asked = _Asked(*[*options.values(), *of_others, *longest, self.interleaved])
-        found = None
-        if _is_repeated(places, others):
-            form = (marked(metadata), *[tensor is None for tensor in tensors])
-            found = append_calls.find(facts_of(asked, asked.window_size, form), tensors)
-        if found is None:
-            refuse_tangents(tensors)
-            after, *rotated = _append(tensors, _resolve(tensors, asked))
-        else:
-            # Addresses and modes are no part of a key.
-            _check_memory(tensors)
-            if others["out"] is not None:
-                memory_checks.check_writable_again(others["out"], tensors[:-1])
-            after, *rotated = append_calls.run(found[0], tensors, found[1])
+                return places, None
+        attention = attention.bounded(places.q)
+        tensors = _tensors_of(places, self, attention)
+        if not is_intercepted():
+            metadata = places.scheduler_metadata
+            mark = None if metadata is None else marked(metadata)
+            form = (mark, self.interleaved, *[tensor is None for tensor in tensors])
+            asked = attention.asked
+            found = plans.find((_CACHE, *facts_of(asked, asked.window_size, form)), tensors)
+            if found is not None:
+                if found[0].execution is not None:
+                    # Addresses and modes are no part of a key.
+                    _check_memory(tensors)
+                    if attention.out is not None:
+                        memory_checks.check_writable_again(attention.out, tensors[:-1])
+                out, lse = plans.run(found[0], tensors, found[1])
+                return places, (out, lse)
+        refuse_tangents(tensors)
+        options, _ = _resolved(tensors, attention.asked, self.interleaved)
+        after, rotated = append_rows(*_append_tensors(tensors), *options)
         places = places._replace(lengths=after)
-        return places._replace(q=rotated[0]) if rotated else places
+        return places if self.rotary_cos is None else places._replace(q=rotated), None
 
     def check(self, places: _Places) -> bool:
         """Return True if there are any new rows. Raises TypeError or ValueError for what is not
@@ -480,117 +473,121 @@ class _NewRows(NamedTuple):
             )  # fmt: skip
 
 
-class _CallTensors(NamedTuple):
-    """Tensors of a call with new rows, None where not given: those of `AppendTensors`, then what
-    the attention needs with them. With cache_batch_idx, page_table says the same: an entry of the
-    cache is a page of all its rows."""
-
-    k: Any
-    v: Any
-    k_cache: Any
-    v_cache: Any
-    lengths: Any
-    page_table: Any
-    cu_seqlens_k_new: Any
-    k_descale: Any
-    v_descale: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    rotary_seqlens: Any
-    q: Any
-    cu_seqlens_q: Any
-    learnable_sink: Any
-    scheduler_metadata: Any
-    tree_mask: Any
-    cache_batch_idx: Any
-    cache_leftpad: Any
-    out: Any
-
-    def of_operator(self) -> AppendTensors:
-        """Return the tensors that the kernel takes: queries for their rotary embedding alone."""
-        found = AppendTensors(*self[: len(AppendTensors._fields)])
-        return found if self.rotary_cos is not None else found._replace(q=None, cu_seqlens_q=None)
+#: Tensors of a call with new rows, in order: those of `AppendTensors`, then those of the attention
+#: under its names. With cache_batch_idx, page_table says the same to the kernel that writes rows:
+#: an entry of the cache is a page of all its rows. Where cache_batch_idx chooses rows of a page
+#: table, the attention has one of its own.
+_READ_PAGES = "read_pages"
+_NAMES = (
+    *AppendTensors._fields, "sink", PART_LIST, CACHE_BATCH_IDX, CACHE_LEFTPAD, _READ_PAGES,
+    TREE_WORDS, *SCORE_MOD.tensors, "out",
+)  # fmt: skip
+_APPENDED = len(AppendTensors._fields)
+_place_of = {name: place for place, name in enumerate(_NAMES)}
 
 
-class _Asked(NamedTuple):
-    """Arguments of the attention that are no tensors, as users give them."""
-
-    softmax_scale: Any
-    causal: Any
-    window_size: Any
-    softcap: Any
-    num_splits: Any
-    batch_invariant: Any
-    score_mod: Any
-    config: Any
-    use_clc: Any
-    max_seqlen_q: Any
-    max_seqlen_k: Any
-    rotary_interleaved: Any
-
-
-#: Fields of a call's options, and of its other arguments.
-_OPTIONS, _OTHERS = _Asked._fields[:4], _Asked._fields[4:9]
-
-
-def _is_repeated(places: _Places, others: dict[str, Any]) -> bool:
-    """Return True if an earlier call has checked all that there is to check; a function's contents
-    are in no key."""
-    if others["score_mod"] is not None or is_intercepted() or environment.checks_pages():
-        return False
-    return isinstance(places.q, torch.Tensor) and repeats((places.q,))
-
-
-def _resolve(tensors: Sequence[Any], facts: Sequence[Any]) -> AppendOptions:
-    """The operator's. facts: the fields of `_Asked` first. Raises what the call would, so that
-    nothing is written before."""
-    call, asked = _CallTensors(*tensors), _Asked(*facts[: len(_Asked._fields)])
-    rows = _NewRows(
-        call.k, call.v, call.cu_seqlens_k_new, call.rotary_cos, call.rotary_sin,
-        asked.rotary_interleaved, call.rotary_seqlens,
+def _tensors_of(places: _Places, rows: _NewRows, attention: _Attention) -> tuple[Any, ...]:
+    """The tensors of a call, None where not given."""
+    others = attention.others
+    k_descale = v_descale = None
+    more: Sequence[Any] = _NO_MORE
+    if others:
+        k_descale, v_descale = (others.get(name) for name in DESCALES)
+        more = [others.get(name) for name in (TREE_WORDS, *SCORE_MOD.tensors)]
+    return (
+        rows.k, rows.v, places.k_cache, places.v_cache, places.lengths, places.table_of_rows,
+        rows.cu_seqlens, k_descale, v_descale, rows.rotary_cos, rows.rotary_sin,
+        rows.rotary_seqlens, places.q, places.cu_seqlens_q, attention.sink,
+        places.scheduler_metadata, places.entries, places.leftpad,
+        None if places.chosen is None else places.page_table, *more, attention.out,
     )  # fmt: skip
+
+
+_NO_MORE = [None] * (1 + len(SCORE_MOD.tensors))
+
+
+def _append_tensors(tensors: Sequence[Any]) -> AppendTensors:
+    """Those that the kernel which writes rows takes: queries for their rotary embedding alone."""
+    found = AppendTensors(*tensors[:_APPENDED])
+    return found if found.rotary_cos is not None else found._replace(q=None, cu_seqlens_q=None)
+
+
+def _resolved(
+    tensors: Sequence[Any], asked: Given, interleaved: Any
+) -> tuple[AppendOptions, ForwardWork | None]:
+    """What the kernel that writes rows is told beside its tensors, and the attention described,
+    None in graphs. Raises what the call would, so that nothing is written before."""
+    call, given = AppendTensors(*tensors[:_APPENDED]), dict(zip(_NAMES, tensors, strict=True))
+    rows = _NewRows(
+        call.k, call.v, call.cu_seqlens_k_new, call.rotary_cos, call.rotary_sin, interleaved,
+        call.rotary_seqlens,
+    )  # fmt: skip
+    entries, table = given[CACHE_BATCH_IDX], given[_READ_PAGES]
+    if table is None and entries is None:
+        table = call.page_table
     places = _Places(
-        call.q, call.k_cache, call.v_cache, call.cu_seqlens_q,
-        call.page_table if call.cache_batch_idx is None else None, call.lengths,
-        asked.max_seqlen_q, asked.max_seqlen_k, call.scheduler_metadata, call.cache_batch_idx,
-        call.cache_leftpad,
+        call.q, call.k_cache, call.v_cache, call.cu_seqlens_q, table, call.lengths,
+        given[PART_LIST], entries, given[CACHE_LEFTPAD],
     ).in_use()  # fmt: skip
     rows.check(places)
-    caches = {"k_cache": call.k_cache, "v_cache": call.v_cache}
     if not is_intercepted():
-        cache_checks.check_in_place(caches)
+        cache_checks.check_in_place({"k_cache": call.k_cache, "v_cache": call.v_cache})
         _check_memory(tensors)
-    named = asked._asdict() | call._asdict()
-    given = {name: named[name] for name in _OPTIONS}
-    ordered = Options.check(**given).window != (None, None)
     with_rows = places
     if places.read_back:
         rows.check_room(places)
         with_rows = places._replace(lengths=rows.counted(places.lengths))
-    descale = with_rows.check(given, named)
+    names = TREE_WORDS, *DESCALES, *SCORE_MOD.tensors
+    others = {name: given[name] for name in names if given[name] is not None}
+    attention = _Attention(given["sink"], others, asked, given["out"])
+    descale, work = attention.described(with_rows, (call.k, call.v))
+    window = Options.check(
+        asked.softmax_scale, asked.causal, asked.window_size, asked.softcap
+    ).window
+    ordered = window != (None, None)
     if places.read_back and rows.rotary_cos is not None:
         rows.check_angles(places, ordered)
-    options = AppendOptions(descale, bool(asked.rotary_interleaved), ordered)
-    if not is_intercepted():
-        ready_to_append(call.of_operator(), options)
-    return options
+    return AppendOptions(descale, bool(interleaved), ordered), work
 
 
 def _check_memory(tensors: Sequence[Any]) -> None:
     """Raise ValueError for caches that nothing is written to now, and for what lies in them."""
-    call = _CallTensors(*tensors)
-    caches, read = {"k_cache": call.k_cache, "v_cache": call.v_cache}, {"k": call.k, "v": call.v}
-    if call.rotary_cos is not None:
-        read["q"] = call.q
+    k, v, k_cache, v_cache = tensors[:4]
+    caches, read = {"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v}
+    if tensors[_place_of["rotary_cos"]] is not None:
+        read["q"] = tensors[_place_of["q"]]
     cache_checks.check_written(caches, read)
 
 
-def _append(tensors: Sequence[Any], options: AppendOptions) -> Sequence[torch.Tensor]:
-    """The operator's results. tensors: fields of `_CallTensors`."""
-    given = _CallTensors(*tensors).of_operator()
-    return append_rows(*given, *options)[: 1 if given.rotary_cos is None else 2]
+def _plan(tensors: Sequence[Any], values: tuple[Given, Any]) -> LaunchPlan:
+    """The plan of new rows and of the attention that they are part of, whose results are (out,
+    lse). values: arguments of the attention, and rotary_interleaved. Raises as `_resolved` does."""
+    options, work = _resolved(tensors, *values)
+    assert work is not None, "a plan is made in a graph"
+    builder = PlanBuilder.for_tensors(work.problem.device, _NAMES, tensors)
+    appended, views = _append_tensors(tensors), dict(builder.inputs)
+    after, rotated = add_append(builder, appended, options, views)
+    # Under the names that the attention has for them.
+    views |= {"k": views["k_cache"], "v": views["v_cache"], "seqused_k": after}
+    if _READ_PAGES in views:
+        views["page_table"] = views[_READ_PAGES]
+    queries = views["q"] if rotated is None else rotated
+    has_batch = queries.ndim == work.call.q.ndim
+    views["q"] = queries if has_batch else queries.unsqueeze(0)
+    if "out" in views and not has_batch:
+        views["out"] = views["out"].unsqueeze(0)
+    return builder.plan(*add_forward(builder, work, views, has_batch))
 
 
-append_calls = OperatorCalls(
-    "append_rows", _append, _resolve, _CallTensors._fields, ("k_cache", "v_cache")
-)
+def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> tuple[Given, Any]:
+    """facts: the fields of `Given`, then what `interface.facts_of` adds, and then the form."""
+    count = len(Given._fields)
+    return Given(*facts[:count]), facts[count + _ADDED + 1]
+
+
+#: How many facts `interface.facts_of` adds behind those given.
+_ADDED = 2
+_CACHE = plans.Kind(
+    "append_rows", _values, _plan,
+    tuple(_place_of[name] for name in ("k_cache", "v_cache", "out")),
+)  # fmt: skip

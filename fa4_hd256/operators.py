@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from . import plans
 from .autograd import gradients, save_for_backward
 from .call import named_configs
 from .call.autocast import autocast
@@ -18,18 +18,18 @@ from .call.function_tensors import functions_of_keys
 from .call.memory_checks import check_writable
 from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
 from .call.splits import BY_RULE, check_num_splits
-from .eager import OperatorCalls, leading
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_STEPS
 from .kernels.kernel_set import kernels_of
 from .package_name import NAMESPACE
-from .run.append import run_append
+from .run.append import plan_append
 from .run.append_arguments import AppendOptions, AppendTensors
-from .run.forward import run_forward
+from .run.forward import ForwardWork, plan_forward
+from .run.plan import LaunchPlan
 
 __all__ = [
-    "append_bodies", "append_rows", "forward", "forward_bodies", "forward_max_logits",
-    "forward_out", "max_logits_bodies", "out_bodies",
+    "OUT", "ForwardRequest", "append_rows", "forward", "forward_max_logits", "forward_out",
+    "plan_call", "work_of",
 ]  # fmt: skip
 
 _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
@@ -48,20 +48,25 @@ def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
     sequences with a batch of 1."""
     tensors, values = _named(given)
-    out, lse = forward_bodies.within(tensors, values)
+    out, lse = plans.within(_FORWARD, (*tensors, None), values)
     return out, lse
 
 
-def _run(
-    tensors: Sequence[Any], values: ForwardValues, max_logits: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """Run a forward; results as of `run_forward`. tensors: the fields of `ForwardTensors`, and
-    behind them, where it is given, out."""
-    count = len(ForwardTensors._fields)
-    inputs, out = ForwardTensors(*tensors[:count]), None
-    if len(tensors) > count:
-        out = tensors[count]
-    (q, k, v, sink, *_), ragged = inputs, inputs.others()
+class ForwardRequest(NamedTuple):
+    """What of a forward is no tensor. has_batch: whether packed sequences have a batch of 1, as the
+    operators take them."""
+
+    values: ForwardValues
+    max_logits: bool = False
+    has_batch: bool = True
+
+
+def work_of(
+    tensors: ForwardTensors, values: ForwardValues, max_logits: bool = False
+) -> ForwardWork:
+    """Describe a forward. tensors: with batches. Raises TypeError or ValueError for what is not
+    accepted, NotImplementedError for what the architecture does not offer."""
+    (q, k, v, sink, *_), ragged = tensors, tensors.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
     options = replace(Options.of_operator(values, functions), max_logits=max_logits)
     call = ForwardCall(q, k, v, sink, ragged)
@@ -76,7 +81,33 @@ def _run(
         num_splits = 1
     if MASK_STEPS in ragged:
         num_splits = 1
-    return run_forward(call, problem, num_splits, config, out)
+    return ForwardWork(call, problem, num_splits, config)
+
+
+def plan_call(tensors: Sequence[Any], request: ForwardRequest) -> LaunchPlan:
+    """Return the plan of a forward. tensors: the fields of `ForwardTensors`, then out. Raises as
+    `work_of` and `plan_forward` do."""
+    *given, out = tensors
+    inputs = ForwardTensors(*given)
+    batched = inputs if request.has_batch else inputs.with_batches()
+    return plan_forward(work_of(batched, request.values, request.max_logits), inputs, out)
+
+
+def _resolved(max_logits: bool) -> Any:
+    """`Kind.resolve` of operators of forwards."""
+    return lambda tensors, facts: ForwardRequest(_values(tensors, facts), max_logits)
+
+
+_values = plans.leading(ForwardValues)
+#: Places of out, and of the caches of `append_rows`.
+OUT = len(ForwardTensors._fields)
+_FORWARD = plans.Kind("forward", _resolved(False), plan_call, (OUT,))
+_MAXIMA = plans.Kind("forward_max_logits", _resolved(True), plan_call)
+_APPEND = plans.Kind(
+    "append_rows",
+    plans.leading(AppendOptions),
+    lambda tensors, options: plan_append(AppendTensors(*tensors), options),
+)
 
 
 @forward.register_fake
@@ -102,7 +133,7 @@ def forward_max_logits(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.T
     """Return (out, lse, max_logits) for the arguments of `forward`; max_logits: (heads,) float32,
     without a gradient."""
     tensors, values = _named(given)
-    out, lse, max_logits = max_logits_bodies.within(tensors, values)
+    out, lse, max_logits = plans.within(_MAXIMA, (*tensors, None), values)
     return out, lse, max_logits
 
 
@@ -131,7 +162,7 @@ def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
     """Return the lse of `forward` with these arguments, whose result goes to out, 4-D."""
     check_writable(out, given)
     inputs, values = _named(given)
-    _, lse = out_bodies.within((*inputs, out), values)
+    _, lse = plans.within(_FORWARD, (*inputs, out), values)
     return lse
 
 
@@ -153,8 +184,8 @@ def append_rows(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     empty, since a schema with results that may be missing is none that PyTorch compiles."""
     count = len(AppendTensors._fields)
     tensors, options = AppendTensors(*given[:count]), AppendOptions(*given[count:])
-    after, *turned = append_bodies.within(tensors, options)
-    return after, turned[0] if turned else after.new_empty(0)
+    after, rotated = plans.within(_APPEND, tensors, options)
+    return after, after.new_empty(0) if rotated is None else rotated
 
 
 @append_rows.register_fake
@@ -191,22 +222,3 @@ _with_autocast(forward, 0, 3, None)
 _with_autocast(forward_max_logits, 0, 3, None)
 _with_autocast(forward_out, 1, 3, 0)
 _with_autocast(append_rows, 0, 2, 2)
-
-# Graphs call operators, not functions: what came before is repeated in their bodies. Versions of
-# what they write to are the dispatcher's to count.
-forward_bodies = OperatorCalls(
-    "forward", _run, leading(ForwardValues), ForwardTensors._fields
-)
-max_logits_bodies = OperatorCalls(
-    "forward_max_logits", partial(_run, max_logits=True), leading(ForwardValues),
-    ForwardTensors._fields,
-)  # fmt: skip
-out_bodies = OperatorCalls(
-    "forward_out", _run, leading(ForwardValues), (*ForwardTensors._fields, "out")
-)
-append_bodies = OperatorCalls(
-    "append_rows",
-    lambda tensors, options: run_append(AppendTensors(*tensors), options),
-    leading(AppendOptions),
-    AppendTensors._fields,
-)

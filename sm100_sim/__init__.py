@@ -3,6 +3,7 @@
 | names | what |
 |---|---|
 | launch | run what `cute.compile` returned, on CPU tensors |
+| launch_packed | the same, its arguments packed by the caller |
 | launch_ptx | run a kernel of a PTX module, on numpy arrays |
 | attached, Session | run a GPU program in CuTe DSL as it is |
 | Options, LaunchConfig, launch_configs, keeping_ptx | how launches run; what a call launches |
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     )
     from .host import LaunchConfig, keeping_ptx, launch_configs
     from .jit.cache import cache_state
-    from .launcher import Options, launch
+    from .launcher import Options, launch, launch_packed
     from .ptx.parser import PtxSyntaxError
     from .ptx_launcher import launch_ptx
     from .report import Report, last_reports
@@ -79,6 +80,7 @@ __all__ = [
     "last_reports",
     "launch",
     "launch_configs",
+    "launch_packed",
     "launch_ptx",
     "timing",
     "tools",
@@ -95,7 +97,7 @@ _HOMES = {
         "UnknownInstruction",
     ),
     "host": ("LaunchConfig", "keeping_ptx", "launch_configs"),
-    "launcher": ("Options", "launch"),
+    "launcher": ("Options", "launch", "launch_packed"),
     "ptx.parser": ("PtxSyntaxError",),
     "ptx_launcher": ("launch_ptx",),
     "report": ("Report", "last_reports"),

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,32 @@ def launch(
     program = program_of(compiled)
     reports = run_host_code(
         lambda on_launch: program.run(args, on_launch, kwargs), ranges, options, settings.report
+    )
+    if not reports:
+        raise LaunchError("the compiled function launched no kernel")
+    return reports[-1]
+
+
+def launch_packed(
+    compiled: Any,
+    arguments: Sequence[int],
+    memory: list[tuple[int, int, str]],
+    **options: Any,
+) -> Report:
+    """`launch` of arguments that the caller has packed as the compiled function's host code takes
+    them.
+
+    arguments: the address of each. memory: (first byte, past the last one, name) of the host memory
+    that the kernels may touch, in address order. options: as of `launch`.
+
+    Returns and raises as `launch` does.
+    """
+    settings, program = read_settings(), program_of(compiled)
+    reports = run_host_code(
+        lambda on_launch: program.run_packed(list(arguments), on_launch),
+        memory,
+        options_from(settings, **options),
+        settings.report,
     )
     if not reports:
         raise LaunchError("the compiled function launched no kernel")

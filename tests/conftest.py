@@ -215,9 +215,9 @@ def _seeded():
 @pytest.fixture(autouse=True)
 def _first_calls():
     """No call has come before one of this test: what it replaces in the package is used."""
-    from fa4_hd256.eager import forget_calls
+    from fa4_hd256.plans import forget_plans
 
-    forget_calls()
+    forget_plans()
 
 
 @pytest.fixture
@@ -247,15 +247,29 @@ def planted(tmp_path, monkeypatch):
 
 @pytest.fixture
 def combined(monkeypatch):
-    """Record (problem, out and lse of the splits) of each call with KV splits."""
+    """(problem, out and lse of the splits) of each call whose keys were split."""
+    from fa4_hd256.run import execute
     from fa4_hd256.run import forward as run_of_forward
 
-    seen = []
-    original = run_of_forward.combine
+    problems, seen = [], []
+    add, maker = run_of_forward.add_combine, execute._maker
 
-    def spy(problem, parts, results, *ragged):
-        seen.append((problem, parts))
-        return original(problem, parts, results, *ragged)
+    def noted(builder, problem, *given):
+        problems.append(problem)
+        return add(builder, problem, *given)
 
-    monkeypatch.setattr(run_of_forward, "combine", spy)
+    def noting_maker(allocation, device):
+        make = maker(allocation, device)
+        if allocation.name != run_of_forward.PARTS:
+            return make
+        problem = problems[-1]
+
+        def made():
+            seen.append((problem, run_of_forward._in_parts(problem, tensor := make())))
+            return tensor
+
+        return made
+
+    monkeypatch.setattr(run_of_forward, "add_combine", noted)
+    monkeypatch.setattr(execute, "_maker", noting_maker)
     return seen

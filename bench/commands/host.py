@@ -87,7 +87,7 @@ def _times(
     with host.unkept():
         times = host.microseconds(case, tensors, call)
         yield "long way", times, host.parts_of_long_way(case, tensors, call)
-    if peers and not case.packed and not case.appends:
+    if peers and not case.packed and not case.paged:
         for name, run in _peers(case, tensors).items():
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 yield name, host.microseconds(case, tensors, run), {}

@@ -53,8 +53,8 @@ def row(shape: Shape, runs: int = 3) -> dict[str, Any]:
     options = Options.check(None, False, (None, None), 0.0, False)
     tensors = q, k, v
     problem = Problem.describe(tensors, options)
-    compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
-    found = speed.measure(lambda: launch_forward(compiled, problem, tensors), runs)
+    compile_kernel(KernelSpec("forward", config, problem.problem_class))
+    found = speed.measure(lambda: launch_forward(config, problem, tensors), runs)
     products = steps(shape, config) * _step_seconds(config)
     return {
         **asdict(shape),

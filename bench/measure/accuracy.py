@@ -18,8 +18,6 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import launch_forward
 from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
@@ -75,8 +73,7 @@ def measure(case: Case) -> Accuracy:
         for seqlen in (shape.seqlen_q, shape.seqlen_k, shape.seqlen_k)
     )
     problem = Problem.describe((q, k, v), Options.check(None, False, (None, None), 0.0, False))
-    compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
-    out, lse = launch_forward(compiled, problem, (q, k, v))
+    out, lse = launch_forward(config, problem, (q, k, v))
     share = _executed_share(config, shape)
     if share != case.pattern.true_share(config.block_kv):
         raise RuntimeError(f"{share:.4%} of the score elements were emulated; {case.pattern}")

@@ -20,17 +20,14 @@ import torch
 
 from bench.measure.providers import Pages
 from fa4_hd256 import (
-    autograd,
-    eager,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
-    interface,
     kv_cache,
+    plans,
 )
-from fa4_hd256.call import interception
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run import packed, simulated
+from fa4_hd256.run import launch
 
 __all__ = ["CASES", "HostCase", "Times", "microseconds", "parts_of_long_way", "unkept"]
 
@@ -44,9 +41,9 @@ CALLS, REPETITIONS = 20, 40
 class HostCase:
     """A call of small tensors, whose kernels take less time than the host.
 
-    lengths: (seqlen_q, seqlen_k) of each sequence. packed: for `flash_attn_varlen_func`. appends:
-    the last keys are new rows of a cache in pages of 16, for `flash_attn_with_kvcache`. rotates:
-    with rotary embedding of these and of the queries.
+    lengths: (seqlen_q, seqlen_k) of each sequence. packed: for `flash_attn_varlen_func`. paged:
+    keys in pages of 16, for `flash_attn_with_kvcache`. appends: the last of them are new rows.
+    rotates: with rotary embedding of these and of the queries.
     """
 
     name: str
@@ -56,6 +53,7 @@ class HostCase:
     packed: bool = False
     backward: bool = False
     grad: bool = False
+    paged: bool = False
     appends: bool = False
     rotates: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -77,8 +75,12 @@ CASES = (
     HostCase("packed backward", ((128, 128), (256, 256)), packed=True, grad=True, backward=True),
     HostCase("decode", ((1, 1024),) * 4, (16, 2)),
     HostCase("decode, keys divided", ((1, 4096),), (16, 2), options={"num_splits": 4}),
-    HostCase("decode, new rows in pages", ((1, 1024),) * 4, (16, 2), appends=True),
-    HostCase("decode, rotated new rows", ((1, 1024),) * 4, (16, 2), appends=True, rotates=True),
+    HostCase("decode, pages", ((1, 1024),) * 4, (16, 2), paged=True),
+    HostCase("decode, new rows in pages", ((1, 1024),) * 4, (16, 2), paged=True, appends=True),
+    HostCase(
+        "decode, rotated new rows", ((1, 1024),) * 4, (16, 2), paged=True, appends=True,
+        rotates=True,
+    ),  # fmt: skip
 )
 
 
@@ -123,8 +125,8 @@ class Tensors:
 def our_call(case: HostCase, tensors: Tensors) -> Callable[[], torch.Tensor]:
     """A forward."""
     options: dict[str, Any] = {"causal": case.causal, **case.options}
-    if case.appends:
-        return _appending_call(case, tensors, options)
+    if case.paged:
+        return _paged_call(case, tensors, options)
     function: Callable[..., Any] = flash_attn_func
     arguments: tuple[Any, ...] = (tensors.q, tensors.k, tensors.v)
     if tensors.offsets is not None:
@@ -136,18 +138,23 @@ def our_call(case: HostCase, tensors: Tensors) -> Callable[[], torch.Tensor]:
     return lambda: function(*arguments, **options)
 
 
-def _appending_call(
+def _paged_call(
     case: HostCase, tensors: Tensors, options: dict[str, Any]
 ) -> Callable[[], torch.Tensor]:
-    """The keys in pages, the last rows of each sequence written again."""
+    """The keys in pages, the last rows of each sequence written again where the case appends."""
     rows, _ = case.lengths[0]
     cache = Pages.of(tensors.k, tensors.v, PAGE_ROWS, torch.Generator().manual_seed(0))
+    function: Callable[..., Any] = flash_attn_with_kvcache
+    if not case.appends:
+        return lambda: function(
+            tensors.q, cache.k, cache.v, cache_seqlens=cache.lengths, page_table=cache.table,
+            **options,
+        )  # fmt: skip
     k, v = (tensor[:, -rows:].clone() for tensor in (tensors.k, tensors.v))
     lengths = cache.lengths - rows
     if case.rotates:
         tables = torch.randn(2, tensors.k.shape[1], HEAD_DIM // 2, device=tensors.k.device)
         options |= dict(zip(("rotary_cos", "rotary_sin"), tables, strict=True))
-    function: Callable[..., Any] = flash_attn_with_kvcache
     return lambda: function(
         tensors.q, cache.k, cache.v, k, v, cache_seqlens=lengths, page_table=cache.table, **options
     )
@@ -212,85 +219,47 @@ def stand_in() -> Iterator[None]:
     function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(
         ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value or 0
     )
-    before = packed.stand_in, simulated.simulator
-    packed.stand_in = lambda compiled: function
-    empty = _Nothing(before[1]())
-    simulated.simulator = lambda: empty  # type: ignore
+    before = launch.host_function, plans.repeats, kv_cache._are_plain
+    launch.host_function = lambda compiled, device: function
+    plans.repeats = lambda tensors: True
+    # Lengths on a GPU are not looked at.
+    kv_cache._are_plain = lambda cache_seqlens: isinstance(cache_seqlens, torch.Tensor)
+    plans.forget_plans()
     try:
         yield
     finally:
-        packed.stand_in, simulated.simulator = before
-
-
-class _Nothing:
-    """The simulator, which launches nothing."""
-
-    def __init__(self, simulator: Any) -> None:
-        self.default_device = simulator.default_device
-
-    def launch(self, *arguments: Any, **options: Any) -> None:
-        """Nothing."""
-
-
-#: Modules that test whether a call may be repeated.
-_CALLERS = interface, autograd, kv_cache
+        launch.host_function, plans.repeats, kv_cache._are_plain = before
+        plans.forget_plans()
 
 
 @contextlib.contextmanager
 def unkept() -> Iterator[None]:
-    """Let no call be repeated: each takes the long way through the operator."""
-    before, repeats = interception.is_intercepted, eager.repeats
-    for module in _CALLERS:
-        module.is_intercepted = lambda: True  # type: ignore[attr-defined]
-    # The operator's body repeats nothing either.
-    eager.repeats = lambda tensors: False
+    """Inside, no plan is kept: each call makes its own."""
+    repeats = plans.repeats
+    plans.repeats = lambda tensors: False
+    plans.forget_plans()
     try:
         yield
     finally:
-        eager.repeats = repeats
-        for module in _CALLERS:
-            module.is_intercepted = before  # type: ignore[attr-defined]
+        plans.repeats = repeats
 
 
-#: Part of a call on the long way -> functions whose time it is, less that of functions of other
-#: parts that they call. What is in none is the dispatcher's, autograd's and Python's own.
+#: Part of a first call -> functions whose time it is, less that of functions of other parts that
+#: they call. What is in none is autograd's and Python's own, and the launch.
 LONG_WAY = {
     "validation": (
         "fa4_hd256.call.forward_problem:Problem.describe",
         "fa4_hd256.call.backward_problem:BackwardCall.describe",
         "fa4_hd256.interface:check_kinds",
-        "fa4_hd256.kv_cache:_resolve",
+        "fa4_hd256.kv_cache:_resolved",
     ),
     "plan": (
-        "fa4_hd256.run.forward:divided",
-        "fa4_hd256.run.forward:forward_spec",
-        "fa4_hd256.run.backward:divide",
-        "fa4_hd256.run.backward:backward_specs",
-        "fa4_hd256.run.backward:preprocess_spec",
-        "fa4_hd256.run.forward:combine_spec",
+        "fa4_hd256.operators:plan_forward", "fa4_hd256.autograd:plan_backward",
+        "fa4_hd256.kv_cache:_plan",
     ),
-    "compiled kernel": (
-        "fa4_hd256.run.forward:compile_kernel", "fa4_hd256.run.backward:compile_kernel",
-        "fa4_hd256.run.append:compile_kernel",
-    ),
-    "workspaces": (
-        "fa4_hd256.run.forward:made_for", "fa4_hd256.run.backward:made_for",
-        "fa4_hd256.run.append:made_for",
-    ),
-    "arguments": (
-        "fa4_hd256.run.forward:call_arguments",
-        "fa4_hd256.run.forward:combine_call_arguments",
-        "fa4_hd256.run.backward:gradient_call_arguments",
-        "fa4_hd256.run.backward:preprocess_call_arguments",
-        "fa4_hd256.run.append:append_call_arguments",
-    ),
-    "packing and launch": (
-        "cutlass.cutlass_dsl.cuda_jit_executor:CudaDialectJitCompiledFunction.__call__",
-    ),
-    "device, stream": (
-        "fa4_hd256.run.forward:launch", "fa4_hd256.run.backward:launch",
-        "fa4_hd256.run.append:launch",
-    ),
+    "compiled kernel": ("fa4_hd256.run.execute:compile_kernel",),
+    "packing": ("fa4_hd256.run.execute:Template", "fa4_hd256.run.execute:check_convention"),
+    "workspaces": ("fa4_hd256.run.execute:_maker",),
 }  # fmt: skip
 
 
@@ -318,7 +287,7 @@ class _Clock:
 def parts_of_long_way(
     case: HostCase, tensors: Tensors, call: Callable[[], torch.Tensor]
 ) -> dict[str, float]:
-    """Microseconds of each part of a call, or of its backward, that is not repeated, and "the rest"
+    """Microseconds of each part of a call, or of its backward, that makes its plan, and "the rest"
     of it; timing itself takes some tenths of a microsecond for each function."""
     clock, undo = _Clock(), []
     whole = microseconds(case, tensors, call).median
@@ -368,36 +337,26 @@ def _each(function: Callable[[], Any], device: torch.device) -> float:
 def parts_of_repeated(
     case: HostCase, tensors: Tensors, call: Callable[[], torch.Tensor]
 ) -> dict[str, float]:
-    """Microseconds of each part of a call, or of its backward, that came before; of all operators
-    that it runs."""
+    """Microseconds of each part of a call, or of its backward, that finds its plan."""
     device = tensors.q.device
-    kinds = [autograd.backward_calls] if case.backward else [interface.forward_calls]
-    if case.appends:
-        kinds.insert(0, kv_cache.append_calls)
-    noted = [_noted(calls) for calls in kinds]
-    try:
+    with _noted() as (ran, asked):
         out = call()
         if case.backward:
             torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), tensors.dout)
-    finally:
-        for calls in kinds:
-            del calls.run, calls.find
     whole = microseconds(case, tensors, call).median
-    found: dict[str, float] = {}
-    for calls, (ran, asked) in zip(kinds, noted, strict=True):
-        if ran[-1][0].replayed is None:
-            raise ValueError(f"{case.name} is not repeated")
-        with torch.no_grad():
-            for part, time_of in _parts_of_operator(calls, ran[-1], asked[-1], device).items():
-                found[part] = found.get(part, 0.0) + time_of
-    return found | {"options, lookup, autograd": whole - sum(found.values())}
+    if ran[-1][0].execution is None:
+        raise ValueError(f"{case.name} finds no plan")
+    with torch.no_grad():
+        found = _parts_of_execution(ran[-1], asked[-1], device)
+    return found | {"options, autograd, the rest": whole - sum(found.values())}
 
 
-def _noted(calls: eager.OperatorCalls) -> tuple[list[tuple], list[tuple]]:
-    """Record the arguments of its `run` and its `find` from now on."""
+@contextlib.contextmanager
+def _noted() -> Iterator[tuple[list[tuple], list[tuple]]]:
+    """What `plans.run` and `plans.find` are given inside."""
     ran: list[tuple] = []
     asked: list[tuple] = []
-    run, find = calls.run, calls.find
+    run, find = plans.run, plans.find
 
     def note_run(*given: Any) -> Any:
         ran.append(given)
@@ -407,38 +366,40 @@ def _noted(calls: eager.OperatorCalls) -> tuple[list[tuple], list[tuple]]:
         asked.append(given)
         return find(*given)
 
-    calls.run, calls.find = note_run, note_find  # type: ignore
-    return ran, asked
+    plans.run, plans.find = note_run, note_find  # type: ignore
+    try:
+        yield ran, asked
+    finally:
+        plans.run, plans.find = run, find
 
 
-def _parts_of_operator(
-    calls: eager.OperatorCalls, ran: tuple, asked: tuple, device: torch.device
-) -> dict[str, float]:
-    """Microseconds of each part of one that is repeated. ran, asked: arguments of its `run` and
-    `find`."""
+def _parts_of_execution(ran: tuple, asked: tuple, device: torch.device) -> dict[str, float]:
+    """Microseconds of each part. ran, asked: arguments of `plans.run` and `plans.find`."""
     entry, given, addresses, *first = ran
-    replayed = entry.replayed
+    execution = entry.execution
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-    key = _each(lambda: calls.find(*asked), device)
-    repetition = _each(lambda: replayed.run(given, addresses, *first), device)
-    make = replayed._make_first if any(first) else replayed._make
-    made = make(given)
-    allocation = _each(lambda: make(given), device)
-    finish = _each(lambda: replayed._finish(given, made), device)
-    all_addresses = [*addresses, *(t.data_ptr() for t in made), 0]
-    launches = _each(lambda: replayed._launch(all_addresses, stream), device)
-    free = replayed._free[-1]
+    guard = _each(lambda: plans.find(*asked), device)
+    whole = _each(lambda: plans.run(entry, given, addresses, *first), device)
+    makers = execution._make_first if any(first) else execution._make
+    made = [make() for make in makers]
+    allocation = _each(lambda: [make() for make in makers], device)
+    where = [*addresses, *(t.data_ptr() for t in made), *execution._later]
+    found = made
+    if execution._by_name:
+        found = [*(t for t in given if t is not None), *made, *[None] * len(execution._later)]
+    launches = _each(lambda: execution._run(where, stream, found), device)
+    kept = [step for step in execution._free[-1] if hasattr(step, "_function")]
 
     def host_code() -> None:
-        for one in free:
-            one._function(one._address)
+        for step in kept:
+            if hasattr(step, "_address"):
+                step._function(step._address)
 
     code = _each(host_code, device)
     return {
-        "key": key,
+        "guard": guard,
         "allocation": allocation,
         "addresses": launches - code,
         "host code, launch": code,
-        "results": finish,
-        "the rest of the repetition": repetition - allocation - launches - finish,
+        "the rest of the execution": whole - allocation - launches,
     }

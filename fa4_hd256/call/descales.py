@@ -11,7 +11,7 @@ from .checks import are_differentiated
 from .memory_checks import require_dense
 
 __all__ = [
-    "check_given", "check_values", "descale_of", "refuse_gradients", "scale_operand",
+    "check_given", "check_values", "descale_of", "refuse_gradients", "scale_layout",
     "scales_among",
 ]  # fmt: skip
 
@@ -57,9 +57,7 @@ def check_given(k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} is on {tensor.device}; accepted: {k.device}, like k")
 
 
-def check_values(
-    given: dict[str, torch.Tensor], descale: str, pages: torch.Tensor | None
-) -> None:
+def check_values(given: dict[str, torch.Tensor], descale: str, pages: torch.Tensor | None) -> None:
     """Raise ValueError for a factor that is no positive finite number. Waits for the device.
 
     descale: as of `descale_of`. pages: numbers of those that are read, whose factors alone count
@@ -75,9 +73,7 @@ def check_values(
             )
 
 
-def descale_of(
-    given: dict[str, torch.Tensor], k: torch.Tensor, sequences: int, paged: bool
-) -> str:
+def descale_of(given: dict[str, torch.Tensor], k: torch.Tensor, sequences: int, paged: bool) -> str:
     """Whose factors k and v have, `OF_SEQUENCES` or `OF_PAGES`; empty where none are given.
 
     k: (.., .., heads_kv, 256), with pages first where `paged`. Raises ValueError for another shape,
@@ -118,11 +114,10 @@ def _form(name: str, tensor: torch.Tensor, k: torch.Tensor, sequences: int, page
     )
 
 
-def scale_operand(tensor: torch.Tensor, descale: str) -> torch.Tensor:
-    """(entries, heads_kv) as kernels read it: one entry, or one head, where all have the same; in
-    place but where heads have a stride.
+def scale_layout(tensor: Any, descale: str) -> Any:
+    """Return a view of shape (entries, heads_kv): one entry, or one head, where all have the same.
 
-    tensor: of a form that `descale_of` accepts; descale: that form.
+    tensor: of a form that `descale_of` accepts, or a `run.plan.View` of one; descale: that form.
     """
     if tensor.numel() == 1:
         return tensor.as_strided((1, 1), (1, 1))
@@ -133,8 +128,4 @@ def scale_operand(tensor: torch.Tensor, descale: str) -> torch.Tensor:
     for dimension in range(2):
         if tensor.stride(dimension) == 0:
             tensor = tensor.narrow(dimension, 0, 1)
-    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        return tensor.contiguous()
-    # Dimensions of size 1 may carry any stride.
-    rows, heads = tensor.shape
-    return tensor.as_strided((rows, heads), (tensor.stride(0) if rows > 1 else heads, 1))
+    return tensor

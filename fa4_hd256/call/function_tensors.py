@@ -3,7 +3,6 @@ compiled in."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..kernels.kernel_functions import FUNCTION_KINDS
 from ..kernels.score_change import ALIBI, SCORE_MOD
 from ..kernels.user_functions import FunctionClass, FunctionKind
 
-__all__ = ["check_slopes", "check_tensors", "function_operand", "functions_of_keys"]
+__all__ = ["check_slopes", "check_tensors", "functions_of_keys"]
 
 #: Dtypes of such tensors, and what they are called.
 DTYPES = {torch.float32: "float32", torch.int32: "int32"}
@@ -98,11 +97,3 @@ def _class_of(
                 f"{q.device}, like q"
             )
     return FunctionClass(key, tuple(f"{DTYPES[t.dtype]} {t.ndim}" for t in tensors))
-
-
-def function_operand(tensor: torch.Tensor) -> torch.Tensor:
-    """As kernels read it: contiguous, in place where it is."""
-    tensor, shape = tensor.detach().contiguous(), tensor.shape
-    # Dimensions of size 1 may carry any stride.
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return tensor.as_strided(shape, strides)

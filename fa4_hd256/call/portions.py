@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ..gpus.devices import Gpu
 from ..kernels.backward_ds_tiles import (
     BLOCK_TILES,
@@ -30,7 +28,6 @@ from ..kernels.sequences import DS_BEGINS, PADDING
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
 from .named_configs import spelled
-from .tile_mask import blocks_of_queries
 
 __all__ = ["Division", "Portion", "divide", "least_ds_bytes", "visible_keys"]
 
@@ -54,17 +51,19 @@ class Portion:
     queries: range
     keys: range
 
-    def lists_of(self, table: torch.Tensor) -> torch.Tensor:
-        """What a block mask's table, (1 or batch, 1 or heads, ...) as `TileMask.blocks`, lists of
-        the portion, which has all keys: a view, but for some of the queries."""
+    def lists_in(self, table: Any) -> Any:
+        """The part of a block mask's table, (1 or batch, 1 or heads, ...) as `TileMask.blocks`,
+        that is of the portion's sequences and heads; a tensor or a view of one."""
         if table.shape[0] > 1:
             table = table.narrow(0, self.sequences.start, len(self.sequences))
         if table.shape[1] > 1:
             table = table.narrow(1, self.heads.start, len(self.heads))
-        keys = len(self.keys)
-        if table.shape[2] > count_blocks(keys) + count_blocks(len(self.queries)):
-            table = blocks_of_queries(table, keys, self.queries)
         return table
+
+    def has_all_lists(self, table: Any) -> bool:
+        """Return True if a table lists the portion's queries and no others. The portion has all
+        keys."""
+        return table.shape[2] <= count_blocks(len(self.keys)) + count_blocks(len(self.queries))
 
 
 @dataclass(frozen=True)
@@ -196,9 +195,7 @@ def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
     return problem.k_shape[2], forward.sequences, forward.q_shape[1], problem.k_shape[1]
 
 
-def _by_heads(
-    problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu
-) -> Division:
+def _by_heads(problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu) -> Division:
     """So many key/value heads of so many sequences at a time, at most; all sequences if there are
     any but dense ones."""
     whole = replace(problem, keeps_ds=True)
@@ -338,7 +335,5 @@ def _portion(
         sequences.start, heads.start, queries.start, keys.start,
         seqlen_q - len(queries), seqlen_k - len(keys),
     )  # fmt: skip
-    problem = replace(
-        whole, forward=replace(forward, **changes), k_shape=k_shape, origin=origin
-    )
+    problem = replace(whole, forward=replace(forward, **changes), k_shape=k_shape, origin=origin)
     return Portion(problem, heads, heads_kv, sequences, queries, keys)

@@ -6,7 +6,7 @@ kernel, once for a mask. All of it happens on the mask's device, without a loop 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "Evaluate",
     "TileMask",
     "blocks_of_queries",
+    "shape_of_queries",
     "count_mask_tiles",
     "rounded_tiles",
 ]
@@ -300,9 +301,7 @@ def _kinds_from(kinds: torch.Tensor, dimension: int, rows: range) -> torch.Tenso
     """Kinds of the tiles that begin with the first of `rows`, from those of all."""
     begins = torch.arange(rows.start, rows.stop, MASK_TILE, device=kinds.device)
     lasts = (begins + MASK_TILE).clamp(max=rows.stop) - 1
-    first, last = (
-        kinds.index_select(dimension, places // MASK_TILE) for places in (begins, lasts)
-    )
+    first, last = (kinds.index_select(dimension, places // MASK_TILE) for places in (begins, lasts))
     return torch.where(first == last, first, PARTIAL)
 
 
@@ -399,12 +398,22 @@ def _first_numbers(rows: torch.Tensor) -> torch.Tensor:
     return (firsts + written * torch.arange(BLOCK_TILES, device=rows.device)).flatten(-2)
 
 
+def shape_of_queries(
+    shape: Sequence[int], keys: int, queries: range
+) -> tuple[int, int, int, int, int]:
+    """Return the shape of `blocks_of_queries`. shape: of the blocks."""
+    blocks_k, first, limit = map(count_blocks, (keys, queries.start, queries.stop))
+    width = 1 + BLOCK_TILES * max(blocks_k, limit - first)
+    return shape[0], shape[1], blocks_k + limit - first, width, STEP_WORDS
+
+
 def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.Tensor:
     """Of `TileMask.blocks` of so many keys the lists of some queries, which begin with a block and
     end with one, or with all queries."""
     blocks_k, first, limit = map(count_blocks, (keys, queries.start, queries.stop))
     begin, most = BLOCK_TILES * first, BLOCK_TILES * (limit - first)
-    width = 1 + max(BLOCK_TILES * blocks_k, most)
+    shape = shape_of_queries(blocks.shape, keys, queries)
+    width = shape[3]
     rows, columns = blocks[:, :, :blocks_k], blocks[:, :, blocks_k + first : blocks_k + limit]
     numbers, written = rows[..., 1:, 0], rows[..., 0, 0, None]
     places = torch.arange(numbers.shape[-1], device=blocks.device)
@@ -413,7 +422,7 @@ def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.
         ((places < written) & (numbers < end)).sum(-1)
         for end in (begin, BLOCK_TILES * limit, count_mask_tiles(queries.stop))
     )
-    found = blocks.new_zeros(*blocks.shape[:2], blocks_k + limit - first, width, STEP_WORDS)
+    found = blocks.new_zeros(shape)
     own, of_queries = found[:, :, :blocks_k], found[:, :, blocks_k:]
     own[..., 0, WRITTEN], own[..., 0, READ] = to_end - before, to_last - before
     own[..., 0, FIRST] = _firsts(own)

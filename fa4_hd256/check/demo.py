@@ -51,7 +51,7 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
     problem = Problem.describe((q, k, v), _options(), config=config)
     compiled = compile_kernel(forward_spec(problem, gpu_of(q.device), config))
     start = time.perf_counter()
-    out, lse = launch_forward(compiled, problem, (q, k, v))
+    out, lse = launch_forward(config, problem, (q, k, v))
     _synchronise(device)
     seconds = time.perf_counter() - start
     executed = _executed(config) if device == "cpu" else {}

@@ -14,20 +14,19 @@ from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 
 from ..kernels.append_rotary import RotaryTables
 from ..kernels.append_rows import AppendTables
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.problem_class import DESCALES, AppendClass, RotaryClass
-from .arguments import WORD, dynamic_tensor, tensor_type, vector_type
+from .arguments import WORD, dynamic_tensor, stream_argument, tensor_type, vector_type
 
 __all__ = [
     "AFTER", "ROTATED", "AppendOptions", "AppendTensors", "append_call_arguments",
     "append_compile_arguments",
 ]  # fmt: skip
 
-#: Roles of the kernel's own results.
+#: Names of the kernel's own results.
 AFTER, ROTATED = "after", "rotated"
 
 
@@ -106,8 +105,9 @@ def _rotary_types(own: AppendClass) -> RotaryTables | None:
     return RotaryTables(cos, sin, begins, queries, rotated, offsets if rotary.packed else None)
 
 
-def append_call_arguments(operands: dict[str, torch.Tensor | None], stream: int) -> tuple:
-    """The values of a call. operands: by role, None for what the kernel does not take."""
+def append_call_arguments(operands: dict[str, Any], stream: int | None) -> tuple[Any, ...]:
+    """The arguments of a call. operands: tensors, or views of a plan, whose stream is None, by
+    name; None for what the kernel does not take."""
     given = {
         name: None if tensor is None
         else dynamic_tensor(
@@ -128,4 +128,4 @@ def append_call_arguments(operands: dict[str, torch.Tensor | None], stream: int)
             given[ROTATED], given["cu_seqlens_q"],
         ),
     )  # fmt: skip
-    return caches, rows, tables, cuda.CUstream(stream)
+    return caches, rows, tables, stream_argument(stream)

@@ -1,8 +1,10 @@
-"""How kernels get their arguments, in two forms that pack to the same binary layout.
+"""How kernels get their arguments, in forms of one binary layout.
 
 For compiling they are described by type only, so that compiling needs no tensor and the binary
 holds no length: every size and stride is dynamic except the innermost stride, which is 1. For a
-call they carry its values. `forward_arguments` and `backward_arguments` have the lists.
+plan they are views of the tensors that it names (`plan.View`), and neither stream nor counter has
+an address. From tensors they carry CuTe DSL's own values, for who launches a kernel by itself.
+`forward_arguments` and `backward_arguments` have the lists.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -23,6 +26,7 @@ from ..kernels.problem_class import ProblemClass
 from ..kernels.scalars import CallScalars
 from ..kernels.score_change import ScoreOrigin
 from ..kernels.sequences import PAGE_TABLE, TREE_WORDS
+from .slots import COUNTER, STREAM, View
 from .tile_counter import tile_counter
 
 __all__ = [
@@ -34,6 +38,7 @@ __all__ = [
     "ragged_values",
     "row_alignment",
     "scalar_types",
+    "stream_argument",
     "tensor_type",
     "vector_type",
 ]
@@ -60,8 +65,12 @@ def vector_type(element_type: Any) -> Any:
     return make_fake_tensor(element_type, (cute.sym_int32(),), (1,), assumed_align=4)
 
 
-def dynamic_tensor(tensor: torch.Tensor, alignment: int) -> Any:
+def dynamic_tensor(tensor: torch.Tensor | View, alignment: int) -> Any:
     """A tensor of a call, for one that `tensor_type` or `vector_type` describes."""
+    if isinstance(tensor, View):
+        if tensor.data_ptr() % alignment or (tensor.shape[-1] > 1 and tensor.strides[-1] != 1):
+            raise RuntimeError(f"a kernel reads {tensor} with an alignment of {alignment} bytes")
+        return tensor
     described = from_dlpack(tensor.detach(), assumed_align=alignment)
     return described.mark_layout_dynamic(leading_dim=tensor.ndim - 1)
 
@@ -86,7 +95,12 @@ def _ragged_type(name: str, wide_tree: bool) -> Any:
     return vector_type(cutlass.Int32)
 
 
-def ragged_values(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[Any]:
+def stream_argument(stream: int | None) -> Any:
+    """A CUDA stream, None for that of a plan."""
+    return STREAM if stream is None else cuda.CUstream(stream)
+
+
+def ragged_values(names: Sequence[str], tensors: Sequence[Any]) -> list[Any]:
     """The same of a call; vectors of other types may be among them."""
     return [
         dynamic_tensor(
@@ -135,12 +149,12 @@ def scalar_types(
 def call_scalars(
     problem: Problem,
     gpu: Gpu,
-    stream: int = 0,
+    stream: int | None = 0,
     head_parts: int | None = None,
     cluster: int | None = None,
 ) -> CallScalars:
-    """The scalars of one call on a GPU and stream; head_parts and cluster, the CTAs of one: of a
-    backward, None for the forward."""
+    """The scalars of one call on a GPU and stream, None for those of a plan; head_parts and
+    cluster, the CTAs of one: of a backward, None for the forward."""
     options = problem.options
     scale, softcap = abs(options.softmax_scale), options.softcap
     of_softmax, of_scores = scale, 0.0
@@ -152,9 +166,11 @@ def call_scalars(
     # A bound beyond every length changes nothing, and sums with it stay in 32 bits.
     left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
     backward = head_parts is not None
-    counter = None
+    counter: Any = None
     if options.use_clc and problem.kernels.counts_tiles:
-        counter = dynamic_tensor(tile_counter(problem.device, stream), 4)
+        counter = View.contiguous(COUNTER, (1,), torch.int32)
+        if stream is not None:
+            counter = dynamic_tensor(tile_counter(problem.device, stream), 4)
     return CallScalars(
         scale_log2=cutlass.Float32(of_softmax * math.log2(math.e)),
         cap_scale=cutlass.Float32(of_scores),

@@ -1,35 +1,34 @@
-"""The backward: which kernels run for the gradients that are asked for, on what, in which order.
+"""The plan of a backward: which kernels run for the gradients that are requested, in which order.
 
 preprocess (`backward_preprocess`), then the architecture's kernels (`kernel_set.BackwardSet`) that
 store dS and read it, one portion (`portions`) after the other; where dS of none would be small
 enough, or only dQ, or only dK and dV are asked for, those without a stored dS; then, where the
 query heads of a group are divided, the sum of the parts (`backward_sum`). What is left, over a few
-rows or between portions, is PyTorch's. Nothing here waits for the device.
+rows or between portions, is PyTorch's.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..call.backward_problem import BackwardCall, BackwardProblem
-from ..call.checks import reads_contents
-from ..call.forward_problem import Problem, is_masked
-from ..call.function_tensors import function_operand
+from ..call.forward_problem import is_masked
 from ..call.layouts import without_expanded_heads
 from ..call.named_configs import spelled
 from ..call.operator_arguments import BackwardTensors
-from ..call.portions import Division, divide, least_ds_bytes
+from ..call.portions import Division, Portion, divide, least_ds_bytes
+from ..call.tile_mask import blocks_of_queries, shape_of_queries
 from ..environment import DS_BYTES
 from ..kernels.kernel_set import BackwardKernel
 from ..kernels.sequences import padded_rows
 from .backward_arguments import (
+    TABLE_RANK,
     GradientTensors,
     PreprocessTensors,
     begin_of,
@@ -38,40 +37,21 @@ from .backward_arguments import (
     sum_call_arguments,
 )
 from .catalogue import KernelSpec, backward_specs, preprocess_spec, sum_spec
-from .compile import compile_kernel
-from .launch import gpu_of, launch
-from .new_tensors import maker
-from .recording import (
-    Allocate,
-    Finish,
-    Tensors,
-    give_up,
-    in_place,
-    made_for,
-    operand,
-    row_values,
-)
-from .tail import finish_packed
+from .execute import execute, new_tensor
+from .launch import gpu_of
+from .plan import LaunchPlan, PlanBuilder
+from .slots import View
+from .tail import add_tail
 
 __all__ = [
-    "Wanted",
-    "empty_stats",
-    "or_empty",
-    "run_backward",
-    "run_preprocess",
-]
-
-
-#: Place of the sink among a call's tensors.
-SINK = BackwardTensors._fields.index("sink")
-
+    "BackwardWork", "Wanted", "add_preprocess", "empty_stats", "or_empty", "plan_backward",
+    "run_backward", "run_preprocess", "smaller_plan",
+]  # fmt: skip
 
 #: What one kernel makes, and the sum of parts is of.
 OF_KEYS = "dk", "dv"
-
-
-#: Makes a tensor, at every call a new one.
-Make = Callable[[], torch.Tensor]
+#: Names of the rows' statistics, and of the dS of a portion.
+STATS, DS = "stats", "ds"
 
 
 class Wanted(NamedTuple):
@@ -82,45 +62,51 @@ class Wanted(NamedTuple):
     dsink: bool = False
 
 
+@dataclass(frozen=True)
+class BackwardWork:
+    """A described backward. config: of the architecture's backward."""
+
+    call: BackwardCall
+    problem: BackwardProblem
+    wanted: Wanted
+    config: Any
+
+    @property
+    def computed(self) -> Wanted:
+        """What kernels make: those of one gradient alone read no lists of a block mask."""
+        if is_masked(self.problem.forward.ragged):
+            return self.wanted._replace(dq=True, dkdv=True)
+        return self.wanted
+
+    def divided(self, ds_bytes: int | None) -> Division:
+        """Return the portions. ds_bytes: that dS may take, None for as many as the configuration
+        says. Raises as `divide` does."""
+        if ds_bytes is None:
+            computed = self.computed
+            ds_bytes = self.config.ds_bytes if computed.dq and computed.dkdv else 0
+        return divide(self.problem, ds_bytes, gpu_of(self.problem.forward.device))
+
+    def views(self) -> dict[str, View]:
+        """The tensors that are given, by name; k and v as kernels may read them."""
+        call = self.call
+        k, v = without_expanded_heads(call.k, call.v)
+        given = {
+            "q": call.q, "k": k, "v": v, "out": call.out, "lse": call.lse, "dout": call.dout,
+            "dlse": call.dlse, "sink": call.sink, **call.ragged,
+        }  # fmt: skip
+        return {name: View.of(name, tensor) for name, tensor in given.items() if tensor is not None}
+
+
 def run_backward(
     call: BackwardCall, problem: BackwardProblem, wanted: Wanted, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked for.
-
-    config: of the architecture's backward.
-    """
-    if reads_contents(call.q.device) and call.q.device.type != "cpu":
-        give_up()  # contents are read again at every call
-    division, made, finish = _divided(call, problem, wanted, config)
-    problem = division.problem
-    ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
-    inputs = (call.q, *without_expanded_heads(call.k, call.v), call.dout)
-    q, k, v, dout = map(operand, inputs)
-    if problem.has_no_queries or problem.has_no_keys:
-        give_up()
-    if not problem.has_no_queries:
-        rows = PreprocessTensors(
-            operand(call.out),
-            dout,
-            row_values(call.lse),
-            None if call.dlse is None else row_values(call.dlse),
-            made["stats"],
-            tuple(call.ragged[name] for name in problem.preprocess_class.ragged),
-        )
-        run_preprocess(problem, rows)
-    if not problem.has_no_queries and not problem.has_no_keys:
-        given = (call.ragged[name] for name in problem.forward.function_tensors)
-        read = tuple(in_place(tensor, function_operand(tensor)) for tensor in given)
-        operands, ds = (q, k, v, dout), made.get("ds")
-        tensors = GradientTensors(operands, made["stats"], (), ragged, ds, read)
-        results = {
-            name: made[_role(problem, name)] for name in ("dq", *OF_KEYS) if name in made
-        }
-        _run_gradients(division, tensors, results, config)
-        _finish_packed(problem, results, call.ragged)
-        if problem.sums and OF_KEYS[0] in made:
-            _run_sum(problem, results, made)
-    return or_empty(finish(call_tensors(call), tuple(made.values())), call)
+    """Return (dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked
+    for."""
+    tensors = BackwardTensors(
+        call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, **call.ragged
+    )
+    plan = plan_backward(BackwardWork(call, problem, wanted, config), tensors)
+    return or_empty(execute(plan, tensors), call)
 
 
 def or_empty(
@@ -135,145 +121,208 @@ def or_empty(
     return dq, dk, dv, dsink
 
 
-def _divided(
-    call: BackwardCall, problem: BackwardProblem, wanted: Wanted, config: Any
-) -> tuple[Division, dict[str, torch.Tensor], Finish]:
-    """How a call is divided, what is allocated for it, and what is done at the end.
+def plan_backward(
+    work: BackwardWork, tensors: BackwardTensors, ds_bytes: int | None = None
+) -> LaunchPlan:
+    """Return the plan of a backward, whose results are (dq, dk, dv, dsink), None for those that are
+    not asked for.
 
-    Where dS does not fit into the GPU's memory half of it is tried, and so on, as far as the call
-    goes with less.
+    tensors: those of the call; packed ones may lack the batch, which their gradients then lack,
+    too. ds_bytes: as of `BackwardWork.divided`.
     """
-    asked = wanted
-    if is_masked(problem.forward.ragged):
-        # Kernels of one gradient alone read no lists.
-        wanted = wanted._replace(dq=True, dkdv=True)
-    bound = config.ds_bytes if wanted.dq and wanted.dkdv else 0
-    while True:
-        division = divide(problem, bound, gpu_of(call.q.device))
-        allocate = _allocation(division, wanted)
-        finish = partial(_finish, division.problem, asked, allocate.roles)
-        try:
-            return division, made_for(call_tensors(call), allocate, finish), finish
-        except torch.OutOfMemoryError:
-            taken = max(portion.problem.ds_bytes for portion in division.portions)
-            if not division.problem.keeps_ds or taken // 2 < least_ds_bytes(problem):
-                raise
-        bound = taken // 2
-        warnings.warn(
-            f"the {taken >> 20} MiB of dS that this backward stores at a time are not to be had; "
-            f"it tries {bound >> 20} MiB, which takes longer. {DS_BYTES.name} or backward_config="
-            f"{spelled(type(config))}(ds_bytes=...) asks for less from the start",
-            RuntimeWarning,
-            stacklevel=2,
+    device = work.problem.forward.device
+    builder = PlanBuilder.for_tensors(device, BackwardTensors._fields, tensors)
+    division = work.divided(ds_bytes)
+    problem, views = division.problem, work.views()
+    has_batch = {name: getattr(tensors, name).ndim == views[name].ndim for name in "qkv"}
+    made = _memory(builder, division, work.computed, has_batch)
+    operands = {name: builder.operand(views[name]) for name in ("q", "k", "v", "dout")}
+    if not problem.has_no_queries:
+        rows = PreprocessTensors(
+            builder.operand(views["out"]),
+            operands["dout"],
+            builder.rows(views["lse"]),
+            builder.rows(views["dlse"]) if "dlse" in views else None,
+            made[STATS],
+            tuple(views[name] for name in problem.preprocess_class.ragged),
         )
+        add_preprocess(builder, problem, rows)
+    if not problem.has_no_queries and not problem.has_no_keys:
+        _add_gradients(builder, division, work.config, (operands, views, made))
+    return builder.plan(*_results(builder, work, made, views))
 
 
-def call_tensors(call: BackwardCall) -> BackwardTensors:
-    """The tensors of a call in the order of the operator's arguments."""
-    return BackwardTensors(
-        call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, **call.ragged
+def smaller_plan(
+    work: BackwardWork, tensors: BackwardTensors, plan: LaunchPlan
+) -> LaunchPlan | None:
+    """Return the plan of the same backward with half of the dS at a time, and say so; None where
+    the call does not go with less. plan: that memory is too short for."""
+    ds = plan.allocation(DS)
+    taken = 0 if ds is None else math.prod(ds.shape) * ds.dtype.itemsize
+    if not taken or taken // 2 < least_ds_bytes(work.problem):
+        return None
+    bound = taken // 2
+    warnings.warn(
+        f"the {taken >> 20} MiB of dS that this backward stores at a time are not to be had; "
+        f"it tries {bound >> 20} MiB, which takes longer. {DS_BYTES.name} or backward_config="
+        f"{spelled(type(work.config))}(ds_bytes=...) asks for less from the start",
+        RuntimeWarning,
+        stacklevel=2,
     )
+    return plan_backward(work, tensors, bound)
 
 
-def _allocation(division: Division, wanted: Wanted) -> Allocate:
-    """What makes all that a backward needs beside its arguments, results in parts among it."""
+# ---------------------------------------------------------------- memory
+
+
+def _memory(
+    builder: PlanBuilder, division: Division, wanted: Wanted, has_batch: Mapping[str, bool]
+) -> dict[str, View]:
+    """All that a backward needs beside its arguments, by name. has_batch: of q, k and v, as users
+    have them: their gradients are alike."""
     problem = division.problem
-    made = {"stats": _stats_maker(problem)}
+    forward = problem.forward
+    made = {STATS: _stats(builder, problem)}
     if wanted.dkdv:
-        made |= dict.fromkeys(OF_KEYS, _dkdv_maker(problem))
-        if problem.sums:
-            made |= {_role(problem, name): _parts_maker(problem) for name in OF_KEYS}
+        for name in OF_KEYS:
+            made[name] = _dkdv(builder, problem, name, has_batch[name[1]])
+        for name in OF_KEYS if problem.sums else ():
+            own, shape = _written(problem, name), problem.dkdv_shape
+            fills = _zeros(shape, _leaves_keys(problem))
+            made[own] = builder.allocate(own, shape, torch.float32, fills)
     if wanted.dq:
-        made["dq"] = _dq_maker(problem)
+        is_zero = problem.has_no_queries or problem.has_no_keys or "seqused_q" in forward.ragged
+        made["dq"] = _gradient(
+            builder, "dq", forward.q_shape, forward.dtype, is_zero, has_batch["q"]
+        )
     if problem.keeps_ds:
         # Room for the largest portion; every portion has a view of its begin.
-        made["ds"] = _room_maker(problem, [p.problem.ds_shape for p in division.portions])
-    makers = tuple(made.values())
-    return Allocate(tuple(made), lambda tensors: tuple([make() for make in makers]))
+        size = max(math.prod(portion.problem.ds_shape) for portion in division.portions)
+        made[DS] = builder.allocate(DS, (size,), forward.dtype)
+    return made
 
 
-def _finish(
-    problem: BackwardProblem,
-    wanted: Wanted,
-    roles: tuple[str, ...],
-    tensors: Tensors,
-    made: tuple[torch.Tensor, ...],
-) -> tuple[torch.Tensor | None, ...]:
-    """(dq, dk, dv, dsink) from what the kernels wrote; None for those not asked for."""
-    found = dict(zip(roles, made))
-    dk = dv = dsink = None
-    if wanted.dkdv:
-        dk, dv = (found[name].to(problem.forward.dtype) for name in OF_KEYS)
-    sink = tensors[SINK]
-    if wanted.dsink and sink is not None:
-        dsink = _sink_gradient(sink, found["stats"])
-    return found.get("dq") if wanted.dq else None, dk, dv, dsink
+def _zeros(shape: Sequence[int], is_zero: bool) -> tuple[tuple[int, int, float], ...]:
+    """`fills` of an `Allocation`."""
+    return ((0, math.prod(shape), 0.0),) if is_zero else ()
 
 
-def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
-    """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
-    dlse = () if tensors.dlse is None else ("dlse",)
-    launch(
-        compile_kernel(preprocess_spec(problem)),
-        problem.forward.device,
-        lambda gpu, stream: preprocess_call_arguments(tensors, problem, stream),
-        ("out", "dout", "lse", *dlse, "stats", *problem.preprocess_class.ragged),
-    )
+def _gradient(
+    builder: PlanBuilder, name: str, shape: tuple[int, ...], dtype: torch.dtype, is_zero: bool,
+    has_batch: bool,
+) -> View:  # fmt: skip
+    """A gradient as kernels write it; its memory has no batch where callers want none."""
+    fills = _zeros(shape, is_zero)
+    made = builder.allocate(name, shape if has_batch else shape[1:], dtype, fills)
+    return made if has_batch else made.unsqueeze(0)
 
 
-def _finish_packed(
-    problem: BackwardProblem, results: dict[str, torch.Tensor], ragged: dict[str, torch.Tensor]
-) -> None:
-    """See `finish_packed`. results: gradients, or their parts, by the gradients' names."""
-    packed = [
-        (_role(problem, name), "q" if name == "dq" else "k", tensor)
-        for name, tensor in results.items()
-    ]
-    lengths = problem.k_shape[1], problem.forward.max_seqlen_k, problem.listed_tiles
-    finish_packed(problem.forward, packed, None, ragged, lengths)
+def _dkdv(builder: PlanBuilder, problem: BackwardProblem, name: str, has_batch: bool) -> View:
+    """The gradient of k, or of v; in float32 where it is added to or rounded later."""
+    is_exact = problem.dkdv_class.partial and not problem.sums
+    dtype = torch.float32 if is_exact else problem.forward.dtype
+    is_zero = problem.has_no_queries or problem.adds or _leaves_keys(problem)
+    is_zero = is_zero and not problem.sums  # which fill all of it
+    batch, rows, heads, columns = problem.k_shape
+    shape = batch, rows, heads * problem.copies, columns
+    return _gradient(builder, name, shape, dtype, is_zero, has_batch)
 
 
-def _run_sum(
-    problem: BackwardProblem, parts: dict[str, torch.Tensor], made: dict[str, torch.Tensor]
-) -> None:
-    """Fill "dk" and "dv" of `made` from their parts."""
-    given, results = (tuple(tensors[name] for name in OF_KEYS) for tensors in (parts, made))
-    launch(
-        compile_kernel(sum_spec(problem)),
-        problem.forward.device,
-        lambda gpu, stream: sum_call_arguments(given, results, stream),
-        (*(_role(problem, name) for name in OF_KEYS), *OF_KEYS),
-    )
+def _leaves_keys(problem: BackwardProblem) -> bool:
+    """Whether there are keys of no sequence, whose gradients kernels leave as they are."""
+    return "seqused_k" in problem.forward.ragged
 
 
-def _role(problem: BackwardProblem, name: str) -> str:
-    """Of what a kernel writes for a gradient: the gradient, or its parts."""
+def _written(problem: BackwardProblem, name: str) -> str:
+    """Name of what a kernel writes for a gradient: the gradient, or its parts."""
     return f"{name} in parts" if problem.sums and name in OF_KEYS else name
 
 
-def _run_gradients(
-    division: Division,
-    tensors: GradientTensors,
-    results: dict[str, torch.Tensor],
-    config: Any,
+def _stats(builder: PlanBuilder, problem: BackwardProblem) -> View:
+    """Statistics of the rows: (2, heads, padded rows) float32.
+
+    Between packed sequences lie rows that no kernel writes; they are those of padding, so that a
+    sum over all rows is one over the rows that exist.
+    """
+    forward = problem.forward
+    _, seqlen, heads, _ = forward.q_shape
+    packed = "cu_seqlens_q" in forward.ragged
+    shape = (2, heads, padded_rows(seqlen, forward.sequences, packed))
+    half = math.prod(shape) // 2
+    fills = ((0, half, -math.inf), (half, 2 * half, 0.0)) if forward.ragged else ()
+    return builder.allocate(STATS, shape, torch.float32, fills)
+
+
+def empty_stats(problem: BackwardProblem) -> torch.Tensor:
+    """Return statistics to write to, as calls make them."""
+    builder = PlanBuilder(problem.forward.device, {})
+    made = builder.plan(_stats(builder, problem)).allocations[0]
+    return new_tensor(made, problem.forward.device)
+
+
+# ---------------------------------------------------------------- launches
+
+
+def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
+    """Fill `tensors.stats`, by `add_preprocess` alone."""
+    ragged = problem.preprocess_class.ragged
+    given = {
+        "out": tensors.out, "dout": tensors.dout, "lse": tensors.lse, STATS: tensors.stats,
+        **dict(zip(ragged, tensors.ragged, strict=True)),
+    }  # fmt: skip
+    if tensors.dlse is not None:
+        given["dlse"] = tensors.dlse
+    builder = PlanBuilder.for_tensors(problem.forward.device, tuple(given), tuple(given.values()))
+    views = builder.inputs
+    dlse = None if tensors.dlse is None else builder.rows(views["dlse"])
+    add_preprocess(builder, problem, PreprocessTensors(
+        views["out"], views["dout"], builder.rows(views["lse"]), dlse, views[STATS],
+        tuple(views[name] for name in ragged),
+    ))  # fmt: skip
+    execute(builder.plan(), tuple(given.values()))
+
+
+def add_preprocess(
+    builder: PlanBuilder, problem: BackwardProblem, tensors: PreprocessTensors
 ) -> None:
-    """Fill `results`, by name: "dq", "dk", "dv", those that are in it."""
-    whole, portions = division.problem, division.portions
+    """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
+    arguments = preprocess_call_arguments(tensors, problem, None)
+    builder.launch(preprocess_spec(problem), arguments)
+
+
+def _add_gradients(
+    builder: PlanBuilder,
+    division: Division,
+    config: Any,
+    tensors: tuple[Mapping[str, View], Mapping[str, View], Mapping[str, View]],
+) -> None:
+    """Fill the gradients. tensors: operands, all views of the call, what is made."""
+    operands, views, made = tensors
+    whole = division.problem
     specs = backward_specs(whole, config)
-    if whole.adds:
-        # What is added between launches is PyTorch's.
-        give_up()
-    shapes = [p.problem.dkdv_shape for p in portions]
-    room = _room_maker(whole, shapes, torch.float32)
-    parts = [room() for _ in range(_key_results(whole))]
-    for portion in portions:
-        of_portion = tensors.with_lists_of(portion)
+    results = {name: made[_written(whole, name)] for name in ("dq", *OF_KEYS) if name in made}
+    ragged = tuple(views[name] for name in whole.forward.ragged)
+    of_functions = tuple(builder.dense(views[name]) for name in whole.forward.function_tensors)
+    given = GradientTensors(
+        (operands["q"], operands["k"], operands["v"], operands["dout"]), made[STATS], (), ragged,
+        made.get(DS), of_functions,
+    )  # fmt: skip
+    rooms = _rooms(builder, division)
+    for number, portion in enumerate(division.portions):
+        lists = tuple(_lists(builder, portion, number, view) for view in ragged)
+        of_portion = replace(given, ragged=lists)
         for kernel in _kernels(whole):
-            made = kernel.results
-            if set(made) <= set(results):
-                given = tuple(results[result] for result in made)
-                own = replace(of_portion, results=given).of(portion, made)
-                _launch_adding((kernel, specs[kernel.name]), portion.problem, own, parts)
+            if set(kernel.results) <= set(results):
+                written = tuple(results[name] for name in kernel.results)
+                own = replace(of_portion, results=written).of(portion, kernel.results)
+                _add_kernel(builder, (kernel, specs[kernel.name]), portion.problem, own, rooms)
+    tables = dict(zip(whole.forward.ragged, ragged, strict=True))
+    packed = [("q" if name == "dq" else "k", view) for name, view in results.items()]
+    lengths = whole.k_shape[1], whole.forward.max_seqlen_k, whole.listed_tiles
+    add_tail(builder, whole.forward, packed, None, tables, lengths)
+    if whole.sums and OF_KEYS[0] in made:
+        parts, sums = (tuple(of[name] for name in OF_KEYS) for of in (results, made))
+        builder.launch(sum_spec(whole), sum_call_arguments(parts, sums, None))
 
 
 def _kernels(problem: BackwardProblem) -> tuple[BackwardKernel, ...]:
@@ -281,16 +330,41 @@ def _kernels(problem: BackwardProblem) -> tuple[BackwardKernel, ...]:
     return problem.kernels.stored if problem.keeps_ds else problem.kernels.anew
 
 
-def _key_results(problem: BackwardProblem) -> int:
-    """How many of dK and dV one kernel makes at most; 0 where portions do not add to them."""
-    return problem.adds * max(len(set(k.results) - {"dq"}) for k in _kernels(problem))
+def _rooms(builder: PlanBuilder, division: Division) -> list[View]:
+    """Memory for the dK and dV of one kernel of any portion, where portions add to those of the
+    call."""
+    whole = division.problem
+    if not whole.adds:
+        return []
+    size = max(math.prod(portion.problem.dkdv_shape) for portion in division.portions)
+    count = max(len(set(kernel.results) - {"dq"}) for kernel in _kernels(whole))
+    return [builder.allocate(f"of a portion {i}", (size,), torch.float32) for i in range(count)]
 
 
-def _launch_adding(
+def _lists(builder: PlanBuilder, portion: Portion, number: int, table: View) -> View:
+    """What a block mask lists of a portion; other ragged tensors as they are."""
+    if table.ndim != TABLE_RANK:
+        return table
+    given = portion.lists_in(table)
+    if portion.has_all_lists(given):
+        return given
+    keys, queries = len(portion.keys), portion.queries
+
+    def listed(blocks: torch.Tensor) -> torch.Tensor:
+        return blocks_of_queries(given.in_memory(blocks), keys, queries)
+
+    name = f"{table.name} of portion {number}"
+    like = View.contiguous(name, shape_of_queries(given.shape, keys, queries), table.dtype)
+    builder.operate("lists of some queries", (table.name,), listed, like)
+    return like
+
+
+def _add_kernel(
+    builder: PlanBuilder,
     kernel: tuple[BackwardKernel, KernelSpec],
     problem: BackwardProblem,
     tensors: GradientTensors,
-    rooms: list[torch.Tensor],
+    rooms: list[View],
 ) -> None:
     """Launch a kernel of a portion. rooms: for the dK and dV of its own, which are added to those
     of `tensors.results`; without them it writes to these."""
@@ -300,77 +374,45 @@ def _launch_adding(
         if name != "dq" and left:
             given[index] = begin_of(left.pop(), problem.dkdv_shape)
             sums.append((tensors.results[index], given[index]))
-    roles = (
-        "q", "k", "v", "dout", "stats", *(_role(problem, name) for name in row.results),
-        *(("ds",) if problem.keeps_ds else ()),
-        *problem.forward.ragged, *problem.forward.function_tensors,
-    )  # fmt: skip
     read = tensors.of_functions if row.computes_scores else ()
-    _launch(spec, problem, replace(tensors, results=tuple(given), of_functions=read), roles)
-    for total, own in sums:
-        total += _sum_by_head(own, total.shape[2])
+    own = replace(tensors, results=tuple(given), of_functions=read)
+    gpu = gpu_of(builder.device)
+    builder.launch(spec, gradient_call_arguments(own, problem, gpu, None))
+    for total, part in sums:
+        _add_sum(builder, total, part)
 
 
-def _room_maker(
-    problem: BackwardProblem, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype | None = None
-) -> Make:
-    """One-dimensional, as large as the largest of the shapes; NaN on the CPU."""
-    forward = problem.forward
-    size = max(map(math.prod, shapes))
-    return _maker(forward, (size,), dtype or forward.dtype, False)
+def _add_sum(builder: PlanBuilder, total: View, part: View) -> None:
+    """Add the parts of each head to its total."""
+
+    def add(totals: torch.Tensor, parts: torch.Tensor) -> None:
+        own, heads = part.in_memory(parts), total.shape[2]
+        total.in_memory(totals).add_(own.unflatten(2, (heads, -1)).sum(dim=3))
+
+    builder.operate("add parts", (total.name, part.name), add)
 
 
-def _dq_maker(problem: BackwardProblem) -> Make:
-    """The gradient of q to write to."""
-    forward = problem.forward
-    is_zero = problem.has_no_queries or problem.has_no_keys or "seqused_q" in forward.ragged
-    return _maker(forward, forward.q_shape, forward.dtype, is_zero)
+def _results(
+    builder: PlanBuilder, work: BackwardWork, made: Mapping[str, View], views: Mapping[str, View]
+) -> tuple[View | None, ...]:
+    """(dq, dk, dv, dsink) from what the kernels wrote; None for those not asked for."""
+    wanted = work.wanted
+    dk = dv = dsink = None
+    if wanted.dkdv:
+        dk, dv = (_rounded(builder, made[name], work.problem.forward.dtype) for name in OF_KEYS)
+    if wanted.dsink and "sink" in views:
+        sink = views["sink"]
+        dsink = View.contiguous("dsink", sink.shape, sink.dtype)
+        builder.operate("gradient of the sink", ("sink", STATS), _sink_gradient, dsink)
+    return made.get("dq") if wanted.dq else None, dk, dv, dsink
 
 
-def _dkdv_maker(problem: BackwardProblem) -> Make:
-    """The gradient of k, or of v, to write to; in float32 where it is added to or rounded later."""
-    forward = problem.forward
-    is_exact = problem.dkdv_class.partial and not problem.sums
-    dtype = torch.float32 if is_exact else forward.dtype
-    is_zero = problem.has_no_queries or problem.adds or _leaves_keys(problem)
-    is_zero = is_zero and not problem.sums  # which fill all of it
-    batch, rows, heads, columns = problem.k_shape
-    return _maker(forward, (batch, rows, heads * problem.copies, columns), dtype, is_zero)
-
-
-def _parts_maker(problem: BackwardProblem) -> Make:
-    """The parts of such a gradient to write to."""
-    return _maker(problem.forward, problem.dkdv_shape, torch.float32, _leaves_keys(problem))
-
-
-def _leaves_keys(problem: BackwardProblem) -> bool:
-    """Whether there are keys of no sequence, whose gradients kernels leave as they are."""
-    return "seqused_k" in problem.forward.ragged
-
-
-def _sum_by_head(parts: torch.Tensor, heads: int) -> torch.Tensor:
-    """(batch, rows, heads, 256) from as many parts for each head."""
-    return parts.unflatten(2, (heads, -1)).sum(dim=3)
-
-
-def _launch(
-    spec: KernelSpec, problem: BackwardProblem, tensors: GradientTensors, roles: Sequence[str]
-) -> None:
-    launch(
-        compile_kernel(spec),
-        problem.forward.device,
-        lambda gpu, stream: gradient_call_arguments(tensors, problem, gpu, stream),
-        roles,
-    )
-
-
-def _maker(
-    forward: Problem, shape: tuple[int, ...], dtype: torch.dtype, is_zero: bool
-) -> Make:
-    """What makes a result to write to; NaN on the CPU, so that an element never written shows."""
-    make = maker(shape, dtype, forward.device, is_zero)
-    is_filled = forward.device.type == "cpu" and not is_zero
-    return (lambda: make().fill_(math.nan)) if is_filled else make
+def _rounded(builder: PlanBuilder, gradient: View, dtype: torch.dtype) -> View:
+    if gradient.dtype == dtype:
+        return gradient
+    like = View.contiguous(f"{gradient.name} rounded", gradient.shape, dtype)
+    builder.operate("round", (gradient.name,), lambda exact: exact.to(dtype), like)
+    return like
 
 
 def _sink_gradient(sink: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
@@ -380,30 +422,3 @@ def _sink_gradient(sink: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
     exponent = sink.detach().float()[:, None] * math.log2(math.e)
     share = torch.exp2(exponent + negative_lse).masked_fill(exponent == math.inf, 1.0)
     return (share * negative_delta).sum(dim=1).to(sink.dtype)
-
-
-def empty_stats(problem: BackwardProblem) -> torch.Tensor:
-    """Statistics to write to: (2, heads, padded rows) float32.
-
-    Between packed sequences lie rows that no kernel writes; they are those of padding here, so that
-    a sum over all rows is one over the rows that exist. NaN elsewhere on the CPU, so that an
-    element never written shows.
-    """
-    return _stats_maker(problem)()
-
-
-def _stats_maker(problem: BackwardProblem) -> Make:
-    """`empty_stats` of a problem, for any number of calls."""
-    forward = problem.forward
-    _, seqlen, heads, _ = forward.q_shape
-    packed = "cu_seqlens_q" in forward.ragged
-    shape = (2, heads, padded_rows(seqlen, forward.sequences, packed))
-    make = _maker(forward, shape, torch.float32, False)
-
-    def padding() -> torch.Tensor:
-        stats = make()
-        stats[0].fill_(-math.inf)
-        stats[1].zero_()
-        return stats
-
-    return padding if forward.ragged else make

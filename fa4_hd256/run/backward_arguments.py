@@ -1,29 +1,28 @@
 """The calling conventions of the backward's kernels: each one list of arguments, in two forms.
 
-    q, out, dout  (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
-    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
-    lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
-    stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
-    dq            like q
-    dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1;
-                  dq, dk, dv: base and strides multiples of `SECTOR_BYTES`
-    ds            (heads_q, units, tiles, elements), like k: `kernels.backward_ds_tiles`; None where
-                  it is not stored
-    ragged        int32 tensors in the problem class's order, then what functions of the call read;
-                  None if there are none
-    scalars       `kernels.scalars.CallScalars`
-    stream        CUDA stream, 0 in the simulator
+q, out, dout  (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
+k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
+lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
+stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
+dq            like q
+dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1;
+              dq, dk, dv: base and strides multiples of `SECTOR_BYTES`
+ds            (heads_q, units, tiles, elements), like k: `kernels.backward_ds_tiles`; None where
+              it is not stored
+ragged        int32 tensors in the problem class's order, then what functions of the call read;
+              None if there are none
+scalars       `kernels.scalars.CallScalars`
+stream        CUDA stream, 0 in the simulator
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 
 from ..call.backward_problem import BackwardProblem
 from ..call.portions import Portion
@@ -41,6 +40,7 @@ from .arguments import (
     ragged_types,
     ragged_values,
     scalar_types,
+    stream_argument,
     tensor_type,
     vector_type,
 )
@@ -48,17 +48,18 @@ from .arguments import (
 
 @dataclass(frozen=True)
 class PreprocessTensors:
-    """The tensors of one call of the preprocess kernel; see the module's docstring.
+    """The tensors of one call of the preprocess kernel, or views of those of a plan; see the
+    module's docstring.
 
     dlse: None where the problem has no gradient of the LSE.
     """
 
-    out: torch.Tensor
-    dout: torch.Tensor
-    lse: torch.Tensor
-    dlse: torch.Tensor | None
-    stats: torch.Tensor
-    ragged: tuple[torch.Tensor, ...] = ()
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+    stats: Any
+    ragged: tuple[Any, ...] = ()
 
 
 def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple:
@@ -73,9 +74,9 @@ def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple:
 
 
 def preprocess_call_arguments(
-    tensors: PreprocessTensors, problem: BackwardProblem, stream: int
-) -> tuple:
-    """The values of one call of the preprocess kernel."""
+    tensors: PreprocessTensors, problem: BackwardProblem, stream: int | None
+) -> tuple[Any, ...]:
+    """The arguments of one call of the preprocess kernel. stream: None for those of a plan."""
     rows = PreprocessRows(
         dynamic_tensor(tensors.out, TMA_ALIGNMENT),
         dynamic_tensor(tensors.dout, TMA_ALIGNMENT),
@@ -85,7 +86,7 @@ def preprocess_call_arguments(
     ragged = tuple(dynamic_tensor(tensor, WORD) for tensor in tensors.ragged) or None
     longest = cutlass.Int32(problem.forward.max_seqlen_q)
     stats = dynamic_tensor(tensors.stats, WORD)
-    return rows, stats, ragged, longest, cuda.CUstream(stream)
+    return rows, stats, ragged, longest, stream_argument(stream)
 
 
 def sum_compile_arguments(element_type: Any) -> tuple:
@@ -98,14 +99,14 @@ def sum_compile_arguments(element_type: Any) -> tuple:
 
 
 def sum_call_arguments(
-    parts: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], stream: int
-) -> tuple:
-    """The values of one call of that kernel."""
+    parts: tuple[Any, ...], results: tuple[Any, ...], stream: int | None
+) -> tuple[Any, ...]:
+    """The arguments of one call of that kernel, likewise."""
     made = (tuple(dynamic_tensor(t, SECTOR_BYTES) for t in pair) for pair in (parts, results))
-    return *made, cuda.CUstream(stream)
+    return *made, stream_argument(stream)
 
 
-def _row_values(tensor: torch.Tensor) -> Any:
+def _row_values(tensor: Any) -> Any:
     """A tensor of one float per row. The dimension that is added has the static stride of 1, so
     that all others may have any."""
     return dynamic_tensor(tensor.unsqueeze(-1), WORD)
@@ -113,23 +114,19 @@ def _row_values(tensor: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class GradientTensors:
-    """The tensors of one call of a kernel that makes gradients; see the module's docstring.
+    """The tensors of one call of a kernel that makes gradients, or views of those of a plan; see
+    the module's docstring.
 
     operands: q, k, v, dout. results: in the order of the kernel (`kernel_set.BackwardKernel`).
     ds: None where it is not stored. of_functions: what functions of the call read.
     """
 
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    stats: torch.Tensor
-    results: tuple[torch.Tensor, ...]
-    ragged: tuple[torch.Tensor, ...] = ()
-    ds: torch.Tensor | None = None
-    of_functions: tuple[torch.Tensor, ...] = ()
-
-    def with_lists_of(self, portion: Portion) -> GradientTensors:
-        """The same with what a block mask lists of a portion."""
-        own = (portion.lists_of(t) if t.ndim == TABLE_RANK else t for t in self.ragged)
-        return replace(self, ragged=tuple(own))
+    operands: tuple[Any, Any, Any, Any]
+    stats: Any
+    results: tuple[Any, ...]
+    ragged: tuple[Any, ...] = ()
+    ds: Any = None
+    of_functions: tuple[Any, ...] = ()
 
     def of(self, portion: Portion, names: tuple[str, ...]) -> GradientTensors:
         """Views of what belongs to a portion but for its lists; its dS is the begin of a
@@ -137,17 +134,17 @@ class GradientTensors:
         q, k, v, dout = self.operands
         heads_kv, entries = k.shape[2], portion.problem.forward.q_shape[0]
 
-        def part(tensor: torch.Tensor, heads: range, each: int, rows: range) -> torch.Tensor:
+        def part(tensor: Any, heads: range, each: int, rows: range) -> Any:
             """Of (batch, rows, heads, 256)."""
             tensor = _narrowed(tensor, 2, heads, each)
             if entries < q.shape[0]:
                 tensor = _narrowed(tensor, 0, portion.sequences)
             return _narrowed(tensor, 1, rows)
 
-        def of_queries(tensor: torch.Tensor) -> torch.Tensor:
+        def of_queries(tensor: Any) -> Any:
             return part(tensor, portion.heads, 1, portion.queries)
 
-        def of_keys(tensor: torch.Tensor) -> torch.Tensor:
+        def of_keys(tensor: Any) -> Any:
             """As many heads for each key/value head."""
             return part(tensor, portion.heads_kv, tensor.shape[2] // heads_kv, portion.keys)
 
@@ -174,14 +171,14 @@ class GradientTensors:
 TABLE_RANK = 5
 
 
-def _narrowed(tensor: torch.Tensor, dim: int, span: range, each: int = 1) -> torch.Tensor:
+def _narrowed(tensor: Any, dim: int, span: range, each: int = 1) -> Any:
     """A view of `each` entries of a dimension for each one of the span."""
     return tensor.narrow(dim, span.start * each, len(span) * each)
 
 
-def begin_of(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A contiguous tensor of this shape at the begin of a one-dimensional one."""
-    return room[: math.prod(shape)].view(shape)
+def begin_of(room: Any, shape: tuple[int, ...]) -> Any:
+    """A contiguous tensor of this shape at the start of a one-dimensional one."""
+    return room.narrow(0, 0, math.prod(shape)).view(shape)
 
 
 def gradient_compile_arguments(
@@ -207,9 +204,9 @@ def gradient_compile_arguments(
 
 
 def gradient_call_arguments(
-    tensors: GradientTensors, problem: BackwardProblem, gpu: Gpu, stream: int
-) -> tuple:
-    """The values of one call of such a kernel on a GPU."""
+    tensors: GradientTensors, problem: BackwardProblem, gpu: Gpu, stream: int | None
+) -> tuple[Any, ...]:
+    """The arguments of one call of such a kernel on a GPU. stream: None for those of a plan."""
     forward = problem.forward
     scalars = call_scalars(forward, gpu, stream, problem.head_parts, problem.kernels.cluster)
     if forward.problem_class.asks_places:
@@ -223,5 +220,5 @@ def gradient_call_arguments(
         None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
         tuple(ragged_values(names, (*tensors.ragged, *tensors.of_functions))) or None,
         scalars,
-        cuda.CUstream(stream),
+        stream_argument(stream),
     )

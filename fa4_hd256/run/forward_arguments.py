@@ -27,7 +27,6 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 
 from ..call.forward_problem import Problem
 from ..gpus.devices import Gpu
@@ -41,6 +40,7 @@ from .arguments import (
     ragged_values,
     row_alignment,
     scalar_types,
+    stream_argument,
     tensor_type,
     vector_type,
 )
@@ -82,40 +82,44 @@ def _result_types(element_type: Any) -> tuple:
 
 @dataclass(frozen=True)
 class CallTensors:
-    """The tensors of one call, as the kernel may read them; see the module's docstring."""
+    """The tensors of one call, or views of those of a plan, as the kernel may read them; see the
+    module's docstring."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    optional: tuple[torch.Tensor, ...] = ()
-    row_maxima: torch.Tensor | None = None
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    optional: tuple[Any, ...] = ()
+    row_maxima: Any = None
 
 
-def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int) -> tuple:
-    """The values of one call on a GPU."""
+def call_arguments(
+    tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int | None
+) -> tuple[Any, ...]:
+    """The arguments of one call on a GPU. stream: None for those of a plan, from its views."""
     q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
-    results = _results((tensors.out, tensors.lse))
+    results: tuple[Any, ...] = _results((tensors.out, tensors.lse))
     if tensors.row_maxima is not None:
         results = (*results, dynamic_tensor(tensors.row_maxima, 4))
     names = (*(("sink",) if problem.sink else ()), *problem.tables)
     optional = tuple(ragged_values(names, tensors.optional)) or None
-    return q, k, v, results, optional, call_scalars(problem, gpu, stream), cuda.CUstream(stream)
+    scalars = call_scalars(problem, gpu, stream)
+    return q, k, v, results, optional, scalars, stream_argument(stream)
 
 
 def combine_call_arguments(
-    parts: tuple[torch.Tensor, torch.Tensor],
-    results: tuple[torch.Tensor, torch.Tensor],
-    stream: int,
-    lists: tuple[torch.Tensor, ...] = (),
-) -> tuple:
-    """The values of one call of the combining kernel; each (out, lse). lists: those of listed
-    parts."""
+    parts: tuple[Any, Any],
+    results: tuple[Any, Any],
+    stream: int | None,
+    lists: tuple[Any, ...] = (),
+) -> tuple[Any, ...]:
+    """The arguments of one call of the combining kernel, as of `call_arguments`; each (out, lse).
+    lists: those of listed parts."""
     listed = (tuple(dynamic_tensor(t, 4) for t in lists),) if lists else ()
-    return _results(parts), _results(results), *listed, cuda.CUstream(stream)
+    return _results(parts), _results(results), *listed, stream_argument(stream)
 
 
-def _results(tensors: tuple[torch.Tensor, torch.Tensor]) -> tuple:
+def _results(tensors: tuple[Any, Any]) -> tuple[Any, Any]:
     out, lse = tensors
     return dynamic_tensor(out, row_alignment(8 * out.element_size())), dynamic_tensor(lse, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -12,38 +13,39 @@ from .. import environment
 from ..architectures import ARCHITECTURES
 from ..gpus.devices import Gpu, cuda_gpu
 from ..gpus.family import architecture_of, in_family, target
-from . import recording, simulated
+from . import simulated
 from .compile import CompiledKernel
 from .tile_counter import tile_counter
+
+#: PyTorch's current device, and its current stream of a device, as numbers.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 
 #: Seconds of a simulated run after which the progress bar appears.
 PROGRESS_AFTER = 3.0
 
 
-def launch(
-    compiled: CompiledKernel,
-    device: torch.device,
-    arguments: Callable[[Gpu, int], tuple],
-    roles: Sequence[str] = (),
-) -> None:
-    """Run a kernel on `device`: on PyTorch's current stream, or in the simulator for the CPU.
+def host_function(compiled: CompiledKernel, device: torch.device) -> Callable[[int], Any] | None:
+    """The host code of a kernel, loaded into the process's GPUs: a function of the address of the
+    packed arguments. None for the CPU, whose kernels `simulate` runs.
 
-    arguments: (the GPU, CUDA stream) -> the kernel's arguments. roles: of the tensors among them,
-    in order; without them the launch cannot be repeated by `recording`.
+    Raises RuntimeError for one that is not loaded while a CUDA graph is captured.
     """
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            values = arguments(gpu_of(device), torch.cuda.current_stream().cuda_stream)
-            with _every_gpu_can_take_it(device):
-                compiled.refuse_to_load_in_a_graph()
-                compiled.function(*values)
-    else:
-        with _progress() as report, simulated.simulated_device():
-            values = arguments(gpu_of(device), 0)
-            simulated.simulator().launch(compiled, *values, progress=report)
-    active = recording.current()
-    if active is not None:
-        active.launched(compiled, device, values, roles)
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device), _every_gpu_can_take_it(device):
+        compiled.refuse_to_load_in_a_graph()
+        function: Callable[[int], Any] = compiled.function.to(None).capi_func
+        return function
+
+
+def simulate(
+    compiled: CompiledKernel, addresses: Sequence[int], memory: list[tuple[int, int, str]]
+) -> None:
+    """Run a kernel in the simulator. addresses: of its packed arguments; memory: (first byte, past
+    the last one, name) of all that it may touch."""
+    with _progress() as report, simulated.simulated_device():
+        simulated.simulator().launch_packed(compiled, addresses, memory, progress=report)
 
 
 def prepare(compiled: CompiledKernel, device: torch.device) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..call.forward_problem import Problem
 from ..kernels.masking import MaskKind
@@ -12,11 +10,11 @@ from ..kernels.sequences import DS_BEGINS
 from ..kernels.tail_rows import TailBounds, TailClass, TailTensors
 from .arguments import LARGEST_LENGTH, LARGEST_WINDOW
 from .catalogue import tail_spec
-from .compile import CompiledKernel, compile_kernel
-from .launch import launch
+from .plan import PlanBuilder
+from .slots import View
 from .tail_arguments import tail_call_arguments
 
-__all__ = ["finish_packed", "ready_to_finish", "sides_of"]
+__all__ = ["add_tail", "class_of", "sides_of"]
 
 #: An operand's side -> the names of its offsets and of its lengths in use.
 _OFFSETS = {"q": "cu_seqlens_q", "k": "cu_seqlens_k"}
@@ -39,33 +37,28 @@ def class_of(problem: Problem, results: Iterable[str], lse: bool = False) -> Tai
     return TailClass(tuple(results), sides, lse, kind if DS_BEGINS in names else None)
 
 
-def ready_to_finish(problem: Problem) -> CompiledKernel | None:
-    """The kernel for the results of a forward, None where it launches none."""
-    if "q" not in sides_of(problem.ragged):
-        return None
-    return compile_kernel(tail_spec(class_of(problem, "q", lse=True), problem))
-
-
-def finish_packed(
+def add_tail(
+    builder: PlanBuilder,
     problem: Problem,
-    results: list[tuple[str, str, torch.Tensor]],
-    lse: torch.Tensor | None,
-    ragged: dict[str, torch.Tensor],
+    results: Sequence[tuple[str, View]],
+    lse: View | None,
+    tables: Mapping[str, View],
     lengths: tuple[int, int, int],
 ) -> None:
     """Fill rows of results that belong to no sequence with zeros, those of lse with -inf; and all
     rows with NaN where lengths on the device contradict the call.
 
-    results: (role, side, tensor) of each. lse: of the first, None without one. ragged: tensors by
+    results: (side, view) of each. lse: of the first, None without one. tables: ragged tensors by
     name. lengths: rows of k, the most keys that a sequence may have, and tiles of dS.
     """
-    results = [one for one in results if one[1] in sides_of(problem.ragged)]
+    finished = sides_of(problem.ragged)
+    results = [one for one in results if one[0] in finished]
     if not results:
         return
-    own = class_of(problem, (side for _, side, _ in results), lse is not None)
-    offsets = {_OFFSETS[side]: ragged[_OFFSETS[side]] for side in own.sides}
-    begins = {} if own.ds is None else {DS_BEGINS: ragged[DS_BEGINS]}
-    tensors = TailTensors(tuple(tensor for *_, tensor in results), lse, **offsets, **begins)
+    own = class_of(problem, (side for side, _ in results), lse is not None)
+    offsets = {_OFFSETS[side]: tables[_OFFSETS[side]] for side in own.sides}
+    begins = {} if own.ds is None else {DS_BEGINS: tables[DS_BEGINS]}
+    tensors = TailTensors(tuple(view for _, view in results), lse, **offsets, **begins)
     rows_k, longest_k, ds_tiles = lengths
     unseen_queries, unseen_keys, window = problem.options.reach
     left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
@@ -78,9 +71,4 @@ def finish_packed(
         problem.q_shape[1], rows_k, longest_q, longest_k, left, right, unseen_queries, unseen_keys,
         ds_tiles,
     )  # fmt: skip
-    launch(
-        compile_kernel(tail_spec(own, problem)),
-        problem.device,
-        lambda gpu, stream: tail_call_arguments(tensors, bounds, stream),
-        (*(role for role, *_ in results), *(() if lse is None else ("lse",)), *offsets, *begins),
-    )
+    builder.launch(tail_spec(own, problem), tail_call_arguments(tensors, bounds, None))

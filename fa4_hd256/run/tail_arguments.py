@@ -1,11 +1,13 @@
 """The calling convention of the last kernel over packed results, in two forms.
 
-    tensors   `kernels.tail_rows.TailTensors`: results by rows, in 32-bit words, and their offsets
-    bounds    `kernels.tail_rows.TailBounds`
-    stream    CUDA stream, 0 in the simulator
+tensors   `kernels.tail_rows.TailTensors`: results by rows, in 32-bit words, and their offsets
+bounds    `kernels.tail_rows.TailBounds`
+stream    CUDA stream, 0 in the simulator
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -13,7 +15,7 @@ import torch
 
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.tail_rows import TailBounds, TailClass, TailTensors
-from .arguments import WORD, dynamic_tensor, tensor_type, vector_type
+from .arguments import WORD, dynamic_tensor, stream_argument, tensor_type, vector_type
 
 __all__ = ["tail_call_arguments", "tail_compile_arguments"]
 
@@ -31,11 +33,14 @@ def tail_compile_arguments(own: TailClass) -> tuple:
     return tensors, bounds, cuda.CUstream(0)
 
 
-def tail_call_arguments(tensors: TailTensors, bounds: TailBounds, stream: int) -> tuple:
-    """The values of one call. tensors: PyTorch's, of any dtype; bounds: ints."""
+def tail_call_arguments(
+    tensors: TailTensors, bounds: TailBounds, stream: int | None
+) -> tuple[Any, ...]:
+    """The arguments of one call. tensors: PyTorch's, of any dtype, or views of a plan, whose stream
+    is None; bounds: ints."""
     words = (result.detach().view(torch.int32) for result in tensors.results)
     given = TailTensors(
         tuple(dynamic_tensor(result, TMA_ALIGNMENT) for result in words),
         *(None if tensor is None else dynamic_tensor(tensor, WORD) for tensor in tensors[1:]),
     )
-    return given, TailBounds(*map(cutlass.Int32, bounds)), cuda.CUstream(stream)
+    return given, TailBounds(*map(cutlass.Int32, bounds)), stream_argument(stream)

@@ -30,11 +30,11 @@ def release_above(limit: int) -> bool:
     """
     if resident_bytes() <= limit:
         return False
-    from fa4_hd256.eager import forget_calls
+    from fa4_hd256.plans import forget_plans
     from fa4_hd256.run import compile
     from sm100_sim.launcher import forget_kernels
 
-    forget_calls()
+    forget_plans()
     compile.forget()
     forget_kernels()
     for name, module in list(sys.modules.items()):

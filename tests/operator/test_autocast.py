@@ -99,11 +99,11 @@ def test_what_is_cast():
 def test_caches_and_out_stay_as_they_are(monkeypatch):
     seen = []
 
-    def attend(q, k, v, **options):
-        seen.append([t.dtype for t in (q, k, v)])
-        return q
+    def attend(inputs, *others):
+        seen.append([t.dtype for t in inputs[:3]])
+        return inputs[0]
 
-    monkeypatch.setattr(kv_cache, "flash_attn_varlen_func", attend)
+    monkeypatch.setattr(kv_cache, "attend_sequences", attend)
     q, k, v = inputs("cpu")
     with torch.autocast("cpu", dtype=torch.float16):
         flash_attn_with_kvcache(q, k.bfloat16(), v.bfloat16())

@@ -14,7 +14,7 @@ from backward_cases import accurate, check, gradients, inputs
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.architectures import named
-from fa4_hd256.run import backward
+from fa4_hd256.run import backward, execute
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 # A tile of dQ is 256 queries of a CTA pair, one of dK and dV 128 keys; a step multiplies the two.
@@ -251,12 +251,13 @@ def gradient_layouts(shape, device):
 
 @pytest.fixture
 def operands(monkeypatch):
-    """Addresses of q, k, v and dout as the dQ and dK/dV kernels got them, call by call."""
+    """Names of q, k, v and dout as the dQ and dK/dV kernels get them, call by call: whose memory
+    they are."""
     seen = []
     original = backward.gradient_call_arguments
 
     def spy(tensors, *rest):
-        seen.append([tensor.data_ptr() for tensor in tensors.operands])
+        seen.append([view.name for view in tensors.operands])
         return original(tensors, *rest)
 
     monkeypatch.setattr(backward, "gradient_call_arguments", spy)
@@ -267,8 +268,8 @@ def test_layouts_that_need_no_copy(device, operands):
     for tensors in layouts(device):
         dout = torch.randn(2, 4, 150, 256).to(device, torch.bfloat16).transpose(1, 2)
         check(tensors, dout, causal=True)
-        addresses = [tensor.data_ptr() for tensor in (*tensors, dout)]
-        assert operands == [addresses, addresses]
+        names = ["q", "k", "v", "dout"]
+        assert operands == [names, names]
         operands.clear()
 
 
@@ -276,7 +277,7 @@ def test_layouts_of_the_gradient(device, operands):
     tensors = inputs((150, 100), (4, 2), batch=2, device=device)
     for name, dout, in_place in gradient_layouts(tensors[0].shape, device):
         check(tensors, dout, causal=True)
-        assert (operands[-1][3] == dout.data_ptr()) == in_place, name
+        assert (operands[-1][3] == "dout") == in_place, name
 
 
 def far_apart(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
@@ -316,15 +317,15 @@ def test_ds_beyond_32_bits(monkeypatch, backward_config):
     q, k, v = (tensor[0] for tensor in inputs((500, longest), (heads, heads)))
     dout, made = torch.randn_like(q), []
 
-    def untouched(forward, shape, dtype, is_zero):
-        """Allocate without touching a large tensor: only pages that a kernel writes are ever
-        touched."""
-        made.append(math.prod(shape))
-        result = partial(torch.empty, shape, dtype=dtype)
-        return result if math.prod(shape) > 1 << 28 else original(forward, shape, dtype, is_zero)
+    def untouched(allocation, device):
+        """Only the pages of a large tensor that a kernel writes are ever touched."""
+        size = math.prod(allocation.shape)
+        made.append(size)
+        result = partial(torch.empty, allocation.shape, dtype=allocation.dtype)
+        return result if size > 1 << 28 else original(allocation, device)
 
-    original = backward._maker
-    monkeypatch.setattr(backward, "_maker", untouched)
+    original = execute._maker
+    monkeypatch.setattr(execute, "_maker", untouched)
     found = []
     config = backward_config(ds_bytes=6 << 30)
     for rows, ends, said, lengths in ((500, offsets, 300, None), (longest, of_keys, longest, used)):

@@ -14,7 +14,7 @@ from fa4_hd256.call.backward_problem import choose_head_parts
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.blackwell.architecture import ANEW
 from fa4_hd256.kernels.blackwell.backward.config import ProductsPlan
-from fa4_hd256.run import backward
+from fa4_hd256.run.plan import PlanBuilder
 
 
 def small(device, **options):
@@ -95,13 +95,14 @@ def test_compiled_varlen_graph(device):
 def kernels(monkeypatch):
     """Kinds of the backward's kernels, in the order in which they ran."""
     seen = []
-    original = backward.compile_kernel
+    original = PlanBuilder.launch
 
-    def spy(spec):
-        seen.append(spec)
-        return original(spec)
+    def spy(builder, spec, arguments):
+        if spec.kind.startswith("backward"):
+            seen.append(spec)
+        original(builder, spec, arguments)
 
-    monkeypatch.setattr(backward, "compile_kernel", spy)
+    monkeypatch.setattr(PlanBuilder, "launch", spy)
     return seen
 
 

@@ -21,7 +21,7 @@ from fa4_hd256.architectures import named
 from fa4_hd256.check import reference
 from fa4_hd256.integrations import sglang, vllm
 from fa4_hd256.kernels.problem_class import OF_PAGES
-from fa4_hd256.run import forward
+from fa4_hd256.run import execute
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.keys import cache_key
 from fa4_hd256.run.needs import Needs, specs_of
@@ -219,9 +219,9 @@ def test_calls_take_those_kernels(monkeypatch, architecture):
     compiles."""
     own = named(architecture)
     known, taken = set(specs_of(SMALL, needs(), own, own.simulated)), []
-    real = forward.compile_kernel
+    real = execute.compile_kernel
     monkeypatch.setattr(
-        forward, "compile_kernel", lambda spec: taken.append(spec) or real(spec)
+        execute, "compile_kernel", lambda spec: taken.append(spec) or real(spec)
     )
     cache, table = [codes(4, 16, 1, 256) for _ in "kv"], int32([[2, 0]])
     for queries in (1, 16):

@@ -10,11 +10,9 @@ import torch
 from operator_calls import forward_arguments
 
 from bench.measure import host
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.interface import out_calls
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, plans
 from fa4_hd256.operators import forward, forward_out
 from fa4_hd256.run import compile
-from fa4_hd256.run import forward as run_forward
 
 BAD = 7.0
 
@@ -93,11 +91,10 @@ def test_repeated_calls_write_to_each_tensor(dense):
         places = [torch.full_like(dense[0], BAD) for _ in range(3)]
         for place in places:
             assert flash_attn_func(*dense, out=place) is place
-        entry = next(iter(out_calls._kept.values()))
-        assert entry.replayed is not None
+        (entry,) = plans._kept.entries.values()
         # The stand-in launches nothing: what a call fills stands there, and where the launch would
         # write stands in the packed arguments.
-        (packed,) = entry.replayed._free[-1]
+        *_, packed = entry.execution._free[-1]
         assert places[-1].data_ptr() in list(packed._words)
         assert places[0].data_ptr() not in list(packed._words)
         assert all(place.isnan().all() for place in places)
@@ -107,7 +104,7 @@ def test_autograd_knows_that_it_was_written_to(dense, monkeypatch):
     """PyTorch's dispatcher does not see repeated calls."""
     if not dense[0].is_cuda:
         # On a GPU nothing fills a result first.
-        monkeypatch.setattr(run_forward, "_filler", lambda problem, parts: None)
+        monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: tensor)
     with contextlib.nullcontext() if dense[0].is_cuda else host.stand_in():
         for _ in range(3):
             out, weight = torch.ones_like(dense[0]), dense[0].new_ones(256, requires_grad=True)

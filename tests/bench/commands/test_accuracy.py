@@ -8,6 +8,7 @@ import torch
 
 from bench.__main__ import main
 from bench.measure import accuracy as measured
+from fa4_hd256.run import execute
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 
 pytestmark = pytest.mark.simulator
@@ -39,12 +40,12 @@ def test_errors_and_shares(results):
 
 
 def test_another_share_than_the_pattern_says_is_an_error(monkeypatch):
-    compile_kernel = measured.compile_kernel
+    compile_kernel = execute.compile_kernel
 
     def compile_another(spec):
         return compile_kernel(replace(spec, config=measured.ForwardConfig()))
 
-    monkeypatch.setattr(measured, "compile_kernel", compile_another)
+    monkeypatch.setattr(execute, "compile_kernel", compile_another)
     with pytest.raises(RuntimeError, match="0.0000% of the score elements were emulated"):
         measured.measure(measured.Case(POLYNOMIAL_ONLY, torch.float16, SHAPE))
 

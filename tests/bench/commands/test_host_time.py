@@ -32,9 +32,10 @@ def test_rows(name, quick):
 
 
 def test_the_stand_in_is_taken_away_again(quick):
-    from fa4_hd256.run import packed, simulated
+    from fa4_hd256 import plans
+    from fa4_hd256.run import launch
 
-    before = packed.stand_in, simulated.simulator
+    before = launch.host_function, plans.repeats
     with host.stand_in():
-        assert packed.stand_in is not None
-    assert (packed.stand_in, simulated.simulator) == before
+        assert launch.host_function is not before[0]
+    assert (launch.host_function, plans.repeats) == before

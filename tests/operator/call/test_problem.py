@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.layouts import as_kernel_operand, tma_can_take
+from fa4_hd256.call.layouts import tma_can_take
+from fa4_hd256.run.execute import execute
+from fa4_hd256.run.plan import PlanBuilder
 
 
 def tensor(*shape):
@@ -35,6 +37,14 @@ def layouts():
         "head_dim not innermost": (tensor(2, 5, 256, 4).transpose(2, 3), False),
         "every other element": (tensor(2, 5, 4, 512)[..., ::2], False),
     }
+
+
+def as_kernel_operand(given_tensor):
+    """A tensor as a plan passes it on."""
+    builder = PlanBuilder.for_tensors(given_tensor.device, ("q",), (given_tensor,))
+    view = builder.operand(builder.inputs["q"])
+    (tensor,) = execute(builder.plan(view), (given_tensor,))
+    return view.in_memory(tensor)
 
 
 def test_which_layouts_are_copied():

@@ -54,7 +54,7 @@ def check(caches, new, lengths, counts, table=None, packed=False):
     """Bytes of new rows are where they belong, no other ones have changed."""
     device = caches[0].device
     before = [cache.clone() for cache in caches]
-    (after,) = run_append(
+    after, _ = run_append(
         AppendTensors(
             *new, *caches, int32(lengths, device),
             None if table is None else int32(table, device),

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from backward_cases import check, inputs
+from single_launch import launch
 
 from fa4_hd256.call import backward_problem
 from fa4_hd256.gpus.family import architecture_of
@@ -15,7 +16,6 @@ from fa4_hd256.run import backward
 from fa4_hd256.run.backward_arguments import sum_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.launch import launch
 from fa4_hd256.run.resources import resource_usage
 
 
@@ -30,7 +30,7 @@ def added(parts, heads, dtype=torch.bfloat16):
     spec = KernelSpec("backward_sum", SumConfig(), dtype, architecture_of(device))
     launch(
         compile_kernel(spec), device,
-        lambda gpu, stream: sum_call_arguments(parts, results, stream), (),
+        lambda gpu, stream: sum_call_arguments(parts, results, stream),
     )  # fmt: skip
     return results
 

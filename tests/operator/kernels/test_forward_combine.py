@@ -17,6 +17,8 @@ from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.run import forward as run_of_forward
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.execute import execute
+from fa4_hd256.run.plan import PlanBuilder
 from fa4_hd256.run.resources import resource_usage
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -28,6 +30,15 @@ def describe(out, splits):
     """The problem whose result is `out`; keys do not matter to this kernel."""
     k = out.new_zeros(out.shape[0], 1, out.shape[2], 256)
     return replace(Problem.describe((out, k, k), Options(1.0)), num_splits=splits)
+
+
+def combine(problem, parts, results):
+    """Fill results from the parts, each (out, lse)."""
+    names = ("parts", "lse of parts", "out", "lse")
+    builder = PlanBuilder.for_tensors(problem.device, names, (*parts, *results))
+    views = tuple(builder.inputs.values())
+    run_of_forward.add_combine(builder, problem, views[:2], views[2:], {})
+    execute(builder.plan(), (*parts, *results))
 
 
 def random_parts(splits, shape, device, spread=2.0):
@@ -45,7 +56,7 @@ def run(parts, splits, dtype=torch.bfloat16):
     batch, device = entries // splits, parts[0].device
     out = torch.full((batch, seqlen, heads, 256), math.nan, dtype=dtype, device=device)
     lse = torch.full((batch, heads, seqlen), math.nan, device=device)
-    run_of_forward.combine(describe(out, splits), parts, (out, lse))
+    combine(describe(out, splits), parts, (out, lse))
     return out, lse
 
 
@@ -186,7 +197,7 @@ def test_any_strides(device):
     rows = torch.full((5, 4, 2, 272), math.nan, dtype=torch.bfloat16, device=device)
     columns = torch.full((4, 2, 7), math.nan, device=device)
     results = rows[..., 8:264].permute(2, 0, 1, 3), columns[..., 1:6].transpose(0, 1)
-    run_of_forward.combine(describe(wanted[0], 3), (out, lse), results)
+    combine(describe(wanted[0], 3), (out, lse), results)
     assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
     # Nothing beside the results is written.
     beside = rows[..., :8], rows[..., 264:], columns[..., :1], columns[..., 6:]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from ds_images import to_tiles
+from single_launch import launch
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig
@@ -21,7 +22,6 @@ from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.launch import launch
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 

@@ -9,9 +9,9 @@ import torch
 from torch.nn.attention import _fa4
 
 from fa4_hd256 import flash_attn_func, masks
-from fa4_hd256.eager import forget_calls
 from fa4_hd256.integrations import sdpa, transformers
-from fa4_hd256.run import backward
+from fa4_hd256.plans import forget_plans
+from fa4_hd256.run import backward, execute
 
 VARIABLE = "FA4_HD256_DS_BYTES"
 
@@ -46,14 +46,14 @@ def bounds(monkeypatch):
 @pytest.fixture
 def small_memory(monkeypatch):
     """A function: from then on dS of more bytes is not to be had."""
-    make = backward._room_maker
+    make = execute._maker
 
     def with_at_most(most):
-        def maker(problem, shapes, dtype=None):
-            too_many = 2 * max(map(math.prod, shapes)) > most
-            return none_left if too_many else make(problem, shapes, dtype)
+        def maker(allocation, device):
+            is_large = allocation.name == backward.DS and 2 * math.prod(allocation.shape) > most
+            return none_left if is_large else make(allocation, device)
 
-        monkeypatch.setattr(backward, "_room_maker", maker)
+        monkeypatch.setattr(execute, "_maker", maker)
 
     return with_at_most
 
@@ -87,7 +87,7 @@ def test_the_sdpa_adapter_bounds_it(device, bounds, monkeypatch):
     out, lse = sdpa._flash_attn_fwd(q, k, v, causal=True)
 
     def backward():
-        forget_calls()  # on a GPU one that came before is split as it was
+        forget_plans()  # on a GPU one that came before is divided as it was
         sdpa._flash_attn_bwd(q, k, v, out, dout, lse, causal=True)
         return bounds[-1]
 
@@ -175,6 +175,10 @@ def test_under_a_block_mask_some_is_stored(device, bounds, small_memory, backwar
 
 @pytest.mark.simulator
 def test_what_is_short_of_all_memory_is_an_error(device, monkeypatch):
-    monkeypatch.setattr(backward, "_dq_maker", lambda problem: none_left)
+    make = execute._maker
+    monkeypatch.setattr(
+        execute, "_maker",
+        lambda one, device: none_left if one.name == "dq" else make(one, device),
+    )  # fmt: skip
     with pytest.warns(RuntimeWarning), pytest.raises(torch.OutOfMemoryError):
         gradients(device)

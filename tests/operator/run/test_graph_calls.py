@@ -1,5 +1,5 @@
-"""Operators as graphs call them, through PyTorch's dispatcher: what came before is repeated in
-their bodies, launched from packed arguments."""
+"""Operators as graphs call them, through PyTorch's dispatcher: their bodies find the plans of calls
+that came before."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from paged_cases import int32, offsets
 from replays import forget, simulated
 
 from fa4_hd256 import (
-    autograd,
-    eager,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     masks,
-    operators,
+    plans,
 )
 
 pytestmark = pytest.mark.simulator
@@ -81,9 +79,9 @@ def through(function, tensors, gradients):
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.sampled("dense-forward", "dense-gradients", "masked-forward")
-def test_compiled_calls_are_repeated(launched, function, gradients):
-    """The bits are those of the first call with the same tensors."""
+@pytest.mark.sampled("dense-forward", "dense-gradients", "masked-forward", "masked-gradients")
+def test_compiled_calls_find_their_plans(launched, function, gradients):
+    """The same bits as the first call with the same tensors."""
     compiled = torch.compile(function, backend="aot_eager")
     through(compiled, [normal(2, 100, heads, 256) for heads in (2, 1, 1)], gradients)
     for _ in range(2):
@@ -116,8 +114,7 @@ def test_results_that_are_written_and_rows_of_caches(launched):
         compiled(q, k, v, caches, lengths, tables, out)
         assert len(launched) == (0 if number == 0 else 2)
         assert all(t._version > old for t, old in zip((out, *caches), versions, strict=True))
-        kept = [calls._kept.copy() for calls in (operators.out_bodies, operators.append_bodies)]
-        assert all(len(entries) == 1 for entries in kept)
+        assert len(plans._kept.entries) == (2 if number == 0 else 3)
         expected = step(q, k, v, others, lengths, tables, torch.empty_like(out))
         assert torch.equal(out, expected)
         assert all(map(torch.equal, caches, others))
@@ -157,9 +154,9 @@ def test_a_key_without_arguments_is_seen(launched, monkeypatch):
     others = forward_arguments(*tensors, softmax_scale=0.125)
     expected, _ = operator(*others)
     forget()
-    own = eager.key_of
-    monkeypatch.setattr(eager, "_guard_of", lambda tensors: None)
-    monkeypatch.setattr(eager, "key_of", lambda tensors, _, switches: own(tensors, (), switches))
+    own = plans.key_of
+    monkeypatch.setattr(plans, "_guard_of", lambda tensors: None)
+    monkeypatch.setattr(plans, "key_of", lambda tensors, _, switches: own(tensors, (), switches))
     for _ in range(2):
         operator(*forward_arguments(*tensors))
     found, _ = operator(*others)
@@ -177,13 +174,3 @@ def test_gradients_that_are_not_asked_for_are_empty(launched, wanted):
     assert launched and all(map(torch.equal, first, again))
     sizes = [bool(t.numel()) for t in again]
     assert sizes == [wanted[0], wanted[1], wanted[1], False]
-
-
-@pytest.mark.sampled
-def test_eager_calls_are_recorded_once(launched):
-    """Past the dispatcher alone, where a repeated call takes less."""
-    tensors = [normal(1, 40, 1, 256, grad=True) for _ in "qkv"]
-    for _ in range(2):
-        dense(*tensors).float().sum().backward()
-    assert launched
-    assert not operators.forward_bodies._kept and not autograd.backward_bodies._kept

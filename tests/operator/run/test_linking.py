@@ -12,10 +12,14 @@ from types import SimpleNamespace
 import cutlass.cute as cute
 import pytest
 import style
+import torch
 from checkout import ROOT
 
-from fa4_hd256.run import packed
+from fa4_hd256.run import execute, launch
+from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import CompiledKernel
+from fa4_hd256.run.plan import Launch, LaunchPlan
+from fa4_hd256.run.slots import STREAM
 
 
 class Module:
@@ -69,21 +73,21 @@ def test_two_kernels_have_two(loaded):
     assert one.function is not other.function and len(loaded) == 2
 
 
-def test_a_launch_keeps_the_module(loaded, monkeypatch):
+def test_an_execution_keeps_the_module(loaded, monkeypatch):
     """The C function alone owns nothing."""
-    monkeypatch.setattr(packed, "_leaves", lambda values: iter(values))
-    monkeypatch.setattr(packed, "_is_tensor", lambda leaf: False)
-    stream = packed.cuda.CUstream(0)
-    compiled = kernel()
-    compiled.linked.function.execution_args = SimpleNamespace(
-        generate_execution_args=lambda values, _: ([stream.getPtr()], None)
+    monkeypatch.setattr(execute, "compile_kernel", lambda spec: kernel())
+    monkeypatch.setattr(execute, "check_convention", lambda compiled, launch: None)
+    monkeypatch.setattr(
+        launch, "host_function", lambda compiled, device: compiled.function.to(None).capi_func
     )
-    template = packed.LaunchTemplate(compiled, lambda address: 0, (stream,), ())
-    launch = packed.PackedLaunch(template)
-    del compiled, template
+    spec = KernelSpec("forward", None, None)
+    device = torch.device("cpu")
+    plan = LaunchPlan(device, (), (), (Launch(spec, (STREAM,)),), ())
+    execution = execute.Execution(plan)
+    assert execution.run((), ()) == ()
     gc.collect()
     assert loaded[0]() is not None
-    del launch
+    del execution
     gc.collect()
     assert loaded[0]() is None
 

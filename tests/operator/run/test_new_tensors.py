@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.splits import divided
 from fa4_hd256.run import forward
 from fa4_hd256.run.new_tensors import maker
 
@@ -63,9 +64,7 @@ def test_what_is_written_behind_parts_is_no_lse():
     shapes = ((2, 3, 4, 256), (2, 900, 2, 256), (2, 900, 2, 256))
     tensors = tuple(torch.randn(shape).bfloat16() for shape in shapes)
     problem = Problem.describe(tensors, Options.check(None, False, (None, None), 0.0))
-    out, lse = forward.empty_results(
-        forward.divided(problem, 3, forward.gpu_of(problem.device)), True
-    )
+    out, lse = forward.empty_results(divided(problem, 3, forward.gpu_of(problem.device)), True)
     assert out.shape == (6, 3, 4, 256) and lse.shape == (6, 4, 3)
     assert out.is_contiguous() and lse.is_contiguous() and out.isnan().all() and lse.isnan().all()
     between = lse.data_ptr() - (out.data_ptr() + out.nbytes)

@@ -1,16 +1,19 @@
-"""Calls that came before: repeated from packed arguments, with the same result."""
+"""Plans of calls: what they say, who finds them, and that a call which found one has the results
+of one that made it."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from replays import forget, simulated
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, interface, masks, plans
+from fa4_hd256.call.operator_arguments import ForwardTensors
 from fa4_hd256.score_mods import ScoreMod, alibi
 
 pytestmark = pytest.mark.simulator
@@ -82,14 +85,14 @@ def options_of(given):
 
 @pytest.mark.parametrize("case", FORWARDS.values(), ids=FORWARDS)
 @pytest.mark.sampled("causal", "mask")
-def test_a_repeated_forward_equals_one_that_was_not(case, launched):
+def test_a_forward_by_a_plan_that_was_found(case, launched):
     function, make, given = case
     options = options_of(given)
     function(*make(), **options, return_lse=True)
     inputs, options = make(), options_of(given)
     before = len(launched)
     found = function(*inputs, **options, return_lse=True)
-    assert len(launched) > before, "nothing was repeated"
+    assert len(launched) > before, "no plan was found"
     forget()
     count = len(launched)
     expected = function(*inputs, **options, return_lse=True)
@@ -120,7 +123,7 @@ def gradients(case, inputs, options, dout, lse_gradient=None):
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("case", BACKWARDS.values(), ids=BACKWARDS)
 @pytest.mark.sampled("causal-False", "causal-True", "mask-False")
-def test_a_repeated_backward_equals_one_that_was_not(case, with_lse, launched):
+def test_a_backward_by_a_plan_that_was_found(case, with_lse, launched):
     _, make, given = case
     options = options_of(given)
     inputs = make()
@@ -139,53 +142,95 @@ def test_a_repeated_backward_equals_one_that_was_not(case, with_lse, launched):
         assert torch.equal(one, other)
 
 
+# ---------------------------------------------------------------- what a plan says
+
+
+def forward_plan(**options):
+    """The plan of a forward of `dense` tensors."""
+    forget()
+    flash_attn_func(*dense(), **options)
+    (entry,) = plans._kept.entries.values()
+    return entry.execution.plan
+
+
+def test_a_plan_says_what_is_launched(launched):
+    plan = forward_plan(causal=True, learnable_sink=torch.randn(2).bfloat16())
+    assert plan.inputs == ("q", "k", "v", "sink") and plan.results == ("out", "lse")
+    assert [one.name for one in plan.allocations] == ["out", "lse"]
+    (launch,) = plan.launches
+    assert {"q", "k", "v", "out", "lse"} <= {view.name for view in launch.views}
+    text = str(plan)
+    assert text.startswith("on cpu, given q, k, v, sink\nallocate out (1, 70, 2, 256) bfloat16")
+    assert "float32 of sink -> sink in float32" in text and "launch forward" in text
+    assert "window_right 0" in text and text.endswith("return out, lse")
+
+
+def test_the_launches_of_a_divided_call(launched):
+    """Splits are memory of the call, and combined by a launch of their own."""
+    forget()
+    flash_attn_func(*dense(3, 300), num_splits=3)
+    (entry,) = plans._kept.entries.values()
+    plan = entry.execution.plan
+    assert [launch.spec.kind for launch in plan.launches][-1] == "forward_combine"
+    assert len(plan.launches) == 2 and plan.allocation("splits") is not None
+
+
+def test_plans_hold_no_tensor(launched):
+    """Neither of the call that made them, nor of one that found them."""
+    tensors_, sink = dense(), torch.randn(2)
+    for _ in range(2):
+        flash_attn_func(*tensors_, learnable_sink=sink)
+    seen = [weakref.ref(tensor) for tensor in (*tensors_, sink)]
+    del tensors_, sink
+    gc.collect()
+    assert not any(one() is not None for one in seen)
+
+
+def test_operands_that_are_copied_are_part_of_a_plan(launched):
+    """A call whose keys TMA cannot read finds its plan, too, and copies them each time."""
+    q, k, v = dense()
+    odd = torch.zeros(1, 90, 1, 260).bfloat16()[..., 3:259].copy_(k)
+    first = flash_attn_func(q, odd, v)
+    before = len(launched)
+    other = torch.zeros(1, 90, 1, 260).bfloat16()[..., 3:259].copy_(k + 1)
+    found = flash_attn_func(q, other, v)
+    assert len(launched) > before and not torch.equal(found, first)
+    assert torch.equal(found, flash_attn_func(q, (k + 1).contiguous(), v))
+
+
 # ---------------------------------------------------------------- what a key has
-
-
 
 
 @pytest.fixture
 def long_way(monkeypatch):
-    """Calls that take the long way, by a function in place of the operator; those that came before
-    are repeated by nothing. Yields the list of long ways taken."""
+    """Calls by a stand-in for executions: results of one that made its plan are 0, of one that
+    found it 1. Yields the list of plans made."""
     taken = []
 
-    def operator(tensors, scalars):
-        taken.append(scalars)
-        out = torch.zeros_like(tensors[0])
-        return out, torch.zeros(out.shape[:-1])
+    class Executed:
+        def __init__(self, plan):
+            self.plan, self.is_first = plan, True
 
-    class Repeated:
         def run(self, tensors, addresses, first=False):
-            out = torch.ones_like(tensors[0])
-            return out, torch.ones(out.shape[:-1])
+            value = 0.0 if self.is_first else 1.0
+            self.is_first = False
+            q = next(tensor for tensor in tensors if tensor is not None)
+            return torch.full_like(q, value), torch.full(q.shape[:-1], value)
 
-    class Recorded:
-        def replayed(self):
-            return Repeated()
+    def plan(tensors, values):
+        taken.append(values)
+        return None
 
-    class Recording:
-        def __init__(self, *given):
-            pass
-
-        def __enter__(self):
-            return Recorded()
-
-        def __exit__(self, *given):
-            return False
-
-    from fa4_hd256 import eager, interface
-
-    monkeypatch.setattr(eager, "recording", Recording)
-    monkeypatch.setattr(eager, "repeats", lambda tensors: True)
-    monkeypatch.setattr(interface.forward_calls, "_operator", operator)
+    monkeypatch.setattr(plans, "Execution", Executed)
+    monkeypatch.setattr(plans, "repeats", lambda tensors: True)
+    monkeypatch.setattr(interface, "_FORWARD", replace(interface._FORWARD, plan=plan))
     forget()
     yield taken
     forget()
 
 
 def repeats(function, *tensors, **options):
-    """Return True if a call was repeated; the stand-ins return ones then."""
+    """Whether a call found its plan; the stand-ins return ones then."""
     return bool((function(*tensors, **options) == 1).all())
 
 
@@ -317,20 +362,25 @@ def test_equal_values_of_other_types_are_refused_as_ever(wrong, long_way):
         flash_attn_func(*small(), **wrong)
 
 
-def test_short_of_memory_a_call_takes_the_long_way(long_way, monkeypatch):
-    """The long way may do with less memory than what was recorded."""
-    from fa4_hd256 import interface
-
+def test_short_of_memory_a_smaller_plan_is_run(long_way, monkeypatch):
+    """Where the kind of calls has one; the plan that is kept stays."""
     for _ in range(3):
         flash_attn_func(*small(), causal=True)
-    (entry,) = interface.forward_calls._kept.values()
+    (entry,) = plans._kept.entries.values()
+    kept = entry.execution
 
-    def run(*given):
+    def run(*given, **options):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as short:
-        short.setattr(type(entry.replayed), "run", run)
+        short.setattr(kept, "run", run, raising=False)
+        with pytest.raises(torch.OutOfMemoryError):
+            flash_attn_func(*small(), causal=True)
+        asked = []
+        smaller = replace(entry.kind, smaller=lambda *given: asked.append(given) or "smaller")
+        short.setattr(entry, "kind", smaller)
         assert not repeats(flash_attn_func, *small(), causal=True)
+        assert [given[2] for given in asked] == [kept.plan] and entry.execution is kept
     assert repeats(flash_attn_func, *small(), causal=True)
 
 
@@ -368,8 +418,6 @@ def test_what_may_be_intercepted_goes_through_the_operator(long_way, monkeypatch
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from fa4_hd256 import interface
-
     seen = []
 
     def forward(*given):
@@ -378,7 +426,7 @@ def test_what_may_be_intercepted_goes_through_the_operator(long_way, monkeypatch
 
     for _ in range(3):
         flash_attn_func(*small())
-    monkeypatch.setattr(interface, "_operator", lambda tensors, scalars: forward(*tensors[:3]))
+    monkeypatch.setattr(interface, "forward", forward)
 
     class Dispatch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -412,18 +460,17 @@ def resized(tensor):
     lambda q: torch._efficientzerotensor(q.shape, dtype=q.dtype), resized,
 ], ids=["zeros", "resized"])  # fmt: skip
 def test_elements_without_memory_are_not_launched_on(without, long_way, monkeypatch):
-    """Everything equals an earlier call's but the address, which is 0."""
-    from fa4_hd256 import interface
+    """Of a call that came before everything is alike but the address, which is 0."""
 
     class Refused(Exception):
         pass
 
-    def refuse(tensors, scalars):
+    def refuse(*given):
         raise Refused
 
     for _ in range(3):
         flash_attn_func(*small())
-    monkeypatch.setattr(interface, "_operator", refuse)
+    monkeypatch.setattr(interface, "forward", refuse)
     q, k, v = small()
     with pytest.raises(Refused):
         flash_attn_func(without(q), k, v)
@@ -431,28 +478,25 @@ def test_elements_without_memory_are_not_launched_on(without, long_way, monkeypa
 
 
 def test_without_guards_calls_are_found_by_their_key(long_way, monkeypatch):
-    from fa4_hd256 import eager
-
-    monkeypatch.setattr(eager, "_guard_of", lambda tensors: None)
+    monkeypatch.setattr(plans, "_guard_of", lambda tensors: None)
     assert not repeats(flash_attn_func, *small())
     assert repeats(flash_attn_func, *small()) and repeats(flash_attn_func, *small())
 
 
 def test_a_planted_key_without_strides_is_found_out(long_way, monkeypatch):
     """The test above fails where the key lacks something."""
-    from fa4_hd256 import eager
 
     def without_strides(tensors, facts, switches):
         shapes = tuple(None if t is None else t.shape for t in tensors)
         return (facts, shapes), [t.data_ptr() for t in tensors if t is not None]
 
-    monkeypatch.setattr(eager, "key_of", without_strides)
-    monkeypatch.setattr(eager, "_guard_of", lambda tensors: None)
+    monkeypatch.setattr(plans, "key_of", without_strides)
+    monkeypatch.setattr(plans, "_guard_of", lambda tensors: None)
     with pytest.raises(AssertionError):
         test_the_key_tells_calls_apart(CHANGES["strides of k"], long_way)
 
 
-def test_what_cannot_be_hashed_is_not_recorded(long_way):
+def test_what_cannot_be_hashed_has_no_plan_that_is_kept(long_way):
     """A window as a list is accepted, and looked up nowhere."""
     for _ in range(3):
         assert not repeats(flash_attn_func, *small(), window_size=[3, None])
@@ -472,18 +516,15 @@ def test_what_is_refused_is_not_kept(long_way):
     assert seen() is None
 
 
-def test_shapes_by_turns_find_their_own_entries(long_way):
+def test_shapes_in_alternation_find_their_own_entries(long_way):
     """The guard that was passed last is that of the other call."""
-    from fa4_hd256 import eager, interface
-
     longer = tensors((1, 9, 2, 256), (1, 30, 2, 256), (1, 30, 2, 256))
     for _ in range(3):
         flash_attn_func(*small())
         flash_attn_func(*longer)
-    calls = interface.forward_calls
     with pytest.MonkeyPatch.context() as only_guards:
-        only_guards.setattr(eager, "key_of", None)
-        found = [calls.find(*_asked(calls, each)) for each in (small(), longer, small(), longer)]
+        only_guards.setattr(plans, "key_of", None)
+        found = [plans.find(*_asked(each)) for each in (small(), longer, small(), longer)]
     entries = [entry for entry, _ in found]
     assert entries[0] is entries[2] is not entries[1] is entries[3]
     assert [addresses for _, addresses in found[1::2]] == [[t.data_ptr() for t in longer]] * 2
@@ -491,10 +532,7 @@ def test_shapes_by_turns_find_their_own_entries(long_way):
 
 def test_a_tensor_given_twice_is_guarded(long_way):
     """Offsets of queries that are those of keys, and keys that are the queries; not equal ones."""
-    from fa4_hd256 import interface
-    from fa4_hd256.call.operator_arguments import ForwardTensors
-
-    calls, offsets = interface.forward_calls, int32(0, 5, 20)
+    offsets = int32(0, 5, 20)
     q, v = tensors((20, 2, 256), (20, 2, 256))
     given = q, q, v, offsets, offsets
     attend = partial(
@@ -503,8 +541,8 @@ def test_a_tensor_given_twice_is_guarded(long_way):
     )  # fmt: skip
     for _ in range(3):
         attend(q, q, v)
-    facts, asked = _asked(calls, (q, q, v), attend)
-    guard = calls._alike_of(*facts).last
+    facts, asked = _asked((q, q, v), attend)
+    guard = plans._alike_of(*facts).last
     assert guard.addresses(asked) == [tensor.data_ptr() for tensor in given]
     for name in ("k", "cu_seqlens_k"):
         changed = list(asked)
@@ -513,23 +551,18 @@ def test_a_tensor_given_twice_is_guarded(long_way):
         assert guard.addresses(tuple(changed)) is None, name
 
 
-def _asked(calls, inputs, function=flash_attn_func):
-    """Return what a call looks up."""
-    asked = []
-    find, calls.find = calls.find, lambda *given: asked.append(given) or find(*given)
-    try:
+def _asked(inputs, function=flash_attn_func):
+    """What a call asks `plans.find` for."""
+    asked, find = [], plans.find
+    with pytest.MonkeyPatch.context() as noting:
+        noting.setattr(plans, "find", lambda *given: asked.append(given) or find(*given))
         function(*inputs)
-    finally:
-        del calls.find
     return asked[0]
 
 
-def test_few_keys_are_kept(long_way, monkeypatch):
-    from fa4_hd256 import eager, interface
-
-    monkeypatch.setattr(eager, "LARGEST", 4)
+def test_few_plans_are_kept(long_way, monkeypatch):
+    monkeypatch.setattr(plans, "LARGEST", 4)
     for rows in range(1, 8):
         for _ in range(3):
             flash_attn_func(*tensors(*[(1, rows, 1, 256)] * 3))
-    assert len(interface.forward_calls._kept) == 4
-    assert len(interface.forward_calls._guarded) <= 4
+    assert len(plans._kept.entries) == 4 and len(plans._kept.guards) <= 4

@@ -1,0 +1,376 @@
+"""Plans of calls, found by guards: `find` and `run`.
+
+A call like one before finds its plan, which is then executed: no checks, no description, nothing
+of PyTorch's dispatcher, which takes longer than a launch. Any other call makes its plan and
+executes it the same way. Wherever something could intercept the operator (torch.compile, tracing,
+modes, subclasses, torch.func) it is called as an operator, whose body comes here (`within`).
+
+NOTE [key of a plan].  What a plan and the checks before it depend on: of each tensor shape,
+strides, dtype, device and alignment; all other arguments, and their types where equal values of
+some types alone are accepted; the environment (`environment.switches`). Contents of lengths are
+checked on the CPU alone, or where the environment asks for it: there every call makes its plan.
+
+NOTE [guards].  To make a key takes longer than to launch. So each that came before has a guard,
+PyTorch's own of compiled code: one call in C++ that says whether tensors have the classes, dispatch
+keys, dtypes, devices, sizes, strides and requires_grad of those that it was made of. They are found
+by the other arguments: first that which the last such call passed, as a model's layers have it,
+then those of the same two shapes. It refuses a tensor that is given twice, as offsets of queries
+that are those of keys are: it is asked once, and the others are compared with it by identity.
+Where a PyTorch has none, keys are made.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import environment
+from .call.interception import is_intercepted
+from .package_name import NAMESPACE
+from .run.execute import Execution
+from .run.plan import LaunchPlan
+from .run.slots import ALIGNMENT
+
+__all__ = [
+    "LARGEST", "Entry", "Kind", "find", "forget_plans", "key_of", "leading", "plans_made",
+    "repeats", "run", "within",
+]  # fmt: skip
+
+#: Tensors of a call in the order of its arguments, None for one that is not given.
+Tensors = Sequence[torch.Tensor | None]
+
+#: Plans that are kept; beyond, the oldest goes.
+LARGEST = 2048
+
+#: Guards of the same facts that are tried.
+MOST_GUARDS = 8
+
+#: Of plain tensors, which no subclass takes calls of.
+_KINDS = (torch.Tensor, torch.nn.Parameter)
+
+
+_is_profiled = torch._C._autograd._profiler_enabled  # bound once
+
+
+def key_of(
+    tensors: Tensors, facts: tuple[Any, ...], switches: tuple[str, ...]
+) -> tuple[tuple, list[int]] | None:
+    """(key, addresses of the tensors that are given) of a call that nothing intercepts; None where
+    a tensor is no plain one, or has elements and no memory: one of the device "meta", PyTorch's
+    zeros, which its dispatcher fills in, and storage that was resized to nothing, which it refuses.
+
+    tensors: None for one not given. facts: all that the call depends on beside these and the
+    environment; their types count, too. switches: of the environment. NOTE [key of a plan].
+    """
+    if is_intercepted():
+        return None
+    key: list[Any] = [facts, _types(facts), switches]
+    addresses = []
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+            continue
+        if (
+            type(tensor) not in _KINDS
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.is_neg()
+        ):
+            return None
+        if tensor.is_meta:
+            return None
+        address = tensor.data_ptr()
+        if not address and tensor.numel():
+            return None
+        addresses.append(address)
+        key += (
+            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % ALIGNMENT,
+        )  # fmt: skip
+    return tuple(key), addresses
+
+
+def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """(tensors) -> whether they are like these; None where this PyTorch offers no such guard."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: list[Any] = [list(t.shape) for t in tensors]
+        strides: list[Any] = [list(t.stride()) for t in tensors]
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if guard.check(*tensors) and not guard.check(*[t.unsqueeze(0) for t in tensors]):
+            return guard.check
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    return None
+
+
+def _types(facts: tuple[Any, ...]) -> tuple[type, ...]:
+    """Of equal values some types alone are accepted."""
+    return tuple(map(type, facts))
+
+
+def are_aligned(addresses: Sequence[int]) -> bool:
+    """Whether all of them are multiples of `ALIGNMENT`."""
+    return not functools.reduce(operator.or_, addresses) % ALIGNMENT
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Calls that are described by the same arguments.
+
+    name: of their operator, in the package's namespace. resolve: (tensors, facts) -> values, what
+    is no tensor, called where no such call came before; raises for what is not accepted. plan:
+    (tensors, values) -> their plan. written: places of tensors that they write to. smaller:
+    (tensors, values, a plan that memory is too short for) -> another one, None where there is none.
+    """
+
+    name: str
+    resolve: Callable[[Tensors, tuple[Any, ...]], Any]
+    plan: Callable[[Tensors, Any], LaunchPlan]
+    written: tuple[int, ...] = ()
+    smaller: Callable[[Tensors, Any, LaunchPlan], LaunchPlan | None] | None = None
+
+
+class Entry:
+    """What is kept of calls with a key. execution: of their plan, None until one is made."""
+
+    __slots__ = ("execution", "is_kept", "kind", "values", "written")
+
+    def __init__(self, kind: Kind, values: Any, tensors: Tensors, is_kept: bool = True) -> None:
+        """tensors: of the call, or of one like it."""
+        self.kind, self.values, self.is_kept = kind, values, is_kept
+        self.written = [place for place in kind.written if tensors[place] is not None]
+        self.execution: Execution | None = None
+
+
+class _Guard:
+    """Finds an entry. switches: the environment's, of its key."""
+
+    __slots__ = ("_check", "_distinct", "_given", "_repeated", "entry", "switches")
+
+    def __init__(
+        self,
+        check: Callable[..., bool],
+        places: dict[int, int],
+        entry: Entry,
+        switches: tuple[str, ...],
+    ) -> None:
+        """check: whether tensors are those of the entry's key, each given once; places: of those
+        that are given among a call's tensors, and where each is given first, two or more."""
+        self._check, self.entry, self.switches = check, entry, switches
+        self._given = operator.itemgetter(*places)
+        self._distinct = operator.itemgetter(*dict.fromkeys(places.values()))
+        self._repeated = [(place, first) for place, first in places.items() if place != first]
+
+    def addresses(self, tensors: Tensors) -> list[int] | None:
+        """Of the tensors that are given, where they are those of the entry's key; else None."""
+        given = distinct = self._distinct(tensors)
+        if not self._check(*distinct):
+            return None
+        if self._repeated:
+            for place, first in self._repeated:
+                if tensors[place] is not tensors[first]:
+                    return None
+            given = self._given(tensors)
+        addresses = [tensor.data_ptr() for tensor in given]
+        # Without memory: see `key_of`. Entries that have guards are of the largest alignment.
+        return addresses if 0 not in addresses and are_aligned(addresses) else None
+
+
+class _Alike:
+    """Calls that differ in tensors and environment alone. last: the guard that one of them passed
+    last."""
+
+    __slots__ = ("last",)
+
+    def __init__(self, last: _Guard) -> None:
+        self.last = last
+
+
+def _place(alike: _Alike, tensors: Tensors, switches: tuple[str, ...]) -> Hashable:
+    """Where guards of calls alike are kept whose first two tensors have the same shapes."""
+    first, second, *_ = [tensor for tensor in tensors if tensor is not None]
+    return alike, first.shape, second.shape, switches
+
+
+class _Kept:
+    """All that is kept. made: plans that were made in this process, and kept or not."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Hashable, Entry] = {}
+        self.alike: dict[Hashable, _Alike] = {}
+        self.guards: dict[Hashable, list[_Guard]] = {}
+        self.lock = threading.Lock()
+        self.made = 0
+
+    def forget_guards(self) -> None:
+        self.alike.clear()
+        _alike_of.cache_clear()
+        self.guards.clear()
+
+
+_kept = _Kept()
+
+
+@functools.lru_cache(LARGEST, typed=True)
+def _alike_of(*facts: Any) -> _Alike:
+    """The same as `_Kept.alike`, in C. It keeps nothing of calls that are not there: KeyError."""
+    return _kept.alike[facts, _types(facts)]
+
+
+def forget_plans() -> None:
+    """Let go of all plans."""
+    with _kept.lock:
+        _kept.entries.clear()
+        _kept.forget_guards()
+
+
+def plans_made() -> int:
+    """Return how many plans this process has made."""
+    return _kept.made
+
+
+def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | None:
+    """(entry, addresses of the tensors that are given) of a call that nothing intercepts; None
+    where it must go through the dispatcher all the same.
+
+    facts: the call's `Kind`, all that the call depends on beside its tensors and the environment,
+    and which tensors are given. Raises as `Kind.resolve` does.
+    """
+    switches = environment.switches()
+    try:
+        alike = _alike_of(*facts)
+        guard = alike.last
+        if guard.switches is switches:
+            addresses = guard.addresses(tensors)
+            if addresses is not None:
+                return guard.entry, addresses
+        for guard in _kept.guards.get(_place(alike, tensors, switches), ()):
+            addresses = guard.addresses(tensors)
+            if addresses is not None:
+                alike.last = guard
+                return guard.entry, addresses
+    # The first call of its kind, or no tensor, or an argument that cannot be hashed.
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        pass
+    found = key_of(tensors, facts, switches)
+    if found is None:
+        return None
+    key, addresses = found
+    entry = _entry(key, facts, tensors)
+    if entry.execution is not None and are_aligned(addresses):
+        _guard(facts, tensors, entry, switches)
+    return entry, addresses
+
+
+def _entry(key: tuple, facts: tuple[Any, ...], tensors: Tensors) -> Entry:
+    kind = facts[0]
+    try:
+        found = _kept.entries.get(key)
+    except TypeError:  # an argument that cannot be hashed: nobody would find it
+        return Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_kept=False)
+    if found is None:
+        found = Entry(kind, kind.resolve(tensors, facts[1:]), tensors)
+        with _kept.lock:
+            while len(_kept.entries) >= LARGEST:
+                del _kept.entries[next(iter(_kept.entries))]
+            _kept.entries[key] = found
+    return found
+
+
+def _guard(
+    facts: tuple[Any, ...], tensors: Tensors, entry: Entry, switches: tuple[str, ...]
+) -> None:
+    """Let `find` find an entry by a guard. NOTE [guards]; the alignment is the largest."""
+    first_of: dict[int, int] = {}
+    given = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
+    places = {place: first_of.setdefault(id(tensor), place) for place, tensor in given}
+    distinct = [tensor for place, tensor in given if places[place] == place]
+    check = _guard_of(distinct) if len(distinct) > 1 else None
+    if check is None:
+        return
+    guard = _Guard(check, places, entry, switches)
+    with _kept.lock:
+        if len(_kept.guards) >= LARGEST:
+            _kept.forget_guards()
+        alike = _kept.alike.setdefault((facts, _types(facts)), _Alike(guard))
+        alike.last = guard
+        place = _place(alike, tensors, switches)
+        # The last one first; of many layouts the oldest go.
+        kept = _kept.guards.get(place, [])
+        _kept.guards[place] = [guard, *kept[: MOST_GUARDS - 1]]
+
+
+def run(
+    entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool = False
+) -> tuple[Any, ...]:
+    """The results of a call; addresses: of the tensors that are given; first: the first result
+    alone is read, others may be anything."""
+    if _is_profiled():
+        with torch.profiler.record_function(f"{NAMESPACE}::{entry.kind.name}"):
+            return _run(entry, tensors, addresses, first)
+    return _run(entry, tensors, addresses, first)
+
+
+def _run(entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool) -> tuple[Any, ...]:
+    execution = entry.execution
+    if execution is None:
+        execution = _execution(entry.kind, tensors, entry.values)
+    while True:
+        try:
+            results = execution.run(tensors, addresses, first)
+            break
+        except torch.OutOfMemoryError:
+            plan = _smaller(entry, tensors, execution.plan)
+            if plan is None:
+                raise
+        execution = Execution(plan)
+    if entry.execution is None and entry.is_kept and repeats(tensors):
+        entry.execution = execution
+    if entry.written:
+        # As an operator does: what autograd has kept of them is no longer what it was.
+        written: Any = [tensors[place] for place in entry.written]
+        torch.autograd.graph.increment_version(written)
+    return results
+
+
+def _execution(kind: Kind, tensors: Tensors, values: Any) -> Execution:
+    """A new plan, ready to run."""
+    _kept.made += 1
+    return Execution(kind.plan(tensors, values))
+
+
+def _smaller(entry: Entry, tensors: Tensors, plan: LaunchPlan) -> LaunchPlan | None:
+    """A plan that takes less memory than this one; None where there is none."""
+    smaller = entry.kind.smaller
+    return None if smaller is None else smaller(tensors, entry.values, plan)
+
+
+def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of an operator in its own body. values: its arguments that are no tensors, which
+    `resolve` finds first in the facts (`leading`)."""
+    facts = (kind, *values, *[tensor is None for tensor in tensors])
+    found = find(facts, tensors) if repeats(tensors) else None
+    if found is None:
+        entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_kept=False)
+        found = entry, [tensor.data_ptr() for tensor in tensors if tensor is not None]
+    return run(found[0], tensors, found[1])
+
+
+def leading(fields: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
+    """A `Kind.resolve`: facts begin with the fields of a named tuple."""
+    count = len(fields._fields)
+    return lambda tensors, facts: fields(*facts[:count])
+
+
+def repeats(tensors: Tensors) -> bool:
+    """Whether plans of calls with these tensors are kept: not where each call looks at what
+    lengths hold."""
+    on_gpu = any(tensor is not None and tensor.is_cuda for tensor in tensors)
+    return on_gpu and not environment.checks_pages()

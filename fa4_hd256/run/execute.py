@@ -1,0 +1,239 @@
+"""Run a plan: allocate, launch in order on one stream, return the results.
+
+There is no other way to run anything: first calls and repeated ones, compiled graphs, captures of
+CUDA graphs and calls in the simulator come here. An `Execution` is a plan made ready: its kernels
+are compiled and loaded, their arguments packed but for addresses. What a repeated call does is
+`Execution.run` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import launch
+from .catalogue import KernelSpec
+from .compile import CompiledKernel, compile_kernel
+from .kept_tensors import made_to_keep
+from .launch import current_device, current_stream
+from .new_tensors import maker
+from .packing import PackedArguments, Template, check_convention
+from .plan import Allocation, Launch, LaunchPlan, Lifetime, Operation
+from .slots import COUNTER, View
+from .tile_counter import tile_counter
+
+__all__ = ["Execution", "execute", "new_tensor"]
+
+#: Tensors of a call in the order of its arguments, None for one that is not given.
+Tensors = Sequence[torch.Tensor | None]
+#: Makes a tensor, at every call a new one.
+Make = Callable[[], torch.Tensor]
+
+
+def execute(plan: LaunchPlan, tensors: Tensors) -> tuple[Any, ...]:
+    """Run a plan once. tensors: those that it was made for, or others that lie like them."""
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+    return Execution(plan).run(tensors, addresses)
+
+
+class Execution:
+    """A plan that this process can run, from any thread."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        """Compile and load the kernels, all before any is launched. Raises as `compile_kernel`
+        does."""
+        self.plan = plan
+        device = plan.device
+        allocations = [a for a in plan.allocations if a.lifetime is not Lifetime.STREAM]
+        self._make = [_maker(one, device) for one in allocations]
+        self._make_first = [_unread_maker(one, device) for one in allocations]
+        operations = [step for step in plan.steps if isinstance(step, Operation)]
+        results = [one.result for one in operations if one.result is not None]
+        names = [*plan.inputs, *(one.name for one in allocations), *results, COUNTER]
+        #: Of the tensors that the plan names, in the order of addresses.
+        self.numbers = {name: number for number, name in enumerate(names)}
+        #: Of what operations make, and of the counter: known as the steps run.
+        self._later = [0] * (len(results) + 1)
+        self._kernels = {spec: compile_kernel(spec) for spec in plan.specs}
+        self._functions: dict[KernelSpec, Callable[[int], Any] | None] = {}
+        for spec, compiled in self._kernels.items():
+            self._functions[spec] = launch.host_function(compiled, device)
+            first = next(one for one in plan.launches if one.spec == spec)
+            _check_once(compiled, first)
+        self._index = device.index if device.type == "cuda" else None
+        #: Steps with packed arguments that no thread uses now.
+        self._free: list[tuple[Any, ...]] = []
+        self._results = tuple([None if r is None else self.numbers[r] for r in plan.results])
+        made = range(len(plan.inputs), len(plan.inputs) + len(allocations))
+        #: Whether tensors are wanted by name: allocations alone are in their order.
+        self._by_name = bool(operations) or any(r not in made for r in self._results)
+        self._in_made = [0 if r is None else r - len(plan.inputs) for r in self._results]
+
+    def run(
+        self, tensors: Tensors, addresses: Sequence[int], first: bool = False
+    ) -> tuple[Any, ...]:
+        """The results. addresses: of the tensors that are given; first: the first result alone is
+        read, others may be anything."""
+        made = [new() for new in (self._make_first if first else self._make)]
+        where = [*addresses, *[tensor.data_ptr() for tensor in made], *self._later]
+        found: list[Any] = made
+        if self._by_name:
+            given = [tensor for tensor in tensors if tensor is not None]
+            found = [*given, *made, *[None] * len(self._later)]
+        index = self._index
+        if index is None:
+            self._run(where, 0, found)
+        elif current_device() == index:
+            self._run(where, current_stream(index), found)
+        else:
+            with torch.cuda.device(index):
+                self._run(where, current_stream(index), found)
+        if self._by_name:
+            return tuple([None if r is None else found[r] for r in self._results])
+        return tuple([made[number] for number in self._in_made])
+
+    def _run(self, where: list[int], stream: int, found: list[Any]) -> None:
+        """where: addresses by number; found: tensors, the same if they are wanted by name."""
+        try:
+            steps = self._free.pop()
+        except IndexError:
+            steps = self._new_steps()
+        for step in steps:
+            step.run(where, stream, found)
+        self._free.append(steps)
+
+    def _new_steps(self) -> tuple[Any, ...]:
+        """The steps with packed arguments of their own."""
+        found: list[Any] = []
+        for step in self.plan.steps:
+            if isinstance(step, Operation):
+                found.append(_OperationStep(step, self.numbers))
+                continue
+            template, function = Template(step, self.numbers), self._functions[step.spec]
+            if function is None:
+                found.append(_SimulatedStep(self._kernels[step.spec], step, template, self))
+            else:
+                found.append(_LaunchStep(function, step, template, self))
+        return tuple(found)
+
+
+def _check_once(compiled: CompiledKernel, first: Launch) -> None:
+    if "is_checked" not in compiled.__dict__:
+        check_convention(compiled, first)
+        compiled.__dict__["is_checked"] = True
+
+
+class _OperationStep:
+    """Work of PyTorch's."""
+
+    def __init__(self, operation: Operation, numbers: dict[str, int]) -> None:
+        self._reads = [numbers[name] for name in operation.reads]
+        self._function = operation.run
+        self._result = None if operation.result is None else numbers[operation.result]
+
+    def run(self, where: list[int], stream: int, found: list[Any]) -> None:
+        made = self._function(*[found[number] for number in self._reads])
+        if self._result is not None:
+            assert made is not None
+            found[self._result], where[self._result] = made, made.data_ptr()
+
+
+class _LaunchStep(PackedArguments):
+    """A launch on a GPU."""
+
+    def __init__(
+        self, function: Callable[[int], Any], step: Launch, template: Template, of: Execution
+    ) -> None:
+        super().__init__(template)
+        self._function, self._device = function, of.plan.device
+        self._counts = any(view.name == COUNTER for view in step.views)
+        # The code belongs to the linked module, which the kernel keeps.
+        self._kept = of
+
+    def run(self, where: list[int], stream: int, found: list[Any]) -> None:
+        counter = None  # one that is made for a graph lives until its launch is captured
+        if self._counts:
+            counter = tile_counter(self._device, stream)
+            where[-1] = counter.data_ptr()
+        self.call(self._function, where, stream)
+
+
+class _SimulatedStep(PackedArguments):
+    """A launch in the simulator."""
+
+    def __init__(
+        self, compiled: CompiledKernel, step: Launch, template: Template, of: Execution
+    ) -> None:
+        super().__init__(template)
+        self._compiled, self._device = compiled, of.plan.device
+        self._views = [(view, of.numbers[view.name]) for view in step.views]
+
+    def run(self, where: list[int], stream: int, found: list[Any]) -> None:
+        counter = tile_counter(self._device, stream)
+        where[-1] = counter.data_ptr()
+        self.write(where, stream)
+        memory = [_extent(view, where[number]) for view, number in self._views if view.numel()]
+        launch.simulate(self._compiled, self.addresses, sorted(memory))
+
+
+def _extent(view: View, address: int) -> tuple[int, int, str]:
+    """(first byte, past the last one, name) of a view that is not empty."""
+    begin, size = address + view.begin, view.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True))
+    return begin, begin + (last + 1) * size, view.name
+
+
+# ---------------------------------------------------------------- memory
+
+
+def new_tensor(allocation: Allocation, device: torch.device) -> torch.Tensor:
+    """Return memory as a call makes it."""
+    return _maker(allocation, device)()
+
+
+def _maker(allocation: Allocation, device: torch.device) -> Make:
+    """What makes the memory of a call."""
+    size = math.prod(allocation.shape)
+    is_zero = allocation.fills == ((0, size, 0.0),)
+    make = maker(allocation.shape, allocation.dtype, device, is_zero)
+    if is_zero or not allocation.fills:
+        return make
+    fills = allocation.fills
+
+    def filled() -> torch.Tensor:
+        made = make()
+        for begin, end, value in fills:
+            made.as_strided((end - begin,), (1,), begin).fill_(value)
+        return made
+
+    def filled_with_one() -> torch.Tensor:
+        return make().fill_(fills[0][2])
+
+    is_whole = len(fills) == 1 and fills[0][:2] == (0, size)
+    return filled_with_one if is_whole else filled
+
+
+#: Elements of float32 of the memory that calls write to and nobody reads, 1 MiB, and it by device.
+UNREAD_ELEMENTS = 1 << 18
+_unread: dict[int | None, torch.Tensor] = {}
+
+
+def _unread_maker(allocation: Allocation, device: torch.device) -> Make:
+    """The same where no caller reads it: memory of the device, if it is large enough. Kernels of
+    any stream write to that at any time. It is not made while a CUDA graph is captured, whose
+    memory nothing may keep."""
+    is_small = math.prod(allocation.shape) <= UNREAD_ELEMENTS and not allocation.fills
+    is_unread = allocation.lifetime is Lifetime.UNREAD
+    if device.type != "cuda" or not (is_small and is_unread):
+        return _maker(allocation, device)
+    if device.index not in _unread:
+        if torch.cuda.is_current_stream_capturing():
+            return _maker(allocation, device)
+        _unread[device.index] = made_to_keep(
+            lambda: torch.empty(UNREAD_ELEMENTS, dtype=torch.float32, device=device), device
+        )
+    shared = _unread[device.index]
+    return lambda: shared

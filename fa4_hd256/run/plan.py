@@ -1,0 +1,232 @@
+"""What a call launches, as plain data: `print(plan)` says it.
+
+A plan is made from the description of a call (`call.forward_problem.Problem`,
+`call.backward_problem.BackwardProblem`) and from how its tensors lie in memory (`View`), and from
+nothing else: no tensor, no address. So whatever guards find equal shares a plan, and `execute`
+runs it on any tensors that lie like those.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..call.descales import scale_layout
+from ..call.layouts import tma_can_take, without_loose_strides
+from .catalogue import KernelSpec
+from .slots import COUNTER, Number, Slot, View, contiguous_strides, leaves, plain_arguments
+
+__all__ = ["Allocation", "Launch", "LaunchPlan", "Lifetime", "Operation", "PlanBuilder"]
+
+
+class Lifetime(enum.Enum):
+    """How long memory lives.
+
+    CALL: as long as its tensor. UNREAD: the same, but where no caller reads it, it may be memory of
+    the device that all calls write to. STREAM: the counter of a stream (`tile_counter`).
+    """
+
+    CALL = "per call"
+    UNREAD = "per call, shared where unread"
+    STREAM = "of the stream"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Contiguous memory that a call needs. fills: (first element, past the last one, value)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fills: tuple[tuple[int, int, float], ...] = ()
+    lifetime: Lifetime = Lifetime.CALL
+
+    def __str__(self) -> str:
+        filled = ", ".join(f"{value:g} in {begin}..{end}" for begin, end, value in self.fills)
+        what = f"{View.contiguous(self.name, self.shape, self.dtype)}, {self.lifetime.value}"
+        return f"{what}, filled: {filled}" if filled else what
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Work of PyTorch's between launches. run: from the tensors named by `reads` to what gets the
+    name `result`; None where it writes in place."""
+
+    what: str
+    reads: tuple[str, ...]
+    run: Callable[..., torch.Tensor | None]
+    result: str | None = None
+
+    def __str__(self) -> str:
+        given = f"{self.what} of {', '.join(self.reads)}"
+        return f"{given} -> {self.result}" if self.result else given
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel of the catalogue, and its arguments: `Slot`s nested in tuples as the kernel takes
+    them, None for what it does not take."""
+
+    spec: KernelSpec
+    arguments: tuple[Any, ...]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments in the order in which they are packed."""
+        return tuple(leaves(self.arguments))
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        return tuple(slot for slot in self.slots if isinstance(slot, View))
+
+    def __str__(self) -> str:
+        lines = [f"launch {self.spec.kind} {self.spec.config}"]
+        lines += [f"    {view}" for view in self.views]
+        numbers = ", ".join(f"{name} {number}" for name, number in _numbers(self.arguments))
+        return "\n".join([*lines, f"    {numbers}"] if numbers else lines)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """All that a call does on its device, in order.
+
+    inputs: names of the tensors that callers pass, in their order. results: names of what they get,
+    None for a result that was not requested.
+    """
+
+    device: torch.device
+    inputs: tuple[str, ...]
+    allocations: tuple[Allocation, ...]
+    steps: tuple[Launch | Operation, ...]
+    results: tuple[str | None, ...]
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Launch))
+
+    @property
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """The kernels, each once, in the order of their first launch."""
+        return tuple(dict.fromkeys(launch.spec for launch in self.launches))
+
+    def allocation(self, name: str) -> Allocation | None:
+        return next((one for one in self.allocations if one.name == name), None)
+
+    def __str__(self) -> str:
+        lines = [f"on {self.device}, given {', '.join(self.inputs)}"]
+        lines += [f"allocate {allocation}" for allocation in self.allocations]
+        lines += map(str, self.steps)
+        return "\n".join([*lines, f"return {', '.join(map(str, self.results))}"])
+
+
+def _numbers(arguments: Any, name: str = "scalar") -> Iterator[tuple[str, Number]]:
+    """(name, number) of the scalars among nested arguments."""
+    if isinstance(arguments, Number):
+        yield name, arguments
+    elif isinstance(arguments, tuple):
+        names = getattr(arguments, "_fields", (name,) * len(arguments))
+        for own, part in zip(names, arguments, strict=True):
+            yield from _numbers(part, own)
+
+
+@dataclass
+class PlanBuilder:
+    """Collects what a call does. inputs: of its tensors, by name in the order of its arguments."""
+
+    device: torch.device
+    inputs: Mapping[str, View]
+    _allocations: dict[str, Allocation] = field(default_factory=dict)
+    _steps: list[Launch | Operation] = field(default_factory=list)
+    _results: int = 0
+
+    @classmethod
+    def for_tensors(
+        cls, device: torch.device, names: Sequence[str], tensors: Sequence[torch.Tensor | None]
+    ) -> PlanBuilder:
+        """Return one for a call's tensors, None for those that are not given."""
+        given = zip(names, tensors, strict=True)
+        return cls(device, {n: View.of(n, t) for n, t in given if t is not None})
+
+    def allocate(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        fills: Sequence[tuple[int, int, float]] = (),
+        lifetime: Lifetime = Lifetime.CALL,
+    ) -> View:
+        """Memory of every call. On the CPU what is not filled is NaN, so that an element which no
+        kernel writes shows."""
+        size, fills = math.prod(shape), tuple(fills)
+        if not fills and self.device.type == "cpu" and dtype.is_floating_point:
+            fills = ((0, size, math.nan),)
+        if not size:
+            fills = ()
+        self._allocations[name] = Allocation(name, tuple(shape), dtype, fills, lifetime)
+        return View.contiguous(name, shape, dtype)
+
+    def operate(
+        self, what: str, reads: Sequence[str], run: Callable[..., Any], like: View | None = None
+    ) -> View | None:
+        """Let PyTorch do something; like: its result under the name that this gets, else None."""
+        self._steps.append(Operation(what, tuple(reads), run, None if like is None else like.name))
+        return like
+
+    def launch(self, spec: KernelSpec, arguments: tuple[Any, ...]) -> None:
+        """Launch a kernel. arguments: as for `Launch`, numbers as CuTe DSL has them."""
+        arguments = plain_arguments(arguments)
+        if any(getattr(slot, "name", None) == COUNTER for slot in leaves(arguments)):
+            counter = Allocation(COUNTER, (1,), torch.int32, lifetime=Lifetime.STREAM)
+            self._allocations[COUNTER] = counter
+        self._steps.append(Launch(spec, arguments))
+
+    def plan(self, *results: View | None) -> LaunchPlan:
+        """Return the plan. results: whole tensors."""
+        names = tuple(None if view is None else view.name for view in results)
+        allocations = tuple(self._allocations.values())
+        return LaunchPlan(self.device, tuple(self.inputs), allocations, tuple(self._steps), names)
+
+    # ------------------------------------------------------------ tensors as kernels read them
+
+    def copied(self, view: View) -> View:
+        """A contiguous copy."""
+        self._results += 1
+        like = View.contiguous(f"{view.name} copied {self._results}", view.shape, view.dtype)
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            return view.in_memory(tensor).clone(memory_format=torch.contiguous_format)
+
+        self.operate("contiguous copy", (view.name,), copy, like)
+        return like
+
+    def operand(self, view: View) -> View:
+        """A tensor that TMA reads: in place where it can."""
+        return without_loose_strides(view) if tma_can_take(view) else self.copied(view)
+
+    def rows(self, view: View) -> View:
+        """One float of each row. CuTe DSL 4.8 takes a stride of 0 for a static one."""
+        return self.copied(view) if 0 in view.strides else view
+
+    def table(self, view: View) -> View:
+        """A table with a last stride of 1, whose rows may be one expanded row."""
+        return without_loose_strides(self.rows(view))
+
+    def scale(self, view: View, descale: str) -> View:
+        """Descales as (entries, heads_kv); in place but where heads have a stride."""
+        found = scale_layout(view, descale)
+        rows, heads = found.shape
+        if heads > 1 and found.strides[1] != 1:
+            return self.copied(found)
+        # Dimensions of size 1 may carry any stride.
+        return found.as_strided((rows, heads), (found.strides[0] if rows > 1 else heads, 1))
+
+    def dense(self, view: View) -> View:
+        """A contiguous tensor, in place where it is one; dimensions of 1 may carry any stride."""
+        if not view.is_contiguous():
+            return self.copied(view)
+        return view.as_strided(view.shape, contiguous_strides(view.shape))
