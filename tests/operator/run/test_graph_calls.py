@@ -79,7 +79,7 @@ def through(function, tensors, gradients):
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.sampled("dense-forward", "dense-gradients", "masked-forward", "masked-gradients")
+@pytest.mark.sampled("dense-forward", "dense-gradients", "masked-forward")
 def test_compiled_calls_find_their_plans(launched, function, gradients):
     """The same bits as the first call with the same tensors."""
     compiled = torch.compile(function, backend="aot_eager")
