@@ -278,14 +278,14 @@ class _Places(NamedTuple):
 
     @property
     def sequences(self) -> tuple[Any, ...]:
-        """As `interface.attend_sequences` takes them."""
+        """Return the arguments of `interface.attend_sequences`."""
         return (
             self.cu_seqlens_q, None, None, self.lengths, self.page_table, self.scheduler_metadata,
         )  # fmt: skip
 
 
 class _Attention(NamedTuple):
-    """What is asked of the attention, whichever rows there are. others: tensors by name."""
+    """Attention that a call requests, whichever rows there are. others: tensors by name."""
 
     sink: Any
     others: dict[str, torch.Tensor]
@@ -302,7 +302,7 @@ class _Attention(NamedTuple):
         )  # fmt: skip
 
     def bounded(self, q: torch.Tensor) -> _Attention:
-        """The same with numbers for max_seqlen_q and max_seqlen_k."""
+        """Return it with numbers for max_seqlen_q and max_seqlen_k."""
         asked = self.asked
         given = asked.max_seqlen_q, asked.max_seqlen_k
         if not any(isinstance(longest, torch.Tensor) for longest in given):
@@ -507,7 +507,8 @@ _NO_MORE = [None] * (1 + len(SCORE_MOD.tensors))
 
 
 def _append_tensors(tensors: Sequence[Any]) -> AppendTensors:
-    """Those that the kernel which writes rows takes: queries for their rotary embedding alone."""
+    """Return the tensors of the kernel that writes rows: queries for their rotary embedding
+    alone."""
     found = AppendTensors(*tensors[:_APPENDED])
     return found if found.rotary_cos is not None else found._replace(q=None, cu_seqlens_q=None)
 
@@ -515,8 +516,8 @@ def _append_tensors(tensors: Sequence[Any]) -> AppendTensors:
 def _resolved(
     tensors: Sequence[Any], asked: Given, interleaved: Any
 ) -> tuple[AppendOptions, ForwardWork | None]:
-    """What the kernel that writes rows is told beside its tensors, and the attention described,
-    None in graphs. Raises what the call would, so that nothing is written before."""
+    """Return the options of the kernel that writes rows, and the attention described, None in
+    graphs. Raises what the call would, so that nothing is written before."""
     call, given = AppendTensors(*tensors[:_APPENDED]), dict(zip(_NAMES, tensors, strict=True))
     rows = _NewRows(
         call.k, call.v, call.cu_seqlens_k_new, call.rotary_cos, call.rotary_sin, interleaved,

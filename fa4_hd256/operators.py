@@ -53,8 +53,8 @@ def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ForwardRequest(NamedTuple):
-    """What of a forward is no tensor. has_batch: whether packed sequences have a batch of 1, as the
-    operators take them."""
+    """Request of a forward: all that is no tensor. has_batch: whether packed sequences have a batch
+    of 1, as the operators take them."""
 
     values: ForwardValues
     max_logits: bool = False

@@ -111,12 +111,12 @@ def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 
 def _types(facts: tuple[Any, ...]) -> tuple[type, ...]:
-    """Of equal values some types alone are accepted."""
+    """Return the types of facts: of equal values some types alone are accepted."""
     return tuple(map(type, facts))
 
 
 def are_aligned(addresses: Sequence[int]) -> bool:
-    """Whether all of them are multiples of `ALIGNMENT`."""
+    """Return True if all of them are multiples of `ALIGNMENT`."""
     return not functools.reduce(operator.or_, addresses) % ALIGNMENT
 
 
@@ -138,7 +138,7 @@ class Kind:
 
 
 class Entry:
-    """What is kept of calls with a key. execution: of their plan, None until one is made."""
+    """Values kept of calls with a key. execution: of their plan, None until one is made."""
 
     __slots__ = ("execution", "is_kept", "kind", "values", "written")
 
@@ -169,7 +169,8 @@ class _Guard:
         self._repeated = [(place, first) for place, first in places.items() if place != first]
 
     def addresses(self, tensors: Tensors) -> list[int] | None:
-        """Of the tensors that are given, where they are those of the entry's key; else None."""
+        """Return the addresses of the given tensors if they are those of the entry's key, else
+        None."""
         given = distinct = self._distinct(tensors)
         if not self._check(*distinct):
             return None
@@ -194,7 +195,7 @@ class _Alike:
 
 
 def _place(alike: _Alike, tensors: Tensors, switches: tuple[str, ...]) -> Hashable:
-    """Where guards of calls alike are kept whose first two tensors have the same shapes."""
+    """Return the key of the guards of calls alike whose first two tensors have the same shapes."""
     first, second, *_ = [tensor for tensor in tensors if tensor is not None]
     return alike, first.shape, second.shape, switches
 
@@ -220,7 +221,8 @@ _kept = _Kept()
 
 @functools.lru_cache(LARGEST, typed=True)
 def _alike_of(*facts: Any) -> _Alike:
-    """The same as `_Kept.alike`, in C. It keeps nothing of calls that are not there: KeyError."""
+    """Return the same as `_Kept.alike`, in C. It keeps nothing of calls that are not there:
+    KeyError."""
     return _kept.alike[facts, _types(facts)]
 
 
@@ -370,7 +372,7 @@ def leading(fields: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
 
 
 def repeats(tensors: Tensors) -> bool:
-    """Whether plans of calls with these tensors are kept: not where each call looks at what
+    """Return True if plans of calls with these tensors are kept: not where each call looks at what
     lengths hold."""
     on_gpu = any(tensor is not None and tensor.is_cuda for tensor in tensors)
     return on_gpu and not environment.checks_pages()

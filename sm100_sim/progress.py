@@ -1,4 +1,4 @@
-"""What a command is doing, for people who wait: on a terminal, by tqdm where that is installed."""
+"""Progress of a command, for people who wait: on a terminal, by tqdm where that is installed."""
 
 from __future__ import annotations
 

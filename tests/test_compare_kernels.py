@@ -81,7 +81,7 @@ def test_everything_else_does(before, after):
 
 
 def swapped(ptx: str) -> str:
-    """The same code in other registers."""
+    """Return the code in other registers."""
     return re.sub("%r[23]", lambda match: {"%r2": "%r3", "%r3": "%r2"}[match[0]], ptx)
 
 

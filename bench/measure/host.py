@@ -353,7 +353,7 @@ def parts_of_repeated(
 
 @contextlib.contextmanager
 def _noted() -> Iterator[tuple[list[tuple], list[tuple]]]:
-    """What `plans.run` and `plans.find` are given inside."""
+    """Note the arguments of `plans.run` and `plans.find` inside."""
     ran: list[tuple] = []
     asked: list[tuple] = []
     run, find = plans.run, plans.find

@@ -1,1 +1,1 @@
-"""What a call is: its problem, checked once, and how it is divided."""
+"""Description of a call: its problem, checked once, and its splitting."""

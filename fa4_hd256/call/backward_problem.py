@@ -60,16 +60,17 @@ class BackwardProblem:
 
     @property
     def dq_class(self) -> GradientClass:
-        """Of the kernel that makes dQ alone."""
+        """Return the class of the kernel that makes dQ alone."""
         return GradientClass(replace(self.forward.problem_class, sink=False, packed_heads=1))
 
     @property
     def dkdv_class(self) -> GradientClass:
-        """Of the kernels that make dK or dV."""
+        """Return the class of the kernels that make dK or dV."""
         return replace(self.dq_class, partial=self.head_parts > 1 or self.adds)
 
     def of_kernel(self, kernel: BackwardKernel) -> BackwardProblem:
-        """As a kernel has it: one that computes no scores knows of no functions of them."""
+        """Return the problem as a kernel has it: one that computes no scores knows no functions of
+        them."""
         if kernel.computes_scores:
             return self
         options = replace(self.forward.options, softcap=0.0, score_mod=None, mask_mod=None)
@@ -88,13 +89,14 @@ class BackwardProblem:
 
     @property
     def sums(self) -> bool:
-        """Whether a kernel adds up the parts of dK and dV; what portions add to is PyTorch's."""
+        """Return True if a kernel adds up the parts of dK and dV; PyTorch adds up those of
+        chunks."""
         is_empty = self.has_no_queries or self.has_no_keys
         return self.head_parts > self.copies and not self.adds and not is_empty
 
     @property
     def kernels(self) -> BackwardSet:
-        """Those of the architecture."""
+        """Return the kernels of the architecture."""
         return self.forward.kernels.backward_set()
 
     @property
@@ -114,7 +116,7 @@ class BackwardProblem:
         return forward.q_shape[2], *units, DS_TILE_ELEMENTS
 
     def of_listed(self, tiles: int) -> int:
-        """Of so many tiles of a query head those that may be listed under a block mask."""
+        """Return how many of so many tiles of a query head may be listed under a block mask."""
         return min(tiles, self.listed_tiles or tiles)
 
     @property
@@ -157,12 +159,12 @@ class BackwardProblem:
 
     @property
     def has_no_queries(self) -> bool:
-        """Then nothing is launched, and dK and dV are 0."""
+        """Return True if nothing is launched, and dK and dV are 0."""
         return self.forward.is_empty
 
     @property
     def has_no_keys(self) -> bool:
-        """Then dQ is 0, and dK and dV are empty."""
+        """Return True if dQ is 0, and dK and dV are empty."""
         return self.k_shape[1] == 0
 
 
@@ -210,8 +212,8 @@ class BackwardCall:
         return BackwardProblem(forward, tuple(k.shape), self.dlse is not None, copies, copies)
 
     def _bounded(self, forward: Problem) -> Problem:
-        """The same with bounds of lengths, which grids follow, of no more rows than there are: a
-        user's, of the keys above all, may be any number."""
+        """Return the problem with bounds of lengths, which grids follow, of no more rows than there
+        are: a user's, of the keys above all, may be any number."""
         rows = max(1, self.q.shape[1]), max(1, self.k.shape[1])
         return replace(
             forward,

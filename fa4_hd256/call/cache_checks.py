@@ -1,7 +1,8 @@
-"""What a user of a KV cache can get wrong, found before anything is written; as `checks` otherwise.
+"""Checks of what a user of a KV cache can get wrong, before anything is written; as `checks`
+otherwise.
 
 Lengths, page numbers and positions lie on the device. On the CPU they are checked, on a GPU where
-the user asks for it (`environment.checks_pages`).
+the user requests it (`environment.checks_pages`).
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def check_int32(name: str, tensor: Any) -> None:
 
 
 def of_batch(name: str, tensor: Any, batch: int, device: torch.device) -> torch.Tensor:
-    """The same, a (batch,) int32 tensor."""
+    """Return the tensor; raise ValueError unless it is (batch,) int32."""
     check_int32(name, tensor)
     if tuple(tensor.shape) != (batch,) or tensor.device != device:
         raise ValueError(
@@ -170,7 +171,8 @@ def check_rows(table: torch.Tensor) -> None:
 
 
 def check_in_place(caches: dict[str, torch.Tensor]) -> None:
-    """That rows can be written to caches where these lie. Raises ValueError."""
+    """Raise ValueError unless k_cache and v_cache have strides and memory that rows can be written
+    to."""
     k_cache, v_cache = caches.values()
     if k_cache.numel() and not k_cache.is_meta and k_cache.data_ptr() == v_cache.data_ptr():
         raise ValueError(
@@ -183,8 +185,7 @@ def check_in_place(caches: dict[str, torch.Tensor]) -> None:
 
 
 def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
-    """That PyTorch writes to caches now, and that new rows do not lie in them. Raises
-    ValueError."""
+    """Raise ValueError unless PyTorch may write to caches now, and new rows do not lie in them."""
     for name, cache in caches.items():
         memory_checks.check_changeable(name, cache)
         for given, rows in new.items():

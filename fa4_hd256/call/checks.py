@@ -83,7 +83,7 @@ def _carried(name: str, value: int | torch.SymInt) -> None:
 
 
 def causal_of(causal: Any) -> bool:
-    """The same, a bool."""
+    """Return causal as a bool. Raises TypeError for another type."""
     causal = plain(causal)
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {shown(causal)}")
@@ -135,7 +135,7 @@ def check_options(softmax_scale: float, softcap: float) -> None:
 
 
 def are_differentiated(tensors: Iterable[Any]) -> bool:
-    """Whether gradients may be asked for of any of these."""
+    """Return True if gradients may be requested of any of these."""
     return torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     )
@@ -144,7 +144,7 @@ def are_differentiated(tensors: Iterable[Any]) -> bool:
 def check_functions(
     functions: tuple[Any, Any], softcap: float, k: torch.Tensor, ragged: Mapping[str, Any]
 ) -> None:
-    """What does not go with functions of a call, score_mod and mask_mod, None for none."""
+    """Refuse what does not go with functions of a call, score_mod and mask_mod, None for none."""
     score_mod, mask_mod = functions
     _check_mask_mod(mask_mod, ragged)
     if score_mod is None:
@@ -405,7 +405,7 @@ def _check_mask_table(name: str, tensor: torch.Tensor, ragged: dict[str, torch.T
 
 
 def check_lists(block_mask: Any) -> None:
-    """Of a call with a block mask or a mask_mod. Raises ValueError for the latter alone."""
+    """Raise ValueError for a mask_mod without a block mask."""
     if block_mask is None:
         raise ValueError(
             "mask_mod is given without block_mask, whose lists say in which tiles it is asked; "
@@ -431,7 +431,7 @@ def check_mask_of(
 
 
 def check_mask_options(window: tuple[int | None, int | None], num_splits: int) -> None:
-    """What goes with a block mask."""
+    """Refuse what does not go with a block mask."""
     if window != (None, None):
         raise ValueError(
             f"causal or window_size bound the keys, {window}, with block_mask; accepted: one of "

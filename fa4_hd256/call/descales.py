@@ -27,7 +27,7 @@ def refuse_gradients(*scales: Any) -> None:
 
 
 def scales_among(given: dict[str, Any]) -> dict[str, Any]:
-    """Those of `DESCALES` that are given, not None."""
+    """Return the given entries of `DESCALES`, not None."""
     return {name: given[name] for name in DESCALES if given.get(name) is not None}
 
 
@@ -74,7 +74,8 @@ def check_values(given: dict[str, torch.Tensor], descale: str, pages: torch.Tens
 
 
 def descale_of(given: dict[str, torch.Tensor], k: torch.Tensor, sequences: int, paged: bool) -> str:
-    """Whose factors k and v have, `OF_SEQUENCES` or `OF_PAGES`; empty where none are given.
+    """Return the form of the scales of k and v, `OF_SEQUENCES` or `OF_PAGES`; empty where none are
+    given.
 
     k: (.., .., heads_kv, 256), with pages first where `paged`. Raises ValueError for another shape,
     and where k and v have them of different ones.

@@ -1,5 +1,5 @@
-"""How a forward is divided into launches: the keys of query tiles into splits (`splits`), the
-queries of the last turn by themselves (`last_turn`)."""
+"""Division of a forward into launches: the keys of query tiles into splits (`splits`), the queries
+of the last wave by themselves (`last_turn`)."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from .windows import UNBOUNDED, bounds_of_operator, window_of
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for beside q, k and v.
+    """Options of a call beside q, k and v.
 
     softmax_scale: finite. window: keys visible to the left and right of the diagonal, of either
     sign, None for unbounded; causal is (., 0). softcap: 0 for none. score_mod, mask_mod: None for
@@ -68,8 +68,8 @@ class Options:
     def of_operator(
         cls, values: ForwardValues | BackwardValues, functions: tuple[FunctionClass | None, ...]
     ) -> Options:
-        """From an operator's arguments, whose window is `bounds`; functions: score_mod and
-        mask_mod."""
+        """Make the options from an operator's arguments, whose window is `bounds`; functions:
+        score_mod and mask_mod."""
         sides = values.window_left, values.window_right
         left, right = (None if side == UNBOUNDED else side for side in sides)
         score_mod, mask_mod = functions
@@ -84,7 +84,7 @@ class Options:
 
     @property
     def reach(self) -> Reach:
-        """What the window leaves of lengths."""
+        """Return the rows and bounds that the window leaves."""
         return Reach.of(self.window)
 
     def scheduled(
@@ -95,7 +95,7 @@ class Options:
         longest: int | None = None,
         masked: bool = False,
     ) -> Options:
-        """The same with the tile scheduler that a user who passes `use_clc` gets.
+        """Return the options with the tile scheduler that a user who passes `use_clc` gets.
 
         rows: of queries. offsets, longest: cu_seqlens_q and max_seqlen_q where these are packed.
         masked: whether there is a block mask. Raises as `clc_requested` does.
@@ -109,8 +109,8 @@ class Options:
 
 
 def backward_use_clc(use_clc: bool | None) -> bool:
-    """Whether the backward of a user who passes `use_clc` takes the dynamic tile scheduler. Raises
-    as `clc_requested` does."""
+    """Return True if the backward of a user who passes `use_clc` takes the dynamic tile scheduler.
+    Raises as `clc_requested` does."""
     return clc_requested(plain(use_clc), BACKWARD_PREFERS_CLC)
 
 
@@ -233,12 +233,12 @@ class Problem:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Those of `DESCALES` that k and v have: all or none."""
+        """Return the names of `DESCALES` that k and v have: all or none."""
         return DESCALES if self.descale else ()
 
     @property
     def function_tensors(self) -> tuple[str, ...]:
-        """Those of `FUNCTION_TENSORS` that functions of the call read."""
+        """Return the names of `FUNCTION_TENSORS` that functions of the call read."""
         asked = self.options.score_mod, self.options.mask_mod
         return tuple(
             name
@@ -253,12 +253,13 @@ class Problem:
 
     @property
     def lists_parts(self) -> bool:
-        """Whether parts are listed, which then have results of their own, one after the other."""
+        """Return True if KV splits are listed, which then have results of their own, one after the
+        other."""
         return PART_LIST in self.ragged
 
     @property
     def kernels(self) -> KernelSet:
-        """Those of the architecture."""
+        """Return the kernels of the architecture."""
         return kernels_of(self.architecture)
 
     @property
@@ -274,7 +275,7 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no query row at all, so that nothing is launched."""
+        """Return True if there is no query row at all, so that nothing is launched."""
         return self.sequences == 0 or self.q_shape[0] == 0 or self.q_shape[1] == 0
 
     @property
@@ -284,7 +285,7 @@ class Problem:
 
 
 def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> int:
-    """How many of the `group` query heads of a KV head share a query tile: all or none.
+    """Return how many of the `group` query heads of a KV head share a query tile: all or none.
 
     All where they divide the `cta_rows` of a CTA, or where its tile `pads` and has room: a causal
     tile then spans fewer queries, so that less of it is masked, and short sequences fill it. None
@@ -297,7 +298,7 @@ def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> 
 
 
 def is_masked(ragged: Any) -> bool:
-    """Whether there is a block mask among tensors of `RAGGED`, or their names."""
+    """Return True if there is a block mask among tensors of `RAGGED`, or their names."""
     return any(name in ragged for name in MASK_TABLES)
 
 
@@ -333,8 +334,8 @@ def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
 def tiles_for_masks(
     known: tuple[ForwardTiles, ...], architecture: Architecture
 ) -> tuple[ForwardTiles, ...]:
-    """Those of a kernel whose steps a block mask may name. Raises NotImplementedError where there
-    is none."""
+    """Return the tiles of kernels whose steps a block mask may name. Raises NotImplementedError
+    where there is none."""
     found = tuple(tiles for tiles in known if tiles.takes_lists)
     if not found:
         kind = known[0].kind if known else "forward"

@@ -1,5 +1,5 @@
-"""What functions of a call, its score_mod and mask_mod, read of global memory, and what of them is
-compiled in."""
+"""Tensors in global memory that functions of a call read, its score_mod and mask_mod, and the facts
+of these that are compiled in."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def check_tensors(kind: FunctionKind, tensors: Any, key: str) -> None:
 
 
 def check_slopes(tensors: tuple[torch.Tensor, ...], heads: int, sequences: int) -> None:
-    """Those of ALiBi, which are read by the numbers of query heads and of sequences. Raises
-    ValueError for others than (heads,) and (sequences, heads)."""
+    """Raise ValueError unless ALiBi's slopes are (heads,) or (sequences, heads): they are read by
+    the numbers of query heads and of sequences."""
     accepted = (heads,), (sequences, heads)
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(shapes) != 1 or shapes[0] not in accepted:
@@ -63,8 +63,8 @@ def check_slopes(tensors: tuple[torch.Tensor, ...], heads: int, sequences: int) 
 def functions_of_keys(
     keys: Iterable[str | None], given: dict[str, torch.Tensor], q: torch.Tensor
 ) -> tuple[FunctionClass | None, ...]:
-    """What of each of `FUNCTION_KINDS` is compiled in, None without one. keys: of the functions,
-    None for none; given: tensors of a call by name, theirs among them.
+    """Return the compiled-in facts of each of `FUNCTION_KINDS`, None without one. keys: of the
+    functions, None for none; given: tensors of a call by name, theirs among them.
 
     Raises ValueError for a key that this process does not know, tensors on another device than q,
     or some without a key; else as `check_tensors`.

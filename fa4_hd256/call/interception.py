@@ -1,4 +1,4 @@
-"""Whether something stands between a call and what it runs: torch.compile, tracing, modes,
+"""Detection of what stands between a call and what it runs: torch.compile, tracing, modes,
 torch.func, forward-mode gradients."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_intercepted() -> bool:
-    """Whether a call of an operator may now mean something else than running it."""
+    """Return True if a call of an operator may now mean something else than running it."""
     return bool(
         _is_compiling()
         or _dispatch_modes()
@@ -78,10 +78,10 @@ def constant_in_graphs(function: _Function) -> _Function:
 
 
 def is_lasting(made: torch.Tensor, of_capture: bool = False) -> bool:
-    """Whether what was made in a call may be kept for later ones: neither the result of a graph of
-    torch.compile, which overwrites it when it runs again, nor a stand-in, of a graph that is traced
-    or of torch.func; nor what a CUDA graph makes, which is there once it is replayed, unless it is
-    for calls of that graph. of_capture: whether it is."""
+    """Return True if what was made in a call may be cached for later ones: neither the result of a
+    graph of torch.compile, which overwrites it when it runs again, nor a stand-in, of a graph that
+    is traced or of torch.func; nor what a CUDA graph makes, which is there once it is replayed,
+    unless it is for calls of that graph. of_capture: whether it is."""
     if _is_compiling() or type(made) is not torch.Tensor or _is_wrapped(made):
         return False
     return is_captured(made.device) == of_capture

@@ -29,7 +29,7 @@ class LastTurn(NamedTuple):
     parts: int
 
     def problems(self, problem: Problem) -> tuple[Problem, Problem]:
-        """(that of the queries before, that of the last turn's)."""
+        """Return (problem of the queries before, problem of the last wave's)."""
         batch, rows, *others = problem.q_shape
         first, rest = (
             replace(problem, q_shape=(batch, count, *others), max_seqlen_q=count)
@@ -39,12 +39,12 @@ class LastTurn(NamedTuple):
 
 
 def last_turn(problem: Problem, num_splits: int, gpu: Gpu) -> LastTurn | None:
-    """How a call is divided that leaves the number of parts to the operator; None where all of its
-    tiles are done at once soonest, or less than `least_saved` steps are saved.
+    """Return how a call is split that leaves the number of splits to the operator; None where all
+    of its tiles are done at once soonest, or less than `least_saved` steps are saved.
 
     Tiles must take equally long, and queries must not know which rows they are: no bound on the
-    keys of a query, one length of all sequences, no function of scores. The greatest logits have
-    one tensor of one launch. The same for every call of the same shapes on such a GPU.
+    keys of a query, one length of all sequences, no score_mod. The greatest logits have one tensor
+    of one launch. The result is equal for all calls of the same shapes on such a GPU.
     """
     kernel, options = problem.tiles, problem.options
     is_equal = options.window == (None, None) and not problem.tables

@@ -1,4 +1,4 @@
-"""Where the tensors of a call are read in place, and where they are copied first."""
+"""Layouts of a call's tensors: read in place, or copied first."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ Strided = TypeVar("Strided", bound=Any)
 
 
 def tma_can_take(tensor: Strided) -> bool:
-    """Whether TMA can read the tensor where it lies; strides of dimensions of size 1 mean nothing.
+    """Return True if TMA can read the tensor where it lies; strides of dimensions of size 1 mean
+    nothing.
 
-    A stride of 0 (an expanded dimension) is refused: CuTe DSL 4.8 encodes it as a positive one
-    into the descriptor.
+    A stride of 0 (an expanded dimension) is refused: CuTe DSL 4.8 encodes it as a positive one into
+    the descriptor.
     """
     if tensor.numel() == 0:
         return True

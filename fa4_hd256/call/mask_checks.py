@@ -1,4 +1,4 @@
-"""What the functions of `fa4_hd256.masks` are given."""
+"""Checks of the arguments of `fa4_hd256.masks`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def check_integers(name: str, given: Any, ranks: tuple[int, ...], accepted: str)
 def check_offsets(
     offsets: tuple[Any, Any], lengths: tuple[int, int], device: torch.device
 ) -> None:
-    """Of packed sequences, queries' and keys', in a mask of these lengths on a device.
+    """Check the offsets of packed sequences, queries' and keys', in a mask of these lengths on a
+    device.
 
     Raises TypeError for another kind or dtype, ValueError for another shape or device, and on the
     CPU for other contents.

@@ -1,5 +1,5 @@
-"""What is asked of the memory of tensors: of those that a call writes to, and of those that it
-reads where they lie, without a copy."""
+"""Requirements on the memory of tensors: of those that a call writes to, and of those that it reads
+where they lie, without a copy."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def check_out(out: Any, q: torch.Tensor) -> None:
 
 
 def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
-    """That kernels write to it in place. Raises TypeError for a sparse one, ValueError for other
-    strides, and as `check_apart`."""
+    """Check that kernels can write to it in place. Raises TypeError for a sparse one, ValueError
+    for other strides, and as `check_apart`."""
     require_dense("out", out)
     check_changeable("out", out)
     if not tma_can_take(out):
@@ -74,7 +74,7 @@ def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
 
 
 def check_writable_again(out: torch.Tensor, inputs: Sequence[Any]) -> None:
-    """Of `check_writable` what no key of a call that came before has: modes and addresses."""
+    """Check what no key of an earlier call has of `check_writable`: modes and addresses."""
     check_changeable("out", out)
     check_apart(out, inputs)
 

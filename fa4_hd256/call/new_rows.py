@@ -12,7 +12,8 @@ __all__ = ["NewRows"]
 
 @dataclass(frozen=True)
 class NewRows:
-    """Whose and which each row of a tensor is: int64, shaped like its dimensions before the heads.
+    """Sequence and index of each row of a tensor: int64, shaped like its dimensions before the
+    heads.
 
     sequence: in the batch. index: among the rows of that sequence.
     """
@@ -34,5 +35,6 @@ class NewRows:
         return cls(sequence, count - offsets[sequence])
 
     def positions(self, first: torch.Tensor) -> torch.Tensor:
-        """Of each row in its sequence; first: (batch,) positions of the rows of index 0."""
+        """Return the position of each row in its sequence; first: (batch,) positions of the rows of
+        index 0."""
         return first[self.sequence] + self.index

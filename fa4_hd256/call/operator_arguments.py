@@ -45,7 +45,8 @@ OTHERS = (*RAGGED, *DESCALES, *FUNCTION_TENSORS)
 
 
 class ForwardTensors(NamedTuple):
-    """Of a forward, None where not given; what each is: `flash_attn_func`, `SequenceTensors`.
+    """Tensors of a forward, None where not given; their meanings: `flash_attn_func`,
+    `SequenceTensors`.
 
     score_tensor_0 to 4, mask_tensor_0 to 4: what a score_mod and a mask_mod read. Users give packed
     sequences without a batch; the operator takes them with one of 1.
@@ -83,12 +84,12 @@ class ForwardTensors(NamedTuple):
     mask_tensor_4: torch.Tensor | None = None
 
     def others(self) -> dict[str, Any]:
-        """Those of `OTHERS` that are given, by name."""
+        """Return the tensors of `OTHERS` that are given, by name."""
         return {name: t for name, t in zip(OTHERS, self[_FIRST_OTHER:]) if t is not None}
 
     def with_batches(self) -> ForwardTensors:
-        """The same; packed sequences with a batch of 1, keys in pages as they are. Raises
-        ValueError for one of another rank."""
+        """Return packed sequences with a batch of 1, keys in pages as they are. Raises ValueError
+        for one of another rank."""
         q, k, v, *others = self
         if self.cu_seqlens_q is not None:
             q = with_batch("q", q)
@@ -98,8 +99,8 @@ class ForwardTensors(NamedTuple):
 
 
 class BackwardTensors(NamedTuple):
-    """Of a backward. dout: like out, of any strides; dlse: like lse, None for zero; out, lse:
-    results of the forward; the others are those of the forward that gradients take."""
+    """Tensors of a backward. dout: like out, of any strides; dlse: like lse, None for zero; out,
+    lse: results of the forward; the others are those of the forward that gradients take."""
 
     dout: torch.Tensor
     dlse: torch.Tensor | None
@@ -135,7 +136,7 @@ class BackwardTensors(NamedTuple):
         return *tensors[:_DIFFERENTIABLE], out, lse, *_of_gradients(tensors)
 
     def others(self) -> dict[str, torch.Tensor]:
-        """Those of `OTHERS` that are given, by name."""
+        """Return the tensors of `OTHERS` that are given, by name."""
         given = zip(BackwardTensors._fields, self)
         return {name: t for name, t in given if name in OTHERS and t is not None}
 
@@ -161,7 +162,7 @@ class ForwardValues(NamedTuple):
     listed_tiles: int
 
     def of_backward(self, wanted: Sequence[bool]) -> BackwardValues:
-        """Those of the gradients."""
+        """Return the values of the gradients."""
         return BackwardValues(
             self.softmax_scale, self.window_left, self.window_right, self.softcap,
             self.max_seqlen_q, self.max_seqlen_k, self.backward_use_clc, self.backward_config,
@@ -170,8 +171,8 @@ class ForwardValues(NamedTuple):
 
 
 class BackwardValues(NamedTuple):
-    """Likewise; config: of the architecture's backward. wanted: whether dq, whether dk and dv,
-    whether dsink are asked for."""
+    """Values of a backward; config: of the architecture's backward. wanted: whether dq, whether dk
+    and dv, whether dsink are requested."""
 
     softmax_scale: float
     window_left: int

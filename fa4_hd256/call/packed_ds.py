@@ -1,4 +1,4 @@
-"""Where dS of packed sequences begins, by lengths that the host has read.
+"""Start of dS of packed sequences, by lengths that the host has read.
 
 What a call knows without waiting for the device, the longest sequence and the sum of all, leaves
 room for more than there is (`kernels.backward_ds_tiles`, NOTE [units of dS]).  Lengths that are
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class BackwardMetadata(NamedTuple):
-    """What `get_backward_metadata` makes.
+    """Result of `get_backward_metadata`.
 
     ds_begins: (batch,) int32 on the calls' device, the number of each sequence's first tile of dS.
     ds_tiles: of a query head in all sequences, rounded up. window: the (left, right) that it was
@@ -57,7 +57,8 @@ def begins_of(
 
 
 def read_offsets(name: str, offsets: torch.Tensor) -> list[int]:
-    """What cu_seqlens hold; waits for a GPU. Raises ValueError for what are no offsets."""
+    """Return the contents of cu_seqlens; waits for a GPU. Raises ValueError for what are no
+    offsets."""
     found = offsets.tolist() if offsets.ndim == 1 else []
     if not found or found[0] != 0 or found != sorted(found):
         raise ValueError(
@@ -81,7 +82,8 @@ def lengths_between(
 
 
 def check_metadata(metadata: Any, causal: Any, window_size: Any, others: dict[str, Any]) -> None:
-    """Of a call of `flash_attn_varlen_func`; others: its arguments that go with no metadata.
+    """Check the metadata of a call of `flash_attn_varlen_func`; others: its arguments that go with
+    no metadata.
 
     Raises TypeError for what `get_backward_metadata` has not made, and ValueError for metadata of
     another mask, or beside one of the others.

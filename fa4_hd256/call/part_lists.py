@@ -84,7 +84,7 @@ def _steps(problem: Problem, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _parts_of(steps: torch.Tensor, of_part: torch.Tensor) -> torch.Tensor:
-    """How many each sequence fills; one also without any key."""
+    """Return how many splits each sequence fills; one also without any key."""
     return ((steps + of_part - 1) // of_part).clamp(min=1)
 
 

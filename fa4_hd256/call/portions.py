@@ -1,9 +1,9 @@
-"""How a backward is divided so that dS of a portion fits into the memory it may take.
+"""Chunks of a backward, so that dS of each fits into the memory it may take.
 
-dS of a whole call grows with the square of the length. So the kernels run on portions, each a call
-of its own: some key/value heads; else one or more sequences; else, except in windows, a range of
+dS of a whole call grows with the square of the length. So the kernels run on chunks, each a call of
+its own: some key/value heads; else one or more sequences; else, except in windows, a range of
 queries with the keys that any of them sees, or under a block mask some query heads of a group, and
-of these a range of queries with all keys. What several portions give to the same dK and dV is added
+of these a range of queries with all keys. What several chunks give to the same dK and dV is added
 up in float32.
 """
 
@@ -37,11 +37,11 @@ _BLOCK_ELEMENTS = BLOCK_TILES**2 * DS_TILE_ELEMENTS
 
 @dataclass(frozen=True)
 class Portion:
-    """What goes through one launch of each kernel.
+    """Chunk: what goes through one launch of each kernel.
 
-    problem: the portion as a call of its own. heads, heads_kv, sequences, queries, keys: where it
-    lies in the whole call; heads: of the queries. Some of the sequences and of the rows only where
-    all sequences are dense; otherwise the rows are those of the tensors.
+    problem: the chunk as a call of its own. heads, heads_kv, sequences, queries, keys: its range in
+    the whole call; heads: of the queries. Some of the sequences and of the rows only where all
+    sequences are dense; otherwise the rows are those of the tensors.
     """
 
     problem: BackwardProblem
@@ -97,7 +97,7 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
 
 
 def least_ds_bytes(problem: BackwardProblem) -> int:
-    """Of `divide`, so that it raises nothing."""
+    """Return the least ds_bytes with which `divide` raises nothing."""
     is_needed = is_masked(problem.forward.ragged) and problem.ds_bytes_of_head
     return _least_of_group(problem)[1] if is_needed else 0
 
@@ -121,8 +121,8 @@ def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Divisio
 
 
 def _by_sequences(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | None:
-    """As many key/value heads of a sequence as fit, and of all of them as many sequences; None
-    where not one fits. dS is not empty."""
+    """Split into as many key/value heads of a sequence as fit, and of all of them as many
+    sequences; None where not one fits. dS is not empty."""
     heads_kv, sequences, *_ = _lengths(problem)
     fitting = ds_bytes // (problem.ds_bytes_of_head // sequences)
     if not fitting:
@@ -196,8 +196,8 @@ def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
 
 
 def _by_heads(problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu) -> Division:
-    """So many key/value heads of so many sequences at a time, at most; all sequences if there are
-    any but dense ones."""
+    """Split into at most so many key/value heads of so many sequences at a time; all sequences if
+    there are any but dense ones."""
     whole = replace(problem, keeps_ds=True)
     all_heads, all_sequences, *rows = _lengths(problem)
     heads_kv, sequences = _even(all_heads, heads_kv), _even(all_sequences, sequences)
@@ -253,7 +253,8 @@ def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, 
 
 
 def _ends_of_ranges(problem: BackwardProblem, ds_bytes: int) -> list[int]:
-    """Where ranges of queries end that are as long as fits; none if a single unit does not fit."""
+    """Return the ends of ranges of queries that are as long as fits; none if a single unit does not
+    fit."""
     seqlen_q, found = problem.forward.q_shape[1], [0]
     while found[-1] < seqlen_q:
         begin = found[-1]
@@ -283,8 +284,8 @@ def _bytes_of_range(problem: BackwardProblem, queries: range) -> int:
 def _window_of(
     problem: BackwardProblem, queries: range, keys: range
 ) -> tuple[int | None, int | None]:
-    """That of a call of these ranges.  The mask is aligned to their ends, too; how far these lie
-    from the whole call's diagonal goes to the bounds."""
+    """Return the window of a call of these ranges.  The mask is aligned to their ends, too; how far
+    these lie from the whole call's diagonal goes to the bounds."""
     _, _, seqlen_q, seqlen_k = _lengths(problem)
     beyond = (keys.stop - queries.stop) - (seqlen_k - seqlen_q)
     left, right = problem.forward.options.window
@@ -304,7 +305,7 @@ def visible_keys(
 
 
 def _even(length: int, most: int) -> int:
-    """How many at a time, so that none of as few chunks as can be is a rest."""
+    """Return how many at a time, so that none of as few chunks as can be is a rest."""
     return -(-length // -(-length // most)) if length else most
 
 
@@ -316,8 +317,8 @@ def _portion(
     whole: BackwardProblem, heads_kv: range, sequences: range, queries: range, keys: range,
     of_group: range | None = None,
 ) -> Portion:  # fmt: skip
-    """These heads, sequences and rows as a call of their own. of_group: query heads of the group of
-    the only key/value head, all if None."""
+    """Return these heads, sequences and rows as a call of their own. of_group: query heads of the
+    group of the only key/value head, all if None."""
     forward, group = whole.forward, whole.group
     heads = range(heads_kv.start * group, heads_kv.stop * group)
     if of_group is not None:

@@ -1,12 +1,12 @@
-"""Into how many parts the forward divides the keys of a query tile.
+"""KV splits of the forward: their number for each query tile.
 
 Where a call has fewer query tiles than the device holds clusters, as a decoding step with few
-sequences has, the others stand idle. Divided, each part of a tile's keys is a tile of its own, and
-a second kernel makes one result of the parts (`forward_combine`).
+sequences has, the others stand idle. With KV splits, each split of a tile's keys is a tile of its
+own, and a second kernel makes one result of the splits (`forward_combine`).
 
-NOTE [fixed parts].  How many parts are best follows from all tiles of a call, so that a sequence's
-bits depend on the batch that it is in.  Where they must not, each part has as many keys as follow
-from max_seqlen_k and the window alone, and a sequence fills as many parts as it can.
+NOTE [fixed parts].  How many splits are best follows from all tiles of a call, so that a sequence's
+bits depend on the batch that it is in.  Where they must not, each split has as many keys as follow
+from max_seqlen_k and the window alone, and a sequence fills as many splits as it can.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ SHARPNESS = 8
 
 
 def asked_splits(num_splits: Any, batch_invariant: Any) -> Any:
-    """What the operator gets for these two arguments of a user: `FIXED_PARTS`, or num_splits as it
+    """Return the operator's argument for these two of a user: `FIXED_PARTS`, or num_splits as it
     was given.
 
-    Raises TypeError for a batch_invariant that is no bool, and ValueError for a number of parts
+    Raises TypeError for a batch_invariant that is no bool, and ValueError for a number of splits
     beside it.
     """
     num_splits, batch_invariant = plain(num_splits), plain(batch_invariant)
@@ -130,7 +130,8 @@ def _in_fixed_parts(problem: Problem) -> Problem:
 
 
 def _in_listed_parts(problem: Problem, gpu: Gpu) -> Problem:
-    """With room for all parts; undivided, without the list, where queries have several tiles."""
+    """Return the problem with room for all splits; unsplit, without the list, where queries have
+    several tiles."""
     room = room_for_parts(problem, gpu)
     if room is None:
         return replace(problem, ragged=tuple(n for n in problem.ragged if n != PART_LIST))
@@ -138,9 +139,9 @@ def _in_listed_parts(problem: Problem, gpu: Gpu) -> Problem:
 
 
 def room_for_parts(problem: Problem, gpu: Gpu) -> int | None:
-    """Of a list of parts: one for each sequence, and as many that every cluster has `TURNS` parts.
-    None where queries have several tiles, which are not divided, and where there is no sequence.
-    Follows from the bounds of a call alone."""
+    """Return the splits that the scheduler metadata has room for: one for each sequence, and as
+    many that every cluster has `TURNS` splits. None where queries have several tiles, which are not
+    split, and where there is no sequence. Follows from the bounds of a call alone."""
     if problem.max_seqlen_q > problem.tile_queries or not problem.sequences:
         return None
     tiles = problem.num_tiles // problem.sequences

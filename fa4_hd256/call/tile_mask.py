@@ -66,7 +66,7 @@ Made = TypeVar("Made", "TileMask", torch.Tensor)
 
 
 class TileMask:
-    """Which keys queries see, for `block_mask=`; made by the functions of `fa4_hd256.masks`.
+    """Mask for `block_mask=`; made by the functions of `fa4_hd256.masks`.
 
     lengths: (seqlen_q, seqlen_k). tiles: (1 or batch, 1 or heads, tiles of queries, tiles of keys)
     int32: `ABSENT`, `FULL`, or the number of a tile of bits. bits: (tiles of bits, 128, 4) int32,
@@ -99,7 +99,8 @@ class TileMask:
         cls, lengths: tuple[int, int], kinds: torch.Tensor, evaluate: Evaluate,
         of_first: tuple[bool, bool] = (False, False),
     ) -> TileMask:  # fmt: skip
-        """From the kinds of tiles, (1 or batch, 1 or heads, tiles of queries, tiles of keys).
+        """Make a mask from the kinds of tiles, (1 or batch, 1 or heads, tiles of queries, tiles of
+        keys).
 
         Tiles that turn out to be full, or empty, when they are evaluated, are so. Waits for a GPU
         only if there are more than `MOST_TILES`, to learn how many are partial; raises RuntimeError
@@ -134,7 +135,7 @@ class TileMask:
 
     @classmethod
     def of_kinds(cls, lengths: tuple[int, int], kinds: torch.Tensor) -> TileMask:
-        """The same without bits."""
+        """Make a mask without bits from the kinds of tiles."""
         kinds = _with_end(lengths, kinds)
         tiles = torch.full_like(kinds, ABSENT, dtype=torch.int32)
         tiles.masked_fill_(kinds == PARTIAL, ASKED).masked_fill_(kinds == WHOLE, FULL)
@@ -142,7 +143,7 @@ class TileMask:
 
     @property
     def lists(self) -> TileMask:
-        """The same tiles without bits."""
+        """Return the same tiles without bits."""
         if self.bits is None:
             return self
         return self._once(
@@ -150,7 +151,7 @@ class TileMask:
         )
 
     def _once(self, kept: dict[Any, Made], kind: Any, make: Callable[[], Made]) -> Made:
-        """What `make` makes of this mask, of this kind; once, where that may serve all its
+        """Return what `make` makes of this mask, of this kind; once, where that may serve all its
         calls."""
         found = kept.get(kind)
         if found is None:
@@ -205,13 +206,14 @@ class TileMask:
 
     @property
     def is_large(self) -> bool:
-        """Whether to wait for a GPU takes less than to have room for what all tiles may need."""
+        """Return True if a device sync (to learn the exact tile count) is cheaper than allocating
+        for the worst case."""
         return self.tiles.numel() > MOST_TILES
 
     @property
     def is_countable(self) -> bool:
-        """Whether `count_listed` counts: on a GPU of large masks alone, and of none made in a
-        capture."""
+        """Return True if `count_listed` counts: on a GPU of large masks alone, and of none made in
+        a capture."""
         return not self._is_captured and (self.device.type == "cpu" or self.is_large)
 
     def count_listed(self) -> None:
@@ -267,15 +269,15 @@ class TileMask:
         return TileMask.of(lengths, kinds, evaluate, self.of_first)
 
     def met(self, queries: range, keys: range) -> torch.Tensor:
-        """Of `tiles` those that hold some of these queries and keys."""
+        """Return the `tiles` that hold some of these queries and keys."""
         (top, bottom), (left, right) = (
             (rows.start // MASK_TILE, count_mask_tiles(rows.stop)) for rows in (queries, keys)
         )
         return self.tiles[:, :, top:bottom, left:right]
 
     def units(self, rows: int) -> tuple[tuple[bool, ...], ...]:
-        """Of each `rows` queries, and each `rows` keys, whether tiles that they meet are not empty.
-        Waits for the device, once. rows: divides both lengths."""
+        """Return, for each `rows` queries and each `rows` keys, whether tiles that they meet are
+        not empty. Waits for the device, once. rows: divides both lengths."""
         if rows not in self._units:
             found = (self.tiles != ABSENT).flatten(0, 1).any(0).cpu()
             for length in self.lengths:
@@ -313,7 +315,7 @@ def _with_end(lengths: tuple[int, int], kinds: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(count: int, device: torch.device) -> Iterator[slice]:
-    """Of so many tiles, those that are worked on at once."""
+    """Yield the slices of tiles that are worked on at once."""
     size = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
     return (slice(start, start + size) for start in range(0, count, size))
 
@@ -393,7 +395,8 @@ def _firsts(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _first_numbers(rows: torch.Tensor) -> torch.Tensor:
-    """The same of each tile of keys: (1 or batch, 1 or heads, tiles). rows: with the firsts."""
+    """Return the number of each tile of keys: (1 or batch, 1 or heads, tiles). rows: with the
+    firsts."""
     firsts, written = rows[..., 0, FIRST, None], rows[..., 0, WRITTEN, None]
     return (firsts + written * torch.arange(BLOCK_TILES, device=rows.device)).flatten(-2)
 
@@ -408,8 +411,8 @@ def shape_of_queries(
 
 
 def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.Tensor:
-    """Of `TileMask.blocks` of so many keys the lists of some queries, which begin with a block and
-    end with one, or with all queries."""
+    """Return the lists of some queries in `TileMask.blocks` of so many keys; the queries begin with
+    a block and end with one, or with all queries."""
     blocks_k, first, limit = map(count_blocks, (keys, queries.start, queries.stop))
     begin, most = BLOCK_TILES * first, BLOCK_TILES * (limit - first)
     shape = shape_of_queries(blocks.shape, keys, queries)

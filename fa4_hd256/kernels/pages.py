@@ -53,7 +53,7 @@ def box_rows(page_size: int, rows: int) -> int:
 
 
 class FirstPage(NamedTuple):
-    """Where KV tiles count the keys of a sequence from, NOTE [left padding].
+    """Origin of a sequence's keys in KV tiles, NOTE [left padding].
 
     row: the row of the sequence's pages that is key 0.  hidden: keys before the first one there is.
     """

@@ -98,7 +98,7 @@ class ProblemClass:
 
     @property
     def _padded_pages(self) -> int:
-        """As of `MaskKind`."""
+        """Return the field `padded_pages` of `MaskKind`."""
         is_padded = PAGE_TABLE in self.ragged and CACHE_LEFTPAD in self.ragged
         return (self.page_size or 0) if is_padded else 0
 

@@ -1,1 +1,1 @@
-"""From a call to its kernels: which ones, compiled how, launched where."""
+"""Way from a call to its kernels: which ones, compiled how, launched where."""

@@ -85,7 +85,7 @@ def _rotary_operands(
     builder: PlanBuilder, views: Mapping[str, View], made: Mapping[str, View], own: AppendClass,
     lengths: View,
 ) -> dict[str, Any]:  # fmt: skip
-    """Those of rotary embedding, likewise. lengths: positions where the user gives none."""
+    """Return the operands of rotary embedding. lengths: positions where the user gives none."""
     if own.rotary is None:
         return dict.fromkeys(
             ("rotary_cos", "rotary_sin", "rotary_seqlens", "q", ROTATED, "cu_seqlens_q")

@@ -31,8 +31,8 @@ AFTER, ROTATED = "after", "rotated"
 
 
 class AppendOptions(NamedTuple):
-    """What is no tensor. descale: whose factors K and V have. interleaved, ordered: as of
-    `RotaryClass`."""
+    """Options of the kernel that are no tensors. descale: whose scales K and V have. interleaved,
+    ordered: as of `RotaryClass`."""
 
     descale: str = ""
     interleaved: bool = True
@@ -40,7 +40,7 @@ class AppendOptions(NamedTuple):
 
 
 class AppendTensors(NamedTuple):
-    """As a user has them, None where not given.
+    """Tensors as a user has them, None where not given.
 
     k, v: the new rows. k_cache, v_cache: written to in place. lengths: (batch,) int32 rows in use.
     q, cu_seqlens_q: of the attention, for rotary_cos and rotary_sin alone.
@@ -79,7 +79,7 @@ class AppendTensors(NamedTuple):
 
 
 def append_compile_arguments(own: AppendClass) -> tuple:
-    """What `cute.compile` gets."""
+    """Return the arguments of `cute.compile`."""
     element = own.element_type
     caches, rows = (tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in "kv") for _ in range(2))
     lengths, after, offsets = (vector_type(cutlass.Int32) for _ in range(3))

@@ -1,4 +1,4 @@
-"""How kernels get their arguments, in forms of one binary layout.
+"""Arguments of kernels, in forms of one binary layout.
 
 For compiling they are described by type only, so that compiling needs no tensor and the binary
 holds no length: every size and stride is dynamic except the innermost stride, which is 1. For a
@@ -101,7 +101,7 @@ def stream_argument(stream: int | None) -> Any:
 
 
 def ragged_values(names: Sequence[str], tensors: Sequence[Any]) -> list[Any]:
-    """The same of a call; vectors of other types may be among them."""
+    """Return the values of a call's ragged tensors; vectors of other types may be among them."""
     return [
         dynamic_tensor(
             tensor, max(_TABLES[name][1] if name in _TABLES else WORD, tensor.element_size())
@@ -115,7 +115,7 @@ _FUNCTION_TYPES = {"float32": cutlass.Float32, "int32": cutlass.Int32}
 
 
 def function_types(problem_class: ProblemClass) -> list[Any]:
-    """Of the tensors that functions of a call read."""
+    """Return the types of the tensors that functions of a call read."""
     asked = problem_class.score_mod, problem_class.mask_mod
     forms = [form.split() for own in asked if own is not None for form in own.tensors]
     return [tensor_type(_FUNCTION_TYPES[dtype], int(rank), WORD) for dtype, rank in forms]

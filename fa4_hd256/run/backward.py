@@ -55,7 +55,7 @@ STATS, DS = "stats", "ds"
 
 
 class Wanted(NamedTuple):
-    """Which gradients are asked for; one kernel makes those of k and v."""
+    """Requested gradients; one kernel makes those of k and v."""
 
     dq: bool = True
     dkdv: bool = True
@@ -73,7 +73,8 @@ class BackwardWork:
 
     @property
     def computed(self) -> Wanted:
-        """What kernels make: those of one gradient alone read no lists of a block mask."""
+        """Gradients that kernels make: those of one gradient alone read no lists of a block
+        mask."""
         if is_masked(self.problem.forward.ragged):
             return self.wanted._replace(dq=True, dkdv=True)
         return self.wanted
@@ -229,7 +230,7 @@ def _dkdv(builder: PlanBuilder, problem: BackwardProblem, name: str, has_batch: 
 
 
 def _leaves_keys(problem: BackwardProblem) -> bool:
-    """Whether there are keys of no sequence, whose gradients kernels leave as they are."""
+    """Return True if there are keys of no sequence, whose gradients kernels leave as they are."""
     return "seqused_k" in problem.forward.ragged
 
 
@@ -326,7 +327,7 @@ def _add_gradients(
 
 
 def _kernels(problem: BackwardProblem) -> tuple[BackwardKernel, ...]:
-    """Those that make the gradients of a divided backward."""
+    """Return the kernels that make the gradients of a split backward."""
     return problem.kernels.stored if problem.keeps_ds else problem.kernels.anew
 
 
@@ -342,7 +343,7 @@ def _rooms(builder: PlanBuilder, division: Division) -> list[View]:
 
 
 def _lists(builder: PlanBuilder, portion: Portion, number: int, table: View) -> View:
-    """What a block mask lists of a portion; other ragged tensors as they are."""
+    """Return a block mask's lists of a portion; other ragged tensors as they are."""
     if table.ndim != TABLE_RANK:
         return table
     given = portion.lists_in(table)

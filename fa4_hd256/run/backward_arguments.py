@@ -63,7 +63,7 @@ class PreprocessTensors:
 
 
 def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple:
-    """What `cute.compile` gets for the preprocess kernel."""
+    """Return the arguments of `cute.compile` for the preprocess kernel."""
     element = ELEMENT_TYPES[problem_class.dtype]
     out, dout = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(2))
     lse, dlse = (tensor_type(cutlass.Float32, 4, WORD) for _ in range(2))
@@ -90,7 +90,7 @@ def preprocess_call_arguments(
 
 
 def sum_compile_arguments(element_type: Any) -> tuple:
-    """What `cute.compile` gets for the kernel that adds up parts of dK and dV."""
+    """Return the arguments of `cute.compile` for the kernel that adds up parts of dK and dV."""
     parts, results = (
         tuple(tensor_type(kind, 4, SECTOR_BYTES) for _ in range(2))
         for kind in (cutlass.Float32, element_type)
@@ -135,7 +135,7 @@ class GradientTensors:
         heads_kv, entries = k.shape[2], portion.problem.forward.q_shape[0]
 
         def part(tensor: Any, heads: range, each: int, rows: range) -> Any:
-            """Of (batch, rows, heads, 256)."""
+            """Narrow a tensor of (batch, rows, heads, 256)."""
             tensor = _narrowed(tensor, 2, heads, each)
             if entries < q.shape[0]:
                 tensor = _narrowed(tensor, 0, portion.sequences)
@@ -145,7 +145,7 @@ class GradientTensors:
             return part(tensor, portion.heads, 1, portion.queries)
 
         def of_keys(tensor: Any) -> Any:
-            """As many heads for each key/value head."""
+            """Narrow a tensor with as many heads for each key/value head."""
             return part(tensor, portion.heads_kv, tensor.shape[2] // heads_kv, portion.keys)
 
         stats = _narrowed(self.stats, 1, portion.heads)
@@ -187,9 +187,9 @@ def gradient_compile_arguments(
     has_ds: bool = False,
     counter: bool = False,
 ) -> tuple:
-    """What `cute.compile` gets for a kernel that makes gradients. results: which of "dq", "dk" and
-    "dv", in its order. has_ds: it writes or reads a stored dS. counter: with that
-    of the tiles."""
+    """Return the arguments of `cute.compile` for a kernel that makes gradients. results: which of
+    "dq", "dk" and "dv", in its order. has_ds: it writes or reads a stored dS. counter: with that of
+    the tiles."""
     problem = problem_class.problem
     element = problem.element_type
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))

@@ -1,7 +1,7 @@
-"""What a bug report needs: `python -m fa4_hd256 env`.
+"""Contents of a bug report: `python -m fa4_hd256 env`.
 
-PyTorch is imported where there is a driver of NVIDIA's to ask, CuTe DSL where prebuilt kernels are
-in use, and neither elsewhere.
+PyTorch is imported where there is a driver of NVIDIA's to query, CuTe DSL where prebuilt kernels
+are in use, and neither elsewhere.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ __all__ = ["TARGETS", "Build", "BuildTarget", "build"]
 
 @dataclass(frozen=True)
 class Build:
-    """What `build` did. kernels: in the directory; added: of them, by this call; nbytes: files'."""
+    """Result of `build`. kernels: in the directory; added: of them, by this call; nbytes:
+    files'."""
 
     directory: Path
     kernels: int
@@ -152,7 +153,7 @@ def _kept(place: Path, described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_there(path: Path, kernel: Mapping[str, Any]) -> bool:
-    """Whether a kernel of an earlier build still has its file."""
+    """Return True if a kernel of an earlier build still has its file."""
     if path.exists():
         return True
     command = shlex.join(["--kernel", kernel["kernel"], "--arch", kernel["target"]])

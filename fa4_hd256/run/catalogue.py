@@ -62,11 +62,11 @@ class KernelSpec:
 
     @property
     def kernels(self) -> KernelSet:
-        """Those of the architecture."""
+        """Return the kernels of the architecture."""
         return kernels_of(self.architecture)
 
     def counts_tiles(self, problem_class: ProblemClass) -> bool:
-        """Whether the kernel's scheduler takes a counter."""
+        """Return True if the kernel's scheduler takes a counter."""
         return problem_class.use_clc and self.kernels.counts_tiles
 
 
@@ -84,13 +84,13 @@ class TuningKey(NamedTuple):
     gpu: str
 
     def config(self, keys: int) -> Any:
-        """That of calls with so many keys in the longest sequence."""
+        """Return the configuration of calls with so many keys in the longest sequence."""
         known = kernels_of(self.architecture).config_of(self.tiles)
         return known.tuned(self.causal, keys, self.gpu, self.tiles, paged=self.paged)
 
 
 def tuning_key(problem: Problem, gpu: str) -> TuningKey:
-    """Of a call on a GPU of these rows of the tuning table."""
+    """Return the tuning key of a call on a GPU of these rows of the tuning table."""
     causal, paged = problem.options.window[1] is not None, problem.page_size is not None
     return TuningKey(problem.architecture, problem.tiles, causal, paged, gpu)
 

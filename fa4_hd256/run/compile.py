@@ -189,7 +189,7 @@ class MissingKernelError(RuntimeError):
 
 
 def build_command(spec: KernelSpec) -> str:
-    """What adds a kernel to the prebuilt directory in use."""
+    """Return the command that adds a kernel to the prebuilt directory in use."""
     place = prebuilt.active()
     words = ["python", "-m", "fa4_hd256", "build", "--kernel", name_of(spec)]
     words += ["--arch", family.target(spec.architecture)]
@@ -222,7 +222,7 @@ def _obtain(spec: KernelSpec) -> CompiledKernel:
 
 
 def is_capturing() -> bool:
-    """Whether this thread's calls go into a CUDA graph."""
+    """Return True if this thread's calls go into a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -315,11 +315,11 @@ def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[byt
 
 @contextlib.contextmanager
 def room_for_files() -> Iterator[None]:
-    """Inside, temporary files go to memory if the temporary directory is full or missing.
+    """Send temporary files to memory if the temporary directory is full or missing.
 
     CuTe DSL writes what it compiles to such files, and LLVM ends the process where a write fails.
-    One thread at a time: the place is the whole process's. Raises RuntimeError if there is no room
-    at all.
+    One thread at a time: the directory is the whole process's. Raises RuntimeError if there is no
+    room at all.
     """
     with _files_lock:
         yield from _room_for_files()

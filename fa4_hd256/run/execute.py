@@ -96,7 +96,8 @@ class Execution:
         return tuple([made[number] for number in self._in_made])
 
     def _run(self, where: list[int], stream: int, found: list[Any]) -> None:
-        """where: addresses by number; found: tensors, the same if they are wanted by name."""
+        """Run the launches. where: addresses by number; found: tensors, the same if they are wanted
+        by name."""
         try:
             steps = self._free.pop()
         except IndexError:
@@ -195,7 +196,7 @@ def new_tensor(allocation: Allocation, device: torch.device) -> torch.Tensor:
 
 
 def _maker(allocation: Allocation, device: torch.device) -> Make:
-    """What makes the memory of a call."""
+    """Return the maker of a call's memory."""
     size = math.prod(allocation.shape)
     is_zero = allocation.fills == ((0, size, 0.0),)
     make = maker(allocation.shape, allocation.dtype, device, is_zero)
@@ -222,9 +223,9 @@ _unread: dict[int | None, torch.Tensor] = {}
 
 
 def _unread_maker(allocation: Allocation, device: torch.device) -> Make:
-    """The same where no caller reads it: memory of the device, if it is large enough. Kernels of
-    any stream write to that at any time. It is not made while a CUDA graph is captured, whose
-    memory nothing may keep."""
+    """Return the maker of memory that no caller reads: the device's own, if it is large enough.
+    Kernels of any stream write to that at any time. It is not made while a CUDA graph is captured,
+    whose memory nothing may keep."""
     is_small = math.prod(allocation.shape) <= UNREAD_ELEMENTS and not allocation.fills
     is_unread = allocation.lifetime is Lifetime.UNREAD
     if device.type != "cuda" or not (is_small and is_unread):

@@ -187,7 +187,7 @@ def _all_of(shape: Sequence[int], value: float) -> tuple[tuple[int, int, float],
 def _results(
     builder: PlanBuilder, parts: Sequence[ForwardPart], views: Mapping[str, View], has_batch: bool
 ) -> dict[str, View]:
-    """What is written to, by name.
+    """Allocate the results, by name.
 
     Rows past seqused_q are not written: they are 0 with an LSE of -inf. Where keys are split, the
     combining kernel writes every row of the results, and reads no O of a split whose LSE is -inf.
@@ -246,7 +246,7 @@ def _new_result(
 
 
 def _shapes_of_parts(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of O and of the LSE."""
+    """Return the shapes of O and of the LSE."""
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
     entries = batch * problem.num_splits
     if problem.lists_parts:

@@ -47,7 +47,8 @@ from .arguments import (
 
 
 def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tuple:
-    """What `cute.compile` gets: types and alignments, no data; counter: with that of the tiles."""
+    """Return the arguments of `cute.compile`: types and alignments, no data; counter: with that of
+    the tiles."""
     element = problem_class.element_type
     q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
     results = _result_types(cutlass.Float32 if problem_class.split else element)
@@ -63,12 +64,12 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
 
 
 def combine_compile_arguments(element_type: Any) -> tuple:
-    """What `cute.compile` gets for the combining kernel; element_type: of out."""
+    """Return the arguments of `cute.compile` for the combining kernel; element_type: of out."""
     return _result_types(cutlass.Float32), _result_types(element_type), cuda.CUstream(0)
 
 
 def ragged_combine_compile_arguments(problem_class: CombineClass) -> tuple:
-    """What `cute.compile` gets for the kernel that combines listed parts."""
+    """Return the arguments of `cute.compile` for the kernel that combines listed splits."""
     *results, stream = combine_compile_arguments(problem_class.element_type)
     lists = tuple(vector_type(cutlass.Int32) for _ in range(1 + problem_class.packed))
     return *results, lists, stream

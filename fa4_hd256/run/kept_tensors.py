@@ -16,14 +16,14 @@ Made = TypeVar("Made")
 
 
 def made_to_keep(make: Callable[[], Made], device: torch.device) -> Made:
-    """What `make` returns, from another thread, whose modes are PyTorch's defaults.
+    """Return the result of `make` from another thread, whose modes are PyTorch's defaults.
 
-    A thread may send what it allocates into a memory pool (`torch.cuda.use_mem_pool`; PyTorch's
-    own graphs of `torch.compile` do so in their warm-up). Memory of such a pool belongs to who has
-    made it: kept, it would keep all of the pool, and be refused as a leak. The stream is the
-    default one of the device.
+    A thread may send what it allocates into a memory pool (`torch.cuda.use_mem_pool`; PyTorch's own
+    graphs of `torch.compile` do so in their warm-up). Memory of such a pool belongs to who has made
+    it: cached, it would keep all of the pool, and be refused as a leak. The stream is the default
+    one of the device.
 
-    Not for the capture of a graph, where memory that is made anew is refused.
+    Not for the capture of a graph, where newly made memory is refused.
     """
     made: Future[Made] = Future()
 

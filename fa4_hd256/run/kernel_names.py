@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def _default(field: dataclasses.Field) -> Any:
-    """Of a field; the field itself, which equals no value, where it has none."""
+    """Return the default of a field; the field itself, which equals no value, where it has none."""
     if field.default is not dataclasses.MISSING:
         return field.default
     if field.default_factory is not dataclasses.MISSING:

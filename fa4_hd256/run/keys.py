@@ -1,4 +1,4 @@
-"""What kernels are known by: the key covers everything that is compiled in.
+"""Keys of kernels, which cover everything that is compiled in.
 
 Which kernel it is, what it is specialised for, its configuration, the meaning of the sources that
 are compiled in or build what is (`COMPILED_IN`), the versions of the compiler and the CPU, for
@@ -91,8 +91,8 @@ def prebuilt_key(spec: KernelSpec) -> str:
 
 
 def direction_of(spec: KernelSpec) -> str:
-    """Whose sources a kernel is made of, one of `OTHER`: "forward", "backward",
-    "append" or "tail"."""
+    """Return the direction whose sources a kernel is made of, one of `OTHER`: "forward",
+    "backward", "append" or "tail"."""
     return spec.kind.partition("_")[0]
 
 
@@ -146,7 +146,8 @@ def _source_digest(direction: str, architecture: Architecture) -> str:
 
 @functools.cache
 def content_digest(direction: str, architecture: Architecture) -> str:
-    """Of the bytes of the sources that kernels of a direction and an architecture are made of."""
+    """Return the digest of the bytes of the sources of kernels of a direction and an
+    architecture."""
     digest = hashlib.sha256()
     for name, content in compiled_sources(direction, architecture):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)

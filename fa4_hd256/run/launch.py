@@ -1,4 +1,4 @@
-"""Where a compiled kernel runs: on a GPU, or in the simulator for CPU tensors."""
+"""Launch of a compiled kernel: on a GPU, or in the simulator for CPU tensors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def describe_gpus() -> str:
-    """For a bug report: what kernels are compiled for, and the GPUs of the process, a line each."""
+    """Return, for a bug report, what kernels are compiled for, and the GPUs of the process, a line
+    each."""
     lines = [f"kernels are compiled for {target(a)}: {a.describe()}" for a in ARCHITECTURES]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         name, capability = torch.cuda.get_device_name(index), _capability(index)

@@ -166,7 +166,8 @@ class NativeCache:
         return ", ".join(facts)
 
     def _is_trusted(self, create: bool = False) -> bool:
-        """Whether the directory is there and nobody else can write it; create: make it first.
+        """Return True if the directory is there and nobody else can write it; create: make it
+        first.
 
         Raises OSError if it cannot be made.
         """
@@ -198,8 +199,8 @@ class NativeCache:
             return None  # nothing can be written here, which `write` says
 
     def _is_current(self, name: str, file: int) -> bool:
-        """Whether a lock file that was waited for is still the entry's: whoever comes now locks
-        the file that has the name."""
+        """Return True if a lock file that was waited for is still the entry's: newcomers lock the
+        file that has the name."""
         with contextlib.suppress(OSError):
             os.utime(file)  # so that nobody sweeps a lock that has just been taken
         try:
@@ -259,13 +260,14 @@ def meaning_of(sources: Sequence[tuple[str, bytes]]) -> str:
 
 
 def _is_text(statement: ast.stmt) -> bool:
-    """Whether a statement is a string and nothing else."""
+    """Return True if a statement is a string and nothing else."""
     value = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def writable_by_others(status: os.stat_result) -> str | None:
-    """Why a user other than this one and root could have written a file or directory, else None.
+    """Return why a user other than this one and root could have written a file or directory, else
+    None.
 
     In a directory with the sticky bit others cannot touch what is not theirs. Groups count as
     others whoever is in them: that cannot be known where accounts come over a network.

@@ -1,9 +1,9 @@
-"""Which kernels the calls of a model take, of any batch and any lengths.
+"""Kernels that the calls of a model take, of any batch and any lengths.
 
 What a call compiles follows from its problem class and configuration, so all that it can be is
 counted up here from the very rules that calls go by: tiles by the longest queries, configurations
-by the keys, both schedulers, keys divided or not. More may be counted up than a model ever takes
-(keys divided where they never are), never less.
+by the keys, both schedulers, keys split or not. More may be counted up than a model ever takes
+(keys split where they never are), never less.
 """
 
 from __future__ import annotations
@@ -110,17 +110,16 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Needs:
-    """What the calls of a model are like, of which kernels are made ahead of time.
+    """Needs of a model: the calls whose kernels are made ahead of time.
 
     uses: "prefill" (any number of queries), "decode" (1 to 16), "training" (with the backward).
     forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "padded" (seqused_q and
     _k: transformers' static cache and padding); "cache" (seqused_k, as of flash_attn_with_kvcache);
     "packed-cache" (cu_seqlens_q and seqused_k); "paged" and "packed-paged" (with a page_table);
-    "block-mask" (dense ones with a block_mask, no mask_mod).
-    dtypes: of q. use_clc: the tile scheduler that calls ask for, None for both. batch_invariant:
-    whether calls ask for that, too. page_sizes: of the paged forms.
-    kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn with every form of scales.
-    scheduler_metadata: whether calls with seqused_k, but no seqused_q, are given one, too.
+    "block-mask" (dense ones with a block_mask, no mask_mod). dtypes: of q. use_clc: the requested
+    tile scheduler, None for both. batch_invariant: whether it is requested, too. page_sizes: of the
+    paged forms. kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn with every form of
+    scales. scheduler_metadata: whether calls with seqused_k, but no seqused_q, are given one, too.
     tree_mask: whether calls of up to 64 queries are. alibi: whether calls, with k and v of q's
     dtype, have that as their score_mod, too. rotary: whether calls of flash_attn_with_kvcache give
     rotary_cos and rotary_sin, too. max_logits: calls with return_max_logits=True, too; k and v have
@@ -180,7 +179,7 @@ class Needs:
             )
 
     def _check_together(self) -> None:
-        """Those that ask for nothing, or for what no call is accepted with."""
+        """Refuse needs that request nothing, or what no call is accepted with."""
         paged = any(PAGE_TABLE in FORMS[form] for form in self.forms)
         if paged != bool(self.page_sizes):
             raise ValueError(
@@ -220,7 +219,7 @@ class Needs:
 
 
 def _takes_list(ragged: Sequence[str]) -> bool:
-    """Whether calls with these tensors may be given a list of parts."""
+    """Return True if calls with these tensors may be given scheduler metadata."""
     return _LISTS_OF in ragged and _LISTLESS not in ragged
 
 
@@ -363,7 +362,7 @@ def _problems(
 
 
 def _descales(kv_dtype: torch.dtype | None, paged: bool) -> tuple[str, ...]:
-    """Whose scales k and v may have."""
+    """Return the forms of scales that k and v may have."""
     if kv_dtype is None:
         return ("",)
     return ("", OF_SEQUENCES, OF_PAGES) if paged else ("", OF_SEQUENCES)
@@ -388,7 +387,8 @@ def _forwards(problem: Problem, gpu: str, fixed: bool) -> Iterator[KernelSpec]:
 
 
 def _listed(problem: Problem, gpu: str) -> Iterator[KernelSpec]:
-    """With a list of parts, and the kernel that combines these; without where it is ignored."""
+    """Yield the kernels with scheduler metadata, and the kernel that combines the splits; without
+    where it is ignored."""
     listed = replace(problem, ragged=_with(problem.ragged, PART_LIST), num_splits=2)
     for config in _configs(tuning_key(listed, gpu)):
         yield configured(listed, config)
@@ -397,12 +397,12 @@ def _listed(problem: Problem, gpu: str) -> Iterator[KernelSpec]:
 
 @functools.cache
 def _configs(key: TuningKey) -> tuple[Any, ...]:
-    """Those that calls get by their number of keys, each once."""
+    """Return the configurations that calls get by their number of keys, each once."""
     return tuple(dict.fromkeys(key.config(keys) for keys in _LENGTHS))
 
 
 def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[KernelSpec]:
-    """Of any number of parts and rows."""
+    """Yield the combining kernels of any number of splits and rows."""
     rule = kernels_of(architecture).combine
     bounds = sorted({max(1, (rule.ctas << i) // n + one)
                      for i in range(6) for n in (1, 2, 4) for one in (0, 1)} | {1})  # fmt: skip
@@ -415,7 +415,8 @@ def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[Kernel
 def _appends(
     model: AttentionModel, needs: Needs, architecture: Architecture
 ) -> Iterator[KernelSpec]:
-    """Those that write new rows to caches, as calls with lengths of the keys may ask for."""
+    """Yield the kernels that write new rows to caches, as calls with lengths of the keys may
+    request."""
     forms = [FORMS[form] for form in needs.forms if _takes_list(FORMS[form])]
     choices = itertools.product(forms, needs.dtypes, needs.kv_dtypes, (False, True))
     for ragged, dtype, kv_dtype, packed in choices:
@@ -457,9 +458,9 @@ def _rotaries(
 
 
 def _backwards(forward: Problem, model: AttentionModel) -> Iterator[KernelSpec]:
-    """With a stored dS and without, where a block mask does not ask for one, that of packed
-    sequences by lengths that are known, too; dK and dV in parts and not, the LSE's gradient given
-    or not."""
+    """Yield the kernels with a stored dS and without, where a block mask does not require one, that
+    of packed sequences by lengths that are known, too; dK and dV in parts and not, the LSE's
+    gradient given or not."""
     k_shape = (1, forward.max_seqlen_k, model.heads_kv, HEAD_DIM)
     config = forward.kernels.config("backward")()
     stored = (True,) if is_masked(forward.ragged) else (True, False)

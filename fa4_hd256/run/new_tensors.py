@@ -16,7 +16,7 @@ __all__ = ["maker"]
 def maker(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, is_zero: bool = False
 ) -> Callable[[], torch.Tensor]:
-    """What makes contiguous tensors of a shape, of zeros or of anything.
+    """Return the maker of contiguous tensors of a shape, of zeros or of anything.
 
     They are like one element that is expanded to the shape: to read shape, dtype and device of a
     tensor takes half the time that reading them as arguments from Python takes.

@@ -44,7 +44,7 @@ def _padded(content: bytes) -> bytes:
 
 
 class _Place(NamedTuple):
-    """Where an address is written: a word, the number of the tensor, bytes from its address."""
+    """Place of an address: a word, the number of the tensor, bytes from its address."""
 
     word: int
     number: int
@@ -150,7 +150,7 @@ def check_convention(compiled: CompiledKernel, launch: Launch) -> None:
 
 
 def _small(arguments: Any) -> Any:
-    """The same nested arguments, views of one element."""
+    """Return the nested arguments with views of one element."""
     if isinstance(arguments, View):
         return View.contiguous(arguments.name, (1,) * arguments.ndim, arguments.dtype)
     if isinstance(arguments, tuple):
@@ -160,7 +160,8 @@ def _small(arguments: Any) -> Any:
 
 
 def _values(arguments: Any, kept: list[torch.Tensor]) -> Any:
-    """What a compiled function is called with. kept: gets the tensors, in their order."""
+    """Return the values that a compiled function is called with. kept: gets the tensors, in their
+    order."""
     if isinstance(arguments, View):
         kept.append(torch.zeros(arguments.shape, dtype=arguments.dtype))
         described = from_dlpack(kept[-1], assumed_align=arguments.element_size())
@@ -174,7 +175,7 @@ def _values(arguments: Any, kept: list[torch.Tensor]) -> Any:
 
 
 def _content(slot: Slot, address: Any) -> bytes:
-    """What CuTe DSL packed for a slot, whole words."""
+    """Return the words that CuTe DSL packed for a slot, whole ones."""
     size = 4 if isinstance(slot, Number) else len(_words(slot))
     if isinstance(slot, View) and slot.ndim % 2:
         # Sizes of 32 bits before 64-bit strides: padding holds anything.

@@ -1,9 +1,9 @@
-"""What a call launches, as plain data: `print(plan)` says it.
+"""Plan of a call: its launches as plain data; `print(plan)` says it.
 
 A plan is made from the description of a call (`call.forward_problem.Problem`,
 `call.backward_problem.BackwardProblem`) and from how its tensors lie in memory (`View`), and from
-nothing else: no tensor, no address. So whatever guards find equal shares a plan, and `execute`
-runs it on any tensors that lie like those.
+nothing else: no tensor, no address. So whatever guards find equal shares a plan, and `execute` runs
+it on any tensors that lie like those.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Allocation", "Launch", "LaunchPlan", "Lifetime", "Operation", "PlanB
 
 
 class Lifetime(enum.Enum):
-    """How long memory lives.
+    """Lifetime of memory.
 
     CALL: as long as its tensor. UNREAD: the same, but where no caller reads it, it may be memory of
     the device that all calls write to. STREAM: the counter of a stream (`tile_counter`).

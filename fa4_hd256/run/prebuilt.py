@@ -78,7 +78,7 @@ class Prebuilt:
 
     @property
     def targets(self) -> list[str]:
-        """What the kernels are compiled for."""
+        """Return the targets that the kernels are compiled for."""
         return sorted({kernel["target"] for kernel in self.kernels.values()})
 
     def read(self, key: str) -> tuple[dict[str, Any], list[bytes]] | None:
@@ -134,7 +134,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 
 def _stamp(directory: Path) -> tuple[int, int] | None:
-    """Of the manifest's file, None where there is none."""
+    """Return the stamp of the manifest's file, None where there is none."""
     try:
         status = (directory / MANIFEST).stat()
     except OSError:
@@ -143,7 +143,7 @@ def _stamp(directory: Path) -> tuple[int, int] | None:
 
 
 def _why_unreadable(path: Path) -> str:
-    """Of a file that is no entry."""
+    """Return why a file that is no entry cannot be read."""
     try:
         reason = writable_by_others(path.stat())
         with path.open("rb"):
@@ -169,8 +169,8 @@ def build_into(place: Path, *options: str) -> str:
 
 
 def path_of(directory: str | os.PathLike) -> Path:
-    """Where a directory is, whatever the working directory becomes. Raises TypeError for what is no
-    path, and ValueError for an empty one."""
+    """Return the absolute path of a directory, whatever the working directory becomes. Raises
+    TypeError for what is no path, and ValueError for an empty one."""
     given = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(given, str):
         raise TypeError(f"directory is {shown(directory)}; accepted: a path as a str or a Path")
@@ -211,7 +211,7 @@ def sources_of(name: str) -> str | None:
 
 
 def instruction_sets(features: Iterable[str]) -> list[str]:
-    """Those of a CPU's features that host code may use."""
+    """Return the features of a CPU that host code may use."""
     return [name for name in features if _INSTRUCTION_SETS.fullmatch(name)]
 
 
@@ -219,7 +219,7 @@ def instruction_sets(features: Iterable[str]) -> list[str]:
 
 
 class _Chosen:
-    """What `use_prebuilt` was given, over the environment."""
+    """Arguments of `use_prebuilt`, which override the environment."""
 
     directory: str | None = None
     jit: bool | None = None
@@ -255,12 +255,13 @@ def active(again: bool = False) -> Prebuilt | None:
 
 
 def jit_allowed() -> bool:
-    """Whether a kernel that is in no cache is compiled."""
+    """Return True if a kernel that is in no cache is compiled."""
     return environment.jit_allowed() if _Chosen.jit is None else _Chosen.jit
 
 
 def _open(directory: str, again: bool = False) -> Prebuilt:
-    """By the text that was given: a relative one stays where it was when it was first opened."""
+    """Open a directory by the given text: a relative one stays where it was when it was first
+    opened."""
     with _lock:
         found = _opened.get(directory)
         if found is None or again and found.stamp != _stamp(found.directory):

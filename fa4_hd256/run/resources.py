@@ -1,4 +1,4 @@
-"""What a kernel uses, read out of its cubin without any tool.
+"""Resource usage of a kernel, read out of its cubin without any tool.
 
 A cubin is an ELF file (CUDA Binary Utilities).  Section .nv.info holds attributes: a byte for the
 layout, a byte for the number, two bytes for the size or the value.  An attribute of a function
@@ -23,7 +23,7 @@ _HAS_SIZE, _REGISTERS, _STACK = 4, 0x2F, 0x12
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """What a thread of a kernel takes.
+    """Resources of a thread of a kernel.
 
     registers: at launch.  stack, local: bytes; spills would be in either.
     """

@@ -165,7 +165,7 @@ def leaves(arguments: Any) -> Iterator[Any]:
 
 
 def plain_arguments(arguments: Any) -> Any:
-    """The same nested arguments, CuTe DSL's numbers as `Number`s."""
+    """Return the nested arguments with CuTe DSL's numbers as `Number`s."""
     if isinstance(arguments, tuple):
         parts = (plain_arguments(part) for part in arguments)
         return type(arguments)(*parts) if hasattr(arguments, "_fields") else tuple(parts)

@@ -21,7 +21,7 @@ __all__ = ["tail_call_arguments", "tail_compile_arguments"]
 
 
 def tail_compile_arguments(own: TailClass) -> tuple:
-    """What `cute.compile` gets."""
+    """Return the arguments of `cute.compile`."""
     offsets = {f"cu_seqlens_{side}": vector_type(cutlass.Int32) for side in own.sides}
     tensors = TailTensors(
         tuple(tensor_type(cutlass.Int32, 4, TMA_ALIGNMENT) for _ in own.results),

@@ -1,4 +1,4 @@
-"""What `python -m fa4_hd256 build --arch` names; nothing that takes long to load."""
+"""Targets of `python -m fa4_hd256 build --arch`; nothing that takes long to load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TARGETS", "BuildTarget"]
 
 @dataclass(frozen=True)
 class BuildTarget:
-    """What `--arch` names: an architecture, and the compute capability of the GPUs of a process."""
+    """Target of `--arch`: an architecture, and the compute capability of the GPUs of a process."""
 
     architecture: Architecture
     capability: tuple[int, int]

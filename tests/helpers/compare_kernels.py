@@ -239,7 +239,7 @@ def build(tree: Path, out: Path, cache: Path, pattern: str | None, options: Sequ
 
 @dataclass(frozen=True)
 class Pair:
-    """What became of a kernel; None on the side that lacks it.
+    """Comparison of a kernel in two trees; None on the side that lacks it.
 
     verdict: "equal"; "parameters", the same code for another list of parameters; "registers", the
     same but for names of registers; "differs"; "only in old"; "only in new".

@@ -142,7 +142,7 @@ def test_rows_of_a_page_table(device):
 
 
 def unchecked(monkeypatch):
-    """As on a GPU, where nobody reads what lies on the device."""
+    """Leave out checks as on a GPU, where nobody reads what lies on the device."""
     monkeypatch.setattr(cache_checks, "check_within", lambda *_: None)
     for name in ("_check_places", "check_page_numbers"):
         monkeypatch.setattr(checks, name, lambda *_: None)

@@ -84,7 +84,7 @@ def test_decoding(device):
 
 @pytest.mark.simulator
 def test_repeated_calls(monkeypatch):
-    """Of other tensors: what is packed but for addresses."""
+    """Arguments of other tensors are packed but for addresses."""
     launched = simulated(monkeypatch)
     try:
         for _ in range(2):
@@ -147,7 +147,7 @@ def test_positions_count_from_the_first_key(seqlen_q, device):
 
 @pytest.mark.sampled
 def test_a_tree(device):
-    """Its nodes are the last keys; of some sequences there are more nodes than keys."""
+    """The nodes of a tree are the last keys; of some sequences there are more nodes than keys."""
     q, (paged, keys) = queries(8, 5, 4, device=device), padded(32, device)
     mask = ((torch.rand(8, 5, 5) < 0.5) | torch.eye(5, dtype=torch.bool)).to(device)
     found = attend(q, paged, tree_mask=mask, num_splits=2)
@@ -191,7 +191,7 @@ def test_keys_in_e4m3(of_pages, page_size):
 @pytest.mark.parametrize("by_index", [False, True], ids=["rows", "chosen rows"])
 @pytest.mark.sampled
 def test_new_rows(by_index, device):
-    """They follow cache_seqlens, which counts the padding, and so do their positions."""
+    """New rows follow cache_seqlens, which counts the padding, and so do their positions."""
     paged, _ = padded(32, device)
     more = torch.arange(len(LENGTHS) * 2).view(len(LENGTHS), 2).int() + len(paged.k)
     k_cache, v_cache = (

@@ -81,7 +81,7 @@ def through(function, tensors, gradients):
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.sampled("dense-forward", "dense-gradients", "masked-forward")
 def test_compiled_calls_find_their_plans(launched, function, gradients):
-    """The same bits as the first call with the same tensors."""
+    """Check for the same bits as the first call with the same tensors."""
     compiled = torch.compile(function, backend="aot_eager")
     through(compiled, [normal(2, 100, heads, 256) for heads in (2, 1, 1)], gradients)
     for _ in range(2):

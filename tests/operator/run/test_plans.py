@@ -230,7 +230,7 @@ def long_way(monkeypatch):
 
 
 def repeats(function, *tensors, **options):
-    """Whether a call found its plan; the stand-ins return ones then."""
+    """Return True if a call found its plan; the stand-ins return ones then."""
     return bool((function(*tensors, **options) == 1).all())
 
 
@@ -363,7 +363,7 @@ def test_equal_values_of_other_types_are_refused_as_ever(wrong, long_way):
 
 
 def test_short_of_memory_a_smaller_plan_is_run(long_way, monkeypatch):
-    """Where the kind of calls has one; the plan that is kept stays."""
+    """Run the smaller plan where the kind of calls has one; the plan that is kept stays."""
     for _ in range(3):
         flash_attn_func(*small(), causal=True)
     (entry,) = plans._kept.entries.values()
@@ -460,7 +460,7 @@ def resized(tensor):
     lambda q: torch._efficientzerotensor(q.shape, dtype=q.dtype), resized,
 ], ids=["zeros", "resized"])  # fmt: skip
 def test_elements_without_memory_are_not_launched_on(without, long_way, monkeypatch):
-    """Of a call that came before everything is alike but the address, which is 0."""
+    """Everything but the address, which is 0, is like that of a call before."""
 
     class Refused(Exception):
         pass
@@ -552,7 +552,7 @@ def test_a_tensor_given_twice_is_guarded(long_way):
 
 
 def _asked(inputs, function=flash_attn_func):
-    """What a call asks `plans.find` for."""
+    """Return what a call gives `plans.find`."""
     asked, find = [], plans.find
     with pytest.MonkeyPatch.context() as noting:
         noting.setattr(plans, "find", lambda *given: asked.append(given) or find(*given))
