@@ -46,8 +46,8 @@ _OUT = 3
     schema=f"({schema_of(BackwardTensors, BackwardValues)}) -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv, dsink) of the fields of `BackwardTensors` and `BackwardValues`; those that are
-    not wanted are empty. Bitwise the same for the same arguments."""
+    """Return (dq, dk, dv, dsink) of the fields of `BackwardTensors` and `BackwardValues`; those
+    that are not wanted are empty. Bitwise the same for the same arguments."""
     tensors, values = _named(given)
     values = values._replace(wanted=tuple(values.wanted))
     return or_empty(plans.within(_BACKWARD, tensors, values), tensors)
@@ -132,8 +132,8 @@ def _with_batches(tensors: BackwardTensors) -> BackwardTensors:
 
 
 def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch; what
-    is not requested may be None or anything.
+    """Return (dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch;
+    what is not requested may be None or anything.
 
     tensors: packed sequences with or without a batch of 1. values: hashable, so `wanted` a tuple.
     """

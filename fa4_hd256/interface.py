@@ -359,8 +359,8 @@ def _form(sequences: tuple[Any, ...]) -> tuple[Any, ...]:
 def _read_masks(
     tensors: tuple[Any, Any, Any, Any], block_mask: Any, mask_mod: Any, tree_mask: Any
 ) -> tuple[dict[str, torch.Tensor], str | None, int]:
-    """(tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a call with
-    block_mask or mask_mod; tensors: q, k, v, the sink."""
+    """Return (tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a
+    call with block_mask or mask_mod; tensors: q, k, v, the sink."""
     asked, key = (NO_TENSORS, None) if mask_mod is None else read_by_mask(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
@@ -372,7 +372,7 @@ def _read_masks(
 def read_options(
     tree_mask: Any, score_mod: Any, *scales: Any
 ) -> tuple[dict[str, torch.Tensor], str | None]:
-    """(tensors by name, the key of score_mod) of a call with some of these."""
+    """Return (tensors by name, the key of score_mod) of a call with some of these."""
     found = {} if tree_mask is None else {TREE_WORDS: words_of(tree_mask)}
     scores, key = (NO_TENSORS, None) if score_mod is None else read_by(score_mod)
     given = {name: scale for name, scale in zip(DESCALES, scales, strict=True) if scale is not None}
@@ -382,8 +382,8 @@ def read_options(
 def _read_metadata(
     tensors: tuple[Any, Any, Any, Any], metadata: BackwardMetadata
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """(tensors by name, `listed_tiles` of a `BackwardProblem`) of a call with backward_metadata,
-    which only gradients need; tensors: q, k, v, the sink."""
+    """Return (tensors by name, `listed_tiles` of a `BackwardProblem`) of a call with
+    backward_metadata, which only gradients need; tensors: q, k, v, the sink."""
     if not are_differentiated(tensors):
         return NO_TENSORS, 0
     return {DS_BEGINS: metadata.ds_begins}, metadata.ds_tiles
@@ -420,7 +420,7 @@ def _halves(device: torch.device) -> int:
 def _attend(
     tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...], wants_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), the latter anything where it is not wanted.
+    """Return (out, lse), the latter anything where it is not wanted.
 
     All as users give them. tensors: fields of `ForwardTensors`, then out, to which the first result
     is written; given: fields of `Given`. form: which tensors are given, and are the same.
@@ -633,8 +633,8 @@ _MAXIMA = plans.Kind("forward_max_logits", _request(True), plan_call)
 def longest_of(
     ragged: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int | None, int | None]:
-    """(max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too; None
-    where they are not packed."""
+    """Return (max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too;
+    None where they are not packed."""
     max_seqlen_q, max_seqlen_k = plain(max_seqlen_q), plain(max_seqlen_k)
     offsets_q, offsets_k = (ragged.get(f"cu_seqlens_{side}") for side in "qk")
     if offsets_q is None:

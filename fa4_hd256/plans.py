@@ -61,9 +61,10 @@ _is_profiled = torch._C._autograd._profiler_enabled  # bound once
 def key_of(
     tensors: Tensors, facts: tuple[Any, ...], switches: tuple[str, ...]
 ) -> tuple[tuple, list[int]] | None:
-    """(key, addresses of the tensors that are given) of a call that nothing intercepts; None where
-    a tensor is no plain one, or has elements and no memory: one of the device "meta", PyTorch's
-    zeros, which its dispatcher fills in, and storage that was resized to nothing, which it refuses.
+    """Return (key, addresses of the tensors that are given) of a call that nothing intercepts; None
+    where a tensor is no plain one, or has elements and no memory: one of the device "meta",
+    PyTorch's zeros, which its dispatcher fills in, and storage that was resized to nothing, which
+    it refuses.
 
     tensors: None for one not given. facts: all that the call depends on beside these and the
     environment; their types count, too. switches: of the environment. NOTE [key of a plan].
@@ -239,8 +240,8 @@ def plans_made() -> int:
 
 
 def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | None:
-    """(entry, addresses of the tensors that are given) of a call that nothing intercepts; None
-    where it must go through the dispatcher all the same.
+    """Return (entry, addresses of the tensors that are given) of a call that nothing intercepts;
+    None where it must go through the dispatcher all the same.
 
     facts: the call's `Kind`, all that the call depends on beside its tensors and the environment,
     and which tensors are given. Raises as `Kind.resolve` does.

@@ -60,8 +60,8 @@ def check_no_gradients(tensors: dict[str, Any]) -> None:
 def lengths_of(
     cache_seqlens: Any, batch: int, capacity: int, device: torch.device
 ) -> torch.Tensor:
-    """(batch,) int32 rows in use. cache_seqlens: that, or an int for all; capacity: rows that a
-    sequence of the cache has."""
+    """Return (batch,) int32 rows in use. cache_seqlens: that, or an int for all; capacity: rows
+    that a sequence of the cache has."""
     if isinstance(cache_seqlens, torch.Tensor):
         return of_batch("cache_seqlens", cache_seqlens, batch, device)
     cache_seqlens = plain(cache_seqlens)

@@ -306,10 +306,10 @@ def check_longest(side: str, longest: Any) -> None:
 def bounds_of(
     longest: tuple[Any, Any], q: torch.Tensor, words: torch.Tensor | None, fixed_parts: bool
 ) -> tuple[Any, Any]:
-    """(max_seqlen_q, max_seqlen_k) without tensors, which are never read: that would synchronise
-    with the device, and their contents would be in the key of a call. The rows of q, packed, then
-    bound each sequence, and the nodes of a tree's words, where there are any; keys have no bound,
-    which is None. fixed_parts: whether keys are divided by it.
+    """Return (max_seqlen_q, max_seqlen_k) without tensors, which are never read: that would
+    synchronise with the device, and their contents would be in the key of a call. The rows of q,
+    packed, then bound each sequence, and the nodes of a tree's words, where there are any; keys
+    have no bound, which is None. fixed_parts: whether KV splits follow it.
 
     Raises TypeError for a tensor that is not one integer, ValueError with fixed_parts.
     """
@@ -592,7 +592,7 @@ def check_page_numbers(
 
 
 def _query_lengths(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(batch,) int64 rows in use of each sequence."""
+    """Return (batch,) int64 rows in use of each sequence."""
     offsets, used = ragged.get("cu_seqlens_q"), ragged.get("seqused_q")
     if offsets is None:
         lengths = torch.full((q.shape[0],), q.shape[1], device=q.device)

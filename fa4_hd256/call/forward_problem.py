@@ -363,9 +363,9 @@ def tiles_for_max_logits(
 def choose_tiles(
     known: tuple[ForwardTiles, ...], group: int, longest: int, ragged: Any
 ) -> tuple[ForwardTiles, int]:
-    """(tiles, packed heads) of a call: of those known that are meant for as many rows the first
-    that all heads of a group share, or where none is shared the first; the last where none is meant
-    for as many. longest: queries of a sequence.
+    """Return (tiles, packed heads) of a call: of those known that are meant for as many rows the
+    first that all heads of a group share, or where none is shared the first; the last where none is
+    meant for as many. longest: queries of a sequence.
 
     The one rule of which kernel a forward takes. It looks at the heads and the longest queries
     alone, never at the batch or what tensors hold: bits of a sequence may not depend on these

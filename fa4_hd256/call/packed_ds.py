@@ -46,9 +46,9 @@ class BackwardMetadata(NamedTuple):
 def begins_of(
     lengths: Sequence[tuple[int, int]], window: tuple[int | None, int | None]
 ) -> tuple[list[int], int]:
-    """(the number of each sequence's first tile, tiles of all of them, rounded up so that batches
-    of about as many have the same room). lengths: queries and keys of each; window: (left, right),
-    None for unbounded."""
+    """Return (the number of each sequence's first tile, tiles of all of them, rounded up so that
+    batches of about as many have the same room). lengths: queries and keys of each; window: (left,
+    right), None for unbounded."""
     counts = {
         pair: count_tiles(pair, window) if 0 not in pair else 0 for pair in dict.fromkeys(lengths)
     }

@@ -37,7 +37,8 @@ def mark(words: torch.Tensor, problem: Problem, gpu: Gpu) -> None:
 
 
 def marked(words: Any) -> tuple[int, ...] | None:
-    """(parts that a list has room for, sequences, query heads); None where it has no mark."""
+    """Return (parts that a list has room for, sequences, query heads); None where it has no
+    mark."""
     return getattr(words, _MARK, None)
 
 
@@ -77,7 +78,7 @@ def list_of_parts(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Te
 
 
 def _steps(problem: Problem, lengths: torch.Tensor) -> torch.Tensor:
-    """(batch,) int64 steps of each sequence, at most; a window may begin within one."""
+    """Return (batch,) int64 steps of each sequence, at most; a window may begin within one."""
     keys = problem.tiles.keys
     begins = keys if problem.options.window[0] is not None else 0
     return (lengths.long().clamp(0, longest_row(problem)) + (begins + keys - 1)) // keys
@@ -89,7 +90,7 @@ def _parts_of(steps: torch.Tensor, of_part: torch.Tensor) -> torch.Tensor:
 
 
 def _words(starts: torch.Tensor, counts: torch.Tensor, room: int) -> torch.Tensor:
-    """(room,) words of the parts of sequences that begin at these, each with so many."""
+    """Return (room,) words of the parts of sequences that begin at these, each with so many."""
     places = torch.arange(room, device=starts.device)
     sequence = torch.searchsorted(starts[1:], places, right=True)
     is_used = places < starts[-1]

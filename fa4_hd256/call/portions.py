@@ -171,9 +171,9 @@ def _of_group(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | N
 
 
 def _least_of_group(problem: BackwardProblem) -> tuple[int, int]:
-    """(query heads of a group that may be by themselves, bytes of dS of a block of their queries in
-    one sequence): one, but copies of an expanded head have gradients of their own, and their heads
-    stay together."""
+    """Return (query heads of a group that may be by themselves, bytes of dS of a block of their
+    queries in one sequence): one, but copies of an expanded head have gradients of their own, and
+    their heads stay together."""
     heads = problem.group if problem.copies > 1 else 1
     tiles = problem.of_listed(count_tiles((DS_BLOCK, problem.k_shape[1]), (None, None)))
     return heads, heads * tiles * DS_TILE_ELEMENTS * problem.forward.dtype.itemsize

@@ -323,7 +323,8 @@ def _chunks(count: int, device: torch.device) -> Iterator[slice]:
 def _evaluated(
     lengths: tuple[int, int], shape: Any, places: torch.Tensor, evaluate: Evaluate
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(number of the first place, places, which keys are seen) of some places after the other.
+    """Yield (number of the first place, places, which keys are seen) of some places after the
+    other.
 
     places: of tiles among all, in the order of `shape`. Queries past the end see what the last one
     does, keys past the end are not seen.

@@ -396,7 +396,7 @@ def _add_sum(builder: PlanBuilder, total: View, part: View) -> None:
 def _results(
     builder: PlanBuilder, work: BackwardWork, made: Mapping[str, View], views: Mapping[str, View]
 ) -> tuple[View | None, ...]:
-    """(dq, dk, dv, dsink) from what the kernels wrote; None for those not asked for."""
+    """Return (dq, dk, dv, dsink) from what the kernels wrote; None for those not requested."""
     wanted = work.wanted
     dk = dv = dsink = None
     if wanted.dkdv:

@@ -161,7 +161,7 @@ def tail_spec(own: TailClass, problem: Problem) -> KernelSpec:
 
 
 def build(spec: KernelSpec) -> tuple[Any, tuple]:
-    """(kernel, arguments): what `cute.compile` gets, the arguments by type only.
+    """Return (kernel, arguments): what `cute.compile` gets, the arguments by type only.
 
     Raises NotImplementedError for a kernel that the architecture does not have.
     """

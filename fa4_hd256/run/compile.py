@@ -240,7 +240,7 @@ _Entry = tuple[dict[str, Any], list[bytes]]
 
 
 def _prebuilt_entry(spec: KernelSpec) -> tuple[str, _Entry | None]:
-    """(key, entry) of a prebuilt kernel; None for an entry that nobody built.
+    """Return (key, entry) of a prebuilt kernel; None for an entry that nobody built.
 
     Raises as `prebuilt.active` and `Prebuilt.read`, and ValueError where a directory is in use that
     has no kernel at all for the target.
@@ -262,14 +262,15 @@ def _prebuilt_entry(spec: KernelSpec) -> tuple[str, _Entry | None]:
 
 
 def jit_entry(spec: KernelSpec) -> _Entry:
-    """(header, parts) of a kernel, compiled if it is not in the cache, whatever is prebuilt."""
+    """Return (header, parts) of a kernel, compiled if it is not in the cache, whatever is
+    prebuilt."""
     key = cache_key(spec)
     header, parts, _ = disk_cache().obtain(f"{key}.kernel", lambda: _compile_entry(key, spec))
     return header, parts
 
 
 def _jit_entry(key: str, spec: KernelSpec) -> tuple[_Entry, str]:
-    """(entry, "disk" or "compiled"); `MissingKernelError` where nothing may be compiled."""
+    """Return (entry, "disk" or "compiled"); `MissingKernelError` where nothing may be compiled."""
     name, place = f"{key}.kernel", prebuilt.active()
     if not prebuilt.jit_allowed():
         found = disk_cache().read(name) if lasts(spec) else None

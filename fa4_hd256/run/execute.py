@@ -181,7 +181,7 @@ class _SimulatedStep(PackedArguments):
 
 
 def _extent(view: View, address: int) -> tuple[int, int, str]:
-    """(first byte, past the last one, name) of a view that is not empty."""
+    """Return (first byte, past the last one, name) of a view that is not empty."""
     begin, size = address + view.begin, view.element_size()
     last = sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True))
     return begin, begin + (last + 1) * size, view.name

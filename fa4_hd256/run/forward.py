@@ -257,7 +257,7 @@ def _shapes_of_parts(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def _in_parts(problem: Problem, parts: Any) -> tuple[Any, Any]:
-    """(out, lse) of the splits in what was allocated for both; a tensor or a view of one."""
+    """Return (out, lse) of the splits in what was allocated for both; a tensor or a view of one."""
     out_shape, lse_shape = _shapes_of_parts(problem)
     size, of_lse = math.prod(out_shape), math.prod(lse_shape)
     out, lse = parts.narrow(0, 0, size), parts.narrow(0, size + BETWEEN_PARTS, of_lse)

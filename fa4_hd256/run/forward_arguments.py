@@ -76,7 +76,7 @@ def ragged_combine_compile_arguments(problem_class: CombineClass) -> tuple:
 
 
 def _result_types(element_type: Any) -> tuple:
-    """(out, lse)."""
+    """Return (out, lse)."""
     out = tensor_type(element_type, 4, row_alignment(element_type.width))
     return out, tensor_type(cutlass.Float32, 3, alignment=4)
 

@@ -125,7 +125,7 @@ class LaunchPlan:
 
 
 def _numbers(arguments: Any, name: str = "scalar") -> Iterator[tuple[str, Number]]:
-    """(name, number) of the scalars among nested arguments."""
+    """Yield (name, number) of the scalars among nested arguments."""
     if isinstance(arguments, Number):
         yield name, arguments
     elif isinstance(arguments, tuple):

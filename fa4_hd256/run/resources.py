@@ -99,7 +99,8 @@ def _text(cubin: bytes, place: int) -> str:
 
 
 def _attributes(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, value) of each attribute that has a size; the values of others are two bytes."""
+    """Yield (number, value) of each attribute that has a size; the values of others are two
+    bytes."""
     place = 0
     while place < len(content):
         layout, number, size = struct.unpack_from("<BBH", content, place)

@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 
 def tile_counter(device: torch.device, stream: int) -> torch.Tensor:
-    """(1,) int32, 0, that no other launch uses at the same time as one on this stream.
+    """Return (1,) int32, 0, that no other launch uses at the same time as one on this stream.
 
     stream: PyTorch's current one of the device; any number for the CPU.
     """
