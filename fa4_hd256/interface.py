@@ -105,7 +105,7 @@ def flash_attn_func(
     softcap: scores become softcap * tanh(score / softcap), up to 1e4; 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     num_splits: KV splits of each query tile, for calls of few tiles;
-        1 to 64, or 0 for the operator's choice (`call.splits.splits_for`, `call.last_turn`).
+        1 to 64, or 0 for the operator's choice (`call.splits.splits_for`, `call.last_wave`).
         Results differ by rounding; the parts take num_splits times out in float32.
     batch_invariant: out and lse of a sequence have the same bits in every batch of the same
         seqlen_q and seqlen_k (of packed sequences max_seqlen_q and max_seqlen_k).
@@ -543,7 +543,7 @@ def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     if num_splits == FIXED_PARTS and "cu_seqlens_k" in ragged and longest[1] is None:
         raise ValueError(
             "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an int, "
-            "the same for all batches, since keys are divided by it"
+            "the same for all batches, since KV splits follow it"
         )
     if PART_LIST in ragged:
         check_beside_list(num_splits)

@@ -38,7 +38,7 @@ from .tiles import ForwardTiling, forward_tiles
 class Kernel:
     """A forward kernel and what its tiles cost.
 
-    values, costs: one of each replay, the central one first. paths: of the replays. last_turn: of a
+    values, costs: one of each replay, the central one first. paths: of the replays. last_wave: of a
     case whose last tiles are a launch of their own, with KV splits, else None.
     """
 
@@ -47,12 +47,12 @@ class Kernel:
     values: list[Values]
     costs: list[TileCosts]
     paths: Paths = Paths()
-    last_turn: Callable[[Case], InTwo | None] = lambda case: None
+    last_wave: Callable[[Case], InTwo | None] = lambda case: None
 
     def divided(self, num_splits: int) -> Kernel:
         """Return the kernel with that many KV splits of each tile."""
         tiling = replace(self.tiling, num_splits=num_splits)
-        return replace(self, tiling=tiling, last_turn=lambda case: None)
+        return replace(self, tiling=tiling, last_wave=lambda case: None)
 
     def run(self, case: Case, room: Room = ALONE) -> list[Schedule]:
         """The case under each of the drawn machines, the central one first. room: of the machine
@@ -72,7 +72,7 @@ class Kernel:
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
         """A call for each of the drawn machines, the central one first. With KV splits, the kernel
         that combines them is included."""
-        in_two = self.last_turn(case)
+        in_two = self.last_wave(case)
         if in_two is not None:
             behind = in_two.kernel.calls(in_two.rest, room)
             return [
@@ -87,7 +87,7 @@ class Kernel:
 
     def paths_of(self, case: Case) -> Paths:
         """Return the paths of the replays behind a call."""
-        in_two = self.last_turn(case)
+        in_two = self.last_wave(case)
         return self.paths if in_two is None else self.paths + in_two.kernel.paths
 
     def seconds(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:

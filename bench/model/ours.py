@@ -18,7 +18,7 @@ from bench.tables.paths import Paths
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.last_turn import last_turn
+from fa4_hd256.call.last_wave import last_wave
 from fa4_hd256.call.splits import BY_RULE, divided
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
@@ -231,7 +231,7 @@ class Ours(OurProvider):
 
     def _in_two(self, case: Case, use_clc: bool, machine: Machine, draws: int) -> InTwo | None:
         """A case whose last wave of tiles the operator splits, else None."""
-        last = last_turn(self._problem(case), BY_RULE, gpu_of(machine))
+        last = last_wave(self._problem(case), BY_RULE, gpu_of(machine))
         if last is None:
             return None
         first, rest = (

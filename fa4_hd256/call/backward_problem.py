@@ -31,7 +31,7 @@ _RAGGED_QUERIES = ("cu_seqlens_q", "seqused_q")
 class BackwardProblem:
     """A backward call.
 
-    forward: the call whose gradients are asked for, with k and v as the kernels read them. k_shape:
+    forward: the call whose gradients are requested, with k and v as the kernels read them. k_shape:
     (batch, seqlen_k, heads_kv, 256) of those. lse_gradient: whether the gradient of the LSE is
     given. head_parts: parts into which the group of query heads of each key/value head is divided,
     of equal size but for the last, each of which gets its own dK and dV in float32; 1 for none.

@@ -42,7 +42,7 @@ def check_beside_tree(rotary_cos: Any) -> None:
     """Raise ValueError for what does not go with tree_mask."""
     if rotary_cos is not None:
         raise ValueError(
-            "rotary_cos is given with tree_mask; accepted: None, since it turns rows by positions "
+            "rotary_cos is given with tree_mask; accepted: None, since it rotates rows by positions "
             "one after the other, and a node's is its depth: rotate q and k before the call"
         )
 
@@ -264,10 +264,10 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
 
 
 def check_rotated(k: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise TypeError for rows that are already rounded to less than they are turned in."""
+    """Raise TypeError for rows that are already rounded to less than they are rotated in."""
     if k.dtype != q.dtype:
         raise TypeError(
-            f"k is {k.dtype} with rotary_cos; accepted: {q.dtype}, like q (rows are turned before "
+            f"k is {k.dtype} with rotary_cos; accepted: {q.dtype}, like q (rows are rotated before "
             "they are rounded to the cache's dtype)"
         )
 

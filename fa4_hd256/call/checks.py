@@ -324,7 +324,7 @@ def bounds_of(
         if fixed_parts:
             raise ValueError(
                 f"max_seqlen_{side} is a tensor with batch_invariant=True; accepted: an int, the "
-                "same for all batches, since keys are divided by it"
+                "same for all batches, since KV splits follow it"
             )
     of_q, of_k = (isinstance(given, torch.Tensor) for given in longest)
     rows = q.shape[0] if words is None else min(q.shape[0], words.shape[1])

@@ -17,7 +17,7 @@ __all__ = [
 
 
 def refuse_gradients(*scales: Any) -> None:
-    """Raise NotImplementedError where gradients of these may be asked for. At every call: what is
+    """Raise NotImplementedError where gradients of these may be requested. At every call: what is
     kept of calls alike does not say."""
     if are_differentiated(scales):
         raise NotImplementedError(

@@ -1,5 +1,5 @@
 """Division of a forward into launches: the keys of query tiles into splits (`splits`), the queries
-of the last wave by themselves (`last_turn`)."""
+of the last wave by themselves (`last_wave`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..gpus.devices import Gpu
 from .forward_problem import Problem
-from .last_turn import last_turn
+from .last_wave import last_wave
 from .splits import divided
 
 __all__ = ["ForwardPart", "divide_forward"]
@@ -27,7 +27,7 @@ class ForwardPart(NamedTuple):
 def divide_forward(problem: Problem, num_splits: int, gpu: Gpu) -> tuple[ForwardPart, ...]:
     """Return the parts of a forward in the order of their launches; keys of the last one alone are
     split. num_splits: see `splits.divided`, whose errors this raises."""
-    last = last_turn(problem, num_splits, gpu)
+    last = last_wave(problem, num_splits, gpu)
     if last is None:
         return (ForwardPart(divided(problem, num_splits, gpu)),)
     first, rest = last.problems(problem)

@@ -32,7 +32,7 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_in_place(tensors: dict[str, torch.Tensor], what: str) -> None:
-    """Tensors are taken where they lie: TMA must be able to. what: asks for it."""
+    """Check that TMA can take tensors where they lie. what: needs that."""
     for name, tensor in tensors.items():
         if not tma_can_take(tensor):
             raise ValueError(

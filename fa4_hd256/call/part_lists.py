@@ -1,11 +1,11 @@
-"""The list of parts of a call, made of the sequences' lengths where these lie.
+"""Scheduler metadata of a call, made of the sequences' lengths where these lie.
 
 `splits` divides all sequences into equally many parts by the bounds of a call: of one long sequence
 among short ones a part is then as long as all that the others have, and a grid for the longest
 sequence that could come is mostly empty.  In a list all parts have as many keys, each sequence as
 many parts as it fills, and the grid has room for little more than there can be.  What is best
 follows from the lengths, by operations on their device alone: nothing waits for it, and a CUDA
-graph makes the list anew at each replay.  A list serves all calls of such bounds, every layer of a
+graph makes the list at each replay.  A list serves all calls of such bounds, every layer of a
 model.
 
 A list decides who works on what, never what comes of it, beyond rounding: the last part of a

@@ -91,7 +91,7 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
         return found
     if None not in problem.forward.options.window:
         # A band that does not fit is a wide one. Keys of its ranges would be those of several, and
-        # what these add to them soon takes more than to compute dS anew.
+        # what these add to them soon takes more than to recompute dS.
         return _undivided(problem, gpu)
     return _by_queries(problem, ds_bytes, gpu)
 

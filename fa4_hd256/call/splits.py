@@ -47,8 +47,8 @@ FEWEST_KEYS = 512
 #: Of which a fixed part's keys are a multiple: of the keys of most steps.
 PART_MULTIPLE = 128
 #: Listed parts of each cluster at most, beside one for each sequence.
-TURNS = 2
-#: The most parts of a tile that can be asked for.
+WAVES = 2
+#: The most parts of a tile that a call can request.
 LARGEST = MOST_PARTS
 #: That HBM takes in and gives back for a row of a part, in float32.
 ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
@@ -82,11 +82,11 @@ def asked_splits(num_splits: Any, batch_invariant: Any) -> Any:
 
 
 def check_beside_list(num_splits: int) -> None:
-    """Raise ValueError unless the operator's number of parts is left to a list of parts."""
+    """Raise ValueError unless the operator's number of parts is left to scheduler metadata."""
     if num_splits != BY_RULE:
         raise ValueError(
             f"{'batch_invariant' if num_splits == FIXED_PARTS else 'num_splits'} is given with "
-            "scheduler_metadata, which says how keys are divided; accepted: one of them"
+            "scheduler_metadata, which has the KV splits; accepted: one of them"
         )
 
 
@@ -140,12 +140,12 @@ def _in_listed_parts(problem: Problem, gpu: Gpu) -> Problem:
 
 def room_for_parts(problem: Problem, gpu: Gpu) -> int | None:
     """Return the splits that the scheduler metadata has room for: one for each sequence, and as
-    many that every cluster has `TURNS` splits. None where queries have several tiles, which are not
+    many that every cluster has `WAVES` splits. None where queries have several tiles, which are not
     split, and where there is no sequence. Follows from the bounds of a call alone."""
     if problem.max_seqlen_q > problem.tile_queries or not problem.sequences:
         return None
     tiles = problem.num_tiles // problem.sequences
-    return problem.sequences + -(-TURNS * gpu.clusters(problem.tiles.cluster) // tiles)
+    return problem.sequences + -(-WAVES * gpu.clusters(problem.tiles.cluster) // tiles)
 
 
 def longest_row(problem: Problem) -> int:
@@ -185,8 +185,8 @@ def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -
     def span(parts: int) -> float:
         """Steps of the cluster with the most parts and what each of these takes beside, together
         with what HBM takes for all; and what the results of all parts take."""
-        turns = -(-tiles * parts // clusters)
-        busy = turns * (-(-steps // parts) + kernel.part_steps)
+        waves = -(-tiles * parts // clusters)
+        busy = waves * (-(-steps // parts) + kernel.part_steps)
         results = parts * rows / rows_a_step(problem, gpu, kernel) if parts > 1 else 0.0
         if not all_loads:
             return busy + results

@@ -91,7 +91,7 @@ class TileMask:
         self._of_bits: dict[str, torch.Tensor] = {}
         #: Tiles of dS of a query head in a sequence, at most: `count_listed`; 0 where unknown.
         self.listed_tiles = 0
-        # Each replay of a graph makes what its capture makes anew.
+        # Each replay of a graph makes again what its capture makes.
         self._is_captured = is_captured(tiles.device)
 
     @classmethod
@@ -436,7 +436,7 @@ def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.
     listed[..., 0].sub_(begin).clamp_(0, most - 1)
     own[..., 1 : 1 + most, :] = listed
     of_queries.copy_(columns[..., :width, :])
-    # Numbers begin anew: of each tile of keys with another one, at another place of its list.
+    # Numbers begin again: of each tile of keys with another one, at another place of its list.
     moved_by = _first_numbers(own) - _first_numbers(rows)
     moved_by -= before.repeat_interleave(BLOCK_TILES, -1)
     of_keys = of_queries[..., 1:, 0].long().flatten(-2)

@@ -2,7 +2,7 @@
 
 preprocess (`backward_preprocess`), then the architecture's kernels (`kernel_set.BackwardSet`) that
 store dS and read it, one portion (`portions`) after the other; where dS of none would be small
-enough, or only dQ, or only dK and dV are asked for, those without a stored dS; then, where the
+enough, or only dQ, or only dK and dV are requested, those without a stored dS; then, where the
 query heads of a group are divided, the sum of the parts (`backward_sum`). What is left, over a few
 rows or between portions, is PyTorch's.
 """
@@ -125,8 +125,8 @@ def or_empty(
 def plan_backward(
     work: BackwardWork, tensors: BackwardTensors, ds_bytes: int | None = None
 ) -> LaunchPlan:
-    """Return the plan of a backward, whose results are (dq, dk, dv, dsink), None for those that are
-    not asked for.
+    """Return the plan of a backward, whose results are (dq, dk, dv, dsink), None for those not
+    requested.
 
     tensors: those of the call; packed ones may lack the batch, which their gradients then lack,
     too. ds_bytes: as of `BackwardWork.divided`.
@@ -166,7 +166,7 @@ def smaller_plan(
     warnings.warn(
         f"the {taken >> 20} MiB of dS that this backward stores at a time are not to be had; "
         f"it tries {bound >> 20} MiB, which takes longer. {DS_BYTES.name} or backward_config="
-        f"{spelled(type(work.config))}(ds_bytes=...) asks for less from the start",
+        f"{spelled(type(work.config))}(ds_bytes=...) requests less from the start",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -110,7 +110,7 @@ def configured(problem: Problem, config: Any) -> KernelSpec:
 
 
 def combine_spec(problem: Problem) -> KernelSpec:
-    """The kernel after a forward whose keys are divided."""
+    """Return the kernel that combines KV splits."""
     kernels = problem.kernels
     if problem.lists_parts:
         config = replace(kernels.combine.config, lane_parts=MOST_PARTS // WARP_SIZE)

@@ -45,7 +45,7 @@ _SCRATCH_BYTES = 16 << 20
 #: How often this process compiled, loaded from disk, and found in memory.
 counters: Counter[str] = Counter()
 
-#: By what is asked for, its target and CuTe DSL's settings; all else in a key is fixed.
+#: By the spec, its target and CuTe DSL's settings; all else in a key is fixed.
 _memory: dict[tuple[KernelSpec, str, tuple], CompiledKernel] = {}
 _lock = threading.RLock()
 _files_lock = threading.RLock()

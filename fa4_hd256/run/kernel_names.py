@@ -1,4 +1,4 @@
-"""Kernels in text, so that one that is missing can be asked for on a command line.
+"""Names of kernels in text, so that a missing one can be built from a command line.
 
 The text is JSON: kind, architecture, and the two dataclasses of a `KernelSpec`, each as its class
 and those of its fields that are no defaults.

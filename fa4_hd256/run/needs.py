@@ -78,7 +78,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "block-mask": (MASK_STEPS, MASK_BITS),
 }
 
-#: The tensor of which a list of parts is made.
+#: The tensor of which scheduler metadata is made.
 _LISTS_OF = "seqused_k"
 #: With which none is accepted.
 _LISTLESS = "seqused_q"
@@ -190,7 +190,7 @@ class Needs:
             several = ("uses", "forms", "dtypes", "kv_dtypes")
             empty = [name for name in several if not getattr(self, name)]
             raise ValueError(
-                f"nothing is asked for: {', '.join(empty)} empty; accepted: at least one of each"
+                f"nothing is requested: {', '.join(empty)} empty; accepted: at least one of each"
             )
         of_cache = any(_takes_list(FORMS[form]) for form in self.forms)
         for name in ("scheduler_metadata", "rotary", CACHE_BATCH_IDX, CACHE_LEFTPAD):
@@ -261,7 +261,7 @@ def specs_of(
 def _forward_problems(
     model: AttentionModel, needs: Needs, architecture: Architecture
 ) -> Iterator[Problem]:
-    """One of each kind of forward, trees among them where these are asked for."""
+    """Yield one of each kind of forward, trees among them where these are requested."""
     most = [USES[use] for use in needs.uses]
     longest = _LONGEST if None in most else max(m for m in most if m is not None)
     yield from _changed(_placed(_problems(model, needs, architecture, longest), needs), needs)
@@ -307,7 +307,7 @@ def _trained(model: AttentionModel, needs: Needs, architecture: Architecture) ->
 
 
 def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
-    """Each, and where that is asked for with ALiBi: slopes of heads, and of sequences and heads."""
+    """Yield each, and where requested with ALiBi: slopes of heads, and of sequences and heads."""
     for problem in problems:
         yield problem
         if needs.alibi and problem.kv_dtype is None:
@@ -429,9 +429,9 @@ def _appends(
             found += [replace(own, paged=True) for own in found]
         for own in found:
             yield append_spec(own, architecture)
-            # Rows that are in e4m3 already are turned in no call.
-            turned = needs.rotary and own.dtype == dtype
-            for rotary in _rotaries(model, dtype, ragged) if turned else ():
+            # Rows that are in e4m3 already are rotated in no call.
+            rotated = needs.rotary and own.dtype == dtype
+            for rotary in _rotaries(model, dtype, ragged) if rotated else ():
                 yield append_spec(replace(own, rotary=rotary), architecture)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that every call makes anew."""
+"""Tensors that every call makes."""
 
 from __future__ import annotations
 

@@ -271,6 +271,6 @@ def _open(directory: str, again: bool = False) -> Prebuilt:
 
 
 def forget() -> None:
-    """Read directories again where they are asked for."""
+    """Read directories again at the next use."""
     with _lock:
         _opened.clear()

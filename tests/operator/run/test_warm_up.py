@@ -337,7 +337,7 @@ def test_needs_that_are_none():
             Needs(forms=(form,), rotary=True)
     with pytest.raises(ValueError, match="with training.*accepted: a form without pages among"):
         Needs(("training", "decode"), ("paged",), page_sizes=(16,))
-    with pytest.raises(ValueError, match="nothing is asked for"):
+    with pytest.raises(ValueError, match="nothing is requested"):
         Needs(dtypes=())
     with pytest.raises(ValueError, match="model is 'gemma'; accepted: gemma-1-2b"):
         warm_up("gemma")

@@ -12,7 +12,7 @@ from test_split_keys import accurate, describe
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func
-from fa4_hd256.call.last_turn import last_turn
+from fa4_hd256.call.last_wave import last_wave
 from fa4_hd256.call.splits import BY_RULE, FIXED_PARTS
 
 pytestmark = pytest.mark.architecture("sm_100a")
@@ -44,12 +44,12 @@ QUERIES, KEYS, PAIRS = 3 * 256 - 26, 20 * 128 - 5, 4
     ],
 )  # fmt: skip
 def test_the_rule(lengths, options, pairs, found):
-    assert last_turn(describe(lengths, **options), BY_RULE, gpu(pairs)) == found
+    assert last_wave(describe(lengths, **options), BY_RULE, gpu(pairs)) == found
 
 
 def test_what_is_divided_makes_up_the_whole():
     problem = describe((32768, 32768), (8, 8))
-    first, rest = last_turn(problem, BY_RULE, gpu(76)).problems(problem)
+    first, rest = last_wave(problem, BY_RULE, gpu(76)).problems(problem)
     assert (first.num_splits, rest.num_splits) == (1, 2)
     assert first.q_shape[1] + rest.q_shape[1] == 32768
     assert (first.max_seqlen_q, rest.max_seqlen_q) == (first.q_shape[1], rest.q_shape[1])
@@ -58,7 +58,7 @@ def test_what_is_divided_makes_up_the_whole():
 
 @pytest.mark.parametrize("num_splits", [FIXED_PARTS, 1, 2])
 def test_nothing_is_where_a_number_is_given(num_splits):
-    assert last_turn(describe((32768, 32768), (8, 8)), num_splits, gpu(76)) is None
+    assert last_wave(describe((32768, 32768), (8, 8)), num_splits, gpu(76)) is None
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_nothing_is_where_a_number_is_given(num_splits):
     ],
 )
 def test_nothing_is_where_tiles_differ(options):
-    assert last_turn(describe((32768, 32768), (8, 8), **options), BY_RULE, gpu(76)) is None
+    assert last_wave(describe((32768, 32768), (8, 8), **options), BY_RULE, gpu(76)) is None
 
 
 @pytest.fixture

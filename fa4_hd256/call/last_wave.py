@@ -1,9 +1,9 @@
-"""Query tiles of the last turn, divided by themselves.
+"""Division of the last wave of query tiles by itself.
 
-Where all tiles take equally long, a GPU works on them in turns of as many as it holds clusters, and
-the last turn may have few: 1,024 tiles on 76 clusters are thirteen turns and a half, and take
-fourteen. Nothing that is whole can mend that. The last blocks of queries of every sequence and head
-are then a launch of their own, whose keys are divided (`splits`): half turns, or shorter ones.
+Where all tiles take equally long, a GPU works on them in waves of as many as it holds clusters, and
+the last wave may have few: 1,024 tiles on 76 clusters are thirteen waves and a half, and take
+fourteen. No order of whole tiles avoids that. The last blocks of queries of every sequence and head
+are then a launch of their own, in KV splits (`splits`): half waves, or shorter ones.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..gpus.devices import Gpu
 from .forward_problem import Problem
 from .splits import BY_RULE, rows_a_step
 
-__all__ = ["LastTurn", "last_turn"]
+__all__ = ["LastWave", "last_wave"]
 
-#: The most parts of a tile of the last turn.
+#: The most KV splits of a tile of the last wave.
 MOST_PARTS = 8
 
 
-class LastTurn(NamedTuple):
-    """queries: of each sequence, in whole tiles, before those of the last turn. parts: of the keys
-    of these."""
+class LastWave(NamedTuple):
+    """Last wave of a call. queries: of each sequence, in whole tiles, before those of the wave.
+    parts: KV splits of the wave."""
 
     queries: int
     parts: int
@@ -38,7 +38,7 @@ class LastTurn(NamedTuple):
         return first, replace(rest, num_splits=self.parts)
 
 
-def last_turn(problem: Problem, num_splits: int, gpu: Gpu) -> LastTurn | None:
+def last_wave(problem: Problem, num_splits: int, gpu: Gpu) -> LastWave | None:
     """Return how a call is split that leaves the number of splits to the operator; None where all
     of its tiles are done at once soonest, or less than `least_saved` steps are saved.
 
@@ -59,18 +59,18 @@ def last_turn(problem: Problem, num_splits: int, gpu: Gpu) -> LastTurn | None:
 
     def span(tiles: int, parts: int = 1) -> float:
         """Steps of a launch, and those in which HBM takes in and gives back the parts."""
-        turns = -(-tiles * parts // clusters)
+        waves = -(-tiles * parts // clusters)
         results = parts * tiles * part_rows if parts > 1 else 0.0
-        return turns * (-(-steps // parts) + kernel.part_steps) + results
+        return waves * (-(-steps // parts) + kernel.part_steps) + results
 
     def divided(first: int, parts: int) -> float:
         return span(first * columns) + span((blocks - first) * columns, parts) + launch
 
-    # One turn more is divided where the last one alone is too full to gain by it.
-    firsts = (turns * clusters // columns for turns in (full, full - 1))
+    # One wave more is divided where the last one alone is too full to gain by it.
+    firsts = (waves * clusters // columns for waves in (full, full - 1))
     counts = range(2, min(steps, MOST_PARTS) + 1)
     choices = [(first, parts) for first in firsts if 0 < first < blocks for parts in counts]
     best = min(choices, key=lambda choice: divided(*choice), default=None)
     if best is None or span(problem.num_tiles) - divided(*best) < kernel.least_saved:
         return None
-    return LastTurn(best[0] * problem.tile_queries, best[1])
+    return LastWave(best[0] * problem.tile_queries, best[1])
