@@ -43,7 +43,8 @@ def check_beside_tree(rotary_cos: Any) -> None:
     if rotary_cos is not None:
         raise ValueError(
             "rotary_cos is given with tree_mask; accepted: None, since it rotates rows by "
-            "positions one after the other, and a node's is its depth: rotate q and k before the call"
+            "positions one after the other, and a node's is its depth: rotate q and k before the "
+            "call"
         )
 
 
