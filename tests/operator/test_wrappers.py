@@ -484,7 +484,6 @@ def run(count):
     of_each()
 
 
-@pytest.mark.sampled
 def test_wrappers():
     run(25)
 
