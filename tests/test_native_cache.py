@@ -27,7 +27,7 @@ SOMEBODY = 12345
 
 
 @pytest.fixture(autouse=True)
-def _warnings_anew(monkeypatch):
+def _warnings_again(monkeypatch):
     monkeypatch.setattr(native_cache, "_warned", set())
 
 

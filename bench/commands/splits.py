@@ -42,7 +42,7 @@ from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from fa4_hd256.call.portions import visible_keys
+from fa4_hd256.call.chunks import visible_keys
 from fa4_hd256.call.splits import LARGEST
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM

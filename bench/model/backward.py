@@ -1,8 +1,8 @@
 """A backward on the timing model: its two kernels on CTA pairs, and what runs beside them.
 
 These are dQ and dK/dV, or where ours keep dS that of dV and the products of dS. They are replayed
-and fitted like the forward. Ours run portion by portion, as the operator does
-(`calls.backward_portions`), and keep dS between them where it fits. The kernels around them do
+and fitted like the forward. Ours run chunk by chunk, as the operator does
+(`calls.backward_chunks`), and keep dS between them where it fits. The kernels around them do
 nothing but read and write: the rows' statistics before, and the sum over the parts of dK and dV
 after, where our kernel splits a group of query heads. They are taken at HBM's rate.
 """
@@ -31,7 +31,7 @@ from sm100_sim.timing import (
     schedule,
 )
 
-from .calls import Portion, backward_portions
+from .calls import Chunk, backward_chunks
 from .machines import memory_seconds
 from .stored_tiles import dv_tiles, product_tiles
 from .tiles import ROW, BackwardTiling, dkdv_tiles, dq_tiles
@@ -76,56 +76,56 @@ class Backward(GradientCalls):
     ds_bytes: int = 0
     paths: dict[str, Paths] = field(default_factory=dict)
 
-    def plan(self, case: Case) -> list[Portion]:
+    def plan(self, case: Case) -> list[Chunk]:
         """The launches of a case."""
-        found = backward_portions(case, self.ds_bytes, self.tiling.gpu)
+        found = backward_chunks(case, self.ds_bytes, self.tiling.gpu)
         return found if self.tiling.divides_heads else [replace(one, head_parts=1) for one in found]
 
-    def run(self, portion: Portion, room: Room = ALONE) -> dict[str, list[Schedule]]:
-        """The kernels of a portion, once, under each of the drawn machines, the central one first.
+    def run(self, chunk: Chunk, room: Room = ALONE) -> dict[str, list[Schedule]]:
+        """The kernels of a chunk, once, under each of the drawn machines, the central one first.
         room: of the machine that each launch gets."""
         how = self.tiling
         return {
             kernel: [
-                schedule(self.tiles(kernel, portion), costs, values, 2, how.policy, room,
+                schedule(self.tiles(kernel, chunk), costs, values, 2, how.policy, room,
                          how.prefetches, how.claims)
                 for costs, values in zip(self.costs(which), self.values)
             ]
-            for kernel, which in _names(portion).items()
+            for kernel, which in _names(chunk).items()
         }  # fmt: skip
 
-    def tiles(self, kernel: str, portion: Portion) -> Tiles:
+    def tiles(self, kernel: str, chunk: Chunk) -> Tiles:
         """Return the tiles of a kernel of a chunk, in order."""
-        return _tiles(kernel, portion, self.tiling)
+        return _tiles(kernel, chunk, self.tiling)
 
     def paths_of(self, case: Case) -> Paths:
         """Return the paths of the replays behind a case's prediction, which has been made."""
         plan = self.plan(case)
-        names = {name: None for portion in plan for name in _names(portion).values()}
+        names = {name: None for chunk in plan for name in _names(chunk).values()}
         return sum((self.paths.get(name, Paths()) for name in names), Paths())
 
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
         return self.calls_of(case, self.plan(case), room)
 
     def calls_of(
-        self, case: Case, portions: Sequence[Portion], room: Room = ALONE
+        self, case: Case, chunks: Sequence[Chunk], room: Room = ALONE
     ) -> list[Call]:
         """Return `calls` in these chunks."""
         runs = [
-            (portion.count, run) for portion in portions for run in self.run(portion, room).values()
+            (chunk.count, run) for chunk in chunks for run in self.run(chunk, room).values()
         ]
         return [
-            Call([(count, run[n]) for count, run in runs], self._beside(case, portions, values))
+            Call([(count, run[n]) for count, run in runs], self._beside(case, chunks, values))
             for n, values in enumerate(self.values)
         ]
 
-    def _beside(self, case: Case, portions: Sequence[Portion], values: Values) -> float:
+    def _beside(self, case: Case, chunks: Sequence[Chunk], values: Values) -> float:
         """Seconds of the kernels that only read and write."""
         rows = sum(q for q, _ in case.lengths)
         # out and dout read; LSE read, LSE and delta written.
         nbytes = [rows * case.heads * (2 * ROW + 3 * FLOAT_BYTES)]
         # For dK and dV: the parts summed and rounded by one kernel.
-        partial = [one for one in portions if one.partial]
+        partial = [one for one in chunks if one.partial]
         elements = sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM
         if partial and not partial[0].adds:
             sums = (_key_elements(one) * FLOAT_BYTES * one.head_parts for one in partial)
@@ -140,23 +140,23 @@ class Backward(GradientCalls):
 
 
 @functools.lru_cache(maxsize=64)
-def _tiles(kernel: str, portion: Portion, tiling: BackwardTiling) -> Tiles:
+def _tiles(kernel: str, chunk: Chunk, tiling: BackwardTiling) -> Tiles:
     """Return the tiles, which all machines share."""
     if kernel == "dq":
-        return Tiles.of(dq_tiles(portion.case, tiling))
+        return Tiles.of(dq_tiles(chunk.case, tiling))
     tiles_of = {"dkdv": dkdv_tiles, "dv": dv_tiles, "products": product_tiles}[kernel]
-    return Tiles.of(tiles_of(portion.case, tiling, portion.head_parts, portion.partial))
+    return Tiles.of(tiles_of(chunk.case, tiling, chunk.head_parts, chunk.partial))
 
 
-def _names(portion: Portion) -> dict[str, str]:
-    """The kernels that a portion takes, and what their costs are called."""
-    partial = " partial" * portion.partial
-    if portion.keeps_ds:
+def _names(chunk: Chunk) -> dict[str, str]:
+    """The kernels that a chunk takes, and what their costs are called."""
+    partial = " partial" * chunk.partial
+    if chunk.keeps_ds:
         return {"dv": f"dv{partial}", "products": f"products{partial}"}
     return {"dq": "dq", "dkdv": f"dkdv{partial}"}
 
 
-def _key_elements(portion: Portion) -> int:
-    """Elements of k, all portions of this kind."""
-    case = portion.case
-    return portion.count * sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM
+def _key_elements(chunk: Chunk) -> int:
+    """Elements of k, all chunks of this kind."""
+    case = chunk.case
+    return chunk.count * sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM

@@ -14,7 +14,7 @@ import torch
 
 from bench.suite import BACKWARD, Case
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
-from fa4_hd256.call import portions
+from fa4_hd256.call import chunks
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
 from fa4_hd256.call.splits import splits_for
@@ -108,12 +108,12 @@ def filling(case: Case) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Portion:
+class Chunk:
     """A part of a backward that has a launch of dK/dV and one of dQ to itself.
 
     case: of this part, with the lengths, heads and bounds that the kernels are given. head_parts:
     parts of the group of query heads of each KV head. keeps_ds: dK/dV stores dS for dQ. count:
-    portions of this kind, one after the other. adds: each adds to dK and dV of others.
+    chunks of this kind, one after the other. adds: each adds to dK and dV of others.
     """
 
     case: Case
@@ -128,27 +128,27 @@ class Portion:
         return self.head_parts > 1 or self.adds
 
 
-def backward_portions(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
+def backward_chunks(case: Case, ds_bytes: int, gpu: Gpu) -> list[Chunk]:
     """Return the chunks that `fa4_hd256.run.backward.run_backward` chooses where all gradients are
     requested.
 
     ds_bytes: memory that dS may take at a time.
     """
-    division = portions.divide(backward_problem(case, architecture_on(gpu)), ds_bytes, gpu)
+    division = chunks.divide(backward_problem(case, architecture_on(gpu)), ds_bytes, gpu)
     whole = division.problem
-    counts = Counter(case_of(case, part) for part in division.portions)
+    counts = Counter(case_of(case, part) for part in division.chunks)
     return [
-        Portion(one, whole.head_parts, whole.keeps_ds, count, whole.adds)
+        Chunk(one, whole.head_parts, whole.keeps_ds, count, whole.adds)
         for one, count in counts.items()
     ]
 
 
-def case_of(case: Case, portion: portions.Portion) -> Case:
-    """A portion of a case's backward as a case of its own."""
-    heads, heads_kv = len(portion.heads), len(portion.heads_kv)
+def case_of(case: Case, chunk: chunks.Chunk) -> Case:
+    """A chunk of a case's backward as a case of its own."""
+    heads, heads_kv = len(chunk.heads), len(chunk.heads_kv)
     if case.packed:
         return replace(case, heads=heads, heads_kv=heads_kv)
-    left, right = portion.problem.forward.options.window
-    lengths = ((len(portion.queries), len(portion.keys)),) * len(portion.sequences)
+    left, right = chunk.problem.forward.options.window
+    lengths = ((len(chunk.queries), len(chunk.keys)),) * len(chunk.sequences)
     window = left, None if case.causal else right
     return replace(case, lengths=lengths, heads=heads, heads_kv=heads_kv, window=window)

@@ -378,12 +378,12 @@ def _head_parts(case: Case, predictor: Predictor) -> Decided:
     """Compare head parts of a call whose dS is stored as a whole."""
     kernel: Any = predictor.backward(OURS, case, defaults_to_clc(case, BACKWARD))
     gpu = gpu_of(predictor.machine)
-    (portion,) = kernel.plan(case)
-    if not portion.keeps_ds or portion.adds or portion.count > 1:
+    (chunk,) = kernel.plan(case)
+    if not chunk.keeps_ds or chunk.adds or chunk.count > 1:
         raise ValueError(f"{case}: dS of the call is not stored as a whole")
     problem, group = replace(backward_problem(case), keeps_ds=True), case.heads // case.heads_kv
     numbers = sorted({-(-group // -(-group // n)) for n in range(1, group + 1)})
-    calls = {n: kernel.calls_of(case, [replace(portion, head_parts=n)]) for n in numbers}
+    calls = {n: kernel.calls_of(case, [replace(chunk, head_parts=n)]) for n in numbers}
     seconds = {
         n: np.array([one.seconds(v, BURST) for one, v in zip(found, kernel.values)])
         for n, found in calls.items()
@@ -392,7 +392,7 @@ def _head_parts(case: Case, predictor: Predictor) -> Decided:
         name: problem.head_parts_for(case.heads_kv, case.batch, gpu, estimate)
         for name, estimate in ESTIMATES.items()
     }
-    assert picks[DEFAULT_PARTS] == portion.head_parts
+    assert picks[DEFAULT_PARTS] == chunk.head_parts
     return Decided(case, BACKWARD, seconds, {"not divided": 1, "by query head": group, **picks})
 
 

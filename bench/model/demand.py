@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from bench.suite import BACKWARD, FORWARD, Case
+from fa4_hd256.call.chunks import visible_keys
 from fa4_hd256.call.forward_problem import packed_heads
-from fa4_hd256.call.portions import visible_keys
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.kernels.blackwell.backward.config import TILE_BYTES, BackwardConfig
@@ -26,7 +26,7 @@ from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import Machine, Values, l2_share, mma_cost
 
-from .calls import backward_portions
+from .calls import backward_chunks
 from .machines import B200
 
 #: K of one tcgen05.mma of 16-bit operands.
@@ -255,16 +255,16 @@ def totals(
         counted = [(forward(config or ForwardConfig()), steps, q_tiles, 2 * query + 2 * key + row)]
     elif direction == BACKWARD:
         config = config or BackwardConfig()
-        portions = backward_portions(case, config.ds_bytes, gpu)
-        partial = portions[0].partial
+        chunks = backward_chunks(case, config.ds_bytes, gpu)
+        partial = chunks[0].partial
         rows = sum(one.count * sum(k for _, k in one.case.lengths) * one.case.heads_kv
-                   * one.head_parts for one in portions)  # fmt: skip
+                   * one.head_parts for one in chunks)  # fmt: skip
         result = rows * HEAD_DIM * (FLOAT_BYTES if partial else ELEMENT_BYTES)
         blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
         counted = [(preprocess(), 0, blocks, 2 * query + 3 * row)]
         read = 2 * query + 2 * key + 2 * row
-        if portions[0].keeps_ds:
-            key_blocks = sum(n.count * _key_counts(n.case)[1] * n.head_parts for n in portions)
+        if chunks[0].keeps_ds:
+            key_blocks = sum(n.count * _key_counts(n.case)[1] * n.head_parts for n in chunks)
             key_steps, _ = _key_counts(case)
             ds = key_steps * UNIT_DS_BYTES
             of_both = key_steps + steps, key_blocks + q_tiles
@@ -273,7 +273,7 @@ def totals(
                 (products(partial), *of_both, 2 * query + key + result + ds),
             ]
         else:
-            kv_tiles = sum(n.count * _counts(n.case)[2] * n.head_parts for n in portions)
+            kv_tiles = sum(n.count * _counts(n.case)[2] * n.head_parts for n in chunks)
             counted += [
                 (dkdv(config, partial), steps, kv_tiles, read + 2 * result),
                 (dq(config), steps, q_tiles, read + query),

@@ -19,7 +19,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim.timing import Action, Machine, StoredProgram, TileCosts, Values
 
 from . import flash_attn_4_traces as traces
-from .calls import Portion
+from .calls import Chunk
 from .forward import Kernel
 from .hopper_attention import SM_CLOCKS, WORK_FLOP
 from .hopper_clocks import MOST_GHZ
@@ -69,7 +69,7 @@ def forward(causal: bool, machine: Machine, draws: int = 0, head_dim: int = HEAD
 class _OfWholeHeads(SummedDq):
     """Launches of its backward where a key/value head has one query head."""
 
-    def plan(self, case: Case) -> list[Portion]:
+    def plan(self, case: Case) -> list[Chunk]:
         """Raises ValueError for query heads that share keys."""
         if kernel_of(case) != WHOLE:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Backwards under a block mask on the timing model.
 
-dS is always stored: a launch of dV and one of the products of dS for each portion, as the operator
+dS is always stored: a launch of dV and one of the products of dS for each chunk, as the operator
 splits the call, and around them what `backward` has. Costs of a tile are fitted to replays of the
 kernels that read lists (`backward_block_mask`, NOTE [listed blocks]). A case's tiles are the lists
 of its own mask, in the kernels' order.
@@ -26,7 +26,7 @@ import torch
 from bench.measure.masks import MaskedCase
 from bench.suite import BACKWARD, Case
 from bench.tables.paths import Paths
-from fa4_hd256.call import portions
+from fa4_hd256.call import chunks
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.tile_mask import TileMask, blocks_of_queries
@@ -41,7 +41,7 @@ from sm100_sim import timing
 from sm100_sim.timing import Machine, Tile, TileCosts, Tiles
 
 from .backward import Backward
-from .calls import Kind, Portion, backward_problem, case_of, defaults_to_clc
+from .calls import Chunk, Kind, backward_problem, case_of, defaults_to_clc
 from .machines import compiling_ours
 from .masked import HALVES, ROW_BYTES, MaskSample
 from .ours import Ours, Variant, backward_call
@@ -124,8 +124,8 @@ def shares(case: MaskedCase) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class ListedPortion(Portion):
-    """whole: the case that it is a portion of; sequences, queries: of that."""
+class ListedChunk(Chunk):
+    """whole: the case that it is a chunk of; sequences, queries: of that."""
 
     whole: MaskedCase = field(kw_only=True)
     sequences: range = field(kw_only=True)
@@ -154,38 +154,38 @@ def listed_tiles(case: MaskedCase) -> int:
 class MaskedBackward(Backward):
     """Both kernels with lists."""
 
-    def plan(self, case: Case) -> list[Portion]:
+    def plan(self, case: Case) -> list[Chunk]:
         assert isinstance(case, MaskedCase)
         problem = replace(gradient_problem(case), listed_tiles=listed_tiles(case))
-        division = portions.divide(problem, self.ds_bytes, self.tiling.gpu)
-        # A portion has fewer queries than keys, which no case with a mask has.
+        division = chunks.divide(problem, self.ds_bytes, self.tiling.gpu)
+        # A chunk has fewer queries than keys, which no case with a mask has.
         plain = Case(**{own.name: getattr(case, own.name) for own in fields(Case)})
         whole = division.problem
         counts = Counter(
-            (case_of(plain, part), part.sequences, part.queries) for part in division.portions
+            (case_of(plain, part), part.sequences, part.queries) for part in division.chunks
         )
         return [
-            ListedPortion(
+            ListedChunk(
                 one, whole.head_parts, whole.keeps_ds, count, whole.adds,
                 whole=case, sequences=sequences, queries=queries,
             )
             for (one, sequences, queries), count in counts.items()
         ]  # fmt: skip
 
-    def tiles(self, kernel: str, portion: Portion) -> Tiles:
-        assert isinstance(portion, ListedPortion)
-        return _tiles(kernel, portion, self.tiling)
+    def tiles(self, kernel: str, chunk: Chunk) -> Tiles:
+        assert isinstance(chunk, ListedChunk)
+        return _tiles(kernel, chunk, self.tiling)
 
 
 @functools.lru_cache(maxsize=64)
-def _tiles(kernel: str, portion: ListedPortion, tiling: BackwardTiling) -> Tiles:
+def _tiles(kernel: str, chunk: ListedChunk, tiling: BackwardTiling) -> Tiles:
     """Return the tiles, which all machines share."""
-    return Tiles.of({"dv": dv_tiles, "products": product_tiles}[kernel](portion, tiling))
+    return Tiles.of({"dv": dv_tiles, "products": product_tiles}[kernel](chunk, tiling))
 
 
-def _query_heads(portion: Portion, head: int) -> int:
+def _query_heads(chunk: Chunk, head: int) -> int:
     """Return the query heads in the part of a KV head's group that a tile's head is."""
-    group, parts = portion.case.heads // portion.case.heads_kv, portion.head_parts
+    group, parts = chunk.case.heads // chunk.case.heads_kv, chunk.head_parts
     each = -(-group // parts)
     return min(each, group - head % parts * each)
 
@@ -203,17 +203,17 @@ def _shared(steps: np.ndarray, met: np.ndarray, length: int) -> tuple[np.ndarray
     return rows, max(some - int(rows.max()), 0) / max(int((steps > 0).sum()), 1)
 
 
-def dv_tiles(portion: ListedPortion, tiling: BackwardTiling) -> list[Tile]:
+def dv_tiles(chunk: ListedChunk, tiling: BackwardTiling) -> list[Tile]:
     """The tiles of dV in order, by `BlockLists.written`; otherwise as `stored_tiles.dv_tiles`."""
-    case, lists = portion.case, portion.lists
-    heads, length = case.heads_kv * portion.head_parts, case.seqlen_k
+    case, lists = chunk.case, chunk.lists
+    heads, length = case.heads_kv * chunk.head_parts, case.seqlen_k
     grid = lists.written.shape[1], heads, case.batch
-    of_row = 2 * ROW * _query_heads(portion, 0)
+    of_row = 2 * ROW * _query_heads(chunk, 0)
     least = _least_section(case, tiling.gpu)
     section = section_of(case, tiling, grid, 1, of_row * case.seqlen_q, least)
-    result, found = PARTIAL_ROW if portion.partial else ROW, []
+    result, found = PARTIAL_ROW if chunk.partial else ROW, []
     for block, head, batch in indices(grid, section, tiling.order.later(False)):
-        listed, query_heads = lists.entry(batch), _query_heads(portion, head)
+        listed, query_heads = lists.entry(batch), _query_heads(chunk, head)
         steps, bits = (int(count[block]) for count in (listed.written, listed.partial))
         shared, besides = _shared(listed.written, listed.columns, case.seqlen_q)
         rows = min(length - block * ROWS, ROWS)
@@ -230,10 +230,10 @@ def dv_tiles(portion: ListedPortion, tiling: BackwardTiling) -> list[Tile]:
     return found
 
 
-def product_tiles(portion: ListedPortion, tiling: BackwardTiling) -> list[Tile]:
+def product_tiles(chunk: ListedChunk, tiling: BackwardTiling) -> list[Tile]:
     """The tiles of the products in order; otherwise as `stored_tiles.product_tiles`."""
-    case, lists, pairs = portion.case, portion.lists, tiling.gpu.pairs
-    heads, order = case.heads_kv * portion.head_parts, product_order(case, portion.head_parts)
+    case, lists, pairs = chunk.case, chunk.lists, tiling.gpu.pairs
+    heads, order = case.heads_kv * chunk.head_parts, product_order(case, chunk.head_parts)
     section = max(order.parts_at_once(pairs), _least_section(case, tiling.gpu))
     grid, last = (order.num_tiles, heads, case.batch), order.parts_at_last(pairs)
     again = [
@@ -243,7 +243,7 @@ def product_tiles(portion: ListedPortion, tiling: BackwardTiling) -> list[Tile]:
     found = []
     for number, head, batch in indices(grid, section, False, last=last):
         of_keys, block, nth = order.tile(number)
-        listed, query_heads = lists.entry(batch), _query_heads(portion, head)
+        listed, query_heads = lists.entry(batch), _query_heads(chunk, head)
         if not of_keys and nth >= query_heads:
             found.append(Tile(0.0))
             continue
@@ -254,7 +254,7 @@ def product_tiles(portion: ListedPortion, tiling: BackwardTiling) -> list[Tile]:
         shared, besides = _shared(own_side, met, other)
         rows, summed = min(length - block * ROWS, ROWS), query_heads if of_keys else 1
         steps = int(own_side[block]) * summed
-        writes = (PARTIAL_ROW if of_keys and portion.partial else ROW) * rows
+        writes = (PARTIAL_ROW if of_keys and chunk.partial else ROW) * rows
         own = writes + DS * steps * (1.0 if of_keys else again[batch])
         own += ROW * summed * besides * (steps > 0)
         group, of_others = 2 * (batch * heads + head) + of_keys, ROW * float(shared[block])

@@ -17,7 +17,7 @@ from bench.tables.paths import Paths
 from sm100_sim.timing import ALONE, Room, Schedule, Tile, Tiles, Values, schedule
 
 from .backward import FLOAT_BYTES, Backward
-from .calls import Portion
+from .calls import Chunk
 from .machines import memory_seconds
 from .tiles import PARTIAL_ROW, ROW, key_steps
 
@@ -41,11 +41,11 @@ class SummedDq(Backward):
 
     step: Step
 
-    def plan(self, case: Case) -> list[Portion]:
-        return [Portion(case, 1, False)]
+    def plan(self, case: Case) -> list[Chunk]:
+        return [Chunk(case, 1, False)]
 
-    def run(self, portion: Portion, room: Room = ALONE) -> dict[str, list[Schedule]]:
-        which, tiles = kernel_of(portion.case), tiles_of(portion.case, self.step)
+    def run(self, chunk: Chunk, room: Room = ALONE) -> dict[str, list[Schedule]]:
+        which, tiles = kernel_of(chunk.case), tiles_of(chunk.case, self.step)
         return {
             which: [
                 schedule(tiles, costs, values, self.step.cluster, self.tiling.policy, room)
@@ -56,7 +56,7 @@ class SummedDq(Backward):
     def paths_of(self, case: Case) -> Paths:
         return self.paths.get(kernel_of(case), Paths())
 
-    def _beside(self, case: Case, portions: Sequence[Portion], values: Values) -> float:
+    def _beside(self, case: Case, chunks: Sequence[Chunk], values: Values) -> float:
         rows, keys = (sum(side) for side in zip(*case.lengths))
         sums = rows * case.heads * PARTIAL_ROW
         # out and dout read, LSE read, LSE and delta and the zeros of dQ written; dQ converted.

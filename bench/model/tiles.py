@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from bench.peaks import SM100_FLOP_PER_CLOCK
 from bench.suite import Case
-from fa4_hd256.call.portions import visible_keys
+from fa4_hd256.call.chunks import visible_keys
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.schedulers import (

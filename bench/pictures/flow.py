@@ -49,7 +49,7 @@ def backward_flow() -> Drawing:
     )
     drawing.heading(
         "The backward: three kernels, five products, no atomics",
-        f"portion by portion, so that dS takes at most {gib} GiB (`BackwardConfig.ds_bytes`)",
+        f"chunk by chunk, so that dS takes at most {gib} GiB (`BackwardConfig.ds_bytes`)",
     )
     _stage(drawing, (24, 80, 186, 396), ["preprocess", "reads O, dO, LSE"], GREY)
     _stage(drawing, (238, 80, 580, 396),

@@ -38,7 +38,7 @@ class BackwardProblem:
     copies: heads of the user's k and v that are one expanded head here, each with a gradient, hence
     a part, of its own. keeps_ds: the kernel of dV stores dS, of which dK and dQ are products;
     otherwise one kernel makes dK and dV, another one dQ. adds: the call is divided so that several
-    portions add to the same dK and dV, in float32. origin: of a portion, where it lies in the call.
+    chunks add to the same dK and dV, in float32. origin: of a chunk, where it lies in the call.
     listed_tiles: tiles of dS of a query head, under a block mask in a sequence, at most, else, with
     `DS_BEGINS`, in all; 0 where the host does not know and there is room for all that may be.
     """
@@ -138,7 +138,7 @@ class BackwardProblem:
             return self.copies
         forward, reach = self.forward, self.forward.options.reach
         left, right = reach.window
-        own = self.kernels.stored_keys if self.keeps_ds else self.kernels.anew_keys
+        own = self.kernels.stored_keys if self.keeps_ds else self.kernels.recomputed_keys
         kernel = kernel or own
         seen, keys = reach.lengths(forward.max_seqlen_q, forward.max_seqlen_k)
         if right is not None:

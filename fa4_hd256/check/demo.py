@@ -12,8 +12,8 @@ import torch
 
 from .. import progress
 from ..call.backward_problem import BackwardCall
+from ..call.chunks import divide
 from ..call.forward_problem import Options, Problem
-from ..call.portions import divide
 from ..gpus.family import architecture_of, target
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM
@@ -110,7 +110,7 @@ def _run_backward(
     seconds = time.perf_counter() - start
     executed: list[dict[str, Any]] = [{}] * len(specs)
     if device == "cpu":
-        executed = _executed_backward(len(division.portions), problem.sums)
+        executed = _executed_backward(len(division.chunks), problem.sums)
     with progress.step("computing the reference of the gradients"):
         compared = reference.compare_gradients(found, inputs, dout, causal=True)
     return {

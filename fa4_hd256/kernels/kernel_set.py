@@ -107,19 +107,20 @@ class BackwardKernel:
 class BackwardSet:
     """The kernels of a backward, in the order in which they run, and what the host must know.
 
-    stored: with dS in global memory; anew: without.  Each makes dq, dk and dv once.  stored_keys,
-    anew_keys: of those that make dK and dV.  cluster: CTAs of a cluster, of all of them.
+    stored: with dS in global memory; recomputed: without.  Each makes dq, dk and dv once.
+    stored_keys, recomputed_keys: of those that make dK and dV.  cluster: CTAs of a cluster, of all
+    of them.
     """
 
     stored: tuple[BackwardKernel, ...]
-    anew: tuple[BackwardKernel, ...]
+    recomputed: tuple[BackwardKernel, ...]
     stored_keys: KeyKernel
-    anew_keys: KeyKernel
+    recomputed_keys: KeyKernel
     cluster: int
 
     def kernel(self, kind: str) -> BackwardKernel:
         """Return the kernel of that kind."""
-        return next(k for k in (*self.stored, *self.anew) if k.kind == kind)
+        return next(k for k in (*self.stored, *self.recomputed) if k.kind == kind)
 
 
 @dataclass(frozen=True)

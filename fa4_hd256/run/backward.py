@@ -1,10 +1,10 @@
 """The plan of a backward: which kernels run for the gradients that are requested, in which order.
 
 preprocess (`backward_preprocess`), then the architecture's kernels (`kernel_set.BackwardSet`) that
-store dS and read it, one portion (`portions`) after the other; where dS of none would be small
+store dS and read it, one chunk (`chunks`) after the other; where dS of none would be small
 enough, or only dQ, or only dK and dV are requested, those without a stored dS; then, where the
 query heads of a group are divided, the sum of the parts (`backward_sum`). What is left, over a few
-rows or between portions, is PyTorch's.
+rows or between chunks, is PyTorch's.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..call.backward_problem import BackwardCall, BackwardProblem
+from ..call.chunks import Chunk, Division, divide, least_ds_bytes
 from ..call.forward_problem import is_masked
 from ..call.layouts import without_expanded_heads
 from ..call.named_configs import spelled
 from ..call.operator_arguments import BackwardTensors
-from ..call.portions import Division, Portion, divide, least_ds_bytes
 from ..call.tile_mask import blocks_of_queries, shape_of_queries
 from ..environment import DS_BYTES
 from ..kernels.kernel_set import BackwardKernel
@@ -50,7 +50,7 @@ __all__ = [
 
 #: What one kernel makes, and the sum of parts is of.
 OF_KEYS = "dk", "dv"
-#: Names of the rows' statistics, and of the dS of a portion.
+#: Names of the rows' statistics, and of the dS of a chunk.
 STATS, DS = "stats", "ds"
 
 
@@ -80,7 +80,7 @@ class BackwardWork:
         return self.wanted
 
     def divided(self, ds_bytes: int | None) -> Division:
-        """Return the portions. ds_bytes: that dS may take, None for as many as the configuration
+        """Return the chunks. ds_bytes: that dS may take, None for as many as the configuration
         says. Raises as `divide` does."""
         if ds_bytes is None:
             computed = self.computed
@@ -197,8 +197,8 @@ def _memory(
             builder, "dq", forward.q_shape, forward.dtype, is_zero, has_batch["q"]
         )
     if problem.keeps_ds:
-        # Room for the largest portion; every portion has a view of its begin.
-        size = max(math.prod(portion.problem.ds_shape) for portion in division.portions)
+        # Room for the largest chunk; every chunk has a view of its begin.
+        size = max(math.prod(chunk.problem.ds_shape) for chunk in division.chunks)
         made[DS] = builder.allocate(DS, (size,), forward.dtype)
     return made
 
@@ -309,14 +309,14 @@ def _add_gradients(
         made.get(DS), of_functions,
     )  # fmt: skip
     rooms = _rooms(builder, division)
-    for number, portion in enumerate(division.portions):
-        lists = tuple(_lists(builder, portion, number, view) for view in ragged)
-        of_portion = replace(given, ragged=lists)
+    for number, chunk in enumerate(division.chunks):
+        lists = tuple(_lists(builder, chunk, number, view) for view in ragged)
+        of_chunk = replace(given, ragged=lists)
         for kernel in _kernels(whole):
             if set(kernel.results) <= set(results):
                 written = tuple(results[name] for name in kernel.results)
-                own = replace(of_portion, results=written).of(portion, kernel.results)
-                _add_kernel(builder, (kernel, specs[kernel.name]), portion.problem, own, rooms)
+                own = replace(of_chunk, results=written).of(chunk, kernel.results)
+                _add_kernel(builder, (kernel, specs[kernel.name]), chunk.problem, own, rooms)
     tables = dict(zip(whole.forward.ragged, ragged, strict=True))
     packed = [("q" if name == "dq" else "k", view) for name, view in results.items()]
     lengths = whole.k_shape[1], whole.forward.max_seqlen_k, whole.listed_tiles
@@ -328,33 +328,33 @@ def _add_gradients(
 
 def _kernels(problem: BackwardProblem) -> tuple[BackwardKernel, ...]:
     """Return the kernels that make the gradients of a split backward."""
-    return problem.kernels.stored if problem.keeps_ds else problem.kernels.anew
+    return problem.kernels.stored if problem.keeps_ds else problem.kernels.recomputed
 
 
 def _rooms(builder: PlanBuilder, division: Division) -> list[View]:
-    """Memory for the dK and dV of one kernel of any portion, where portions add to those of the
+    """Memory for the dK and dV of one kernel of any chunk, where chunks add to those of the
     call."""
     whole = division.problem
     if not whole.adds:
         return []
-    size = max(math.prod(portion.problem.dkdv_shape) for portion in division.portions)
+    size = max(math.prod(chunk.problem.dkdv_shape) for chunk in division.chunks)
     count = max(len(set(kernel.results) - {"dq"}) for kernel in _kernels(whole))
-    return [builder.allocate(f"of a portion {i}", (size,), torch.float32) for i in range(count)]
+    return [builder.allocate(f"of a chunk {i}", (size,), torch.float32) for i in range(count)]
 
 
-def _lists(builder: PlanBuilder, portion: Portion, number: int, table: View) -> View:
-    """Return a block mask's lists of a portion; other ragged tensors as they are."""
+def _lists(builder: PlanBuilder, chunk: Chunk, number: int, table: View) -> View:
+    """Return a block mask's lists of a chunk; other ragged tensors as they are."""
     if table.ndim != TABLE_RANK:
         return table
-    given = portion.lists_in(table)
-    if portion.has_all_lists(given):
+    given = chunk.lists_in(table)
+    if chunk.has_all_lists(given):
         return given
-    keys, queries = len(portion.keys), portion.queries
+    keys, queries = len(chunk.keys), chunk.queries
 
     def listed(blocks: torch.Tensor) -> torch.Tensor:
         return blocks_of_queries(given.in_memory(blocks), keys, queries)
 
-    name = f"{table.name} of portion {number}"
+    name = f"{table.name} of chunk {number}"
     like = View.contiguous(name, shape_of_queries(given.shape, keys, queries), table.dtype)
     builder.operate("lists of some queries", (table.name,), listed, like)
     return like
@@ -367,7 +367,7 @@ def _add_kernel(
     tensors: GradientTensors,
     rooms: list[View],
 ) -> None:
-    """Launch a kernel of a portion. rooms: for the dK and dV of its own, which are added to those
+    """Launch a kernel of a chunk. rooms: for the dK and dV of its own, which are added to those
     of `tensors.results`; without them it writes to these."""
     (row, spec), given, left = kernel, list(tensors.results), list(rooms)
     problem, sums = problem.of_kernel(row), []

@@ -25,7 +25,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 
 from ..call.backward_problem import BackwardProblem
-from ..call.portions import Portion
+from ..call.chunks import Chunk
 from ..gpus.devices import Gpu
 from ..kernels.backward_preprocess import PreprocessRows
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
@@ -128,31 +128,31 @@ class GradientTensors:
     ds: Any = None
     of_functions: tuple[Any, ...] = ()
 
-    def of(self, portion: Portion, names: tuple[str, ...]) -> GradientTensors:
-        """Views of what belongs to a portion but for its lists; its dS is the begin of a
+    def of(self, chunk: Chunk, names: tuple[str, ...]) -> GradientTensors:
+        """Views of what belongs to a chunk but for its lists; its dS is the begin of a
         one-dimensional `ds`. names: of the results."""
         q, k, v, dout = self.operands
-        heads_kv, entries = k.shape[2], portion.problem.forward.q_shape[0]
+        heads_kv, entries = k.shape[2], chunk.problem.forward.q_shape[0]
 
         def part(tensor: Any, heads: range, each: int, rows: range) -> Any:
             """Narrow a tensor of (batch, rows, heads, 256)."""
             tensor = _narrowed(tensor, 2, heads, each)
             if entries < q.shape[0]:
-                tensor = _narrowed(tensor, 0, portion.sequences)
+                tensor = _narrowed(tensor, 0, chunk.sequences)
             return _narrowed(tensor, 1, rows)
 
         def of_queries(tensor: Any) -> Any:
-            return part(tensor, portion.heads, 1, portion.queries)
+            return part(tensor, chunk.heads, 1, chunk.queries)
 
         def of_keys(tensor: Any) -> Any:
             """Narrow a tensor with as many heads for each key/value head."""
-            return part(tensor, portion.heads_kv, tensor.shape[2] // heads_kv, portion.keys)
+            return part(tensor, chunk.heads_kv, tensor.shape[2] // heads_kv, chunk.keys)
 
-        stats = _narrowed(self.stats, 1, portion.heads)
-        if entries < q.shape[0] or len(portion.queries) < q.shape[1]:
+        stats = _narrowed(self.stats, 1, chunk.heads)
+        if entries < q.shape[0] or len(chunk.queries) < q.shape[1]:
             of_sequence = padded_rows(q.shape[1], 1, packed=False)
-            begin = portion.sequences.start * of_sequence + portion.queries.start
-            count = padded_rows(len(portion.queries), entries, packed=False)
+            begin = chunk.sequences.start * of_sequence + chunk.queries.start
+            count = padded_rows(len(chunk.queries), entries, packed=False)
             stats = _narrowed(stats, 2, range(begin, begin + count))
         return GradientTensors(
             (of_queries(q), of_keys(k), of_keys(v), of_queries(dout)),
@@ -162,7 +162,7 @@ class GradientTensors:
                 for name, tensor in zip(names, self.results, strict=True)
             ),
             self.ragged,
-            None if self.ds is None else begin_of(self.ds, portion.problem.ds_shape),
+            None if self.ds is None else begin_of(self.ds, chunk.problem.ds_shape),
             self.of_functions,
         )
 

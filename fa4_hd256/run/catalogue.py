@@ -124,7 +124,7 @@ def backward_specs(problem: BackwardProblem, config: Any) -> dict[str, KernelSpe
     """The kernels of a divided backward by name, in the order in which they run: "preprocess", then
     those of the architecture for a dS that is stored, or for one that is not, then "sum" where
     parts of dK and dV are added up."""
-    kernels = problem.kernels.stored if problem.keeps_ds else problem.kernels.anew
+    kernels = problem.kernels.stored if problem.keeps_ds else problem.kernels.recomputed
     architecture = problem.forward.kernels.architecture
     found = {"preprocess": preprocess_spec(problem)}
     for kernel in kernels:

@@ -34,7 +34,7 @@ def default_configs(kernels: KernelSet) -> Iterator[object]:
     ):
         yield kernels.config_of(tiles).tuned(causal, length, "", tiles, paged)
     backward = kernels.config("backward")()
-    for kernel in (*kernels.backward_set().stored, *kernels.backward_set().anew):
+    for kernel in (*kernels.backward_set().stored, *kernels.backward_set().recomputed):
         yield backward.of_kernel(kernel.kind).plan
 
 

@@ -175,7 +175,7 @@ GLOSSARY = {
     "lists? of parts": ("scheduler metadata", 7),
     "divided keys": ("KV splits", 4),
     "row[ _]places?": ("row addresses", 3),
-    "portions?": ("chunks", 300),
+    "portions?": ("chunks", 0),
     "asked for": ("requested", 20),
 }
 #: Annotations that say too little -> a better one, and how many may be left.

@@ -93,8 +93,8 @@ def test_gradients(mask, use_clc, device, backward_config, divisions, exact_room
     found = batch.gradients(
         backward_metadata=metadata, backward_config=config, **options
     )
-    (portion,) = divisions[-1].portions
-    assert portion.problem.ds_bytes == config.ds_bytes
+    (chunk,) = divisions[-1].chunks
+    assert chunk.problem.ds_bytes == config.ds_bytes
     batch.check(found, **mask)
     without = batch.gradients(**options)
     assert divisions[-1].problem.ds_bytes > config.ds_bytes
@@ -103,17 +103,17 @@ def test_gradients(mask, use_clc, device, backward_config, divisions, exact_room
 
 @pytest.mark.sampled
 def test_some_heads_at_a_time_and_no_room(device, backward_config, divisions, exact_room):
-    """Heads of keys in two portions; and kernels that store no dS."""
+    """Heads of keys in two chunks; and kernels that store no dS."""
     batch = Packed(LENGTHS, device)
     batch.tensors[1:] = (t.repeat(1, 2, 1) for t in batch.tensors[1:])
     metadata, expected = batch.metadata(causal=True), batch.gradients(causal=True)
     of_head = metadata.ds_tiles * DS_TILE_BYTES
-    for ds_bytes, portions in ((2 * of_head, 1), (2 * of_head - 1, 2), (of_head - 1, 1)):
+    for ds_bytes, chunks in ((2 * of_head, 1), (2 * of_head - 1, 2), (of_head - 1, 1)):
         found = batch.gradients(
             causal=True, backward_metadata=metadata,
             backward_config=backward_config(ds_bytes=ds_bytes),
         )  # fmt: skip
-        assert len(divisions[-1].portions) == portions
+        assert len(divisions[-1].chunks) == chunks
         if ds_bytes >= of_head:
             assert all(map(torch.equal, found, expected))
         batch.check(found, causal=True)

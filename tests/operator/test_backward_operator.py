@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fa4_hd256 import BackwardConfig, flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.backward_problem import choose_head_parts
 from fa4_hd256.gpus.family import architecture_of
-from fa4_hd256.kernels.blackwell.architecture import ANEW
+from fa4_hd256.kernels.blackwell.architecture import RECOMPUTED
 from fa4_hd256.kernels.blackwell.backward.config import ProductsPlan
 from fa4_hd256.run.plan import PlanBuilder
 
@@ -307,7 +307,7 @@ def test_arguments_that_are_not_accepted(changes, error, message):
 )
 def test_parts_of_a_group(tiles, units, group, mean, parts):
     """The chosen parts end soonest on 74 CTA pairs, and none is without a head."""
-    assert choose_head_parts((tiles, units), group, gpu(), mean, ANEW) == parts
+    assert choose_head_parts((tiles, units), group, gpu(), mean, RECOMPUTED) == parts
     largest = -(-group // parts)
     assert (parts - 1) * largest < group <= parts * largest
 

@@ -73,7 +73,7 @@ def test_dtypes_and_kinds_of_scores(device):
 
 
 @pytest.mark.sampled
-def test_portions(device, backward_config):
+def test_chunks(device, backward_config):
     """A chunk has one KV head of one sequence: masks by head and by entry are the right ones; bits
     are the same."""
     tensors = inputs(300, 300, (2, 2), 2, device=device)
@@ -97,7 +97,7 @@ def test_portions(device, backward_config):
 @pytest.mark.parametrize("fitting", [1, 2])
 @pytest.mark.parametrize("own_heads", [1, 6])
 @pytest.mark.sampled("6-2", "1-1")
-def test_portions_of_a_group(fitting, own_heads, device, backward_config):
+def test_chunks_of_a_group(fitting, own_heads, device, backward_config):
     """Chunks have one, or two and one, query heads where dS of a group of three does not fit."""
     tensors, options = inputs(300, 300, (6, 2), 2, device=device), {"use_clc": False}
     of_one = 4 * 128 * 128 * 2 * 4
@@ -149,8 +149,8 @@ def test_room_of_listed_tiles(use_clc, device, backward_config, divisions, monke
     config = backward_config(ds_bytes=2 * LISTED * DS_TILE_BYTES)
     check(tensors, mask, config=config, **options)
     assert mask.listed_tiles == LISTED
-    (portion,) = divisions[-1].portions
-    assert portion.problem.ds_bytes == config.ds_bytes
+    (chunk,) = divisions[-1].chunks
+    assert chunk.problem.ds_bytes == config.ds_bytes
     dout = torch.randn(tensors[0].shape).to(device, torch.bfloat16)
     found = gradients(tensors, mask, dout, backward_config=config, **options)
     monkeypatch.setattr(tile_mask.TileMask, "count_listed", lambda self: None)

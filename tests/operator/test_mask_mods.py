@@ -132,15 +132,15 @@ def test_beside_a_score_mod(device):
 
 @pytest.mark.parametrize("heads_kv", [2, 1], ids=["heads", "heads of a group"])
 @pytest.mark.sampled("heads of a group")
-def test_portions(heads_kv, device, backward_config, monkeypatch):
-    """Heads and entries count in the whole call, wherever a portion of dS begins."""
+def test_chunks(heads_kv, device, backward_config, monkeypatch):
+    """Heads and entries count in the whole call, wherever a chunk of dS begins."""
     lists, dense = tiles_and_dense((200, 256), 2, 2, 1, device)
     tensors, origins = leaves(200, 256, (2, heads_kv), 2, device=device), []
     divide = run_of_backward.divide
 
     def spy(*given):
         division = divide(*given)
-        origins.extend(portion.problem.origin for portion in division.portions)
+        origins.extend(chunk.problem.origin for chunk in division.chunks)
         return division
 
     monkeypatch.setattr(run_of_backward, "divide", spy)

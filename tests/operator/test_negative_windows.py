@@ -66,12 +66,12 @@ def test_gradients_without_stored_ds(window, device, backward_config):
 
 
 @pytest.mark.sampled
-def test_gradients_in_portions(device, backward_config, divisions):
+def test_gradients_in_chunks(device, backward_config, divisions):
     """dS of a range of queries at a time; the last queries see no key."""
     tensors = inputs((900, 700), device=device)
     config = backward_config(ds_bytes=2 * 4 * 4 * DS_TILE_BYTES)
     check_gradients(tensors, window_size=(-300, None), backward_config=config)
-    assert len(divisions[-1].portions) > 1
+    assert len(divisions[-1].chunks) > 1
 
 
 @pytest.mark.parametrize("window", [(None, -50), (-50, None)], ids=str)

@@ -39,7 +39,7 @@ def leaves(*given, **named):
 
 # With a stored dS and a recomputed one; a diagonal, both edges of a window, neither; a group that
 # shares keys; a scale below 0.
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "anew"])
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [("alibi", {"causal": True}), ("bounded", {"softmax_scale": -0.3}),
@@ -59,14 +59,14 @@ def test_gradients(name, options, stored, device, backward_config):
 
 
 @pytest.mark.sampled
-def test_gradients_of_portions(device, backward_config, monkeypatch):
-    """Places count in the whole call, wherever a portion of dS begins."""
+def test_gradients_of_chunks(device, backward_config, monkeypatch):
+    """Places count in the whole call, wherever a chunk of dS begins."""
     lengths, case, origins = (300, 420), CASES["everything"], []
     divide = run_of_backward.divide
 
     def spy(*given):
         division = divide(*given)
-        origins.extend(portion.problem.origin for portion in division.portions)
+        origins.extend(chunk.problem.origin for chunk in division.chunks)
         return division
 
     monkeypatch.setattr(run_of_backward, "divide", spy)
@@ -95,7 +95,7 @@ def test_gradients_of_a_block_mask(device):
     check(found, tensors, given, score_mod=case.of_reference(*lengths), mask=dense)
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "anew"])
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "recomputed"])
 @pytest.mark.sampled
 def test_gradients_of_packed_sequences(stored, device, backward_config):
     of_q, of_k, case = [130, 0, 70], [150, 40, 200], CASES["everything"]

@@ -349,13 +349,13 @@ def test_an_edited_function_with_a_key_of_ones_own(restart):
 def test_a_function_that_says_not_what_it_means_is_kept_in_the_process(restart, monkeypatch):
     stored = []
     monkeypatch.setattr(compile, "disk_cache", lambda: stored)
-    monkeypatch.setattr(compile, "_compile_entry", lambda key, spec: "compiled anew")
+    monkeypatch.setattr(compile, "_compile_entry", lambda key, spec: "compiled again")
     for function in (importing, lambda score, place, tensors: score * eval("BOUND")):
         restart()
         assert key_on_disk(function) is None
         own = ProblemClass(torch.bfloat16, score_mod=FunctionClass("my own"))
         spec = KernelSpec("forward", ForwardConfig(), own)
-        assert compile._jit_entry("a key", spec) == ("compiled anew", "compiled")
+        assert compile._jit_entry("a key", spec) == ("compiled again", "compiled")
 
 
 def test_a_function_that_changes_keeps_no_key(restart):

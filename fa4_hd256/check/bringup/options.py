@@ -27,5 +27,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="steps RUNG/STEP that match, as in 'golden/tma*'")
     parser.add_argument("--simulate", action="store_true",
                         help="run in the simulator, as on a machine without a GPU")
-    parser.add_argument("--report", action="store_true", help="only write the report anew")
+    parser.add_argument("--report", action="store_true", help="only write the report again")
     parser.add_argument("--plant", action="store_true", help=argparse.SUPPRESS)

@@ -15,9 +15,9 @@ from .decode.config import DECODE, DECODE_E4M3
 from .forward.config import TILES
 from .pair_plan import BLOCK_KV, CTAS
 
-__all__ = ["ANEW", "KERNELS", "STORED"]
+__all__ = ["RECOMPUTED", "KERNELS", "STORED"]
 
-ANEW = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
+RECOMPUTED = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
 #: Modelled calls lose least with 2 MB per part, of 0.5 to 4 (`bench defaults "parts of a group"`).
 STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
 
@@ -44,9 +44,9 @@ KERNELS = KernelSet(
             BackwardKernel("dv", ("dv",), has_ds=True),
             BackwardKernel("products", ("dk", "dq"), has_ds=True, computes_scores=False),
         ),
-        anew=(BackwardKernel("dkdv", ("dk", "dv")), BackwardKernel("dq", ("dq",))),
+        recomputed=(BackwardKernel("dkdv", ("dk", "dv")), BackwardKernel("dq", ("dq",))),
         stored_keys=STORED,
-        anew_keys=ANEW,
+        recomputed_keys=RECOMPUTED,
         cluster=CTAS,
     ),
 )

@@ -16,7 +16,7 @@ STEP_QUERIES = 64
 # Steps as measured on an H200 (docs/hopper.md): dV and dS at 600 TFLOPS, a GEMM of dS at 640; dK
 # and dV by themselves at the same rate, with five GEMMs.
 STORED = KeyKernel(DS_BLOCK, STEP_QUERIES, 2.8e-6, 1.5, 1.2e6, products=0.31)
-ANEW = KeyKernel(DS_BLOCK, STEP_QUERIES, 4.6e-6, 3.0, 1.2e6)
+RECOMPUTED = KeyKernel(DS_BLOCK, STEP_QUERIES, 4.6e-6, 3.0, 1.2e6)
 
 KERNELS = KernelSet(
     named("sm_90a"),
@@ -41,13 +41,13 @@ KERNELS = KernelSet(
             BackwardKernel("dv", ("dv",), has_ds=True),
             BackwardKernel("products", ("dk", "dq"), has_ds=True, computes_scores=False),
         ),
-        anew=(
+        recomputed=(
             BackwardKernel("single_dk", ("dk",)),
             BackwardKernel("single_dv", ("dv",)),
             BackwardKernel("single_dq", ("dq",)),
         ),
         stored_keys=STORED,
-        anew_keys=ANEW,
+        recomputed_keys=RECOMPUTED,
         cluster=BACKWARD_CTAS,
     ),
     counts_tiles=True,

@@ -1,4 +1,4 @@
-"""Backwards under a block mask on the timing model: their tiles, portions, and costs of steps."""
+"""Backwards under a block mask on the timing model: their tiles, chunks, and costs of steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.measure.masks import Documents, Images, MaskedCase, PrefixLm, Window
 from bench.model import masked_backward, stored_tiles
 from bench.model.machines import B200
 from bench.model.masked import MaskSample
-from bench.model.masked_backward import ListedPortion, dv_tiles, gradient_problem, product_tiles
+from bench.model.masked_backward import ListedChunk, dv_tiles, gradient_problem, product_tiles
 from bench.model.ours import Kind, Ours, Variant
 from bench.model.replays import fitted
 from bench.model.stored_tiles import DS, DV, PRODUCT
@@ -46,11 +46,11 @@ def case(pattern, seqlen=1000, heads=(4, 2), batch=2):
     return MaskedCase("masks", ((seqlen, seqlen),) * batch, *heads, False, pattern=pattern)
 
 
-def portion(of, head_parts=1, sequences=None):
+def chunk(of, head_parts=1, sequences=None):
     sequences = range(of.batch) if sequences is None else sequences
     own = replace(of, lengths=of.lengths[: len(sequences)])
     queries = range(of.seqlen_q)
-    return ListedPortion(
+    return ListedChunk(
         own, head_parts, True, whole=of, sequences=sequences, queries=queries
     )
 
@@ -79,7 +79,7 @@ def test_tiles_are_blocks_in_which_somebody_sees(pattern, head_parts):
     met = met_blocks(one).numpy()
     blocks = int(met.sum())
     assert 0 < blocks < met.size
-    of_one = portion(one, head_parts)
+    of_one = chunk(one, head_parts)
     dv, products = dv_tiles(of_one, TILING), product_tiles(of_one, TILING)
     assert sum(tile.work for tile in dv) == 4 * 2 * blocks * DV
     assert sorted(tile.work for tile in dv) == sorted(
@@ -103,7 +103,7 @@ def test_where_all_is_seen_tiles_are_those_without_a_mask(heads, head_parts):
     """Tiles are the same, some in another order."""
     one = case(Full(), 1024, heads)
     plain = Case("plain", one.lengths, *heads, False)
-    of_one = portion(one, head_parts)
+    of_one = chunk(one, head_parts)
     for listed, dense in (
         (dv_tiles(of_one, TILING), stored_tiles.dv_tiles(plain, TILING, head_parts)),
         (product_tiles(of_one, TILING), stored_tiles.product_tiles(plain, TILING, head_parts)),
@@ -120,7 +120,7 @@ def test_steps_with_bits():
     assert lists.partial.tolist() == [[4, 0]] and lists.shares == (1.0, 0.5)
 
 
-def test_portions_have_their_own_lists():
+def test_chunks_have_their_own_lists():
     """Sequences whose masks differ have chunks of as many as dS has room for."""
     one = case(PrefixLm(), 1024, (2, 1), 4)
     model = backward(2 * 2 * 1024 * 1024 * 2)
@@ -167,7 +167,7 @@ def test_long_tiles_of_many_heads_begin_first():
     """NOTE [long lists]: those of the first keys, which all queries see, of at least so many heads
     before others of these heads."""
     one = case(Window(100, 4), 16384, (40, 40), 1)
-    tiles = dv_tiles(portion(one), TILING)
+    tiles = dv_tiles(chunk(one), TILING)
     longest = max(tile.work for tile in tiles)
     section = B200.pairs // TILES_OF_A_HEAD
     assert [tile.work == longest for tile in tiles[: section + 1]] == [True] * section + [False]
@@ -189,7 +189,7 @@ def test_tiles_are_shared_out_as_without_a_mask():
 def test_rows_that_some_tile_lists_come_from_memory():
     """Documents: no tile lists all queries, together they do."""
     one = case(Documents(100), 4096, (1, 1), 1)
-    tiles = dv_tiles(portion(one), TILING)
+    tiles = dv_tiles(chunk(one), TILING)
     own = sum(t.own_bytes - t.reads - t.writes - DS * t.work / DV for t in tiles)
     bits = masked_backward.lists_of(one, range(one.seqlen_q)).partial.sum() * 128 * 256 / 8
     shared = max(t.shared_bytes for t in tiles)

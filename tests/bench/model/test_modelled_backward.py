@@ -1,4 +1,4 @@
-"""The backward on the timing model: tiles against the masks of the one reference, and portions;
+"""The backward on the timing model: tiles against the masks of the one reference, and chunks;
 nothing is replayed."""
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from bench.model import backward as model_of_backward
 from bench.model import flash_attn_4 as theirs
 from bench.model import ours, samples
 from bench.model.backward import Backward
-from bench.model.calls import Kind, Portion, backward_portions
+from bench.model.calls import Chunk, Kind, backward_chunks
 from bench.model.machines import B200, gpu_of
 from bench.model.replays import Replayed
 from bench.model.stored_tiles import DS, DV, PRODUCT, dv_tiles, product_tiles
@@ -219,15 +219,15 @@ def test_heads_of_a_kept_ds(ds_bytes, heads):
     found = Backward(
         "ideal", order, VALUES, lambda which: [TileCosts(0.0, 0.0, costs[which])], ds_bytes
     )
-    portions = found.plan(FULL)
+    chunks = found.plan(FULL)
     if heads:
-        assert [(p.case.heads_kv, p.count, p.keeps_ds) for p in portions] == [
+        assert [(p.case.heads_kv, p.count, p.keeps_ds) for p in chunks] == [
             (heads, 2 // heads, True)
         ]
         # 5 products of 7, and no tile takes longer than before.
         assert found.seconds(FULL) < backward(OURS).seconds(FULL)
     else:
-        assert portions == [Portion(FULL, 1, False)]
+        assert chunks == [Chunk(FULL, 1, False)]
         assert found.seconds(FULL) > backward(OURS).seconds(FULL)
 
 
@@ -242,19 +242,19 @@ def test_few_kv_heads_are_split_and_pay_for_it():
     assert ours._beside(few, [split], slow) > 2 * ours._beside(few, [whole], slow)
 
 
-def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
-    """Portions of any shape: two equal ones of a part of the keys, and one of packed sequences."""
+def test_a_backward_is_the_sum_of_its_chunks(monkeypatch):
+    """Chunks of any shape: two equal ones of a part of the keys, and one of packed sequences."""
     parts = [
-        Portion(Case("part", ((512, 1024),), 8, 2, True), 1, False, 2),
-        Portion(Case("part", ((300, 300), (40, 40)), 8, 2, True, packed=True), 4, False),
+        Chunk(Case("part", ((512, 1024),), 8, 2, True), 1, False, 2),
+        Chunk(Case("part", ((300, 300), (40, 40)), 8, 2, True, packed=True), 4, False),
     ]
-    monkeypatch.setattr(model_of_backward, "backward_portions", lambda *given: parts)
+    monkeypatch.setattr(model_of_backward, "backward_chunks", lambda *given: parts)
     found = backward(OURS)
     alone = [sum(run[0].seconds for run in found.run(part).values()) for part in parts]
     beside = found._beside(FULL, parts, VALUES[0])
     assert found.seconds(FULL) == pytest.approx([beside + 2 * alone[0] + alone[1]])
     found.paths.update({"dq": Paths(1, 2), "dkdv": Paths(0, 5), "dkdv partial": Paths(0, 1)})
-    # Kernels that several portions take are counted once.
+    # Kernels that several chunks take are counted once.
     assert found.paths_of(FULL) == Paths(1, 8)
 
 
@@ -276,7 +276,7 @@ def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
     ],
 )  # fmt: skip
 def test_the_plan_of_a_backward_is_the_operators(case, ds_bytes, expected):
-    found = backward_portions(case, ds_bytes, B200)
+    found = backward_chunks(case, ds_bytes, B200)
     assert [(p.case.heads_kv, p.head_parts, p.keeps_ds, p.count) for p in found] == expected
     assert all(p.case.heads == p.case.heads_kv * case.heads // case.heads_kv for p in found)
 

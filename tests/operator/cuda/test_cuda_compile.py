@@ -14,7 +14,7 @@ MODES = pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew():
+def _recompiled():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -15,7 +15,7 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus import devices, driver
 from fa4_hd256.kernels.blackwell import tuning
-from fa4_hd256.kernels.blackwell.architecture import ANEW, KERNELS
+from fa4_hd256.kernels.blackwell.architecture import KERNELS, RECOMPUTED
 from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.run import launch as launching
 from fa4_hd256.run.arguments import call_scalars
@@ -176,11 +176,11 @@ def test_parts_cost_more_where_memory_is_slow():
     whole = gpu(70)
     part = replace(whole, pairs=10, hbm_bytes_per_second=whole.hbm_bytes_per_second / 7)
     for tiles in (7, 49, 140, 700):
-        assert choose_head_parts((tiles, 2), 16, whole, 0.5, ANEW) == choose_head_parts(
-            (tiles // 7, 2), 16, part, 0.5, ANEW
+        assert choose_head_parts((tiles, 2), 16, whole, 0.5, RECOMPUTED) == choose_head_parts(
+            (tiles // 7, 2), 16, part, 0.5, RECOMPUTED
         )
     slow = replace(part, hbm_bytes_per_second=1e9)
-    assert choose_head_parts((1, 2), 16, slow, 0.5, ANEW) == 1
+    assert choose_head_parts((1, 2), 16, slow, 0.5, RECOMPUTED) == 1
 
 
 class Failing:

@@ -28,8 +28,8 @@ PRODUCT_INSTRUCTIONS = 8
 DKDV_INSTRUCTIONS = 16 + 16 + 16 + 16
 
 #: dK and dQ from the dS that the kernel of dV stores; dK/dV and dQ, each with a dS of its own.
-STORED, ANEW = BackwardConfig(), BackwardConfig(ds_bytes=0)
-both_ways = pytest.mark.parametrize("config", [STORED, ANEW], ids=["stored", "anew"])
+STORED, RECOMPUTED = BackwardConfig(), BackwardConfig(ds_bytes=0)
+both_ways = pytest.mark.parametrize("config", [STORED, RECOMPUTED], ids=["stored", "recomputed"])
 
 
 def run(lengths, heads=(2, 1), causal=True, config=STORED, **options):
@@ -129,7 +129,7 @@ def test_tma_bytes_are_the_closed_form():
     K and V once a tile, Q and dO in two forms in each step, with LSE and delta of its rows for
     each CTA.  dV, also so: K and V once a tile, Q and dO in two forms, LSE and delta in each step.
     The products: dS and Q or K in each step."""
-    _, (_, dkdv, dq) = run((512, 640), causal=False, config=ANEW)
+    _, (_, dkdv, dq) = run((512, 640), causal=False, config=RECOMPUTED)
     _, (_, dv, products) = run((512, 640), causal=False, config=STORED)
     tile, step = TILE * 512, STEP * 512
     heads, blocks_q = 2, 2
@@ -148,7 +148,7 @@ def test_tma_bytes_are_the_closed_form():
 @pytest.mark.sampled
 def test_every_probability_is_exponentiated_once():
     """Lanes of the special-function unit are counted; the default pattern puts all there."""
-    _, (_, dkdv, dq) = run((300, 400), config=ANEW)
+    _, (_, dkdv, dq) = run((300, 400), config=RECOMPUTED)
     _, (_, dv, products) = run((300, 400), config=STORED)
     blocks = (TILE, STEP), (STEP, TILE)
     of_queries, of_keys = (steps((300, 400), True, *block) for block in blocks)

@@ -70,7 +70,7 @@ def gradients(heads, device, **options):
     return torch.autograd.grad(out, tensors, torch.randn_like(out))
 
 
-@pytest.mark.parametrize("memory", ["0", None], ids=["anew", "stored"])
+@pytest.mark.parametrize("memory", ["0", None], ids=["recomputed", "stored"])
 @pytest.mark.sampled
 def test_gradients_have_the_bits_of_those_of_a_grid(device, planted, tmp_path, memory):
     """A grid has as many blocks for each sequence as the longest one has; and numbers that leave a

@@ -33,7 +33,7 @@ from sm100_sim.timing.sass import disassemble
 pytestmark = pytest.mark.simulator
 
 HOPPER = named("sm_90a")
-STORED, ANEW = BackwardConfig(), BackwardConfig(ds_bytes=0)
+STORED, RECOMPUTED = BackwardConfig(), BackwardConfig(ds_bytes=0)
 
 FULL = ProblemClass(torch.bfloat16)
 CAUSAL = replace(FULL, bounded_right=True, use_clc=True)
@@ -113,7 +113,7 @@ def test_what_l2_gives_up_first_and_last():
 
 
 # Several tiles either way, with rests; one cluster works on all of them, or each on its own.
-@pytest.mark.parametrize("config", [STORED, ANEW], ids=["stored", "anew"])
+@pytest.mark.parametrize("config", [STORED, RECOMPUTED], ids=["stored", "recomputed"])
 @pytest.mark.parametrize(("seed", "sms"), [(None, 132), (1, 2), (2, 4)])
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "counted"])
 @pytest.mark.sampled

@@ -34,7 +34,7 @@ from fa4_hd256.kernels.hopper.forward.steps import ByWarpgroup
 from fa4_hd256.kernels.steps import Verb, When, again, done
 from sm100_sim.isa import tma
 
-STORED, ANEW = BackwardConfig(), BackwardConfig(ds_bytes=0)
+STORED, RECOMPUTED = BackwardConfig(), BackwardConfig(ds_bytes=0)
 DV, PRODUCTS, DQ = DvPlan(), ProductsPlan(), SinglePlan("dq")
 PAIRS = ForwardConfig(ctas=2)
 #: Every table, with its edges.
@@ -79,7 +79,7 @@ def plans_of(config):
 # Causal with more queries than keys, or fewer: tiles of none, of one and of more steps. Both
 # schedulers; with a softcap the products come in another order.
 @pytest.mark.simulator
-@pytest.mark.parametrize("config", [ANEW, STORED], ids=["anew", "stored"])
+@pytest.mark.parametrize("config", [RECOMPUTED, STORED], ids=["recomputed", "stored"])
 @pytest.mark.parametrize(
     ("lengths", "causal", "options"),
     [
@@ -95,7 +95,7 @@ def test_the_backward_does_what_its_tables_say(lengths, causal, options, config,
     of_gradients = reports[2:]
     order = -1 if causal else 1
     plans = plans_of(config)
-    if config is ANEW:
+    if config is RECOMPUTED:
         of_keys, of_queries = steps_of(seen.T, 256, 64), steps_of(seen, 256, 64)[::order]
         tiles = of_keys, of_keys, of_queries
     else:
@@ -138,8 +138,8 @@ def claimed_late(claimed, table, steps, once, each):
 @pytest.mark.simulator
 @pytest.mark.parametrize(
     ("config", "shapes"),
-    [(STORED, [(2, 8, 2, 2), (4, 4, 0, 3)]), (ANEW, [(2, 8, 1, 2)] * 3)],
-    ids=["stored", "anew"],
+    [(STORED, [(2, 8, 2, 2), (4, 4, 0, 3)]), (RECOMPUTED, [(2, 8, 1, 2)] * 3)],
+    ids=["stored", "recomputed"],
 )
 @pytest.mark.sampled
 def test_the_next_tile_is_claimed_when_few_steps_are_left(config, shapes, reports):

@@ -85,7 +85,7 @@ def test_the_decode_kernel_does_what_its_table_says(lengths, q_stages, kind, use
     assert_as_declared(reports[0], config, tiles if use_clc else tiles[::2], ctas=(0,))
 
 
-@pytest.mark.parametrize("ds_bytes", [0, BackwardConfig().ds_bytes], ids=["anew", "stored"])
+@pytest.mark.parametrize("ds_bytes", [0, BackwardConfig().ds_bytes], ids=["recomputed", "stored"])
 @pytest.mark.parametrize(("lengths", "causal"), [((600, 300), True), ((300, 150), False)])
 @pytest.mark.sampled("lengths0-True-stored")
 def test_the_backward_does_what_its_tables_say(lengths, causal, ds_bytes, reports):

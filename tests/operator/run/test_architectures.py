@@ -90,9 +90,9 @@ def test_kernels_that_are_named_exist(name):
         assert any(tiles.most_rows is None for tiles in kernels.forwards)
     if kernels.backward is not None:
         config = kernels.config("backward")()
-        for row in (*kernels.backward.stored, *kernels.backward.anew):
+        for row in (*kernels.backward.stored, *kernels.backward.recomputed):
             assert row.kind in kernels.classes and config.of_kernel(row.kind)
-        for some in (kernels.backward.stored, kernels.backward.anew):
+        for some in (kernels.backward.stored, kernels.backward.recomputed):
             made = sorted(result for row in some for result in row.results)
             assert made == ["dk", "dq", "dv"]
 

@@ -96,7 +96,7 @@ def test_targets_are_kept_apart_in_memory(stand_in):
     with family.as_if_seen((10, 3)):
         there = compile.compile_kernel(SPEC)
     here = compile.compile_kernel(SPEC)
-    assert stand_in == [SPEC] and here.ptx != there.ptx == "// anew"
+    assert stand_in == [SPEC] and here.ptx != there.ptx == "// again"
     with family.as_if_seen((10, 3)):
         assert compile.compile_kernel(SPEC) is there
         with family.as_if_seen((10, 0), (10, 3)):
@@ -142,7 +142,7 @@ def stand_in(monkeypatch, cache):
 
     def function(spec):
         compiled.append(spec)
-        artifacts = SimpleNamespace(PTX="// anew", CUBIN=kept.cubin)
+        artifacts = SimpleNamespace(PTX="// again", CUBIN=kept.cubin)
         return SimpleNamespace(
             artifacts=artifacts,
             dump_to_object=lambda prefix: kept.host_object,
@@ -158,7 +158,7 @@ def test_a_damaged_entry_is_compiled_again(cache, stand_in):
     entry.write_bytes(entry.read_bytes()[:-100])
     for _ in range(2):
         found = compile.compile_kernel(SPEC)
-        assert found.ptx == "// anew" and callable(found.function)
+        assert found.ptx == "// again" and callable(found.function)
         compile.forget()
     assert len(stand_in) == 1 and found.from_disk
 
@@ -388,7 +388,7 @@ BESIDES = {
 }  # fmt: skip
 #: Imports of `call` and `gpus`: types of calls, a name of a tensor that problem classes have, and
 #: the target, which is in the key.
-TYPES = {"BackwardProblem", "Gpu", "PAGE_TABLE", "Portion", "Problem", "family"}
+TYPES = {"BackwardProblem", "Gpu", "PAGE_TABLE", "Chunk", "Problem", "family"}
 
 
 #: Modules that name every kernel, of either direction; what they say of one is in its own modules.

@@ -27,7 +27,7 @@ def launched(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew():
+def _recompiled():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

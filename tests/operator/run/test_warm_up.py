@@ -24,6 +24,7 @@ from fa4_hd256 import (
 from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.call import splits
 from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.chunks import divide
 from fa4_hd256.call.forward_problem import (
     Problem,
     choose_tiles,
@@ -31,7 +32,6 @@ from fa4_hd256.call.forward_problem import (
     tiles_for_masks,
     tiles_for_max_logits,
 )
-from fa4_hd256.call.portions import divide
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.problem_class import AppendClass, RotaryClass
 from fa4_hd256.kernels.user_functions import FunctionClass

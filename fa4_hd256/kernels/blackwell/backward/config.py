@@ -459,8 +459,8 @@ class BackwardConfig:
     ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
         holds 64 columns, so fragments 0 and 1 exist.
     ds_bytes: global memory that dS may take at a time, 0 or more; the call is split so that it fits
-        (`call.portions`).  With 0 it is not stored: dK/dV and dQ each compute it.  Fewer and larger
-        portions leave fewer CTA pairs idle at their ends (docs/bench.md).
+        (`call.chunks`).  With 0 it is not stored: dK/dV and dQ each compute it.  Fewer and larger
+        chunks leave fewer CTA pairs idle at their ends (docs/bench.md).
 
     Raises ValueError for a negative ds_bytes.
     """

@@ -347,7 +347,7 @@ class BackwardConfig:
     """Everything static about the backward kernels that a user or a tuner may set.
 
     ds_bytes: global memory that dS may take at a time, 0 or more; the call is split so that it fits
-        (`call.portions`).  With 0 it is not stored: each gradient's kernel computes its own. By
+        (`call.chunks`).  With 0 it is not stored: each gradient's kernel computes its own. By
         default there is room for eight heads over 32,768 rows under a causal mask: 8.06 GiB.
 
     Raises ValueError for a negative ds_bytes.

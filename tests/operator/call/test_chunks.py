@@ -12,8 +12,8 @@ from gpus import gpu
 
 from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.chunks import Chunk, divide, least_ds_bytes
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.portions import Portion, divide, least_ds_bytes
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_BYTES, count_tiles
 from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.kernels.block_mask import MASK_GRADIENTS
@@ -49,17 +49,17 @@ def visible(lengths: tuple[int, int], window) -> torch.Tensor:
     return found
 
 
-def pairs(portion: Portion, shape: tuple[int, ...]) -> np.ndarray:
-    """int (key/value heads, batch, queries, keys) of the whole call: 1 where the portion has a
+def pairs(chunk: Chunk, shape: tuple[int, ...]) -> np.ndarray:
+    """int (key/value heads, batch, queries, keys) of the whole call: 1 where the chunk has a
     visible pair."""
     found = np.zeros(shape, np.int32)
-    sub = portion.problem
+    sub = chunk.problem
     lengths = sub.forward.q_shape[1], sub.k_shape[1]
     assert lengths == (sub.forward.max_seqlen_q, sub.forward.max_seqlen_k)
-    assert lengths == (len(portion.queries), len(portion.keys))
-    assert len(portion.sequences) == sub.forward.sequences
-    assert len(portion.heads_kv) * sub.group == sub.forward.q_shape[2]
-    index = portion.heads_kv, portion.sequences, portion.queries, portion.keys
+    assert lengths == (len(chunk.queries), len(chunk.keys))
+    assert len(chunk.sequences) == sub.forward.sequences
+    assert len(chunk.heads_kv) * sub.group == sub.forward.q_shape[2]
+    index = chunk.heads_kv, chunk.sequences, chunk.queries, chunk.keys
     mask = visible(lengths, sub.forward.options.window)
     found[np.ix_(*index)] = mask
     return found
@@ -72,7 +72,7 @@ WINDOWS = (FULL, CAUSAL, (300, 0), (0, 0), (500, 200), (None, 100), (700, None),
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("lengths", [(600, 600), (400, 700), (700, 200), (1030, 2)], ids=str)
 @pytest.mark.parametrize("size", [2.5, 1.5, 0.7], ids=["heads", "sequences", "queries"])
-def test_every_visible_pair_is_in_one_portion(lengths, window, size):
+def test_every_visible_pair_is_in_one_chunk(lengths, window, size):
     """size: of what dS may take, over that of one key/value head of one sequence."""
     whole = problem(lengths, (4, 2), 2, window)
     ds_bytes = int(whole.ds_bytes_of_head // 2 * size)
@@ -82,19 +82,19 @@ def test_every_visible_pair_is_in_one_portion(lengths, window, size):
     has_ranges = None in window and len(seeing.unique()) > 1
     assert division.problem.keeps_ds == (size > 1 or has_ranges)
     assert division.problem.adds == (size < 1 and has_ranges)
-    assert all(portion.keys for portion in division.portions)
-    found = sum(pairs(portion, (2, 2, *lengths)) for portion in division.portions)
+    assert all(chunk.keys for chunk in division.chunks)
+    found = sum(pairs(chunk, (2, 2, *lengths)) for chunk in division.chunks)
     assert (found == visible(lengths, window).int().numpy()).all()
     if division.problem.keeps_ds:
-        assert all(p.problem.ds_bytes <= ds_bytes for p in division.portions)
+        assert all(p.problem.ds_bytes <= ds_bytes for p in division.chunks)
 
 
 @pytest.mark.architecture("sm_100a")
 def test_every_query_is_in_one_range():
     """dQ of a query is written once, even if it sees no key."""
     division = divide(problem((1100, 300), (2, 1), 1, CAUSAL), 2 * 2 * 512 * 256, GPU)
-    assert [p.queries for p in division.portions] == [range(1024), range(1024, 1100)]
-    assert [p.keys for p in division.portions] == [range(224), range(300)]
+    assert [p.queries for p in division.chunks] == [range(1024), range(1024, 1100)]
+    assert [p.keys for p in division.chunks] == [range(224), range(300)]
 
 
 @pytest.mark.architecture("sm_100a")
@@ -102,10 +102,10 @@ def test_keys_of_a_bound_on_the_left():
     """A range's first query sees so many keys to its left; the bound is one from the ranges' ends.
     Of 64 blocks of dS that fit the first four of queries see 63, the next five 60."""
     whole = problem((4096, 4096), (1, 1), 1, (300, None))
-    portions = divide(whole, 2 * 1024 * 4096, GPU).portions
-    assert [p.queries for p in portions[:2]] == [range(1024), range(1024, 2304)]
-    assert [p.keys for p in portions[:2]] == [range(4096), range(724, 4096)]
-    windows = [p.problem.forward.options.window for p in portions[:2]]
+    chunks = divide(whole, 2 * 1024 * 4096, GPU).chunks
+    assert [p.queries for p in chunks[:2]] == [range(1024), range(1024, 2304)]
+    assert [p.keys for p in chunks[:2]] == [range(4096), range(724, 4096)]
+    windows = [p.problem.forward.options.window for p in chunks[:2]]
     assert windows == [(300 + 4096 - 1024, None), (300 + 4096 - 2304, None)]
 
 
@@ -120,16 +120,16 @@ def test_ranges_without_a_mask_are_equal():
     """Seven units; four fit: 4 and 3, not more of one length and a rest."""
     whole = problem((1700, 100), (1, 1), 1)
     for fitting, expected in ((6, [1024, 676]), (4, [1024, 676]), (3, [768, 768, 164])):
-        found = divide(whole, 2 * fitting * 256 * 256, GPU).portions
+        found = divide(whole, 2 * fitting * 256 * 256, GPU).chunks
         assert [len(p.queries) for p in found] == expected
 
 
-def test_portions_are_as_large_as_fits():
+def test_chunks_are_as_large_as_fits():
     whole = problem((512, 512), (8, 4), 6)
     of_head = whole.ds_bytes_of_head
 
     def shapes(num_bytes: int) -> list[tuple[int, int, int]]:
-        found = divide(whole, num_bytes, GPU).portions
+        found = divide(whole, num_bytes, GPU).chunks
         return [(len(p.heads_kv), len(p.sequences), len(p.queries)) for p in found]
 
     assert shapes(4 * of_head) == [(4, 6, 512)]
@@ -149,12 +149,12 @@ def test_portions_are_as_large_as_fits():
 def test_ragged_sequences_are_divided_by_heads_only():
     whole = problem((512, 512), (2, 2), 4)
     ragged = replace(whole, forward=replace(whole.forward, ragged=("seqused_k",)))
-    assert len(divide(ragged, whole.ds_bytes_of_head, GPU).portions) == 2
+    assert len(divide(ragged, whole.ds_bytes_of_head, GPU).chunks) == 2
     assert not divide(ragged, whole.ds_bytes_of_head - 1, GPU).problem.keeps_ds
 
 
 @pytest.mark.architecture("sm_100a")
-def test_parts_of_a_portion():
+def test_parts_of_a_chunk():
     """Parts follow the tiles of a chunk; an expanded head always has one per copy."""
     # 16 tiles of 32 steps of a head of a sequence: of 2 sequences, of 2 heads, alone, half of it.
     whole = problem((4096, 4096), (16, 2), 4)
@@ -174,7 +174,7 @@ def masked(lengths: tuple[int, int], heads: tuple[int, int], batch: int, copies:
 
 
 @pytest.mark.architecture("sm_100a")
-def test_portions_under_a_block_mask():
+def test_chunks_under_a_block_mask():
     """Heads of a sequence, query heads of a group, ranges of queries of these with all keys: within
     the memory, and of all query heads each query once."""
     lengths, batch = (1100, 300), 2
@@ -185,17 +185,17 @@ def test_portions_under_a_block_mask():
     def shapes(num_bytes: int) -> list[tuple[int, int, int, int]]:
         division = divide(whole, num_bytes, GPU)
         assert division.problem.keeps_ds
-        assert all(p.problem.ds_bytes <= num_bytes for p in division.portions)
+        assert all(p.problem.ds_bytes <= num_bytes for p in division.chunks)
         found = np.zeros((whole.forward.q_shape[2], batch, lengths[0]), np.int32)
-        for p in division.portions:
+        for p in division.chunks:
             found[np.ix_(p.heads, p.sequences, p.queries)] += 1
             assert p.keys == range(lengths[1])
             assert p.problem.forward.max_seqlen_q == len(p.queries) == p.problem.forward.q_shape[1]
             assert p.problem.origin.query == p.queries.start
         assert (found == 1).all()
-        sizes = [(len(p.heads), len(p.sequences), len(p.queries)) for p in division.portions]
+        sizes = [(len(p.heads), len(p.sequences), len(p.queries)) for p in division.chunks]
         assert division.problem.adds == any(n < whole.group or m < 1100 for n, _, m in sizes)
-        return [(len(division.portions), *size) for size in sorted(set(sizes), reverse=True)]
+        return [(len(division.chunks), *size) for size in sorted(set(sizes), reverse=True)]
 
     assert shapes(6 * 2 * 5 * of_row) == [(1, 6, 2, 1100)]
     assert shapes(3 * 5 * of_row) == [(4, 3, 1, 1100)]
@@ -214,7 +214,7 @@ def test_portions_under_a_block_mask():
 
 
 @pytest.mark.architecture("sm_100a")
-def test_portions_of_listed_tiles():
+def test_chunks_of_listed_tiles():
     """Only listed tiles take memory where the host knows how many there are at most."""
     whole = masked((4096, 2048), (4, 2), 2)
     listed, tile = 130, DS_BLOCK * DS_BLOCK // 4 * 2
@@ -223,9 +223,9 @@ def test_portions_of_listed_tiles():
     assert replace(whole, listed_tiles=10**6).ds_shape == whole.ds_shape
 
     def shapes(num_bytes: int) -> list[tuple[int, ...]]:
-        portions = divide(known, num_bytes, GPU).portions
-        assert all(p.problem.ds_bytes <= num_bytes for p in portions)
-        found = {(len(p.heads), len(p.sequences), len(p.queries)) for p in portions}
+        chunks = divide(known, num_bytes, GPU).chunks
+        assert all(p.problem.ds_bytes <= num_bytes for p in chunks)
+        found = {(len(p.heads), len(p.sequences), len(p.queries)) for p in chunks}
         return sorted(found, reverse=True)
 
     assert shapes(8 * of_head) == [(4, 2, 4096)]
@@ -243,7 +243,7 @@ def test_copies_of_a_head_under_a_block_mask_stay_together():
     whole = masked((1100, 300), (4, 1), 1, copies=2)
     of_row = 2 * DS_BLOCK * DS_BLOCK * 2
     found = divide(whole, 4 * 2 * of_row, GPU)
-    assert [(len(p.heads), len(p.queries)) for p in found.portions] == [(4, 512), (4, 512), (4, 76)]
+    assert [(len(p.heads), len(p.queries)) for p in found.chunks] == [(4, 512), (4, 512), (4, 76)]
     assert found.problem.head_parts == 2
     with pytest.raises(NotImplementedError, match=f"of 4 query head.* {4 * of_row} bytes here"):
         divide(whole, 4 * of_row - 1, GPU)
@@ -262,7 +262,7 @@ OPTIONS = {
     [(1, "full"), (0.7, "full"), (1, "causal"), (0.7, "causal, CLC"), (0.5, "left")],
 )
 @pytest.mark.sampled("0.7-full")
-def test_gradients_of_portions(mask, size, device, backward_config):
+def test_gradients_of_chunks(mask, size, device, backward_config):
     """One sequence of a head at a time, or a range of its queries, each adding to dK and dV."""
     lengths, options = OPTIONS[mask]
     tensors = inputs(lengths, (4, 2), batch=2, device=device)
@@ -282,7 +282,7 @@ def test_queries_that_see_no_key(device, backward_config):
 
 
 @pytest.mark.parametrize("size", [1, 0.7], ids=["a sequence", "a range"])
-def test_portions_of_a_head_that_was_expanded(size, device, backward_config):
+def test_chunks_of_a_head_that_was_expanded(size, device, backward_config):
     q, k, v = inputs((300, 200), (4, 1), batch=2, device=device)
     wide = [t.expand(2, 200, 2, 256) for t in (k, v)]
     config = backward_config(ds_bytes=int(size * 2 * 4 * 512 * 256))

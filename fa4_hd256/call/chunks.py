@@ -29,14 +29,14 @@ from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
 from .named_configs import spelled
 
-__all__ = ["Division", "Portion", "divide", "least_ds_bytes", "visible_keys"]
+__all__ = ["Division", "Chunk", "divide", "least_ds_bytes", "visible_keys"]
 
 #: Of a block of dS.
 _BLOCK_ELEMENTS = BLOCK_TILES**2 * DS_TILE_ELEMENTS
 
 
 @dataclass(frozen=True)
-class Portion:
+class Chunk:
     """Chunk: what goes through one launch of each kernel.
 
     problem: the chunk as a call of its own. heads, heads_kv, sequences, queries, keys: its range in
@@ -53,7 +53,7 @@ class Portion:
 
     def lists_in(self, table: Any) -> Any:
         """The part of a block mask's table, (1 or batch, 1 or heads, ...) as `TileMask.blocks`,
-        that is of the portion's sequences and heads; a tensor or a view of one."""
+        that is of the chunk's sequences and heads; a tensor or a view of one."""
         if table.shape[0] > 1:
             table = table.narrow(0, self.sequences.start, len(self.sequences))
         if table.shape[1] > 1:
@@ -61,21 +61,21 @@ class Portion:
         return table
 
     def has_all_lists(self, table: Any) -> bool:
-        """Return True if a table lists the portion's queries and no others. The portion has all
+        """Return True if a table lists the chunk's queries and no others. The chunk has all
         keys."""
         return table.shape[2] <= count_blocks(len(self.keys)) + count_blocks(len(self.queries))
 
 
 @dataclass(frozen=True)
 class Division:
-    """problem: the whole call, with the head_parts of every portion's dK and dV."""
+    """problem: the whole call, with the head_parts of every chunk's dK and dV."""
 
     problem: BackwardProblem
-    portions: tuple[Portion, ...]
+    chunks: tuple[Chunk, ...]
 
 
 def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
-    """Portions whose dS takes at most `ds_bytes`; one without dS if none is small enough."""
+    """Chunks whose dS takes at most `ds_bytes`; one without dS if none is small enough."""
     heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
     of_head = problem.ds_bytes_of_head
     if is_masked(problem.forward.ragged):
@@ -103,7 +103,7 @@ def least_ds_bytes(problem: BackwardProblem) -> int:
 
 
 def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
-    """Portions by heads and sequences, else of a group. Raises NotImplementedError where dS of one
+    """Chunks by heads and sequences, else of a group. Raises NotImplementedError where dS of one
     block of queries is larger."""
     heads_kv, sequences, *_ = _lengths(problem)
     if not problem.ds_bytes_of_head:
@@ -160,14 +160,14 @@ def _of_group(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | N
     )
     parts = replace(whole, forward=of_part).head_parts_for(1, 1, gpu)
     whole = replace(whole, head_parts=parts)
-    portions = [
-        _portion(whole, range(head, head + 1), sequence, queries, range(seqlen_k), of_group)
-        for sequence in _chunks(sequences, 1)
+    chunks = [
+        _chunk(whole, range(head, head + 1), sequence, queries, range(seqlen_k), of_group)
+        for sequence in _ranges(sequences, 1)
         for head in range(heads_kv)
-        for of_group in _chunks(problem.group, each)
-        for queries in _chunks(seqlen_q, rows)
+        for of_group in _ranges(problem.group, each)
+        for queries in _ranges(seqlen_q, rows)
     ]
-    return Division(whole, tuple(portions))
+    return Division(whole, tuple(chunks))
 
 
 def _least_of_group(problem: BackwardProblem) -> tuple[int, int]:
@@ -186,7 +186,7 @@ def _undivided(problem: BackwardProblem, gpu: Gpu) -> Division:
     ragged = tuple(name for name in problem.forward.ragged if name != DS_BEGINS)
     problem = replace(problem, forward=replace(problem.forward, ragged=ragged))
     everything = heads_kv * problem.group, *_lengths(problem)
-    return Division(problem, (Portion(problem, *map(range, everything)),))
+    return Division(problem, (Chunk(problem, *map(range, everything)),))
 
 
 def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
@@ -203,12 +203,12 @@ def _by_heads(problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu)
     heads_kv, sequences = _even(all_heads, heads_kv), _even(all_sequences, sequences)
     # Each launch has the tiles of these only.
     whole = replace(whole, head_parts=whole.head_parts_for(heads_kv, sequences, gpu))
-    portions = [
-        _portion(whole, heads, some_sequences, *map(range, rows))
-        for some_sequences in _chunks(all_sequences, sequences)
-        for heads in _chunks(all_heads, heads_kv)
+    chunks = [
+        _chunk(whole, heads, some_sequences, *map(range, rows))
+        for some_sequences in _ranges(all_sequences, sequences)
+        for heads in _ranges(all_heads, heads_kv)
     ]
-    return Division(whole, tuple(portions))
+    return Division(whole, tuple(chunks))
 
 
 def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
@@ -221,13 +221,13 @@ def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     of_range = replace(whole, forward=replace(problem.forward, max_seqlen_q=longest))
     whole = replace(whole, head_parts=of_range.head_parts_for(1, 1, gpu))
     heads_kv, sequences, *_ = _lengths(problem)
-    portions = [
-        _portion(whole, heads, sequence, queries, keys)
-        for sequence in _chunks(sequences, 1)
-        for heads in _chunks(heads_kv, 1)
+    chunks = [
+        _chunk(whole, heads, sequence, queries, keys)
+        for sequence in _ranges(sequences, 1)
+        for heads in _ranges(heads_kv, 1)
         for queries, keys in ranges
     ]
-    return Division(whole, tuple(portions))
+    return Division(whole, tuple(chunks))
 
 
 def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, range]]:
@@ -309,14 +309,14 @@ def _even(length: int, most: int) -> int:
     return -(-length // -(-length // most)) if length else most
 
 
-def _chunks(length: int, size: int) -> Iterator[range]:
+def _ranges(length: int, size: int) -> Iterator[range]:
     return (range(begin, min(begin + size, length)) for begin in range(0, length, size))
 
 
-def _portion(
+def _chunk(
     whole: BackwardProblem, heads_kv: range, sequences: range, queries: range, keys: range,
     of_group: range | None = None,
-) -> Portion:  # fmt: skip
+) -> Chunk:  # fmt: skip
     """Return these heads, sequences and rows as a call of their own. of_group: query heads of the
     group of the only key/value head, all if None."""
     forward, group = whole.forward, whole.group
@@ -337,4 +337,4 @@ def _portion(
         seqlen_q - len(queries), seqlen_k - len(keys),
     )  # fmt: skip
     problem = replace(whole, forward=replace(forward, **changes), k_shape=k_shape, origin=origin)
-    return Portion(problem, heads, heads_kv, sequences, queries, keys)
+    return Chunk(problem, heads, heads_kv, sequences, queries, keys)
