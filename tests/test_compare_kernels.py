@@ -86,7 +86,7 @@ def swapped(ptx: str) -> str:
 
 
 def with_another_parameter(ptx: str) -> str:
-    """The same code, with a parameter more before the one that it reads."""
+    """Return the code with a parameter more before the one that it reads."""
     ptx = ptx.replace("param_1\n", "param_1,\n\t.param .u32 kernel_a_0_param_2\n")
     return ptx.replace("[kernel_a_0_param_1]", "[kernel_a_0_param_2]")
 

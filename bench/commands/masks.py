@@ -75,7 +75,7 @@ NOTES = (
     "other column.",
     f"{SDPA}: a bool mask that is there before, KV heads repeated as transformers does where there "
     "is a mask. FlexAttention: compiled for the shape, its BlockMask made before.",
-    f"Rows of functions of scores, causal: ours with score_mod=, in CuTe DSL; {SDPA}: a bias of "
+    f"Rows of score_mods, causal: ours with score_mod=, in CuTe DSL; {SDPA}: a bias of "
     f"bfloat16 that is there before. {SOFTCAP} and {flash_attn_4.PACKAGE}: the option softcap= in "
     "the place of the function.",
 )  # fmt: skip
@@ -244,7 +244,7 @@ def main(arguments: argparse.Namespace) -> int:
         masked_jobs = [(case, way) for case, way in jobs if isinstance(case, MaskedCase)]
         if not masked_jobs:
             raise ValueError(
-                f"--only {arguments.only!r} has functions of scores alone, which are not modelled; "
+                f"--only {arguments.only!r} has score_mods alone, which are not modelled; "
                 "accepted without a GPU: masks"
             )
         predictor = predictor_of(arguments.machine, arguments.draws)

@@ -131,7 +131,7 @@ class ScoredCase(Case):
         plain = self.bounds == (None, 0) and not self.softcap and not self.page_size
         if self.packed or not plain or self._is_unequal:
             raise ValueError(
-                f"{self.group}: a function of scores beside packed sequences, a window, softcap, "
+                f"{self.group}: a score_mod beside packed sequences, a window, softcap, "
                 "pages, other lengths of keys or without causal; accepted: causal alone"
             )
 

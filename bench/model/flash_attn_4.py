@@ -152,7 +152,7 @@ class FlashAttention4:
         if not divided:
             return Variant(Kind.of(case), release=self.release)
         if self.release is not None:
-            raise ValueError(f"divided keys of {self.name} are not modelled")
+            raise ValueError(f"KV splits of {self.name} are not modelled")
         if case.packed:
             raise ValueError("packed sequences divided by flash-attn-4 are not modelled")
         # Costs follow how many rows a tile has.

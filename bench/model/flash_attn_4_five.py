@@ -64,7 +64,7 @@ class FlashAttention4FiveProducts(FlashAttention4):
     ) -> Variant:
         """Raises ValueError for KV splits."""
         if divided:
-            raise ValueError(f"{self.name} has no divided keys")
+            raise ValueError(f"{self.name} has no KV splits")
         return Variant(Kind.of(case))
 
     def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:

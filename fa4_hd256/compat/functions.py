@@ -72,7 +72,7 @@ def translate_score_mod(
 
 
 class _Translations:
-    """What was made of functions, until what they read changes: to make it takes milliseconds.
+    """Translations of functions, until what they read changes: to make one takes milliseconds.
 
     make: of a tuple of functions, and of what else their translation depends on.
     """

@@ -101,8 +101,8 @@ class BackwardWork:
 def run_backward(
     call: BackwardCall, problem: BackwardProblem, wanted: Wanted, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked
-    for."""
+    """Return (dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not
+    requested."""
     tensors = BackwardTensors(
         call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, **call.ragged
     )

@@ -129,7 +129,7 @@ class GradientTensors:
     of_functions: tuple[Any, ...] = ()
 
     def of(self, chunk: Chunk, names: tuple[str, ...]) -> GradientTensors:
-        """Views of what belongs to a chunk but for its lists; its dS is the begin of a
+        """Views of what belongs to a chunk but for its lists; its dS is the start of a
         one-dimensional `ds`. names: of the results."""
         q, k, v, dout = self.operands
         heads_kv, entries = k.shape[2], chunk.problem.forward.q_shape[0]

@@ -99,7 +99,7 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds between two recorded events."""
         if self._time is None or end._time is None:
-            raise RuntimeError("both events must be recorded before the elapsed time is asked for")
+            raise RuntimeError("both events must be recorded before the elapsed time is read")
         return 1e3 * (end._time - self._time)
 
     def query(self) -> bool:

@@ -213,7 +213,7 @@ STALE = {
     "room for a block": lambda one: one._replace(ds_tiles=4),
     "all begin at the first": lambda one: one._replace(ds_begins=one.ds_begins * 0),
     "beyond the end": lambda one: one._replace(ds_begins=one.ds_begins + (1 << 20)),
-    "before the begin": lambda one: one._replace(ds_begins=one.ds_begins - (1 << 20)),
+    "before the start": lambda one: one._replace(ds_begins=one.ds_begins - (1 << 20)),
 }
 
 

@@ -68,7 +68,7 @@ def test_batches_of_gradients(device):
 
 
 def test_a_batch_of_gradients_of_a_checkpointed_call(device):
-    """What is saved is unpacked once, which is as often as a checkpoint allows."""
+    """Saved tensors are unpacked once, which is as often as a checkpoint allows."""
     from torch.utils.checkpoint import checkpoint
 
     leaves = [tensor.requires_grad_() for tensor in inputs(device)]

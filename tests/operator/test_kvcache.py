@@ -394,7 +394,7 @@ WRONG = {
     "out that is no tensor": ({"out": 3}, TypeError, "out must be a torch.Tensor or None"),
     "out of a stride": ({"out": randn(2, 1, 2, 512)[..., ::2]}, ValueError, "out has strides"),
     "heads": ({"q": randn(2, 1, 3, 128)}, ValueError, "head_dim 128"),
-    "a function of scores": ({"score_mod": lambda score: score}, TypeError, "a ScoreMod of"),
+    "a score_mod": ({"score_mod": lambda score: score}, TypeError, "a ScoreMod of"),
     "a scheduler": ({"use_clc": 1}, TypeError, "use_clc"),
     "a class of configurations": ({"config": ForwardConfig}, TypeError, "config"),
     "a backward's configuration": ({"config": BackwardConfig()}, TypeError, "config"),

@@ -99,7 +99,7 @@ FORMS = {
 
 
 def by_pytorch(form: Form) -> Callable[..., torch.Tensor]:
-    """The same call in PyTorch's operators, in the same dtype."""
+    """Return the call in PyTorch's operators, in the same dtype."""
     hidden = ~form.seen
 
     def attend(q, k, v):
@@ -440,7 +440,7 @@ _expected: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
 
 def expected(name, needed):
-    """[out, gradients that are asked for], held against PyTorch in float64 once."""
+    """[out, requested gradients], held against PyTorch in float64 once."""
     if (name, needed) not in _expected:
         form, given = FORMS[name], inputs_of(FORMS[name])
         found = (backward if form.has_gradients else plainly)(form.attend, given, needed)

@@ -120,7 +120,7 @@ class Attended:
         self, q: torch.Tensor, held: Held, parts: Sequence[Part],
         settings: Settings,
     ) -> None:  # fmt: skip
-        """Attend to parts of keys that no part before had. held: k, v."""
+        """Attend to parts of the sequence that no part before had. held: k, v."""
         for part in parts:
             self._take_in()
             rows = slice(part.queries.start, part.queries.stop)

@@ -172,7 +172,7 @@ class Ring:
         self.hops = max(way.hops for way in self.ways)
 
     def parts(self, rows: Rows) -> tuple[Part, ...]:
-        """Return the parts of the keys that this rank's queries see."""
+        """Return the parts of the sequence that this rank's queries see."""
         return parts_of(self.own, rows, self.mask)
 
     def first(self, kv: Held) -> list[torch.Tensor | None]:

@@ -69,7 +69,7 @@ def test_the_cases():
     case = _case(Capped())
     assert case.capped == replace(case.plain, softcap=CAP)
     for wrong in ({"causal": False}, {"softcap": 1.0}, {"window": (3, None)}, {"packed": True}):
-        with pytest.raises(ValueError, match="a function of scores beside"):
+        with pytest.raises(ValueError, match="a score_mod beside"):
             replace(case, **wrong)
 
 
@@ -176,4 +176,4 @@ def test_concerns():
 def test_functions_are_not_modelled(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["masks", "--only", "ALiBi"]) == 2
-    assert "functions of scores alone, which are not modelled" in capsys.readouterr().err
+    assert "score_mods alone, which are not modelled" in capsys.readouterr().err

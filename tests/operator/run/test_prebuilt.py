@@ -273,7 +273,7 @@ def test_keys_tell_targets_sources_and_compilers_apart(spec, monkeypatch):
 
 
 def test_the_version_is_that_of_the_sources(tmp_path, monkeypatch):
-    """They need not be installed, and another version of them may be."""
+    """The sources need not be installed, and another version of them may be."""
     found = prebuilt.importlib.metadata.version
 
     def version(name):
