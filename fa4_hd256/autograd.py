@@ -139,7 +139,7 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
     """
     # If gradients of gradients are requested, the operator refuses them.
     if not torch.is_grad_enabled() and not is_intercepted():
-        facts = (_BACKWARD, *values, *[tensor is None for tensor in tensors])
+        facts = (_BACKWARD, *values, bytes([tensor is None for tensor in tensors]))
         found = plans.find(facts, tensors)
         if found is not None:
             return plans.run(found[0], tensors, found[1])

@@ -48,6 +48,11 @@ from .score_mods import ScoreMod
 
 __all__ = ["flash_attn_with_kvcache"]
 
+#: Arguments that may require gradients, which there are none of.
+_DIFFERENTIABLE = (
+    "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "out", "rotary_cos", "rotary_sin",
+    "k_descale", "v_descale",
+)  # fmt: skip
 #: In a page table, a number that no page has.
 NO_PAGE = -1
 
@@ -145,12 +150,13 @@ def flash_attn_with_kvcache(
     if tree_mask is not None:
         words = tree_words(tree_mask)
         cache_checks.check_beside_tree(rotary_cos)
-    cache_checks.refuse({"qv": qv})
+    if qv is not None:
+        cache_checks.refuse({"qv": qv})
     if torch.is_grad_enabled():
-        tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-        tensors |= {"learnable_sink": learnable_sink, "out": out, "rotary_cos": rotary_cos}
-        tensors |= {"k_descale": k_descale, "v_descale": v_descale, "rotary_sin": rotary_sin}
-        cache_checks.check_no_gradients(tensors)
+        cache_checks.check_no_gradients(
+            _DIFFERENTIABLE, q, k_cache, v_cache, k, v, learnable_sink, out, rotary_cos, rotary_sin,
+            k_descale, v_descale,
+        )  # fmt: skip
     others, key = NO_TENSORS, None
     if not (words is score_mod is k_descale is v_descale is None):
         others, key = read_options(words, score_mod, k_descale, v_descale)
@@ -164,8 +170,8 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     attention = _Attention(learnable_sink, others, asked, out)
     # Engines write their caches themselves: a call without new rows is one of the attention.
-    given = k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad
-    if not _are_plain(cache_seqlens) or any(tensor is not None for tensor in given):
+    are_read = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
+    if not are_read or not _are_plain(cache_seqlens):
         new_rows = _NewRows(
             k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved,
             None if rotary_cos is rotary_sin is None else rotary_seqlens,
@@ -305,7 +311,7 @@ class _Attention(NamedTuple):
         """Return it with numbers for max_seqlen_q and max_seqlen_k."""
         asked = self.asked
         given = asked.max_seqlen_q, asked.max_seqlen_k
-        if not any(isinstance(longest, torch.Tensor) for longest in given):
+        if not isinstance(given[0], torch.Tensor) and not isinstance(given[1], torch.Tensor):
             return self
         is_fixed = asked_splits(asked.num_splits, asked.batch_invariant) == FIXED_PARTS
         found = checks.bounds_of(given, q, self.others.get(TREE_WORDS), is_fixed)
@@ -388,7 +394,7 @@ class _NewRows(NamedTuple):
         if not is_intercepted():
             metadata = places.scheduler_metadata
             mark = None if metadata is None else marked(metadata)
-            form = (mark, self.interleaved, *[tensor is None for tensor in tensors])
+            form = (mark, self.interleaved, bytes([tensor is None for tensor in tensors]))
             asked = attention.asked
             found = plans.find((_CACHE, *facts_of(asked, asked.window_size, form)), tensors)
             if found is not None:

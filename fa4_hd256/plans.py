@@ -358,7 +358,7 @@ def _smaller(entry: Entry, tensors: Tensors, plan: LaunchPlan) -> LaunchPlan | N
 def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ...]:
     """The results of an operator in its own body. values: its arguments that are no tensors, which
     `resolve` finds first in the facts (`leading`)."""
-    facts = (kind, *values, *[tensor is None for tensor in tensors])
+    facts = (kind, *values, bytes([tensor is None for tensor in tensors]))
     found = find(facts, tensors) if repeats(tensors) else None
     if found is None:
         entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_kept=False)

@@ -7,6 +7,7 @@ the user requests it (`environment.checks_pages`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from ..kernels.limits import HEAD_DIM
 from ..kernels.problem_class import KV_DTYPES
 from ..words import shown
 from . import checks, memory_checks
+from .overlap import memory_span
 from .plain_numbers import is_sure, plain
 
 #: Arguments of the field's function that are not offered, and why or what serves instead.
@@ -48,10 +50,12 @@ def check_beside_tree(rotary_cos: Any) -> None:
         )
 
 
-def check_no_gradients(tensors: dict[str, Any]) -> None:
-    """Raise NotImplementedError where gradients of the call would be recorded: they are enabled."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+def check_no_gradients(names: Sequence[str], *given: Any) -> None:
+    """Raise NotImplementedError where gradients of the call would be recorded: they are enabled.
+    given: arguments of these names."""
+    for place, tensor in enumerate(given):
+        if tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            name = names[place]
             raise NotImplementedError(
                 f"{name} requires gradients, and flash_attn_with_kvcache has none; accepted: a "
                 "call under torch.no_grad(), or flash_attn_varlen_func"
@@ -187,10 +191,13 @@ def check_in_place(caches: dict[str, torch.Tensor]) -> None:
 
 def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
     """Raise ValueError unless PyTorch may write to caches now, and new rows do not lie in them."""
+    spans = [(given, rows, memory_span(rows)) for given, rows in new.items()]
     for name, cache in caches.items():
         memory_checks.check_changeable(name, cache)
-        for given, rows in new.items():
-            memory_checks.check_apart(cache, [rows], f"{name} lies in the memory of {given}")
+        begin, end = memory_span(cache)
+        for given, rows, (first, last) in spans:
+            if first < end and begin < last:
+                memory_checks.check_apart(cache, [rows], f"{name} lies in the memory of {given}")
 
 
 def check_new_rows(

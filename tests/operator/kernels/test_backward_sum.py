@@ -12,10 +12,10 @@ from single_launch import launch
 from fa4_hd256.call import backward_problem
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.backward_sum import SumConfig
-from fa4_hd256.run import backward
 from fa4_hd256.run.backward_arguments import sum_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.plan import PlanBuilder
 from fa4_hd256.run.resources import resource_usage
 
 
@@ -95,13 +95,13 @@ def test_a_part_that_is_left_out_is_seen(device, monkeypatch):
     """A missing part fails the check, so these gradients are sums of parts, added up by the
     kernel."""
     monkeypatch.setattr(backward_problem, "choose_head_parts", lambda *given: 2)
-    original = backward.sum_call_arguments
+    launch = PlanBuilder.launch
 
-    def without_one(parts, *others):
-        for tensor in parts:
-            tensor[:, :, 1] = 0.0
-        return original(parts, *others)
+    def without_one(builder, spec, arguments):
+        for view in arguments[0] if spec.kind == "backward_sum" else ():
+            builder.operate("leave out", (view.name,), lambda parts: parts[:, :, 1].zero_())
+        launch(builder, spec, arguments)
 
-    monkeypatch.setattr(backward, "sum_call_arguments", without_one)
+    monkeypatch.setattr(PlanBuilder, "launch", without_one)
     with pytest.raises(AssertionError):
         check(inputs((40, 70), (4, 1), device=device), causal=True)
