@@ -27,6 +27,7 @@ from .gpus.devices import is_captured
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
 from .package_name import NAMESPACE
+from .private_torch import is_batch_of_gradients, nesting_of_batches
 from .run.backward import BackwardWork, Wanted, or_empty, plan_backward, smaller_plan
 from .run.plan import LaunchPlan
 
@@ -227,7 +228,7 @@ def _of_saved(
     if dout is None:
         out = kept[_OUT]
         dout = out.new_zeros(()).expand(out.shape)
-    batched = [tensor is not None and _is_batched(tensor) for tensor in (dout, dlse)]
+    batched = [tensor is not None and is_batch_of_gradients(tensor) for tensor in (dout, dlse)]
     if any(batched):
         entries = _entries((dout, dlse), batched)
         return _joined([_of_saved(saved, needed, entry, call) for entry in entries])
@@ -238,15 +239,9 @@ def _of_saved(
     )
 
 
-#: Return True for a batch of `torch.autograd.grad(is_grads_batched=True)`, which has no memory.
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
-
-
 def _nesting() -> int:
     """Return the level of the batch. The thread of a GPU knows no nesting."""
-    level = max(1, torch._C._vmapmode_increment_nesting() - 1)
-    torch._C._vmapmode_decrement_nesting()
-    return level
+    return max(1, nesting_of_batches())
 
 
 def _entries(

@@ -19,6 +19,7 @@ from .call.operator_arguments import (
 )
 from .flops import register_when_counted
 from .operators import forward as forward_operator
+from .private_torch import TransformType, transforms
 
 __all__ = ["attend_under_transforms"]
 
@@ -41,8 +42,8 @@ def attend_under_transforms(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of the operator; tensors with a batch. Raises NotImplementedError inside
     torch.func.functionalize, for which PyTorch takes no gradients of a user's."""
-    kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
-    if torch._C._functorch.TransformType.Functionalize in kinds:
+    kinds = {level.key() for level in transforms() or ()}
+    if TransformType.Functionalize in kinds:
         raise NotImplementedError(
             "torch.func.functionalize stands inside a transform that differentiates; accepted: "
             "functionalize around torch.func.grad and vjp, or neither"

@@ -22,6 +22,7 @@ from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_STEPS
 from .kernels.kernel_set import kernels_of
 from .package_name import NAMESPACE
+from .private_torch import DispatchKey, excluding
 from .run.append import plan_append
 from .run.append_arguments import AppendOptions, AppendTensors
 from .run.forward import ForwardWork, plan_forward
@@ -202,18 +203,18 @@ def _with_autocast(operator: Any, leading: int, count: int, fixed: int | None) -
     tensors behind the `leading` ones; fixed: place of a tensor that is never cast."""
     name = operator._qualname.split("::")[1]
 
-    def impl(key: torch._C.DispatchKey) -> Any:
+    def impl(key: DispatchKey) -> Any:
         def called(*given: Any) -> Any:
             before, after = given[:leading], given[leading + count :]
             cast = autocast(
                 *given[leading : leading + count], fixed=None if fixed is None else given[fixed]
             )
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            with excluding(key):
                 return operator(*before, *cast, *after)
 
         return called
 
-    for key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
+    for key in (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA):
         _library.impl(name, impl(key), key.name)
 
 

@@ -33,6 +33,7 @@ import torch
 from . import environment
 from .call.interception import is_intercepted
 from .package_name import NAMESPACE
+from .private_torch import is_profiled, tensor_guard
 from .run.execute import Execution
 from .run.plan import LaunchPlan
 from .run.slots import ALIGNMENT
@@ -54,8 +55,6 @@ MOST_GUARDS = 8
 #: Of plain tensors, which no subclass takes calls of.
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
-
-_is_profiled = torch._C._autograd._profiler_enabled  # bound once
 
 
 def key_of(
@@ -94,21 +93,6 @@ def key_of(
             tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % ALIGNMENT,
         )  # fmt: skip
     return tuple(key), addresses
-
-
-def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """(tensors) -> whether they are like these; None where this PyTorch offers no such guard."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        sizes: list[Any] = [list(t.shape) for t in tensors]
-        strides: list[Any] = [list(t.stride()) for t in tensors]
-        guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        if guard.check(*tensors) and not guard.check(*[t.unsqueeze(0) for t in tensors]):
-            return guard.check
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
-        pass
-    return None
 
 
 def _types(facts: tuple[Any, ...]) -> tuple[type, ...]:
@@ -295,7 +279,7 @@ def _guard(
     given = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
     places = {place: first_of.setdefault(id(tensor), place) for place, tensor in given}
     distinct = [tensor for place, tensor in given if places[place] == place]
-    check = _guard_of(distinct) if len(distinct) > 1 else None
+    check = tensor_guard(distinct) if len(distinct) > 1 else None
     if check is None:
         return
     guard = _Guard(check, places, entry, switches)
@@ -315,7 +299,7 @@ def run(
 ) -> tuple[Any, ...]:
     """The results of a call; addresses: of the tensors that are given; first: the first result
     alone is read, others may be anything."""
-    if _is_profiled():
+    if is_profiled():
         with torch.profiler.record_function(f"{NAMESPACE}::{entry.kind.name}"):
             return _run(entry, tensors, addresses, first)
     return _run(entry, tensors, addresses, first)

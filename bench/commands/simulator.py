@@ -52,7 +52,7 @@ def row(shape: Shape, runs: int = 3) -> dict[str, Any]:
     config = ForwardConfig()
     options = Options.check(None, False, (None, None), 0.0, False)
     tensors = q, k, v
-    problem = Problem.describe(tensors, options)
+    problem = Problem.describe(tensors, options, config=config)
     compile_kernel(KernelSpec("forward", config, problem.problem_class))
     found = speed.measure(lambda: launch_forward(config, problem, tensors), runs)
     products = steps(shape, config) * _step_seconds(config)

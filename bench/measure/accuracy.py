@@ -72,7 +72,8 @@ def measure(case: Case) -> Accuracy:
         torch.randn(1, seqlen, 1, HEAD_DIM, generator=generator).to(case.dtype)
         for seqlen in (shape.seqlen_q, shape.seqlen_k, shape.seqlen_k)
     )
-    problem = Problem.describe((q, k, v), Options.check(None, False, (None, None), 0.0, False))
+    options = Options.check(None, False, (None, None), 0.0, False)
+    problem = Problem.describe((q, k, v), options, config=config)
     out, lse = launch_forward(config, problem, (q, k, v))
     share = _executed_share(config, shape)
     if share != case.pattern.true_share(config.block_kv):

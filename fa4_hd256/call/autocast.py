@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from ..private_torch import is_any_autocast
+
 __all__ = ["autocast", "is_autocasting"]
 
-#: Return True if autocast is on for some type of devices; bound once, since every call asks.
-is_autocasting = torch._C._is_any_autocast_enabled
+#: Return True if autocast is on for some type of devices.
+is_autocasting = is_any_autocast
 
 #: Dtypes that autocast casts.
 _CAST: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)

@@ -12,6 +12,15 @@ from torch.autograd import forward_ad
 
 from ..gpus.devices import is_captured
 from ..gpus.family import as_seen
+from ..private_torch import (
+    TransformType,
+    dispatch_modes,
+    function_modes,
+    tracer,
+    transform,
+    transforms,
+)
+from ..private_torch import is_wrapped as _is_wrapped
 
 __all__ = [
     "constant_in_graphs", "is_intercepted", "is_lasting", "is_stood_in", "is_transformed",
@@ -21,24 +30,18 @@ __all__ = [
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Bound once: a call asks all of them.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transform = torch._C._functorch.peek_interpreter_stack
-_TransformType = torch._C._functorch.TransformType
-_tracer = torch._C._get_tracing_state
+# Bound once: each call asks.
 _is_compiling = torch.compiler.is_compiling
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_intercepted() -> bool:
     """Return True if a call of an operator may now mean something else than running it."""
     return bool(
         _is_compiling()
-        or _dispatch_modes()
-        or _function_modes()
-        or _transform() is not None
-        or _tracer() is not None
+        or dispatch_modes()
+        or function_modes()
+        or transform() is not None
+        or tracer() is not None
         or forward_ad._current_level >= 0
         or as_seen() is not None
     )
@@ -47,12 +50,12 @@ def is_intercepted() -> bool:
 def is_stood_in() -> bool:
     """Return True if tensors that are made now may be stand-ins: of a graph that is traced, a mode,
     or a transform of torch.func."""
-    return bool(_is_compiling() or _dispatch_modes() or _transform() is not None)
+    return bool(_is_compiling() or dispatch_modes() or transform() is not None)
 
 
 def without_modes() -> Any:
     """Return a context in which operations are what they are, whatever mode is active."""
-    if not _dispatch_modes():
+    if not dispatch_modes():
         return contextlib.nullcontext()
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -61,10 +64,10 @@ def without_modes() -> Any:
 
 def is_transformed() -> bool:
     """Return True under a transform of torch.func that differentiates."""
-    if _is_compiling() or _transform() is None:
+    if _is_compiling() or transform() is None:
         return False
-    kinds = (_TransformType.Grad, _TransformType.Jvp)
-    return any(level.key() in kinds for level in torch._C._functorch.get_interpreter_stack() or ())
+    kinds = (TransformType.Grad, TransformType.Jvp)
+    return any(level.key() in kinds for level in transforms() or ())
 
 
 def constant_in_graphs(function: _Function) -> _Function:

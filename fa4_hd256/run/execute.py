@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from ..private_torch import current_device, current_stream
 from . import launch
 from .catalogue import KernelSpec
 from .compile import CompiledKernel, compile_kernel
 from .kept_tensors import made_to_keep
-from .launch import current_device, current_stream
 from .new_tensors import maker
 from .packing import PackedArguments, Template, check_convention
 from .plan import Allocation, Launch, LaunchPlan, Lifetime, Operation

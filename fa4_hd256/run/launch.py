@@ -17,10 +17,6 @@ from . import simulated
 from .compile import CompiledKernel
 from .tile_counter import tile_counter
 
-#: PyTorch's current device, and its current stream of a device, as numbers.
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
-
 #: Seconds of a simulated run after which the progress bar appears.
 PROGRESS_AFTER = 3.0
 

@@ -304,6 +304,18 @@ def absolute_imports(root: Path) -> list[str]:
     return found
 
 
+def private_names(root: Path) -> list[str]:
+    """Return the lines of the operator that name `torch._C`, but for those of the one file that has
+    all of PyTorch's private API."""
+    return [
+        f"{name}:{number}: torch._C outside of private_torch"
+        for name in sources(root)
+        if name.startswith("fa4_hd256/") and not name.endswith("/private_torch.py")
+        for number, line in enumerate((root / name).read_text("utf-8").splitlines(), 1)
+        if "torch._C" in line
+    ]
+
+
 def _package(module: str) -> str:
     return max((package for package in PACKAGES if f"{module}/".startswith(f"{package}/")), key=len)
 

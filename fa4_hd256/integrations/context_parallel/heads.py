@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ...kernels.score_change import ScoreOrigin
 from ...mask_mods import in_part as mask_in_part
+from ...private_torch import keeps_graph
 from ...score_mods import in_part
 from .exchange import Ranks
 from .gathered import in_order, of_ranks
@@ -104,13 +105,10 @@ class _InCommon(torch.autograd.Function):
         ))  # fmt: skip
         with ctx.ranks.in_common():
             found = iter(
-                torch.autograd.grad(results, ctx.leaves, of_results, retain_graph=_keeps_graph())
+                torch.autograd.grad(results, ctx.leaves, of_results, retain_graph=keeps_graph())
             )
         return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])
 
-
-#: True if the backward that runs retains its graph, so that it can run again.
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def attend_by_heads(

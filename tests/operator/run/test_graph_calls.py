@@ -155,7 +155,7 @@ def test_a_key_without_arguments_is_seen(launched, monkeypatch):
     expected, _ = operator(*others)
     forget()
     own = plans.key_of
-    monkeypatch.setattr(plans, "_guard_of", lambda tensors: None)
+    monkeypatch.setattr(plans, "tensor_guard", lambda tensors: None)
     monkeypatch.setattr(plans, "key_of", lambda tensors, _, switches: own(tensors, (), switches))
     for _ in range(2):
         operator(*forward_arguments(*tensors))

@@ -478,7 +478,7 @@ def test_elements_without_memory_are_not_launched_on(without, long_way, monkeypa
 
 
 def test_without_guards_calls_are_found_by_their_key(long_way, monkeypatch):
-    monkeypatch.setattr(plans, "_guard_of", lambda tensors: None)
+    monkeypatch.setattr(plans, "tensor_guard", lambda tensors: None)
     assert not repeats(flash_attn_func, *small())
     assert repeats(flash_attn_func, *small()) and repeats(flash_attn_func, *small())
 
@@ -491,7 +491,7 @@ def test_a_planted_key_without_strides_is_found_out(long_way, monkeypatch):
         return (facts, shapes), [t.data_ptr() for t in tensors if t is not None]
 
     monkeypatch.setattr(plans, "key_of", without_strides)
-    monkeypatch.setattr(plans, "_guard_of", lambda tensors: None)
+    monkeypatch.setattr(plans, "tensor_guard", lambda tensors: None)
     with pytest.raises(AssertionError):
         test_the_key_tells_calls_apart(CHANGES["strides of k"], long_way)
 
