@@ -346,8 +346,13 @@ def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ..
     found = find(facts, tensors) if repeats(tensors) else None
     if found is None:
         entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_kept=False)
-        found = entry, [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        found = entry, [_address(tensor) for tensor in tensors if tensor is not None]
     return run(found[0], tensors, found[1])
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return 0 for a sparse tensor, which has none: the description of the call refuses it."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def leading(fields: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:

@@ -370,7 +370,7 @@ def test_one_kv_head_expanded_to_many(heads, device, operands):
     out = flash_attn_func(leaves[0], *wide, causal=True)
     found = torch.autograd.grad(out, (leaves[0], *wide), dout, retain_graph=True)
     accurate(dict(zip("qkv", found)), (q, *wide), dout, causal=True)
-    assert operands[-1][1:3] == [k.data_ptr(), v.data_ptr()]
+    assert operands[-1][1:3] == ["k", "v"]
     summed = torch.autograd.grad(out, leaves, dout)
     accurate(dict(zip("qkv", summed)), (q, k, v), dout, causal=True)
 

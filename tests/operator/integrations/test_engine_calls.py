@@ -17,9 +17,10 @@ import pytest
 import torch
 from checkout import ROOT
 
-from fa4_hd256 import get_scheduler_metadata, interface, kv_cache
+from fa4_hd256 import get_scheduler_metadata
 from fa4_hd256.check import reference
 from fa4_hd256.integrations import sglang, vllm
+from fa4_hd256.run.execute import Execution
 
 LSE_TOLERANCE = 1e-3
 PAGE = 16
@@ -385,20 +386,18 @@ def three_calls(batch):
 @pytest.mark.sampled
 def test_out_is_written_by_the_kernels(device, monkeypatch, which):
     """Kernels write out where its layout lets them; else it is copied to."""
-    batch, seen = Batch(device, [1, 3], [20, 5]), []
-    forward = interface.flash_attn_varlen_func
+    batch, seen, run = Batch(device, [1, 3], [20, 5]), [], Execution.run
 
-    def attend(*call, **options):
-        seen.append(options.get("out"))
-        return forward(*call, **options)
+    def spy(execution, *given):
+        seen.append("out" in execution.plan.inputs)
+        return run(execution, *given)
 
-    for module in (interface, kv_cache):
-        monkeypatch.setattr(module, "flash_attn_varlen_func", attend)
+    monkeypatch.setattr(Execution, "run", spy)
     call, given = list(three_calls(batch))[which]
     assert call(**given) is batch.out
     wide = batch.q.new_full((4, 4, 512), torch.nan)
     assert call(**given | {"out": wide[..., ::2]}).data_ptr() == wide.data_ptr()
-    assert seen[0] is batch.out and seen[1] is None
+    assert seen == [True, False]
     assert torch.equal(wide[..., ::2], batch.out) and wide[..., 1::2].isnan().all()
     wrong = {
         "out has dtype torch.float16; accepted: torch.bfloat16": batch.out.half(),

@@ -49,7 +49,9 @@ def in_another_process(missing: str, code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("arguments", [["demo", "--seqlen", "64"], ["bringup", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["demo", "--seqlen", "64"], ["bringup", "--simulate", "--report"]]
+)
 def test_commands_that_need_it(arguments):
     code = f"from fa4_hd256.__main__ import main\nsys.exit(main({arguments}))"
     done = in_another_process("sm100_sim", code)
