@@ -1,4 +1,4 @@
-"""How many files of the package a call goes through that finds its plan."""
+"""Files of the package that a call goes through which finds its plan: their number."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from checkout import ROOT
 from style import SIMULATOR
 
 from bench.__main__ import main
-from bench.commands.pictures import FOLDER
 from bench.model.published.flash_attention import FORWARD_256
 from bench.model.published.nvidia import TRAINING
+from bench.options import PICTURES as FOLDER
 from bench.pictures import inputs
 from bench.pictures.catalogue import PICTURES
 from bench.pictures.layouts import accumulator_parts, place_of_chunk
