@@ -176,7 +176,7 @@ def flash_attn_with_kvcache(
             k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved,
             None if rotary_cos is rotary_sin is None else rotary_seqlens,
         )  # fmt: skip
-        places, results = new_rows.written(places, attention)
+        places, results = new_rows.written(places, attention, return_lse)
         if results is not None:
             return results if return_lse else results[0]
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = attention.of(places, return_lse)
@@ -376,7 +376,7 @@ class _NewRows(NamedTuple):
     rotary_seqlens: Any = None
 
     def written(
-        self, places: _Places, attention: _Attention
+        self, places: _Places, attention: _Attention, wants_lse: bool
     ) -> tuple[_Places, tuple[torch.Tensor, torch.Tensor] | None]:
         """Write the rows, if there are any, and attend to them: (.., (out, lse)). None in place of
         these where the attention is left to be called, with the places that are returned: without
@@ -403,7 +403,7 @@ class _NewRows(NamedTuple):
                     _check_memory(tensors)
                     if attention.out is not None:
                         memory_checks.check_writable_again(attention.out, tensors[:-1])
-                out, lse = plans.run(found[0], tensors, found[1])
+                out, lse = plans.run(found[0], tensors, found[1], not wants_lse)
                 return places, (out, lse)
         refuse_tangents(tensors)
         options, _ = _resolved(tensors, attention.asked, self.interleaved)

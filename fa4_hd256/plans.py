@@ -39,7 +39,7 @@ from .run.plan import LaunchPlan
 from .run.slots import ALIGNMENT
 
 __all__ = [
-    "LARGEST", "Entry", "Kind", "find", "forget_plans", "key_of", "leading", "plans_made",
+    "LARGEST", "Entry", "Kind", "find", "forget_plans", "key_of", "launched_by", "leading",
     "repeats", "run", "within",
 ]  # fmt: skip
 
@@ -186,14 +186,13 @@ def _place(alike: _Alike, tensors: Tensors, switches: tuple[str, ...]) -> Hashab
 
 
 class _Kept:
-    """All that is kept. made: plans that were made in this process, and kept or not."""
+    """All that is kept."""
 
     def __init__(self) -> None:
         self.entries: dict[Hashable, Entry] = {}
         self.alike: dict[Hashable, _Alike] = {}
         self.guards: dict[Hashable, list[_Guard]] = {}
         self.lock = threading.Lock()
-        self.made = 0
 
     def forget_guards(self) -> None:
         self.alike.clear()
@@ -218,9 +217,20 @@ def forget_plans() -> None:
         _kept.forget_guards()
 
 
-def plans_made() -> int:
-    """Return how many plans this process has made."""
-    return _kept.made
+def launched_by(call: Callable[[], Any]) -> list[LaunchPlan]:
+    """Return the plans that a call runs, in order: `print` says what each launches. Backwards of
+    GPU tensors run in a thread of autograd, whose plans are among them."""
+    plans: list[LaunchPlan] = []
+    _watching.append(plans)
+    try:
+        call()
+    finally:
+        _watching.remove(plans)
+    return plans
+
+
+#: Lists that get the plans of calls, for `launched_by`.
+_watching: list[list[LaunchPlan]] = []
 
 
 def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | None:
@@ -318,6 +328,8 @@ def _run(entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool) 
             if plan is None:
                 raise
         execution = Execution(plan)
+    for plans in _watching:
+        plans.append(execution.plan)
     if entry.execution is None and entry.is_kept and repeats(tensors):
         entry.execution = execution
     if entry.written:
@@ -329,7 +341,6 @@ def _run(entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool) 
 
 def _execution(kind: Kind, tensors: Tensors, values: Any) -> Execution:
     """A new plan, ready to run."""
-    _kept.made += 1
     return Execution(kind.plan(tensors, values))
 
 

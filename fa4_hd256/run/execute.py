@@ -152,7 +152,7 @@ class _LaunchStep(PackedArguments):
         self._function, self._device = function, of.plan.device
         self._counts = any(view.name == COUNTER for view in step.views)
         # The code belongs to the linked module, which the kernel keeps.
-        self._kept = of
+        self._kept = of._kernels[step.spec]
 
     def run(self, where: list[int], stream: int, found: list[Any]) -> None:
         counter = None  # one that is made for a graph lives until its launch is captured

@@ -163,7 +163,7 @@ def _values(arguments: Any, kept: list[torch.Tensor]) -> Any:
     """Return the values that a compiled function is called with. kept: gets the tensors, in their
     order."""
     if isinstance(arguments, View):
-        kept.append(torch.zeros(arguments.shape, dtype=arguments.dtype))
+        kept.append(torch.zeros(arguments.shape, dtype=arguments.dtype, device="cpu"))
         described = from_dlpack(kept[-1], assumed_align=arguments.element_size())
         return described.mark_layout_dynamic(leading_dim=arguments.ndim - 1)
     if isinstance(arguments, tuple):

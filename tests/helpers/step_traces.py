@@ -18,13 +18,13 @@ SMEM_START = 1024  # the first 1 KiB of shared memory is the system's
 def traced_launches(monkeypatch, device):
     """A list that gets the report, with a trace, of each launch that follows on a simulated
     device."""
-    found, plain = [], sm100_sim.launch
+    found, plain = [], sm100_sim.launch_packed
 
-    def launch(compiled, *arguments, **options):
-        found.append(plain(compiled, *arguments, **{**options, "trace": True}))
+    def launch(*arguments, **options):
+        found.append(plain(*arguments, **{**options, "trace": True}))
         return found[-1]
 
-    monkeypatch.setattr(sm100_sim, "launch", launch)
+    monkeypatch.setattr(sm100_sim, "launch_packed", launch)
     monkeypatch.setenv("SM100_SIM_DEVICE", device)
     return found
 

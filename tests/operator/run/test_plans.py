@@ -147,10 +147,8 @@ def test_a_backward_by_a_plan_that_was_found(case, with_lse, launched):
 
 def forward_plan(**options):
     """The plan of a forward of `dense` tensors."""
-    forget()
-    flash_attn_func(*dense(), **options)
-    (entry,) = plans._kept.entries.values()
-    return entry.execution.plan
+    (plan,) = plans.launched_by(lambda: flash_attn_func(*dense(), **options))
+    return plan
 
 
 def test_a_plan_says_what_is_launched(launched):
