@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from replays import forget, simulated
+from replays import as_on_a_gpu, forget, simulated
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, interface, masks, plans
 from fa4_hd256.call.operator_arguments import ForwardTensors
@@ -99,6 +99,21 @@ def test_a_forward_by_a_plan_that_was_found(case, launched):
     assert len(launched) == count
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other) and one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("name", ["dynamic", "split", "packed"])
+@pytest.mark.sampled("split")
+def test_kernels_get_their_arguments_as_on_a_gpu(name, launched, monkeypatch):
+    """By one address, of the packed arguments: first calls and those that find their plan."""
+    function, make, given = FORWARDS[name]
+    inputs, options = make(), options_of(given)
+    expected = function(*inputs, **options, return_lse=True)
+    called = as_on_a_gpu(monkeypatch)
+    for _ in range(2):
+        found = function(*inputs, **options, return_lse=True)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+    assert len(called) == 2 * len(set(called)) >= 2
 
 
 BACKWARDS = {
