@@ -20,8 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .append_rotary import RotaryRows, RotaryTables
-from .e4m3_codes import WORD_CODES, codes_of
-from .e4m3_scales import scale_of
+from .e4m3_codes import WORD_CODES, codes_of, scale_of
 from .limits import HEAD_DIM, WARP_SIZE
 from .problem_class import OF_PAGES, AppendClass
 from .views import by_sequence, columns_of, lane_columns, load_lane_columns

@@ -11,6 +11,7 @@ P and dS are stored in 16 bits, unscaled, as operands.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -19,6 +20,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ..schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
+from .context import KernelContext
 from .kernel_functions import FunctionsOfKernel
 from .limits import SECTOR_BYTES
 from .operands import TmaTensor, smem_layout
@@ -27,9 +29,17 @@ from .scalars import CallScalars
 from .sequences import RaggedKernel, clipped_view
 from .views import by_sequence
 
-__all__ = ["BackwardEntry", "BackwardTensors", "Step", "heads_of_part", "heads_per_part"]
+__all__ = [
+    "BackwardContext",
+    "BackwardEntry",
+    "BackwardKernelTensors",
+    "Step",
+    "heads_of_part",
+    "heads_per_part",
+]
 
-class BackwardTensors(NamedTuple):
+
+class BackwardKernelTensors(NamedTuple):
     """Tensors that a gradient kernel reads and writes.
 
     loads: TMA tensors in the order of the kernel's `boxes`, of (seqlen, 256, heads, batch) or for
@@ -38,11 +48,21 @@ class BackwardTensors(NamedTuple):
     256, heads, batch) each.  ds: see `backward_ds_tiles`, None where it is not stored.
     """
 
-    loads: tuple
-    stats: Any
-    results: tuple
+    loads: tuple[TmaTensor, ...]
+    stats: cute.Tensor
+    results: tuple[cute.Tensor, ...]
     ds: Any
     ragged: Any
+
+
+@dataclass(frozen=True)
+class BackwardContext(KernelContext):
+    """State that every warp role of one CTA of a gradient kernel shares.
+
+    Buffers in `smem`: those of the kernel's `smem(memory)`, which has their shapes.
+    """
+
+    tensors: BackwardKernelTensors
 
 
 class BackwardEntry(FunctionsOfKernel, RaggedKernel):
@@ -75,11 +95,12 @@ class BackwardEntry(FunctionsOfKernel, RaggedKernel):
         stream: Any,
     ):
         """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
-        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see `BackwardTensors`.
-        results: of dq, dk and dv those that the kernel makes; dk and dv have heads_kv * head_parts
-        heads.  Last stride 1, other strides multiples of 16 bytes, of results 32.  ds: see
-        `backward_ds_tiles`, None where it is not stored.  ragged: a tuple of tensors in the order
-        of `problem_class.ragged`, then what functions of the call read, None if there are none.
+        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.
+        stats: see `BackwardKernelTensors`.  results: of dq, dk and dv those that the kernel makes;
+        dk and dv have heads_kv * head_parts heads.  Last stride 1, other strides multiples of 16
+        bytes, of results 32.  ds: see `backward_ds_tiles`, None where it is not stored.  ragged: a
+        tuple of tensors in the order of `problem_class.ragged`, then what functions of the call
+        read, None if there are none.
         """
         operands = tuple(by_sequence(tensor) for tensor in operands)
         results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)
@@ -88,7 +109,7 @@ class BackwardEntry(FunctionsOfKernel, RaggedKernel):
         batch = self.sequence_tensors(ragged).num_batches(q)
         problem = self._in_a_row(self.problem(scalars, (q, k), batch), (q, k), ragged)
         loads = self.tma_tensors(operands, ds)
-        tensors = BackwardTensors(loads, stats, results, ds, ragged)
+        tensors = BackwardKernelTensors(loads, stats, results, ds, ragged)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
         sizes = tuple(Int32(size) for size in sizes)
         self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
@@ -112,7 +133,7 @@ class BackwardEntry(FunctionsOfKernel, RaggedKernel):
         blocks = PackedBlocks(offsets, self.plan.tile_rows)
         return problem.in_a_row(blocks, cute.size(operands[side], mode=[0]))
 
-    def optional_of(self, tensors: BackwardTensors) -> Any:
+    def optional_of(self, tensors: BackwardKernelTensors) -> Any:
         return tensors.ragged
 
     def copy_operation(self, box: str) -> Any:
@@ -165,7 +186,7 @@ def heads_per_part(scalars: CallScalars, heads_per_kv: Any) -> Any:
     return (heads_per_kv + scalars.head_parts - 1) // scalars.head_parts
 
 
-def heads_of_part(context: Any, head: Int32) -> tuple[Int32, Int32]:
+def heads_of_part(context: BackwardContext, head: Int32) -> tuple[Int32, Int32]:
     """Return (first query head, how many) of a part.  head: KV head * head_parts + part."""
     per_part = heads_per_part(context.scalars, context.heads_per_kv)
     kv_head, part = head // context.scalars.head_parts, head % context.scalars.head_parts

@@ -37,6 +37,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .backward_common import BackwardContext
 from .edges import SharedByReference
 from .limits import ELEMENT_BYTES
 from .masking import MaskKind
@@ -205,7 +206,7 @@ class StoredDs(SharedByReference):
     first: Int32
 
     @classmethod
-    def of(cls, context: Any, work: Any) -> StoredDs:
+    def of(cls, context: BackwardContext, work: Any) -> StoredDs:
         """Return the stored dS of a tile of the launch."""
         seen, sequences = context.visibility(work, DS_TILE), context.sequences
         window = seen.window_left, seen.window_right

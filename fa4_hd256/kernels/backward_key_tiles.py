@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..schedulers import TileProblem, section_heads_for
 from .backward_block_mask import BlockList, least_section
-from .backward_common import Step, heads_of_part, heads_per_part
+from .backward_common import BackwardContext, Step, heads_of_part, heads_per_part
 from .backward_ds_tiles import BLOCK_TILES, StoredDs
 from .block_mask import MASK_TILE
 from .limits import HEAD_DIM
@@ -101,16 +101,16 @@ class KeyTiles:
             later_blocks_first=self.problem_class.bounded_left,
         )
 
-    def transposed(self, context: Any, work: Any) -> Any:
+    def transposed(self, context: BackwardContext, work: Any) -> Any:
         """Return the queries that see each key, as a transposed visibility."""
         step_queries = self.plan.step_columns
         return context.visibility(work, step_queries).transposed(step_queries)
 
-    def block_list(self, context: Any, work: Any) -> BlockList:
+    def block_list(self, context: BackwardContext, work: Any) -> BlockList:
         """The tiles of queries of a tile, where a block mask names them."""
         return BlockList.of(context.sequences.tensors, work.batch, work.block)
 
-    def query_tile(self, context: Any, work: Any, step: Step) -> Int32:
+    def query_tile(self, context: BackwardContext, work: Any, step: Step) -> Int32:
         """Return the query tile of a step, counted in the kernel's steps."""
         if isinstance(step, ListedStep):
             return step.tile
@@ -118,7 +118,7 @@ class KeyTiles:
             return self.block_list(context, work).steps_tile(step.index, self.tile_steps)
         return step.index
 
-    def row_of_ds(self, context: Any, work: Any) -> Int32:
+    def row_of_ds(self, context: BackwardContext, work: Any) -> Int32:
         """Return the offset from a step's index, counted in tiles, to the number of this CTA's dS
         tile behind a query head's first; of a kernel whose tiles are blocks of keys."""
         stored = StoredDs.of(context, work)
@@ -131,7 +131,7 @@ class KeyTiles:
         """Steps of a tile that a block mask lists."""
         return MASK_TILE // self.plan.step_columns
 
-    def num_steps(self, context: Any, work: Any) -> Int32:
+    def num_steps(self, context: BackwardContext, work: Any) -> Int32:
         """Steps of all query heads of the part in which some key of the tile is seen."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             steps = self.block_list(context, work).written * self.tile_steps
@@ -140,7 +140,7 @@ class KeyTiles:
         steps = self.transposed(context, work).num_tiles(work.block * tile_keys, tile_keys)
         return steps * heads_of_part(context, work.head)[1]
 
-    def first_position(self, context: Any, work: Any) -> Step:
+    def first_position(self, context: BackwardContext, work: Any) -> Step:
         """The first step of a tile.  Where a block mask names them, the index is that in the
         list."""
         if cutlass.const_expr(self.problem_class.lists_steps):
@@ -155,7 +155,7 @@ class KeyTiles:
         return step.following()
 
     @cute.jit
-    def load_stats(self, context: Any, name: str, place: tuple, target: tuple) -> None:
+    def load_stats(self, context: BackwardContext, name: str, place: tuple, target: tuple) -> None:
         """-LSE or -delta of a step's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4).
 
         place: (tile, step).  target: (barrier, tensor of SMEM).

@@ -22,7 +22,7 @@ from cutlass import Boolean, Int32
 
 from ..schedulers import TileProblem
 from .backward_block_mask import BlockList, least_section
-from .backward_common import heads_of_part, heads_per_part
+from .backward_common import BackwardContext, heads_of_part, heads_per_part
 from .backward_ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs
 from .backward_product_order import ProductOrder
 from .edges import SharedByReference
@@ -128,7 +128,7 @@ class ProductTiles:
         heads = heads_per_part(scalars, heads_per_kv)
         return ProductOrder.of(*lengths, heads, self.problem_class.mask)
 
-    def tile(self, context: Any, work: Any) -> ResultTile:
+    def tile(self, context: BackwardContext, work: Any) -> ResultTile:
         """Return the result that a tile of the launch computes."""
         order = self._order(context.scalars, context.heads_per_kv)
         of_keys, block, nth = order.tile(work.block)
@@ -141,7 +141,7 @@ class ProductTiles:
             cutlass.select_(of_keys, num_heads, Int32(nth < num_heads)),
         )
 
-    def _limits(self, context: Any, work: Any, tile: ResultTile) -> tuple[Int32, Int32]:
+    def _limits(self, context: BackwardContext, work: Any, tile: ResultTile) -> tuple[Int32, Int32]:
         """[begin, end) of the tiles of queries, or of keys, that a tile's rows meet in dS."""
         visibility, row = context.visibility(work, DS_TILE), tile.block * DS_BLOCK
         sides = (visibility.transposed(DS_TILE), visibility)
@@ -150,13 +150,13 @@ class ProductTiles:
         end = cutlass.select_(tile.of_keys, *last) + 1
         return end - cutlass.select_(tile.of_keys, *count), end
 
-    def _listed(self, context: Any, work: Any, tile: ResultTile) -> BlockList:
+    def _listed(self, context: BackwardContext, work: Any, tile: ResultTile) -> BlockList:
         """The tiles of dS of a row, where a block mask names them."""
         of_queries = self._order(context.scalars, context.heads_per_kv).blocks_k + tile.block
         row = cutlass.select_(tile.of_keys, tile.block, of_queries)
         return BlockList.of(context.sequences.tensors, work.batch, row)
 
-    def num_steps(self, context: Any, work: Any) -> Int32:
+    def num_steps(self, context: BackwardContext, work: Any) -> Int32:
         """Pairs of a query head and a tile of dS in a row of them."""
         tile = self.tile(context, work)
         if cutlass.const_expr(self.problem_class.lists_steps):
@@ -164,7 +164,7 @@ class ProductTiles:
         begin, end = self._limits(context, work, tile)
         return (end - begin) * tile.num_heads
 
-    def first_position(self, context: Any, work: Any) -> Walk:
+    def first_position(self, context: BackwardContext, work: Any) -> Walk:
         """Start at the diagonal, NOTE [dS is read once]; of a list at its start."""
         tile, ds = self.tile(context, work), StoredDs.of(context, work)
         if cutlass.const_expr(self.problem_class.lists_steps):

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..schedulers import TileProblem, section_heads_for
+from .backward_common import BackwardContext
 from .limits import HEAD_DIM
 
 __all__ = ["QueryTiles"]
@@ -44,13 +45,13 @@ class QueryTiles:
             later_blocks_first=self.problem_class.bounded_right,
         )
 
-    def num_steps(self, context: Any, work: Any) -> Int32:
+    def num_steps(self, context: BackwardContext, work: Any) -> Int32:
         """Steps of keys that some row of the tile sees."""
         rows = self.plan.tile_rows
         visibility = context.visibility(work, self.plan.step_columns)
         return visibility.num_tiles(work.block * rows, rows)
 
-    def first_position(self, context: Any, work: Any) -> Int32:
+    def first_position(self, context: BackwardContext, work: Any) -> Int32:
         """The step that is worked on first, the last one of those that are seen."""
         rows = self.plan.tile_rows
         visibility = context.visibility(work, self.plan.step_columns)
@@ -59,5 +60,5 @@ class QueryTiles:
     def next_position(self, step: Int32) -> Int32:
         return step - 1
 
-    def result_rows(self, context: Any, work: Any) -> Any:
+    def result_rows(self, context: BackwardContext, work: Any) -> Any:
         return context.sequences.query(work.batch)

@@ -9,9 +9,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .edges import SharedByReference
+from ..schedulers import TileOrder, WorkTile
+from .edges import Barrier, SharedByReference
 from .masking import MaskKind, Part, Visibility
 from .pages import FirstPage
+from .scalars import CallScalars
 from .sequences import Sequences
 
 __all__ = ["KernelContext"]
@@ -19,33 +21,47 @@ __all__ = ["KernelContext"]
 
 @dataclass(frozen=True)
 class KernelContext(SharedByReference):
-    """State that every warp role of one CTA shares; architectures and kernels add to it."""
+    """State that every warp role of one CTA shares; architectures and kernels add to it.
 
+    A context is made once, by a kernel's `set_up`, and read by all roles. Its fields have the same
+    values in all threads of the CTA unless a field says otherwise.
+    """
+
+    #: Tensors of the call in global memory, and their TMA descriptors.
     tensors: Any
-    barriers: dict[str, Any]
+    #: Barriers in shared memory by the name of their edge, as the plan's `EdgeTable` lists them.
+    barriers: dict[str, Barrier]
+    #: Rows of the batch entries, on both sides.
     sequences: Sequences
+    #: What hides scores; known when the kernel is compiled.
     mask: MaskKind
-    scalars: Any
+    #: Scalars of the call.
+    scalars: CallScalars
+    #: Query heads that share a KV head; with packed heads, groups of them.
     heads_per_kv: Int32
-    order: Any
+    #: Order of the tiles, from which a scheduler derives a tile's block, head and batch entry.
+    order: TileOrder
+    #: State that the schedulers of all warps share: the result of the scheduler class's `setup`.
     channel: Any
+    #: Rank of this CTA in its cluster; 0 is the leader.
     cta_rank: Int32
+    #: Buffers in shared memory by name.  The kernel's method that makes them has their shapes.
     smem: dict[str, cute.Tensor]
 
-    def batch(self, work: Any) -> Int32:
-        """The batch entry of a tile."""
+    def batch(self, work: WorkTile) -> Int32:
+        """Return the batch entry of a tile."""
         return work.batch
 
-    def of_tile(self, work: Any) -> KernelContext:
+    def of_tile(self, work: WorkTile) -> KernelContext:
         """Return the context for one valid tile, before its steps: its sequence is looked up once,
         not in each of them."""
         return replace(self, sequences=self.sequences.of_batch(self.batch(work)))
 
-    def part(self, work: Any) -> Part | None:
+    def part(self, work: WorkTile) -> Part | None:
         """Return the part of the KV tiles that a tile has; None where they are not split."""
         return None
 
-    def visibility(self, work: Any, block_kv: int) -> Visibility:
+    def visibility(self, work: WorkTile, block_kv: int) -> Visibility:
         """Return the keys that the rows of a tile see, counted without rows that a negative bound
         hides: `windows`, NOTE [negative windows]."""
         batch, mask, scalars = self.batch(work), self.mask, self.scalars
@@ -80,7 +96,7 @@ class KernelContext(SharedByReference):
         first_row = self.sequences.key(batch).offset
         return FirstPage.of(first_row, self._visible_keys(batch), self.mask.padded_pages)
 
-    def nodes(self, work: Any, row: Int32) -> Any:
+    def nodes(self, work: WorkTile, row: Int32) -> Any:
         """Return the word of a row of a tile, Int32 or Int64, `masking` NOTE [trees].
 
         None without a tree mask.  Rows past the queries get the word of some query.

@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from .edges import SharedByReference
+from .forward_context import ForwardContext
 from .limits import WARP_SIZE
 from .ranges import traced
 
@@ -76,7 +77,7 @@ class DecodeSoftmax:
         """Rows of a tile that a group of warps has: all, where there is one."""
         return self.config.rows
 
-    def _first_row(self, context: Any) -> Any:
+    def _first_row(self, context: ForwardContext) -> Any:
         """Return the first of these rows."""
         return 0
 
@@ -84,7 +85,7 @@ class DecodeSoftmax:
         """Return this thread's number in its group."""
         return cute.arch.thread_idx()[0]
 
-    def _synchronise(self, context: Any) -> None:
+    def _synchronise(self, context: ForwardContext) -> None:
         """All threads of a group."""
         synchronise(self.softmax_threads)
 
@@ -92,7 +93,7 @@ class DecodeSoftmax:
         """Return (first query, their number) of a tile."""
         return work.block * self.tile_queries, self.tile_queries
 
-    def num_steps(self, context: Any, work: Any) -> Int32:
+    def num_steps(self, context: ForwardContext, work: Any) -> Int32:
         """Steps of a tile; the same in all roles."""
         return context.visibility(work, self.config.block_kv).num_tiles(*self.queries(work))
 
@@ -104,16 +105,18 @@ class DecodeSoftmax:
         """Return the state that `_begin_tile` waits by."""
         return NoState()
 
-    def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any) -> Any:
+    def _begin_tile(
+        self, context: ForwardContext, softmax: Any, work: Any, key: Int32, state: Any
+    ) -> Any:
         """Start a tile with steps; return its state for the next one.  key: this thread's."""
         return state
 
-    def _context_of(self, context: Any, work: Any) -> Any:
+    def _context_of(self, context: ForwardContext, work: Any) -> Any:
         """Return the context of a tile's steps."""
         return context
 
     @cute.jit
-    def softmax(self, context: Any):
+    def softmax(self, context: ForwardContext):
         """S -> P, and all else that a step does, by its threads; O and LSE at the tile's end."""
         block = self.config.block_kv
         states = self._step_states()
@@ -157,15 +160,15 @@ class DecodeSoftmax:
                 self._store_zeros(own_context, work)
             work = scheduler.advance_to_next_work()
 
-    def _end_steps(self, context: Any, softmax: Any, states: Any) -> Any:
+    def _end_steps(self, context: ForwardContext, softmax: Any, states: Any) -> Any:
         """Finish a tile after its last step; return the states."""
         return states
 
-    def _share_sums(self, context: Any, softmax: Any) -> None:
+    def _share_sums(self, context: ForwardContext, softmax: Any) -> None:
         """Each warp's sums to shared memory."""
         self._share(context, "sums", softmax.sums, lambda a, b: a + b)
 
-    def _offset_of(self, context: Any, softmax: Any, row: Int32) -> Float32:
+    def _offset_of(self, context: ForwardContext, softmax: Any, row: Int32) -> Float32:
         """The offset of a row, by one thread of it."""
         return softmax.offset_in(row)
 
@@ -175,7 +178,7 @@ class DecodeSoftmax:
 
     @traced("sums")
     @cute.jit
-    def _finish(self, context: Any, softmax: Any, work: Any):
+    def _finish(self, context: ForwardContext, softmax: Any, work: Any):
         """LSE of each row to global memory; 1/sum of this thread's rows."""
         self._share_sums(context, softmax)
         row = self._own_number()

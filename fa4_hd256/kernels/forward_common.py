@@ -15,7 +15,7 @@ and each split leaves its own O, in float32 and divided by its own sum, and its 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -24,101 +24,17 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..schedulers import PackedBlocks, TileProblem, section_heads_for
 from .block_mask import MASK_TILE, StepList
+from .forward_context import ForwardContext, ForwardKernelTensors
 from .kernel_functions import FunctionsOfKernel
 from .limits import ELEMENT_BYTES, HEAD_DIM
-from .masking import Part
 from .operands import TmaTensor, load_tile, smem_layout
 from .pages import PagedKeys, box_rows, load_pages
-from .part_list import PartList
 from .problem_class import DESCALES, query_rows
 from .scalars import CallScalars
-from .sequences import RaggedKernel, Sequence, clipped_view
+from .sequences import RaggedKernel, clipped_view
 from .views import by_packed_heads, by_sequence
 
-__all__ = ["ForwardCommon", "ForwardEntries", "ForwardTensors"]
-
-
-class ForwardTensors(NamedTuple):
-    """Tensors that a forward kernel reads and writes.
-
-    q, k, v, o: (seqlen, 256, heads, batch), or for ragged sequences a `clipped_view` of it; with
-    packed heads q and o are views by `by_packed_heads`, clipped where packed sequences need it.
-    out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys, and where O is
-    not stored by TMA, there is no o.  With split keys out is float32, and out and lse have
-    `num_splits` batch entries for each one.  optional: what the problem class requests: sink
-    (heads,), then the tensors of the ragged sequences in its order.  row_maxima: like lse, the
-    greatest logit of each query; None unless the problem class has `max_logits`.
-    """
-
-    q: TmaTensor
-    k: TmaTensor
-    v: TmaTensor
-    o: TmaTensor | None
-    out: Any
-    lse: Any
-    optional: Any
-    row_maxima: Any = None
-
-
-class ForwardEntries:
-    """Batch entries of a forward's tiles; mixed into its context.
-
-    num_splits: KV splits of a tile, None for one; the scheduler's batch entries are then the splits
-    of each entry, one after the other.  With scheduler metadata these are its batch entries and the
-    results', and num_splits is the number of all.
-    """
-
-    num_splits: Any
-    sequences: Any
-    scalars: Any
-
-    @property
-    def listed(self) -> PartList | None:
-        """The list of all parts, None where each batch entry has as many."""
-        words = self.sequences.tensors.part_list
-        return None if words is None else PartList(words, self.num_splits)
-
-    def batch(self, work: Any) -> Int32:
-        if cutlass.const_expr(self.num_splits is None):
-            return work.batch
-        if cutlass.const_expr(self.listed is not None):
-            return self.listed.sequence(work.batch)
-        return work.batch // self.num_splits
-
-    def part(self, work: Any) -> Part | None:
-        if cutlass.const_expr(self.num_splits is None):
-            return None
-        if cutlass.const_expr(self.listed is not None):
-            return self.listed.part(work.batch)
-        number = work.batch % self.num_splits
-        keys = self.scalars.part_keys
-        if cutlass.const_expr(keys is None):
-            return Part(number, self.num_splits)
-        return Part(number, None, keys, number + 1 == self.num_splits)
-
-    def query(self, work: Any) -> Sequence:
-        """The query rows of a tile's batch entry."""
-        return self.sequences.query(self.batch(work))
-
-    def key(self, work: Any) -> Sequence:
-        """The key rows of a tile's batch entry."""
-        return self.sequences.key(self.batch(work))
-
-    def result_batch(self, work: Any) -> Int32:
-        """Return the batch entry of the results of a tile."""
-        if cutlass.const_expr(self.listed is not None):
-            return work.batch
-        batch = self.query(work).batch
-        if cutlass.const_expr(self.num_splits is None):
-            return batch
-        return batch * self.num_splits + self.part(work).number
-
-
-    def result_offset(self, queries: Sequence) -> Int32:
-        """Return the row of the first of a batch entry's queries in the results."""
-        if cutlass.const_expr(self.listed is not None):
-            return Int32(0)
-        return queries.offset
+__all__ = ["ForwardCommon"]
 
 
 class ForwardCommon(FunctionsOfKernel, RaggedKernel):
@@ -187,7 +103,9 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             min_blocks_per_mp=1,
         )
 
-    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
+    def kernel_tensors(
+        self, operands: tuple, lse: cute.Tensor, optional: Any
+    ) -> ForwardKernelTensors:
         """TMA descriptors and the plain tensors.  operands: q, k, v, out by (seqlen, 256, heads,
         batch)."""
         raise NotImplementedError
@@ -205,10 +123,10 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         first = self.problem_class.sink + len(self.problem_class.ragged)
         return tuple(optional)[first : first + len(DESCALES)]
 
-    def optional_of(self, tensors: ForwardTensors) -> Any:
+    def optional_of(self, tensors: ForwardKernelTensors) -> Any:
         return tensors.optional
 
-    def ragged(self, tensors: ForwardTensors) -> tuple:
+    def ragged(self, tensors: ForwardKernelTensors) -> tuple:
         return self.sink_and_ragged(tensors.optional)[1]
 
     def tile_problem(
@@ -296,12 +214,14 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         """Return True if a block mask names the steps."""
         return self.problem_class.lists_steps
 
-    def step_list(self, context: Any, work: Any) -> StepList:
+    def step_list(self, context: ForwardContext, work: Any) -> StepList:
         """The steps of a tile, where a block mask names them."""
         parts = MASK_TILE // self.config.block_kv
         return StepList.of(context.sequences.tensors, (work.batch, work.head), work.block, parts)
 
-    def first_kv_tile(self, context: Any, work: Any, visibility: Any, first_row: Any) -> Any:
+    def first_kv_tile(
+        self, context: ForwardContext, work: Any, visibility: Any, first_row: Any
+    ) -> Any:
         """The KV tile that is worked on first, the last one of those that are seen: its number, a
         `PagedTile` or a `ListedTile`.  first_row: the tile's first query."""
         if self.lists_steps:
@@ -325,7 +245,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             kv_tile = kv_tile.number
         return 0 if self.is_paged else kv_tile * self.config.block_kv
 
-    def keys(self, context: Any, work: Any, kv_tile: Any) -> Any:
+    def keys(self, context: ForwardContext, work: Any, kv_tile: Any) -> Any:
         """Return the rows of a KV tile: a `PagedTile`, or the sequence."""
         return kv_tile if self.is_paged else context.key(work)
 
@@ -340,7 +260,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         else:
             load_tile(source, smem, place, *target, multicast=multicast)
 
-    def sink_log2(self, context: Any, work: Any, head: Int32) -> Any:
+    def sink_log2(self, context: ForwardContext, work: Any, head: Int32) -> Any:
         """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only
         the first has it."""
         if cutlass.const_expr(context.sink is None):
@@ -350,7 +270,9 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             return cutlass.select_(context.part(work).number == 0, logit, Float32(-math.inf))
         return logit
 
-    def store_lse(self, context: Any, work: Any, place: tuple, softmax: Any, lse: Float32) -> None:
+    def store_lse(
+        self, context: ForwardContext, work: Any, place: tuple, softmax: Any, lse: Float32
+    ) -> None:
         """Write the LSE of a row, and its greatest logit where the problem class has `max_logits`.
 
         place: (query, head).  softmax: `OnlineSoftmax` of the row after its last step.
@@ -365,7 +287,9 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             is_number = lse == lse
             tensors.row_maxima[batch, head, row] = cutlass.select_(is_number, logit, lse)
 
-    def result_row(self, context: Any, work: Any, row: Int32, head: Int32) -> cute.Tensor:
+    def result_row(
+        self, context: ForwardContext, work: Any, row: Int32, head: Int32
+    ) -> cute.Tensor:
         """Return (256,) of `out` in global memory."""
         place = context.result_offset(context.query(work)) + row
         return context.tensors.out[place, None, head, context.result_batch(work)]

@@ -8,6 +8,7 @@ from typing import Any
 import cutlass
 
 from . import part_places, row_places  # noqa: F401, for their derived keys
+from .context import KernelContext
 from .mask_function import MASK_MOD, MASK_TENSORS, MaskFunction
 from .score_change import SCORE_MOD, SCORE_TENSORS, ScoreChange, ScorePlaces
 from .user_functions import FunctionKind
@@ -53,7 +54,11 @@ class FunctionsOfKernel:
         raise NotImplementedError
 
     def score_places(
-        self, context: Any, work: Any, locate: Callable[[int], tuple], keys_exist: bool = False
+        self,
+        context: KernelContext,
+        work: Any,
+        locate: Callable[[int], tuple],
+        keys_exist: bool = False,
     ) -> ScorePlaces | None:
         """Return the `ScorePlaces` of a tile's scores, for what changes them; None where nothing
         that does depends on these."""
@@ -62,13 +67,18 @@ class FunctionsOfKernel:
         return self._places_for(context, work, locate, keys_exist, 0)
 
     def mask_places(
-        self, context: Any, work: Any, locate: Callable[[int], tuple]
+        self, context: KernelContext, work: Any, locate: Callable[[int], tuple]
     ) -> ScorePlaces:
         """Return the places of a tile's scores for the mask_mod."""
         return self._places_for(context, work, locate, False, 1)
 
     def _places_for(
-        self, context: Any, work: Any, locate: Callable[[int], tuple], keys_exist: bool, kind: int
+        self,
+        context: KernelContext,
+        work: Any,
+        locate: Callable[[int], tuple],
+        keys_exist: bool,
+        kind: int,
     ) -> ScorePlaces:
         batch = context.batch(work)
         first_page = context.first_page(batch)

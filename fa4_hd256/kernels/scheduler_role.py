@@ -8,6 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean
 
+from .context import KernelContext
+
 __all__ = ["SchedulerRole"]
 
 
@@ -17,7 +19,7 @@ class SchedulerRole:
     scheduler: Any
 
     @cute.jit
-    def schedule(self, context: Any):
+    def schedule(self, context: KernelContext):
         """Request each next tile when the load warp wants it; nothing to do under a static
         scheduler."""
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp):

@@ -3,7 +3,7 @@ tear-down."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -13,22 +13,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...schedulers import scheduler_class
-from ..context import KernelContext
 from ..operands import SharedMemory
 from ..problem_class import ProblemClass
 from ..scheduler_role import SchedulerRole
 from ..sequences import RaggedKernel, Sequences
+from .context import PairContext
 from .pair_plan import CTAS
 
-__all__ = ["PairContext", "PairKernel"]
-
-@dataclass(frozen=True)
-class PairContext(KernelContext):
-    """State that every warp role of one CTA shares; kernels add to it."""
-
-    tmem_address: Any
-    tmem: Any = None
-    own_lanes: Any = None
+__all__ = ["PairKernel"]
 
 
 class PairKernel(RaggedKernel, SchedulerRole):
@@ -139,7 +131,7 @@ class PairKernel(RaggedKernel, SchedulerRole):
             cute.arch.sync_threads()
 
     @cute.jit
-    def next_with_steps(self, context: Any, role: Any, scheduler: Any, work: Any):
+    def next_with_steps(self, context: PairContext, role: Any, scheduler: Any, work: Any):
         """Skip tiles without any step: nothing is loaded or multiplied for them."""
         while work.is_valid & ~self.has_steps(context, work):
             role.want_next_tile(scheduler)
@@ -147,7 +139,7 @@ class PairKernel(RaggedKernel, SchedulerRole):
         return scheduler, work
 
     @cute.jit
-    def has_steps(self, context: Any, work: Any):
+    def has_steps(self, context: PairContext, work: Any):
         """Return True if a tile is valid and has any step."""
         # The batch entry of an invalid tile must not be looked up.
         has_steps = Boolean(False)

@@ -18,6 +18,7 @@ from ..edges import RingStates, SharedByReference, Signal
 from ..operands import load_tile
 from ..ranges import traced
 from ..steps import CLAIM_STEPS, Load, Operand, Product, StepTable, When
+from .context import PairContext
 from .instructions import OperandLayout, TmemOperand, fence_after_thread_sync, mma_chain
 
 __all__ = ["PairProducers"]
@@ -55,32 +56,34 @@ class LoadRole(SharedByReference):
         rings = self.steps.loaded_rings
         return RingStates({ring.name: edges[ring.free].waiter_state() for ring in rings})
 
-    def context_of(self, context: Any, work: Any) -> Any:
+    def context_of(self, context: PairContext, work: Any) -> Any:
         """Return the context of a tile's steps.  A look-up of its sequence in each of them would
         take longer than the MMAs of a step."""
         return context.of_tile(work)
 
-    def first_position(self, context: Any, work: Any) -> Any:
+    def first_position(self, context: PairContext, work: Any) -> Any:
         return self.kernel.first_position(context, work)
 
     def next_position(self, position: Any) -> Any:
         return self.kernel.next_position(position)
 
-    def perform(self, context: Any, product: Product, turn: Turn, states: RingStates) -> Any:
+    def perform(
+        self, context: PairContext, product: Product, turn: Turn, states: RingStates
+    ) -> Any:
         """The loads of an MMA for one step, those of a tile's first step in that alone."""
         for load in product.loads:
             if load.when is When.EACH or turn.is_first is True:
                 states = self._load(context, load, turn, states)
         return states
 
-    def enter(self, context: Any, work: Any, states: RingStates) -> Any:
+    def enter(self, context: PairContext, work: Any, states: RingStates) -> Any:
         """Load what a tile's first step needs besides, where no MMA is ahead."""
         for load in self.steps.loads:
             if load.when is When.FIRST:
                 states = self._load(context, load, Turn(work, None, True, False, False), states)
         return states
 
-    def leave(self, context: Any, states: RingStates) -> Any:
+    def leave(self, context: PairContext, states: RingStates) -> Any:
         return states
 
     def leave_tile(self, is_ahead: bool, states: RingStates) -> Any:
@@ -95,14 +98,14 @@ class LoadRole(SharedByReference):
         if is_time:
             self.want_next_tile(scheduler)
 
-    def _load(self, context: Any, load: Load, turn: Turn, states: RingStates) -> Any:
+    def _load(self, context: PairContext, load: Load, turn: Turn, states: RingStates) -> Any:
         places = self.kernel.places(context, load.content, turn.work, turn.position)
         for of_piece in places:
             states = traced("load")(self._fill)(context, load, of_piece, states)
         return states
 
     @cute.jit
-    def _fill(self, context: Any, load: Load, places: tuple, states: RingStates):
+    def _fill(self, context: PairContext, load: Load, places: tuple, states: RingStates):
         """One buffer, by a copy from each of the places.  Where both CTAs' bytes complete on the
         leader's barrier, it alone expects them."""
         ring = self.steps.ring(load.ring)
@@ -119,7 +122,7 @@ class LoadRole(SharedByReference):
         states.advance(ring.name)
         return states
 
-    def tail(self, context: Any, states: RingStates) -> None:
+    def tail(self, context: PairContext, states: RingStates) -> None:
         """Every buffer must be free before this CTA may exit: its barriers are still signalled."""
         for ring in self.steps.loaded_rings:
             _wait_for_all(context.barriers[ring.free], states[ring.name])
@@ -141,10 +144,10 @@ class MmaRole(SharedByReference):
             }
         )
 
-    def context_of(self, context: Any, work: Any) -> Any:
+    def context_of(self, context: PairContext, work: Any) -> Any:
         return context
 
-    def first_position(self, context: Any, work: Any) -> Any:
+    def first_position(self, context: PairContext, work: Any) -> Any:
         return NoPosition()
 
     def next_position(self, position: Any) -> Any:
@@ -156,11 +159,13 @@ class MmaRole(SharedByReference):
     def want_next_tile_if(self, scheduler: Any, is_time: Boolean) -> None:
         """The load role, which is ahead, says when."""
 
-    def perform(self, context: Any, product: Product, turn: Turn, states: RingStates) -> Any:
+    def perform(
+        self, context: PairContext, product: Product, turn: Turn, states: RingStates
+    ) -> Any:
         """One MMA for one step."""
         return traced(product.name)(self._issue)(context, product, turn, states)
 
-    def _issue(self, context: Any, product: Product, turn: Turn, states: RingStates) -> Any:
+    def _issue(self, context: PairContext, product: Product, turn: Turn, states: RingStates) -> Any:
         for edge in product.waits_for(When.FIRST):
             states = self._wait_first(context, edge, turn.is_first, states)
         is_last = turn.is_last
@@ -178,13 +183,15 @@ class MmaRole(SharedByReference):
                 states.advance(ring.name)
         return self._signal(context, product, is_last, states)
 
-    def _wait_first(self, context: Any, edge: str, is_first: Any, states: RingStates) -> Any:
+    def _wait_first(
+        self, context: PairContext, edge: str, is_first: Any, states: RingStates
+    ) -> Any:
         """Wait for a buffer that serves a whole tile."""
         if not isinstance(is_first, bool):
             return self._wait_if_first(context, edge, is_first, states)
         return self._enter_ring(context, edge, states) if is_first else states
 
-    def _enter_ring(self, context: Any, edge: str, states: RingStates) -> RingStates:
+    def _enter_ring(self, context: PairContext, edge: str, states: RingStates) -> RingStates:
         """Wait on a ring's edge at a tile's start; see `_wait_first`.  Where there is one buffer,
         its index never changes, and its phase is that of the next tile at once."""
         ring = self.steps.ring_of(edge).name
@@ -194,12 +201,16 @@ class MmaRole(SharedByReference):
         return states
 
     @cute.jit
-    def _wait_if_first(self, context: Any, edge: str, is_first: Boolean, states: RingStates):
+    def _wait_if_first(
+        self, context: PairContext, edge: str, is_first: Boolean, states: RingStates
+    ):
         if is_first:
             states = self._enter_ring(context, edge, states)
         return states
 
-    def _chain(self, context: Any, product: Product, which: tuple, states: RingStates) -> None:
+    def _chain(
+        self, context: PairContext, product: Product, which: tuple, states: RingStates
+    ) -> None:
         """The instructions of one piece.  which: (piece, turn)."""
         piece, turn = which
         a_layout, b_layout = self._layout(product.a), self._layout(product.b)
@@ -234,19 +245,21 @@ class MmaRole(SharedByReference):
     def _stages(self, operand: Operand) -> int:
         return self.kernel.edges[self.steps.ring(operand.ring).full].stages
 
-    def _buffer(self, context: Any, operand: Operand, states: RingStates) -> cute.Pointer:
+    def _buffer(self, context: PairContext, operand: Operand, states: RingStates) -> cute.Pointer:
         """Return the address of an operand in shared memory."""
         return context.smem[operand.memory][None, None, self._index(operand, states)].iterator
 
-    def _tmem_address(self, context: Any, operand: Operand, states: RingStates) -> Int32:
+    def _tmem_address(self, context: PairContext, operand: Operand, states: RingStates) -> Int32:
         """Return the address of an operand or a result in tensor memory."""
         start, stride = self.kernel.tmem_plan.buffers(operand.memory, self._stages(operand))
         return context.tmem.toint() + start + self._index(operand, states) * stride
 
-    def _commit(self, context: Any, edge: str, states: RingStates) -> None:
+    def _commit(self, context: PairContext, edge: str, states: RingStates) -> None:
         context.barriers[edge].commit(states[self.steps.ring_of(edge).name])
 
-    def _signal(self, context: Any, product: Product, is_last: Any, states: RingStates) -> Any:
+    def _signal(
+        self, context: PairContext, product: Product, is_last: Any, states: RingStates
+    ) -> Any:
         """The commits of an MMA; buffers that served this step alone are done with."""
         for use in product.commits:
             if use.when is When.EACH:
@@ -259,7 +272,9 @@ class MmaRole(SharedByReference):
                 states = self._commit_last(context, use.edge, is_last, states)
         return states
 
-    def _commit_last(self, context: Any, edge: str, is_last: Any, states: RingStates) -> Any:
+    def _commit_last(
+        self, context: PairContext, edge: str, is_last: Any, states: RingStates
+    ) -> Any:
         if isinstance(is_last, bool):
             if is_last:
                 self._commit(context, edge, states)
@@ -267,19 +282,21 @@ class MmaRole(SharedByReference):
         return self._commit_if_last(context, edge, is_last, states)
 
     @cute.jit
-    def _commit_if_last(self, context: Any, edge: str, is_last: Boolean, states: RingStates):
+    def _commit_if_last(
+        self, context: PairContext, edge: str, is_last: Boolean, states: RingStates
+    ):
         if is_last:
             self._commit(context, edge, states)
         return states
 
-    def enter(self, context: Any, work: Any, states: RingStates) -> Any:
+    def enter(self, context: PairContext, work: Any, states: RingStates) -> Any:
         """Wait for what a tile's first step needs, where no MMA is ahead."""
         for product in self.steps.products:
             for edge in product.waits_for(When.FIRST):
                 states = self._enter_ring(context, edge, states)
         return states
 
-    def leave(self, context: Any, states: RingStates) -> Any:
+    def leave(self, context: PairContext, states: RingStates) -> Any:
         """Commit what a tile's last step commits, where no MMA is ahead."""
         for product in self.steps.products:
             for use in product.commits:
@@ -297,7 +314,7 @@ class MmaRole(SharedByReference):
                 states.advance(name)
         return states
 
-    def tail(self, context: Any, states: RingStates) -> None:
+    def tail(self, context: PairContext, states: RingStates) -> None:
         """The last signals arrive at this CTA's barriers, which must outlive them."""
         for name in self.steps.mma_tail(self.kernel.edges):
             edge = self.steps.mma_edge(self.steps.ring(name))
@@ -325,7 +342,7 @@ class PairProducers:
     steps: StepTable
 
     @cute.jit
-    def load(self, context: Any):
+    def load(self, context: PairContext):
         """Fetch what the MMAs need, in the order in which they are issued.
 
         Each CTA loads its own share of every tile.
@@ -333,17 +350,17 @@ class PairProducers:
         self._run(context, LoadRole(self))
 
     @cute.jit
-    def mma(self, context: Any):
+    def mma(self, context: PairContext):
         """Issue every MMA of the pair; one warp of the leader CTA."""
         self._run(context, MmaRole(self))
 
-    def copy(self, context: Any, copy: Any, place: Any, target: tuple) -> None:
+    def copy(self, context: PairContext, copy: Any, place: Any, target: tuple) -> None:
         """One TMA load.  place: see `tma_tile`.  target: (barrier, buffer)."""
         barrier, index = target
         smem = context.smem[copy.memory]
         load_tile(self.tma_tensor(context, copy.box), smem, place, barrier, index)
 
-    def multiply(self, context: Any, work: Any, chain: tuple, accumulate: Boolean) -> None:
+    def multiply(self, context: PairContext, work: Any, chain: tuple, accumulate: Boolean) -> None:
         """The instructions of an MMA. chain: (shape, address of the result, A, B); A and B:
         (address, layout), the address that of shared or of tensor memory."""
         shape, result, (a, a_layout), (b, b_layout) = chain
@@ -351,14 +368,14 @@ class PairProducers:
             a = a_layout.lower_word(a)
         mma_chain(shape, result, (a, a_layout), (b_layout.lower_word(b), b_layout), accumulate)
 
-    def _run(self, context: Any, role: Any) -> None:
+    def _run(self, context: PairContext, role: Any) -> None:
         if self.steps.looks_ahead:
             self._look_ahead(context, role)
         else:
             self._in_order(context, role)
 
     @cute.jit
-    def _look_ahead(self, context: Any, role: Any):
+    def _look_ahead(self, context: PairContext, role: Any):
         """The loops of a table with MMAs that are ahead.
 
         Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
@@ -405,7 +422,7 @@ class PairProducers:
                     states = self._start(context, role, work, states)
         role.tail(context, states)
 
-    def _start(self, context: Any, role: Any, work: Any, states: RingStates) -> Any:
+    def _start(self, context: PairContext, role: Any, work: Any, states: RingStates) -> Any:
         """The MMAs that are ahead, for a tile's first step."""
         for product in self.steps.products:
             if product.is_ahead:
@@ -413,13 +430,13 @@ class PairProducers:
         return states
 
     def _perform_first(
-        self, context: Any, role: Any, product: Product, work: Any, states: RingStates
+        self, context: PairContext, role: Any, product: Product, work: Any, states: RingStates
     ) -> Any:
         position = role.first_position(context, work)
         return role.perform(context, product, Turn(work, position, True, None, False), states)
 
     @cute.jit
-    def _in_order(self, context: Any, role: Any):
+    def _in_order(self, context: PairContext, role: Any):
         """The loops of a table without MMAs that are ahead."""
         products = self.steps.products
         states = role.states()

@@ -8,12 +8,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.memory import SmemAllocator
 
-from ....schedulers import WorkTile
+from ....schedulers import TileOrder, WorkTile
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
-from ...backward_common import BackwardEntry, BackwardTensors
+from ...backward_common import BackwardEntry, BackwardKernelTensors
 from ...operands import TmaTensor
 from ...problem_class import GradientClass
+from ...scalars import CallScalars
 from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,
@@ -21,6 +23,7 @@ from ..instructions import (
 from ..pair_kernel import PairKernel
 from ..producers import PairProducers
 from .config import GradientConfig
+from .context import BlackwellBackwardContext
 
 __all__ = [
     "BackwardKernel",
@@ -48,19 +51,27 @@ class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
         super().__init__(self.plan, gradient_class.problem, scheduler)
         self.ex2_pattern = config.ex2_pattern
 
+    def set_up(
+        self, allocator: SmemAllocator, tensors: BackwardKernelTensors, sizes: tuple[Int32, ...],
+        scalars: CallScalars, order: TileOrder,
+    ) -> BlackwellBackwardContext:  # fmt: skip
+        """`PairKernel.set_up`."""
+        common = super().set_up(allocator, tensors, sizes, scalars, order)
+        return BlackwellBackwardContext(**vars(common))
+
     def copy_operation(self, box: str) -> Any:
         """The DSL's TMA load of one of `boxes`, whose bytes complete on the leader's barrier."""
         return cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
 
-    def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
+    def descriptors(self, tensors: BackwardKernelTensors) -> tuple[TmaTensor, ...]:
         return tensors.loads
 
-    def tma_tensor(self, context: Any, box: str) -> TmaTensor:
+    def tma_tensor(self, context: BlackwellBackwardContext, box: str) -> TmaTensor:
         """The TMA tensor of one of `boxes`."""
         return context.tensors.loads[list(self.boxes).index(box)]
 
     @cute.jit
-    def run_role(self, context: Any, warp: Int32):
+    def run_role(self, context: BlackwellBackwardContext, warp: Int32):
         """The role of this warp, with its register budget."""
         warps = self.warps
         if warp < warps.mma:
@@ -76,7 +87,7 @@ class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
             if warp == warps.scheduler:
                 self.schedule(context)
 
-    def own_columns(self, context: Any, name: str, columns: int) -> Any:
+    def own_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Any:
         """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
         start = self.tmem_plan[name].start + self.warpgroup() * columns
         return context.own_lanes + start
@@ -90,7 +101,9 @@ class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
         """An invalid tile."""
         return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
 
-    def take_scores(self, context: Any, scores: cute.Tensor, load: Any, states: Any) -> Any:
+    def take_scores(
+        self, context: BlackwellBackwardContext, scores: cute.Tensor, load: Any, states: Any
+    ) -> Any:
         """S of one step to registers; its buffer goes back to the MMA warp.
 
         scores: as many as a thread has columns of its warpgroup.  load: of `blackwell.tmem`.
@@ -105,7 +118,9 @@ class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
         return states
 
     @cute.jit
-    def change_and_mask(self, context: Any, scores: cute.Tensor, places: Any, mask: tuple):
+    def change_and_mask(
+        self, context: BlackwellBackwardContext, scores: cute.Tensor, places: Any, mask: tuple
+    ):
         """Change the scores, and mask them, in place; return the slope of each score, None where
         that is 1.
 
@@ -124,7 +139,11 @@ class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
         visibility.apply(scores, row, column)
 
     def exponentiate(
-        self, context: Any, scores: cute.Tensor, negative_lse: Any, place: tuple[int, int]
+        self,
+        context: BlackwellBackwardContext,
+        scores: cute.Tensor,
+        negative_lse: Any,
+        place: tuple[int, int],
     ) -> None:
         """scores := P, in place.  place: (first column, columns of the thread)."""
         scale_log2 = scale_for_masking(context.scalars.scale_log2)
@@ -165,4 +184,3 @@ def zeros(columns: int) -> cute.Tensor:
     values = cute.make_rmem_tensor(columns, Float32)
     values.fill(0.0)
     return values
-

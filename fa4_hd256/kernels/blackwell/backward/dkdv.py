@@ -45,6 +45,7 @@ from ..operands import (
 from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from ..tmem import multiply, tmem_load
 from .common import FRAGMENT, BackwardKernel, multiply_by, score_gradients, store_row, zeros
+from .context import BlackwellBackwardContext
 
 __all__ = ["DkdvKernel"]
 
@@ -72,9 +73,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
         self.shapes = {
             "S": MmaShape(BLOCK_KV, UNIT_Q, is_bf16, negate_a=negate),
             "dP": MmaShape(BLOCK_KV, UNIT_Q, is_bf16),
-            **dict.fromkeys(
-                ("dV", "dK"), MmaShape(BLOCK_KV, HEAD_DIM, is_bf16, b_mn_major=True)
-            ),
+            **dict.fromkeys(("dV", "dK"), MmaShape(BLOCK_KV, HEAD_DIM, is_bf16, b_mn_major=True)),
         }
         self.layouts = {
             **dict.fromkeys(("K", "V"), k_major_operand(OWN_KEYS)),
@@ -94,7 +93,9 @@ class DkdvKernel(KeyTiles, BackwardKernel):
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
         }
 
-    def places(self, context: Any, content: str, work: Any, unit: Step) -> Iterable:
+    def places(
+        self, context: BlackwellBackwardContext, content: str, work: Any, unit: Step
+    ) -> Iterable:
         """See `tma_tile`: this CTA's 64 keys of K and V; its 128 rows of Q and dO, in two halves of
         the columns; its 128 columns, in two halves of the rows.  (tile, unit) for LSE and delta."""
         rank = context.cta_rank
@@ -110,7 +111,9 @@ class DkdvKernel(KeyTiles, BackwardKernel):
             return (((sequence, row, half, unit.head),) for half in range(2))
         return (((sequence, row + half * BLOCK_Q, rank, unit.head),) for half in range(2))
 
-    def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
+    def copy(
+        self, context: BlackwellBackwardContext, copy: Any, place: tuple, target: tuple
+    ) -> None:
         if copy.content in ("LSE", "delta"):
             destination = context.smem[copy.memory]
             self.load_stats(context, copy.memory, place, (target[0], destination))
@@ -120,7 +123,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
     # --------------------------------------------------------------------------------- gradient
 
     @cute.jit
-    def gradient(self, context: Any):
+    def gradient(self, context: BlackwellBackwardContext):
         """S^T -> P and dP^T -> dS for this CTA's 64 keys: a key and 64 queries per thread."""
         names = ["s_done", "dp_done", "lse_loaded", "delta_loaded", "weights_free", "sums_done"]
         states = self.edges.waiter_states(*names)
@@ -181,7 +184,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
         """The first of this thread's 64 queries, among the unit's 256."""
         return self._half() * BLOCK_Q + self.warpgroup() * OWN_QUERIES
 
-    def _own_stats(self, context: Any, name: str, start: int) -> cute.Tensor:
+    def _own_stats(self, context: BlackwellBackwardContext, name: str, start: int) -> cute.Tensor:
         """-LSE or -delta of a fragment of this thread's queries, in registers."""
         values = cute.make_rmem_tensor(FRAGMENT, Float32)
         column = self._first_query() + start
@@ -190,7 +193,14 @@ class DkdvKernel(KeyTiles, BackwardKernel):
 
     @traced("P")
     @cute.jit
-    def _probabilities(self, context: Any, results: tuple, mask: tuple, states: Any, where: tuple):
+    def _probabilities(
+        self,
+        context: BlackwellBackwardContext,
+        results: tuple,
+        mask: tuple,
+        states: Any,
+        where: tuple,
+    ):
         """P of one unit.  results: (P times the slope of its score in float32, P in 16 bits).
         where: (tile, query head)."""
         factors, p = results
@@ -214,7 +224,9 @@ class DkdvKernel(KeyTiles, BackwardKernel):
 
     @traced("dS")
     @cute.jit
-    def _score_gradients(self, context: Any, factors: cute.Tensor, ds: cute.Tensor, states: Any):
+    def _score_gradients(
+        self, context: BlackwellBackwardContext, factors: cute.Tensor, ds: cute.Tensor, states: Any
+    ):
         """Compute dS = factors (dP - delta) of one unit, in 16 bits."""
         barriers = context.barriers
         barriers["dp_done"].wait(states["dp_done"])
@@ -239,18 +251,18 @@ class DkdvKernel(KeyTiles, BackwardKernel):
 
     @traced("write P")
     @cute.jit
-    def _publish_p(self, context: Any, p: cute.Tensor, states: Any):
+    def _publish_p(self, context: BlackwellBackwardContext, p: cute.Tensor, states: Any):
         """P to shared memory."""
         return self._publish(context, p, states)
 
     @traced("write dS")
     @cute.jit
-    def _publish_ds(self, context: Any, ds: cute.Tensor, states: Any):
+    def _publish_ds(self, context: BlackwellBackwardContext, ds: cute.Tensor, states: Any):
         """Store dS to shared memory."""
         return self._publish(context, ds, states)
 
     @cute.jit
-    def _publish(self, context: Any, values: cute.Tensor, states: Any):
+    def _publish(self, context: BlackwellBackwardContext, values: cute.Tensor, states: Any):
         """P or dS of this thread to shared memory, when what is there has been read."""
         context.barriers["weights_free"].wait(states["weights_free"])
         block = self._first_query() // OWN_QUERIES
@@ -267,7 +279,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
 
     @traced("drain dK and dV")
     @cute.jit
-    def _drain(self, context: Any, work: Any, states: Any):
+    def _drain(self, context: BlackwellBackwardContext, work: Any, states: Any):
         """Store dV (first warpgroup) and softmax_scale * dK (second) of a tile to global memory."""
         context.barriers["sums_done"].wait(states["sums_done"])
         fence_after_thread_sync()
@@ -291,7 +303,9 @@ class DkdvKernel(KeyTiles, BackwardKernel):
         return states
 
     @cute.jit
-    def _store(self, context: Any, values: cute.Tensor, place: tuple, start: Any):
+    def _store(
+        self, context: BlackwellBackwardContext, values: cute.Tensor, place: tuple, start: Any
+    ):
         """One fragment of dV or dK, by warpgroup.  place: (sequence, row, head)."""
         sequence, row, head = place
         column = self._half() * (HEAD_DIM // 2) + start
@@ -303,7 +317,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
                 store_row(values, columns_of(destination, column, FRAGMENT))
 
     @cute.jit
-    def _store_zeros(self, context: Any, work: Any):
+    def _store_zeros(self, context: BlackwellBackwardContext, work: Any):
         """Store dK = dV = 0 for the keys of a tile that no query sees."""
         row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
         sequence = context.sequences.key(work.batch)

@@ -46,6 +46,7 @@ from ..operands import k_major_operand, mn_major_operand
 from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from ..tmem import tmem_load, tmem_store
 from .common import FRAGMENT, multiply_by, score_gradients
+from .context import BlackwellBackwardContext
 from .row_result import RowResult
 
 __all__ = ["DqKernel"]
@@ -90,7 +91,9 @@ class DqKernel(QueryTiles, RowResult):
             "columns": memory.operand("ring", BLOCK_KV, HEAD_DIM // 2, stages),
         }
 
-    def places(self, context: Any, content: str, work: Any, kv_tile: Int32) -> tuple:
+    def places(
+        self, context: BlackwellBackwardContext, content: str, work: Any, kv_tile: Int32
+    ) -> tuple:
         """See `tma_tile`: this CTA's rows of Q and dO, its 64 keys of K and V, its half of the
         columns of K."""
         if content in ("Q", "dO"):
@@ -106,7 +109,7 @@ class DqKernel(QueryTiles, RowResult):
     # --------------------------------------------------------------------------------- gradient
 
     @cute.jit
-    def gradient(self, context: Any):
+    def gradient(self, context: BlackwellBackwardContext):
         """S -> P and dP -> dS for this CTA's 128 rows: one row per thread, half of the keys."""
         states = self.edges.waiter_states("s_done", "dp_done", "dq_done")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -121,9 +124,7 @@ class DqKernel(QueryTiles, RowResult):
                 negative_lse = context.tensors.stats[0, work.head, stats_row]
                 negative_delta = context.tensors.stats[1, work.head, stats_row]
                 visibility = context.visibility(work, BLOCK_KV)
-                tiles = visibility.tile_range(
-                    (work.block * TILE_Q, TILE_Q), (first_row, BLOCK_Q)
-                )
+                tiles = visibility.tile_range((work.block * TILE_Q, TILE_Q), (first_row, BLOCK_Q))
                 key = (tiles.end - 1) * BLOCK_KV + self.warpgroup() * OWN_KEYS
                 mask = (Boolean(True), visibility, row, key)
                 states = self._probabilities(context, factors, negative_lse, mask, states, work)
@@ -135,9 +136,7 @@ class DqKernel(QueryTiles, RowResult):
                     key -= BLOCK_KV
                     is_masked = (step < tiles.num_masked_first) | (step >= masked_again)
                     mask = (is_masked, visibility, row, key)
-                    states = self._probabilities(
-                        context, factors, negative_lse, mask, states, work
-                    )
+                    states = self._probabilities(context, factors, negative_lse, mask, states, work)
                 states = self._score_gradients(context, factors, negative_delta, states)
                 undrained = work
             else:
@@ -149,9 +148,14 @@ class DqKernel(QueryTiles, RowResult):
     @traced("P")
     @cute.jit
     def _probabilities(
-        self, context: Any, factors: cute.Tensor, negative_lse: Float32, mask: tuple, states: Any,
+        self,
+        context: BlackwellBackwardContext,
+        factors: cute.Tensor,
+        negative_lse: Float32,
+        mask: tuple,
+        states: Any,
         work: Any,
-    ):  # fmt: skip
+    ):
         """factors := P of one step, times the slope of each score."""
         states = self.take_scores(context, factors, tmem_load, states)
         row, key = mask[2:]
@@ -165,7 +169,11 @@ class DqKernel(QueryTiles, RowResult):
     @traced("dS")
     @cute.jit
     def _score_gradients(
-        self, context: Any, factors: cute.Tensor, negative_delta: Float32, states: Any
+        self,
+        context: BlackwellBackwardContext,
+        factors: cute.Tensor,
+        negative_delta: Float32,
+        states: Any,
     ):
         """Compute dS = factors (dP - delta) of one step, to tensor memory over dP."""
         context.barriers["dp_done"].wait(states["dp_done"])

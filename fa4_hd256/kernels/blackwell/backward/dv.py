@@ -67,6 +67,7 @@ from ..tmem import (
     tmem_store_quads,
 )
 from .common import FRAGMENT, multiply_by, score_gradients
+from .context import BlackwellBackwardContext
 from .row_result import OWN_COLUMNS, OWN_ROWS, RowResult
 
 __all__ = ["DvKernel"]
@@ -130,16 +131,18 @@ class DvKernel(KeyTiles, RowResult):
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
         }
 
-    def result_rows(self, context: Any, work: Any) -> Any:
+    def result_rows(self, context: BlackwellBackwardContext, work: Any) -> Any:
         return context.sequences.key(work.batch)
 
-    def first_position(self, context: Any, work: Any) -> Step:
+    def first_position(self, context: BlackwellBackwardContext, work: Any) -> Step:
         step = super().first_position(context, work)
         if not self.problem_class.lists_steps:
             return step
         return ListedStep.first(step, self.block_list(context, work))
 
-    def places(self, context: Any, content: str, work: Any, step: Step) -> tuple:
+    def places(
+        self, context: BlackwellBackwardContext, content: str, work: Any, step: Step
+    ) -> tuple:
         """See `tma_tile`: this CTA's 128 keys of K and V; its 64 rows of Q and dO; its half of the
         columns of dO.  (tile, step) for LSE and delta."""
         rank = context.cta_rank
@@ -156,7 +159,9 @@ class DvKernel(KeyTiles, RowResult):
         row += rank * OWN_QUERIES
         return (((queries, row, half, step.head),) for half in range(2))
 
-    def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
+    def copy(
+        self, context: BlackwellBackwardContext, copy: Any, place: tuple, target: tuple
+    ) -> None:
         if copy.content in ("LSE", "delta"):
             barrier, index = target
             destination = context.smem[copy.memory][None, index]
@@ -167,7 +172,7 @@ class DvKernel(KeyTiles, RowResult):
     # --------------------------------------------------------------------------------- gradient
 
     @cute.jit
-    def gradient(self, context: Any):
+    def gradient(self, context: BlackwellBackwardContext):
         """S^T -> P and dP^T -> dS for this CTA's 128 keys: half of the queries per warpgroup."""
         states = self.edges.waiter_states("s_done", "dp_done", "stats_loaded", "dv_done")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -238,7 +243,7 @@ class DvKernel(KeyTiles, RowResult):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         return warp * WARP_SIZE + self._quad()[0]
 
-    def _own_stats(self, context: Any, name: str, buffer: Any) -> cute.Tensor:
+    def _own_stats(self, context: BlackwellBackwardContext, name: str, buffer: Any) -> cute.Tensor:
         """-LSE or -delta of this thread's 16 queries, for each of 32 scores of `quad_fragment`."""
         flat = context.smem[name]
         shape = (2, QUAD, OWN_QUERIES // RUN, 2, self.plan.stats_stages)
@@ -249,7 +254,7 @@ class DvKernel(KeyTiles, RowResult):
         layout = cute.make_layout((2, 2, OWN_QUERIES // RUN), stride=(1, 0, 2))
         return cute.make_tensor(values.iterator, layout)
 
-    def _listed_mask(self, context: Any, work: Any, step: Step) -> tuple:
+    def _listed_mask(self, context: BlackwellBackwardContext, work: Any, step: Step) -> tuple:
         """Return what `change_and_mask` takes for a step that a block mask names: (whether to apply
         it, two words for each of this thread's four keys, whose first bit is its first query's), or
         the number of a tile of which a function says what is seen."""
@@ -290,14 +295,16 @@ class DvKernel(KeyTiles, RowResult):
                     own = quad_fragment(scores, number)[None, group, None]
                     visibility.apply(own, key, first, COLUMNS)
 
-    def _places(self, context: Any, where: tuple, half: int = 0) -> Any:
+    def _places(self, context: BlackwellBackwardContext, where: tuple, half: int = 0) -> Any:
         """Return the places of this thread's scores of a step, from a half of its keys on.  where:
         (tile, step)."""
         if not self.change.by_place:
             return None
         return self.score_places(context, where[0], self._locator(context, where, half))
 
-    def _mask(self, context: Any, where: tuple, mask: tuple, halves: tuple[int, ...]) -> tuple:
+    def _mask(
+        self, context: BlackwellBackwardContext, where: tuple, mask: tuple, halves: tuple[int, ...]
+    ) -> tuple:
         """Return what `change_and_mask` takes for some halves of this thread's keys.  mask: but for
         these. where: (tile, step)."""
         if not self.mask_function.exists:
@@ -305,7 +312,7 @@ class DvKernel(KeyTiles, RowResult):
         locate = self._locator(context, where, halves[0])
         return *mask, self.mask_places(context, where[0], locate)
 
-    def _locator(self, context: Any, where: tuple, half: int) -> Any:
+    def _locator(self, context: BlackwellBackwardContext, where: tuple, half: int) -> Any:
         """Return (query head, query, key) of scores by number, from a half of this thread's keys
         on. where: (tile, step)."""
         work, step = where
@@ -323,9 +330,14 @@ class DvKernel(KeyTiles, RowResult):
     @traced("P")
     @cute.jit
     def _probabilities(
-        self, context: Any, results: tuple, mask: tuple, before: tuple | None, states: Any,
+        self,
+        context: BlackwellBackwardContext,
+        results: tuple,
+        mask: tuple,
+        before: tuple | None,
+        states: Any,
         where: tuple,
-    ):  # fmt: skip
+    ):
         """P of one step.  results: (P times the slope of its score in float32, P in 16 bits).
         before: (tile, values) of the step before, whose dS leaves meanwhile.  where: (tile, step).
         """
@@ -355,7 +367,9 @@ class DvKernel(KeyTiles, RowResult):
 
     @traced("dS")
     @cute.jit
-    def _publish(self, context: Any, results: tuple, undrained: WorkTile, states: Any):
+    def _publish(
+        self, context: BlackwellBackwardContext, results: tuple, undrained: WorkTile, states: Any
+    ):
         """P to tensor memory, over dP, then ds := factors (dP - delta) in 16 bits.
 
         results: (P times the slope of its score in float32, P in 16 bits, ds).  undrained: the tile
@@ -388,7 +402,7 @@ class DvKernel(KeyTiles, RowResult):
         states.advance("stats_loaded")
         return states
 
-    def _number_of_ds(self, context: Any, step: Step, row: Int32) -> Int32:
+    def _number_of_ds(self, context: BlackwellBackwardContext, step: Step, row: Int32) -> Int32:
         """The number of this CTA's tile of dS of a step."""
         ds = context.tensors.ds
         number = within_head(ds, row + step.index, context.sequences.tensors)
@@ -402,7 +416,9 @@ class DvKernel(KeyTiles, RowResult):
         any tile."""
         return not (self.problem_class.ragged or self.change.exists)
 
-    def _tile_of_step(self, context: Any, step: Step, places: tuple) -> cute.Tensor:
+    def _tile_of_step(
+        self, context: BlackwellBackwardContext, step: Step, places: tuple
+    ) -> cute.Tensor:
         """Return this CTA's tile of dS of a step.  places: (row, number of the tile if it is
         counted)."""
         row, number = places
@@ -411,7 +427,7 @@ class DvKernel(KeyTiles, RowResult):
         return tile_of(context.tensors.ds, number)
 
     @staticmethod
-    def _following_number(context: Any, step: Step, number: Int32) -> Int32:
+    def _following_number(context: BlackwellBackwardContext, step: Step, number: Int32) -> Int32:
         """The number of the tile behind that of a step."""
         begin, end = step.span
         to_next_head = tiles_of_head(context.tensors.ds) - (end - begin)
@@ -427,7 +443,9 @@ class DvKernel(KeyTiles, RowResult):
         cute.autovec_copy(quad_fragment(cute.recast_tensor(ds, self.dtype), half), target)
 
     @cute.jit
-    def _complete_blocks(self, context: Any, work: Any, step: Step, row: Int32):
+    def _complete_blocks(
+        self, context: BlackwellBackwardContext, work: Any, step: Step, row: Int32
+    ):
         """Zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in
         backward_ds_tiles.py.  row: see `_number_of_ds`."""
         begin, end = step.span

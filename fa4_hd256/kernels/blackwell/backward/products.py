@@ -29,6 +29,7 @@ from ...limits import HEAD_DIM
 from ...operands import TmaTensor, load_tile
 from ..instructions import MmaShape, mma_chain
 from ..operands import mn_major_operand
+from .context import BlackwellBackwardContext
 from .ds_operands import BOX, BY_KEYS, BY_QUERIES, tma_view
 from .row_result import RowResult
 
@@ -68,18 +69,22 @@ class ProductsKernel(ProductTiles, RowResult):
             "rows": memory.operand("rows", DS_TILE, HEAD_DIM // 2, stages),
         }
 
-    def places(self, context: Any, content: str, work: Any, position: Walk) -> tuple:
+    def places(
+        self, context: BlackwellBackwardContext, content: str, work: Any, position: Walk
+    ) -> tuple:
         """Return (work, position) for either copy, see `copy`."""
         return (((work, position),) * len(content.split()),)
 
-    def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
+    def copy(
+        self, context: BlackwellBackwardContext, copy: Any, place: tuple, target: tuple
+    ) -> None:
         """Load this CTA's 128 x 128 of dS, or its half of the columns of 128 rows of Q or K."""
         if copy.content == "dS":
             self._load_ds(context, place, target)
         else:
             self._load_rows(context, place, target)
 
-    def _load_ds(self, context: Any, place: tuple, target: tuple) -> None:
+    def _load_ds(self, context: BlackwellBackwardContext, place: tuple, target: tuple) -> None:
         (_, position), (barrier, stage) = place, target
         number, source = position.ds_number(context.cta_rank), context.tensors.loads[-1]
         to_smem, from_global = cpasync.tma_partition(
@@ -90,7 +95,7 @@ class ProductsKernel(ProductTiles, RowResult):
         cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def _load_rows(self, context: Any, place: tuple, target: tuple):
+    def _load_rows(self, context: BlackwellBackwardContext, place: tuple, target: tuple):
         (work, position), (barrier, stage) = place, target
         smem, row, rank = context.smem["rows"], position.column * DS_TILE, context.cta_rank
         if position.tile.of_keys:
@@ -101,13 +106,17 @@ class ProductsKernel(ProductTiles, RowResult):
             source = context.sequences.key(work.batch), row, rank, head
             load_tile(self.tma_tensor(context, "k"), smem, source, barrier, stage)
 
-    def multiply(self, context: Any, work: Any, chain: tuple, accumulate: Boolean) -> None:
+    def multiply(
+        self, context: BlackwellBackwardContext, work: Any, chain: tuple, accumulate: Boolean
+    ) -> None:
         """See `PairProducers.multiply`: dS reduced over queries for dK, over keys for dQ."""
         _, result, (ds, _), (rows, _) = chain
         self._multiply(context, work, (result, ds, rows), accumulate)
 
     @cute.jit
-    def _multiply(self, context: Any, work: Any, places: tuple, accumulate: Boolean):
+    def _multiply(
+        self, context: BlackwellBackwardContext, work: Any, places: tuple, accumulate: Boolean
+    ):
         result, ds, rows = places
         layout = self.layouts["X"]
         b = layout.lower_word(rows), layout
@@ -119,7 +128,7 @@ class ProductsKernel(ProductTiles, RowResult):
             mma_chain(self.shape_by_keys, result, a, b, accumulate)
 
     @cute.jit
-    def gradient(self, context: Any):
+    def gradient(self, context: BlackwellBackwardContext):
         """The result of every tile to global memory."""
         states = self.edges.waiter_states("sum_done")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -136,7 +145,9 @@ class ProductsKernel(ProductTiles, RowResult):
             work = scheduler.advance_to_next_work()
 
     @cute.jit
-    def _finish(self, context: Any, result: tuple, has_steps: Boolean, states: Any):
+    def _finish(
+        self, context: BlackwellBackwardContext, result: tuple, has_steps: Boolean, states: Any
+    ):
         """result: (tensor, `Sequence` of its rows, tile)."""
         tensor, rows, tile = result
         first_row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE

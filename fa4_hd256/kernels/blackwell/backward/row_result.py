@@ -19,6 +19,7 @@ from ..instructions import (
 from ..pair_plan import CTAS
 from ..tmem import multiply, tmem_load
 from .common import FRAGMENT, BackwardKernel, store_row, zeros
+from .context import BlackwellBackwardContext
 
 __all__ = ["OWN_COLUMNS", "OWN_ROWS", "RowResult"]
 
@@ -39,7 +40,7 @@ class RowResult(BackwardKernel):
     result: str
     is_scaled: bool
 
-    def first_row(self, context: Any, work: Any) -> Int32:
+    def first_row(self, context: BlackwellBackwardContext, work: Any) -> Int32:
         """The first row of this CTA's half of a tile."""
         return work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
 
@@ -48,27 +49,37 @@ class RowResult(BackwardKernel):
         """The lane of tensor memory, and the row of the CTA, of this thread."""
         return cute.arch.thread_idx()[0] % OWN_ROWS
 
-    def place(self, context: Any, work: Any) -> tuple:
+    def place(self, context: BlackwellBackwardContext, work: Any) -> tuple:
         """Return (tensor, `Sequence` of its rows, first row of this CTA, head) of a tile's
         result."""
         result, rows = context.tensors.results[0], self.result_rows(context, work)
         return result, rows, self.first_row(context, work), work.head
 
     def drain(
-        self, context: Any, work: Any, states: Any, part: tuple[int, int] = WHOLE
+        self,
+        context: BlackwellBackwardContext,
+        work: Any,
+        states: Any,
+        part: tuple[int, int] = WHOLE,
     ) -> Any:
         """The result of a tile to global memory.  part: [begin, end) of a warpgroup's columns; such
         parts, one after the other, make the whole."""
         return self.drain_to(context, self.place(context, work), states, part)
 
     def drain_to(
-        self, context: Any, place: tuple, states: Any, part: tuple[int, int] = WHOLE
+        self,
+        context: BlackwellBackwardContext,
+        place: tuple,
+        states: Any,
+        part: tuple[int, int] = WHOLE,
     ) -> Any:
         """Drain the result to its place, as a traced event."""
         return traced(f"drain {self.result}")(self._drain)(context, place, states, part)
 
     @cute.jit
-    def _drain(self, context: Any, place: tuple, states: Any, part: tuple[int, int]):
+    def _drain(
+        self, context: BlackwellBackwardContext, place: tuple, states: Any, part: tuple[int, int]
+    ):
         name, (begin, end) = self.result.lower(), part
         done, free = f"{name}_done", f"{name}_free"
         if cutlass.const_expr(begin == 0):
@@ -105,7 +116,7 @@ class RowResult(BackwardKernel):
         result, sequence, first_row, head = place
         return result[sequence.offset + first_row + self.lane(), None, head, sequence.batch]
 
-    def store_zeros(self, context: Any, work: Any) -> None:
+    def store_zeros(self, context: BlackwellBackwardContext, work: Any) -> None:
         """A result of 0 for the rows of a tile without steps."""
         self.zero(self.place(context, work))
 

@@ -39,8 +39,8 @@ The parts are rows of one operand, so that N is twice the rows and a tile of K o
 step of 128 keys takes half of the MMAs' clocks, and half of the bytes (docs/tables/fp8.md has the
 errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P by
 `HEADROOM`.  A row takes a warp some 130 clocks, so that a warpgroup of its own does it, where the
-rows have been loaded to (`kernels.e4m3_queries` NOTE [Q in place]): a tile's first MMA waits for
-all of them.  The softmax adds the parts of S, and those of O at the end.
+rows have been loaded to (`kernels.decode_e4m3_queries` NOTE [Q in place]): a tile's first MMA waits
+for all of them.  The softmax adds the parts of S, and those of O at the end.
 
 Converting K and V to bf16 in shared memory instead would read 64 KiB per step and write 128 KiB
 there, beside the 64 KiB that TMA writes and the 128 KiB that the MMAs read: 3,072 clocks of its

@@ -22,50 +22,56 @@ from ..instructions import (
 )
 from ..tmem import tmem_load, tmem_store
 from .config import BLOCK_KV, HALF
+from .context import BlackwellDecodeContext
 from .steps import HALVES
 
 __all__ = ["DecodeConsumers"]
 
 
 class DecodeConsumers(DecodeSoftmax):
-    """Mixed into DecodeKernel; the shared state is its `Context`.
+    """Mixed into DecodeKernel; the shared state is its
+    `BlackwellDecodeContext`.
 
     What K and V in e4m3 do in another way is a method of its own (`e4m3`): `_create` to
     `_inverse`.
     """
 
-    def _create(self, context: Any) -> KeySoftmax:
+    def _create(self, context: BlackwellDecodeContext) -> KeySoftmax:
         """The softmax's state."""
         return KeySoftmax.create(
             context.scalars.scale_log2, self.config.ex2_pattern, self.config.rescale_threshold,
             self.dtype, self.softmax_rows,
         )  # fmt: skip
 
-    def _load_scores(self, context: Any, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
+    def _load_scores(
+        self, context: BlackwellDecodeContext, softmax: Any, buffer: Int32, work: Any
+    ) -> cute.Tensor:
         """Load this thread's key of S."""
         scores = cute.make_rmem_tensor(self.softmax_rows, Float32)
         tmem_load(self._scores(context, buffer), scores, self.softmax_rows)
         cute.arch.fence_view_async_tmem_load()
         return scores
 
-    def _weigh(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
+    def _weigh(self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor) -> None:
         """Apply a key's own scale of V to the scores; here there is none."""
 
-    def _store_probabilities(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
+    def _store_probabilities(
+        self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor
+    ) -> None:
         """P of this thread's key to shared memory, and into the sums."""
         probabilities = cute.make_rmem_tensor(self.softmax_rows, self.dtype)
         softmax.exponentiate(scores, probabilities)
         own = context.smem["p"][None, self._own_key(), 0]
         cute.autovec_copy(probabilities, columns_of(own, context.first_row, self.softmax_rows))
 
-    def _load_half(self, context: Any, half: int) -> cute.Tensor:
+    def _load_half(self, context: BlackwellDecodeContext, half: int) -> cute.Tensor:
         """Load this lane's column of a half of O."""
         values = cute.make_rmem_tensor(self.softmax_rows, Float32)
         tmem_load(self._of_half(context, half), values, self.softmax_rows)
         cute.arch.fence_view_async_tmem_load()
         return values
 
-    def _of_half(self, context: Any, half: int) -> Any:
+    def _of_half(self, context: BlackwellDecodeContext, half: int) -> Any:
         """Return the address of this warp's lanes in its rows of a half of O."""
         return context.own_lanes + self.tmem_plan[f"o{half}"].start
 
@@ -77,14 +83,14 @@ class DecodeConsumers(DecodeSoftmax):
     def softmax_rows(self) -> int:
         return self.config.softmax_rows
 
-    def _first_row(self, context: Any) -> Any:
+    def _first_row(self, context: BlackwellDecodeContext) -> Any:
         return context.first_row
 
     def _own_number(self) -> Int32:
         thread = cute.arch.thread_idx()[0]
         return thread if self.config.softmax_groups == 1 else thread % self.softmax_threads
 
-    def _synchronise(self, context: Any) -> None:
+    def _synchronise(self, context: BlackwellDecodeContext) -> None:
         synchronise(self.softmax_threads, context.barrier)
 
     @property
@@ -92,12 +98,12 @@ class DecodeConsumers(DecodeSoftmax):
         """Rows of a query, those of padding among them, that a group has."""
         return min(self.of_query, self.softmax_rows)
 
-    def _own_queries(self, context: Any, work: Any) -> tuple[Int32, int]:
+    def _own_queries(self, context: BlackwellDecodeContext, work: Any) -> tuple[Int32, int]:
         """Return (first query, their number) of a group's rows."""
         first = self.queries(work)[0] + context.first_row // self.of_query
         return first, self.softmax_rows // self.rows_of_query
 
-    def _first_in_group(self, context: Any) -> Any:
+    def _first_in_group(self, context: BlackwellDecodeContext) -> Any:
         """The first query head with rows in a group, among those that share keys."""
         return context.first_row if self.of_query > self.softmax_rows else 0
 
@@ -111,7 +117,7 @@ class DecodeConsumers(DecodeSoftmax):
 
     @traced("softmax")
     @cute.jit
-    def _step(self, context: Any, running: tuple, place: tuple, is_masked: bool):
+    def _step(self, context: BlackwellDecodeContext, running: tuple, place: tuple, is_masked: bool):
         """One score tile: mask, maxima where they move, exp2, P to shared memory, sums.
 
         running: (softmax, states of S and of O, number of the step).  place: (tile, this thread's
@@ -142,12 +148,12 @@ class DecodeConsumers(DecodeSoftmax):
         o_done.advance()
         return s_done, o_done
 
-    def _scores(self, context: Any, buffer: Int32) -> Any:
+    def _scores(self, context: BlackwellDecodeContext, buffer: Int32) -> Any:
         """Return the address of this warp's lanes in its rows of S."""
         start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
         return context.own_lanes + (start + buffer * distance)
 
-    def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
+    def _places(self, context: BlackwellDecodeContext, place: tuple, keys_exist: bool) -> Any:
         """Return the places of this thread's scores, one of each row.  place: (tile, key)."""
         work, key = place
         first_query, packed = self._own_queries(context, work)[0], self.problem_class.packed_heads
@@ -161,14 +167,16 @@ class DecodeConsumers(DecodeSoftmax):
 
         return self.score_places(context, work, locate, keys_exist)
 
-    def _nodes(self, context: Any, work: Any, is_masked: bool) -> Any:
+    def _nodes(self, context: BlackwellDecodeContext, work: Any, is_masked: bool) -> Any:
         """The words of a group's queries for a masked step, None where they have none."""
         if not (is_masked and context.mask.tree):
             return None
         first_query, queries = self._own_queries(context, work)
         return [context.nodes(work, first_query + query) for query in range(queries)]
 
-    def _mask(self, context: Any, scores: cute.Tensor, place: tuple, nodes: Any) -> None:
+    def _mask(
+        self, context: BlackwellDecodeContext, scores: cute.Tensor, place: tuple, nodes: Any
+    ) -> None:
         """The scores of rows that do not see this thread's key, -inf.  place: (tile, key); nodes:
         see `_nodes`."""
         (work, key), of_query = place, self.rows_of_query
@@ -184,7 +192,9 @@ class DecodeConsumers(DecodeSoftmax):
 
     @traced("maxima")
     @cute.jit
-    def _raise_maxima(self, context: Any, softmax: Any, scores: cute.Tensor, step: Int32):
+    def _raise_maxima(
+        self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor, step: Int32
+    ):
         """Maxima over all keys of the step; O, if there is any, and sums rescaled."""
         self._share(context, "maxima", scores, cute.arch.fmax)
         shared, rows = context.smem["maxima"], self.config.rows_at_once
@@ -197,7 +207,9 @@ class DecodeConsumers(DecodeSoftmax):
                 self._rescale(context, factors, first)
 
     @traced("rescale O")
-    def _rescale(self, context: Any, factors: cute.Tensor, first_row: int) -> None:
+    def _rescale(
+        self, context: BlackwellDecodeContext, factors: cute.Tensor, first_row: int
+    ) -> None:
         """O *= factor, a row per column of tensor memory, from a row of the group's on."""
         rows = cute.size(factors)
         fence_after_thread_sync()
@@ -222,7 +234,7 @@ class DecodeConsumers(DecodeSoftmax):
             )
 
     def _share(
-        self, context: Any, name: str, values: cute.Tensor,
+        self, context: BlackwellDecodeContext, name: str, values: cute.Tensor,
         operation: Callable[[Float32, Float32], Float32],
     ) -> None:  # fmt: skip
         """Each warp's values, combined over its lanes, to shared memory, for all threads."""
@@ -234,7 +246,9 @@ class DecodeConsumers(DecodeSoftmax):
             context.smem[name][row + number, warp] = value
         self._synchronise(context)
 
-    def _store_sums(self, context: Any, running: tuple, work: Any, inverses: cute.Tensor) -> None:
+    def _store_sums(
+        self, context: BlackwellDecodeContext, running: tuple, work: Any, inverses: cute.Tensor
+    ) -> None:
         """O of a tile with steps.  running: (softmax, states of S and of O)."""
         context.barriers["o_done"].wait(running[1][1])
         fence_after_thread_sync()
@@ -242,7 +256,7 @@ class DecodeConsumers(DecodeSoftmax):
 
     @traced("store O")
     @cute.jit
-    def _store(self, context: Any, work: Any, inverses: cute.Tensor):
+    def _store(self, context: BlackwellDecodeContext, work: Any, inverses: cute.Tensor):
         """O / sum to global memory, in the type of `out`."""
         for half in cutlass.range_constexpr(len(HALVES)):
             values = self._load_half(context, half)
@@ -250,7 +264,9 @@ class DecodeConsumers(DecodeSoftmax):
             self._store_half(context, work, values, half)
 
     @cute.jit
-    def _store_half(self, context: Any, work: Any, values: cute.Tensor, half: int):
+    def _store_half(
+        self, context: BlackwellDecodeContext, work: Any, values: cute.Tensor, half: int
+    ):
         """A half of the columns of a group's rows, this lane's of each."""
         column = half * HALF + self._own_key()
         first_query, queries = self._own_queries(context, work)
@@ -271,7 +287,7 @@ class DecodeConsumers(DecodeSoftmax):
                         out[column] = value
 
     @cute.jit
-    def _store_zeros(self, context: Any, work: Any):
+    def _store_zeros(self, context: BlackwellDecodeContext, work: Any):
         """Store out = 0 for the rows of a tile that sees no key."""
         zeros = cute.make_rmem_tensor(self.softmax_rows, Float32)
         zeros.fill(0.0)

@@ -1,8 +1,8 @@
 """The decode kernel for K and V in e4m3: `config` NOTE [e4m3].
 
 One warp loads Q's rows, and four write both parts of them where they lie, with a scale per row
-(`kernels.e4m3_queries` NOTE [Q in place]), a tile ahead where there is a buffer.  All else is the
-decode kernel's, with scales (`kernels.e4m3_scales`)::
+(`kernels.decode_e4m3_queries` NOTE [Q in place]), a tile ahead where there is a buffer.  All else
+is the decode kernel's, with scales (`kernels.decode_e4m3_scales`)::
 
     queries, quantise  Q'                       | Q''
     load               K(1) V(0) K(2) V(1) ..   | K(0')  V(last) K(1')  V(0') ..
@@ -14,17 +14,16 @@ first and the third are the row of hi in the operand of parts, the others the ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ....softmax_emu.by_key import KeySoftmax
-from ...e4m3_queries import ScaledRows
-from ...e4m3_scales import KeyScales, ScaledSoftmax
+from ...decode_e4m3_queries import ScaledRows
+from ...decode_e4m3_scales import KeyScales, ScaledSoftmax
 from ...edges import RingState, RingStates
-from ...forward_common import ForwardTensors
+from ...forward_context import ForwardKernelTensors
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
 from ...problem_class import ProblemClass
@@ -34,7 +33,8 @@ from ..instructions import MmaShape, OperandLayout
 from ..operands import E4M3_SLICE, k_major_operand, mn_major_operand
 from ..tmem import tmem_load
 from .config import BLOCK_KV, HALF, DecodeConfig
-from .kernel import CORE_BYTES, GROUP, GROUP_BYTES, Context, DecodeKernel
+from .context import BlackwellE4m3DecodeContext
+from .kernel import CORE_BYTES, GROUP, GROUP_BYTES, DecodeKernel
 from .steps import HALVES
 from .two_parts import LOW_PART, store_parts
 
@@ -42,16 +42,6 @@ __all__ = ["DecodeE4m3Kernel"]
 
 #: Columns of tensor memory that are loaded at a time.
 COLUMNS = 32
-
-
-@dataclass(frozen=True)
-class E4m3Context(Context):
-    """k_descale, v_descale: (entries, heads_kv) float32, or None."""
-
-    of_rows = (*Context.of_rows, "factors")
-
-    k_descale: Any = None
-    v_descale: Any = None
 
 
 class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
@@ -96,14 +86,14 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         }
 
     def set_up(
-        self, allocator: Any, tensors: ForwardTensors, sizes: tuple, scalars: Any, order: Any
-    ) -> Context:
+        self, allocator: Any, tensors: ForwardKernelTensors, sizes: tuple, scalars: Any, order: Any
+    ) -> BlackwellE4m3DecodeContext:
         common = super().set_up(allocator, tensors, sizes, scalars, order)
         k_descale, v_descale = self.descales(tensors.optional)
-        return E4m3Context(**vars(common), k_descale=k_descale, v_descale=v_descale)
+        return BlackwellE4m3DecodeContext(**vars(common), k_descale=k_descale, v_descale=v_descale)
 
     @cute.jit
-    def run_other_role(self, context: Context, warp: Int32):
+    def run_other_role(self, context: BlackwellE4m3DecodeContext, warp: Int32):
         """Run the role of a warp: that of `DecodeKernel`, or loading Q, or bringing it to e4m3."""
         warps = self.config.warps
         if warp < warps.queries:
@@ -118,7 +108,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
     # ------------------------------------------------------------ Q
 
     @cute.jit
-    def quantise(self, context: Any):
+    def quantise(self, context: BlackwellE4m3DecodeContext):
         """Bring each tile's Q to e4m3, with the scales of its rows."""
         states = self.edges.waiter_states("rows_loaded", "factors_free")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -130,7 +120,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
 
     @traced("quantise Q")
     @cute.jit
-    def _quantise_tile(self, context: Any, states: RingStates):
+    def _quantise_tile(self, context: BlackwellE4m3DecodeContext, states: RingStates):
         barriers, waited = context.barriers, ("rows_loaded", "factors_free")
         for edge in waited:
             barriers[edge].wait(states[edge])
@@ -156,7 +146,9 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
             products += cute.arch.mul_packed_f32x2(tuple(elements[i : i + 2]), (scale, scale))
         return products
 
-    def _store_row(self, context: Any, row: tuple, elements: list[Float32], stage: Int32) -> None:
+    def _store_row(
+        self, context: BlackwellE4m3DecodeContext, row: tuple, elements: list[Float32], stage: Int32
+    ) -> None:
         """Both parts of a row."""
         codes, lane = context.smem["q"], cute.arch.lane_idx()
         columns = HEAD_DIM // WARP_SIZE // 2
@@ -170,7 +162,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
 
     # ------------------------------------------------------------ softmax
 
-    def _create(self, context: Any) -> KeySoftmax:
+    def _create(self, context: BlackwellE4m3DecodeContext) -> KeySoftmax:
         config, rows = self.config, self.softmax_rows
         softmax = ScaledSoftmax.create(
             self.softmax_scale(context), config.ex2_pattern, config.rescale_threshold, self.dtype,
@@ -185,7 +177,9 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         return self.edges["factors_ready"].waiter_state()
 
     @cute.jit
-    def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any):
+    def _begin_tile(
+        self, context: BlackwellE4m3DecodeContext, softmax: Any, work: Any, key: Int32, state: Any
+    ):
         """The scales of the rows, and those of the tile, or of the first step's keys."""
         barriers, factors = context.barriers, softmax.k_scale
         barriers["factors_ready"].wait(state)
@@ -202,7 +196,9 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
                 (values[row], values[row + 1]), (factor, factor)
             )
 
-    def _load_scores(self, context: Any, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
+    def _load_scores(
+        self, context: BlackwellE4m3DecodeContext, softmax: Any, buffer: Int32, work: Any
+    ) -> cute.Tensor:
         """Both parts of S, added and brought back: rows by their scales, which K's scale of the
         tile is among, a key by its page's scale."""
         scores = self._load_sum(self._scores(context, buffer))
@@ -234,7 +230,9 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
                 (low[row], low[row + 1]), (counts, counts), (high[row], high[row + 1])
             )
 
-    def _weigh(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
+    def _weigh(
+        self, context: BlackwellE4m3DecodeContext, softmax: Any, scores: cute.Tensor
+    ) -> None:
         if not self.of_pages:
             return
         scale, (logarithm,) = context.scalars.scale_log2, softmax.log2_v
@@ -243,7 +241,9 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
                 (scores[row], scores[row + 1]), (scale, scale), (logarithm, logarithm)
             )
 
-    def _store_probabilities(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
+    def _store_probabilities(
+        self, context: BlackwellE4m3DecodeContext, softmax: Any, scores: cute.Tensor
+    ) -> None:
         rows = self.softmax_rows
         softmax.exponentiate(scores, None, softmax.weights[0])
         own = context.smem["p"][None, self._own_key(), 0]
@@ -252,5 +252,5 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         targets = tuple(columns_of(own, start // 2, rows // 2) for start in starts)
         store_parts([scores[row] for row in range(rows)], targets)
 
-    def _load_half(self, context: Any, half: int) -> cute.Tensor:
+    def _load_half(self, context: BlackwellE4m3DecodeContext, half: int) -> cute.Tensor:
         return self._load_sum(self._of_half(context, half))

@@ -26,7 +26,7 @@ NOTE [packed heads] and NOTE [split keys]: `kernels.forward_common`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -36,16 +36,18 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder
 from ...decode_softmax import BARRIER
-from ...forward_common import ForwardCommon, ForwardEntries, ForwardTensors
+from ...forward_common import ForwardCommon
+from ...forward_context import ForwardKernelTensors
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
 from ...problem_class import ProblemClass, query_rows
 from ...scalars import CallScalars
 from ..instructions import MmaShape, OperandLayout
 from ..operands import k_major_operand, mn_major_operand
-from ..pair_kernel import PairContext, PairKernel
+from ..pair_kernel import PairKernel
 from .config import BLOCK_KV, HALF, DecodeConfig
 from .consumers import DecodeConsumers
+from .context import BlackwellDecodeContext
 from .producers import DecodeProducers
 from .steps import HALVES, MMA_K
 
@@ -55,24 +57,6 @@ __all__ = ["DecodeKernel"]
 GROUP = 8
 CORE_BYTES = 128
 GROUP_BYTES = BLOCK_KV // GROUP * CORE_BYTES
-
-
-@dataclass(frozen=True)
-class Context(ForwardEntries, PairContext):
-    """State that every warp role of one CTA shares.
-
-    sink: (heads,) or None.  smem: "q" and "kv" with their stages, "p", "maxima", "sums",
-    "inverses".  num_splits: see `ForwardEntries`.  first_row, barrier: of a group of the softmax
-    where it has one, the first of its rows and the number of its named barrier.
-    """
-
-    #: Tables in shared memory with values of each row.
-    of_rows = ("maxima", "sums", "inverses")
-
-    sink: Any = None
-    num_splits: Any = None
-    first_row: Any = 0
-    barrier: Any = BARRIER
 
 
 class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
@@ -110,7 +94,9 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
         self.layouts |= {f"K{half}": k_major_operand(BLOCK_KV, HALF) for half in HALVES}
         self.layouts |= {f"V{half}": mn_major_operand(BLOCK_KV) for half in HALVES}
 
-    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
+    def kernel_tensors(
+        self, operands: tuple, lse: cute.Tensor, optional: Any
+    ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         keys = load, BLOCK_KV, HALF
@@ -119,13 +105,13 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
             self.tma_tensor(name, view, boxes[name])
             for name, view in zip("qkv", operands[:3], strict=True)
         ]
-        return ForwardTensors(*tmas, None, operands[3], lse, optional)
+        return ForwardKernelTensors(*tmas, None, operands[3], lse, optional)
 
-    def descriptors(self, tensors: ForwardTensors) -> tuple[TmaTensor, ...]:
+    def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
         return tensors.q, tensors.k, tensors.v
 
     @cute.jit
-    def run_role(self, context: Any, warp: Int32):
+    def run_role(self, context: BlackwellDecodeContext, warp: Int32):
         """The role of this warp."""
         warps = self.config.warps
         if warp < warps.mma:
@@ -135,7 +121,7 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
             self.run_other_role(context, warp)
 
     @cute.jit
-    def run_other_role(self, context: Context, warp: Int32):
+    def run_other_role(self, context: BlackwellDecodeContext, warp: Int32):
         """Run the role of a warp without softmax."""
         warps = self.config.warps
         self.set_registers(warps.registers_other)
@@ -146,7 +132,7 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
         if warp == warps.scheduler:
             self.schedule(context)
 
-    def _of_group(self, context: Context, warp: Int32) -> Context:
+    def _of_group(self, context: BlackwellDecodeContext, warp: Int32) -> BlackwellDecodeContext:
         """Return the context of a softmax warp's group, `config` NOTE [two groups]: its rows are
         the first of tables and of tensor memory."""
         rows = self.softmax_rows
@@ -184,13 +170,13 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
     def set_up(
         self,
         allocator: SmemAllocator,
-        tensors: ForwardTensors,
+        tensors: ForwardKernelTensors,
         sizes: tuple[Int32, ...],
         scalars: CallScalars,
         order: TileOrder,
-    ) -> Context:
+    ) -> BlackwellDecodeContext:
         """`PairKernel.set_up`; with split keys their number is the last of the sizes."""
         common = super().set_up(allocator, tensors, sizes, scalars, order)
         sink, _ = self.sink_and_ragged(tensors.optional)
         num_splits = sizes[3] if self.problem_class.split else None
-        return Context(**vars(common), sink=sink, num_splits=num_splits)
+        return BlackwellDecodeContext(**vars(common), sink=sink, num_splits=num_splits)

@@ -7,24 +7,28 @@ from typing import Any
 from ...operands import load_tile
 from ..producers import PairProducers
 from .config import BLOCK_KV
+from .context import BlackwellDecodeContext
 
 __all__ = ["DecodeProducers"]
 
 
 class DecodeProducers(PairProducers):
-    """Mixed into DecodeKernel; the shared state is its `Context`.
+    """Mixed into DecodeKernel; the shared state is its
+    `BlackwellDecodeContext`.
 
     The position of a step is its KV tile.
     """
 
-    def first_position(self, context: Any, work: Any) -> Any:
+    def first_position(self, context: BlackwellDecodeContext, work: Any) -> Any:
         visibility = context.visibility(work, BLOCK_KV)
         return self.first_kv_tile(context, work, visibility, self.queries(work)[0])
 
     def next_position(self, position: Any) -> Any:
         return self.next_kv_tile(position)
 
-    def places(self, context: Any, content: str, work: Any, kv_tile: Any) -> tuple:
+    def places(
+        self, context: BlackwellDecodeContext, content: str, work: Any, kv_tile: Any
+    ) -> tuple:
         """See `tma_tile`: the rows of Q; a half of the columns of K or V, or all of them, see
         `load_kv`."""
         if content == "Q":
@@ -33,7 +37,7 @@ class DecodeProducers(PairProducers):
         keys, first_key = self.keys(context, work, kv_tile), self.first_key(kv_tile)
         return (((keys, first_key, int(content[1:] or 0), head),),)
 
-    def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
+    def copy(self, context: BlackwellDecodeContext, copy: Any, place: tuple, target: tuple) -> None:
         """One load.  place: see `places`.  target: (barrier, buffer)."""
         source, smem = getattr(context.tensors, copy.box[0]), context.smem[copy.memory]
         if copy.content == "Q":

@@ -19,6 +19,7 @@ from ..instructions import (
     fence_before_thread_sync,
 )
 from ..tmem import multiply, tmem_load, tmem_store
+from .context import BlackwellForwardContext
 from .steps import MMA_K
 
 __all__ = ["ForwardConsumers"]
@@ -29,10 +30,11 @@ LOAD_COLUMNS = 64
 
 
 class ForwardConsumers:
-    """Mixed into ForwardKernel; the shared state is its `Context`."""
+    """Mixed into ForwardKernel; the shared state is its
+    `BlackwellForwardContext`."""
 
     @cute.jit
-    def softmax(self, context: Any):
+    def softmax(self, context: BlackwellForwardContext):
         """S -> P for this CTA's 128 rows, one row per thread; LSE at the tile's end."""
         edges = self.edges
         states = (
@@ -65,7 +67,9 @@ class ForwardConsumers:
             scale_free.advance()
 
     @cute.jit
-    def _range_of_steps(self, context: Any, which: tuple, softmax: Any, states: tuple):
+    def _range_of_steps(
+        self, context: BlackwellForwardContext, which: tuple, softmax: Any, states: tuple
+    ):
         """All steps of a tile, those with masks first and last; returns their number, too.
 
         which: (tile, (row, head), Visibility).
@@ -101,7 +105,9 @@ class ForwardConsumers:
         return num_tiles, softmax, states
 
     @cute.jit
-    def _listed_steps(self, context: Any, which: tuple, softmax: Any, states: tuple):
+    def _listed_steps(
+        self, context: BlackwellForwardContext, which: tuple, softmax: Any, states: tuple
+    ):
         """Run the softmax of the tiles that a block mask lists; see `_range_of_steps`."""
         work, row, _ = which
         steps = self.step_list(context, work)
@@ -137,7 +143,9 @@ class ForwardConsumers:
 
     @traced("softmax")
     @cute.jit
-    def _softmax_step(self, context: Any, softmax: Any, states: tuple, place: tuple, mask: Any):
+    def _softmax_step(
+        self, context: BlackwellForwardContext, softmax: Any, states: tuple, place: tuple, mask: Any
+    ):
         """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
 
         place: (tile, (row, head), first key).  mask: (the row's word or None,) where some key may
@@ -149,13 +157,15 @@ class ForwardConsumers:
 
     @traced("softmax")
     @cute.jit
-    def _listed_step(self, context: Any, softmax: Any, states: tuple, place: tuple, bits: Any):
+    def _listed_step(
+        self, context: BlackwellForwardContext, softmax: Any, states: tuple, place: tuple, bits: Any
+    ):
         """Run a step that a block mask lists, with its `RowBits`; return those of the next step,
         too."""
         scores = self._masked_scores(context, states[0], place, bits)
         return self._probabilities(context, softmax, states, scores, bits)
 
-    def _score_address(self, context: Any, s_done: Any) -> Int32:
+    def _score_address(self, context: BlackwellForwardContext, s_done: Any) -> Int32:
         """Return the address, in tensor memory, of a step's S in the rows of a warp, and of its
         P."""
         return context.own_lanes + (
@@ -163,7 +173,9 @@ class ForwardConsumers:
         )
 
     @cute.jit
-    def _masked_scores(self, context: Any, s_done: Any, place: tuple, mask: Any):
+    def _masked_scores(
+        self, context: BlackwellForwardContext, s_done: Any, place: tuple, mask: Any
+    ):
         """The row's scores of a step once they are there, -inf where it does not see the key.
 
         place, mask: as `_softmax_step`'s, or `RowBits`.
@@ -189,7 +201,12 @@ class ForwardConsumers:
 
     @cute.jit
     def _probabilities(
-        self, context: Any, softmax: Any, states: tuple, scores: cute.Tensor, bits: Any = None
+        self,
+        context: BlackwellForwardContext,
+        softmax: Any,
+        states: tuple,
+        scores: cute.Tensor,
+        bits: Any = None,
     ):
         """P of a step's scores, to tensor memory: maximum, exp2, row sum.
 
@@ -205,9 +222,7 @@ class ForwardConsumers:
         handovers = self.p_handovers
         for fragment in cutlass.range_constexpr(num_fragments):
             probabilities = cute.make_rmem_tensor(FRAGMENT_COLUMNS // 2, Float32)
-            softmax.exponentiate(
-                fragments[None, fragment], probabilities, fragment, num_fragments
-            )
+            softmax.exponentiate(fragments[None, fragment], probabilities, fragment, num_fragments)
             if cutlass.const_expr(fragment == 1 and bits is not None):
                 # Loaded where registers of scores are free, and there by the end of the step: ptxas
                 # copies what comes earlier, and waits for it to do so.
@@ -227,13 +242,15 @@ class ForwardConsumers:
         s_done.advance()
         return softmax, (s_done, scale_free), bits
 
-    def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
+    def _places(self, context: BlackwellForwardContext, place: tuple, keys_exist: bool) -> Any:
         """Return the places of the scores of a step; place: see `_softmax_step`."""
         work, (row, head), key = place
         return self.score_places(context, work, lambda i: (head, row, key + i), keys_exist)
 
     @cute.jit
-    def _hide_unseen(self, context: Any, scores: cute.Tensor, place: tuple, number: Int32):
+    def _hide_unseen(
+        self, context: BlackwellForwardContext, scores: cute.Tensor, place: tuple, number: Int32
+    ):
         """Scores of a listed step that a function says are not seen := -inf.  place: see
         `_softmax_step`; number: see `MaskFunction.hide`."""
         work, (row, head), key = place
@@ -241,14 +258,14 @@ class ForwardConsumers:
             places = self.mask_places(context, work, lambda i: (head, row, key + i))
             self.mask_function.hide(scores, places, number)
 
-    def _hand_over(self, context: Any, edge: str, state: Any) -> None:
+    def _hand_over(self, context: BlackwellForwardContext, edge: str, state: Any) -> None:
         """The parts of P that this warp has stored so far, to the tensor core."""
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
         context.barriers[edge].arrive(state, is_converged=True)
 
     @cute.jit
-    def _send_scale(self, context: Any, value: Float32, scale_free: Any):
+    def _send_scale(self, context: BlackwellForwardContext, value: Float32, scale_free: Any):
         """Hand a value per row to the correction thread of the same row."""
         context.smem["scale"][cute.arch.thread_idx()[0], scale_free.index] = value
         context.barriers["scale_done"].arrive(scale_free)
@@ -256,7 +273,7 @@ class ForwardConsumers:
         return scale_free
 
     @cute.jit
-    def correction(self, context: Any):
+    def correction(self, context: BlackwellForwardContext):
         """Rescale O when a row maximum grew; at the tile's end scale it by 1/sum and stage it.
 
         O may be touched from o_done of one step until o_free lets PV of the next begin.
@@ -291,7 +308,7 @@ class ForwardConsumers:
             work = scheduler.advance_to_next_work()
 
     @cute.jit
-    def _receive_scale(self, context: Any, scale_done: Any):
+    def _receive_scale(self, context: BlackwellForwardContext, scale_done: Any):
         """The value the softmax thread of the same row sent."""
         context.barriers["scale_done"].wait(scale_done)
         value = context.smem["scale"][self._row_in_block(), scale_done.index]
@@ -305,7 +322,7 @@ class ForwardConsumers:
 
     @traced("rescale O")
     @cute.jit
-    def _rescale(self, context: Any, factor: Float32):
+    def _rescale(self, context: BlackwellForwardContext, factor: Float32):
         """O *= factor, row by row, in slices of columns."""
         fence_after_thread_sync()
         for start in cutlass.range_constexpr(0, HEAD_DIM, LOAD_COLUMNS):
@@ -320,7 +337,9 @@ class ForwardConsumers:
 
     @traced("drain O")
     @cute.jit
-    def _drain(self, context: Any, inverse: Float32, o_done: Any, o_staged: Any):
+    def _drain(
+        self, context: BlackwellForwardContext, inverse: Float32, o_done: Any, o_staged: Any
+    ):
         """O / sum to the tile's own Q buffer; o_free as soon as O has left tensor memory."""
         fence_after_thread_sync()
         config = self.config
@@ -342,7 +361,9 @@ class ForwardConsumers:
 
     @traced("drain O")
     @cute.jit
-    def _drain_part(self, context: Any, work: Any, inverse: Float32, states: tuple):
+    def _drain_part(
+        self, context: BlackwellForwardContext, work: Any, inverse: Float32, states: tuple
+    ):
         """Store O / sum of a KV split, float32, to global memory; o_free as in `_drain`.
 
         A row is stored by its own thread: shared memory has no room for float32, and where keys are
@@ -363,7 +384,9 @@ class ForwardConsumers:
         return o_staged
 
     @cute.jit
-    def _take_slice(self, context: Any, piece: int, inverse: Float32, o_done: Any):
+    def _take_slice(
+        self, context: BlackwellForwardContext, piece: int, inverse: Float32, o_done: Any
+    ):
         """A slice of O / sum in registers; o_free with the last one."""
         columns = self.config.o_slice
         values = cute.make_rmem_tensor(columns, Float32)
@@ -377,7 +400,7 @@ class ForwardConsumers:
         return values
 
     @cute.jit
-    def _store_zeros(self, context: Any, work: Any):
+    def _store_zeros(self, context: BlackwellForwardContext, work: Any):
         """Store out = 0 for the rows of a tile that sees no key."""
         row, head = self.query_and_head(context, work, self._row_in_block())
         if row < context.query(work).length:
@@ -389,7 +412,7 @@ class ForwardConsumers:
                 cute.autovec_copy(zeros, chunks[None, chunk])
 
     @cute.jit
-    def epilogue(self, context: Any):
+    def epilogue(self, context: BlackwellForwardContext):
         """Store the staged O with TMA, slice by slice; then give the Q buffer back."""
         o_staged = self.edges["o_staged"].waiter_state()
         q_free = self.edges["q_free"].producer_state()
@@ -411,7 +434,9 @@ class ForwardConsumers:
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def _store_staged(self, context: Any, work: Any, buffer: Int32, o_staged: Any):
+    def _store_staged(
+        self, context: BlackwellForwardContext, work: Any, buffer: Int32, o_staged: Any
+    ):
         """TMA stores of a tile's O out of its Q buffer, until the last has read it."""
         config, o = self.config, context.tensors.o
         place = (context.query(work), self.first_row(context, work), None, work.head)

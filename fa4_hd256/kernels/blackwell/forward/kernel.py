@@ -41,7 +41,6 @@ NOTE [packed heads] and NOTE [split keys]: `kernels.forward_common`; NOTE [liste
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -52,31 +51,21 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder
 from ....softmax_emu.online import OnlineSoftmax
-from ...forward_common import ForwardCommon, ForwardEntries, ForwardTensors
+from ...forward_common import ForwardCommon
+from ...forward_context import ForwardKernelTensors
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
 from ...problem_class import ProblemClass
 from ...scalars import CallScalars
 from ..instructions import MmaShape, TmemOperand
 from ..operands import k_major_operand, mn_major_operand
-from ..pair_kernel import PairContext, PairKernel
+from ..pair_kernel import PairKernel
 from .config import ForwardConfig
 from .consumers import ForwardConsumers
+from .context import BlackwellForwardContext
 from .producers import ForwardProducers
 
 __all__ = ["ForwardKernel"]
-
-
-@dataclass(frozen=True)
-class Context(ForwardEntries, PairContext):
-    """State that every warp role of one CTA shares.
-
-    sink: (heads,) or None.  smem: "q", "k", "v" operands with their stages, "scale". num_splits:
-    see `ForwardEntries`.
-    """
-
-    sink: Any = None
-    num_splits: Any = None
 
 
 class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumers):
@@ -110,7 +99,9 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
             "P": TmemOperand.contiguous(config.block_kv),
         }
 
-    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
+    def kernel_tensors(
+        self, operands: tuple, lse: cute.Tensor, optional: Any
+    ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K, V and O, and the plain tensors."""
         config = self.config
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
@@ -125,14 +116,14 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
             else self.tma_tensor(name, view, boxes[name])
             for name, view in zip("qkvo", operands, strict=True)
         ]  # fmt: skip
-        return ForwardTensors(*tmas, operands[3], lse, optional)
+        return ForwardKernelTensors(*tmas, operands[3], lse, optional)
 
-    def descriptors(self, tensors: ForwardTensors) -> tuple[TmaTensor, ...]:
+    def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
         given = tensors.q, tensors.k, tensors.v, tensors.o
         return given[:3] if self.problem_class.split else given
 
     @cute.jit
-    def run_role(self, context: Any, warp: Int32):
+    def run_role(self, context: BlackwellForwardContext, warp: Int32):
         """The role of this warp, with its register budget."""
         warps = self.config.warps
         if warp < warps.correction[0]:
@@ -167,18 +158,18 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
     def set_up(
         self,
         allocator: SmemAllocator,
-        tensors: ForwardTensors,
+        tensors: ForwardKernelTensors,
         sizes: tuple[Int32, ...],
         scalars: CallScalars,
         order: TileOrder,
-    ) -> Context:
+    ) -> BlackwellForwardContext:
         """`PairKernel.set_up`; with split keys their number is the last of the sizes."""
         common = super().set_up(allocator, tensors, sizes, scalars, order)
         sink, _ = self.sink_and_ragged(tensors.optional)
         num_splits = sizes[3] if self.problem_class.split else None
-        return Context(**vars(common), sink=sink, num_splits=num_splits)
+        return BlackwellForwardContext(**vars(common), sink=sink, num_splits=num_splits)
 
-    def create_softmax(self, context: Context) -> OnlineSoftmax:
+    def create_softmax(self, context: BlackwellForwardContext) -> OnlineSoftmax:
         """The online softmax of one row."""
         config = self.config
         return OnlineSoftmax.create(
@@ -186,16 +177,18 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
             config.arithmetic, tracks_largest=self.problem_class.max_logits,
         )  # fmt: skip
 
-    def first_row(self, context: Context, work: Any) -> Int32:
+    def first_row(self, context: BlackwellForwardContext, work: Any) -> Int32:
         """The first query of this CTA's half of a tile."""
         return work.block * self.tile_queries + context.cta_rank * self.block_queries
 
-    def query_and_head(self, context: Context, work: Any, row: Int32) -> tuple[Int32, Int32]:
+    def query_and_head(
+        self, context: BlackwellForwardContext, work: Any, row: Int32
+    ) -> tuple[Int32, Int32]:
         """Return (query, head) of a row of this CTA's half of a tile."""
         packed = self.problem_class.packed_heads
         return self.first_row(context, work) + row // packed, work.head * packed + row % packed
 
-    def num_steps(self, context: Context, work: Any) -> Int32:
+    def num_steps(self, context: BlackwellForwardContext, work: Any) -> Int32:
         """Steps of a tile; the same in both CTAs and all roles."""
         if cutlass.const_expr(self.lists_steps):
             return self.step_list(context, work).count

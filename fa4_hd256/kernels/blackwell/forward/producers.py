@@ -6,24 +6,28 @@ from typing import Any
 
 from ...operands import load_tile
 from ..producers import PairProducers
+from .context import BlackwellForwardContext
 
 __all__ = ["ForwardProducers"]
 
 
 class ForwardProducers(PairProducers):
-    """Mixed into ForwardKernel; the shared state is its `Context`.
+    """Mixed into ForwardKernel; the shared state is its
+    `BlackwellForwardContext`.
 
     The position of a step is its KV tile.
     """
 
-    def first_position(self, context: Any, work: Any) -> Any:
+    def first_position(self, context: BlackwellForwardContext, work: Any) -> Any:
         visibility = context.visibility(work, self.config.block_kv)
         return self.first_kv_tile(context, work, visibility, work.block * self.tile_queries)
 
     def next_position(self, position: Any) -> Any:
         return self.next_kv_tile(position)
 
-    def places(self, context: Any, content: str, work: Any, kv_tile: Any) -> tuple:
+    def places(
+        self, context: BlackwellForwardContext, content: str, work: Any, kv_tile: Any
+    ) -> tuple:
         """See `tma_tile`: this CTA's rows of Q, its 64 keys of K, its half of V's columns; of K and
         V `load_kv`."""
         if content == "Q":
@@ -37,7 +41,9 @@ class ForwardProducers(PairProducers):
             place = self.keys(context, work, kv_tile), row, rank, head
         return ((place,),)
 
-    def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
+    def copy(
+        self, context: BlackwellForwardContext, copy: Any, place: tuple, target: tuple
+    ) -> None:
         """Load a tile: rows of packed heads in Q, boxes of K and V in pages."""
         source, smem = getattr(context.tensors, copy.box), context.smem[copy.memory]
         if copy.content == "Q":

@@ -12,8 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ....schedulers import scheduler_class
-from ...backward_common import BackwardEntry
-from ...context import KernelContext
+from ...backward_common import BackwardContext, BackwardEntry
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor, load_tile, prefetch_tile
 from ...problem_class import GradientClass
@@ -50,9 +49,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         self.plan = config.plan
         self.problem_class = gradient_class.problem
         self.dtype = self.problem_class.element_type
-        self.scheduler = scheduler or scheduler_class(
-            self.problem_class.use_clc, CTAS, counts=True
-        )
+        self.scheduler = scheduler or scheduler_class(self.problem_class.use_clc, CTAS, counts=True)
         self.warps, self.edges = self.plan.warps, self.plan.edges
         self.steps = self.plan.steps_of(self.change.has_slopes)
 
@@ -95,14 +92,14 @@ class HopperBackward(BackwardEntry, SchedulerRole):
     def set_up(
         self, allocator: SmemAllocator, tensors: Any, sizes: tuple[Int32, ...], scalars: Any,
         order: Any,
-    ) -> KernelContext:  # fmt: skip
+    ) -> BackwardContext:  # fmt: skip
         """Lay out shared memory as the plan says and initialise the barriers.
 
         sizes: seqlen_q, seqlen_k, query heads for each KV head.
         """
         seqlen_q, seqlen_k, heads_per_kv = sizes
         memory = SharedMemory(allocator, self.plan.smem, self.dtype)
-        return KernelContext(
+        return BackwardContext(
             tensors=tensors,
             barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
             sequences=Sequences(self.sequence_tensors(tensors.ragged), seqlen_q, seqlen_k),
@@ -120,7 +117,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
     # ------------------------------------------------------------------------------------- load
 
     @cute.jit
-    def load(self, context: Any):
+    def load(self, context: BackwardContext):
         """Fill what the table of steps says, in its order; one warp of each CTA."""
         first, later = (self.steps.loads_of("load", is_first) for is_first in (True, False))
         # Steps of a tile are alike behind what is loaded once per tile, where that comes first.
@@ -148,7 +145,9 @@ class HopperBackward(BackwardEntry, SchedulerRole):
                         position = self.next_position(position)
             work = scheduler.advance_to_next_work()
 
-    def _fill_all(self, context: Any, loads: tuple[Load, ...], which: tuple, states: Any) -> Any:
+    def _fill_all(
+        self, context: BackwardContext, loads: tuple[Load, ...], which: tuple, states: Any
+    ) -> Any:
         """Fill the buffers of several loads.  which: (tile, position)."""
         for load in loads:
             for piece in range(load.pieces):
@@ -156,7 +155,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         return states
 
     @cute.jit
-    def _fill(self, context: Any, load: Load, which: tuple, states: Any):
+    def _fill(self, context: BackwardContext, load: Load, which: tuple, states: Any):
         """The next buffer of a ring, once it is free.  which: (tile, position, piece)."""
         ring = self.steps.ring(load.ring)
         state, loaded = states[ring.freed], context.barriers[ring.full]
@@ -169,7 +168,9 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         return states
 
     @cute.jit
-    def _ask_ahead(self, context: Any, loads: tuple[Load, ...], which: tuple, exists: Boolean):
+    def _ask_ahead(
+        self, context: BackwardContext, loads: tuple[Load, ...], which: tuple, exists: Boolean
+    ):
         """Prefetch into L2 what some loads bring in the next step, if it exists.  which: (tile,
         position)."""
         asked = [
@@ -187,7 +188,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
                     own = self._loaded_part(context, copy, context.smem[copy.memory][None, None, 0])
                     prefetch_tile(self._source(context, copy), own, place)
 
-    def copy(self, context: Any, copy: Copy, which: tuple, target: tuple) -> None:
+    def copy(self, context: BackwardContext, copy: Copy, which: tuple, target: tuple) -> None:
         """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
         (work, position, _), (barrier, buffer), smem = which, target, context.smem[copy.memory]
         if copy.box in self.boxes:
@@ -197,7 +198,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
             place = barrier, smem[None, buffer]
             self.load_stats(context, copy.box, (work, position), place)
 
-    def load_box(self, context: Any, copy: Copy, place: tuple, target: tuple) -> None:
+    def load_box(self, context: BackwardContext, copy: Copy, place: tuple, target: tuple) -> None:
         """One TMA load, of half of the columns for both CTAs where they share it.  place: see
         `tma_tile`.  target: (barrier, tensor of SMEM)."""
         barrier, smem = target
@@ -208,11 +209,13 @@ class HopperBackward(BackwardEntry, SchedulerRole):
             is_kept=copy.is_kept,
         )  # fmt: skip
 
-    def _source(self, context: Any, copy: Copy) -> TmaTensor:
+    def _source(self, context: BackwardContext, copy: Copy) -> TmaTensor:
         """Return the TMA tensor of a copy of one of `boxes`."""
         return context.tensors.loads[list(self.boxes).index(copy.box)]
 
-    def _loaded_part(self, context: Any, copy: Copy, buffer: cute.Tensor) -> cute.Tensor:
+    def _loaded_part(
+        self, context: BackwardContext, copy: Copy, buffer: cute.Tensor
+    ) -> cute.Tensor:
         """Return what this CTA's TMA load fills of a buffer, half of the columns where they share
         it, as one of one stage."""
         if copy.is_shared:
@@ -258,7 +261,9 @@ class ScoreGradient(HopperBackward):
         self.score = WgmmaShape(self.dtype, self.plan.step_columns)
         self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
-    def change_scores(self, context: Any, s: cute.Tensor, work: Any, position: Any) -> Any:
+    def change_scores(
+        self, context: BackwardContext, s: cute.Tensor, work: Any, position: Any
+    ) -> Any:
         """Scores of a step as the mask takes them, in place; returns what makes their slopes, see
         `ScoreChange.apply_for_slopes`."""
         if self.problem_class.negative_scale:
@@ -271,7 +276,7 @@ class ScoreGradient(HopperBackward):
         return self.change.apply_for_slopes(s, context.scalars.cap_scale, places)
 
     @cute.jit
-    def gradient(self, context: Any):
+    def gradient(self, context: BackwardContext):
         """One warpgroup: its 64 rows of every tile."""
         waited = (ring.full for ring in self.steps.rings)
         states = self.edges.waiter_states(*waited, *self.holds)

@@ -37,7 +37,7 @@ from cutlass import Float32, Int32, Uint32
 
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
-from ...backward_common import Step, heads_of_part
+from ...backward_common import BackwardContext, Step, heads_of_part
 from ...backward_ds_tiles import (
     DS_TILE,
     RUN,
@@ -101,14 +101,14 @@ class DvKernel(KeyRows, ScoreGradient):
 
     # Steps come in whole blocks of dS: NOTE [blocks of dS] in backward_ds_tiles.py.
 
-    def num_steps(self, context: Any, work: Any) -> Int32:
+    def num_steps(self, context: BackwardContext, work: Any) -> Int32:
         """Steps of all query heads of the part in which some key of the tile is seen."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             return super().num_steps(context, work)
         blocks = self._by_blocks(context, work).num_tiles(work.block * TILE_KEYS, TILE_KEYS)
         return blocks * BLOCK_STEPS * heads_of_part(context, work.head)[1]
 
-    def first_position(self, context: Any, work: Any) -> Step:
+    def first_position(self, context: BackwardContext, work: Any) -> Step:
         """The first step of a tile."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             return super().first_position(context, work)
@@ -118,12 +118,12 @@ class DvKernel(KeyRows, ScoreGradient):
         return Step(heads_of_part(context, work.head)[0], span[0], span)
 
     @staticmethod
-    def _by_blocks(context: Any, work: Any) -> Any:
+    def _by_blocks(context: BackwardContext, work: Any) -> Any:
         return context.visibility(work, TILE_KEYS).transposed(TILE_KEYS)
 
     # --------------------------------------------------------------------------------- gradient
 
-    def _operands(self, context: Any) -> dict[str, cute.Tensor]:
+    def _operands(self, context: BackwardContext) -> dict[str, cute.Tensor]:
         """Operands in shared memory: "k", "v" of this warpgroup's keys; "dout_columns" as B of
         dV."""
         smem, own = context.smem, (ROWS, HEAD_DIM)
@@ -139,7 +139,7 @@ class DvKernel(KeyRows, ScoreGradient):
         }
 
     @cute.jit
-    def _steps(self, context: Any, which: tuple, tensors: tuple, states: Any):
+    def _steps(self, context: BackwardContext, which: tuple, tensors: tuple, states: Any):
         """Compute dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
         (work, num_steps), (operands, dv) = which, tensors
         barriers, step = context.barriers, self.first_position(context, work)
@@ -193,7 +193,9 @@ class DvKernel(KeyRows, ScoreGradient):
         states.advance("dout_loaded")
         return states
 
-    def _issue_scores(self, context: Any, operands: dict, s: cute.Tensor, states: Any) -> None:
+    def _issue_scores(
+        self, context: BackwardContext, operands: dict, s: cute.Tensor, states: Any
+    ) -> None:
         """S^T of a step."""
         state = states["q_loaded"]
         context.barriers["q_loaded"].wait(state)
@@ -202,7 +204,9 @@ class DvKernel(KeyRows, ScoreGradient):
         multiply(self.score, s, operands["k"], q, False)
         commit()
 
-    def _issue_gradient(self, context: Any, operands: dict, dp: cute.Tensor, states: Any) -> None:
+    def _issue_gradient(
+        self, context: BackwardContext, operands: dict, dp: cute.Tensor, states: Any
+    ) -> None:
         """Issue dP^T of a step."""
         state = states["dout_loaded"]
         context.barriers["dout_loaded"].wait(state)
@@ -221,7 +225,7 @@ class DvKernel(KeyRows, ScoreGradient):
 
     @traced("P")
     @cute.jit
-    def _probabilities(self, context: Any, results: tuple, where: tuple, states: Any):
+    def _probabilities(self, context: BackwardContext, results: tuple, where: tuple, states: Any):
         """P of one step in place of its scores, which are done; gives Q and LSE back.
 
         results: (scores, with slopes of these P times them in 16 bits).  where: (tile, mask, step).
@@ -248,7 +252,7 @@ class DvKernel(KeyRows, ScoreGradient):
                 pack(sloped, _run_of(factors, run))
         return states
 
-    def _place_of_ds(self, context: Any, step: Step, row: Int32) -> cute.Pointer:
+    def _place_of_ds(self, context: BackwardContext, step: Step, row: Int32) -> cute.Pointer:
         """Return the address of this thread's first element of dS of a step."""
         steps = DS_TILE // STEP_QUERIES
         key = self.warpgroup() * ROWS + row_of_fragment(0)
@@ -260,7 +264,7 @@ class DvKernel(KeyRows, ScoreGradient):
 
     @traced("dS")
     @cute.jit
-    def _store_ds(self, context: Any, values: tuple, stage: Any, place: cute.Pointer):
+    def _store_ds(self, context: BackwardContext, values: tuple, stage: Any, place: cute.Pointer):
         """Store dS = factors (dP - delta) in 16 bits, to global memory: a quad has 16 bytes, the
         quads of a warp 128 consecutive ones.  values: (dP, factors)."""
         dp, factors = values
@@ -285,7 +289,7 @@ class DvKernel(KeyRows, ScoreGradient):
 
     @traced("drain dV")
     @cute.jit
-    def _finish(self, context: Any, work: Any, dv: cute.Tensor):
+    def _finish(self, context: BackwardContext, work: Any, dv: cute.Tensor):
         """The tile's dV to global memory."""
         rows, first = self.result_rows(context, work), self.first_row(context, work)
         place = context.tensors.results[0], rows, first, work.head

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...backward_block_mask import WORD_PAIR
+from ...backward_common import BackwardContext
 from ...backward_ds_tiles import RUN
 from ...backward_key_tiles import KeyTiles
 from ...block_mask import FULL
@@ -30,33 +31,33 @@ BEYOND = 1 << 30  # a query that no key sees
 class KeyRows(KeyTiles):
     """Mixed into a kernel, before its base.  Tiles: `KeyTiles`."""
 
-    def first_row(self, context: Any, work: Any) -> Int32:
+    def first_row(self, context: BackwardContext, work: Any) -> Int32:
         """The first key of this warpgroup."""
         plan = self.plan
         first = work.block * plan.tile_rows + context.cta_rank * plan.own_rows
         return first + self.warpgroup() * ROWS
 
-    def result_rows(self, context: Any, work: Any) -> Any:
+    def result_rows(self, context: BackwardContext, work: Any) -> Any:
         return context.sequences.key(work.batch)
 
-    def places(self, context: Any, box: str, work: Any, step: Any) -> tuple:
+    def places(self, context: BackwardContext, box: str, work: Any, step: Any) -> tuple:
         """Return the place of a box of keys or queries; see `tma_tile`."""
         if box in ("k", "v"):
             return self.place_of_keys(context, work)
         return self.place_of_queries(context, work, step)
 
-    def place_of_keys(self, context: Any, work: Any) -> tuple:
+    def place_of_keys(self, context: BackwardContext, work: Any) -> tuple:
         """Return the place of a CTA's keys of K or V; see `tma_tile`."""
         first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.own_rows
         head = work.head // context.scalars.head_parts
         return context.sequences.key(work.batch), first, 0, head
 
-    def place_of_queries(self, context: Any, work: Any, step: Any) -> tuple:
+    def place_of_queries(self, context: BackwardContext, work: Any, step: Any) -> tuple:
         """Return the place of a CTA's half of the columns of Q or dO of a step; see `tma_tile`."""
         row = self.query_tile(context, work, step) * self.plan.step_columns
         return context.sequences.query(work.batch), row, context.cta_rank, step.head
 
-    def mask(self, context: Any, work: Any) -> tuple:
+    def mask(self, context: BackwardContext, work: Any) -> tuple:
         """Return (which queries a key is seen by, first key of the warpgroup, steps that need no
         mask, whether some keys do not exist) of a tile; with a block mask (its list, rank of the
         CTA, what `locator` takes before the step)."""
@@ -68,7 +69,7 @@ class KeyRows(KeyTiles):
         unmasked = steps.unmasked_begin, steps.unmasked_end
         return visibility, first, unmasked, first + ROWS > visibility.seqlen_q
 
-    def locator(self, context: Any, work: Any, step: Any) -> Any:
+    def locator(self, context: BackwardContext, work: Any, step: Any) -> Any:
         """Return the function from a score's number to its (query head, query, key)."""
         columns, first = self.plan.step_columns, self.first_row(context, work)
         query = self.query_tile(context, work, step) * columns + cute.arch.lane_idx() % QUAD * 2
@@ -126,7 +127,7 @@ class KeyRows(KeyTiles):
             words = bits[WORD_PAIR * number : WORD_PAIR * (number + 1)]
             hide_unseen(row, words, fragment_columns(self.plan.step_columns))
 
-    def passing_stats(self, context: Any, name: str, stage: Any) -> cute.Tensor:
+    def passing_stats(self, context: BackwardContext, name: str, stage: Any) -> cute.Tensor:
         """-LSE ("lse") or -delta of this thread's queries, in shared memory: (2, runs of eight)."""
         columns = self.plan.step_columns
         layout = cute.make_layout((2, QUAD, columns // RUN), stride=(1, 2, RUN))

@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
+from ...backward_common import BackwardContext
 from ...backward_ds_tiles import (
     DS_BLOCK,
     DS_TILE,
@@ -76,7 +77,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
             "ds": cute.make_tensor(ds, cute.make_layout((DS_TILE_ELEMENTS, plan.ds_stages))),
         }
 
-    def copy(self, context: Any, copy: Copy, which: tuple, target: tuple) -> None:
+    def copy(self, context: BackwardContext, copy: Copy, which: tuple, target: tuple) -> None:
         """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
         if copy.box == "ds":
             self._load_ds(context, which[1], target)
@@ -84,7 +85,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
             self._load_rows(context, copy, which, target)
 
     @cute.jit
-    def _load_rows(self, context: Any, copy: Copy, which: tuple, target: tuple):
+    def _load_rows(self, context: BackwardContext, copy: Copy, which: tuple, target: tuple):
         """Load this CTA's half of the columns of 64 rows of Q or K, for both."""
         (work, position, piece), (barrier, index), rank = which, target, context.cta_rank
         smem = context.smem["rows"][None, None, index]
@@ -97,7 +98,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
             place = context.sequences.key(work.batch), row, rank, head
             self.load_box(context, replace(copy, box="k"), place, (barrier, smem))
 
-    def _load_ds(self, context: Any, position: Walk, target: tuple) -> None:
+    def _load_ds(self, context: BackwardContext, position: Walk, target: tuple) -> None:
         """Load this CTA's 128 x 128 of dS: 32 KiB as they lie."""
         barrier, stage = target
         ds, number = context.tensors.ds, position.ds_number(context.cta_rank)
@@ -113,7 +114,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
     # --------------------------------------------------------------------------------- gradient
 
     @cute.jit
-    def gradient(self, context: Any):
+    def gradient(self, context: BackwardContext):
         """One warpgroup: its 64 rows of every tile."""
         states = self.edges.waiter_states("ds_loaded", "rows_loaded", "ds_free", "rows_free")
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -139,7 +140,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
     def _shape(self, of_keys: bool) -> WgmmaShape:
         return WgmmaShape(self.dtype, HEAD_DIM, a_mn_major=not of_keys, b_mn_major=True)
 
-    def _operands(self, context: Any, of_keys: bool) -> tuple[cute.Tensor, cute.Tensor]:
+    def _operands(self, context: BackwardContext, of_keys: bool) -> tuple[cute.Tensor, cute.Tensor]:
         """dS of this warpgroup's rows, and the rows it is multiplied with."""
         shape = self._shape(of_keys)
         # Rows, then what is reduced over.
@@ -154,7 +155,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
         return shape.a_operand(ds), shape.b_operand(transposed(context.smem["rows"]))
 
     @cute.jit
-    def _sum(self, context: Any, num_steps: Int32, result: tuple, states: Any):
+    def _sum(self, context: BackwardContext, num_steps: Int32, result: tuple, states: Any):
         """The GEMM of a tile.  result: (registers, whether it is of dK)."""
         sums, of_keys = result
         operands = (sums, *self._operands(context, of_keys), self._shape(of_keys))
@@ -178,7 +179,12 @@ class ProductsKernel(ProductTiles, HopperBackward):
 
     @cute.jit
     def _issue(
-        self, context: Any, operands: tuple, piece: int, states: Any, accumulate: bool = True
+        self,
+        context: BackwardContext,
+        operands: tuple,
+        piece: int,
+        states: Any,
+        accumulate: bool = True,
     ):
         """The MMA of a piece, as a group of its own."""
         sums, ds, rows, shape = operands
@@ -196,7 +202,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
         return states
 
     @staticmethod
-    def _release(context: Any, names: tuple[str, ...], states: Any) -> Any:
+    def _release(context: BackwardContext, names: tuple[str, ...], states: Any) -> Any:
         """The oldest buffers that this warp holds."""
         for name in names:
             context.barriers[f"{name}_free"].arrive(states[f"{name}_free"])
@@ -205,7 +211,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
 
     @traced("drain sum")
     @cute.jit
-    def _finish(self, context: Any, sums: cute.Tensor, place: tuple):
+    def _finish(self, context: BackwardContext, sums: cute.Tensor, place: tuple):
         """Store softmax_scale times the sums to global memory; place: see `store`."""
         sums.store(sums.load() * context.scalars.softmax_scale)
         self.store(sums, place)

@@ -28,6 +28,7 @@ from cutlass import Float32, Int32
 
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
+from ...backward_common import BackwardContext
 from ...backward_ds_tiles import RUN
 from ...backward_query_tiles import QueryTiles
 from ...limits import HEAD_DIM
@@ -94,7 +95,7 @@ class SingleKernel(ScoreGradient):
 
     # --------------------------------------------------------------------------------- gradient
 
-    def _operands(self, context: Any) -> dict[str, cute.Tensor]:
+    def _operands(self, context: BackwardContext) -> dict[str, cute.Tensor]:
         """Operands in shared memory: "a", "g" of this warpgroup's rows; "columns" as B of the
         sum."""
         smem, own, place = context.smem, (ROWS, HEAD_DIM), (self.warpgroup(), 0)
@@ -108,7 +109,7 @@ class SingleKernel(ScoreGradient):
         }
 
     @cute.jit
-    def _steps(self, context: Any, which: tuple, tensors: tuple, states: Any):
+    def _steps(self, context: BackwardContext, which: tuple, tensors: tuple, states: Any):
         """The sum of one tile.  which: (tile, steps).  tensors: (operands, sum)."""
         (work, num_steps), (operands, sums) = which, tensors
         position, mask = self.first_position(context, work), self.mask(context, work)
@@ -127,7 +128,7 @@ class SingleKernel(ScoreGradient):
         return self._release_sum(context, states)
 
     @cute.jit
-    def _scores(self, context: Any, where: tuple, tensors: tuple, states: Any):
+    def _scores(self, context: BackwardContext, where: tuple, tensors: tuple, states: Any):
         """dS, or P, of a step, beside the sum of the step before.
 
         where: (tile, position, mask).  tensors: (operands, the sum or None before its first step,
@@ -167,7 +168,7 @@ class SingleKernel(ScoreGradient):
         pack(s, weights)
         return states
 
-    def _issue(self, context: Any, product: tuple, states: Any) -> Any:
+    def _issue(self, context: BackwardContext, product: tuple, states: Any) -> Any:
         """S or dP.  product: (ring of B, A, B, result)."""
         ring, a, b, result = product
         state = states[f"{ring}_loaded"]
@@ -178,7 +179,9 @@ class SingleKernel(ScoreGradient):
         states.advance(f"{ring}_loaded")
         return states
 
-    def _issue_sum(self, context: Any, operands: dict, registers: tuple, states: Any) -> Any:
+    def _issue_sum(
+        self, context: BackwardContext, operands: dict, registers: tuple, states: Any
+    ) -> Any:
         """The oldest step's part of the sum.  registers: (sum, its A)."""
         sums, weights = registers
         if self.of_ds:
@@ -192,11 +195,11 @@ class SingleKernel(ScoreGradient):
         commit()
         return states
 
-    def _release_sum(self, context: Any, states: Any) -> Any:
+    def _release_sum(self, context: BackwardContext, states: Any) -> Any:
         return self._release(context, "x" if self.of_ds else "y", states)
 
     @staticmethod
-    def _release(context: Any, ring: str, states: Any) -> Any:
+    def _release(context: BackwardContext, ring: str, states: Any) -> Any:
         """The oldest buffer of a ring that this warp holds."""
         context.barriers[f"{ring}_free"].arrive(states[f"{ring}_free"])
         states.advance(f"{ring}_free")
@@ -204,7 +207,7 @@ class SingleKernel(ScoreGradient):
 
     @traced("P")
     @cute.jit
-    def _probabilities(self, context: Any, s: cute.Tensor, where: tuple, stages: tuple):
+    def _probabilities(self, context: BackwardContext, s: cute.Tensor, where: tuple, stages: tuple):
         """P of one step in place of its scores; for dS times the slope of each."""
         work, position, mask = where
         slope_of = self.change_scores(context, s, work, position)
@@ -219,7 +222,7 @@ class SingleKernel(ScoreGradient):
 
     @traced("drain")
     @cute.jit
-    def _finish(self, context: Any, work: Any, sums: cute.Tensor):
+    def _finish(self, context: BackwardContext, work: Any, sums: cute.Tensor):
         """The tile's result to global memory."""
         if cutlass.const_expr(self.is_scaled):
             sums.store(sums.load() * context.scalars.softmax_scale)
@@ -233,7 +236,7 @@ class KeyGradient(KeyRows, SingleKernel):
     stays = ("k", "v")
     passes = ("q", "dout")
 
-    def stats_of(self, context: Any, mask: tuple, stages: tuple) -> tuple:
+    def stats_of(self, context: BackwardContext, mask: tuple, stages: tuple) -> tuple:
         """-LSE and -delta by element of a fragment, None where the kernel has no use of it; both
         belong to columns."""
         found = []
@@ -264,12 +267,12 @@ class DqKernel(QueryTiles, SingleKernel):
     stays = ("q", "dout")
     passes = ("k", "v")
 
-    def first_row(self, context: Any, work: Any) -> Int32:
+    def first_row(self, context: BackwardContext, work: Any) -> Int32:
         """The first row of this warpgroup."""
         rank, group = context.cta_rank, self.warpgroup()
         return work.block * TILE_ROWS + rank * OWN_ROWS + group * ROWS
 
-    def places(self, context: Any, box: str, work: Any, position: Int32) -> tuple:
+    def places(self, context: BackwardContext, box: str, work: Any, position: Int32) -> tuple:
         """Return the place of a box of the tile or of a step; see `tma_tile`."""
         if box in self.stays:
             first = work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
@@ -277,7 +280,7 @@ class DqKernel(QueryTiles, SingleKernel):
         row, head = position * STEP_COLUMNS, work.head // context.heads_per_kv
         return context.sequences.key(work.batch), row, context.cta_rank, head
 
-    def mask(self, context: Any, work: Any) -> tuple:
+    def mask(self, context: BackwardContext, work: Any) -> tuple:
         """Return (which keys a query sees, first query of the warpgroup, steps that need no mask,
         -LSE and -delta of both rows of this thread) of a tile."""
         first, visibility = self.first_row(context, work), context.visibility(work, STEP_COLUMNS)
@@ -290,7 +293,7 @@ class DqKernel(QueryTiles, SingleKernel):
         ]
         return visibility, first, unmasked, stats
 
-    def locator(self, context: Any, work: Any, position: Int32) -> Any:
+    def locator(self, context: BackwardContext, work: Any, position: Int32) -> Any:
         """Return the function from a score's number to its (query head, query, key)."""
         first, columns = self.first_row(context, work), fragment_columns(STEP_COLUMNS)
         key = position * STEP_COLUMNS + cute.arch.lane_idx() % QUAD * 2
@@ -311,7 +314,7 @@ class DqKernel(QueryTiles, SingleKernel):
                 query = first_query + row_of_fragment(row)
                 visibility.apply(rows_of(s)[row], query, key, fragment_columns(STEP_COLUMNS))
 
-    def stats_of(self, context: Any, mask: tuple, stages: tuple) -> tuple:
+    def stats_of(self, context: BackwardContext, mask: tuple, stages: tuple) -> tuple:
         """-LSE and -delta by element of a fragment; both belong to rows."""
         lse, delta = mask[3]
         return lambda i: lse[i // 2 % 2], lambda i: delta[i // 2 % 2]

@@ -24,8 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from ...decode_e4m3_scales import KeyScales, ScaledSoftmax
 from ...decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
-from ...e4m3_scales import KeyScales, ScaledSoftmax
 from ...edges import RingState
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...masking import Visibility
@@ -43,6 +43,7 @@ from ..instructions import (
     wait,
 )
 from .config import BLOCK_KV
+from .context import HopperE4m3DecodeContext
 from .queries import QueryRows
 from .steps import QK_PARTS
 
@@ -94,7 +95,8 @@ class KeyFragments(ScaledSoftmax):
 
 
 class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
-    """Mixed into the decode kernel; the shared state is its `Context`."""
+    """Mixed into the decode kernel; the shared state is its
+    `HopperE4m3DecodeContext`."""
 
     key_steps = (0, 8)
 
@@ -112,7 +114,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         run, own = divmod(number, 2)
         return cute.arch.thread_idx()[0] % QUAD * 2 + (run * COLUMN_RUN + own)
 
-    def _create(self, context: Any) -> KeyFragments:
+    def _create(self, context: HopperE4m3DecodeContext) -> KeyFragments:
         config = self.config
         softmax = KeyFragments.create(
             self.softmax_scale(context), config.ex2_pattern, config.rescale_threshold,
@@ -127,7 +129,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         softmax.k_scale = cute.make_rmem_tensor(1, Float32)
         return softmax
 
-    def _context_of(self, context: Any, work: Any) -> Any:
+    def _context_of(self, context: HopperE4m3DecodeContext, work: Any) -> Any:
         return context.of_tile(work)
 
     def _step_states(self) -> RingState:
@@ -141,7 +143,9 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         return thread // WARP_SIZE * 16 + thread % WARP_SIZE // QUAD
 
     @cute.jit
-    def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any):
+    def _begin_tile(
+        self, context: HopperE4m3DecodeContext, softmax: Any, work: Any, key: Int32, state: Any
+    ):
         """Q in f16, and the scales of the tile, or of the first step's keys."""
         context.barriers["q_loaded"].wait(state)
         self._bring_queries(context, state.index)
@@ -161,7 +165,9 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
 
     @traced("step")
     @cute.jit
-    def _step(self, context: Any, running: tuple, place: tuple, is_masked: bool):
+    def _step(
+        self, context: HopperE4m3DecodeContext, running: tuple, place: tuple, is_masked: bool
+    ):
         """QK, softmax and PV of a step.
 
         running: (softmax, state of K and V, number of the step).  place: (tile, this thread's first
@@ -184,11 +190,13 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         wait(0)
         return kv
 
-    def _end_steps(self, context: Any, softmax: Any, states: Any) -> Any:
+    def _end_steps(self, context: HopperE4m3DecodeContext, softmax: Any, states: Any) -> Any:
         context.barriers["q_free"].arrive(RingState(1, softmax.stage[0], Int32(0)))
         return states
 
-    def _multiply_keys(self, context: Any, softmax: Any, kv: Any) -> tuple[cute.Tensor, Any]:
+    def _multiply_keys(
+        self, context: HopperE4m3DecodeContext, softmax: Any, kv: Any
+    ) -> tuple[cute.Tensor, Any]:
         """Issue S^T = K Q^T, part by part as K becomes f16, NOTE [fragments of bytes]; S."""
         context.barriers["kv_loaded"].wait(kv)
         words = self._load_keys(context, kv)
@@ -213,7 +221,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
                 commit()
         return scores, kv
 
-    def _load_keys(self, context: Any, kv: Any) -> list[list[cute.Tensor]]:
+    def _load_keys(self, context: HopperE4m3DecodeContext, kv: Any) -> list[list[cute.Tensor]]:
         """A tile of K in registers: a piece of each part of the columns and of both rows."""
         thread = cute.arch.thread_idx()[0]
         piece = (2 * (thread % QUAD)) ^ (thread % WARP_SIZE // QUAD)
@@ -226,7 +234,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
             found.append([self._words(context, pieces[odd] + f, PIECE // WORD) for f in far])
         return found
 
-    def _load_values(self, context: Any, kv: Any) -> tuple[list, Any]:
+    def _load_values(self, context: HopperE4m3DecodeContext, kv: Any) -> tuple[list, Any]:
         """A tile of V in registers, NOTE [fragments of bytes], by eight keys and the two of each
         pair."""
         context.barriers["kv_loaded"].wait(kv)
@@ -237,8 +245,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         tile = kv.index * (2 * BLOCK_WORDS) + warpgroup * BLOCK_WORDS
         tile = tile + first_key * (ROW_BYTES // WORD) + quad % 4
         pieces = [
-            tile + (own * (ROW_BYTES // WORD) + (piece ^ own) * (PIECE // WORD))
-            for own in range(2)
+            tile + (own * (ROW_BYTES // WORD) + (piece ^ own) * (PIECE // WORD)) for own in range(2)
         ]
         found = []
         for eight in range(BLOCK_KV // 8):
@@ -256,7 +263,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
                 at = 4 * (eight // 2) + 2 * (eight % 2)
                 fragment[at], fragment[at + 1] = halves_of(pair_of(number, *pair))
 
-    def _words(self, context: Any, start: Int32, count: int) -> cute.Tensor:
+    def _words(self, context: HopperE4m3DecodeContext, start: Int32, count: int) -> cute.Tensor:
         """Some words of K's and V's buffers, from a multiple of their number on."""
         words = cute.make_rmem_tensor(count, Uint32)
         place = (context.smem["kv_words"].iterator + start).align(count * WORD)
@@ -268,7 +275,12 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
     @traced("softmax")
     @cute.jit
     def _exponentiate(
-        self, context: Any, softmax: Any, scores: cute.Tensor, where: tuple, is_masked: bool
+        self,
+        context: HopperE4m3DecodeContext,
+        softmax: Any,
+        scores: cute.Tensor,
+        where: tuple,
+        is_masked: bool,
     ):
         """S -> P in shared memory; maxima where they move, sums.  where: (place of `_step`, nodes,
         number of the step)."""
@@ -290,7 +302,9 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         cute.arch.fence_view_async_shared()
         synchronise(self.softmax_threads)
 
-    def _scale(self, context: Any, softmax: Any, keys: tuple, work: Any) -> None:
+    def _scale(
+        self, context: HopperE4m3DecodeContext, softmax: Any, keys: tuple, work: Any
+    ) -> None:
         """Scores of the rows as they were: by their scales, which K's scale of the tile is among,
         those of a key by its page's scale."""
         factors = self._read(context.smem["factors"], softmax.stage[0])
@@ -305,7 +319,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
             if k_scale is not None:
                 self._multiply_all(values, k_scale)
 
-    def _weigh(self, context: Any, softmax: Any, keys: tuple) -> None:
+    def _weigh(self, context: HopperE4m3DecodeContext, softmax: Any, keys: tuple) -> None:
         """A key's own scale of V, into the exponents of 2."""
         if not self.of_pages:
             return
@@ -318,7 +332,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         """The query of one of a thread's rows."""
         return self.queries(work)[0] + self._row(number) // self.of_query
 
-    def _nodes(self, context: Any, work: Any, is_masked: bool) -> Any:
+    def _nodes(self, context: HopperE4m3DecodeContext, work: Any, is_masked: bool) -> Any:
         """The words of a thread's rows for a masked step, None where they have none."""
         if not (is_masked and context.mask.tree):
             return None
@@ -339,7 +353,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
                 values[number] = cutlass.select_(is_visible, values[number], Float32(-math.inf))
 
     @traced("maxima")
-    def _raise_maxima(self, context: Any, softmax: Any, keys: tuple):
+    def _raise_maxima(self, context: HopperE4m3DecodeContext, softmax: Any, keys: tuple):
         """Maxima over all keys of the step; O and sums rescaled."""
         largest = cute.make_rmem_tensor(self.own_rows, Float32)
         for row in range(self.own_rows):
@@ -359,7 +373,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
                 values[row] = values[row] * factors[row]
 
     def _share(
-        self, context: Any, name: str, values: cute.Tensor,
+        self, context: HopperE4m3DecodeContext, name: str, values: cute.Tensor,
         operation: Callable[[Float32, Float32], Float32],
     ) -> None:  # fmt: skip
         """Each warp's values, combined over the lanes that have the same rows, to shared memory."""
@@ -372,7 +386,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
             shared[self._row(number), warp] = value
 
     @cute.jit
-    def _share_sums(self, context: Any, softmax: Any):
+    def _share_sums(self, context: HopperE4m3DecodeContext, softmax: Any):
         self._share(context, "sums", softmax.sums, lambda a, b: a + b)
         if cute.arch.thread_idx()[0] < WARP_SIZE:
             # Alike in all warps.
@@ -380,7 +394,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
                 context.smem["offsets"][self._row(number), 0] = softmax.offsets[number]
         synchronise(self.softmax_threads)
 
-    def _offset_of(self, context: Any, softmax: Any, row: Int32) -> Float32:
+    def _offset_of(self, context: HopperE4m3DecodeContext, softmax: Any, row: Int32) -> Float32:
         return context.smem["offsets"][row, 0]
 
     def _read(self, shared: cute.Tensor, column: Any) -> cute.Tensor:
@@ -389,7 +403,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
             found[number] = shared[self._row(number), column]
         return found
 
-    def _store_probabilities(self, context: Any, scores: cute.Tensor) -> None:
+    def _store_probabilities(self, context: HopperE4m3DecodeContext, scores: cute.Tensor) -> None:
         """P to shared memory: a key of two neighbouring rows per word."""
         rounded = cute.make_rmem_tensor(cute.size(scores), cutlass.Float16)
         pack(scores, rounded)
@@ -402,7 +416,9 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
     # ------------------------------------------------------------ results
 
     @traced("store O")
-    def _store_sums(self, context: Any, running: tuple, work: Any, inverses: cute.Tensor):
+    def _store_sums(
+        self, context: HopperE4m3DecodeContext, running: tuple, work: Any, inverses: cute.Tensor
+    ):
         """O / sum to global memory, in the type of `out`."""
         softmax, _ = running
         for accumulator in softmax.o:
@@ -410,14 +426,14 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         columns = [values for accumulator in softmax.o for values in rows_of(accumulator)]
         self._store(context, work, columns)
 
-    def _store_zeros(self, context: Any, work: Any):
+    def _store_zeros(self, context: HopperE4m3DecodeContext, work: Any):
         """Store out = 0 for the rows of a tile that sees no key."""
         zeros = cute.make_rmem_tensor(self.own_rows, Float32)
         zeros.fill(0.0)
         self._store(context, work, [zeros] * 4)
 
     @cute.jit
-    def _store(self, context: Any, work: Any, columns: list):
+    def _store(self, context: HopperE4m3DecodeContext, work: Any, columns: list):
         """Four neighbouring columns of this thread's rows.  columns: their values by row."""
         packed, length = self.problem_class.packed_heads, context.query(work).length
         thread = cute.arch.thread_idx()[0]

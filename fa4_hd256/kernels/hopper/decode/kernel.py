@@ -20,7 +20,6 @@ The tables of roles, barriers and SMEM: `E4m3Config`.  NOTE [packed heads] and N
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -30,8 +29,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder, scheduler_class
-from ...context import KernelContext
-from ...forward_common import ForwardCommon, ForwardEntries, ForwardTensors
+from ...forward_common import ForwardCommon
+from ...forward_context import ForwardKernelTensors
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...problem_class import ProblemClass, query_rows
@@ -41,29 +40,12 @@ from ...sequences import Sequences
 from ..instructions import WgmmaShape
 from .config import BLOCK_KV, E4m3Config
 from .consumers import P_CORE, E4m3Consumer
+from .context import HopperE4m3DecodeContext
 from .producers import E4m3Producer
 
 __all__ = ["DecodeE4m3Kernel"]
 
 TILE_COLUMNS = HEAD_DIM // 2  # of K or V, whose bytes come in twos
-
-
-@dataclass(frozen=True)
-class Context(ForwardEntries, KernelContext):
-    """State that every warp role of one CTA shares.
-
-    sink: (heads,) or None.  k_descale, v_descale: (entries, heads_kv) float32, or None. num_splits:
-    see `ForwardEntries`.  smem: "q" and "kv" with their stages, the former also in f16, "q_halves",
-    the latter also by words, "kv_words"; "factors", "p_words", "maxima", "sums", "offsets",
-    "inverses".  q, p: descriptors of the operands, of Q by stage.
-    """
-
-    sink: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
-    num_splits: Any = None
-    q: Any = None
-    p: Any = None
 
 
 class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer):
@@ -92,7 +74,9 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         self.qk = WgmmaShape(half, config.rows, a_in_registers=True)
         self.pv = WgmmaShape(half, config.rows, a_in_registers=True, b_mn_major=True)
 
-    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
+    def kernel_tensors(
+        self, operands: tuple, lse: cute.Tensor, optional: Any
+    ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         keys = load, BLOCK_KV, TILE_COLUMNS
@@ -101,7 +85,7 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
             self.tma_tensor(name, view, boxes[name])
             for name, view in zip("qkv", operands[:3], strict=True)
         ]
-        return ForwardTensors(*tmas, None, operands[3], lse, optional)
+        return ForwardKernelTensors(*tmas, None, operands[3], lse, optional)
 
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
@@ -129,18 +113,18 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
     def set_up(
         self,
         allocator: SmemAllocator,
-        tensors: ForwardTensors,
+        tensors: ForwardKernelTensors,
         sizes: tuple[Int32, ...],
         scalars: CallScalars,
         order: TileOrder,
-    ) -> Context:
+    ) -> HopperE4m3DecodeContext:
         """Lay out shared memory as the plan says and initialise the barriers."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         sink, ragged = self.sink_and_ragged(tensors.optional)
         entries = self.cache_entries(tensors)
         k_descale, v_descale = self.descales(tensors.optional)
         smem, p = self._smem(memory)
-        return Context(
+        return HopperE4m3DecodeContext(
             tensors=tensors,
             barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
             sequences=Sequences(self.sequence_tensors(ragged), *sizes[:2], entries=entries),

@@ -11,15 +11,17 @@ from cutlass import Int32
 from ...ranges import traced
 from ...steps import CLAIM_STEPS, Load
 from .config import BLOCK_KV
+from .context import HopperE4m3DecodeContext
 
 __all__ = ["E4m3Producer"]
 
 
 class E4m3Producer:
-    """Mixed into the decode kernel; the shared state is its `Context`."""
+    """Mixed into the decode kernel; the shared state is its
+    `HopperE4m3DecodeContext`."""
 
     @cute.jit
-    def load(self, context: Any):
+    def load(self, context: HopperE4m3DecodeContext):
         """K and V of each step; one warp."""
         loads = self.config.steps.loads_of("load", False)
         state = self.edges["kv_free"].waiter_state()
@@ -46,7 +48,7 @@ class E4m3Producer:
 
     @traced("load")
     @cute.jit
-    def _fill(self, context: Any, load: Load, which: tuple, state: Any):
+    def _fill(self, context: HopperE4m3DecodeContext, load: Load, which: tuple, state: Any):
         """The next buffer, once it is free.  which: (tile, KV tile)."""
         (work, position), (copy,) = which, load.copies
         loaded = context.barriers["kv_loaded"]

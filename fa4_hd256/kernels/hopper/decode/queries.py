@@ -1,25 +1,25 @@
 """Q of a tile: the rows come by TMA, and the consumers bring them to f16 where they lie:
-`kernels.e4m3_queries` NOTE [Q in place].
+`kernels.decode_e4m3_queries` NOTE [Q in place].
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...decode_e4m3_queries import ScaledRows
 from ...decode_softmax import synchronise
-from ...e4m3_queries import ScaledRows
 from ...ranges import traced
 from ...views import columns_of
+from .context import HopperE4m3DecodeContext
 
 __all__ = ["QueryRows"]
 
 
 class QueryRows(ScaledRows):
-    """Mixed into the decode kernel; the shared state is its `Context`."""
+    """Mixed into the decode kernel; the shared state is its
+    `HopperE4m3DecodeContext`."""
 
     top_exponent = 14
     rows_at_once = 4  # more take registers that a warp has not
@@ -33,12 +33,14 @@ class QueryRows(ScaledRows):
 
     @traced("Q to f16")
     @cute.jit
-    def _bring_queries(self, context: Any, stage: Int32):
+    def _bring_queries(self, context: HopperE4m3DecodeContext, stage: Int32):
         """Bring the rows to f16 in their buffer, with their scales; by the consumers."""
         self._bring_rows(context, stage)
         synchronise(self.softmax_threads)
 
-    def _store_row(self, context: Any, row: tuple, elements: list[Float32], stage: Int32) -> None:
+    def _store_row(
+        self, context: HopperE4m3DecodeContext, row: tuple, elements: list[Float32], stage: Int32
+    ) -> None:
         """Store this lane's 8 elements of a row: half of a piece of 16, thus of two slices;
         `config` NOTE [order of columns]."""
         lane = cute.arch.lane_idx()

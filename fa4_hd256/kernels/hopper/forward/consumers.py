@@ -28,6 +28,7 @@ from ..instructions import (
     transposed,
     wait,
 )
+from .context import HopperForwardContext
 from .plan import WARPGROUP_ROWS
 
 __all__ = ["ForwardConsumer"]
@@ -51,10 +52,11 @@ class Fragments(SharedByReference):
 
 
 class ForwardConsumer:
-    """Mixed into ForwardKernel; the shared state is its `Context`."""
+    """Mixed into ForwardKernel; the shared state is its
+    `HopperForwardContext`."""
 
     @cute.jit
-    def consume(self, context: Any):
+    def consume(self, context: HopperForwardContext):
         """Q K^T, softmax and P V of the 64 rows of this warpgroup; O and LSE at the tile's end."""
         warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         # Q of this warpgroup has one buffer, whose number is the warpgroup's.
@@ -75,7 +77,9 @@ class ForwardConsumer:
             work = scheduler.advance_to_next_work()
 
     @cute.jit
-    def _range_tile(self, context: Any, running: tuple, which: tuple, q_loaded: Any):
+    def _range_tile(
+        self, context: HopperForwardContext, running: tuple, which: tuple, q_loaded: Any
+    ):
         """All steps of a tile; this warpgroup takes part in its own.
 
         running: see `_steps`.  which: (tile, this warpgroup).
@@ -106,7 +110,9 @@ class ForwardConsumer:
         return softmax, states, q_loaded, first_row
 
     @cute.jit
-    def _listed_tile(self, context: Any, running: tuple, which: tuple, q_loaded: Any):
+    def _listed_tile(
+        self, context: HopperForwardContext, running: tuple, which: tuple, q_loaded: Any
+    ):
         """Run a tile's steps that a block mask lists; both warpgroups take part in all of them."""
         fragments, softmax, states = running
         work, warpgroup = which
@@ -157,7 +163,7 @@ class ForwardConsumer:
         if is_partial:
             hide_unseen(row, words, fragment_columns(self.config.block_kv))
 
-    def _fragments(self, context: Any, warpgroup: Int32) -> Fragments:
+    def _fragments(self, context: HopperForwardContext, warpgroup: Int32) -> Fragments:
         qk, pv = self.qk, self.pv
         return Fragments(
             p=pv.a_fragment(self.config.block_kv),
@@ -167,9 +173,7 @@ class ForwardConsumer:
             v=pv.b_operand(transposed(context.smem["v_tiles"])),
         )
 
-    def _own_tiles(
-        self, visibility: Any, work: Any, first_row: Int32
-    ) -> tuple[TileRange, Int32]:
+    def _own_tiles(self, visibility: Any, work: Any, first_row: Int32) -> tuple[TileRange, Int32]:
         """Return (KV tiles, their number) that the rows of a warpgroup take part in."""
         part = (first_row, self.part_queries)
         if cutlass.const_expr(self.config.skips and not self.problem_class.split):
@@ -182,7 +186,7 @@ class ForwardConsumer:
         return visibility.tile_range(tile, part), visibility.num_tiles(*tile)
 
     @cute.jit
-    def _skip(self, context: Any, states: tuple, count: Int32):
+    def _skip(self, context: HopperForwardContext, states: tuple, count: Int32):
         """Give back K and V of steps that this warpgroup takes no part in."""
         k_loaded, v_loaded = states
         for _ in cutlass.range(count, unroll=1):
@@ -195,7 +199,7 @@ class ForwardConsumer:
         return k_loaded, v_loaded
 
     @cute.jit
-    def _steps(self, context: Any, running: tuple, which: tuple, q_loaded: Any):
+    def _steps(self, context: HopperForwardContext, running: tuple, which: tuple, q_loaded: Any):
         """All steps of a tile: QK of a step is issued before PV of the one before it, and runs
         while the softmax of that one does.
 
@@ -240,12 +244,14 @@ class ForwardConsumer:
                 key -= block
         return softmax, self._last_product(context, fragments, states)
 
-    def _nodes(self, context: Any, work: Any, first_row: Int32) -> tuple:
+    def _nodes(self, context: HopperForwardContext, work: Any, first_row: Int32) -> tuple:
         """The words of both rows of a thread, `NO_NODES` where rows have none."""
         rows = (first_row + row_of_fragment(number) // self.query_rows for number in range(ROWS))
         return tuple(context.nodes(work, row) for row in rows) if context.mask.tree else NO_NODES
 
-    def _last_product(self, context: Any, fragments: Fragments, states: tuple) -> tuple:
+    def _last_product(
+        self, context: HopperForwardContext, fragments: Fragments, states: tuple
+    ) -> tuple:
         """PV of a tile's last step."""
         k_loaded, v_loaded = states
         fence()
@@ -256,7 +262,7 @@ class ForwardConsumer:
         return k_loaded, v_loaded
 
     @cute.jit
-    def _give_back_k(self, context: Any, k_loaded: Any, q: tuple):
+    def _give_back_k(self, context: HopperForwardContext, k_loaded: Any, q: tuple):
         """QK of a step is done: K is free, and Q with the tile's last.  q: (state of Q, steps
         left)."""
         q_loaded, left = q
@@ -266,7 +272,7 @@ class ForwardConsumer:
 
     @traced("first step")
     @cute.jit
-    def _first_step(self, context: Any, running: tuple, where: tuple, q: tuple):
+    def _first_step(self, context: HopperForwardContext, running: tuple, where: tuple, q: tuple):
         """QK and softmax of the first step; O is empty yet."""
         fragments, softmax, states = running
         k_loaded, v_loaded = states
@@ -283,7 +289,7 @@ class ForwardConsumer:
 
     @traced("step")
     @cute.jit
-    def _step(self, context: Any, running: tuple, where: tuple, q: tuple):
+    def _step(self, context: HopperForwardContext, running: tuple, where: tuple, q: tuple):
         """QK of a step, PV of the one before, softmax, O rescaled.
 
         where: see `_exponentiate`.  q: see `_give_back_k`.
@@ -325,7 +331,7 @@ class ForwardConsumer:
 
     @traced("softmax")
     def _exponentiate(
-        self, context: Any, scores: cute.Tensor, softmax: tuple, where: tuple
+        self, context: HopperForwardContext, scores: cute.Tensor, softmax: tuple, where: tuple
     ) -> tuple[Float32, Float32]:
         """S -> P, float32 in place, for both rows of a thread; the factors for O.
 
@@ -361,12 +367,14 @@ class ForwardConsumer:
             softmax[number].accumulate_sum(row)
         return tuple(factors)
 
-    def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
+    def _places(self, context: HopperForwardContext, place: tuple, keys_exist: bool) -> Any:
         """Return the places of the scores of a fragment.  place: see `_exponentiate`."""
         return self.score_places(context, place[0][0], self._locator(place), keys_exist)
 
     @cute.jit
-    def _hide_unseen(self, context: Any, scores: cute.Tensor, place: tuple, number: Int32):
+    def _hide_unseen(
+        self, context: HopperForwardContext, scores: cute.Tensor, place: tuple, number: Int32
+    ):
         """Scores of a listed step that a function says are not seen := -inf.  place: see
         `_exponentiate`; number: see `MaskFunction.hide`."""
         if number != FULL:
@@ -396,7 +404,9 @@ class ForwardConsumer:
                 row.store(row.load() * factor)
 
     @cute.jit
-    def _finish(self, context: Any, fragments: Fragments, softmax: tuple, which: tuple):
+    def _finish(
+        self, context: HopperForwardContext, fragments: Fragments, softmax: tuple, which: tuple
+    ):
         """O / sum and LSE of both rows of a thread to global memory."""
         work, first_row = which
         query_rows = context.query(work)
@@ -463,7 +473,7 @@ class ForwardConsumer:
                 cute.recast_tensor(group, self.dtype), groups[None, number * QUAD + lane]
             )
 
-    def create_softmax(self, context: Any) -> OnlineSoftmax:
+    def create_softmax(self, context: HopperForwardContext) -> OnlineSoftmax:
         """The online softmax of one row, which the lanes of a quad share."""
         config = self.config
         return OnlineSoftmax.create(

@@ -28,7 +28,6 @@ arrives while the last P of this one is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -38,8 +37,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder, scheduler_class
-from ...context import KernelContext
-from ...forward_common import ForwardCommon, ForwardEntries, ForwardTensors
+from ...forward_common import ForwardCommon
+from ...forward_context import ForwardKernelTensors
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...problem_class import ProblemClass, query_rows
@@ -49,22 +48,11 @@ from ...sequences import Sequences
 from ..instructions import WgmmaShape
 from .config import ForwardConfig
 from .consumers import ForwardConsumer
+from .context import HopperForwardContext
 from .plan import WARPGROUP_ROWS
 from .producers import ForwardProducer
 
 __all__ = ["ForwardKernel"]
-
-
-@dataclass(frozen=True)
-class Context(ForwardEntries, KernelContext):
-    """State that every warp role of one CTA shares.
-
-    sink: (heads,) or None.  smem: "q" by warpgroup; "k", "v" as this CTA loads them; "k_tiles",
-    "v_tiles" as they are multiplied.  num_splits: see `ForwardEntries`.
-    """
-
-    sink: Any = None
-    num_splits: Any = None
 
 
 class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsumer):
@@ -95,7 +83,9 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
         self.qk = WgmmaShape(self.dtype, config.block_kv)
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
-    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
+    def kernel_tensors(
+        self, operands: tuple, lse: cute.Tensor, optional: Any
+    ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         boxes = (load, WARPGROUP_ROWS, HEAD_DIM), self.kv_copy(), self.kv_copy()
@@ -103,7 +93,7 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
             self.tma_tensor(name, view, box)
             for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
         ]
-        return ForwardTensors(*tmas, None, operands[3], lse, optional)
+        return ForwardKernelTensors(*tmas, None, operands[3], lse, optional)
 
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
@@ -140,11 +130,11 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
     def set_up(
         self,
         allocator: SmemAllocator,
-        tensors: ForwardTensors,
+        tensors: ForwardKernelTensors,
         sizes: tuple[Int32, ...],
         scalars: CallScalars,
         order: TileOrder,
-    ) -> Context:
+    ) -> HopperForwardContext:
         """Lay out shared memory as the plan says and initialise the barriers."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         sink, ragged = self.sink_and_ragged(tensors.optional)
@@ -153,7 +143,7 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
         rank = Int32(0)
         if self.config.ctas > 1:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return Context(
+        return HopperForwardContext(
             tensors=tensors,
             barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
             sequences=sequences,
@@ -180,7 +170,7 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
             found[f"{name}_tiles"] = memory.operand(name, rows, HEAD_DIM, stages)
         return found
 
-    def first_row(self, context: Context, work: Any, warpgroup: Any) -> Int32:
+    def first_row(self, context: HopperForwardContext, work: Any, warpgroup: Any) -> Int32:
         """The first query of a warpgroup's part of a tile."""
         first = work.block * self.tile_queries + context.cta_rank * self.block_queries
         return first + warpgroup * self.part_queries

@@ -14,15 +14,17 @@ from ...limits import HEAD_DIM
 from ...operands import load_tile
 from ...ranges import traced
 from ...steps import CLAIM_STEPS
+from .context import HopperForwardContext
 
 __all__ = ["ForwardProducer"]
 
 
 class ForwardProducer:
-    """Mixed into ForwardKernel; the shared state is its `Context`."""
+    """Mixed into ForwardKernel; the shared state is its
+    `HopperForwardContext`."""
 
     @cute.jit
-    def load(self, context: Any):
+    def load(self, context: HopperForwardContext):
         """Fetch what the MMAs need: K and Q of a tile's first step, then K of a step before V of
         the one before it."""
         edges = self.edges
@@ -64,7 +66,7 @@ class ForwardProducer:
             context.barriers["v_free"].wait(v_free)
             v_free.advance()
 
-    def _load_q(self, context: Any, work: Any, q_free: Any) -> None:
+    def _load_q(self, context: HopperForwardContext, work: Any, q_free: Any) -> None:
         """The rows of each warpgroup, once its last MMA with those before is done."""
         of_query = self.query_rows
         for warpgroup in range(self.config.warpgroups):
@@ -81,7 +83,7 @@ class ForwardProducer:
 
     @traced("load")
     @cute.jit
-    def _load_kv(self, context: Any, name: str, which: tuple, state: Any):
+    def _load_kv(self, context: HopperForwardContext, name: str, which: tuple, state: Any):
         """One tile of K or V, or this CTA's columns of it for both CTAs.  which: (tile, KV
         tile)."""
         work, position = which

@@ -17,6 +17,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..softmax_emu.by_key import KeySoftmax
+from .e4m3_codes import scale_of
+from .forward_context import DescaledContext
 from .problem_class import OF_PAGES
 
 __all__ = ["KeyScales", "ScaledSoftmax"]
@@ -63,7 +65,7 @@ class KeyScales:
         """Return True if scales are those of pages."""
         return self.problem_class.descale == OF_PAGES
 
-    def softmax_scale(self, context: Any) -> Float32:
+    def softmax_scale(self, context: DescaledContext) -> Float32:
         """Return what the softmax multiplies scores with.  With scales of pages scores are
         exponents of 2 before it has them."""
         return Float32(1.0) if self.of_pages else context.scalars.scale_log2
@@ -81,7 +83,7 @@ class KeyScales:
             softmax.v_scale.fill(1.0)
 
     @cute.jit
-    def _enter_scales(self, context: Any, softmax: Any, work: Any, key: Int32):
+    def _enter_scales(self, context: DescaledContext, softmax: Any, work: Any, key: Int32):
         """The scales of the tile, or of the first step's keys.  key: this thread's first one."""
         if cutlass.const_expr(self.of_pages):
             softmax.key[0] = key
@@ -91,7 +93,7 @@ class KeyScales:
             softmax.v_scale[0] = scale_of(context.v_descale, batch, head)
             self._multiply_all(softmax.k_scale, scale_of(context.k_descale, batch, head))
 
-    def _next_scales(self, context: Any, softmax: Any, work: Any) -> None:
+    def _next_scales(self, context: DescaledContext, softmax: Any, work: Any) -> None:
         """The scales of this thread's keys in the next step, loaded a step ahead."""
         block = self.config.block_kv
         visibility = context.visibility(work, block)
@@ -112,7 +114,7 @@ class KeyScales:
             softmax.coming[2 * number + 1] = scale_of(context.v_descale, page, head)
         softmax.key[0] = softmax.key[0] - block
 
-    def _take_scales(self, context: Any, softmax: Any, work: Any) -> list[Float32]:
+    def _take_scales(self, context: DescaledContext, softmax: Any, work: Any) -> list[Float32]:
         """Take the pages' scales of this step's keys: V's go into the softmax, K's are returned."""
         keys = range(len(self.key_steps))
         k_scales = [softmax.coming[2 * number] for number in keys]
@@ -128,9 +130,3 @@ class KeyScales:
         if self.of_pages or not self.problem_class.descale:
             return inverse
         return inverse * softmax.v_scale[0]
-
-
-def scale_of(scales: cute.Tensor, entry: Int32, head: Int32) -> Float32:
-    """Return the scale of an entry and a KV head; where all have the same, that."""
-    entries, heads = (cute.size(scales, mode=[mode]) for mode in range(2))
-    return scales[cutlass.min(entry, entries - 1), cutlass.min(head, heads - 1)]

@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .edges import RingState
+from .forward_context import ForwardContext
 from .limits import HEAD_DIM, WARP_SIZE
 from .operands import ATOM_ROWS, load_tile
 from .ranges import traced
@@ -61,7 +62,7 @@ class ScaledRows:
     _store_row: Any
 
     @cute.jit
-    def load_queries(self, context: Any):
+    def load_queries(self, context: ForwardContext):
         """Each tile's rows, as they are; one warp."""
         state = self.edges["q_free"].waiter_state()
         scheduler = self.scheduler.create(context.order, context.channel)
@@ -78,7 +79,7 @@ class ScaledRows:
 
     @traced("load Q")
     @cute.jit
-    def _load_rows(self, context: Any, work: Any, state: RingState):
+    def _load_rows(self, context: ForwardContext, work: Any, state: RingState):
         loaded, memory = context.barriers[self.rows_edge], context.smem[self.rows_memory]
         context.barriers["q_free"].wait(state)
         loaded.expect_bytes(state)
@@ -89,7 +90,7 @@ class ScaledRows:
         return state
 
     @cute.jit
-    def _bring_rows(self, context: Any, stage: Int32):
+    def _bring_rows(self, context: ForwardContext, stage: Int32):
         """Bring this warp's loaded rows of a tile to their ranges, with their scales; for the
         tensor core to read when all warps have met."""
         rows, warps = self.config.rows, len(self.row_warps)
@@ -106,7 +107,9 @@ class ScaledRows:
         # The tensor core reads through the async proxy what was written here.
         cute.arch.fence_view_async_shared()
 
-    def _bring_some(self, context: Any, first: Any, atom: Any, count: int, stage: Int32) -> None:
+    def _bring_some(
+        self, context: ForwardContext, first: Any, atom: Any, count: int, stage: Int32
+    ) -> None:
         """Rows from `first` on of the rows of an atom of the swizzle."""
         rows = [(first + i, atom) for i in range(count)]
         values = [self._load_row(context, row, stage) for row in rows]
@@ -114,7 +117,7 @@ class ScaledRows:
         for row, elements in zip(rows, values, strict=True):
             self._scale_row(context, row, elements, stage)
 
-    def _load_row(self, context: Any, row: tuple, stage: Int32) -> cute.Tensor:
+    def _load_row(self, context: ForwardContext, row: tuple, stage: Int32) -> cute.Tensor:
         """Load this lane's elements of a row as it was loaded."""
         values = cute.make_rmem_tensor(HEAD_DIM // WARP_SIZE, self.dtype)
         source = context.smem[self.rows_memory][row, None, stage]
@@ -133,7 +136,9 @@ class ScaledRows:
     def _multiplied(self, elements: list[Float32], scale: Float32) -> list[Float32]:
         return [element * scale for element in elements]
 
-    def _scale_row(self, context: Any, row: tuple, values: cute.Tensor, stage: Int32) -> None:
+    def _scale_row(
+        self, context: ForwardContext, row: tuple, values: cute.Tensor, stage: Int32
+    ) -> None:
         """Store a row to shared memory, with its scale."""
         elements = self._as_floats(values)
         pairs = [_larger(*elements[i : i + 2]) for i in range(0, len(elements), 2)]
