@@ -48,11 +48,12 @@ def attend_under_transforms(
             "torch.func.functionalize stands inside a transform that differentiates; accepted: "
             "functionalize around torch.func.grad and vjp, or neither"
         )
-    found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(_Held(values), *tensors)
+    apply = _DifferentiatedOperator.apply
+    found: tuple[torch.Tensor, torch.Tensor] = apply(_Held(values), *tensors)
     return found
 
 
-class _Attention(torch.autograd.Function):
+class _DifferentiatedOperator(torch.autograd.Function):
     """The operator with its gradients."""
 
     generate_vmap_rule = True

@@ -304,7 +304,7 @@ def as_tile_mask(
         return _lists_of(block_mask, tables)
     kept = _with_bits.get(block_mask)
     if kept is None or not kept.is_of(block_mask, tables):
-        kept = _Kept(block_mask, tables)
+        kept = _KeptMasks(block_mask, tables)
         if kept.lasts:
             _with_bits[block_mask] = kept
     asked = batch, heads
@@ -320,7 +320,7 @@ def as_tile_mask(
     return found
 
 
-class _Kept:
+class _KeptMasks:
     """Masks with bits made of a `BlockMask`, by (batch, heads) of calls.
 
     apart: what `_apart` says of it. lasts: False where later changes could not be noticed.
@@ -345,7 +345,7 @@ class _Kept:
 
 
 #: Masks with bits, by masks of PyTorch's that are alive.
-_with_bits: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
+_with_bits: weakref.WeakKeyDictionary[Any, _KeptMasks] = weakref.WeakKeyDictionary()
 #: Masks without bits, by the same: (states of the tables, sizes, mask).
 _lists: weakref.WeakKeyDictionary[Any, tuple[TensorStates, Any, TileMask]]
 _lists = weakref.WeakKeyDictionary()

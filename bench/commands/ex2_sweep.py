@@ -92,10 +92,10 @@ def label(pattern: Ex2Pattern) -> str:
     )
 
 
-def entries(rows: Iterable[dict[str, Any]]) -> list[tuning.Entry]:
+def entries(rows: Iterable[dict[str, Any]]) -> list[tuning.TunedPattern]:
     """The chosen rows as entries of the tuning table."""
     return [
-        tuning.Entry(
+        tuning.TunedPattern(
             row["gpu"], row["mask"] == "causal", row["seqlen_class"],
             Ex2Pattern(**row["pattern"]), row[BASIS], row[MACHINE],
         )

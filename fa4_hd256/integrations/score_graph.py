@@ -39,7 +39,7 @@ _KINDS: dict[type, Any] = {bool: Boolean, int: Int32, float: Float32}
 
 
 @dataclass(frozen=True)
-class Operation:
+class GraphOperation:
     """Implementation of an ATen operator in kernels.
 
     emit: from its operands, numbers of the DSL or of Python, and its keywords.  operands: the type
@@ -169,51 +169,51 @@ def _first(x: Any, *_: Any, **__: Any) -> Any:
 #: Bits of an Int32.
 _BITS = 32
 
-_LOGICAL_AND, _LOGICAL_OR = Operation(operator.and_), Operation(operator.or_)
-_LOGICAL_XOR = Operation(operator.xor)
-_SHIFT_LEFT, _SHIFT_RIGHT = Operation(_shifted_left), Operation(_shifted_right)
-_SAME = Operation(_first)
+_LOGICAL_AND, _LOGICAL_OR = GraphOperation(operator.and_), GraphOperation(operator.or_)
+_LOGICAL_XOR = GraphOperation(operator.xor)
+_SHIFT_LEFT, _SHIFT_RIGHT = GraphOperation(_shifted_left), GraphOperation(_shifted_right)
+_SAME = GraphOperation(_first)
 
 #: Operations by the operator's name. An operator without a row here is refused.
-OPERATIONS: dict[str, Operation] = {
-    "add": Operation(lambda a, b, alpha=1: a + b * alpha if alpha != 1 else a + b),
-    "sub": Operation(lambda a, b, alpha=1: a - b * alpha if alpha != 1 else a - b),
-    "mul": Operation(operator.mul),
-    "div": Operation(_divide, "common"),
-    "remainder": Operation(_remainder),
-    "neg": Operation(operator.neg),
-    "abs": Operation(_absolute),
-    "sign": Operation(_sign),
-    "minimum": Operation(_minimum),
-    "maximum": Operation(_maximum),
-    "clamp": Operation(_clamp),
-    "relu": Operation(lambda x: _maximum(x, type(x)(0))),
-    "reciprocal": Operation(lambda x: Float32(1.0) / x),
-    "pow": Operation(_power),
-    "sqrt": Operation(cute.math.sqrt),
-    "rsqrt": Operation(cute.math.rsqrt),
-    "exp": Operation(cute.math.exp),
-    "exp2": Operation(cute.math.exp2),
-    "log": Operation(cute.math.log),
-    "log1p": Operation(cute.math.log1p),
-    "log2": Operation(cute.math.log2),
-    "sin": Operation(_of_angle(cute.math.sin)),
-    "cos": Operation(_of_angle(cute.math.cos)),
-    "tanh": Operation(cute.math.tanh),
-    "erf": Operation(cute.math.erf),
-    "sigmoid": Operation(_sigmoid),
-    "floor": Operation(lambda x: cute.math.floor(x) if isinstance(x, Float32) else x),
-    "ceil": Operation(lambda x: cute.math.ceil(x) if isinstance(x, Float32) else x),
-    "eq": Operation(operator.eq, "common"),
-    "ne": Operation(operator.ne, "common"),
-    "lt": Operation(operator.lt, "common"),
-    "le": Operation(operator.le, "common"),
-    "gt": Operation(operator.gt, "common"),
-    "ge": Operation(operator.ge, "common"),
+OPERATIONS: dict[str, GraphOperation] = {
+    "add": GraphOperation(lambda a, b, alpha=1: a + b * alpha if alpha != 1 else a + b),
+    "sub": GraphOperation(lambda a, b, alpha=1: a - b * alpha if alpha != 1 else a - b),
+    "mul": GraphOperation(operator.mul),
+    "div": GraphOperation(_divide, "common"),
+    "remainder": GraphOperation(_remainder),
+    "neg": GraphOperation(operator.neg),
+    "abs": GraphOperation(_absolute),
+    "sign": GraphOperation(_sign),
+    "minimum": GraphOperation(_minimum),
+    "maximum": GraphOperation(_maximum),
+    "clamp": GraphOperation(_clamp),
+    "relu": GraphOperation(lambda x: _maximum(x, type(x)(0))),
+    "reciprocal": GraphOperation(lambda x: Float32(1.0) / x),
+    "pow": GraphOperation(_power),
+    "sqrt": GraphOperation(cute.math.sqrt),
+    "rsqrt": GraphOperation(cute.math.rsqrt),
+    "exp": GraphOperation(cute.math.exp),
+    "exp2": GraphOperation(cute.math.exp2),
+    "log": GraphOperation(cute.math.log),
+    "log1p": GraphOperation(cute.math.log1p),
+    "log2": GraphOperation(cute.math.log2),
+    "sin": GraphOperation(_of_angle(cute.math.sin)),
+    "cos": GraphOperation(_of_angle(cute.math.cos)),
+    "tanh": GraphOperation(cute.math.tanh),
+    "erf": GraphOperation(cute.math.erf),
+    "sigmoid": GraphOperation(_sigmoid),
+    "floor": GraphOperation(lambda x: cute.math.floor(x) if isinstance(x, Float32) else x),
+    "ceil": GraphOperation(lambda x: cute.math.ceil(x) if isinstance(x, Float32) else x),
+    "eq": GraphOperation(operator.eq, "common"),
+    "ne": GraphOperation(operator.ne, "common"),
+    "lt": GraphOperation(operator.lt, "common"),
+    "le": GraphOperation(operator.le, "common"),
+    "gt": GraphOperation(operator.gt, "common"),
+    "ge": GraphOperation(operator.ge, "common"),
     "logical_and": _LOGICAL_AND,
     "logical_or": _LOGICAL_OR,
     "logical_xor": _LOGICAL_XOR,
-    "logical_not": Operation(_negated),
+    "logical_not": GraphOperation(_negated),
     "bitwise_and": _LOGICAL_AND,
     "bitwise_or": _LOGICAL_OR,
     "bitwise_xor": _LOGICAL_XOR,
@@ -221,8 +221,8 @@ OPERATIONS: dict[str, Operation] = {
     "bitwise_right_shift": _SHIFT_RIGHT,
     "__lshift__": _SHIFT_LEFT,
     "__rshift__": _SHIFT_RIGHT,
-    "bitwise_not": Operation(lambda x: _negated(x) if isinstance(x, Boolean) else -x - 1),
-    "where": Operation(_select, "branches"),
+    "bitwise_not": GraphOperation(lambda x: _negated(x) if isinstance(x, Boolean) else -x - 1),
+    "where": GraphOperation(_select, "branches"),
     "_to_copy": _SAME,
     "alias": _SAME,
     "clone": _SAME,

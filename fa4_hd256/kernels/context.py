@@ -11,7 +11,7 @@ from cutlass import Int32
 
 from ..schedulers import TileOrder, WorkTile
 from .edges import Barrier, SharedByReference
-from .masking import MaskKind, Part, Visibility
+from .masking import KvSplit, MaskKind, Visibility
 from .pages import FirstPage
 from .scalars import CallScalars
 from .sequences import Sequences
@@ -57,7 +57,7 @@ class KernelContext(SharedByReference):
         not in each of them."""
         return replace(self, sequences=self.sequences.of_batch(self.batch(work)))
 
-    def part(self, work: WorkTile) -> Part | None:
+    def part(self, work: WorkTile) -> KvSplit | None:
         """Return the part of the KV tiles that a tile has; None where they are not split."""
         return None
 

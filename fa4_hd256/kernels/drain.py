@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any
 
 from .edges import PAIR_SIGNALS, Edge, EdgeTable, Signal
-from .programs import CTAS, LEADER, Kind, Operation, Programs, Use
+from .programs import CTAS, LEADER, OperationKind, Programs, RoleOperation, Use
 from .steps import EdgeUse, Product, Ring, StepTable, When
 
 __all__ = ["PROVED", "TILES", "check_drains", "counters", "fingerprint", "prove_drains"]
@@ -341,43 +341,43 @@ class Run:
         """An event in words."""
         return _text(*self.events[event])
 
-    def _execute(self, role: tuple[str, int], operation: Operation) -> bool:
+    def _execute(self, role: tuple[str, int], operation: RoleOperation) -> bool:
         """Execute one operation, if it need not wait."""
         kind, last = operation.kind, self.last[role]
         by = role, operation
-        if kind is Kind.WAIT:
+        if kind is OperationKind.WAIT:
             return self._wait(role, operation)
-        if kind is Kind.ADVANCE:
+        if kind is OperationKind.ADVANCE:
             if operation.number > self.fetched:
                 return False
             self.taken[role] = operation.number
-        elif kind is Kind.WANT:
+        elif kind is OperationKind.WANT:
             if role[1] == LEADER:
                 self.wanted = operation.number
-        elif kind is Kind.FETCH:
+        elif kind is OperationKind.FETCH:
             if self.wanted < operation.number:
                 return False
             if min(self.taken.values()) < operation.number - RESPONSES:
                 return False
             self.fetched = operation.number
-        elif kind is Kind.USE:
+        elif kind is OperationKind.USE:
             self.last[role] = self._event(by, last)
             self._use(operation, self.last[role], (role[1],))
-        elif kind is Kind.ARRIVE:
+        elif kind is OperationKind.ARRIVE:
             self._arrive_role(role, operation)
-        elif kind is Kind.COPY:
+        elif kind is OperationKind.COPY:
             # The copy is under way: what follows in the role need not come after it.
             landed = self._event(by, last)
             is_both = self.edges[operation.edge].signal is Signal.TMA_BOTH
             for cta in CTAS if is_both else (role[1],):
                 self._use(operation, landed, (cta,))
                 self._arrive(role, operation, landed, cta)
-        elif kind in (Kind.GROUP, Kind.DONE, Kind.TOUCH):
+        elif kind in (OperationKind.GROUP, OperationKind.DONE, OperationKind.TOUCH):
             self._multiply(role, operation)
-        elif kind is Kind.PRODUCT:
+        elif kind is OperationKind.PRODUCT:
             event = self.tensor[role[1]] = self._event(by, last, self.tensor[role[1]])
             self._use(operation, event, self._multiplying(role))
-        elif kind is Kind.COMMIT:
+        elif kind is OperationKind.COMMIT:
             event = self.tensor[role[1]] = self._event(by, last, self.tensor[role[1]])
             for cta in self._multiplying(role):
                 self._arrive(role, operation, event, cta)
@@ -388,15 +388,15 @@ class Run:
         commits signal."""
         return (role[1],) if ("mma", CTAS[-1]) in self.programs else CTAS
 
-    def _multiply(self, role: tuple[str, int], operation: Operation) -> None:
+    def _multiply(self, role: tuple[str, int], operation: RoleOperation) -> None:
         """A role's own MMAs are done some time after their issue, in its order."""
         last, groups, by = self.last[role], self.groups[role], (role, operation)
-        if operation.kind is Kind.GROUP:
+        if operation.kind is OperationKind.GROUP:
             event = self._event(by, last, groups[-1] if groups else None)
             groups.append(event)
             self.unused[role][operation.edge] = event
             self._use(operation, event, (role[1],))
-        elif operation.kind is Kind.DONE:
+        elif operation.kind is OperationKind.DONE:
             done = groups[: len(groups) - operation.number]
             self.last[role] = self._event(by, last, done[-1] if done else None)
         else:
@@ -409,7 +409,7 @@ class Run:
                     f"this: {self._said(product)}"
                 )
 
-    def _wait(self, role: tuple[str, int], operation: Operation) -> bool:
+    def _wait(self, role: tuple[str, int], operation: RoleOperation) -> bool:
         stage, phase = self._stage(operation, role[1])
         edge = self.edges[operation.edge]
         phase -= edge.initially_complete
@@ -421,7 +421,7 @@ class Run:
         self.last[role] = event
         return True
 
-    def _arrive_role(self, role: tuple[str, int], operation: Operation) -> None:
+    def _arrive_role(self, role: tuple[str, int], operation: RoleOperation) -> None:
         """Record the arrival of a role's warps.  On the other CTA's barrier it happens some time
         after the instruction; on the own one at once."""
         edge, last = self.edges[operation.edge], self.last[role]
@@ -436,14 +436,14 @@ class Run:
                 if cta != role[1]:
                     self._arrive(role, operation, self._event((role, operation), last), cta)
 
-    def _arrive(self, role: tuple, operation: Operation, event: int, cta: int) -> None:
+    def _arrive(self, role: tuple, operation: RoleOperation, event: int, cta: int) -> None:
         stage, phase = self._stage(operation, cta)
         if role not in stage.arrivers:
             raise ValueError(f"{_text(role, operation)}, which {role[0]} does not signal")
         assert len(stage.arrivals[role]) == phase
         stage.arrivals[role].append(event)
 
-    def _stage(self, operation: Operation, cta: int) -> tuple[Stage, int]:
+    def _stage(self, operation: RoleOperation, cta: int) -> tuple[Stage, int]:
         """The barrier of the n-th wait or arrival, and its phase, counted from 0."""
         edge = self.edges[operation.edge]
         phase, index = divmod(operation.number, edge.stages)
@@ -471,7 +471,7 @@ class Run:
 
     # Contents of buffers, and who may use them when.
 
-    def _use(self, operation: Operation, event: int, ctas: tuple[int, ...]) -> None:
+    def _use(self, operation: RoleOperation, event: int, ctas: tuple[int, ...]) -> None:
         for cta in ctas:
             for use in operation.uses:
                 ring = self.steps.ring(use.ring)
@@ -483,7 +483,7 @@ class Run:
                     shared = use.content[0] in self.shared
                     for part in (f"{name} by {each}" for each in CTAS) if shared else (name,):
                         self._read(buffer.get(part), use, (event, operation), buffer)
-                elif use.is_shared or by == cta or operation.kind is not Kind.COPY:
+                elif use.is_shared or by == cta or operation.kind is not OperationKind.COPY:
                     name += f" by {by}" if use.is_shared else ""
                     self._write(buffer, (name, use), event, operation)
 
@@ -492,7 +492,7 @@ class Run:
         return self._root(self.steps.ring(ring.over)) if ring.over else ring.name
 
     def _write(
-        self, buffer: dict[str, Held], named: tuple[str, Use], event: int, operation: Operation
+        self, buffer: dict[str, Held], named: tuple[str, Use], event: int, operation: RoleOperation
     ) -> None:
         name, use = named
         for other, held in list(buffer.items()):
@@ -529,7 +529,11 @@ class Run:
         return (i + 1) * m <= j * n or (j + 1) * n <= i * m
 
     def _read(
-        self, held: Held | None, use: Use, reader: tuple[int, Operation], buffer: dict[str, Held]
+        self,
+        held: Held | None,
+        use: Use,
+        reader: tuple[int, RoleOperation],
+        buffer: dict[str, Held],
     ) -> None:
         event, operation = reader
         if held is None or any(a != b for a, b in zip(held.content, use.content)):
@@ -585,7 +589,7 @@ class Run:
             for events in stage.arrivals.values():
                 for event in events:
                     # Work of a thread before the CTAs meet is done when they have met.
-                    is_met = self.steps.meets and self.events[event][1].kind is Kind.ARRIVE
+                    is_met = self.steps.meets and self.events[event][1].kind is OperationKind.ARRIVE
                     if not ends >> event & 1 and not is_met:
                         raise ValueError(
                             f"nobody waits for the last signal of {edge}, so CTA {cta} may exit "
@@ -614,11 +618,11 @@ class Run:
         return set(counts.values()) or {0}
 
 
-def _text(role: tuple[str, int], operation: Operation) -> str:
+def _text(role: tuple[str, int], operation: RoleOperation) -> str:
     name, cta = role
     who = name if name == "mma" else f"{name} of CTA {cta}"
     what = operation.edge or str(operation.number)
-    if operation.kind in (Kind.USE, Kind.PRODUCT, Kind.COPY):
+    if operation.kind in (OperationKind.USE, OperationKind.PRODUCT, OperationKind.COPY):
         what = ", ".join(dict.fromkeys(use.content[0] for use in operation.uses))
     where = f" ({operation.place})" if operation.place else ""
     return f"{who} {operation.kind.value} {what}{where}"

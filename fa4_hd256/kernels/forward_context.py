@@ -11,7 +11,7 @@ from cutlass import Int32
 
 from ..schedulers import WorkTile
 from .context import KernelContext
-from .masking import Part
+from .masking import KvSplit
 from .operands import TmaTensor
 from .part_list import PartList
 from .sequences import Sequence
@@ -66,7 +66,7 @@ class ForwardContext(KernelContext):
             return listed.sequence(work.batch)
         return work.batch // self.num_splits
 
-    def part(self, work: WorkTile) -> Part | None:
+    def part(self, work: WorkTile) -> KvSplit | None:
         if self.num_splits is None:
             return None
         if (listed := self.listed) is not None:
@@ -74,8 +74,8 @@ class ForwardContext(KernelContext):
         number = work.batch % self.num_splits
         keys = self.scalars.part_keys
         if cutlass.const_expr(keys is None):
-            return Part(number, self.num_splits)
-        return Part(number, None, keys, number + 1 == self.num_splits)
+            return KvSplit(number, self.num_splits)
+        return KvSplit(number, None, keys, number + 1 == self.num_splits)
 
     def query(self, work: WorkTile) -> Sequence:
         """Return the query rows of a tile's batch entry."""

@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-__all__ = ["WORD_BITS", "MaskKind", "Part", "TileRange", "Visibility", "hide_unseen"]
+__all__ = ["WORD_BITS", "MaskKind", "KvSplit", "TileRange", "Visibility", "hide_unseen"]
 
 WORD_BITS = 32
 
@@ -45,7 +45,7 @@ class MaskKind:
         return self.bounded_left or self.padded_pages > 0
 
 
-class Part(NamedTuple):
+class KvSplit(NamedTuple):
     """KV split of a query tile that is worked on, Int32 and Boolean.
 
     number: of the split.  count: of equal splits, None for splits of `keys` keys each, rounded up
@@ -100,7 +100,7 @@ class Visibility:
     window_left: Int32
     window_right: Int32
     block_kv: int
-    part: Part | None = None
+    part: KvSplit | None = None
     hidden: Any = None
 
     def transposed(self, block_q: int) -> Visibility:

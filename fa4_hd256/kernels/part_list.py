@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from .masking import Part
+from .masking import KvSplit
 
 __all__ = ["HEADER", "LAST_BIT", "SEQUENCE_SHIFT", "UNUSED", "PartList", "list_length"]
 
@@ -62,12 +62,12 @@ class PartList(NamedTuple):
         sequence = self.words[HEADER + number] >> SEQUENCE_SHIFT
         return cutlass.max(cutlass.min(sequence, self.num_sequences - 1), 0)
 
-    def part(self, number: Int32) -> Part:
+    def part(self, number: Int32) -> KvSplit:
         """Return the part of its sequence's keys that entry `number` of the list stands for."""
         word = self.words[HEADER + number]
         is_last = (word & LAST_BIT) != 0
         keys = cutlass.max(cutlass.min(self.words[0], MOST_KEYS), 1)
-        return Part(word & (LAST_BIT - 1), None, keys, is_last)
+        return KvSplit(word & (LAST_BIT - 1), None, keys, is_last)
 
     def of_sequence(self, entry: Int32) -> tuple[Int32, Int32]:
         """Return (the first part of a sequence, of how many)."""

@@ -16,13 +16,13 @@ from typing import NamedTuple
 from .edges import EdgeTable
 from .steps import Action, Advance, Issue, Load, Product, Role, StepTable, Verb, Want, When
 
-__all__ = ["CTAS", "LEADER", "Kind", "Operation", "Programs", "Use"]
+__all__ = ["CTAS", "LEADER", "OperationKind", "RoleOperation", "Programs", "Use"]
 
 CTAS = (0, 1)
 LEADER = 0
 
 
-class Kind(enum.Enum):
+class OperationKind(enum.Enum):
     WAIT = "waits for"
     SKIP = "skips"
     ARRIVE = "arrives on"
@@ -51,12 +51,12 @@ class Use(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Operation:
+class RoleOperation:
     """One operation of a role.  edge: of GROUP and TOUCH the MMA. number: of the wait for or
     arrival on an edge, from 0 on, or of the tile; of DONE the MMAs that may be under way. place:
     where in the steps, for messages."""
 
-    kind: Kind
+    kind: OperationKind
     edge: str = ""
     number: int = 0
     uses: tuple[Use, ...] = ()
@@ -140,7 +140,7 @@ class Programs:
     tiles: tuple[int, ...]
     skipped: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
-    def all(self) -> dict[tuple[str, int], list[Operation]]:
+    def all(self) -> dict[tuple[str, int], list[RoleOperation]]:
         """Return the programs by (role, CTA); parts of a role are roles."""
         programs = {}
         for cta in CTAS:
@@ -155,18 +155,18 @@ class Programs:
         programs["scheduler", LEADER] = [
             operation
             for tile in range(1, len(self.tiles) + 1)
-            for operation in (Operation(Kind.FETCH, number=tile), _advance(tile))
+            for operation in (RoleOperation(OperationKind.FETCH, number=tile), _advance(tile))
         ]
         return programs
 
-    def _load(self) -> Iterator[Operation]:
+    def _load(self) -> Iterator[RoleOperation]:
         counters, in_order = Counters(), not self.steps.looks_ahead
         for item in self.steps.walk(self.tiles):
             if isinstance(item, Advance):
                 yield _advance(item.tile)
                 continue
             if isinstance(item, Want):
-                yield Operation(Kind.WANT, number=item.tile)
+                yield RoleOperation(OperationKind.WANT, number=item.tile)
                 continue
             loads = item.product.loads
             if in_order:
@@ -181,30 +181,31 @@ class Programs:
         for ring in self.steps.loaded_rings:
             yield from self._tail(ring.freed, itertools.count(counters.count("wait", ring.freed)))
 
-    def _fill(self, load: Load, issue: Issue, counters: Counters) -> Iterator[Operation]:
+    def _fill(self, load: Load, issue: Issue, counters: Counters) -> Iterator[RoleOperation]:
         step = None if load.when is When.FIRST else issue.step
         yield from self._copies(load, (issue.tile, step), counters, f"for {issue}")
 
     def _copies(
         self, load: Load, which: tuple[int, int | None], counters: Counters, place: str
-    ) -> Iterator[Operation]:
+    ) -> Iterator[RoleOperation]:
         """The copies of a load.  which: (tile, step)."""
         ring = self.steps.ring(load.ring)
         for piece in range(load.pieces):
-            yield Operation(Kind.WAIT, ring.freed, counters.next("wait", ring.freed), place=place)
+            number = counters.next("wait", ring.freed)
+            yield RoleOperation(OperationKind.WAIT, ring.freed, number, place=place)
             position = counters.next("arrive", ring.full)
             uses = tuple(
                 Use(ring.name, position, (copy.content, *which, piece), True,
                     is_shared=copy.is_shared)
                 for copy in load.copies
             )  # fmt: skip
-            yield Operation(Kind.COPY, ring.full, position, uses, place)
+            yield RoleOperation(OperationKind.COPY, ring.full, position, uses, place)
 
-    def _tail(self, edge: str, numbers: Iterator[int]) -> Iterator[Operation]:
+    def _tail(self, edge: str, numbers: Iterator[int]) -> Iterator[RoleOperation]:
         for _ in range(self.edges[edge].stages):
-            yield Operation(Kind.WAIT, edge, next(numbers), place="at the end")
+            yield RoleOperation(OperationKind.WAIT, edge, next(numbers), place="at the end")
 
-    def _mma(self) -> Iterator[Operation]:
+    def _mma(self) -> Iterator[RoleOperation]:
         turns = Turns(self.edges, self.steps)
         for item in self.steps.walk(self.tiles):
             if isinstance(item, Issue):
@@ -220,22 +221,22 @@ class Programs:
             yield from self._tail(edge, itertools.count(turns.of(name)))
 
     @staticmethod
-    def _commit(edge: str, turns: Turns, place: str) -> Operation:
-        return Operation(Kind.COMMIT, edge, turns.commit(edge), place=place)
+    def _commit(edge: str, turns: Turns, place: str) -> RoleOperation:
+        return RoleOperation(OperationKind.COMMIT, edge, turns.commit(edge), place=place)
 
-    def _product(self, issue: Issue, turns: Turns) -> Iterator[Operation]:
+    def _product(self, issue: Issue, turns: Turns) -> Iterator[RoleOperation]:
         """Yield the operations of `MmaRole.perform` for one MMA."""
         product, place = issue.product, str(issue)
         if issue.is_first:
             for edge in product.waits_for(When.FIRST):
-                yield Operation(Kind.WAIT, edge, turns.enter(edge), place=place)
+                yield RoleOperation(OperationKind.WAIT, edge, turns.enter(edge), place=place)
         ring = self.steps.ring(product.b.ring)
         for piece in range(product.pieces):
             for edge in product.waits_for(When.EACH):
                 if piece == 0 or edge == ring.full:
-                    yield Operation(Kind.WAIT, edge, turns.of_edge(edge), place=place)
+                    yield RoleOperation(OperationKind.WAIT, edge, turns.of_edge(edge), place=place)
             uses = self._uses(product, issue, piece, turns)
-            yield Operation(Kind.PRODUCT, uses=uses, place=place)
+            yield RoleOperation(OperationKind.PRODUCT, uses=uses, place=place)
             if piece < product.pieces - 1:
                 yield self._commit(ring.freed, turns, place)
                 turns.advance(ring.name)
@@ -272,14 +273,14 @@ class Programs:
         uses.append(Use(result.ring, position, made, True))
         return tuple(uses)
 
-    def _written(self, role: Role, name: str) -> Iterator[Operation]:
+    def _written(self, role: Role, name: str) -> Iterator[RoleOperation]:
         """A role written by hand; name: of its part."""
         counters, skipped = Counters(), self.skipped.get(name)
         yield from self._actions(role.begin, (0, 0), counters)
         before = None
         for tile, num_steps in enumerate(self.tiles):
             if role.claims is not None and num_steps < role.claims:
-                yield Operation(Kind.WANT, number=tile + 1)
+                yield RoleOperation(OperationKind.WANT, number=tile + 1)
             if num_steps:
                 yield from self._actions(role.enter, (tile, 0), counters)
                 first, last = skipped[tile] if skipped else (0, 0)
@@ -303,7 +304,7 @@ class Programs:
 
     def _tile(
         self, role: Role, which: tuple[int, range], before: int | None, counters: Counters
-    ) -> Iterator[Operation]:
+    ) -> Iterator[RoleOperation]:
         """Yield a role's operations in a tile.  which: (tile, steps)."""
         tile, steps = which
         first, last = steps.start, steps.stop - 1
@@ -312,7 +313,7 @@ class Programs:
                 yield from self._actions(act.actions, (tile, first), counters)
         for step in steps:
             if step + (role.claims or 0) == self.tiles[tile]:
-                yield Operation(Kind.WANT, number=tile + 1)
+                yield RoleOperation(OperationKind.WANT, number=tile + 1)
             for act in role.acts:
                 if act.is_ahead:
                     if step < last and act.when.applies(False, step + 1 == last):
@@ -327,31 +328,33 @@ class Programs:
 
     def _actions(
         self, actions: tuple[Action, ...], where: tuple[int, int], counters: Counters
-    ) -> Iterator[Operation]:
+    ) -> Iterator[RoleOperation]:
         tile, step = where
         place = f"in step {step} of tile {tile}"
         for action in actions:
             verb, name = action.verb, action.where
             if verb in (Verb.WAIT, Verb.SKIP):
-                kind = Kind.WAIT if verb is Verb.WAIT else Kind.SKIP
-                yield Operation(kind, name, counters.next("wait", name), place=place)
+                kind = OperationKind.WAIT if verb is Verb.WAIT else OperationKind.SKIP
+                yield RoleOperation(kind, name, counters.next("wait", name), place=place)
             elif verb is Verb.AGAIN:
-                yield Operation(Kind.WAIT, name, counters.count("wait", name) - 1, place=place)
+                number = counters.count("wait", name) - 1
+                yield RoleOperation(OperationKind.WAIT, name, number, place=place)
             elif verb is Verb.ARRIVE:
-                yield Operation(Kind.ARRIVE, name, counters.next("arrive", name), place=place)
+                number = counters.next("arrive", name)
+                yield RoleOperation(OperationKind.ARRIVE, name, number, place=place)
             elif action.load is not None:
                 which = tile, None if self.steps.is_of_tile(action.load.copies[0].content) else step
                 yield from self._copies(action.load, which, counters, place)
             elif verb is Verb.MULTIPLY:
                 uses = tuple(self._buffer(each, where, counters) for each in action.operands)
-                yield Operation(Kind.GROUP, action.content, uses=uses, place=place)
+                yield RoleOperation(OperationKind.GROUP, action.content, uses=uses, place=place)
             elif verb is Verb.DONE:
-                yield Operation(Kind.DONE, number=action.pending, place=place)
+                yield RoleOperation(OperationKind.DONE, number=action.pending, place=place)
             elif verb is Verb.TOUCH:
-                yield Operation(Kind.TOUCH, action.content, place=place)
+                yield RoleOperation(OperationKind.TOUCH, action.content, place=place)
             else:
                 use = self._buffer(action, where, counters)
-                yield Operation(Kind.USE, uses=(use,), place=place)
+                yield RoleOperation(OperationKind.USE, uses=(use,), place=place)
 
     def _buffer(self, action: Action, where: tuple[int, int], counters: Counters) -> Use:
         """Return the buffer that an action uses.  where: (tile, step)."""
@@ -368,5 +371,5 @@ class Programs:
         return Use(ring.name, turn, content, writes, action.verb is not Verb.CHANGE)
 
 
-def _advance(tile: int) -> Operation:
-    return Operation(Kind.ADVANCE, number=tile)
+def _advance(tile: int) -> RoleOperation:
+    return RoleOperation(OperationKind.ADVANCE, number=tile)

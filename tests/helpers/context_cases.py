@@ -16,7 +16,13 @@ from fa4_hd256 import masks
 from fa4_hd256.call.tile_mask import ASKED
 from fa4_hd256.check import reference
 from fa4_hd256.integrations.context_parallel import heads, local, ring
-from fa4_hd256.integrations.context_parallel.spans import Mask, Units, parts_of, placed, unit
+from fa4_hd256.integrations.context_parallel.spans import (
+    PositionMask,
+    Units,
+    parts_of,
+    placed,
+    unit,
+)
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.kernels.block_mask import FULL
 from fa4_hd256.mask_mods import MaskMod
@@ -293,7 +299,7 @@ def most_parts(case: Case, ranks: int) -> int:
     if case.mask:
         rows = unit(case.order, case.rows // ranks)
         units = Units(rows, case.tiles.units(rows))
-    mask = Mask(*options.window, case.documents, case.score_mod != "", units)
+    mask = PositionMask(*options.window, case.documents, case.score_mod != "", units)
     places = placed(case.order, ranks, case.rows // ranks)
     gathers = case.way == "all_gather_attention"
     of_queries, of_keys = torch.zeros(2, case.rows, dtype=torch.int64)
@@ -379,12 +385,12 @@ def planted(rank: int, name: str, case: Case) -> dict[str, np.ndarray]:
 
 
 def _sums_stay_away() -> Any:
-    return mock.patch.object(ring.Ring, "_bring_home", lambda *given: None)
+    return mock.patch.object(ring.RingAttention, "_bring_home", lambda *given: None)
 
 
 def _own_keys_at_every_hop() -> Any:
     return mock.patch.object(
-        ring.Ring, "parts", lambda self, rows: parts_of(self.own, self.own, self.mask)
+        ring.RingAttention, "parts", lambda self, rows: parts_of(self.own, self.own, self.mask)
     )
 
 

@@ -14,7 +14,7 @@ from sm100_sim import device as simulated_device
 from .outcome import BAD, Target, simulated
 from .report import summary_line, write_reports
 from .rungs import HIDDEN, named
-from .runner import TARGET, Run, Stopped
+from .runner import TARGET, BringupRun, Stopped
 
 #: Seconds that querying the driver for its GPU may take.
 ASK_LIMIT = 120
@@ -73,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command: 0, 1 if a step failed, faulted or hung, 3 if the machine stopped answering.
     """
     target = _kept_target(arguments.out) if arguments.report else find_target(arguments.simulate)
-    run = Run(arguments.out, target, _say)
+    run = BringupRun(arguments.out, target, _say)
     print(f"bringup of {target.name} in {arguments.out}", flush=True)
     for name in arguments.again:
         run.forget(name)

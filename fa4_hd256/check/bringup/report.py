@@ -12,7 +12,7 @@ from .machine_file import like, machine
 from .outcome import STATES, Target
 from .page import page
 from .rungs import HIDDEN, RUNGS
-from .runner import Run
+from .runner import BringupRun
 
 Results = dict[str, dict[str, dict[str, Any]]]
 #: Format of report.json.
@@ -21,7 +21,7 @@ VERSION = 1
 _COUNTED = ("golden", "rules")
 
 
-def write_reports(run: Run, stopped: str = "") -> None:
+def write_reports(run: BringupRun, stopped: str = "") -> None:
     """report.txt, report.json and report.html in the run's directory. stopped: why it ended early.
     """
     directory, target, results = run.directory, run.target, run.results

@@ -85,7 +85,7 @@ class Child:
         return self.errors.read_text(errors="replace")[-2000:].strip()
 
 
-class Run:
+class BringupRun:
     """One bringup: a directory, a target, a listener for every result (rung, item, outcome)."""
 
     def __init__(

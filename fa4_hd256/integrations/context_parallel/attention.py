@@ -12,12 +12,12 @@ from torch.autograd.function import once_differentiable
 from ...call.autocast import autocast, is_autocasting
 from ...mask_mods import MaskMod
 from ...score_mods import ScoreMod
-from .checks import Given, batched, check_heads, settings_of, text_of
+from .checks import GivenArguments, batched, check_heads, settings_of, text_of
 from .exchange import Ranks
 from .gathered import Gathered
 from .heads import attend_by_heads
 from .local import OwnRows, Settings, sink_gradient
-from .ring import Ring
+from .ring import RingAttention
 
 __all__ = ["all_gather_attention", "ring_attention", "ulysses_attention"]
 
@@ -73,7 +73,7 @@ def ring_attention(
     rank has raised inside a call or has ended, at all later calls over the group, and without
     torch.distributed being initialised.
     """
-    given = Given(
+    given = GivenArguments(
         softmax_scale, causal, window_size, softcap, config, backward_config, use_clc, score_mod,
         block_mask, mask_mod,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def _other_way(name: str, tensors: tuple, options: dict[str, Any]) -> Any:
     bound = _SIGNATURE.bind(*tensors, **options)
     bound.apply_defaults()
     found = bound.arguments
-    given = Given(*(found[field] for field in Given._fields))
+    given = GivenArguments(*(found[field] for field in GivenArguments._fields))
     tensors = *tensors, found["learnable_sink"]
     way = name, found["order"], found["cu_seqlens"]
     return _attend(tensors, given, Ranks(found["group"]), way, found["return_lse"])
@@ -123,7 +123,7 @@ _SIGNATURE = inspect.signature(ring_attention)
 
 @torch.compiler.disable
 def _attend(
-    tensors: tuple, given: Given, ranks: Ranks, way: tuple[str, str, Any], wants_lse: bool
+    tensors: tuple, given: GivenArguments, ranks: Ranks, way: tuple[str, str, Any], wants_lse: bool
 ) -> Any:
     """tensors: q, k, v, the sink. way: its name, order and cu_seqlens."""
     if is_autocasting():
@@ -142,7 +142,7 @@ def _attend(
     if name == "ulysses":
         out, lse = attend_by_heads((q, k, v, sink), settings, given._asdict(), (ranks, order))
     else:
-        kind = Ring if name == "ring" else Gathered
+        kind = RingAttention if name == "ring" else Gathered
         out, lse = _OverRanks.apply(kind, ranks, order, settings, q, k, v, sink)
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -159,7 +159,7 @@ class _OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kind: type[Ring] | type[Gathered],
+        kind: type[RingAttention] | type[Gathered],
         ranks: Ranks,
         order: str,
         settings: Settings,

@@ -25,10 +25,10 @@ from .exchange import Ranks
 from .local import Settings
 from .spans import Units, placed, unit
 
-__all__ = ["Given", "batched", "check_heads", "settings_of", "text_of"]
+__all__ = ["GivenArguments", "batched", "check_heads", "settings_of", "text_of"]
 
 
-class Given(NamedTuple):
+class GivenArguments(NamedTuple):
     """Arguments of `ring_attention`, as users give them."""
 
     softmax_scale: Any
@@ -64,7 +64,7 @@ def batched(tensors: tuple, is_packed: bool) -> tuple:
 
 
 def settings_of(
-    tensors: tuple, given: Given, ranks: Ranks, divided: tuple[str, Any]
+    tensors: tuple, given: GivenArguments, ranks: Ranks, divided: tuple[str, Any]
 ) -> Settings:
     """Raises for what is not accepted. tensors: q, k, v with a batch, the sink. divided: the order,
     cu_seqlens."""

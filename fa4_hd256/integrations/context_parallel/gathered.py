@@ -13,7 +13,7 @@ import torch
 
 from .exchange import Ranks
 from .local import Attended, Held, OwnRows, Settings, add_gradients
-from .spans import Part, Rows, parts_of, placed
+from .spans import Rows, SpanPart, parts_of, placed
 
 __all__ = ["Gathered", "in_order", "of_ranks"]
 
@@ -43,7 +43,7 @@ class Gathered:
     def __init__(self, ranks: Ranks, order: str, rows: int, settings: Settings) -> None:
         self.ranks, self.places = ranks, placed(order, ranks.count, rows)
         everything = (range(ranks.count * rows),)
-        self.parts: tuple[Part, ...] = parts_of(
+        self.parts: tuple[SpanPart, ...] = parts_of(
             self.places[ranks.own], everything, settings.mask
         )
 

@@ -29,7 +29,7 @@ from ...mask_mods import in_part as mask_in_part
 from ...run.kept_tensors import made_to_keep
 from ...score_mods import ScoreMod, in_part
 from ..given_results import gradients_of_results
-from .spans import Mask, Part, Units
+from .spans import PositionMask, SpanPart, Units
 
 __all__ = [
     "Attended", "Held", "OwnRows", "Settings", "add_gradients", "attend", "sink_gradient",
@@ -66,24 +66,24 @@ class Settings:
         return tuple(t for f in (self.score_mod, self.mask_mod) if f is not None for t in f.tensors)
 
     @property
-    def mask(self) -> Mask:
+    def mask(self) -> PositionMask:
         units = None if self.block_mask is None else self.block_mask[1]
-        return Mask(*self.options.window, self.documents, self.score_mod is not None, units)
+        return PositionMask(*self.options.window, self.documents, self.score_mod is not None, units)
 
-    def block_mask_of(self, part: Part) -> TileMask | None:
+    def block_mask_of(self, part: SpanPart) -> TileMask | None:
         """Return the block mask of a part."""
         if self.block_mask is None:
             return None
         whole = self.block_mask[0]
         return whole.part(*part.positions, range(whole.tiles.shape[1]))
 
-    def score_mod_of(self, part: Part, device: torch.device) -> ScoreMod | None:
+    def score_mod_of(self, part: SpanPart, device: torch.device) -> ScoreMod | None:
         """Return the score_mod of a part, which gets positions in the whole sequence."""
         if self.score_mod is None:
             return None
         return in_part(self.score_mod, _origins(part, self.documents or (0, self.rows), device))
 
-    def mask_mod_of(self, part: Part, device: torch.device) -> MaskMod | None:
+    def mask_mod_of(self, part: SpanPart, device: torch.device) -> MaskMod | None:
         """Return the mask_mod of a part, which gets positions in the whole sequence."""
         if self.mask_mod is None:
             return None
@@ -117,7 +117,7 @@ class Attended:
         self._is_empty = True
 
     def add(
-        self, q: torch.Tensor, held: Held, parts: Sequence[Part],
+        self, q: torch.Tensor, held: Held, parts: Sequence[SpanPart],
         settings: Settings,
     ) -> None:  # fmt: skip
         """Attend to parts of the sequence that no part before had. held: k, v."""
@@ -160,7 +160,7 @@ class Attended:
 
 
 def _forward(
-    q: torch.Tensor, held: Held, part: Part, settings: Settings
+    q: torch.Tensor, held: Held, part: SpanPart, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a part."""
     of_q, of_k, of_v = _operands((q,), held, part)
@@ -197,7 +197,7 @@ def attend(
 
 
 def _operands(
-    of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], part: Part
+    of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], part: SpanPart
 ) -> list[torch.Tensor]:
     """The part's rows of tensors."""
     pairs = ((of_queries, part.queries), (of_keys, part.keys))
@@ -216,7 +216,7 @@ def _lengths_of(documents: tuple[int, ...] | None, device: torch.device) -> tupl
 
 
 @functools.lru_cache(maxsize=1024)
-def _origins(part: Part, documents: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _origins(part: SpanPart, documents: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return the position of a part, as `in_part` takes it; documents: offsets in the whole
     sequence. A packed document counts as a batch entry, as its number."""
     assert part.first is not None
@@ -245,7 +245,7 @@ def add_gradients(
     of_rows: OwnRows,
     held: Held,
     sums: tuple[torch.Tensor, torch.Tensor],
-    parts: Sequence[Part],
+    parts: Sequence[SpanPart],
     settings: Settings,
 ) -> None:
     """Add a rank's gradients of some keys to `sums`: float32 (dq, dkv), like q, and (2, batch,

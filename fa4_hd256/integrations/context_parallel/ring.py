@@ -26,9 +26,9 @@ import torch
 
 from .exchange import Ranks, Transfer
 from .local import Attended, Held, OwnRows, Settings, add_gradients
-from .spans import Mask, Part, Rows, local_rows, own_parts, parts_of, placed
+from .spans import PositionMask, Rows, SpanPart, local_rows, own_parts, parts_of, placed
 
-__all__ = ["Ring", "Route", "routes"]
+__all__ = ["RingAttention", "Route", "routes"]
 
 #: No rows in both directions.
 _NOTHING: list[torch.Tensor | None] = [None, None]
@@ -44,7 +44,7 @@ class Route(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def routes(places: tuple[Rows, ...], mask: Mask) -> tuple[tuple[Route, Route], ...]:
+def routes(places: tuple[Rows, ...], mask: PositionMask) -> tuple[tuple[Route, Route], ...]:
     """Return the routes of every rank's keys in both directions. places: the rows of every rank."""
     ranks = len(places)
     seen = {
@@ -77,7 +77,7 @@ def _cut(distances: Sequence[int], ranks: int) -> int:
     return min(range(ranks), key=lambda forward: (hops(forward), -forward))
 
 
-def _seen(queries: Rows, keys: Rows, mask: Mask) -> Rows:
+def _seen(queries: Rows, keys: Rows, mask: PositionMask) -> Rows:
     """Return the part of each span of keys that some query sees."""
     found = []
     for span in keys:
@@ -160,7 +160,7 @@ class _Passing:
         return route is not None and hop == route.hops
 
 
-class Ring:
+class RingAttention:
     """One rank's walk round the ring: hops, what comes and goes at each."""
 
     def __init__(self, ranks: Ranks, order: str, rows: int, settings: Settings) -> None:
@@ -171,7 +171,7 @@ class Ring:
         self.ways = [_Passing(ranks, found, direction) for direction in (0, 1)]
         self.hops = max(way.hops for way in self.ways)
 
-    def parts(self, rows: Rows) -> tuple[Part, ...]:
+    def parts(self, rows: Rows) -> tuple[SpanPart, ...]:
         """Return the parts of the sequence that this rank's queries see."""
         return parts_of(self.own, rows, self.mask)
 

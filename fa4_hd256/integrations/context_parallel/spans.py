@@ -1,9 +1,9 @@
 """Placement of a sequence's rows on ranks, and the queries of a rank that see given keys.
 
 A rank's rows are some spans of the sequence, one behind the other in its tensors. What queries of
-one rank see of another's keys is cut into `Part`s, each one call of a kernel. Masks are given by
-the distance of positions in the whole sequence, a kernel's are bottom-right aligned: rows and keys
-that see nothing of each other are cut off until both mean the same.
+one rank see of another's keys is cut into `SpanPart`s, each one call of a kernel. Masks are given
+by the distance of positions in the whole sequence, a kernel's are bottom-right aligned: rows and
+keys that see nothing of each other are cut off until both mean the same.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = [
-    "ORDERS", "Mask", "Part", "Rows", "Units", "local_rows", "own_parts", "parts_of", "placed",
-    "unit",
+    "ORDERS", "PositionMask", "Rows", "SpanPart", "Units", "local_rows", "own_parts", "parts_of",
+    "placed", "unit",
 ]  # fmt: skip
 
 #: Division of a sequence. contiguous: one span per rank, in order. zigzag: of twice as many spans
@@ -57,7 +57,7 @@ class Units(NamedTuple):
     seen: tuple[tuple[bool, ...], ...]
 
 
-class Mask(NamedTuple):
+class PositionMask(NamedTuple):
     """Mask by positions in the whole sequence.
 
     left, right: keys before and behind the query's own position, None: all. documents: offsets of
@@ -78,7 +78,7 @@ class Mask(NamedTuple):
         return self.by_place or self.units is not None
 
 
-class Part(NamedTuple):
+class SpanPart(NamedTuple):
     """One call of a kernel.
 
     queries, keys: rows of a rank's tensors. window: (left, right), bottom-right aligned, as
@@ -112,10 +112,10 @@ def local_rows(held: Rows, wanted: range) -> range:
 
 
 @functools.lru_cache(maxsize=1024)
-def parts_of(queries: Rows, keys: Rows, mask: Mask) -> tuple[Part, ...]:
+def parts_of(queries: Rows, keys: Rows, mask: PositionMask) -> tuple[SpanPart, ...]:
     """Return the parts of these keys that queries of these rows see; a pair is in one part at
     most."""
-    found: list[Part] = []
+    found: list[SpanPart] = []
     first_query = 0
     for query_span in queries:
         first_key = 0
@@ -133,7 +133,7 @@ def parts_of(queries: Rows, keys: Rows, mask: Mask) -> tuple[Part, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def own_parts(own: Rows, mask: Mask) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+def own_parts(own: Rows, mask: PositionMask) -> tuple[tuple[SpanPart, ...], tuple[SpanPart, ...]]:
     """`parts_of` a rank's own rows, in two: work for the start and for the end of a walk.
 
     One part is cut between its queries, but where documents are packed, each of whose pieces would
@@ -162,14 +162,14 @@ def _cut_out(held: Rows, rows: range) -> Rows:
     return tuple(found)
 
 
-def _pieces(queries: range, keys: range, mask: Mask) -> list[Part]:
+def _pieces(queries: range, keys: range, mask: PositionMask) -> list[SpanPart]:
     """`parts_of` of two spans; rows are positions."""
     if mask.units is not None:
         return _of_units(queries, keys, mask.units)
     documents = mask.documents
     if documents is None:
         documents = (0, max(queries.stop, keys.stop))
-    found: list[Part] = []
+    found: list[SpanPart] = []
     own: list[range] = []
     for begin, end in zip(documents, documents[1:]):
         document = range(begin, end)
@@ -185,7 +185,7 @@ def _pieces(queries: range, keys: range, mask: Mask) -> list[Part]:
     return found + _own_documents(own, mask)
 
 
-def _of_units(queries: range, keys: range, units: Units) -> list[Part]:
+def _of_units(queries: range, keys: range, units: Units) -> list[SpanPart]:
     """The least rows and keys that hold all units which see something."""
     pairs = [
         (row, column)
@@ -196,10 +196,10 @@ def _of_units(queries: range, keys: range, units: Units) -> list[Part]:
     if not pairs:
         return []
     rows, columns = (range(min(side), max(side) + units.rows) for side in zip(*pairs))
-    return [Part(rows, columns, (None, None))]
+    return [SpanPart(rows, columns, (None, None))]
 
 
-def _own_documents(documents: Sequence[range], mask: Mask) -> list[Part]:
+def _own_documents(documents: Sequence[range], mask: PositionMask) -> list[SpanPart]:
     """Documents, or pieces of one, whose queries and keys are the same positions: one call."""
     if not documents:
         return []
@@ -212,7 +212,7 @@ def _own_documents(documents: Sequence[range], mask: Mask) -> list[Part]:
     rows = range(begin, documents[-1].stop)
     longest = max(map(len, documents))
     window = _simplified(mask.left, longest), _simplified(mask.right, longest)
-    return [Part(rows, rows, window, offsets)]
+    return [SpanPart(rows, rows, window, offsets)]
 
 
 def _simplified(side: int | None, longest: int) -> int | None:
@@ -220,7 +220,7 @@ def _simplified(side: int | None, longest: int) -> int | None:
     return None if side is None or side >= longest - 1 else side
 
 
-def _cut(queries: range, keys: range, mask: Mask) -> Part | None:
+def _cut(queries: range, keys: range, mask: PositionMask) -> SpanPart | None:
     """Two spans of one document, without rows that see no key, and keys that no row sees.
 
     Row i of n sees the keys i + low to i + high of m. Rows from -high to m - 1 - low see some;
@@ -236,7 +236,7 @@ def _cut(queries: range, keys: range, mask: Mask) -> Part | None:
     rows, columns, shift = last - first, last_key - first_key, first - first_key
     # No bound where the last row sees all keys before it, or the first one all behind it.
     left_is_free, right_is_free = low + shift <= 1 - rows, high + shift >= columns - 1
-    return Part(
+    return SpanPart(
         range(queries.start + first, queries.start + last),
         range(keys.start + first_key, keys.start + last_key),
         (
@@ -246,9 +246,9 @@ def _cut(queries: range, keys: range, mask: Mask) -> Part | None:
     )
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def _joined(parts: Sequence[SpanPart]) -> list[SpanPart]:
     """Parts that one call can do, where their rows lie side by side, as one."""
-    done: list[Part] = []
+    done: list[SpanPart] = []
     for part in parts:
         for index, other in enumerate(done):
             both = _union(other, part)
@@ -260,7 +260,7 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
     return done if len(done) == len(parts) else _joined(done)
 
 
-def _union(one: Part, two: Part) -> Part | None:
+def _union(one: SpanPart, two: SpanPart) -> SpanPart | None:
     """Both as one, rows of `two` behind those of `one`; None where one call does not mean both."""
     if one.documents is not None or two.documents is not None:
         return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
-__all__ = ["SEQLEN_CLASSES", "TABLE", "Entry", "pattern_for", "read", "write"]
+__all__ = ["SEQLEN_CLASSES", "TABLE", "TunedPattern", "pattern_for", "read", "write"]
 
 TABLE = Path(__file__).with_name("tuning.json")
 
@@ -23,7 +23,7 @@ SEQLEN_CLASSES: dict[str, int | None] = {"short": 2048, "medium": 16384, "long":
 
 
 @dataclass(frozen=True)
-class Entry:
+class TunedPattern:
     """One choice. gpu: "B200", "B300". causal: whether the mask bounds the keys on the right.
 
     seqlen_class: of `SEQLEN_CLASSES`. basis: "measured" or "modelled"; machine: on what.
@@ -55,14 +55,14 @@ def seqlen_class(seqlen_k: int) -> str:
 
 
 @functools.cache
-def read(path: Path = TABLE) -> dict[tuple[str, bool, str], Entry]:
+def read(path: Path = TABLE) -> dict[tuple[str, bool, str], TunedPattern]:
     """The entries of a table by key.
 
     Raises ValueError for a file that is no such table, or one with two entries for a key.
     """
     try:
         listed = json.loads(path.read_text())["exp2"]
-        entries = [Entry(**{**e, "pattern": Ex2Pattern(**e["pattern"])}) for e in listed]
+        entries = [TunedPattern(**{**e, "pattern": Ex2Pattern(**e["pattern"])}) for e in listed]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path.name} is not a tuning table: {error}") from error
     found = {entry.key: entry for entry in entries}
@@ -71,7 +71,7 @@ def read(path: Path = TABLE) -> dict[tuple[str, bool, str], Entry]:
     return found
 
 
-def write(entries: list[Entry], path: Path = TABLE) -> None:
+def write(entries: list[TunedPattern], path: Path = TABLE) -> None:
     """Put entries into a table, in place of those with their keys; others stay."""
     kept = read(path) if path.exists() else {}
     listed: list[dict[str, Any]] = [

@@ -70,7 +70,7 @@ def test_less_than_five_per_cent_is_not_ranked(half, chosen, tmp_path):
     assert tuning.pattern_for(True, 100_000, "B200", table) == chosen
     assert tuning.pattern_for(False, 100_000, "B200", table) == HARDWARE_ONLY, "no entry"
     assert tuning.pattern_for(True, 100_000, "B300", table) == HARDWARE_ONLY
-    other = tuning.Entry("B200", True, "long", POLYNOMIAL_ONLY, "measured", "try")
+    other = tuning.TunedPattern("B200", True, "long", POLYNOMIAL_ONLY, "measured", "try")
     tuning.write([other], table)
     assert tuning.pattern_for(True, 16385, "B200", table) == POLYNOMIAL_ONLY
     assert tuning.pattern_for(True, 16384, "B200", table) == chosen

@@ -69,7 +69,10 @@ def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
     """Parts of the keys, mix of exp2 and grid follow each one's own GPU."""
     table = tmp_path / "tuning.json"
     mixes = {"B200": Ex2Pattern(16, 4), "B300": Ex2Pattern(8, 2)}
-    rows = [tuning.Entry(n, True, "medium", mix, "modelled", "none") for n, mix in mixes.items()]
+    rows = [
+        tuning.TunedPattern(name, True, "medium", mix, "modelled", "none")
+        for name, mix in mixes.items()
+    ]
     tuning.write(rows, table)
     q, k = torch.zeros(1, 16, 16, 256).bfloat16(), torch.zeros(1, 8192, 2, 256).bfloat16()
     problem = Problem.describe((q, k, k), Options.check(None, True, (None, None), 0.0))

@@ -26,7 +26,7 @@ from .config import GradientConfig
 from .context import BlackwellBackwardContext
 
 __all__ = [
-    "BackwardKernel",
+    "BlackwellBackward",
     "FRAGMENT",
     "multiply_by",
     "score_gradients",
@@ -37,7 +37,7 @@ __all__ = [
 FRAGMENT = 32  # columns that one tensor-memory load moves
 
 
-class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
+class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
     """Base of these kernels: host code, set-up, dispatch, and P from S.
 
     A kernel adds `boxes` and `problem(...)`, see `BackwardEntry`; `smem(memory)`; what

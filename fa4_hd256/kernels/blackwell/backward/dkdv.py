@@ -44,7 +44,7 @@ from ..operands import (
 )
 from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from ..tmem import multiply, tmem_load
-from .common import FRAGMENT, BackwardKernel, multiply_by, score_gradients, store_row, zeros
+from .common import FRAGMENT, BlackwellBackward, multiply_by, score_gradients, store_row, zeros
 from .context import BlackwellBackwardContext
 
 __all__ = ["DkdvKernel"]
@@ -54,8 +54,8 @@ OWN_KEYS = BLOCK_KV // 2  # keys of a CTA
 OWN_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
 
 
-class DkdvKernel(KeyTiles, BackwardKernel):
-    """The dK/dV kernel for one configuration; arguments of a call: `BackwardKernel.__call__`.
+class DkdvKernel(KeyTiles, BlackwellBackward):
+    """The dK/dV kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`.
 
     A tile's head counts parts of KV heads: KV head * head_parts + part.
     """

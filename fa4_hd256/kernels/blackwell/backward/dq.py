@@ -55,7 +55,7 @@ OWN_KEYS = BLOCK_KV // 2  # keys of a step that one warpgroup works on, and that
 
 
 class DqKernel(QueryTiles, RowResult):
-    """The dQ kernel for one configuration; arguments of a call: `BackwardKernel.__call__`."""
+    """The dQ kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`."""
 
     result = "dQ"
     is_scaled = True

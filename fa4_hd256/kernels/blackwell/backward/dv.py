@@ -82,7 +82,7 @@ COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2)
 
 
 class DvKernel(KeyTiles, RowResult):
-    """The kernel for one configuration; arguments of a call: `BackwardKernel.__call__`.
+    """The kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`.
 
     results: (dv,).  ds: see `backward_ds_tiles`.  A tile's head counts parts of KV heads:
     KV head * head_parts + part.

@@ -37,7 +37,7 @@ __all__ = ["ProductsKernel"]
 
 
 class ProductsKernel(ProductTiles, RowResult):
-    """Both GEMMs for one configuration; arguments of a call: `BackwardKernel.__call__`. Tiles:
+    """Both GEMMs for one configuration; arguments of a call: `BlackwellBackward.__call__`. Tiles:
     `ProductTiles`."""
 
     result = "sum"

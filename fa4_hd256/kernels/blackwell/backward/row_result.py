@@ -18,7 +18,7 @@ from ..instructions import (
 )
 from ..pair_plan import CTAS
 from ..tmem import multiply, tmem_load
-from .common import FRAGMENT, BackwardKernel, store_row, zeros
+from .common import FRAGMENT, BlackwellBackward, store_row, zeros
 from .context import BlackwellBackwardContext
 
 __all__ = ["OWN_COLUMNS", "OWN_ROWS", "RowResult"]
@@ -29,7 +29,7 @@ OWN_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup drains
 WHOLE = (0, OWN_COLUMNS)
 
 
-class RowResult(BackwardKernel):
+class RowResult(BlackwellBackward):
     """Base of such a kernel: how its result leaves.
 
     A kernel adds `result`, its content in the steps, the ring and the region of tensor memory being

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fa4_hd256.check.reference import visible
 from fa4_hd256.integrations.context_parallel.ring import routes
 from fa4_hd256.integrations.context_parallel.spans import (
-    Mask,
-    Part,
+    PositionMask,
+    SpanPart,
     Units,
     local_rows,
     own_parts,
@@ -57,7 +57,7 @@ def positions(rows):
 
 sides = st.none() | st.integers(-12, 40)
 masks = st.builds(
-    Mask,
+    PositionMask,
     sides,
     sides,
     st.none() | st.lists(st.integers(1, 31), max_size=5).map(lambda d: (0, *sorted(d), 32)),
@@ -99,7 +99,7 @@ def test_own_parts_are_the_mask(order, mask):
 
 def test_own_parts_of_units_are_not_cut():
     """A part of one unit has nothing for the end."""
-    one = Mask(units=Units(8, ((True,) * RANKS,) * RANKS))
+    one = PositionMask(units=Units(8, ((True,) * RANKS,) * RANKS))
     own = placed("contiguous", RANKS, 8)[1]
     assert own_parts(own, one) == (parts_of(own, own, one), ())
 
@@ -111,7 +111,7 @@ def test_parts_of_units_hold_what_is_seen(order, bits):
     that ring attention sends are whole units, so that the same holds of them."""
     numbers = range(32 // unit(order, 8))
     seen = tuple(tuple(bool(bits >> i * 5 % 16 + j & 1) for j in numbers) for i in numbers)
-    mask = Mask(units=Units(unit(order, 8), seen))
+    mask = PositionMask(units=Units(unit(order, 8), seen))
     places = placed(order, RANKS, 8)
     for queries in places:
         for keys in (*places, (range(32),), places[1][-1:]):
@@ -133,22 +133,24 @@ def test_parts_of_units_hold_what_is_seen(order, bits):
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_mask_without_documents_is_that_of_one(window):
     for queries in placed("zigzag", 2, 8):
-        one = parts_of(queries, (range(16),), Mask(*window))
-        assert one == parts_of(queries, (range(16),), Mask(*window, (0, 16)))
+        one = parts_of(queries, (range(16),), PositionMask(*window))
+        assert one == parts_of(queries, (range(16),), PositionMask(*window, (0, 16)))
 
 
 def test_causal_parts_of_a_zigzag_are_one_call_a_hop():
     """All queries see the first span of keys of an earlier rank; the second span of queries sees
     all keys of a later one."""
     places = placed("zigzag", RANKS, 8)
-    causal = Mask(None, 0)
-    assert parts_of(places[2], places[1], causal) == (Part(range(8), range(4), (None, None)),)
-    assert parts_of(places[1], places[2], causal) == (Part(range(4, 8), range(8), (None, None)),)
-    assert parts_of(places[1], places[1], causal) == (Part(range(8), range(8), (None, 0)),)
+    causal = PositionMask(None, 0)
+    assert parts_of(places[2], places[1], causal) == (SpanPart(range(8), range(4), (None, None)),)
+    assert parts_of(places[1], places[2], causal) == (
+        SpanPart(range(4, 8), range(8), (None, None)),
+    )
+    assert parts_of(places[1], places[1], causal) == (SpanPart(range(8), range(8), (None, 0)),)
 
 
 def test_zigzag_divides_causal_work_evenly():
-    seen = dense(64, Mask(None, 0))
+    seen = dense(64, PositionMask(None, 0))
     work = [int(seen[positions(rows)].sum()) for rows in placed("zigzag", RANKS, 16)]
     assert max(work) == min(work)
     uneven = [int(seen[positions(rows)].sum()) for rows in placed("contiguous", RANKS, 16)]
@@ -196,12 +198,12 @@ def test_routes_bring_every_key_to_whom_it_is_seen_by(order, mask):
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_under_a_window_only_neighbours_exchange(order):
     places = placed(order, RANKS, 32)
-    for both in routes(places, Mask(4, 4)):
+    for both in routes(places, PositionMask(4, 4)):
         for route in both:
             assert route.hops <= 1
             assert sum(map(len, route.rows)) <= 8
 
 
 def test_everybody_sees_everything_in_one_direction():
-    for forward, backward in routes(placed("contiguous", RANKS, 8), Mask()):
+    for forward, backward in routes(placed("contiguous", RANKS, 8), PositionMask()):
         assert (forward.hops, backward.hops) == (RANKS - 1, 0)

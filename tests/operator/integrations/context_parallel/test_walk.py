@@ -35,7 +35,7 @@ def walked(monkeypatch, order, window):
     ranks = SimpleNamespace(own=0, count=RANKS, start=start)
     rows = torch.zeros(1, ROWS, 1, 8, dtype=torch.bfloat16)
     own = OwnRows(rows, rows, rows, torch.zeros(1, 1, ROWS), None)
-    ring.Ring(ranks, order, ROWS, settings).gradients(own, (rows, rows), settings)
+    ring.RingAttention(ranks, order, ROWS, settings).gradients(own, (rows, rows), settings)
     return done
 
 
@@ -82,7 +82,7 @@ def test_short_work_stands_between_a_transfer_and_the_next_attention(monkeypatch
     settings = Settings(Options(1.0, (None, None), 0.0), None, None, "", None, 4 * ROWS)
     ranks = SimpleNamespace(own=0, count=4, start=start)
     rows = torch.zeros(1, ROWS, 1, 8, dtype=torch.bfloat16)
-    walk = ring.Ring(ranks, "contiguous", ROWS, settings)
+    walk = ring.RingAttention(ranks, "contiguous", ROWS, settings)
     out, _ = walk.attend(rows, (rows, rows), settings).results(None, rows.dtype)
     between = ["send", "sum", "attention"]
     assert done == ["send", "fill", "attention", *between * 3, "sum"]
