@@ -95,7 +95,9 @@ class AppendKernel:
         )
 
     @cute.kernel
-    def kernel(self, caches: tuple, rows: tuple, tables: AppendTables):
+    def kernel(
+        self, caches: tuple[cute.Tensor, ...], rows: tuple[cute.Tensor, ...], tables: AppendTables
+    ):
         """A row and head of K and V for each warp, or of the queries; neighbouring warps have
         neighbouring heads."""
         block, _, _ = cute.arch.block_idx()
@@ -110,7 +112,13 @@ class AppendKernel:
         self._count(tables, rows[0].shape[0])
 
     @cute.jit
-    def _append(self, caches: tuple, rows: tuple, tables: AppendTables, index: Int32):
+    def _append(
+        self,
+        caches: tuple[cute.Tensor, ...],
+        rows: tuple[cute.Tensor, ...],
+        tables: AppendTables,
+        index: Int32,
+    ):
         """A row and head of K and V, by number."""
         row, head, entry = _place_of(index, rows[0])
         loaded = [self._load(tensor[row, None, head, entry]) for tensor in rows]

@@ -120,7 +120,9 @@ class BackwardEntry(FunctionsOfKernel, RaggedKernel):
             min_blocks_per_mp=1,
         )
 
-    def _in_a_row(self, problem: TileProblem, operands: tuple, ragged: Any) -> TileProblem:
+    def _in_a_row(
+        self, problem: TileProblem, operands: tuple[cute.Tensor, ...], ragged: Any
+    ) -> TileProblem:
         """The problem; of packed sequences with blocks in a row, where the kernel's tiles are of
         rows of one operand."""
         if self.rows_of is None:
@@ -140,7 +142,7 @@ class BackwardEntry(FunctionsOfKernel, RaggedKernel):
         """The DSL's TMA load of one of `boxes`."""
         raise NotImplementedError
 
-    def tma_tensors(self, operands: tuple, ds: Any) -> tuple[TmaTensor, ...]:
+    def tma_tensors(self, operands: tuple[cute.Tensor, ...], ds: Any) -> tuple[TmaTensor, ...]:
         """Make the TMA tensors of `boxes`."""
         tmas = []
         for box, (operand, rows, columns) in self.boxes.items():

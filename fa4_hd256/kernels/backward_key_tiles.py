@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ..schedulers import TileProblem, section_heads_for
+from ..schedulers import TileProblem, WorkTile, section_heads_for
 from .backward_block_mask import BlockList, least_section
 from .backward_common import BackwardContext, Step, heads_of_part, heads_per_part
 from .backward_ds_tiles import BLOCK_TILES, StoredDs
@@ -77,7 +77,7 @@ class KeyTiles:
     problem_class: Any
     rows_of = "k"
 
-    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
+    def problem(self, scalars: Any, operands: tuple[cute.Tensor, ...], batch: Any) -> TileProblem:
         """The tiles: some keys of a part of a KV head each."""
         q, k = operands
         heads = cute.size(k, mode=[2])
@@ -155,7 +155,13 @@ class KeyTiles:
         return step.following()
 
     @cute.jit
-    def load_stats(self, context: BackwardContext, name: str, place: tuple, target: tuple) -> None:
+    def load_stats(
+        self,
+        context: BackwardContext,
+        name: str,
+        place: tuple[WorkTile, Any],
+        target: tuple[cute.Pointer, cute.Tensor],
+    ) -> None:
         """-LSE or -delta of a step's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4).
 
         place: (tile, step).  target: (barrier, tensor of SMEM).

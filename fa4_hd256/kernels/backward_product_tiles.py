@@ -54,9 +54,14 @@ class Walk:
     """
 
     def __init__(
-        self, head: Int32, place: Int32, tile: ResultTile, limits: tuple, ds: StoredDs,
+        self,
+        head: Int32,
+        place: Int32,
+        tile: ResultTile,
+        limits: tuple[Int32, Int32, Int32],
+        ds: StoredDs,
         listed: BlockList | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """ds: of the sequence; of listed tiles it begins with those of the CTA's rows.  listed: the
         tiles at the places, where a block mask names them; `column` otherwise."""
         self.head, self.place = head, place
@@ -110,7 +115,7 @@ class ProductTiles:
 
     problem_class: Any
 
-    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
+    def problem(self, scalars: Any, operands: tuple[cute.Tensor, ...], batch: Any) -> TileProblem:
         """The tiles: of both results, for each part of a KV head."""
         q, k = operands
         heads_kv = cute.size(k, mode=[2])

@@ -26,7 +26,7 @@ class QueryTiles:
     problem_class: Any
     rows_of = "q"
 
-    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
+    def problem(self, scalars: Any, operands: tuple[cute.Tensor, ...], batch: Any) -> TileProblem:
         """The tiles: some query rows of a head each."""
         q, k = operands
         heads, rows = cute.size(q, mode=[2]), self.plan.tile_rows

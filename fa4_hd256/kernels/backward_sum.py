@@ -58,7 +58,12 @@ class SumKernel:
         )
 
     @cute.kernel
-    def kernel(self, parts: tuple, results: tuple, sizes: tuple[Int32, Int32, Int32]):
+    def kernel(
+        self,
+        parts: tuple[cute.Tensor, ...],
+        results: tuple[cute.Tensor, ...],
+        sizes: tuple[Int32, Int32, Int32],
+    ):
         """A row of dK, or of dV, for each warp; neighbouring rows are neighbouring heads."""
         rows, heads, count = sizes
         block, which, _ = cute.arch.block_idx()

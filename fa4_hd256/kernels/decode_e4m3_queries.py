@@ -117,7 +117,7 @@ class ScaledRows:
         for row, elements in zip(rows, values, strict=True):
             self._scale_row(context, row, elements, stage)
 
-    def _load_row(self, context: ForwardContext, row: tuple, stage: Int32) -> cute.Tensor:
+    def _load_row(self, context: ForwardContext, row: tuple[Any, Any], stage: Int32) -> cute.Tensor:
         """Load this lane's elements of a row as it was loaded."""
         values = cute.make_rmem_tensor(HEAD_DIM // WARP_SIZE, self.dtype)
         source = context.smem[self.rows_memory][row, None, stage]
@@ -137,7 +137,7 @@ class ScaledRows:
         return [element * scale for element in elements]
 
     def _scale_row(
-        self, context: ForwardContext, row: tuple, values: cute.Tensor, stage: Int32
+        self, context: ForwardContext, row: tuple[Any, Any], values: cute.Tensor, stage: Int32
     ) -> None:
         """Store a row to shared memory, with its scale."""
         elements = self._as_floats(values)

@@ -238,7 +238,7 @@ class Stage:
     """One barrier.  arrivals: of each of those who arrive, the event of each phase.  waits: (event,
     the event before it in its role, phase)."""
 
-    arrivers: tuple
+    arrivers: tuple[Any, ...]
     arrivals: dict = field(default_factory=lambda: defaultdict(list))
     waits: list = field(default_factory=list)
 
@@ -247,9 +247,7 @@ class Stage:
 
     def of_phase(self, phase: int) -> list[int]:
         """The arrivals of a phase that have happened."""
-        return [
-            events[phase] for events in self.arrivals.values() if 0 <= phase < len(events)
-        ]
+        return [events[phase] for events in self.arrivals.values() if 0 <= phase < len(events)]
 
 
 @dataclass
@@ -257,7 +255,7 @@ class Held:
     """Something that a buffer holds: by whom it was written, by whom used since, and whether by
     somebody for whom it was made."""
 
-    content: tuple
+    content: tuple[Any, ...]
     ring: str
     writer: int
     users: list[int] = field(default_factory=list)
@@ -268,7 +266,10 @@ class Run:
     """One run of all programs; NOTE [one run is all runs]."""
 
     def __init__(
-        self, edges: EdgeTable, steps: StepTable, tiles: tuple[int, ...],
+        self,
+        edges: EdgeTable,
+        steps: StepTable,
+        tiles: tuple[int, ...],
         skipped: Skipped | None = None,
     ) -> None:
         self.edges, self.steps = {edge.name: edge for edge in edges.edges}, steps
@@ -306,7 +307,7 @@ class Run:
 
     # Events and their order.
 
-    def _event(self, by: tuple, *causes: int | None) -> int:
+    def _event(self, by: tuple[Any, ...], *causes: int | None) -> int:
         before = 0
         for cause in causes:
             if cause is not None:
@@ -436,7 +437,9 @@ class Run:
                 if cta != role[1]:
                     self._arrive(role, operation, self._event((role, operation), last), cta)
 
-    def _arrive(self, role: tuple, operation: RoleOperation, event: int, cta: int) -> None:
+    def _arrive(
+        self, role: tuple[str, int], operation: RoleOperation, event: int, cta: int
+    ) -> None:
         stage, phase = self._stage(operation, cta)
         if role not in stage.arrivers:
             raise ValueError(f"{_text(role, operation)}, which {role[0]} does not signal")
@@ -596,7 +599,6 @@ class Run:
                             f"before it: {self._said(event)}"
                         )
 
-
     def _check_given_back(self) -> None:
         """Every buffer is given back as often as it was filled."""
         for ring in self.steps.rings:
@@ -632,6 +634,6 @@ def _content(use: Use) -> str:
     return _described(use.content)
 
 
-def _described(content: tuple) -> str:
+def _described(content: tuple[Any, ...]) -> str:
     name, tile, step, *_ = content
     return f"{name} of tile {tile}" if step is None else f"{name} of step {step} of tile {tile}"

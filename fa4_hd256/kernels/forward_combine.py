@@ -30,7 +30,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ..softmax_emu.exp2 import exp2_row_factor
@@ -82,7 +82,12 @@ class CombineKernel:
         )
 
     @cute.kernel
-    def kernel(self, parts: tuple, results: tuple, sizes: tuple[Int32, Int32, Int32, Int32]):
+    def kernel(
+        self,
+        parts: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, cute.Tensor],
+        sizes: tuple[Int32, Int32, Int32, Int32],
+    ):
         """A row, or a slice of one, for each `row_warps`; neighbouring rows are neighbouring
         heads."""
         config = self.config
@@ -112,7 +117,13 @@ class CombineKernel:
             SmemAllocator().allocate(ALONE_BYTES)
 
     @cute.jit
-    def combine_row(self, parts: tuple, results: tuple, source: tuple, place: tuple):
+    def combine_row(
+        self,
+        parts: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, cute.Tensor],
+        source: tuple[Int32, Int32, Int32, Int32],
+        place: tuple[Int32, Int32, Int32],
+    ):
         """One row by one warp.  source: (row, head, its first part, of how many); place: (row,
         head, batch entry) of the results."""
         row, head, batch = place
@@ -133,7 +144,13 @@ class CombineKernel:
             lse[batch, head, row] = total
 
     @cute.jit
-    def _combine_together(self, parts: tuple, results: tuple, source: tuple, which: tuple):
+    def _combine_together(
+        self,
+        parts: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, cute.Tensor],
+        source: tuple[Int32, Int32, Int32, Int32],
+        which: tuple[Int32, Int32, Int32, Int32, Boolean],
+    ):
         """A row, or a slice of it, by `row_warps`.  source: as for `combine_row`; which: (row,
         head, batch entry, number of the slice, whether it is one) of the results."""
         row, head, batch, part_of_row, is_row = which
@@ -181,7 +198,11 @@ class CombineKernel:
             lse[batch, head, row] = total
 
     def _load_turn(
-        self, part_out: cute.Tensor, source: tuple, start: Int32, part_of_row: Any = 0
+        self,
+        part_out: cute.Tensor,
+        source: tuple[Int32, Int32, Int32, Int32],
+        start: Int32,
+        part_of_row: Any = 0,
     ) -> list[cute.Tensor]:
         """Load this lane's columns of `parts_at_once` parts.  start: the warp's first part of them.
         part_of_row: number of the slice.
@@ -207,7 +228,11 @@ class CombineKernel:
         return [start + i for i in range(at_once)]
 
     def _add_turn(
-        self, sums: cute.Tensor, loaded: list, of_lanes: tuple, start: Int32
+        self,
+        sums: cute.Tensor,
+        loaded: list,
+        of_lanes: tuple[list[Float32], list[Float32]],
+        start: Int32,
     ) -> None:
         """sums += weight * O of the parts of an iteration.  of_lanes: (weights, LSEs) of each
         lane's parts; past the last they are 0 and -inf."""
@@ -230,14 +255,18 @@ class CombineKernel:
             found = cutlass.select_(start >= number * WARP_SIZE, values[number], found)
         return found
 
-    def _own_lses(self, part_lse: cute.Tensor, source: tuple) -> list[Float32]:
+    def _own_lses(
+        self, part_lse: cute.Tensor, source: tuple[Int32, Int32, Int32, Int32]
+    ) -> list[Float32]:
         """`_own_lse` of each of this lane's parts."""
         return [
             self._own_lse(part_lse, source, number * WARP_SIZE)
             for number in range(self.config.lane_parts)
         ]
 
-    def _own_lse(self, part_lse: cute.Tensor, source: tuple, begin: int) -> Float32:
+    def _own_lse(
+        self, part_lse: cute.Tensor, source: tuple[Int32, Int32, Int32, Int32], begin: int
+    ) -> Float32:
         """LSE of this lane's part, of those from `begin` on, times log2(e); -inf for a lane without
         a part."""
         row, head, first, splits = source

@@ -62,7 +62,13 @@ class RaggedCombineKernel(CombineKernel):
         )
 
     @cute.kernel
-    def ragged_kernel(self, parts: tuple, results: tuple, sizes: tuple, lists: tuple):
+    def ragged_kernel(
+        self,
+        parts: tuple[cute.Tensor, cute.Tensor],
+        results: tuple[cute.Tensor, cute.Tensor],
+        sizes: tuple[Int32, ...],
+        lists: tuple[cute.Tensor, ...],
+    ):
         """A row for each warp; neighbouring rows are neighbouring heads."""
         seqlen, heads, batch, num_parts = sizes
         block, _, _ = cute.arch.block_idx()
@@ -85,7 +91,9 @@ class RaggedCombineKernel(CombineKernel):
                     self._refuse_row(results, place)
 
     @cute.jit
-    def _refuse_row(self, results: tuple, place: tuple):
+    def _refuse_row(
+        self, results: tuple[cute.Tensor, cute.Tensor], place: tuple[Int32, Int32, Int32]
+    ):
         """NaN in one row.  place: (row, head, batch entry)."""
         (out, lse), (row, head, batch) = results, place
         values = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)

@@ -27,11 +27,11 @@ from .block_mask import MASK_TILE, StepList
 from .forward_context import ForwardContext, ForwardKernelTensors
 from .kernel_functions import FunctionsOfKernel
 from .limits import ELEMENT_BYTES, HEAD_DIM
-from .operands import TmaTensor, load_tile, smem_layout
+from .operands import LoadTarget, TmaTensor, load_tile, smem_layout
 from .pages import PagedKeys, box_rows, load_pages
 from .problem_class import DESCALES, query_rows
 from .scalars import CallScalars
-from .sequences import RaggedKernel, clipped_view
+from .sequences import RaggedKernel, TilePlace, clipped_view
 from .views import by_packed_heads, by_sequence
 
 __all__ = ["ForwardCommon"]
@@ -104,13 +104,13 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         )
 
     def kernel_tensors(
-        self, operands: tuple, lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
         """TMA descriptors and the plain tensors.  operands: q, k, v, out by (seqlen, 256, heads,
         batch)."""
         raise NotImplementedError
 
-    def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple]:
+    def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple[cute.Tensor, ...]]:
         """Return (sink or None, ragged tensors) from what the problem class requests."""
         given, problem = tuple(optional or ()), self.problem_class
         sink, ragged = (given[0], given[1:]) if problem.sink else (None, given)
@@ -126,11 +126,11 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
     def optional_of(self, tensors: ForwardKernelTensors) -> Any:
         return tensors.optional
 
-    def ragged(self, tensors: ForwardKernelTensors) -> tuple:
+    def ragged(self, tensors: ForwardKernelTensors) -> tuple[cute.Tensor, ...]:
         return self.sink_and_ragged(tensors.optional)[1]
 
     def tile_problem(
-        self, operands: tuple, optional: Any, scalars: Any
+        self, operands: tuple[cute.Tensor, ...], optional: Any, scalars: Any
     ) -> tuple[tuple[Int32, ...], TileProblem]:
         """Return (sizes, tiles) of a launch: seqlen_q, seqlen_k, query heads (or groups of them)
         for each KV head, and with split keys their number.
@@ -177,7 +177,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             problem = problem.in_a_row(blocks, cute.size(q, mode=[0]))
         return tuple(Int32(size) for size in sizes), problem
 
-    def tma_tensor(self, name: str, view: cute.Tensor, copy: tuple) -> TmaTensor:
+    def tma_tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> TmaTensor:
         """The TMA tensor of an operand, q, k, v or o.  copy: (operation, rows, columns) of a
         box."""
         operation, rows, columns = copy
@@ -250,9 +250,13 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         return kv_tile if self.is_paged else context.key(work)
 
     def load_kv(
-        self, source: TmaTensor, smem: cute.Tensor, place: tuple, target: tuple,
+        self,
+        source: TmaTensor,
+        smem: cute.Tensor,
+        place: TilePlace,
+        target: LoadTarget,
         multicast: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One load of K or V.  place: (`keys`, first row in them, column block, head); target:
         (barrier, buffer); multicast: see `load_tile`."""
         if self.is_paged:
@@ -271,7 +275,12 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         return logit
 
     def store_lse(
-        self, context: ForwardContext, work: Any, place: tuple, softmax: Any, lse: Float32
+        self,
+        context: ForwardContext,
+        work: Any,
+        place: tuple[Int32, Int32],
+        softmax: Any,
+        lse: Float32,
     ) -> None:
         """Write the LSE of a row, and its greatest logit where the problem class has `max_logits`.
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 
 from . import part_places, row_places  # noqa: F401, for their derived keys
 from .context import KernelContext
 from .mask_function import MASK_MOD, MASK_TENSORS, MaskFunction
-from .score_change import SCORE_MOD, SCORE_TENSORS, ScoreChange, ScorePlaces
+from .score_change import SCORE_MOD, SCORE_TENSORS, Locate, ScoreChange, ScorePlaces
 from .user_functions import FunctionKind
 
 __all__ = ["FUNCTION_KINDS", "FUNCTION_TENSORS", "FunctionsOfKernel", "check_unchanged"]
@@ -57,7 +57,7 @@ class FunctionsOfKernel:
         self,
         context: KernelContext,
         work: Any,
-        locate: Callable[[int], tuple],
+        locate: Locate,
         keys_exist: bool = False,
     ) -> ScorePlaces | None:
         """Return the `ScorePlaces` of a tile's scores, for what changes them; None where nothing
@@ -66,9 +66,7 @@ class FunctionsOfKernel:
             return None
         return self._places_for(context, work, locate, keys_exist, 0)
 
-    def mask_places(
-        self, context: KernelContext, work: Any, locate: Callable[[int], tuple]
-    ) -> ScorePlaces:
+    def mask_places(self, context: KernelContext, work: Any, locate: Locate) -> ScorePlaces:
         """Return the places of a tile's scores for the mask_mod."""
         return self._places_for(context, work, locate, False, 1)
 
@@ -76,7 +74,7 @@ class FunctionsOfKernel:
         self,
         context: KernelContext,
         work: Any,
-        locate: Callable[[int], tuple],
+        locate: Locate,
         keys_exist: bool,
         kind: int,
     ) -> ScorePlaces:
@@ -86,7 +84,7 @@ class FunctionsOfKernel:
             locate = _behind(locate, first_page.hidden)
         lengths = context.sequences.query(batch).length, context.sequences.key(batch).length
         left = list(self.optional_of(context.tensors) or ())
-        own: tuple = ()
+        own: tuple[cute.Tensor, ...] = ()
         for asked in (self.problem_class.mask_mod, self.problem_class.score_mod)[: 2 - kind]:
             count = 0 if asked is None else len(asked.tensors)
             own = tuple(left[len(left) - count :])
@@ -94,7 +92,7 @@ class FunctionsOfKernel:
         return ScorePlaces(batch, lengths, locate, keys_exist, own, context.scalars.score_origin)
 
 
-def _behind(locate: Callable[[int], tuple], hidden: Any) -> Callable[[int], tuple]:
+def _behind(locate: Locate, hidden: Any) -> Locate:
     """Return places whose keys are counted from a sequence's first one, behind `hidden` keys of its
     first page; a hidden key has the place of the first one."""
 

@@ -15,10 +15,19 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from .limits import SWIZZLE_ALIGNMENT
-from .sequences import tma_tile
+from .sequences import TilePlace, tma_tile
 
-__all__ = ["BLOCK_COLUMNS", "ROW_BYTES", "SharedMemory", "TmaTensor", "load_box", "load_tile",
-           "prefetch_tile", "smem_layout"]
+__all__ = [
+    "BLOCK_COLUMNS",
+    "ROW_BYTES",
+    "LoadTarget",
+    "SharedMemory",
+    "TmaTensor",
+    "load_box",
+    "load_tile",
+    "prefetch_tile",
+    "smem_layout",
+]
 
 BLOCK_COLUMNS = 64
 ROW_BYTES = 128  # of a block: 64 16-bit elements
@@ -42,6 +51,10 @@ def smem_layout(rows: int, columns: int, stages: int) -> Any:
     rows_of_atom = cute.make_layout((ATOM_ROWS, BLOCK_COLUMNS), stride=(BLOCK_COLUMNS, 1))
     atom = cute.make_composed_layout(swizzle, 0, rows_of_atom)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+
+
+#: Target of a load: (barrier that its bytes complete on, number of the buffer).
+LoadTarget = tuple[cute.Pointer, Any]
 
 
 class SharedMemory:
@@ -71,8 +84,13 @@ class SharedMemory:
 
 
 def load_tile(
-    source: TmaTensor, smem: cute.Tensor, place: tuple, barrier: cute.Pointer, stage: Any,
-    packed: int = 1, **options: Any,
+    source: TmaTensor,
+    smem: cute.Tensor,
+    place: TilePlace,
+    barrier: cute.Pointer,
+    stage: Any,
+    packed: int = 1,
+    **options: Any,
 ) -> None:
     """One TMA load into `smem[.., .., stage]`, of the tile at `place` (see `tma_tile`).  options:
     of `load_box`."""
@@ -82,8 +100,13 @@ def load_tile(
 
 
 def load_box(
-    source: TmaTensor, smem: cute.Tensor, tile: cute.Tensor, barrier: cute.Pointer, stage: Any,
-    multicast: Any = None, is_kept: bool = False,
+    source: TmaTensor,
+    smem: cute.Tensor,
+    tile: cute.Tensor,
+    barrier: cute.Pointer,
+    stage: Any,
+    multicast: Any = None,
+    is_kept: bool = False,
 ) -> None:
     """Load a tile, by its coordinates; otherwise as `load_tile`.
 
@@ -97,7 +120,7 @@ def load_box(
     cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier, **options)
 
 
-def prefetch_tile(source: TmaTensor, smem: cute.Tensor, place: tuple) -> None:
+def prefetch_tile(source: TmaTensor, smem: cute.Tensor, place: TilePlace) -> None:
     """Prefetch into L2 the tile at `place` (see `tma_tile`), which a load is to bring into a buffer
     of `smem`: cp.async.bulk.prefetch.tensor (PTX ISA 9.7.9.27)."""
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))

@@ -36,7 +36,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .edges import SharedByReference
-from .operands import TmaTensor, load_box
+from .operands import LoadTarget, TmaTensor, load_box
 from .sequences import Sequence, clip, clipped_box
 
 __all__ = ["FirstPage", "PagedKeys", "PagedTile", "box_rows", "load_pages"]
@@ -79,9 +79,13 @@ class PagedKeys(SharedByReference):
     """
 
     def __init__(
-        self, table: cute.Tensor, length: Int32, first_key: Int32, sizes: tuple[int, int, int],
+        self,
+        table: cute.Tensor,
+        length: Int32,
+        first_key: Int32,
+        sizes: tuple[int, int, int],
         first_page: FirstPage | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """sizes: page_size, box, tile."""
         self.page_size, self.box, self.tile = sizes
         self.begins_within = first_page is not None
@@ -125,7 +129,11 @@ class PagedTile:
     """
 
     def __init__(
-        self, keys: PagedKeys, number: Int32, places: tuple, following: tuple
+        self,
+        keys: PagedKeys,
+        number: Int32,
+        places: tuple[Int32, Int32],
+        following: tuple[Int32, Int32],
     ) -> None:
         self._keys, self._number, self._places, self._following = keys, number, places, following
 
@@ -141,9 +149,7 @@ class PagedTile:
     def box(self, row: Any) -> tuple[Int32, Int32, Int32]:
         """Return (page, end, rows left out) of the box at a row of the tile, the same in all lanes;
         the last one negative where rows at its start are."""
-        page, word = (
-            cute.arch.shuffle_sync(value, row // self.box_rows) for value in self._places
-        )
+        page, word = (cute.arch.shuffle_sync(value, row // self.box_rows) for value in self._places)
         end, start = word >> ROW_BITS, word & ((1 << ROW_BITS) - 1)
         return page, end, start - self.box_rows if self._keys.begins_within else start
 
@@ -157,7 +163,11 @@ class PagedTile:
 
 
 def load_pages(
-    source: TmaTensor, smem: cute.Tensor, place: tuple, target: tuple, multicast: Any = None
+    source: TmaTensor,
+    smem: cute.Tensor,
+    place: tuple[PagedTile, Any, Any, Int32],
+    target: LoadTarget,
+    multicast: Any = None,
 ) -> None:
     """Load a tile of paged rows by boxes.  place: (`PagedTile`, first row in it, column block,
     head); target: (barrier, stage)."""

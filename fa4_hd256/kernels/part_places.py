@@ -65,7 +65,7 @@ class PartTiles:
 
 
 def _scores(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of_whole(score: Float32, place: Scored, tensors: tuple) -> Any:
+    def of_whole(score: Float32, place: Scored, tensors: tuple[cute.Tensor, ...]) -> Any:
         *own, origins = tensors
         if cute.rank(origins) == 1:
             origin = ScoreOrigin(*(origins[field] for field in _FIELDS))
@@ -77,7 +77,9 @@ def _scores(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mask(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of_whole(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
+    def of_whole(
+        batch: Any, head: Any, query: Any, key: Any, tensors: tuple[cute.Tensor, ...]
+    ) -> Any:
         *own, part = tensors
         in_part = Scored(batch, head, query, key, 0, 0)
         if cute.rank(part) == 1:

@@ -44,7 +44,7 @@ class Use(NamedTuple):
 
     ring: str
     position: int
-    content: tuple
+    content: tuple[object, ...]
     writes: bool
     takes: bool = True
     is_shared: bool = False
@@ -253,9 +253,7 @@ class Programs:
         if issue.is_last and behind and product is behind[-1]:
             turns.leave_tile(is_ahead=False)
 
-    def _uses(
-        self, product: Product, issue: Issue, piece: int, turns: Turns
-    ) -> tuple[Use, ...]:
+    def _uses(self, product: Product, issue: Issue, piece: int, turns: Turns) -> tuple[Use, ...]:
         """Return the uses of an MMA: what it reads, then what it writes, or adds to."""
         uses = []
         for operand, part in ((product.a, 0), (product.b, piece)):

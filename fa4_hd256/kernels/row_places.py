@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
+import cutlass.cute as cute
 
 from .mask_function import MASK_MOD, truth_of
 from .score_change import SCORE_MOD, Scored
@@ -42,7 +43,7 @@ def key_in_row(key: str) -> str:
 
 
 def _in_sequences(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of_sequence(score: Any, place: Scored, tensors: tuple) -> Any:
+    def of_sequence(score: Any, place: Scored, tensors: tuple[cute.Tensor, ...]) -> Any:
         *own, rows = tensors
         of_query = SequenceOfQuery.at(rows, place.query)
         # Keys of other sequences, which it does not see, are the nearest one's.
@@ -58,7 +59,7 @@ def _in_sequences(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    def seen(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
+    def seen(batch: Any, head: Any, query: Any, key: Any, tensors: tuple[cute.Tensor, ...]) -> Any:
         *own, rows = tensors
         of_query = SequenceOfQuery.at(rows, query)
         behind = key - of_query.begin_k

@@ -30,6 +30,9 @@ SCORE_MOD = FunctionKind("score_mod", "ScoreMod", "(score, place, tensors)")
 #: kernels get them.
 SCORE_TENSORS = SCORE_MOD.tensors
 
+#: Function from the number of a score to its (query head, query, key).
+Locate = Callable[[int], tuple[Int32, Int32, Int32]]
+
 
 class Scored(NamedTuple):
     """Place of a score, Int32 values inside a kernel.
@@ -66,7 +69,7 @@ class ScoreOrigin(NamedTuple):
         )  # fmt: skip
 
 
-def _alibi(score: Float32, place: Scored, tensors: tuple) -> Float32:
+def _alibi(score: Float32, place: Scored, tensors: tuple[cute.Tensor, ...]) -> Float32:
     """Less slope * |distance to the key that the query is level with|; slopes of (heads,), or of
     (batch, heads)."""
     slopes = tensors[0]
@@ -89,9 +92,14 @@ class ScorePlaces:
     """
 
     def __init__(
-        self, batch: Int32, lengths: tuple[Int32, Int32], locate: Callable[[int], tuple],
-        keys_exist: bool, tensors: tuple, origin: ScoreOrigin | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        batch: Int32,
+        lengths: tuple[Int32, Int32],
+        locate: Locate,
+        keys_exist: bool,
+        tensors: tuple[cute.Tensor, ...],
+        origin: ScoreOrigin | None = None,
+    ) -> None:
         self.tensors = tensors
         self._batch, self._lengths, self._locate = batch, lengths, locate
         self._keys_exist, self._origin = keys_exist, origin
@@ -191,9 +199,12 @@ class ScoreChange:
         return lambda number, changed: cute.arch.fmax(1.0 - changed * changed, 0.0)
 
     def _each(
-        self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None,
+        self,
+        scores: cute.Tensor,
+        scale: Float32,
+        places: ScorePlaces | None,
         slopes: cute.Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The functions of a score_mod, score by score."""
         assert places is not None and self._functions is not None
         function, slope = self._functions

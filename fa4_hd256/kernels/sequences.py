@@ -31,6 +31,7 @@ __all__ = [
     "Sequence",
     "SequenceTensors",
     "Sequences",
+    "TilePlace",
     "clip",
     "clipped_box",
     "clipped_view",
@@ -133,6 +134,10 @@ class Sequence:
     offset: Int32
     length: Int32
     batch: Int32
+
+
+#: Place of a tile for TMA: (its sequence or `PagedTile`, first row in it, column block, head).
+TilePlace = tuple[Any, Any, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -258,7 +263,7 @@ def clipped_view(tensor: cute.Tensor, rows: int, both_ends: bool = False) -> cut
 
 
 def tma_tile(
-    tensor: cute.Tensor, shape: tuple[int, int], place: tuple, packed: int = 1, least: int = 0
+    tensor: cute.Tensor, shape: tuple[int, int], place: TilePlace, packed: int = 1, least: int = 0
 ) -> cute.Tensor:
     """The coordinate tensor of one tile for TMA.
 
@@ -296,7 +301,9 @@ def clip(sequence: Sequence, first_row: Any, rows: int, least: int = 0) -> tuple
     return end, rows - count
 
 
-def clipped_box(tensor: cute.Tensor, shape: tuple[int, int], place: tuple) -> cute.Tensor:
+def clipped_box(
+    tensor: cute.Tensor, shape: tuple[int, int], place: tuple[Any, Any, Any, Int32, Int32]
+) -> cute.Tensor:
     """The coordinate tensor of a tile of a `clipped_view`.  place: (start, column block, end, head,
     batch), start and end by `clip`."""
     start, column_block, end, head, batch = place

@@ -44,9 +44,13 @@ class PairKernel(RaggedKernel, SchedulerRole):
         self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
 
     def set_up(
-        self, allocator: SmemAllocator, tensors: Any, sizes: tuple[Int32, ...], scalars: Any,
+        self,
+        allocator: SmemAllocator,
+        tensors: Any,
+        sizes: tuple[Int32, ...],
+        scalars: Any,
         order: Any,
-    ) -> PairContext:  # fmt: skip
+    ) -> PairContext:
         """Lay out shared memory as the plan says and initialise the barriers.
 
         sizes: seqlen_q, seqlen_k, query heads (or groups of them) for each KV head, and what the
@@ -83,7 +87,7 @@ class PairKernel(RaggedKernel, SchedulerRole):
         return self.warps.scheduled_warps
 
     @cute.kernel
-    def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
+    def kernel(self, tensors: Any, sizes: tuple[Int32, ...], scalars: Any, order: Any):
         """Set-up, then each warp runs its role, then tear-down."""
         self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

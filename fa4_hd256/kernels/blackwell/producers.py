@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ..edges import RingStates, SharedByReference, Signal
-from ..operands import load_tile
+from ..operands import LoadTarget, load_tile
 from ..ranges import traced
 from ..steps import CLAIM_STEPS, Load, Operand, Product, StepTable, When
 from .context import PairContext
@@ -105,7 +105,7 @@ class LoadRole(SharedByReference):
         return states
 
     @cute.jit
-    def _fill(self, context: PairContext, load: Load, places: tuple, states: RingStates):
+    def _fill(self, context: PairContext, load: Load, places: tuple[Any, ...], states: RingStates):
         """One buffer, by a copy from each of the places.  Where both CTAs' bytes complete on the
         leader's barrier, it alone expects them."""
         ring = self.steps.ring(load.ring)
@@ -209,7 +209,7 @@ class MmaRole(SharedByReference):
         return states
 
     def _chain(
-        self, context: PairContext, product: Product, which: tuple, states: RingStates
+        self, context: PairContext, product: Product, which: tuple[int, Turn], states: RingStates
     ) -> None:
         """The instructions of one piece.  which: (piece, turn)."""
         piece, turn = which
@@ -354,13 +354,15 @@ class PairProducers:
         """Issue every MMA of the pair; one warp of the leader CTA."""
         self._run(context, MmaRole(self))
 
-    def copy(self, context: PairContext, copy: Any, place: Any, target: tuple) -> None:
+    def copy(self, context: PairContext, copy: Any, place: Any, target: LoadTarget) -> None:
         """One TMA load.  place: see `tma_tile`.  target: (barrier, buffer)."""
         barrier, index = target
         smem = context.smem[copy.memory]
         load_tile(self.tma_tensor(context, copy.box), smem, place, barrier, index)
 
-    def multiply(self, context: PairContext, work: Any, chain: tuple, accumulate: Boolean) -> None:
+    def multiply(
+        self, context: PairContext, work: Any, chain: tuple[Any, Any, Any, Any], accumulate: Boolean
+    ) -> None:
         """The instructions of an MMA. chain: (shape, address of the result, A, B); A and B:
         (address, layout), the address that of shared or of tensor memory."""
         shape, result, (a, a_layout), (b, b_layout) = chain

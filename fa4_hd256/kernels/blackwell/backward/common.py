@@ -13,6 +13,7 @@ from cutlass.memory import SmemAllocator
 from ....schedulers import TileOrder, WorkTile
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 from ...backward_common import BackwardEntry, BackwardKernelTensors
+from ...masking import Visibility
 from ...operands import TmaTensor
 from ...problem_class import GradientClass
 from ...scalars import CallScalars
@@ -52,9 +53,13 @@ class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
         self.ex2_pattern = config.ex2_pattern
 
     def set_up(
-        self, allocator: SmemAllocator, tensors: BackwardKernelTensors, sizes: tuple[Int32, ...],
-        scalars: CallScalars, order: TileOrder,
-    ) -> BlackwellBackwardContext:  # fmt: skip
+        self,
+        allocator: SmemAllocator,
+        tensors: BackwardKernelTensors,
+        sizes: tuple[Int32, ...],
+        scalars: CallScalars,
+        order: TileOrder,
+    ) -> BlackwellBackwardContext:
         """`PairKernel.set_up`."""
         common = super().set_up(allocator, tensors, sizes, scalars, order)
         return BlackwellBackwardContext(**vars(common))
@@ -119,7 +124,11 @@ class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
 
     @cute.jit
     def change_and_mask(
-        self, context: BlackwellBackwardContext, scores: cute.Tensor, places: Any, mask: tuple
+        self,
+        context: BlackwellBackwardContext,
+        scores: cute.Tensor,
+        places: Any,
+        mask: tuple[Any, Any],
     ):
         """Change the scores, and mask them, in place; return the slope of each score, None where
         that is 1.
@@ -133,7 +142,7 @@ class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
             self.mask_scores(scores, mask[1:])
         return slopes
 
-    def mask_scores(self, scores: cute.Tensor, mask: tuple) -> None:
+    def mask_scores(self, scores: cute.Tensor, mask: tuple[Visibility, Int32, Any]) -> None:
         """Scores that are not visible := -inf.  mask: (Visibility, row, first column)."""
         visibility, row, column = mask
         visibility.apply(scores, row, column)

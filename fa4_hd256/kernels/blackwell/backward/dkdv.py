@@ -28,10 +28,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ....schedulers import WorkTile
 from ...backward_common import Step, heads_of_part
 from ...backward_key_tiles import KeyTiles
 from ...limits import HEAD_DIM
+from ...operands import LoadTarget
 from ...ranges import traced
+from ...sequences import Sequence
 from ...views import columns_of
 from ..instructions import (
     MmaShape,
@@ -112,7 +115,11 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         return (((sequence, row + half * BLOCK_Q, rank, unit.head),) for half in range(2))
 
     def copy(
-        self, context: BlackwellBackwardContext, copy: Any, place: tuple, target: tuple
+        self,
+        context: BlackwellBackwardContext,
+        copy: Any,
+        place: tuple[Any, ...],
+        target: LoadTarget,
     ) -> None:
         if copy.content in ("LSE", "delta"):
             destination = context.smem[copy.memory]
@@ -196,10 +203,10 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
     def _probabilities(
         self,
         context: BlackwellBackwardContext,
-        results: tuple,
-        mask: tuple,
+        results: tuple[cute.Tensor, cute.Tensor],
+        mask: tuple[Any, Any],
         states: Any,
-        where: tuple,
+        where: tuple[WorkTile, Int32],
     ):
         """P of one unit.  results: (P times the slope of its score in float32, P in 16 bits).
         where: (tile, query head)."""
@@ -304,7 +311,11 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
 
     @cute.jit
     def _store(
-        self, context: BlackwellBackwardContext, values: cute.Tensor, place: tuple, start: Any
+        self,
+        context: BlackwellBackwardContext,
+        values: cute.Tensor,
+        place: tuple[Sequence, Int32, Int32],
+        start: Any,
     ):
         """One fragment of dV or dK, by warpgroup.  place: (sequence, row, head)."""
         sequence, row, head = place

@@ -93,7 +93,7 @@ class DqKernel(QueryTiles, RowResult):
 
     def places(
         self, context: BlackwellBackwardContext, content: str, work: Any, kv_tile: Int32
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """See `tma_tile`: this CTA's rows of Q and dO, its 64 keys of K and V, its half of the
         columns of K."""
         if content in ("Q", "dO"):
@@ -152,7 +152,7 @@ class DqKernel(QueryTiles, RowResult):
         context: BlackwellBackwardContext,
         factors: cute.Tensor,
         negative_lse: Float32,
-        mask: tuple,
+        mask: tuple[Any, Any],
         states: Any,
         work: Any,
     ):

@@ -52,6 +52,7 @@ from ...backward_key_tiles import KeyTiles, ListedStep
 from ...block_mask import FULL
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...masking import WORD_BITS, hide_unseen
+from ...operands import LoadTarget
 from ...ranges import traced
 from ...views import columns_of
 from ..instructions import (
@@ -142,7 +143,7 @@ class DvKernel(KeyTiles, RowResult):
 
     def places(
         self, context: BlackwellBackwardContext, content: str, work: Any, step: Step
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """See `tma_tile`: this CTA's 128 keys of K and V; its 64 rows of Q and dO; its half of the
         columns of dO.  (tile, step) for LSE and delta."""
         rank = context.cta_rank
@@ -160,7 +161,11 @@ class DvKernel(KeyTiles, RowResult):
         return (((queries, row, half, step.head),) for half in range(2))
 
     def copy(
-        self, context: BlackwellBackwardContext, copy: Any, place: tuple, target: tuple
+        self,
+        context: BlackwellBackwardContext,
+        copy: Any,
+        place: tuple[Any, ...],
+        target: LoadTarget,
     ) -> None:
         if copy.content in ("LSE", "delta"):
             barrier, index = target
@@ -254,7 +259,9 @@ class DvKernel(KeyTiles, RowResult):
         layout = cute.make_layout((2, 2, OWN_QUERIES // RUN), stride=(1, 0, 2))
         return cute.make_tensor(values.iterator, layout)
 
-    def _listed_mask(self, context: BlackwellBackwardContext, work: Any, step: Step) -> tuple:
+    def _listed_mask(
+        self, context: BlackwellBackwardContext, work: Any, step: Step
+    ) -> tuple[Boolean, Any]:
         """Return what `change_and_mask` takes for a step that a block mask names: (whether to apply
         it, two words for each of this thread's four keys, whose first bit is its first query's), or
         the number of a tile of which a function says what is seen."""
@@ -267,7 +274,7 @@ class DvKernel(KeyTiles, RowResult):
         listed = self.block_list(context, work)
         return listed.key_bits((step.head, step.index), context.cta_rank, keys, words)
 
-    def _hide(self, scores: cute.Tensor, words: tuple, halves: tuple[int, ...]) -> None:
+    def _hide(self, scores: cute.Tensor, words: tuple[Any, ...], halves: tuple[int, ...]) -> None:
         """Scores of queries without a bit := -inf."""
         for number, half in enumerate(halves):
             for group in range(2):
@@ -276,7 +283,7 @@ class DvKernel(KeyTiles, RowResult):
                 hide_unseen(own, words[first : first + WORD_PAIR], COLUMNS)
 
     @cute.jit
-    def mask_scores(self, scores: cute.Tensor, mask: tuple):
+    def mask_scores(self, scores: cute.Tensor, mask: tuple[Any, ...]):
         """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
         for their dS has to be 0.  mask: (Visibility, first key, step, which `quad_fragment`s), or
         for a step that a block mask names its words and which, or (number of its tile, places)."""
@@ -295,7 +302,9 @@ class DvKernel(KeyTiles, RowResult):
                     own = quad_fragment(scores, number)[None, group, None]
                     visibility.apply(own, key, first, COLUMNS)
 
-    def _places(self, context: BlackwellBackwardContext, where: tuple, half: int = 0) -> Any:
+    def _places(
+        self, context: BlackwellBackwardContext, where: tuple[WorkTile, Step], half: int = 0
+    ) -> Any:
         """Return the places of this thread's scores of a step, from a half of its keys on.  where:
         (tile, step)."""
         if not self.change.by_place:
@@ -303,8 +312,12 @@ class DvKernel(KeyTiles, RowResult):
         return self.score_places(context, where[0], self._locator(context, where, half))
 
     def _mask(
-        self, context: BlackwellBackwardContext, where: tuple, mask: tuple, halves: tuple[int, ...]
-    ) -> tuple:
+        self,
+        context: BlackwellBackwardContext,
+        where: tuple[WorkTile, Step],
+        mask: tuple[Any, ...],
+        halves: tuple[int, ...],
+    ) -> tuple[Any, ...]:
         """Return what `change_and_mask` takes for some halves of this thread's keys.  mask: but for
         these. where: (tile, step)."""
         if not self.mask_function.exists:
@@ -312,7 +325,9 @@ class DvKernel(KeyTiles, RowResult):
         locate = self._locator(context, where, halves[0])
         return *mask, self.mask_places(context, where[0], locate)
 
-    def _locator(self, context: BlackwellBackwardContext, where: tuple, half: int) -> Any:
+    def _locator(
+        self, context: BlackwellBackwardContext, where: tuple[WorkTile, Step], half: int
+    ) -> Any:
         """Return (query head, query, key) of scores by number, from a half of this thread's keys
         on. where: (tile, step)."""
         work, step = where
@@ -320,7 +335,7 @@ class DvKernel(KeyTiles, RowResult):
         query += self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2
         key = self.first_row(context, work) + self._first_key()
 
-        def locate(number: int) -> tuple:
+        def locate(number: int) -> tuple[Int32, Int32, Int32]:
             group = number // FRAGMENT + half
             column = COLUMNS[number % FRAGMENT // 4 * 2 + number % 2]
             return step.head, query + column, key + (16 * group + 8 * (number // 2 % 2))
@@ -332,11 +347,11 @@ class DvKernel(KeyTiles, RowResult):
     def _probabilities(
         self,
         context: BlackwellBackwardContext,
-        results: tuple,
-        mask: tuple,
-        before: tuple | None,
+        results: tuple[cute.Tensor, cute.Tensor],
+        mask: tuple[Any, ...],
+        before: tuple[WorkTile, cute.Tensor] | None,
         states: Any,
-        where: tuple,
+        where: tuple[WorkTile, Step],
     ):
         """P of one step.  results: (P times the slope of its score in float32, P in 16 bits).
         before: (tile, values) of the step before, whose dS leaves meanwhile.  where: (tile, step).
@@ -368,7 +383,11 @@ class DvKernel(KeyTiles, RowResult):
     @traced("dS")
     @cute.jit
     def _publish(
-        self, context: BlackwellBackwardContext, results: tuple, undrained: WorkTile, states: Any
+        self,
+        context: BlackwellBackwardContext,
+        results: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        undrained: WorkTile,
+        states: Any,
     ):
         """P to tensor memory, over dP, then ds := factors (dP - delta) in 16 bits.
 
@@ -417,7 +436,7 @@ class DvKernel(KeyTiles, RowResult):
         return not (self.problem_class.ragged or self.change.exists)
 
     def _tile_of_step(
-        self, context: BlackwellBackwardContext, step: Step, places: tuple
+        self, context: BlackwellBackwardContext, step: Step, places: tuple[Int32, Any]
     ) -> cute.Tensor:
         """Return this CTA's tile of dS of a step.  places: (row, number of the tile if it is
         counted)."""

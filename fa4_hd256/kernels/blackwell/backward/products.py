@@ -23,10 +23,12 @@ import cutlass.cute as cute
 from cutlass import Boolean
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from ....schedulers import WorkTile
 from ...backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
 from ...backward_product_tiles import ProductTiles, Walk
 from ...limits import HEAD_DIM
-from ...operands import TmaTensor, load_tile
+from ...operands import LoadTarget, TmaTensor, load_tile
+from ...sequences import Sequence
 from ..instructions import MmaShape, mma_chain
 from ..operands import mn_major_operand
 from .context import BlackwellBackwardContext
@@ -55,7 +57,7 @@ class ProductsKernel(ProductTiles, RowResult):
         #: Shape of dQ; its A is `BY_KEYS`.
         self.shape_by_keys = replace(shape, a_mn_major=True)
 
-    def tma_tensors(self, operands: tuple, ds: Any) -> tuple[TmaTensor, ...]:
+    def tma_tensors(self, operands: tuple[cute.Tensor, ...], ds: Any) -> tuple[TmaTensor, ...]:
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         layout = cute.make_layout(BOX, stride=(BOX[1], 1))
         info = cpasync.make_tiled_tma_atom(load, tma_view(ds), layout, BOX)
@@ -71,12 +73,16 @@ class ProductsKernel(ProductTiles, RowResult):
 
     def places(
         self, context: BlackwellBackwardContext, content: str, work: Any, position: Walk
-    ) -> tuple:
+    ) -> tuple[tuple[tuple[WorkTile, Walk], ...], ...]:
         """Return (work, position) for either copy, see `copy`."""
         return (((work, position),) * len(content.split()),)
 
     def copy(
-        self, context: BlackwellBackwardContext, copy: Any, place: tuple, target: tuple
+        self,
+        context: BlackwellBackwardContext,
+        copy: Any,
+        place: tuple[WorkTile, Walk],
+        target: LoadTarget,
     ) -> None:
         """Load this CTA's 128 x 128 of dS, or its half of the columns of 128 rows of Q or K."""
         if copy.content == "dS":
@@ -84,7 +90,9 @@ class ProductsKernel(ProductTiles, RowResult):
         else:
             self._load_rows(context, place, target)
 
-    def _load_ds(self, context: BlackwellBackwardContext, place: tuple, target: tuple) -> None:
+    def _load_ds(
+        self, context: BlackwellBackwardContext, place: tuple[WorkTile, Walk], target: LoadTarget
+    ) -> None:
         (_, position), (barrier, stage) = place, target
         number, source = position.ds_number(context.cta_rank), context.tensors.loads[-1]
         to_smem, from_global = cpasync.tma_partition(
@@ -95,7 +103,9 @@ class ProductsKernel(ProductTiles, RowResult):
         cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def _load_rows(self, context: BlackwellBackwardContext, place: tuple, target: tuple):
+    def _load_rows(
+        self, context: BlackwellBackwardContext, place: tuple[WorkTile, Walk], target: LoadTarget
+    ):
         (work, position), (barrier, stage) = place, target
         smem, row, rank = context.smem["rows"], position.column * DS_TILE, context.cta_rank
         if position.tile.of_keys:
@@ -107,7 +117,11 @@ class ProductsKernel(ProductTiles, RowResult):
             load_tile(self.tma_tensor(context, "k"), smem, source, barrier, stage)
 
     def multiply(
-        self, context: BlackwellBackwardContext, work: Any, chain: tuple, accumulate: Boolean
+        self,
+        context: BlackwellBackwardContext,
+        work: Any,
+        chain: tuple[Any, Any, Any, Any],
+        accumulate: Boolean,
     ) -> None:
         """See `PairProducers.multiply`: dS reduced over queries for dK, over keys for dQ."""
         _, result, (ds, _), (rows, _) = chain
@@ -115,7 +129,11 @@ class ProductsKernel(ProductTiles, RowResult):
 
     @cute.jit
     def _multiply(
-        self, context: BlackwellBackwardContext, work: Any, places: tuple, accumulate: Boolean
+        self,
+        context: BlackwellBackwardContext,
+        work: Any,
+        places: tuple[Any, Any, Any],
+        accumulate: Boolean,
     ):
         result, ds, rows = places
         layout = self.layouts["X"]
@@ -146,7 +164,11 @@ class ProductsKernel(ProductTiles, RowResult):
 
     @cute.jit
     def _finish(
-        self, context: BlackwellBackwardContext, result: tuple, has_steps: Boolean, states: Any
+        self,
+        context: BlackwellBackwardContext,
+        result: tuple[cute.Tensor, Sequence, Any],
+        has_steps: Boolean,
+        states: Any,
     ):
         """result: (tensor, `Sequence` of its rows, tile)."""
         tensor, rows, tile = result

@@ -11,6 +11,7 @@ from cutlass import Boolean, Int32
 
 from ...limits import HEAD_DIM
 from ...ranges import traced
+from ...sequences import Sequence
 from ...views import columns_of
 from ..instructions import (
     fence_after_thread_sync,
@@ -27,6 +28,9 @@ OWN_ROWS = 128  # rows of a tile that a CTA has, one per lane of tensor memory
 TILE_ROWS = CTAS * OWN_ROWS
 OWN_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup drains
 WHOLE = (0, OWN_COLUMNS)
+
+#: Place of a tile's result: (tensor, sequence of its rows, first row of this CTA, head).
+ResultPlace = tuple[cute.Tensor, Sequence, Int32, Int32]
 
 
 class RowResult(BlackwellBackward):
@@ -49,7 +53,7 @@ class RowResult(BlackwellBackward):
         """The lane of tensor memory, and the row of the CTA, of this thread."""
         return cute.arch.thread_idx()[0] % OWN_ROWS
 
-    def place(self, context: BlackwellBackwardContext, work: Any) -> tuple:
+    def place(self, context: BlackwellBackwardContext, work: Any) -> ResultPlace:
         """Return (tensor, `Sequence` of its rows, first row of this CTA, head) of a tile's
         result."""
         result, rows = context.tensors.results[0], self.result_rows(context, work)
@@ -69,7 +73,7 @@ class RowResult(BlackwellBackward):
     def drain_to(
         self,
         context: BlackwellBackwardContext,
-        place: tuple,
+        place: ResultPlace,
         states: Any,
         part: tuple[int, int] = WHOLE,
     ) -> Any:
@@ -78,7 +82,11 @@ class RowResult(BlackwellBackward):
 
     @cute.jit
     def _drain(
-        self, context: BlackwellBackwardContext, place: tuple, states: Any, part: tuple[int, int]
+        self,
+        context: BlackwellBackwardContext,
+        place: ResultPlace,
+        states: Any,
+        part: tuple[int, int],
     ):
         name, (begin, end) = self.result.lower(), part
         done, free = f"{name}_done", f"{name}_free"
@@ -106,12 +114,12 @@ class RowResult(BlackwellBackward):
             states.advance(done)
         return states
 
-    def _has_row(self, place: tuple) -> Boolean:
+    def _has_row(self, place: ResultPlace) -> Boolean:
         """Return True if this thread's row exists."""
         _, sequence, first_row, _ = place
         return first_row + self.lane() < sequence.length
 
-    def _destination(self, place: tuple) -> cute.Tensor:
+    def _destination(self, place: ResultPlace) -> cute.Tensor:
         """The 256 elements of this thread's row of the result."""
         result, sequence, first_row, head = place
         return result[sequence.offset + first_row + self.lane(), None, head, sequence.batch]
@@ -121,7 +129,7 @@ class RowResult(BlackwellBackward):
         self.zero(self.place(context, work))
 
     @cute.jit
-    def zero(self, place: tuple):
+    def zero(self, place: ResultPlace):
         """Store 0 to the rows of a place."""
         if self._has_row(place):
             destination = self._destination(place)

@@ -108,7 +108,11 @@ _OPERAND_RINGS = (
 
 
 def _of_keys(
-    result: Operand, keys: str, passing: Load, frees: tuple[str, ...], loads: tuple[tuple, tuple]
+    result: Operand,
+    keys: str,
+    passing: Load,
+    frees: tuple[str, ...],
+    loads: tuple[tuple[Load, ...], tuple[Load, ...]],
 ) -> Product:
     """Keys that stay, times rows that pass. frees: edges that say the result may be overwritten,
     none where the MMAs' order does. loads: what is loaded (before, after) the rows."""

@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ....schedulers import WorkTile
 from ....softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
 from ...decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
 from ...edges import RingState
@@ -107,7 +108,7 @@ class DecodeConsumers(DecodeSoftmax):
         """The first query head with rows in a group, among those that share keys."""
         return context.first_row if self.of_query > self.softmax_rows else 0
 
-    def _step_states(self) -> tuple:
+    def _step_states(self) -> tuple[RingState, RingState]:
         """Return the states of S, and of the MMA before a step, of this tile or of the one before;
         none before the first."""
         return self.edges["s_done"].waiter_state(), RingState(1, Int32(0), Int32(1))
@@ -117,7 +118,13 @@ class DecodeConsumers(DecodeSoftmax):
 
     @traced("softmax")
     @cute.jit
-    def _step(self, context: BlackwellDecodeContext, running: tuple, place: tuple, is_masked: bool):
+    def _step(
+        self,
+        context: BlackwellDecodeContext,
+        running: tuple[KeySoftmax, tuple[RingState, RingState], Int32],
+        place: tuple[WorkTile, Int32],
+        is_masked: bool,
+    ):
         """One score tile: mask, maxima where they move, exp2, P to shared memory, sums.
 
         running: (softmax, states of S and of O, number of the step).  place: (tile, this thread's
@@ -153,14 +160,16 @@ class DecodeConsumers(DecodeSoftmax):
         start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
         return context.own_lanes + (start + buffer * distance)
 
-    def _places(self, context: BlackwellDecodeContext, place: tuple, keys_exist: bool) -> Any:
+    def _places(
+        self, context: BlackwellDecodeContext, place: tuple[WorkTile, Int32], keys_exist: bool
+    ) -> Any:
         """Return the places of this thread's scores, one of each row.  place: (tile, key)."""
         work, key = place
         first_query, packed = self._own_queries(context, work)[0], self.problem_class.packed_heads
         first_head, of_query = self._first_in_group(context), self.rows_of_query
         smaller = min if isinstance(first_head, int) else cutlass.min
 
-        def locate(row: int) -> tuple:
+        def locate(row: int) -> tuple[Int32, Int32, Int32]:
             # Rows past the heads are padding.
             in_group = smaller(first_head + row % of_query, packed - 1)
             return work.head * packed + in_group, first_query + row // of_query, key
@@ -175,7 +184,11 @@ class DecodeConsumers(DecodeSoftmax):
         return [context.nodes(work, first_query + query) for query in range(queries)]
 
     def _mask(
-        self, context: BlackwellDecodeContext, scores: cute.Tensor, place: tuple, nodes: Any
+        self,
+        context: BlackwellDecodeContext,
+        scores: cute.Tensor,
+        place: tuple[WorkTile, Int32],
+        nodes: Any,
     ) -> None:
         """The scores of rows that do not see this thread's key, -inf.  place: (tile, key); nodes:
         see `_nodes`."""
@@ -234,9 +247,12 @@ class DecodeConsumers(DecodeSoftmax):
             )
 
     def _share(
-        self, context: BlackwellDecodeContext, name: str, values: cute.Tensor,
+        self,
+        context: BlackwellDecodeContext,
+        name: str,
+        values: cute.Tensor,
         operation: Callable[[Float32, Float32], Float32],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Each warp's values, combined over its lanes, to shared memory, for all threads."""
         found = reduce_over_lanes(values, operation)
         row = first_row_of_lane(self.softmax_rows)
@@ -247,7 +263,11 @@ class DecodeConsumers(DecodeSoftmax):
         self._synchronise(context)
 
     def _store_sums(
-        self, context: BlackwellDecodeContext, running: tuple, work: Any, inverses: cute.Tensor
+        self,
+        context: BlackwellDecodeContext,
+        running: tuple[KeySoftmax, tuple[RingState, RingState]],
+        work: Any,
+        inverses: cute.Tensor,
     ) -> None:
         """O of a tile with steps.  running: (softmax, states of S and of O)."""
         context.barriers["o_done"].wait(running[1][1])

@@ -86,7 +86,12 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         }
 
     def set_up(
-        self, allocator: Any, tensors: ForwardKernelTensors, sizes: tuple, scalars: Any, order: Any
+        self,
+        allocator: Any,
+        tensors: ForwardKernelTensors,
+        sizes: tuple[Int32, ...],
+        scalars: Any,
+        order: Any,
     ) -> BlackwellE4m3DecodeContext:
         common = super().set_up(allocator, tensors, sizes, scalars, order)
         k_descale, v_descale = self.descales(tensors.optional)
@@ -147,7 +152,11 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         return products
 
     def _store_row(
-        self, context: BlackwellE4m3DecodeContext, row: tuple, elements: list[Float32], stage: Int32
+        self,
+        context: BlackwellE4m3DecodeContext,
+        row: tuple[Any, Any],
+        elements: list[Float32],
+        stage: Int32,
     ) -> None:
         """Both parts of a row."""
         codes, lane = context.smem["q"], cute.arch.lane_idx()

@@ -95,7 +95,7 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
         self.layouts |= {f"V{half}": mn_major_operand(BLOCK_KV) for half in HALVES}
 
     def kernel_tensors(
-        self, operands: tuple, lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...operands import load_tile
+from ...operands import LoadTarget, load_tile
+from ...sequences import TilePlace
 from ..producers import PairProducers
 from .config import BLOCK_KV
 from .context import BlackwellDecodeContext
@@ -28,7 +29,7 @@ class DecodeProducers(PairProducers):
 
     def places(
         self, context: BlackwellDecodeContext, content: str, work: Any, kv_tile: Any
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """See `tma_tile`: the rows of Q; a half of the columns of K or V, or all of them, see
         `load_kv`."""
         if content == "Q":
@@ -37,7 +38,9 @@ class DecodeProducers(PairProducers):
         keys, first_key = self.keys(context, work, kv_tile), self.first_key(kv_tile)
         return (((keys, first_key, int(content[1:] or 0), head),),)
 
-    def copy(self, context: BlackwellDecodeContext, copy: Any, place: tuple, target: tuple) -> None:
+    def copy(
+        self, context: BlackwellDecodeContext, copy: Any, place: TilePlace, target: LoadTarget
+    ) -> None:
         """One load.  place: see `places`.  target: (barrier, buffer)."""
         source, smem = getattr(context.tensors, copy.box[0]), context.smem[copy.memory]
         if copy.content == "Q":

@@ -9,9 +9,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
+from ....schedulers import WorkTile
 from ....softmax_emu.pattern import FRAGMENT_COLUMNS
+from ...edges import RingState
 from ...limits import HEAD_DIM
 from ...mask_function import times_asked
+from ...masking import Visibility
 from ...ranges import traced
 from ...sequences import tma_tile
 from ..instructions import (
@@ -27,6 +30,11 @@ __all__ = ["ForwardConsumers"]
 # Columns that one tcgen05.ld moves: many, since each load of O shows its latency, and of several
 # loads of S ptxas may move the last ones behind first uses.
 LOAD_COLUMNS = 64
+
+#: State of a softmax warp: (of the next S, of the next buffer for a factor).
+SoftmaxStates = tuple[RingState, RingState]
+#: Place of a step's scores: (tile, (query, head) of this thread's row, first key).
+ScorePlace = tuple[WorkTile, tuple[Int32, Int32], Int32]
 
 
 class ForwardConsumers:
@@ -68,7 +76,11 @@ class ForwardConsumers:
 
     @cute.jit
     def _range_of_steps(
-        self, context: BlackwellForwardContext, which: tuple, softmax: Any, states: tuple
+        self,
+        context: BlackwellForwardContext,
+        which: tuple[WorkTile, tuple[Int32, Int32], Visibility],
+        softmax: Any,
+        states: SoftmaxStates,
     ):
         """All steps of a tile, those with masks first and last; returns their number, too.
 
@@ -106,7 +118,11 @@ class ForwardConsumers:
 
     @cute.jit
     def _listed_steps(
-        self, context: BlackwellForwardContext, which: tuple, softmax: Any, states: tuple
+        self,
+        context: BlackwellForwardContext,
+        which: tuple[WorkTile, tuple[Int32, Int32], Any],
+        softmax: Any,
+        states: SoftmaxStates,
     ):
         """Run the softmax of the tiles that a block mask lists; see `_range_of_steps`."""
         work, row, _ = which
@@ -144,7 +160,12 @@ class ForwardConsumers:
     @traced("softmax")
     @cute.jit
     def _softmax_step(
-        self, context: BlackwellForwardContext, softmax: Any, states: tuple, place: tuple, mask: Any
+        self,
+        context: BlackwellForwardContext,
+        softmax: Any,
+        states: SoftmaxStates,
+        place: ScorePlace,
+        mask: Any,
     ):
         """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
 
@@ -158,7 +179,12 @@ class ForwardConsumers:
     @traced("softmax")
     @cute.jit
     def _listed_step(
-        self, context: BlackwellForwardContext, softmax: Any, states: tuple, place: tuple, bits: Any
+        self,
+        context: BlackwellForwardContext,
+        softmax: Any,
+        states: SoftmaxStates,
+        place: ScorePlace,
+        bits: Any,
     ):
         """Run a step that a block mask lists, with its `RowBits`; return those of the next step,
         too."""
@@ -174,7 +200,7 @@ class ForwardConsumers:
 
     @cute.jit
     def _masked_scores(
-        self, context: BlackwellForwardContext, s_done: Any, place: tuple, mask: Any
+        self, context: BlackwellForwardContext, s_done: Any, place: ScorePlace, mask: Any
     ):
         """The row's scores of a step once they are there, -inf where it does not see the key.
 
@@ -204,7 +230,7 @@ class ForwardConsumers:
         self,
         context: BlackwellForwardContext,
         softmax: Any,
-        states: tuple,
+        states: SoftmaxStates,
         scores: cute.Tensor,
         bits: Any = None,
     ):
@@ -242,14 +268,18 @@ class ForwardConsumers:
         s_done.advance()
         return softmax, (s_done, scale_free), bits
 
-    def _places(self, context: BlackwellForwardContext, place: tuple, keys_exist: bool) -> Any:
+    def _places(self, context: BlackwellForwardContext, place: ScorePlace, keys_exist: bool) -> Any:
         """Return the places of the scores of a step; place: see `_softmax_step`."""
         work, (row, head), key = place
         return self.score_places(context, work, lambda i: (head, row, key + i), keys_exist)
 
     @cute.jit
     def _hide_unseen(
-        self, context: BlackwellForwardContext, scores: cute.Tensor, place: tuple, number: Int32
+        self,
+        context: BlackwellForwardContext,
+        scores: cute.Tensor,
+        place: ScorePlace,
+        number: Int32,
     ):
         """Scores of a listed step that a function says are not seen := -inf.  place: see
         `_softmax_step`; number: see `MaskFunction.hide`."""
@@ -362,7 +392,11 @@ class ForwardConsumers:
     @traced("drain O")
     @cute.jit
     def _drain_part(
-        self, context: BlackwellForwardContext, work: Any, inverse: Float32, states: tuple
+        self,
+        context: BlackwellForwardContext,
+        work: Any,
+        inverse: Float32,
+        states: tuple[RingState, RingState],
     ):
         """Store O / sum of a KV split, float32, to global memory; o_free as in `_drain`.
 

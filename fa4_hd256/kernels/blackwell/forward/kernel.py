@@ -100,7 +100,7 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
         }
 
     def kernel_tensors(
-        self, operands: tuple, lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K, V and O, and the plain tensors."""
         config = self.config

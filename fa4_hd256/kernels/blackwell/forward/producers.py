@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...operands import load_tile
+from ...operands import LoadTarget, load_tile
+from ...sequences import TilePlace
 from ..producers import PairProducers
 from .context import BlackwellForwardContext
 
@@ -27,7 +28,7 @@ class ForwardProducers(PairProducers):
 
     def places(
         self, context: BlackwellForwardContext, content: str, work: Any, kv_tile: Any
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """See `tma_tile`: this CTA's rows of Q, its 64 keys of K, its half of V's columns; of K and
         V `load_kv`."""
         if content == "Q":
@@ -42,7 +43,7 @@ class ForwardProducers(PairProducers):
         return ((place,),)
 
     def copy(
-        self, context: BlackwellForwardContext, copy: Any, place: tuple, target: tuple
+        self, context: BlackwellForwardContext, copy: Any, place: TilePlace, target: LoadTarget
     ) -> None:
         """Load a tile: rows of packed heads in Q, boxes of K and V in pages."""
         source, smem = getattr(context.tensors, copy.box), context.smem[copy.memory]

@@ -11,14 +11,14 @@ from cutlass import Boolean, Float32, Int16, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ....schedulers import scheduler_class
+from ....schedulers import WorkTile, scheduler_class
 from ...backward_common import BackwardContext, BackwardEntry
 from ...limits import HEAD_DIM
-from ...operands import SharedMemory, TmaTensor, load_tile, prefetch_tile
+from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
 from ...problem_class import GradientClass
 from ...ranges import traced
 from ...scheduler_role import SchedulerRole
-from ...sequences import Sequences
+from ...sequences import Sequence, Sequences, TilePlace
 from ...steps import Copy, Load
 from ..instructions import (
     QUAD,
@@ -65,7 +65,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         return {copy.box for copy in self.steps.copies if copy.is_shared}
 
     @cute.kernel
-    def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
+    def kernel(self, tensors: Any, sizes: tuple[Int32, ...], scalars: Any, order: Any):
         """Set-up, then each warp runs its role, then tear-down."""
         warps = self.warps
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -90,9 +90,13 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         cute.arch.cluster_wait()
 
     def set_up(
-        self, allocator: SmemAllocator, tensors: Any, sizes: tuple[Int32, ...], scalars: Any,
+        self,
+        allocator: SmemAllocator,
+        tensors: Any,
+        sizes: tuple[Int32, ...],
+        scalars: Any,
         order: Any,
-    ) -> BackwardContext:  # fmt: skip
+    ) -> BackwardContext:
         """Lay out shared memory as the plan says and initialise the barriers.
 
         sizes: seqlen_q, seqlen_k, query heads for each KV head.
@@ -146,7 +150,11 @@ class HopperBackward(BackwardEntry, SchedulerRole):
             work = scheduler.advance_to_next_work()
 
     def _fill_all(
-        self, context: BackwardContext, loads: tuple[Load, ...], which: tuple, states: Any
+        self,
+        context: BackwardContext,
+        loads: tuple[Load, ...],
+        which: tuple[WorkTile, Any],
+        states: Any,
     ) -> Any:
         """Fill the buffers of several loads.  which: (tile, position)."""
         for load in loads:
@@ -155,7 +163,9 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         return states
 
     @cute.jit
-    def _fill(self, context: BackwardContext, load: Load, which: tuple, states: Any):
+    def _fill(
+        self, context: BackwardContext, load: Load, which: tuple[WorkTile, Any, Any], states: Any
+    ):
         """The next buffer of a ring, once it is free.  which: (tile, position, piece)."""
         ring = self.steps.ring(load.ring)
         state, loaded = states[ring.freed], context.barriers[ring.full]
@@ -169,7 +179,11 @@ class HopperBackward(BackwardEntry, SchedulerRole):
 
     @cute.jit
     def _ask_ahead(
-        self, context: BackwardContext, loads: tuple[Load, ...], which: tuple, exists: Boolean
+        self,
+        context: BackwardContext,
+        loads: tuple[Load, ...],
+        which: tuple[WorkTile, Any],
+        exists: Boolean,
     ):
         """Prefetch into L2 what some loads bring in the next step, if it exists.  which: (tile,
         position)."""
@@ -188,7 +202,13 @@ class HopperBackward(BackwardEntry, SchedulerRole):
                     own = self._loaded_part(context, copy, context.smem[copy.memory][None, None, 0])
                     prefetch_tile(self._source(context, copy), own, place)
 
-    def copy(self, context: BackwardContext, copy: Copy, which: tuple, target: tuple) -> None:
+    def copy(
+        self,
+        context: BackwardContext,
+        copy: Copy,
+        which: tuple[WorkTile, Any, Any],
+        target: LoadTarget,
+    ) -> None:
         """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
         (work, position, _), (barrier, buffer), smem = which, target, context.smem[copy.memory]
         if copy.box in self.boxes:
@@ -198,7 +218,13 @@ class HopperBackward(BackwardEntry, SchedulerRole):
             place = barrier, smem[None, buffer]
             self.load_stats(context, copy.box, (work, position), place)
 
-    def load_box(self, context: BackwardContext, copy: Copy, place: tuple, target: tuple) -> None:
+    def load_box(
+        self,
+        context: BackwardContext,
+        copy: Copy,
+        place: TilePlace,
+        target: tuple[cute.Pointer, cute.Tensor],
+    ) -> None:
         """One TMA load, of half of the columns for both CTAs where they share it.  place: see
         `tma_tile`.  target: (barrier, tensor of SMEM)."""
         barrier, smem = target
@@ -231,7 +257,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
 
     @cute.jit
-    def store(self, sums: cute.Tensor, place: tuple):
+    def store(self, sums: cute.Tensor, place: tuple[cute.Tensor, Sequence, Int32, Int32]):
         """The sums of 64 rows x 256 to global memory, in the result's type.
 
         place: (tensor, `Sequence` of its rows, first row of the warpgroup, head).

@@ -35,6 +35,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from ....schedulers import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
 from ...backward_common import BackwardContext, Step, heads_of_part
@@ -139,7 +140,13 @@ class DvKernel(KeyRows, ScoreGradient):
         }
 
     @cute.jit
-    def _steps(self, context: BackwardContext, which: tuple, tensors: tuple, states: Any):
+    def _steps(
+        self,
+        context: BackwardContext,
+        which: tuple[WorkTile, Any],
+        tensors: tuple[Any, cute.Tensor],
+        states: Any,
+    ):
         """Compute dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
         (work, num_steps), (operands, dv) = which, tensors
         barriers, step = context.barriers, self.first_position(context, work)
@@ -215,7 +222,9 @@ class DvKernel(KeyRows, ScoreGradient):
         multiply(self.score, dp, operands["v"], dout, False)
         commit()
 
-    def _issue_sum(self, operands: dict, registers: tuple, states: Any) -> None:
+    def _issue_sum(
+        self, operands: dict, registers: tuple[cute.Tensor, cute.Tensor], states: Any
+    ) -> None:
         """Issue dV += P^T dO of a step.  registers: (dV, P)."""
         dv, p = registers
         columns = operands["dout_columns"][None, None, None, states["dout_loaded"].index]
@@ -225,7 +234,13 @@ class DvKernel(KeyRows, ScoreGradient):
 
     @traced("P")
     @cute.jit
-    def _probabilities(self, context: BackwardContext, results: tuple, where: tuple, states: Any):
+    def _probabilities(
+        self,
+        context: BackwardContext,
+        results: tuple[cute.Tensor, cute.Tensor],
+        where: tuple[WorkTile, tuple[Any, ...], Step],
+        states: Any,
+    ):
         """P of one step in place of its scores, which are done; gives Q and LSE back.
 
         results: (scores, with slopes of these P times them in 16 bits).  where: (tile, mask, step).
@@ -264,7 +279,13 @@ class DvKernel(KeyRows, ScoreGradient):
 
     @traced("dS")
     @cute.jit
-    def _store_ds(self, context: BackwardContext, values: tuple, stage: Any, place: cute.Pointer):
+    def _store_ds(
+        self,
+        context: BackwardContext,
+        values: tuple[cute.Tensor, cute.Tensor],
+        stage: Any,
+        place: cute.Pointer,
+    ):
         """Store dS = factors (dP - delta) in 16 bits, to global memory: a quad has 16 bytes, the
         quads of a warp 128 consecutive ones.  values: (dP, factors)."""
         dp, factors = values

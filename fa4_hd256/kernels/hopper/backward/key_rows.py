@@ -7,14 +7,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
-from ...backward_block_mask import WORD_PAIR
+from ...backward_block_mask import WORD_PAIR, BlockList
 from ...backward_common import BackwardContext
 from ...backward_ds_tiles import RUN
 from ...backward_key_tiles import KeyTiles
 from ...block_mask import FULL
 from ...masking import hide_unseen
+from ...sequences import TilePlace
 from ..instructions import (
     QUAD,
     ROWS,
@@ -40,24 +41,24 @@ class KeyRows(KeyTiles):
     def result_rows(self, context: BackwardContext, work: Any) -> Any:
         return context.sequences.key(work.batch)
 
-    def places(self, context: BackwardContext, box: str, work: Any, step: Any) -> tuple:
+    def places(self, context: BackwardContext, box: str, work: Any, step: Any) -> TilePlace:
         """Return the place of a box of keys or queries; see `tma_tile`."""
         if box in ("k", "v"):
             return self.place_of_keys(context, work)
         return self.place_of_queries(context, work, step)
 
-    def place_of_keys(self, context: BackwardContext, work: Any) -> tuple:
+    def place_of_keys(self, context: BackwardContext, work: Any) -> TilePlace:
         """Return the place of a CTA's keys of K or V; see `tma_tile`."""
         first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.own_rows
         head = work.head // context.scalars.head_parts
         return context.sequences.key(work.batch), first, 0, head
 
-    def place_of_queries(self, context: BackwardContext, work: Any, step: Any) -> tuple:
+    def place_of_queries(self, context: BackwardContext, work: Any, step: Any) -> TilePlace:
         """Return the place of a CTA's half of the columns of Q or dO of a step; see `tma_tile`."""
         row = self.query_tile(context, work, step) * self.plan.step_columns
         return context.sequences.query(work.batch), row, context.cta_rank, step.head
 
-    def mask(self, context: BackwardContext, work: Any) -> tuple:
+    def mask(self, context: BackwardContext, work: Any) -> tuple[Any, ...]:
         """Return (which queries a key is seen by, first key of the warpgroup, steps that need no
         mask, whether some keys do not exist) of a tile; with a block mask (its list, rank of the
         CTA, what `locator` takes before the step)."""
@@ -75,14 +76,14 @@ class KeyRows(KeyTiles):
         query = self.query_tile(context, work, step) * columns + cute.arch.lane_idx() % QUAD * 2
         places = fragment_columns(columns)
 
-        def locate(number: int) -> tuple:
+        def locate(number: int) -> tuple[Int32, Int32, Int32]:
             column = places[number // 4 * 2 + number % 2]
             return step.head, query + column, first + row_of_fragment(number // 2 % 2)
 
         return locate
 
     @cute.jit
-    def apply_mask(self, s: cute.Tensor, mask: tuple, step: Any):
+    def apply_mask(self, s: cute.Tensor, mask: tuple[Any, ...], step: Any):
         """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
         for their dS has to be 0."""
         if cutlass.const_expr(self.mask_function.exists):
@@ -100,7 +101,7 @@ class KeyRows(KeyTiles):
                     visibility.apply(rows_of(s)[row], key, first, fragment_columns(columns))
 
     @cute.jit
-    def _apply_bits(self, s: cute.Tensor, mask: tuple, step: Any):
+    def _apply_bits(self, s: cute.Tensor, mask: tuple[BlockList, Int32, Any], step: Any):
         """Mask a step that a block mask names, by its bits."""
         listed, rank, _ = mask
         parts = self.tile_steps
@@ -112,7 +113,7 @@ class KeyRows(KeyTiles):
             self._hide(s, bits)
 
     @cute.jit
-    def _apply_function(self, s: cute.Tensor, mask: tuple, step: Any):
+    def _apply_function(self, s: cute.Tensor, mask: tuple[BlockList, Int32, Any], step: Any):
         """Mask a step by the function that says what is seen."""
         listed, rank, where = mask
         number = listed.bit_tile((step.head, step.index // self.tile_steps), rank)
@@ -121,7 +122,7 @@ class KeyRows(KeyTiles):
             places = self.mask_places(context, work, self.locator(context, work, step))
             self.mask_function.hide(s, places, number)
 
-    def _hide(self, s: cute.Tensor, bits: tuple) -> None:
+    def _hide(self, s: cute.Tensor, bits: tuple[Uint32, ...]) -> None:
         """Scores of queries without a bit := -inf.  bits: two words of each of the two keys."""
         for number, row in enumerate(rows_of(s)):
             words = bits[WORD_PAIR * number : WORD_PAIR * (number + 1)]

@@ -21,9 +21,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
+from ....schedulers import WorkTile
 from ...backward_common import BackwardContext
 from ...backward_ds_tiles import (
     DS_BLOCK,
@@ -38,7 +39,9 @@ from ...backward_ds_tiles import (
 )
 from ...backward_product_tiles import ProductTiles, Walk
 from ...limits import HEAD_DIM
+from ...operands import LoadTarget
 from ...ranges import traced
+from ...sequences import Sequence
 from ...steps import Copy
 from ..instructions import (
     ROWS,
@@ -77,7 +80,13 @@ class ProductsKernel(ProductTiles, HopperBackward):
             "ds": cute.make_tensor(ds, cute.make_layout((DS_TILE_ELEMENTS, plan.ds_stages))),
         }
 
-    def copy(self, context: BackwardContext, copy: Copy, which: tuple, target: tuple) -> None:
+    def copy(
+        self,
+        context: BackwardContext,
+        copy: Copy,
+        which: tuple[WorkTile, Walk, Int32],
+        target: LoadTarget,
+    ) -> None:
         """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
         if copy.box == "ds":
             self._load_ds(context, which[1], target)
@@ -85,7 +94,13 @@ class ProductsKernel(ProductTiles, HopperBackward):
             self._load_rows(context, copy, which, target)
 
     @cute.jit
-    def _load_rows(self, context: BackwardContext, copy: Copy, which: tuple, target: tuple):
+    def _load_rows(
+        self,
+        context: BackwardContext,
+        copy: Copy,
+        which: tuple[WorkTile, Walk, Int32],
+        target: LoadTarget,
+    ):
         """Load this CTA's half of the columns of 64 rows of Q or K, for both."""
         (work, position, piece), (barrier, index), rank = which, target, context.cta_rank
         smem = context.smem["rows"][None, None, index]
@@ -98,7 +113,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
             place = context.sequences.key(work.batch), row, rank, head
             self.load_box(context, replace(copy, box="k"), place, (barrier, smem))
 
-    def _load_ds(self, context: BackwardContext, position: Walk, target: tuple) -> None:
+    def _load_ds(self, context: BackwardContext, position: Walk, target: LoadTarget) -> None:
         """Load this CTA's 128 x 128 of dS: 32 KiB as they lie."""
         barrier, stage = target
         ds, number = context.tensors.ds, position.ds_number(context.cta_rank)
@@ -155,7 +170,13 @@ class ProductsKernel(ProductTiles, HopperBackward):
         return shape.a_operand(ds), shape.b_operand(transposed(context.smem["rows"]))
 
     @cute.jit
-    def _sum(self, context: BackwardContext, num_steps: Int32, result: tuple, states: Any):
+    def _sum(
+        self,
+        context: BackwardContext,
+        num_steps: Int32,
+        result: tuple[cute.Tensor, Boolean],
+        states: Any,
+    ):
         """The GEMM of a tile.  result: (registers, whether it is of dK)."""
         sums, of_keys = result
         operands = (sums, *self._operands(context, of_keys), self._shape(of_keys))
@@ -181,7 +202,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
     def _issue(
         self,
         context: BackwardContext,
-        operands: tuple,
+        operands: tuple[cute.Tensor, cute.Tensor],
         piece: int,
         states: Any,
         accumulate: bool = True,
@@ -211,7 +232,12 @@ class ProductsKernel(ProductTiles, HopperBackward):
 
     @traced("drain sum")
     @cute.jit
-    def _finish(self, context: BackwardContext, sums: cute.Tensor, place: tuple):
+    def _finish(
+        self,
+        context: BackwardContext,
+        sums: cute.Tensor,
+        place: tuple[cute.Tensor, Sequence, Int32, Int32],
+    ):
         """Store softmax_scale times the sums to global memory; place: see `store`."""
         sums.store(sums.load() * context.scalars.softmax_scale)
         self.store(sums, place)

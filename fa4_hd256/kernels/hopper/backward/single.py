@@ -26,6 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ....schedulers import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
 from ...backward_common import BackwardContext
@@ -33,6 +34,7 @@ from ...backward_ds_tiles import RUN
 from ...backward_query_tiles import QueryTiles
 from ...limits import HEAD_DIM
 from ...ranges import traced
+from ...sequences import TilePlace
 from ..instructions import (
     QUAD,
     ROWS,
@@ -109,7 +111,13 @@ class SingleKernel(ScoreGradient):
         }
 
     @cute.jit
-    def _steps(self, context: BackwardContext, which: tuple, tensors: tuple, states: Any):
+    def _steps(
+        self,
+        context: BackwardContext,
+        which: tuple[WorkTile, Any],
+        tensors: tuple[Any, cute.Tensor],
+        states: Any,
+    ):
         """The sum of one tile.  which: (tile, steps).  tensors: (operands, sum)."""
         (work, num_steps), (operands, sums) = which, tensors
         position, mask = self.first_position(context, work), self.mask(context, work)
@@ -128,7 +136,13 @@ class SingleKernel(ScoreGradient):
         return self._release_sum(context, states)
 
     @cute.jit
-    def _scores(self, context: BackwardContext, where: tuple, tensors: tuple, states: Any):
+    def _scores(
+        self,
+        context: BackwardContext,
+        where: tuple[WorkTile, Any, tuple[Any, ...]],
+        tensors: tuple[Any, Any, Any],
+        states: Any,
+    ):
         """dS, or P, of a step, beside the sum of the step before.
 
         where: (tile, position, mask).  tensors: (operands, the sum or None before its first step,
@@ -168,7 +182,12 @@ class SingleKernel(ScoreGradient):
         pack(s, weights)
         return states
 
-    def _issue(self, context: BackwardContext, product: tuple, states: Any) -> Any:
+    def _issue(
+        self,
+        context: BackwardContext,
+        product: tuple[str, cute.Tensor, cute.Tensor, cute.Tensor],
+        states: Any,
+    ) -> Any:
         """S or dP.  product: (ring of B, A, B, result)."""
         ring, a, b, result = product
         state = states[f"{ring}_loaded"]
@@ -180,7 +199,11 @@ class SingleKernel(ScoreGradient):
         return states
 
     def _issue_sum(
-        self, context: BackwardContext, operands: dict, registers: tuple, states: Any
+        self,
+        context: BackwardContext,
+        operands: dict,
+        registers: tuple[cute.Tensor, cute.Tensor],
+        states: Any,
     ) -> Any:
         """The oldest step's part of the sum.  registers: (sum, its A)."""
         sums, weights = registers
@@ -207,7 +230,13 @@ class SingleKernel(ScoreGradient):
 
     @traced("P")
     @cute.jit
-    def _probabilities(self, context: BackwardContext, s: cute.Tensor, where: tuple, stages: tuple):
+    def _probabilities(
+        self,
+        context: BackwardContext,
+        s: cute.Tensor,
+        where: tuple[WorkTile, Any, tuple[Any, ...]],
+        stages: tuple[Any, ...],
+    ):
         """P of one step in place of its scores; for dS times the slope of each."""
         work, position, mask = where
         slope_of = self.change_scores(context, s, work, position)
@@ -236,7 +265,9 @@ class KeyGradient(KeyRows, SingleKernel):
     stays = ("k", "v")
     passes = ("q", "dout")
 
-    def stats_of(self, context: BackwardContext, mask: tuple, stages: tuple) -> tuple:
+    def stats_of(
+        self, context: BackwardContext, mask: tuple[Any, ...], stages: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
         """-LSE and -delta by element of a fragment, None where the kernel has no use of it; both
         belong to columns."""
         found = []
@@ -272,7 +303,7 @@ class DqKernel(QueryTiles, SingleKernel):
         rank, group = context.cta_rank, self.warpgroup()
         return work.block * TILE_ROWS + rank * OWN_ROWS + group * ROWS
 
-    def places(self, context: BackwardContext, box: str, work: Any, position: Int32) -> tuple:
+    def places(self, context: BackwardContext, box: str, work: Any, position: Int32) -> TilePlace:
         """Return the place of a box of the tile or of a step; see `tma_tile`."""
         if box in self.stays:
             first = work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
@@ -280,7 +311,7 @@ class DqKernel(QueryTiles, SingleKernel):
         row, head = position * STEP_COLUMNS, work.head // context.heads_per_kv
         return context.sequences.key(work.batch), row, context.cta_rank, head
 
-    def mask(self, context: BackwardContext, work: Any) -> tuple:
+    def mask(self, context: BackwardContext, work: Any) -> tuple[Any, ...]:
         """Return (which keys a query sees, first query of the warpgroup, steps that need no mask,
         -LSE and -delta of both rows of this thread) of a tile."""
         first, visibility = self.first_row(context, work), context.visibility(work, STEP_COLUMNS)
@@ -298,14 +329,14 @@ class DqKernel(QueryTiles, SingleKernel):
         first, columns = self.first_row(context, work), fragment_columns(STEP_COLUMNS)
         key = position * STEP_COLUMNS + cute.arch.lane_idx() % QUAD * 2
 
-        def locate(number: int) -> tuple:
+        def locate(number: int) -> tuple[Int32, Int32, Int32]:
             query = first + row_of_fragment(number // 2 % 2)
             return work.head, query, key + columns[number // 4 * 2 + number % 2]
 
         return locate
 
     @cute.jit
-    def apply_mask(self, s: cute.Tensor, mask: tuple, position: Int32):
+    def apply_mask(self, s: cute.Tensor, mask: tuple[Any, ...], position: Int32):
         """Scores of keys that a query does not see := -inf."""
         visibility, first_query, unmasked, _ = mask
         if (position < unmasked[0]) | (position >= unmasked[1]):
@@ -314,7 +345,9 @@ class DqKernel(QueryTiles, SingleKernel):
                 query = first_query + row_of_fragment(row)
                 visibility.apply(rows_of(s)[row], query, key, fragment_columns(STEP_COLUMNS))
 
-    def stats_of(self, context: BackwardContext, mask: tuple, stages: tuple) -> tuple:
+    def stats_of(
+        self, context: BackwardContext, mask: tuple[Any, ...], stages: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
         """-LSE and -delta by element of a fragment; both belong to rows."""
         lse, delta = mask[3]
         return lambda i: lse[i // 2 % 2], lambda i: delta[i // 2 % 2]

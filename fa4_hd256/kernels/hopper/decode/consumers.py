@@ -24,6 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from ....schedulers import WorkTile
 from ...decode_e4m3_scales import KeyScales, ScaledSoftmax
 from ...decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
 from ...edges import RingState
@@ -166,7 +167,11 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
     @traced("step")
     @cute.jit
     def _step(
-        self, context: HopperE4m3DecodeContext, running: tuple, place: tuple, is_masked: bool
+        self,
+        context: HopperE4m3DecodeContext,
+        running: tuple[ScaledSoftmax, RingState, Int32],
+        place: tuple[WorkTile, Int32],
+        is_masked: bool,
     ):
         """QK, softmax and PV of a step.
 
@@ -279,7 +284,7 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         context: HopperE4m3DecodeContext,
         softmax: Any,
         scores: cute.Tensor,
-        where: tuple,
+        where: tuple[tuple[WorkTile, Int32], Any, Int32],
         is_masked: bool,
     ):
         """S -> P in shared memory; maxima where they move, sums.  where: (place of `_step`, nodes,
@@ -303,7 +308,11 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         synchronise(self.softmax_threads)
 
     def _scale(
-        self, context: HopperE4m3DecodeContext, softmax: Any, keys: tuple, work: Any
+        self,
+        context: HopperE4m3DecodeContext,
+        softmax: Any,
+        keys: tuple[cute.Tensor, ...],
+        work: Any,
     ) -> None:
         """Scores of the rows as they were: by their scales, which K's scale of the tile is among,
         those of a key by its page's scale."""
@@ -319,7 +328,9 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
             if k_scale is not None:
                 self._multiply_all(values, k_scale)
 
-    def _weigh(self, context: HopperE4m3DecodeContext, softmax: Any, keys: tuple) -> None:
+    def _weigh(
+        self, context: HopperE4m3DecodeContext, softmax: Any, keys: tuple[cute.Tensor, ...]
+    ) -> None:
         """A key's own scale of V, into the exponents of 2."""
         if not self.of_pages:
             return
@@ -338,7 +349,13 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
             return None
         return [context.nodes(work, self._query_of(work, row)) for row in range(self.own_rows)]
 
-    def _mask(self, visibility: Visibility, keys: tuple, place: tuple, nodes: Any) -> None:
+    def _mask(
+        self,
+        visibility: Visibility,
+        keys: tuple[cute.Tensor, ...],
+        place: tuple[WorkTile, Int32],
+        nodes: Any,
+    ) -> None:
         """The scores of rows that do not see a key, -inf.  place: (tile, first key); nodes: see
         `_nodes`."""
         work, first_key = place
@@ -353,7 +370,9 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
                 values[number] = cutlass.select_(is_visible, values[number], Float32(-math.inf))
 
     @traced("maxima")
-    def _raise_maxima(self, context: HopperE4m3DecodeContext, softmax: Any, keys: tuple):
+    def _raise_maxima(
+        self, context: HopperE4m3DecodeContext, softmax: Any, keys: tuple[cute.Tensor, ...]
+    ):
         """Maxima over all keys of the step; O and sums rescaled."""
         largest = cute.make_rmem_tensor(self.own_rows, Float32)
         for row in range(self.own_rows):
@@ -373,9 +392,12 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
                 values[row] = values[row] * factors[row]
 
     def _share(
-        self, context: HopperE4m3DecodeContext, name: str, values: cute.Tensor,
+        self,
+        context: HopperE4m3DecodeContext,
+        name: str,
+        values: cute.Tensor,
         operation: Callable[[Float32, Float32], Float32],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Each warp's values, combined over the lanes that have the same rows, to shared memory."""
         shared, warp = context.smem[name], cute.arch.thread_idx()[0] // WARP_SIZE
         for number in range(self.own_rows):
@@ -417,7 +439,11 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
 
     @traced("store O")
     def _store_sums(
-        self, context: HopperE4m3DecodeContext, running: tuple, work: Any, inverses: cute.Tensor
+        self,
+        context: HopperE4m3DecodeContext,
+        running: tuple[ScaledSoftmax, RingState],
+        work: Any,
+        inverses: cute.Tensor,
     ):
         """O / sum to global memory, in the type of `out`."""
         softmax, _ = running

@@ -75,7 +75,7 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         self.pv = WgmmaShape(half, config.rows, a_in_registers=True, b_mn_major=True)
 
     def kernel_tensors(
-        self, operands: tuple, lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -88,7 +88,7 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         return ForwardKernelTensors(*tmas, None, operands[3], lse, optional)
 
     @cute.kernel
-    def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
+    def kernel(self, tensors: Any, sizes: tuple[Int32, ...], scalars: Any, order: Any):
         """Set-up, then each warp runs its role."""
         self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ....schedulers import WorkTile
 from ...ranges import traced
 from ...steps import CLAIM_STEPS, Load
 from .config import BLOCK_KV
@@ -48,7 +49,9 @@ class E4m3Producer:
 
     @traced("load")
     @cute.jit
-    def _fill(self, context: HopperE4m3DecodeContext, load: Load, which: tuple, state: Any):
+    def _fill(
+        self, context: HopperE4m3DecodeContext, load: Load, which: tuple[WorkTile, Any], state: Any
+    ):
         """The next buffer, once it is free.  which: (tile, KV tile)."""
         (work, position), (copy,) = which, load.copies
         loaded = context.barriers["kv_loaded"]

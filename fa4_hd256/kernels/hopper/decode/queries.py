@@ -39,7 +39,11 @@ class QueryRows(ScaledRows):
         synchronise(self.softmax_threads)
 
     def _store_row(
-        self, context: HopperE4m3DecodeContext, row: tuple, elements: list[Float32], stage: Int32
+        self,
+        context: HopperE4m3DecodeContext,
+        row: tuple[int, Int32],
+        elements: list[Float32],
+        stage: Int32,
     ) -> None:
         """Store this lane's 8 elements of a row: half of a piece of 16, thus of two slices;
         `config` NOTE [order of columns]."""

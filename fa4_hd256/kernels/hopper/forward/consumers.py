@@ -7,8 +7,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
+from ....schedulers import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
 from ...block_mask import FULL
 from ...edges import RingState, SharedByReference
@@ -51,6 +52,18 @@ class Fragments(SharedByReference):
     v: cute.Tensor
 
 
+#: Softmax of both rows of a thread.
+RowSoftmax = tuple[OnlineSoftmax, OnlineSoftmax]
+#: State of the next buffer of K, and of V.
+LoadStates = tuple[RingState, RingState]
+#: State of a tile that its steps carry on.
+Running = tuple[Fragments, RowSoftmax, LoadStates]
+#: Place of a fragment of scores: ((tile, first row of this warpgroup), first key).
+FragmentPlace = tuple[tuple[WorkTile, Int32], Int32]
+#: The same, and what hides scores: see `_exponentiate`.
+MaskedPlace = tuple[FragmentPlace, Any]
+
+
 class ForwardConsumer:
     """Mixed into ForwardKernel; the shared state is its
     `HopperForwardContext`."""
@@ -78,7 +91,11 @@ class ForwardConsumer:
 
     @cute.jit
     def _range_tile(
-        self, context: HopperForwardContext, running: tuple, which: tuple, q_loaded: Any
+        self,
+        context: HopperForwardContext,
+        running: Running,
+        which: tuple[WorkTile, Int32],
+        q_loaded: Any,
     ):
         """All steps of a tile; this warpgroup takes part in its own.
 
@@ -111,7 +128,11 @@ class ForwardConsumer:
 
     @cute.jit
     def _listed_tile(
-        self, context: HopperForwardContext, running: tuple, which: tuple, q_loaded: Any
+        self,
+        context: HopperForwardContext,
+        running: Running,
+        which: tuple[WorkTile, Int32],
+        q_loaded: Any,
     ):
         """Run a tile's steps that a block mask lists; both warpgroups take part in all of them."""
         fragments, softmax, states = running
@@ -137,7 +158,9 @@ class ForwardConsumer:
             q_loaded.advance()
         return softmax, states, q_loaded, self.first_row(context, work, warpgroup)
 
-    def _listed_place(self, steps: Any, step: Int32, which: tuple, warpgroup: Int32) -> tuple:
+    def _listed_place(
+        self, steps: Any, step: Int32, which: tuple[WorkTile, Int32], warpgroup: Int32
+    ) -> MaskedPlace:
         """Return what `_exponentiate` takes of a listed step: its place and bits."""
         key = Int32(0)
         if self.asks_places:
@@ -146,7 +169,7 @@ class ForwardConsumer:
             return (which, key), steps.bit_tile(step, Int32(0))
         return (which, key), self._bits(steps, step, warpgroup)
 
-    def _bits(self, steps: Any, step: Int32, warpgroup: Int32) -> tuple:
+    def _bits(self, steps: Any, step: Int32, warpgroup: Int32) -> tuple[Boolean, tuple[Any, ...]]:
         """Return (whether there may be keys that a row does not see, for each row of the thread two
         words of bits, whose first one is of the thread's first key)."""
         number, part = steps.bit_tile(step, Int32(0)), steps.part(step)
@@ -158,7 +181,7 @@ class ForwardConsumer:
         return number != FULL, tuple(found)
 
     @cute.jit
-    def _hide(self, row: cute.Tensor, is_partial: Any, words: tuple):
+    def _hide(self, row: cute.Tensor, is_partial: Any, words: tuple[Any, Any]):
         """Scores of keys without a bit := -inf."""
         if is_partial:
             hide_unseen(row, words, fragment_columns(self.config.block_kv))
@@ -186,7 +209,7 @@ class ForwardConsumer:
         return visibility.tile_range(tile, part), visibility.num_tiles(*tile)
 
     @cute.jit
-    def _skip(self, context: HopperForwardContext, states: tuple, count: Int32):
+    def _skip(self, context: HopperForwardContext, states: LoadStates, count: Int32):
         """Give back K and V of steps that this warpgroup takes no part in."""
         k_loaded, v_loaded = states
         for _ in cutlass.range(count, unroll=1):
@@ -199,7 +222,13 @@ class ForwardConsumer:
         return k_loaded, v_loaded
 
     @cute.jit
-    def _steps(self, context: HopperForwardContext, running: tuple, which: tuple, q_loaded: Any):
+    def _steps(
+        self,
+        context: HopperForwardContext,
+        running: Running,
+        which: tuple[WorkTile, Int32, TileRange],
+        q_loaded: Any,
+    ):
         """All steps of a tile: QK of a step is issued before PV of the one before it, and runs
         while the softmax of that one does.
 
@@ -244,14 +273,14 @@ class ForwardConsumer:
                 key -= block
         return softmax, self._last_product(context, fragments, states)
 
-    def _nodes(self, context: HopperForwardContext, work: Any, first_row: Int32) -> tuple:
+    def _nodes(self, context: HopperForwardContext, work: Any, first_row: Int32) -> tuple[Any, ...]:
         """The words of both rows of a thread, `NO_NODES` where rows have none."""
         rows = (first_row + row_of_fragment(number) // self.query_rows for number in range(ROWS))
         return tuple(context.nodes(work, row) for row in rows) if context.mask.tree else NO_NODES
 
     def _last_product(
-        self, context: HopperForwardContext, fragments: Fragments, states: tuple
-    ) -> tuple:
+        self, context: HopperForwardContext, fragments: Fragments, states: LoadStates
+    ) -> LoadStates:
         """PV of a tile's last step."""
         k_loaded, v_loaded = states
         fence()
@@ -262,7 +291,9 @@ class ForwardConsumer:
         return k_loaded, v_loaded
 
     @cute.jit
-    def _give_back_k(self, context: HopperForwardContext, k_loaded: Any, q: tuple):
+    def _give_back_k(
+        self, context: HopperForwardContext, k_loaded: Any, q: tuple[RingState, Int32]
+    ):
         """QK of a step is done: K is free, and Q with the tile's last.  q: (state of Q, steps
         left)."""
         q_loaded, left = q
@@ -272,7 +303,13 @@ class ForwardConsumer:
 
     @traced("first step")
     @cute.jit
-    def _first_step(self, context: HopperForwardContext, running: tuple, where: tuple, q: tuple):
+    def _first_step(
+        self,
+        context: HopperForwardContext,
+        running: Running,
+        where: MaskedPlace,
+        q: tuple[RingState, Int32],
+    ):
         """QK and softmax of the first step; O is empty yet."""
         fragments, softmax, states = running
         k_loaded, v_loaded = states
@@ -289,7 +326,13 @@ class ForwardConsumer:
 
     @traced("step")
     @cute.jit
-    def _step(self, context: HopperForwardContext, running: tuple, where: tuple, q: tuple):
+    def _step(
+        self,
+        context: HopperForwardContext,
+        running: Running,
+        where: MaskedPlace,
+        q: tuple[RingState, Int32],
+    ):
         """QK of a step, PV of the one before, softmax, O rescaled.
 
         where: see `_exponentiate`.  q: see `_give_back_k`.
@@ -331,7 +374,11 @@ class ForwardConsumer:
 
     @traced("softmax")
     def _exponentiate(
-        self, context: HopperForwardContext, scores: cute.Tensor, softmax: tuple, where: tuple
+        self,
+        context: HopperForwardContext,
+        scores: cute.Tensor,
+        softmax: RowSoftmax,
+        where: MaskedPlace,
     ) -> tuple[Float32, Float32]:
         """S -> P, float32 in place, for both rows of a thread; the factors for O.
 
@@ -367,13 +414,17 @@ class ForwardConsumer:
             softmax[number].accumulate_sum(row)
         return tuple(factors)
 
-    def _places(self, context: HopperForwardContext, place: tuple, keys_exist: bool) -> Any:
+    def _places(self, context: HopperForwardContext, place: FragmentPlace, keys_exist: bool) -> Any:
         """Return the places of the scores of a fragment.  place: see `_exponentiate`."""
         return self.score_places(context, place[0][0], self._locator(place), keys_exist)
 
     @cute.jit
     def _hide_unseen(
-        self, context: HopperForwardContext, scores: cute.Tensor, place: tuple, number: Int32
+        self,
+        context: HopperForwardContext,
+        scores: cute.Tensor,
+        place: FragmentPlace,
+        number: Int32,
     ):
         """Scores of a listed step that a function says are not seen := -inf.  place: see
         `_exponentiate`; number: see `MaskFunction.hide`."""
@@ -381,13 +432,13 @@ class ForwardConsumer:
             places = self.mask_places(context, place[0][0], self._locator(place))
             self.mask_function.hide(scores, places, number)
 
-    def _locator(self, place: tuple) -> Any:
+    def _locator(self, place: FragmentPlace) -> Any:
         """Return (query head, query, key) of the scores of a fragment, by number.  place: see
         `_exponentiate`."""
         ((work, first_row), key), packed = place, self.problem_class.packed_heads
         columns, own = fragment_columns(self.config.block_kv), cute.arch.thread_idx()[0] % QUAD * 2
 
-        def locate(number: int) -> tuple:
+        def locate(number: int) -> tuple[Int32, Int32, Int32]:
             in_part = row_of_fragment(number // 2 % ROWS)
             in_group = cutlass.min(in_part % self.query_rows, packed - 1)
             column = columns[number // 4 * 2 + number % 2]
@@ -397,7 +448,7 @@ class ForwardConsumer:
         return locate
 
     @cute.jit
-    def _rescale(self, o: cute.Tensor, factors: tuple):
+    def _rescale(self, o: cute.Tensor, factors: tuple[Float32, Float32]):
         """O *= factor, row by row, where any of the warp's maxima moved."""
         if cute.arch.vote_any_sync((factors[0] < Float32(1.0)) | (factors[1] < Float32(1.0))):
             for row, factor in zip(rows_of(o), factors, strict=True):
@@ -405,7 +456,11 @@ class ForwardConsumer:
 
     @cute.jit
     def _finish(
-        self, context: HopperForwardContext, fragments: Fragments, softmax: tuple, which: tuple
+        self,
+        context: HopperForwardContext,
+        fragments: Fragments,
+        softmax: RowSoftmax,
+        which: tuple[WorkTile, Int32],
     ):
         """O / sum and LSE of both rows of a thread to global memory."""
         work, first_row = which

@@ -84,7 +84,7 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
     def kernel_tensors(
-        self, operands: tuple, lse: cute.Tensor, optional: Any
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -96,7 +96,7 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
         return ForwardKernelTensors(*tmas, None, operands[3], lse, optional)
 
     @cute.kernel
-    def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
+    def kernel(self, tensors: Any, sizes: tuple[Int32, ...], scalars: Any, order: Any):
         """Set-up, then each warp runs its role."""
         self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

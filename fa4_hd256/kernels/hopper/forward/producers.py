@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
+from ....schedulers import WorkTile
 from ...edges import RingState
 from ...limits import HEAD_DIM
 from ...operands import load_tile
@@ -83,7 +84,9 @@ class ForwardProducer:
 
     @traced("load")
     @cute.jit
-    def _load_kv(self, context: HopperForwardContext, name: str, which: tuple, state: Any):
+    def _load_kv(
+        self, context: HopperForwardContext, name: str, which: tuple[WorkTile, Any], state: Any
+    ):
         """One tile of K or V, or this CTA's columns of it for both CTAs.  which: (tile, KV
         tile)."""
         work, position = which
@@ -102,7 +105,7 @@ class ForwardProducer:
         state.advance()
         return state
 
-    def kv_copy(self) -> tuple:
+    def kv_copy(self) -> tuple[Any, int, int]:
         """Return (operation, rows, columns) of a box of K or V."""
         config = self.config
         operation = (
