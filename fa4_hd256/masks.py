@@ -473,7 +473,7 @@ class _KindAlone(TorchFunctionMode):
     )  # fmt: skip
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
         if function in self._FUNCTIONS and args:
             like = args[0]

@@ -307,7 +307,7 @@ def _of_row(block: Any, batch: Any, packed: PackedBlocks) -> tuple[Any, Any]:
 
 
 @cute.jit
-def _of_row_on_device(block: Int32, batch: Int32, packed: PackedBlocks) -> tuple:
+def _of_row_on_device(block: Int32, batch: Int32, packed: PackedBlocks) -> tuple[Int32, Int32]:
     if packed.is_used != 0:
         block, batch = packed.found(block)
         # Offsets that do not ascend may put a sequence's first number behind this one.

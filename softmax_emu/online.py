@@ -75,7 +75,12 @@ class OnlineSoftmax:
     the polynomial path maps it to 0.
     """
 
-    def __init__(self, constants: tuple, settings: tuple, state: tuple) -> None:
+    def __init__(
+        self,
+        constants: tuple[Float32, Float32],
+        settings: tuple[Any, ...],
+        state: tuple[Float32, ...],
+    ) -> None:
         """Use `create`."""
         self.scale_log2, self.lowest_max = self._constants = constants
         self._settings = settings
@@ -218,9 +223,7 @@ class OnlineSoftmax:
             largest = cute.arch.fmax(cute.arch.fmax(kept, sink_log2), Float32(LOWEST_LOGIT))
             shrink = exp2_row_factor(kept - largest)
             # The difference of the largest sink and itself is no number either, if it is +inf.
-            of_sink = cutlass.select_(
-                sink_log2 == largest, Float32(0.0), sink_log2 - largest
-            )
+            of_sink = cutlass.select_(sink_log2 == largest, Float32(0.0), sink_log2 - largest)
             total = row_sum * shrink + exp2_row_factor(of_sink)
             lse = (largest + cute.math.log2(total, approx=True, ftz=True)) * math.log(2.0)
             is_void = total == Float32(0.0)
@@ -251,7 +254,9 @@ class OnlineSoftmax:
             return cute.math.fma(s0, scale, offset), cute.math.fma(s1, scale, offset)
         return cute.arch.fma_packed_f32x2((s0, s1), (scale, scale), (offset, offset))
 
-    def _add(self, a: tuple, b: tuple) -> tuple[Float32, Float32]:
+    def _add(
+        self, a: tuple[Float32, Float32], b: tuple[Float32, Float32]
+    ) -> tuple[Float32, Float32]:
         """Sums of two pairs, element by element."""
         if self.arithmetic == "packed":
             return cute.arch.add_packed_f32x2(a, b)
@@ -298,7 +303,7 @@ class OnlineSoftmax:
         return offset
 
     @property
-    def _state(self) -> tuple:
+    def _state(self) -> tuple[Float32, ...]:
         state = self.row_max, self.row_sum, self.offset
         return state if self.largest is None else (*state, self.largest)
 
@@ -364,7 +369,5 @@ def _fused(a: _Pair, b: _Pair, c: _Pair, packed: bool) -> _Pair:
 
 def _tanh_denominators(exponents: _Pair, add: Callable[[_Pair, _Pair], _Pair]) -> _Pair:
     """1 + 2^x of two; where x is too large for a product of four of them, tanh is 1 already."""
-    powers = (
-        exp2_hardware(cute.arch.fmin(x, LARGEST_TANH_EXPONENT, nan=True)) for x in exponents
-    )
+    powers = (exp2_hardware(cute.arch.fmin(x, LARGEST_TANH_EXPONENT, nan=True)) for x in exponents)
     return add(tuple(powers), (Float32(1.0),) * 2)

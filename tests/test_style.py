@@ -54,6 +54,11 @@ def test_the_simulators_packages_are_listed():
     assert not offences, say(offences)
 
 
+def test_class_names():
+    offences = style.class_names(ROOT)
+    assert not offences, say(offences)
+
+
 def test_module_names():
     offences = style.module_names(ROOT)
     assert not offences, say(offences)

@@ -29,6 +29,7 @@ def checkout(tmp_path):
 CHECKS = (
     style.sizes, style.imports, style.bare_imports, style.absolute_imports, style.module_names,
     style.machine_paths, style.openings, style.words, style.annotations,
+    style.class_names,
 )  # fmt: skip
 
 
@@ -103,6 +104,20 @@ def test_an_offence_is_named(checkout, path, text, check, offence):
     assert check(checkout) == ([offence] if offence else [])
 
 
+@pytest.mark.parametrize("paths, is_named", [
+    (("run/a.py", "call/b.py"), True), (("run/a.py", "kernels/hopper/b.py"), True),
+    (("kernels/hopper/a.py", "kernels/hopper/b.py"), True),
+    (("kernels/hopper/a.py", "kernels/blackwell/b.py"), False),
+    (("kernels/hopper/a.py", "kernels/blackwell/b.py", "run/c.py"), True),
+])  # fmt: skip
+def test_a_name_of_several_classes_is_named(checkout, paths, is_named):
+    for path in paths:
+        (checkout / "fa4_hd256" / path).write_text("class Part: ...\n")
+    where = ", ".join(sorted(f"fa4_hd256/{path}" for path in paths))
+    expected = [f"{len(paths)} classes are called Part: {where}"] if is_named else []
+    assert style.class_names(checkout) == expected
+
+
 @pytest.mark.parametrize("opening", [
     "Of which", "What", "whether", "(what, where)", "`As", "Those", "The same", "It", "This:",
 ])  # fmt: skip
@@ -113,6 +128,20 @@ def test_a_docstring_that_begins_with_a_fragment_is_named(checkout, monkeypatch,
         "1 docstrings of bench begin with a fragment, at most 0 may. Begin with a verb, or name "
         f"the thing: bench/a.py:2: {' '.join(f'{opening} rows have.'.split()[:4])}"
     ]
+
+
+@pytest.mark.parametrize("paths, is_named", [
+    (("run/a.py", "call/b.py"), True), (("run/a.py", "kernels/hopper/b.py"), True),
+    (("kernels/hopper/a.py", "kernels/hopper/b.py"), True),
+    (("kernels/hopper/a.py", "kernels/blackwell/b.py"), False),
+    (("kernels/hopper/a.py", "kernels/blackwell/b.py", "run/c.py"), True),
+])  # fmt: skip
+def test_a_name_of_several_classes_is_named(checkout, paths, is_named):
+    for path in paths:
+        (checkout / "fa4_hd256" / path).write_text("class Part: ...\n")
+    where = ", ".join(sorted(f"fa4_hd256/{path}" for path in paths))
+    expected = [f"{len(paths)} classes are called Part: {where}"] if is_named else []
+    assert style.class_names(checkout) == expected
 
 
 @pytest.mark.parametrize("opening", [

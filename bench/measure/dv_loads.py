@@ -25,8 +25,11 @@ from cutlass import Int32, Int64
 from bench.suite import Case
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.environment import CACHE_DIR, PREBUILT
+from fa4_hd256.kernels.backward_common import BackwardContext, Step
 from fa4_hd256.kernels.hopper.backward import dv
 from fa4_hd256.kernels.hopper.backward.dv import STEP_QUERIES, DvKernel
+from fa4_hd256.kernels.operands import LoadTarget
+from fa4_hd256.schedulers import WorkTile
 
 from .loads_under_traffic import summary
 from .providers import Inputs
@@ -56,13 +59,19 @@ class _Watched(DvKernel):
 
     log = 0
 
-    def copy(self, context: Any, copy: Any, which: tuple, target: tuple) -> None:
+    def copy(
+        self,
+        context: BackwardContext,
+        copy: Any,
+        which: tuple[WorkTile, Step, int],
+        target: LoadTarget,
+    ) -> None:
         if copy.box in ASKED:
             _note(self.log, ASKED[copy.box], which[1].index)
         super().copy(context, copy, which, target)
 
     @cute.jit
-    def schedule(self, context: Any) -> None:
+    def schedule(self, context: BackwardContext) -> None:
         """Wait for each load and note the clock, in place of the scheduler warp, which the static
         scheduler leaves idle."""
         states = self.edges.waiter_states(*(ring.full for ring in self.steps.rings))
@@ -89,8 +98,10 @@ def _watched(log: int) -> Iterator[None]:
     memory that is this process's alone."""
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         own = {CACHE_DIR.name: directory, PREBUILT.name: ""}
-        with mock.patch.dict(os.environ, own), mock.patch.object(_Watched, "log", log), (
-            mock.patch.object(dv, "DvKernel", _Watched)
+        with (
+            mock.patch.dict(os.environ, own),
+            mock.patch.object(_Watched, "log", log),
+            mock.patch.object(dv, "DvKernel", _Watched),
         ):
             yield
 

@@ -38,9 +38,7 @@ class AttentionOptions:
         """(left, right), None for unbounded; causal bounds the right side at 0. -1 is a bound in an
         `ExactWindow` alone."""
         is_exact = isinstance(self.window_size, ExactWindow)
-        left, right = (
-            None if side == -1 and not is_exact else side for side in self.window_size
-        )
+        left, right = (None if side == -1 and not is_exact else side for side in self.window_size)
         return left, 0 if self.causal else right
 
     def masked(self, batch: int, head: int) -> torch.Tensor | None:
@@ -386,7 +384,11 @@ def same_dtype_gradients(
 
 
 def _differentiate(
-    function: Any, leaves: tuple, dout: torch.Tensor, dlse: torch.Tensor | None, options: dict
+    function: Any,
+    leaves: tuple[torch.Tensor | None, ...],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    options: dict,
 ) -> dict[str, torch.Tensor]:
     """Gradients of function(q, k, v, learnable_sink=sink) = (out, lse) by autograd."""
     names = ("q", "k", "v", "sink")
@@ -434,7 +436,7 @@ class Expected:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, inputs: tuple, **options: Any) -> Expected:
+    def of(cls, inputs: tuple[torch.Tensor, ...], **options: Any) -> Expected:
         """inputs: (q, k, v); options: as of `attention`."""
         out, lse = attention(*inputs, **options)
         pytorch = same_dtype_pytorch(*inputs, **options)
@@ -442,7 +444,7 @@ class Expected:
 
     @classmethod
     @torch.no_grad()
-    def of_rounded(cls, inputs: tuple, **options: Any) -> Expected:
+    def of_rounded(cls, inputs: tuple[torch.Tensor, ...], **options: Any) -> Expected:
         """Return the reference for q as it is and k, v in float64. Plain PyTorch has k, v in the
         dtype of q."""
         q, *keys = inputs
@@ -465,7 +467,7 @@ class Expected:
 
 
 def compare(
-    out: torch.Tensor, lse: torch.Tensor, inputs: tuple, **options: Any
+    out: torch.Tensor, lse: torch.Tensor, inputs: tuple[torch.Tensor, ...], **options: Any
 ) -> Comparison:
     """Compare (out, lse) for `inputs` (q, k, v) with the reference; `options` as of `attention`."""
     return Expected.of(inputs, **options).compare(out, lse)

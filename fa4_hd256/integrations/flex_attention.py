@@ -156,7 +156,7 @@ def mask_mod_of(
     graph = ScoreGraph(function, torch.device(device), tensors, MASK)
     key, read = _key_and_tensors(graph.text, tensors)
 
-    def seen(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
+    def seen(batch: Any, head: Any, query: Any, key: Any, tensors: tuple[Any, ...]) -> Any:
         return graph((batch, head, query, key), tensors)
 
     return MaskMod(seen, key, read)
@@ -198,7 +198,7 @@ def _key_and_tensors(
 
 
 def _of_kernel(graph: ScoreGraph) -> Callable[..., Any]:
-    def computed(score: Any, place: Scored, tensors: tuple) -> Any:
+    def computed(score: Any, place: Scored, tensors: tuple[Any, ...]) -> Any:
         arguments = score, place.batch, place.head, place.query, place.key
         return graph(arguments, tensors)
 

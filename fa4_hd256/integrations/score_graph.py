@@ -394,7 +394,7 @@ class _OneElementEach(TorchFunctionMode):
     number's value."""
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
         if function is torch.Tensor.__getitem__:
             tensor, indices = args

@@ -11,7 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .edges import EdgeTable
 from .steps import Action, Advance, Issue, Load, Product, Role, StepTable, Verb, Want, When
@@ -44,7 +44,7 @@ class Use(NamedTuple):
 
     ring: str
     position: int
-    content: tuple[object, ...]
+    content: tuple[Any, ...]
     writes: bool
     takes: bool = True
     is_shared: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -181,9 +181,13 @@ GLOSSARY = {
 }
 #: Annotations that say too little -> a better one, and how many may be left.
 ANNOTATIONS = {
-    r"(?:: |-> )tuple\b(?!\[)": ("tuple[...], or a NamedTuple", 365),
-    r"\bcontext: Any\b": ("the context's class", 295),
+    r"(?:: |-> )tuple\b(?!\[)": ("tuple[...], or a NamedTuple", 92),
+    r"\bcontext: Any\b": ("the context's class", 1),
 }
+#: Folders of architectures: counterparts of two have one name (docs/architecture.md).
+COUNTERPARTS = ("fa4_hd256/kernels/blackwell/", "fa4_hd256/kernels/hopper/")
+#: Private classes of modules that nobody reads together.
+SHARED_NAMES = {"_Attention"}
 _CHECKERS = ("tests/helpers/style.py", "tests/test_style_checks.py")
 TOPS = tuple(sorted({package.split("/")[0] for package in PACKAGES}))
 
@@ -422,6 +426,27 @@ def words(root: Path) -> list[str]:
 def annotations(root: Path) -> list[str]:
     """Annotations of `ANNOTATIONS` that stand more often than it allows."""
     return _too_often(root, ANNOTATIONS, " ")
+
+
+def class_names(root: Path) -> list[str]:
+    """Names of several classes of the operator, other than a pair of counterparts."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for name in sources(root):
+        if name.startswith("fa4_hd256/"):
+            for node in ast.walk(ast.parse((root / name).read_text())):
+                if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES:
+                    places[node.name].append(name)
+    return [
+        f"{len(where)} classes are called {name}: {', '.join(where)}"
+        for name, where in places.items()
+        if len(where) > 1 and not _are_counterparts(where)
+    ]
+
+
+def _are_counterparts(where: list[str]) -> bool:
+    """Return True for two modules of different architectures."""
+    folders = [folder for module in where for folder in COUNTERPARTS if module.startswith(folder)]
+    return len(where) == len(folders) == len(set(folders))
 
 
 def module_names(root: Path) -> list[str]:

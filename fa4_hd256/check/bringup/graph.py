@@ -32,7 +32,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     q, k, v = inputs = tuple(t.requires_grad_() for t in (q, k, v))
     note(f"{which}, capture")
 
-    def work() -> tuple:
+    def work() -> tuple[torch.Tensor, ...]:
         from ... import flash_attn_func
 
         out, lse = flash_attn_func(q, k, v, return_lse=True, use_clc=use_clc, **call.options)

@@ -130,7 +130,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     return _forward(call, target) if kind == "forward" else _backward(call, target, {})
 
 
-def tensors(call: Call, device: str) -> tuple:
+def tensors(call: Call, device: str) -> tuple[Any, ...]:
     """Return q, k, v and the gradient of out, random and the same every time."""
     import torch
 

@@ -107,7 +107,7 @@ def ulysses_attention(
     return _other_way("ulysses", (q, k, v), options)
 
 
-def _other_way(name: str, tensors: tuple, options: dict[str, Any]) -> Any:
+def _other_way(name: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call attention with the arguments of `ring_attention`, checked as Python does."""
     bound = _SIGNATURE.bind(*tensors, **options)
     bound.apply_defaults()
@@ -123,7 +123,11 @@ _SIGNATURE = inspect.signature(ring_attention)
 
 @torch.compiler.disable
 def _attend(
-    tensors: tuple, given: GivenArguments, ranks: Ranks, way: tuple[str, str, Any], wants_lse: bool
+    tensors: tuple[Any, ...],
+    given: GivenArguments,
+    ranks: Ranks,
+    way: tuple[str, str, Any],
+    wants_lse: bool,
 ) -> Any:
     """tensors: q, k, v, the sink. way: its name, order and cu_seqlens."""
     if is_autocasting():
@@ -131,7 +135,7 @@ def _attend(
     name, order, offsets = way
     is_packed = offsets is not None
 
-    def check() -> tuple[str, tuple[tuple, Settings]]:
+    def check() -> tuple[str, tuple[tuple[Any, ...], Settings]]:
         found = batched(tensors, is_packed)
         settings = settings_of(found, given, ranks, (order, offsets))
         if name == "ulysses":

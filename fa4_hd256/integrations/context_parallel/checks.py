@@ -43,7 +43,7 @@ class GivenArguments(NamedTuple):
     mask_mod: Any
 
 
-def batched(tensors: tuple, is_packed: bool) -> tuple:
+def batched(tensors: tuple[Any, ...], is_packed: bool) -> tuple[Any, ...]:
     """q, k, v with a batch, and the sink. tensors: as users give them; is_packed: with cu_seqlens.
 
     Raises TypeError for what is no tensor, and for k or v of another dtype than q's: bytes that a
@@ -64,7 +64,7 @@ def batched(tensors: tuple, is_packed: bool) -> tuple:
 
 
 def settings_of(
-    tensors: tuple, given: GivenArguments, ranks: Ranks, divided: tuple[str, Any]
+    tensors: tuple[Any, ...], given: GivenArguments, ranks: Ranks, divided: tuple[str, Any]
 ) -> Settings:
     """Raises for what is not accepted. tensors: q, k, v with a batch, the sink. divided: the order,
     cu_seqlens."""
@@ -159,7 +159,7 @@ def _shortened(numbers: Sequence[int]) -> str:
     return str(list(numbers)) if len(numbers) <= 8 else f"[{numbers[0]}, ..., {numbers[-1]}]"
 
 
-def check_heads(tensors: tuple, count: int) -> None:
+def check_heads(tensors: tuple[Any, ...], count: int) -> None:
     heads, heads_kv = tensors[0].shape[2], tensors[1].shape[2]
     if heads % count or (heads_kv % count and count % heads_kv):
         raise ValueError(
@@ -169,7 +169,7 @@ def check_heads(tensors: tuple, count: int) -> None:
         )
 
 
-def text_of(tensors: tuple, settings: Settings, name: str, order: str) -> str:
+def text_of(tensors: tuple[Any, ...], settings: Settings, name: str, order: str) -> str:
     """Describe what all ranks' calls have in common; k and v have q's dtype (`batched`)."""
     q, k, _, sink = tensors
     has_gradient = torch.is_grad_enabled() and any(

@@ -112,7 +112,7 @@ class _InCommon(torch.autograd.Function):
 
 
 def attend_by_heads(
-    tensors: tuple, settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
+    tensors: tuple[Any, ...], settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of `ulysses_attention`. tensors: q, k, v, the sink. given: options of the
     user's. divided: the ranks, the order."""
@@ -127,7 +127,7 @@ def attend_by_heads(
 
 
 def _attend(
-    tensors: tuple, settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
+    tensors: tuple[Any, ...], settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend_by_heads`."""
     (q, k, v, sink), (ranks, order) = tensors, divided
