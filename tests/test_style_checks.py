@@ -130,20 +130,6 @@ def test_a_docstring_that_begins_with_a_fragment_is_named(checkout, monkeypatch,
     ]
 
 
-@pytest.mark.parametrize("paths, is_named", [
-    (("run/a.py", "call/b.py"), True), (("run/a.py", "kernels/hopper/b.py"), True),
-    (("kernels/hopper/a.py", "kernels/hopper/b.py"), True),
-    (("kernels/hopper/a.py", "kernels/blackwell/b.py"), False),
-    (("kernels/hopper/a.py", "kernels/blackwell/b.py", "run/c.py"), True),
-])  # fmt: skip
-def test_a_name_of_several_classes_is_named(checkout, paths, is_named):
-    for path in paths:
-        (checkout / "fa4_hd256" / path).write_text("class Part: ...\n")
-    where = ", ".join(sorted(f"fa4_hd256/{path}" for path in paths))
-    expected = [f"{len(paths)} classes are called Part: {where}"] if is_named else []
-    assert style.class_names(checkout) == expected
-
-
 @pytest.mark.parametrize("opening", [
     "Return", "Rows", "This module's", "Assert", "Thesis", "The device", "(rows, columns)",
 ])  # fmt: skip
