@@ -182,7 +182,7 @@ class OnlineSoftmax:
             else:
                 p0, p1 = exp2_hardware(x0), exp2_hardware(x1)
             scores[column], scores[column + 1] = p0, p1
-        if cutlass.const_expr(probabilities is None):
+        if probabilities is None:
             return
         if cutlass.const_expr(probabilities.element_type.width == 32):
             probabilities = cute.recast_tensor(probabilities, self.dtype)

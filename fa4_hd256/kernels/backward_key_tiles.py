@@ -75,7 +75,7 @@ class KeyTiles:
 
     plan: Any
     problem_class: Any
-    rows_of = "k"
+    rows_of: str | None = "k"
 
     def problem(self, scalars: Any, operands: tuple[cute.Tensor, ...], batch: Any) -> TileProblem:
         """The tiles: some keys of a part of a KV head each."""

@@ -183,12 +183,12 @@ class PreprocessKernel:
         rows, head = context.rows, context.head
         negative_lse, negative_delta = Float32(-math.inf), Float32(0.0)
         if row < sequence.length:
-            place = (sequence.batch, head, sequence.offset + row)
-            lse = rows.lse[(*place, 0)]
+            batch, place = sequence.batch, sequence.offset + row
+            lse = rows.lse[batch, head, place, 0]
             if lse != -math.inf:
                 negative_lse = lse * -LOG2_E
                 negative_delta = -delta
                 if cutlass.const_expr(self.problem_class.lse_gradient):
-                    negative_delta = rows.dlse[(*place, 0)] - delta
+                    negative_delta = rows.dlse[batch, head, place, 0] - delta
         context.stats[0, head, to] = negative_lse
         context.stats[1, head, to] = negative_delta

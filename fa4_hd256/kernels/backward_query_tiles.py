@@ -24,7 +24,7 @@ class QueryTiles:
 
     plan: Any
     problem_class: Any
-    rows_of = "q"
+    rows_of: str | None = "q"
 
     def problem(self, scalars: Any, operands: tuple[cute.Tensor, ...], batch: Any) -> TileProblem:
         """The tiles: some query rows of a head each."""

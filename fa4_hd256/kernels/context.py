@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -17,6 +17,9 @@ from .scalars import CallScalars
 from .sequences import Sequences
 
 __all__ = ["KernelContext"]
+
+#: Class of a kernel's own context.
+OwnContext = TypeVar("OwnContext", bound="KernelContext")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class KernelContext(SharedByReference):
         """Return the batch entry of a tile."""
         return work.batch
 
-    def of_tile(self, work: WorkTile) -> KernelContext:
+    def of_tile(self: OwnContext, work: WorkTile) -> OwnContext:
         """Return the context for one valid tile, before its steps: its sequence is looked up once,
         not in each of them."""
         return replace(self, sequences=self.sequences.of_batch(self.batch(work)))

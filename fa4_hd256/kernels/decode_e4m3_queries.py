@@ -47,7 +47,6 @@ class ScaledRows:
     """
 
     top_exponent: int
-    row_warps: tuple[int, ...]
     rows_at_once: int
     rows_memory: str
     rows_edge: str
@@ -60,6 +59,10 @@ class ScaledRows:
     queries: Any
     num_steps: Any
     _store_row: Any
+
+    @property
+    def row_warps(self) -> tuple[int, ...]:
+        raise NotImplementedError
 
     @cute.jit
     def load_queries(self, context: ForwardContext):

@@ -161,6 +161,7 @@ class Visibility:
         return begin, end
 
     def _bounds_of_part(self, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
+        assert self.part is not None
         number, count, keys, is_last = self.part
         tiles = cutlass.max(end - begin, 0)
         if cutlass.const_expr(count is not None):

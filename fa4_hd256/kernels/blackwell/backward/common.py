@@ -13,7 +13,6 @@ from cutlass.memory import SmemAllocator
 from ....schedulers import TileOrder, WorkTile
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 from ...backward_common import BackwardEntry, BackwardKernelTensors
-from ...masking import Visibility
 from ...operands import TmaTensor
 from ...problem_class import GradientClass
 from ...scalars import CallScalars
@@ -128,7 +127,7 @@ class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
         context: BlackwellBackwardContext,
         scores: cute.Tensor,
         places: Any,
-        mask: tuple[Any, Any],
+        mask: tuple[Any, ...],
     ):
         """Change the scores, and mask them, in place; return the slope of each score, None where
         that is 1.
@@ -142,7 +141,7 @@ class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
             self.mask_scores(scores, mask[1:])
         return slopes
 
-    def mask_scores(self, scores: cute.Tensor, mask: tuple[Visibility, Int32, Any]) -> None:
+    def mask_scores(self, scores: cute.Tensor, mask: tuple[Any, ...]) -> None:
         """Scores that are not visible := -inf.  mask: (Visibility, row, first column)."""
         visibility, row, column = mask
         visibility.apply(scores, row, column)

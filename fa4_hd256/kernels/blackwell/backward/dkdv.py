@@ -32,6 +32,7 @@ from ....schedulers import WorkTile
 from ...backward_common import Step, heads_of_part
 from ...backward_key_tiles import KeyTiles
 from ...limits import HEAD_DIM
+from ...masking import Visibility
 from ...operands import LoadTarget
 from ...ranges import traced
 from ...sequences import Sequence
@@ -204,7 +205,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         self,
         context: BlackwellBackwardContext,
         results: tuple[cute.Tensor, cute.Tensor],
-        mask: tuple[Any, Any],
+        mask: tuple[Boolean, Visibility, Int32, Int32],
         states: Any,
         where: tuple[WorkTile, Int32],
     ):

@@ -34,6 +34,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ...backward_query_tiles import QueryTiles
 from ...limits import HEAD_DIM
+from ...masking import Visibility
 from ...ranges import traced
 from ...views import columns_of
 from ..instructions import (
@@ -152,7 +153,7 @@ class DqKernel(QueryTiles, RowResult):
         context: BlackwellBackwardContext,
         factors: cute.Tensor,
         negative_lse: Float32,
-        mask: tuple[Any, Any],
+        mask: tuple[Boolean, Visibility, Int32, Int32],
         states: Any,
         work: Any,
     ):

@@ -43,6 +43,7 @@ class RowResult(BlackwellBackward):
 
     result: str
     is_scaled: bool
+    result_rows: Any
 
     def first_row(self, context: BlackwellBackwardContext, work: Any) -> Int32:
         """The first row of this CTA's half of a tile."""

@@ -111,16 +111,17 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
             "v": (load, config.block_kv, HEAD_DIM // 2),
             "o": (cpasync.CopyBulkTensorTileS2GOp(), config.block_q, config.o_slice),
         }
-        tmas = [
-            None if name == "o" and self.problem_class.split
-            else self.tma_tensor(name, view, boxes[name])
-            for name, view in zip("qkvo", operands, strict=True)
-        ]  # fmt: skip
-        return ForwardKernelTensors(*tmas, operands[3], lse, optional)
+        q, k, v = (
+            self.tma_tensor(name, view, boxes[name])
+            for name, view in zip("qkv", operands[:3], strict=True)
+        )
+        out = operands[3]
+        o = None if self.problem_class.split else self.tma_tensor("o", out, boxes["o"])
+        return ForwardKernelTensors(q, k, v, o, out, lse, optional)
 
     def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
-        given = tensors.q, tensors.k, tensors.v, tensors.o
-        return given[:3] if self.problem_class.split else given
+        loads = tensors.q, tensors.k, tensors.v
+        return loads if tensors.o is None else (*loads, tensors.o)
 
     @cute.jit
     def run_role(self, context: BlackwellForwardContext, warp: Int32):

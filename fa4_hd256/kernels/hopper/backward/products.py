@@ -159,7 +159,8 @@ class ProductsKernel(ProductTiles, HopperBackward):
         """dS of this warpgroup's rows, and the rows it is multiplied with."""
         shape = self._shape(of_keys)
         # Rows, then what is reduced over.
-        sizes, strides = (ROWS, (RUN, DS_TILE // RUN)), (RUN, (1, RUN_STRIDE))
+        sizes: tuple[Any, Any] = (ROWS, (RUN, DS_TILE // RUN))
+        strides: tuple[Any, Any] = (RUN, (1, RUN_STRIDE))
         if not of_keys:
             sizes, strides = ((RUN, ROWS // RUN), DS_TILE), ((1, RUN_STRIDE), RUN)
         first = self.warpgroup() * (ROWS * RUN if of_keys else ROWS // RUN * RUN_STRIDE)
@@ -202,7 +203,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
     def _issue(
         self,
         context: BackwardContext,
-        operands: tuple[cute.Tensor, cute.Tensor],
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, WgmmaShape],
         piece: int,
         states: Any,
         accumulate: bool = True,

@@ -267,7 +267,7 @@ class KeyGradient(KeyRows, SingleKernel):
 
     def stats_of(
         self, context: BackwardContext, mask: tuple[Any, ...], stages: tuple[Any, ...]
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, ...]:
         """-LSE and -delta by element of a fragment, None where the kernel has no use of it; both
         belong to columns."""
         found = []
@@ -347,7 +347,7 @@ class DqKernel(QueryTiles, SingleKernel):
 
     def stats_of(
         self, context: BackwardContext, mask: tuple[Any, ...], stages: tuple[Any, ...]
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, ...]:
         """-LSE and -delta by element of a fragment; both belong to rows."""
         lse, delta = mask[3]
         return lambda i: lse[i // 2 % 2], lambda i: delta[i // 2 % 2]

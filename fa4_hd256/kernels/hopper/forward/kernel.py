@@ -89,11 +89,11 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
         """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         boxes = (load, WARPGROUP_ROWS, HEAD_DIM), self.kv_copy(), self.kv_copy()
-        tmas = [
+        q, k, v = (
             self.tma_tensor(name, view, box)
             for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
-        ]
-        return ForwardKernelTensors(*tmas, None, operands[3], lse, optional)
+        )
+        return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
 
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple[Int32, ...], scalars: Any, order: Any):
