@@ -32,14 +32,21 @@ __all__ = [
 ]  # fmt: skip
 
 # Loaded on first use: `bringup` also runs where CuTe DSL is not installed.
-_HOMES = {"AttentionModel": "models", "Mask": "models", "Needs": "run.needs",
-          "use_prebuilt": "run.prebuilt", "warm_up": "warm",
-          "BackwardConfig": "kernels.blackwell.backward.config",
-          "ForwardConfig": "kernels.blackwell.forward.config",
-          "flash_attn_func": "interface", "flash_attn_varlen_func": "interface",
-          "flash_attn_with_kvcache": "kv_cache",
-          "BackwardMetadata": "call.packed_ds",
-          "get_backward_metadata": "metadata", "get_scheduler_metadata": "metadata"}  # fmt: skip
+_HOMES = {
+    "AttentionModel": "models",
+    "Mask": "models",
+    "Needs": "run.needs",
+    "use_prebuilt": "run.prebuilt",
+    "warm_up": "warm",
+    "BackwardConfig": "kernels.blackwell.backward.config",
+    "ForwardConfig": "kernels.blackwell.forward.config",
+    "flash_attn_func": "interface",
+    "flash_attn_varlen_func": "interface",
+    "flash_attn_with_kvcache": "kv_cache",
+    "BackwardMetadata": "call.packed_ds",
+    "get_backward_metadata": "metadata",
+    "get_scheduler_metadata": "metadata",
+}
 
 
 def __dir__() -> list[str]:

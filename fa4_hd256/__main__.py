@@ -39,8 +39,9 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 def _demo_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="gemma-3-4b")
     parser.add_argument("--seqlen", type=int, default=512, help="tokens (default %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
-                        help="cpu: the simulator")  # fmt: skip
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulator"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(main=_demo)
 

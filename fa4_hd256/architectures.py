@@ -45,18 +45,25 @@ class Architecture:
 #: The first is the default for CPU tensors.
 ARCHITECTURES = (
     Architecture(
-        "sm_100a", "blackwell", ("sm_100f", "sm_100a", "sm_103a", "sm_103f"),
+        "sm_100a",
+        "blackwell",
+        ("sm_100f", "sm_100a", "sm_103a", "sm_103f"),
         {(10, 0): ("B200", "GB200"), (10, 3): ("B300", "GB300")},
         # 8 TB/s for 148 to 160 SMs in every GPU of the family.
-        simulated="b200", hbm_of_sm=54e9,
+        simulated="b200",
+        hbm_of_sm=54e9,
         own_targets={(10, 3): "sm_103a"},
     ),
     Architecture(
-        "sm_90a", "hopper", ("sm_90a",), {(9, 0): ("H200", "H100", "GH200")},
+        "sm_90a",
+        "hopper",
+        ("sm_90a",),
+        {(9, 0): ("H200", "H100", "GH200")},
         # 4.8 TB/s for the 132 SMs of an H200.
-        simulated="h200", hbm_of_sm=36e9,
+        simulated="h200",
+        hbm_of_sm=36e9,
     ),
-)  # fmt: skip
+)
 
 
 def named(name: str) -> Architecture:

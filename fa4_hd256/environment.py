@@ -286,10 +286,14 @@ def switches() -> tuple[str, ...]:
         named = [
             f"{variable}={os.environ.get(variable)}"
             for variable in (
-                "FA_CLC", ARCHITECTURE.name, RESERVED_SMS.name, CHECK.name, CHECK_PAGES.name,
+                "FA_CLC",
+                ARCHITECTURE.name,
+                RESERVED_SMS.name,
+                CHECK.name,
+                CHECK_PAGES.name,
                 DS_BYTES.name,
             )
-        ]  # fmt: skip
+        ]
         named += [f"{name}={value}" for name, value in compiler_settings().items()]
         found = tuple(named)
         _seen.both = kept, found

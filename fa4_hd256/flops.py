@@ -150,9 +150,11 @@ def _register() -> None:
 
     operators = getattr(torch.ops, NAMESPACE)
     for operator, formula in (
-        (operators.forward, _forward_flops), (operators.forward_max_logits, _forward_flops),
-        (operators.forward_out, _forward_out_flops), (operators.backward, _backward_flops),
-    ):  # fmt: skip
+        (operators.forward, _forward_flops),
+        (operators.forward_max_logits, _forward_flops),
+        (operators.forward_out, _forward_out_flops),
+        (operators.backward, _backward_flops),
+    ):
         if operator not in flop_counter.flop_registry:
             flop_counter.register_flop_formula(operator, get_raw=True)(formula)
 

@@ -38,9 +38,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsi
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 #: Functions that are not written in Python.
 _BUILTIN = (
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
-    types.MethodWrapperType, types.ClassMethodDescriptorType,
-)  # fmt: skip
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+    types.ClassMethodDescriptorType,
+)
 #: Functions of Python by which code reads what it does not name.
 _UNNAMED = frozenset((
     "__import__", "compile", "eval", "exec", "getattr", "globals", "input", "locals", "next",
@@ -205,9 +208,11 @@ class _Reader:
     def _read_tensor(self, tensor: torch.Tensor) -> None:
         is_counted = tensor.device.type == "cpu" or not tensor.is_inference()
         if (
-            type(tensor) not in _TENSORS or tensor.layout is not torch.strided
-            or is_wrapped(tensor) or not is_counted
-        ):  # fmt: skip
+            type(tensor) not in _TENSORS
+            or tensor.layout is not torch.strided
+            or is_wrapped(tensor)
+            or not is_counted
+        ):
             raise _UnknownError
         self.tensors.append(tensor)
 

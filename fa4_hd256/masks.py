@@ -40,19 +40,30 @@ from .kernels.block_mask import FULL, MASK_TILE
 from .words import shown
 
 __all__ = [
-    "TileMask", "as_tile_mask", "bidirectional_blocks", "documents", "from_block_mask",
-    "from_dense", "in_sequences", "keys_of_rows", "kinds_of_blocks", "prefix_lm",
-    "sliding_window", "tree_words",
-]  # fmt: skip
+    "TileMask",
+    "as_tile_mask",
+    "bidirectional_blocks",
+    "documents",
+    "from_block_mask",
+    "from_dense",
+    "in_sequences",
+    "keys_of_rows",
+    "kinds_of_blocks",
+    "prefix_lm",
+    "sliding_window",
+    "tree_words",
+]
 
 #: Module of PyTorch's `BlockMask`.
 _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 
 def prefix_lm(
-    prefix: int | torch.Tensor, seqlen: int, seqlen_k: int | None = None,
+    prefix: int | torch.Tensor,
+    seqlen: int,
+    seqlen_k: int | None = None,
     device: torch.device | str | None = None,
-) -> TileMask:  # fmt: skip
+) -> TileMask:
     """Causal, but for the first `prefix` keys, which every query sees.
 
     prefix: an int, or (batch,) integers, whose device is the mask's; seqlen_k: `seqlen` if None.
@@ -66,9 +77,13 @@ def prefix_lm(
 
 
 def sliding_window(
-    window: int, seqlen: int, seqlen_k: int | None = None, *, first_tokens: int = 0,
+    window: int,
+    seqlen: int,
+    seqlen_k: int | None = None,
+    *,
+    first_tokens: int = 0,
     device: torch.device | str | None = None,
-) -> TileMask:  # fmt: skip
+) -> TileMask:
     """Causal, the key level with a query, `window` keys before it, and the first `first_tokens`.
 
     Raises TypeError for another kind, ValueError for a window or first_tokens below 0 and a length
@@ -81,9 +96,7 @@ def sliding_window(
     return own.mask(level - window, level + 1, first_tokens)
 
 
-def documents(
-    ids: torch.Tensor, *, causal: bool = True, window: int | None = None
-) -> TileMask:
+def documents(ids: torch.Tensor, *, causal: bool = True, window: int | None = None) -> TileMask:
     """Documents packed into rows: a query sees keys of its own one.
 
     ids: (batch, seqlen) or (seqlen,) integers; neighbours with the same number are of one document.
@@ -191,9 +204,11 @@ def _from_block_mask(
     lengths = tuple(block_mask.seq_lengths)
     full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     kinds = kinds_of_blocks(
-        (block_mask.kv_num_blocks, block_mask.kv_indices), None if full[0] is None else full,
-        sizes, lengths,
-    )  # fmt: skip
+        (block_mask.kv_num_blocks, block_mask.kv_indices),
+        None if full[0] is None else full,
+        sizes,
+        lengths,
+    )
     if apart is None:
         return TileMask.of_kinds(lengths, kinds)
     own_of = [
@@ -227,9 +242,12 @@ def kinds_of_blocks(
 
 
 def in_sequences(
-    block_mask: Any, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+    block_mask: Any,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
     with_bits: bool = True,
-) -> TileMask:  # fmt: skip
+) -> TileMask:
     """A mask of packed rows, total_q x total_k, whose queries see keys of their own sequence alone;
     what `flash_attn_varlen_func` makes of its block_mask.
 
@@ -365,9 +383,11 @@ def _lists_of(block_mask: Any, tables: tuple[Any, ...]) -> TileMask:
 def _tables_of(block_mask: Any) -> tuple[torch.Tensor | None, ...]:
     """Return the tensors of a `BlockMask` that say which blocks are partial, and which full."""
     return (
-        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks,
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
         block_mask.full_kv_indices,
-    )  # fmt: skip
+    )
 
 
 def _sizes_of(block_mask: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -439,9 +459,7 @@ def _apart(block_mask: Any) -> tuple[bool, bool]:
     return batch, head
 
 
-def _reads(
-    mask_mod: Callable[..., torch.Tensor], number: int, device: torch.device
-) -> bool:
+def _reads(mask_mod: Callable[..., torch.Tensor], number: int, device: torch.device) -> bool:
     """Return True if the result of a mask_mod may depend on its argument of this number.
 
     It is evaluated once, with that one alone mapped over by vmap, which knows of each value whether
@@ -467,10 +485,16 @@ class _KindAlone(TorchFunctionMode):
     `and_masks` begins with `b.new_ones`."""
 
     _FUNCTIONS = (
-        torch.Tensor.new_ones, torch.Tensor.new_zeros, torch.Tensor.new_full,
-        torch.Tensor.new_empty, torch.Tensor.new_tensor, torch.ones_like, torch.zeros_like,
-        torch.full_like, torch.empty_like,
-    )  # fmt: skip
+        torch.Tensor.new_ones,
+        torch.Tensor.new_zeros,
+        torch.Tensor.new_full,
+        torch.Tensor.new_empty,
+        torch.Tensor.new_tensor,
+        torch.ones_like,
+        torch.zeros_like,
+        torch.full_like,
+        torch.empty_like,
+    )
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -489,9 +513,7 @@ class _Levels:
         queries = torch.arange(lengths[0], device=device)
         self.level = queries + (lengths[1] - lengths[0])
 
-    def mask(
-        self, first: torch.Tensor, limit: torch.Tensor, first_tokens: int = 0
-    ) -> TileMask:
+    def mask(self, first: torch.Tensor, limit: torch.Tensor, first_tokens: int = 0) -> TileMask:
         """The mask whose query i sees the keys first[i] .. limit[i] - 1, and of the first tokens
         those below limit[i]. first, limit: (1 or batch, seqlen_q)."""
         return TileMask.of(self.lengths, *self.intervals(first, limit, first_tokens))

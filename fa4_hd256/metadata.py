@@ -54,10 +54,14 @@ def get_scheduler_metadata(
     """
     check_int32("cache_seqlens", cache_seqlens)
     of_batch("cache_seqlens", cache_seqlens, cache_seqlens.numel(), cache_seqlens.device)
-    check_whole({
-        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "num_heads_q": num_heads_q,
-        "num_heads_kv": num_heads_kv,
-    })  # fmt: skip
+    check_whole(
+        {
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+            "num_heads_q": num_heads_q,
+            "num_heads_kv": num_heads_kv,
+        }
+    )
     if kv_dtype not in (None, *DTYPES, *KV_DTYPES):
         accepted = ", ".join(map(str, (*DTYPES, *KV_DTYPES)))
         raise TypeError(f"kv_dtype is {shown(kv_dtype)}; accepted: None or {accepted}")

@@ -66,9 +66,11 @@ class AttentionModel:
 
         Raises ValueError where the ranks do not divide the heads.
         """
-        if not _is_positive(ranks) or self.heads_q % ranks or (
-            self.heads_kv % ranks and ranks % self.heads_kv
-        ):  # fmt: skip
+        if (
+            not _is_positive(ranks)
+            or self.heads_q % ranks
+            or (self.heads_kv % ranks and ranks % self.heads_kv)
+        ):
             raise ValueError(
                 f"{shown(ranks)} ranks for {self.heads_q} query and {self.heads_kv} key/value "
                 f"heads of {self.name}; accepted: ranks that divide both, or that the latter divide"

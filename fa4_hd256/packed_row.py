@@ -52,9 +52,11 @@ class PackedRow(NamedTuple):
 
 
 def packed_row(
-    tensors: tuple[Any, Any, Any], offsets: tuple[Any, Any], refused: dict[str, Any],
+    tensors: tuple[Any, Any, Any],
+    offsets: tuple[Any, Any],
+    refused: dict[str, Any],
     functions: tuple[Any, Any, Any],
-) -> PackedRow:  # fmt: skip
+) -> PackedRow:
     """tensors: q, k, v, (total, heads, 256). offsets: cu_seqlens_q and cu_seqlens_k. refused: by
     name, what may not be given. functions: block_mask, mask_mod, score_mod.
 
@@ -138,9 +140,7 @@ def _made(
         return joined, _table(mask.lengths[0], *offsets)
 
 
-def _table(
-    total_q: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
-) -> torch.Tensor:
+def _table(total_q: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> torch.Tensor:
     """Return (total_q, 5) int32: the `SequenceOfQuery` of each."""
     numbers, begin_k, seqlen_k = keys_of_rows(cu_seqlens_q, cu_seqlens_k, total_q)
     begin_q, seqlen_q = (of_all[numbers] for of_all in (cu_seqlens_q, cu_seqlens_q.diff()))

@@ -139,11 +139,14 @@ def _needs(arguments: argparse.Namespace) -> Needs:
     also = {name: getattr(arguments, name) for name in FLAGS}
     use_clc = {"static": False, "dynamic": True, "both": None}[arguments.scheduler]
     return Needs(
-        arguments.use or Needs.uses, arguments.form or Needs.forms,
-        [_DTYPES[name] for name in arguments.dtype or ("bfloat16",)], use_clc,
+        arguments.use or Needs.uses,
+        arguments.form or Needs.forms,
+        [_DTYPES[name] for name in arguments.dtype or ("bfloat16",)],
+        use_clc,
         page_sizes=arguments.page_size,
-        kv_dtypes=[_KV_DTYPES[name] for name in arguments.kv_dtype or (OF_Q,)], **also,
-    )  # fmt: skip
+        kv_dtypes=[_KV_DTYPES[name] for name in arguments.kv_dtype or (OF_Q,)],
+        **also,
+    )
 
 
 def _of_target(
@@ -162,8 +165,11 @@ def _of_target(
 def _refuse_alone(arguments: argparse.Namespace) -> None:
     """Raise ValueError for options of --heads where there is none."""
     own = ("full", "window", "softcap", "sink")
-    given = [f"--{name}" for name in own if getattr(arguments, name) not in (None, [])
-             and getattr(arguments, name) is not False]  # fmt: skip
+    given = [
+        f"--{name}"
+        for name in own
+        if getattr(arguments, name) not in (None, []) and getattr(arguments, name) is not False
+    ]
     if given:
         raise ValueError(
             f"{', '.join(given)} without --heads; accepted: with --heads Q/KV, whose attention "
@@ -181,6 +187,10 @@ def _given_model(arguments: argparse.Namespace) -> AttentionModel:
             raise ValueError(f"--window is {keys}; accepted: 1 or more keys")
         masks.append(Mask(not arguments.full, (keys - 1, keys - 1 if arguments.full else None)))
     return AttentionModel(
-        arguments.heads, int(heads[0]), int(heads[1]), tuple(masks),
-        0.0 if arguments.softcap is None else arguments.softcap, sink=arguments.sink,
-    )  # fmt: skip
+        arguments.heads,
+        int(heads[0]),
+        int(heads[1]),
+        tuple(masks),
+        0.0 if arguments.softcap is None else arguments.softcap,
+        sink=arguments.sink,
+    )

@@ -9,8 +9,12 @@ from typing import Any
 from .protocol import CLUSTER_SIZE, of_clusters
 
 __all__ = [
-    "BACKWARD_PREFERS_CLC", "clc_requested", "grid_rows", "prefers_clc", "scheduler_class",
-]  # fmt: skip
+    "BACKWARD_PREFERS_CLC",
+    "clc_requested",
+    "grid_rows",
+    "prefers_clc",
+    "scheduler_class",
+]
 
 VARIABLE = "FA_CLC"
 
@@ -75,9 +79,7 @@ def clc_requested(
     return default if value is None else value == "1"
 
 
-def scheduler_class(
-    use_clc: bool, cluster_size: int = CLUSTER_SIZE, counts: bool = False
-) -> Any:
+def scheduler_class(use_clc: bool, cluster_size: int = CLUSTER_SIZE, counts: bool = False) -> Any:
     """The scheduler class for a resolved choice (see `clc_requested`) and clusters of so many CTAs.
 
     counts: the dynamic one is that by a counter in global memory, for GPUs without cluster launch

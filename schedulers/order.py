@@ -184,10 +184,11 @@ class TileProblem:
         if not isinstance(is_fewer, bool):
             is_used, one = Int32(is_fewer), Int32(1)
         return replace(
-            self, packed=replace(packed, is_used=is_used),
+            self,
+            packed=replace(packed, is_used=is_used),
             num_blocks=_select(is_fewer, count, blocks),
             num_batches=_select(is_fewer, one, batches),
-        )  # fmt: skip
+        )
 
     def order(self) -> TileOrder:
         """The order of the tiles: with Python integers for Python sizes, else for the device.
@@ -203,9 +204,7 @@ class TileProblem:
         divisors = (section_tiles, width, last_width, self.num_heads)
         if not self.python_integers:
             divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(d)) for d in divisors)
-        sizes = (
-            self.num_tiles, self.num_blocks, last_pair * self.num_blocks, last_pair, width
-        )  # fmt: skip
+        sizes = (self.num_tiles, self.num_blocks, last_pair * self.num_blocks, last_pair, width)
         if not self.python_integers:
             sizes = tuple(Int32(size) for size in sizes)
         return TileOrder(*sizes, *divisors, self.later_blocks_first, self.packed)
@@ -343,9 +342,12 @@ def section_heads_for(
 
 
 def _section_in_l2(
-    num_heads_per_kv: int, num_pairs: Any, kv_bytes_per_head: Any, l2_bytes: Any,
+    num_heads_per_kv: int,
+    num_pairs: Any,
+    kv_bytes_per_head: Any,
+    l2_bytes: Any,
     unequal_lengths: bool,
-) -> Any:  # fmt: skip
+) -> Any:
     if not unequal_lengths:
         return num_heads_per_kv
     if isinstance(kv_bytes_per_head, int) and isinstance(num_pairs, int):

@@ -19,9 +19,10 @@ def main(arguments: list[str] | None = None) -> int:
     fitting.add_argument("--degree", type=int, choices=DEGREES, default=3)
     fitting.add_argument("--json", action="store_true", help="print one JSON object")
     fitting.add_argument(
-        "--plot", metavar="FILE",
+        "--plot",
+        metavar="FILE",
         help="image file of the error curve; exp2_degree_N.png, with --json none",
-    )  # fmt: skip
+    )
     options = parser.parse_args(arguments)
     try:
         result = fit(options.degree)
@@ -71,8 +72,7 @@ def _plot(result: Fit, path: str) -> int:
         import matplotlib
     except ImportError:
         print(
-            "no error curve: it needs matplotlib, which is not installed; "
-            "pip install matplotlib",
+            "no error curve: it needs matplotlib, which is not installed; pip install matplotlib",
             file=sys.stderr,
         )
         return 1

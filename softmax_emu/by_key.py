@@ -50,9 +50,15 @@ class KeySoftmax:
 
     @classmethod
     def create(
-        cls, scale_log2: Float32, pattern: Ex2Pattern, rescale_threshold: float, dtype: Any,
-        rows: int, headroom: float = 0.0, arithmetic: str = "packed",
-    ) -> KeySoftmax:  # fmt: skip
+        cls,
+        scale_log2: Float32,
+        pattern: Ex2Pattern,
+        rescale_threshold: float,
+        dtype: Any,
+        rows: int,
+        headroom: float = 0.0,
+        arithmetic: str = "packed",
+    ) -> KeySoftmax:
         """A softmax with empty state.  rows: an even number; headroom: p of a maximum that has just
         moved is 2^headroom, so that a P whose type has few exponents keeps small p, too; at most
         rescale_threshold, which still bounds p; arithmetic: "packed" or "scalar"; the others as of
@@ -156,13 +162,12 @@ class KeySoftmax:
         """c * s - c * m of two rows."""
         scale = self.row.scale_log2
         if not self._is_packed:
-            return tuple(
-                cute.math.fma(scores[i], scale, self.offsets[i]) for i in (row, row + 1)
-            )
+            return tuple(cute.math.fma(scores[i], scale, self.offsets[i]) for i in (row, row + 1))
         return cute.arch.fma_packed_f32x2(
-            (scores[row], scores[row + 1]), (scale, scale),
+            (scores[row], scores[row + 1]),
+            (scale, scale),
             (self.offsets[row], self.offsets[row + 1]),
-        )  # fmt: skip
+        )
 
     @property
     def _is_packed(self) -> bool:

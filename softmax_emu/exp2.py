@@ -125,9 +125,10 @@ def _polynomial(x: Float32, degree: int) -> Float32:
 def multiply_rounded(a: Float32, b: Float32) -> Float32:
     """mul.rn.f32 (9.7.3), which is never contracted into an fma."""
     return cute.arch.inline_ptx(
-        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32],
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Float32],
         read_only_args=[Float32(a), Float32(b)],
-    )  # fmt: skip
+    )
 
 
 def _bits_of(value: float) -> int:

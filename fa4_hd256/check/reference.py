@@ -233,9 +233,10 @@ class KvCache:
 
 
 def _one_head(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chosen: AttentionOptions,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    chosen: AttentionOptions,
     place: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of one head: q, k, v (rows, dim) in float64. place: batch entry, head."""
     q, k, v = tensors
     outs, lses = [], []
@@ -248,9 +249,12 @@ def _one_head(
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, rows: range, chosen: AttentionOptions,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rows: range,
+    chosen: AttentionOptions,
     place: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities (len(rows), keys) of some rows of one head, and their lse."""
     scores = _scores(q, k, rows, chosen, place)
     lse = _log_sum_exp(_with_sink(scores, chosen.learnable_sink, place[1]))
@@ -260,9 +264,12 @@ def _weights(
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, rows: range, chosen: AttentionOptions,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rows: range,
+    chosen: AttentionOptions,
     place: tuple[int, int],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the logits (len(rows), keys) of some rows of one head, -inf for invisible keys."""
     scores = chosen.scale(q.shape[1]) * (q[rows.start : rows.stop] @ k.T)
     batch, head = (torch.tensor(number) for number in place)
@@ -518,9 +525,12 @@ class ExpectedGradients:
 
     @classmethod
     def of(
-        cls, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dout: torch.Tensor,
-        dlse: torch.Tensor | None = None, **options: Any,
-    ) -> ExpectedGradients:  # fmt: skip
+        cls,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None = None,
+        **options: Any,
+    ) -> ExpectedGradients:
         """Arguments are those of `gradients`."""
         exact = gradients(inputs, dout, dlse, **options)
         pytorch = same_dtype_gradients(inputs, dout, dlse, **options)

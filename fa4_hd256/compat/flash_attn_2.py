@@ -12,10 +12,14 @@ from .arguments import FLASH_ATTN_2, other_head_dim
 from .windows import window_of
 
 __all__ = [
-    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
-]  # fmt: skip
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 Window = tuple[int, int]
 Result = torch.Tensor | tuple[torch.Tensor, ...]
@@ -178,9 +182,16 @@ def flash_attn_varlen_func(
     if block_table is not None:
         keys = {"page_table": block_table, "seqused_k": cu_seqlens_k.diff()}
     found = interface.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        return_lse=return_attn_probs, **keys, **_options(given),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        return_lse=return_attn_probs,
+        **keys,
+        **_options(given),
+    )
     return (*found, q.new_empty(0)) if return_attn_probs else found
 
 
@@ -217,9 +228,18 @@ def flash_attn_with_kvcache(
     FLASH_ATTN_2.refuse_pages("block_table", block_table, k_cache)
     places = {name: given[name] for name in _PLACES if given[name] is not None}
     return kv_cache.flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, page_table=block_table, rotary_interleaved=rotary_interleaved,
-        return_lse=return_softmax_lse, num_splits=num_splits, **places, **_options(given),
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        page_table=block_table,
+        rotary_interleaved=rotary_interleaved,
+        return_lse=return_softmax_lse,
+        num_splits=num_splits,
+        **places,
+        **_options(given),
+    )
 
 
 #: Arguments of a cache that our function has under the same names.
@@ -229,9 +249,11 @@ _PLACES = ("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cach
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options of our functions that all of these share."""
     options = {
-        "softmax_scale": given["softmax_scale"], "causal": given["causal"],
-        "window_size": window_of(given["window_size"]), "softcap": max(given["softcap"], 0.0),
-    }  # fmt: skip
+        "softmax_scale": given["softmax_scale"],
+        "causal": given["causal"],
+        "window_size": window_of(given["window_size"]),
+        "softcap": max(given["softcap"], 0.0),
+    }
     if given["alibi_slopes"] is not None:
         options["score_mod"] = alibi(given["alibi_slopes"])
     return options

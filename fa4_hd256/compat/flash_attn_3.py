@@ -13,9 +13,13 @@ from .combine import combine
 from .windows import window_of
 
 __all__ = [
-    "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
-]  # fmt: skip
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
 
 Window = tuple[int, int]
 Result = torch.Tensor | tuple[torch.Tensor, ...]
@@ -129,10 +133,18 @@ def flash_attn_varlen_func(
         return FLASH_ATTN_3.original("flash_attn_varlen_func", head_dim)(**given)
     FLASH_ATTN_3.refuse("flash_attn_varlen_func", given)
     return interface.flash_attn_varlen_func(
-        _queries(q), k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
-        seqused_k=seqused_k, return_lse=return_attn_probs, **_options(given),
-    )  # fmt: skip
+        _queries(q),
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        return_lse=return_attn_probs,
+        **_options(given),
+    )
 
 
 def flash_attn_combine(
@@ -190,16 +202,31 @@ def flash_attn_with_kvcache(
     FLASH_ATTN_3.refuse_pages("page_table", page_table, k_cache)
     places = {name: given[name] for name in _PLACES if given[name] is not None}
     return kv_cache.flash_attn_with_kvcache(
-        _queries(q), k_cache, v_cache, k, v, rotary_interleaved=rotary_interleaved,
-        return_lse=return_softmax_lse, **places, **_options(given),
-    )  # fmt: skip
+        _queries(q),
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_interleaved=rotary_interleaved,
+        return_lse=return_softmax_lse,
+        **places,
+        **_options(given),
+    )
 
 
 #: Arguments of a cache that our function has under the same names.
 _PLACES = (
-    "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table",
-    "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens",
-)  # fmt: skip
+    "rotary_cos",
+    "rotary_sin",
+    "cache_seqlens",
+    "cache_batch_idx",
+    "cache_leftpad",
+    "page_table",
+    "cu_seqlens_q",
+    "cu_seqlens_k_new",
+    "max_seqlen_q",
+    "rotary_seqlens",
+)
 
 
 def get_scheduler_metadata(
@@ -240,10 +267,12 @@ def get_scheduler_metadata(
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options of our functions that all of these share."""
     options = {
-        "softmax_scale": given["softmax_scale"], "causal": given["causal"],
-        "window_size": window_of(given["window_size"]), "softcap": given["softcap"],
+        "softmax_scale": given["softmax_scale"],
+        "causal": given["causal"],
+        "window_size": window_of(given["window_size"]),
+        "softcap": given["softcap"],
         "num_splits": given.get("num_splits", 1),
-    }  # fmt: skip
+    }
     q, k_descale = given["q"], given["k_descale"]
     if q.dtype in KV_DTYPES and given["q_descale"] is not None:
         # Scores are products of both: one of a sequence and a KV head is as good as two.

@@ -122,9 +122,15 @@ def flash_attn_varlen_func(
         if cu_seqlens_q is not None and max_seqlen_q is None:
             max_seqlen_q = q.shape[0]
         out, lse = interface.flash_attn_varlen_func(
-            q, k, v, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=True,
-            **lengths, **options,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            return_lse=True,
+            **lengths,
+            **options,
+        )
     return out, _lse_of(lse, return_lse, (q, k, v, learnable_sink))
 
 
@@ -157,11 +163,13 @@ def _options(
 ) -> dict[str, Any]:
     """Return the options of our functions that dense and packed calls share."""
     options = {
-        "softmax_scale": given["softmax_scale"], "causal": given["causal"],
+        "softmax_scale": given["softmax_scale"],
+        "causal": given["causal"],
         "window_size": window_of(given["window_size"]),
-        "learnable_sink": given["learnable_sink"], "softcap": given["softcap"] or 0.0,
+        "learnable_sink": given["learnable_sink"],
+        "softcap": given["softcap"] or 0.0,
         "num_splits": max(given["num_splits"], 0),
-    }  # fmt: skip
+    }
     if given["score_mod"] is not None:
         aux = given["aux_tensors"], given["aux_scalars"]
         functions = given["score_mod"], given["score_mod_bwd"]

@@ -28,9 +28,13 @@ __all__ = ["SequenceLengths", "translate_mask_mod", "translate_score_mod"]
 
 #: Dtypes that kernels read as copies of another one, which holds the same values.
 COPIED = {
-    torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32,
-    torch.int8: torch.int32, torch.uint8: torch.int32, torch.int16: torch.int32,
-}  # fmt: skip
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.int32,
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int16: torch.int32,
+}
 #: Translations of each kind that are kept.
 MOST_TRANSLATIONS = 128
 #: Keys of a word that a vectorised mask_mod returns.
@@ -131,10 +135,11 @@ def _score_mod(
 
     def given(place: Any, tensors: tuple[Any, ...]) -> dict[str, Any]:
         found = {
-            "q_idx": _vector(place.query, Int32), "kv_idx": _vector(place.key, Int32),
+            "q_idx": _vector(place.query, Int32),
+            "kv_idx": _vector(place.key, Int32),
             "seqlen_info": _lengths(place, tensors[count:], packed),
             "aux_tensors": list(tensors[:count]),
-        }  # fmt: skip
+        }
         return {**found, "aux_scalars": _made(scalars)} if scalars else found
 
     def function(score: Any, place: Any, tensors: tuple[Any, ...]) -> Any:

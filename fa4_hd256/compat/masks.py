@@ -66,6 +66,8 @@ def _kinds(blocks: Any, lengths: tuple[int, int]) -> torch.Tensor:
         )
     full = blocks.full_block_cnt, blocks.full_block_idx
     return kinds_of_blocks(
-        (blocks.mask_block_cnt, blocks.mask_block_idx), None if full[0] is None else full,
-        tuple(size), lengths,
-    )  # fmt: skip
+        (blocks.mask_block_cnt, blocks.mask_block_idx),
+        None if full[0] is None else full,
+        tuple(size),
+        lengths,
+    )

@@ -24,9 +24,15 @@ from ..architectures import Architecture
 from .gpu import FAMILY, describe_family, in_family, of_capability
 
 __all__ = [
-    "FAMILY", "architecture_of", "as_if_seen", "as_seen", "describe_family", "in_family",
-    "of_capability", "target",
-]  # fmt: skip
+    "FAMILY",
+    "architecture_of",
+    "as_if_seen",
+    "as_seen",
+    "describe_family",
+    "in_family",
+    "of_capability",
+    "target",
+]
 
 #: Compute capabilities that count as those of the process's GPUs, None for what it sees.
 _as_if: ContextVar[frozenset[tuple[int, int]] | None] = ContextVar("as_if_seen", default=None)

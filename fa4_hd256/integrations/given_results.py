@@ -53,8 +53,16 @@ def gradients_of_results(
     dq, dk, dv, _ = call_backward(
         BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **(masks | scores | asked)),
         BackwardValues(
-            options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
-            backward_config, key, key_of_mask, listed_tiles, (True, True, False),
+            options.softmax_scale,
+            *options.bounds,
+            options.softcap,
+            *longest,
+            dynamic,
+            backward_config,
+            key,
+            key_of_mask,
+            listed_tiles,
+            (True, True, False),
         ),
-    )  # fmt: skip
+    )
     return dq, dk, dv

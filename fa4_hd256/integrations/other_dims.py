@@ -38,9 +38,11 @@ def say_once(adapter: str, to: str, *tensors: torch.Tensor) -> None:
 
 
 def attend(
-    tensors: Sequence[torch.Tensor], scale: float | None, window: tuple[Any, Any],
+    tensors: Sequence[torch.Tensor],
+    scale: float | None,
+    window: tuple[Any, Any],
     offsets: tuple[Any, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) as flash attention lays them out.
 
     tensors: q, k, v, (batch, rows, heads, head_dim), or with offsets (rows, heads, head_dim).
@@ -56,9 +58,12 @@ def attend(
 
 
 def gradients(
-    tensors: Sequence[torch.Tensor], dout: torch.Tensor, scale: float | None,
-    window: tuple[Any, Any], offsets: tuple[Any, Any],
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    tensors: Sequence[torch.Tensor],
+    dout: torch.Tensor,
+    scale: float | None,
+    window: tuple[Any, Any],
+    offsets: tuple[Any, Any],
+) -> tuple[torch.Tensor, ...]:
     """Return (dq, dk, dv), for which the forward is computed again; arguments as of `attend`."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
@@ -107,9 +112,14 @@ def _result(
         return q.new_zeros((*q.shape[:3], v.shape[3])) + 0 * (q.sum() + k.sum() + v.sum())
     with sdpa_kernel(_KERNELS):
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+        )
     return out if mask is None else torch.where(mask.any(1)[:, None], out, 0)
 
 

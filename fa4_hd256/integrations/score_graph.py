@@ -226,7 +226,7 @@ OPERATIONS: dict[str, GraphOperation] = {
     "_to_copy": _SAME,
     "alias": _SAME,
     "clone": _SAME,
-}  # fmt: skip
+}
 
 #: Operators whose result is a number that their operand's value has no part in.
 _NUMBERS: dict[str, Callable[..., Any]] = {
@@ -236,7 +236,6 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "scalar_tensor": lambda value, **_: value,
     "full": lambda _, value, **__: value,
 }
-
 
 
 @functools.cache
@@ -274,9 +273,12 @@ class ScoreGraph(SelfDescribed):
     """
 
     def __init__(
-        self, function: Callable[..., torch.Tensor], device: torch.device,
-        tensors: list[torch.Tensor], kind: str = SCORE,
-    ) -> None:  # fmt: skip
+        self,
+        function: Callable[..., torch.Tensor],
+        device: torch.device,
+        tensors: list[torch.Tensor],
+        kind: str = SCORE,
+    ) -> None:
         """Raises TranslationError for one that takes a branch by a value, has an operator without a
         row in `OPERATIONS`, or reads a tensor other than by one number per dimension."""
         self._kind = kind
@@ -379,9 +381,7 @@ def _traced(function: Callable[..., torch.Tensor], device: torch.device, kind: s
                 "it takes a branch by a value, or makes it a number of Python; choose between "
                 "values by torch.where, and index tensors by one number a dimension"
             )
-        raise TranslationError(
-            f"PyTorch cannot trace {kind}{_OR_SLOPE[kind]}: {advice}"
-        ) from error
+        raise TranslationError(f"PyTorch cannot trace {kind}{_OR_SLOPE[kind]}: {advice}") from error
     module.graph.eliminate_dead_code()
     return module
 

@@ -144,9 +144,12 @@ def _flash_attn_bwd(
     of_q, of_k = (_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True))
     config = backward_config_of(_Active.ds_bytes, q.device)
     return gradients_of_results(
-        (q, k, v, out, dout, lse), checked, ragged, (of_q, of_k),
+        (q, k, v, out, dout, lse),
+        checked,
+        ragged,
+        (of_q, of_k),
         backward_config=named_configs.encode(config, type(config)),
-    )  # fmt: skip
+    )
 
 
 #: Options of the adapter that change nothing of PyTorch's own attention.
@@ -160,9 +163,10 @@ def _of_pytorch(window: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, 
     offsets = given.pop("cu_seqlens_q", None), given.pop("cu_seqlens_k", None)
     scale, causal = given.pop("softmax_scale", None), given.pop("causal", False)
     named = [
-        name for name, value in given.items()
+        name
+        for name, value in given.items()
         if name not in _NEUTRAL and (isinstance(value, torch.Tensor) or value)
-    ]  # fmt: skip
+    ]
     if named:
         raise NotImplementedError(
             f"{', '.join(named)} with a head_dim other than 256; accepted: none of these, as "
@@ -173,9 +177,11 @@ def _of_pytorch(window: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, 
 
 
 def _by_pytorch(
-    tensors: tuple[torch.Tensor, ...], out: torch.Tensor | None, window: tuple[Any, Any],
+    tensors: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None,
+    window: tuple[Any, Any],
     options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a call with another head_dim."""
     given = _of_pytorch(window, options)
     other_dims.say_once("SDPA", "SDPA's other kernels", *tensors)

@@ -31,9 +31,14 @@ _MX = "block-scaled float8"
 OPTIONS = EngineOptions(
     "SGLang's attention",
     honoured={
-        "softmax_scale": "softmax_scale", "causal": "causal", "window_size": "window_size",
-        "softcap": "softcap", "num_splits": "num_splits", "sinks": "learnable_sink",
-        "k_descale": "k_descale", "v_descale": "v_descale",
+        "softmax_scale": "softmax_scale",
+        "causal": "causal",
+        "window_size": "window_size",
+        "softcap": "softcap",
+        "num_splits": "num_splits",
+        "sinks": "learnable_sink",
+        "k_descale": "k_descale",
+        "v_descale": "v_descale",
         METADATA: METADATA,
     },
     unused={
@@ -55,7 +60,7 @@ OPTIONS = EngineOptions(
         "sfk": ((None,), _MX),
         "sfv": ((None,), _MX),
     },
-)  # fmt: skip
+)
 
 #: Options of `flash_attn_with_kvcache` beside `OPTIONS`, under the same names there.
 CACHE_OPTIONS = (
@@ -110,8 +115,15 @@ def flash_attn_varlen_func(
         # SGLang's own default is one KV split.
         ours.setdefault("num_splits", 1)
     attend = partial(
-        interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **places,
+        interface.flash_attn_varlen_func,
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        **places,
         **ours,
-    )  # fmt: skip
+    )
     return written_to(out, q, attend, wants_lse)

@@ -28,10 +28,17 @@ _MASKS = "masks given as code"
 OPTIONS = EngineOptions(
     "vLLM's flash_attn_varlen_func",
     honoured={
-        "softmax_scale": "softmax_scale", "causal": "causal", "window_size": "window_size",
-        "softcap": "softcap", "num_splits": "num_splits", "s_aux": "learnable_sink",
-        "block_table": "page_table", "deterministic": "deterministic",
-        "k_descale": "k_descale", "v_descale": "v_descale", "alibi_slopes": "score_mod",
+        "softmax_scale": "softmax_scale",
+        "causal": "causal",
+        "window_size": "window_size",
+        "softcap": "softcap",
+        "num_splits": "num_splits",
+        "s_aux": "learnable_sink",
+        "block_table": "page_table",
+        "deterministic": "deterministic",
+        "k_descale": "k_descale",
+        "v_descale": "v_descale",
+        "alibi_slopes": "score_mod",
         METADATA: METADATA,
     },
     unused={
@@ -54,7 +61,7 @@ OPTIONS = EngineOptions(
         "gather_kv_indices": ((None,), "keys chosen one by one"),
         "gather_kv_valid_length": ((None,), "keys chosen one by one"),
     },
-)  # fmt: skip
+)
 
 
 def flash_attn_varlen_func(
@@ -86,10 +93,17 @@ def flash_attn_varlen_func(
     if ours.get("score_mod") is not None:
         ours["score_mod"] = alibi(ours["score_mod"])
     attend = partial(
-        interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        seqused_k=seqused_k, **ours,
-    )  # fmt: skip
+        interface.flash_attn_varlen_func,
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        seqused_k=seqused_k,
+        **ours,
+    )
     return written_to(out, q, attend, wants_lse)
 
 

@@ -166,9 +166,11 @@ def count_tiles(lengths: tuple[int, int], window: tuple[int | None, int | None])
 
 
 def ds_units(
-    longest: tuple[int, int], window: tuple[int | None, int | None], sequences: int,
+    longest: tuple[int, int],
+    window: tuple[int | None, int | None],
+    sequences: int,
     packed: int | None,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Return (units, tiles of each) of a query head, for sequences of unequal lengths: NOTE [units
     of dS].
 

@@ -57,9 +57,7 @@ class StepList(SharedByReference):
         self._steps, self._bits, self.parts = steps, bits, parts
 
     @classmethod
-    def of(
-        cls, tensors: Any, plane: tuple[Int32, Int32], block: Int32, parts: int = 1
-    ) -> StepList:
+    def of(cls, tensors: Any, plane: tuple[Int32, Int32], block: Int32, parts: int = 1) -> StepList:
         """Read the list of a tile from a call's `SequenceTensors`.  plane: (batch entry, query
         head), of which the mask has one or as many as the call; block: of the tile's queries."""
         steps = tensors.mask_steps
@@ -144,9 +142,13 @@ class RowBits:
     """
 
     def __init__(
-        self, steps: StepList, place: tuple[Int32, Int32], step: Int32,
-        numbers: tuple[Int32, Int32], words: tuple[Int32, ...],
-    ) -> None:  # fmt: skip
+        self,
+        steps: StepList,
+        place: tuple[Int32, Int32],
+        step: Int32,
+        numbers: tuple[Int32, Int32],
+        words: tuple[Int32, ...],
+    ) -> None:
         """place: half of the tile's rows, row in it.  numbers: of the tiles of bits of this step
         and of the next one.  words: of this step."""
         self._steps, self._place, self._step = steps, place, step

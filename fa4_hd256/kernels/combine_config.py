@@ -96,6 +96,10 @@ class CombineRule:
         if not alone:
             cta_rows = max(1, self.config.num_warps // warps)
         return replace(
-            self.config, num_warps=cta_rows * warps, row_warps=warps, lane_parts=lane_parts,
-            slices=slices, alone=alone,
-        )  # fmt: skip
+            self.config,
+            num_warps=cta_rows * warps,
+            row_warps=warps,
+            lane_parts=lane_parts,
+            slices=slices,
+            alone=alone,
+        )

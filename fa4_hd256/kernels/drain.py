@@ -103,11 +103,13 @@ def fingerprint(edges: EdgeTable, steps: StepTable) -> str:
     """
     of_edges = tuple(
         replace(
-            edge, guards="", stages=_whole(edge.stages),
+            edge,
+            guards="",
+            stages=_whole(edge.stages),
             transaction_bytes=_whole(edge.transaction_bytes),
         )
         for edge in edges.edges
-    )  # fmt: skip
+    )
     parts = (type(edges), of_edges, type(steps), steps)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

@@ -194,9 +194,13 @@ class Visibility:
         return TileRange(begin, end, unmasked_begin, unmasked_end)
 
     def apply(
-        self, scores: cute.Tensor, row: Int32, first_key: Int32,
-        columns: tuple[int, ...] | None = None, nodes: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        scores: cute.Tensor,
+        row: Int32,
+        first_key: Int32,
+        columns: tuple[int, ...] | None = None,
+        nodes: Any = None,
+    ) -> None:
         """Set the scores of invisible keys to -inf.
 
         scores: register tensor of Float32 of one row; first_key: that of the first.  columns: how
@@ -226,7 +230,8 @@ def _bits(first: Int32, limit: Int32, hides_first: bool) -> Uint32:
     start = cutlass.max(first, 0) if hides_first else Int32(0)
     width = cutlass.max(limit - start, 0)
     return cute.arch.inline_ptx(
-        "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
+        "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32],
         read_only_args=[Int32(start), Int32(width)],
     )
 

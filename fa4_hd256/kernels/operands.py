@@ -131,6 +131,9 @@ def prefetch_tile(source: TmaTensor, smem: cute.Tensor, place: TilePlace) -> Non
 def _partition(source: TmaTensor, smem: cute.Tensor, tile: cute.Tensor) -> tuple[Any, Any]:
     """The buffers and the tile as the TMA operation takes them."""
     return cpasync.tma_partition(
-        source.atom, 0, cute.make_layout(1),
-        cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2),
-    )  # fmt: skip
+        source.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(tile, 0, 2),
+    )

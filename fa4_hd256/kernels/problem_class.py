@@ -16,10 +16,19 @@ from .sequences import CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
 from .user_functions import FunctionClass
 
 __all__ = [
-    "DESCALES", "ELEMENT_TYPES", "KV_DTYPES", "OF_PAGES", "OF_SEQUENCES", "AppendClass",
-    "CombineClass", "GradientClass", "PreprocessClass", "ProblemClass", "RotaryClass",
+    "DESCALES",
+    "ELEMENT_TYPES",
+    "KV_DTYPES",
+    "OF_PAGES",
+    "OF_SEQUENCES",
+    "AppendClass",
+    "CombineClass",
+    "GradientClass",
+    "PreprocessClass",
+    "ProblemClass",
+    "RotaryClass",
     "query_rows",
-]  # fmt: skip
+]
 
 #: The accepted dtypes of q, k and v, and what the kernels call them.
 ELEMENT_TYPES: dict[torch.dtype, Any] = {

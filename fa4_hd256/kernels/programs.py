@@ -195,10 +195,15 @@ class Programs:
             yield RoleOperation(OperationKind.WAIT, ring.freed, number, place=place)
             position = counters.next("arrive", ring.full)
             uses = tuple(
-                Use(ring.name, position, (copy.content, *which, piece), True,
-                    is_shared=copy.is_shared)
+                Use(
+                    ring.name,
+                    position,
+                    (copy.content, *which, piece),
+                    True,
+                    is_shared=copy.is_shared,
+                )
                 for copy in load.copies
-            )  # fmt: skip
+            )
             yield RoleOperation(OperationKind.COPY, ring.full, position, uses, place)
 
     def _tail(self, edge: str, numbers: Iterator[int]) -> Iterator[RoleOperation]:

@@ -22,8 +22,14 @@ from ..softmax_emu.online import soft_cap
 from .user_functions import FunctionClass, FunctionKind, Functions
 
 __all__ = [
-    "ALIBI", "SCORE_MOD", "SCORE_TENSORS", "ScoreChange", "ScoreOrigin", "ScorePlaces", "Scored",
-]  # fmt: skip
+    "ALIBI",
+    "SCORE_MOD",
+    "SCORE_TENSORS",
+    "ScoreChange",
+    "ScoreOrigin",
+    "ScorePlaces",
+    "Scored",
+]
 
 SCORE_MOD = FunctionKind("score_mod", "ScoreMod", "(score, place, tensors)")
 #: Names of the tensors that a score_mod reads, and of where a part lies, in the order in which
@@ -63,10 +69,13 @@ class ScoreOrigin(NamedTuple):
     def of_whole(self, place: Scored) -> Scored:
         """A place of the part, as the call has it."""
         return Scored(
-            place.batch + self.batch, place.head + self.head, place.query + self.query,
-            place.key + self.key, place.seqlen_q + self.more_queries,
+            place.batch + self.batch,
+            place.head + self.head,
+            place.query + self.query,
+            place.key + self.key,
+            place.seqlen_q + self.more_queries,
             place.seqlen_k + self.more_keys,
-        )  # fmt: skip
+        )
 
 
 def _alibi(score: Float32, place: Scored, tensors: tuple[cute.Tensor, ...]) -> Float32:

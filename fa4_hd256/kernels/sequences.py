@@ -95,9 +95,13 @@ class SequenceTensors(NamedTuple):
     def are_unequal(self) -> bool:
         """Return True if sequences have lengths or places of their own."""
         own = (
-            self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k,
-            self.cache_batch_idx, self.cache_leftpad,
-        )  # fmt: skip
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.seqused_q,
+            self.seqused_k,
+            self.cache_batch_idx,
+            self.cache_leftpad,
+        )
         return any(tensor is not None for tensor in own)
 
     def num_batches(self, q: cute.Tensor) -> Any:

@@ -72,9 +72,12 @@ class When(enum.Enum):
     def applies(self, is_first: bool, is_last: bool) -> bool:
         """Return True if a step is among them."""
         return {
-            When.EACH: True, When.FIRST: is_first, When.LAST: is_last, When.NOT_LAST: not is_last,
+            When.EACH: True,
+            When.FIRST: is_first,
+            When.LAST: is_last,
+            When.NOT_LAST: not is_last,
             When.NOT_FIRST: not is_first,
-        }[self]  # fmt: skip
+        }[self]
 
 
 @dataclass(frozen=True)
@@ -162,9 +165,14 @@ class Load:
 
     @classmethod
     def one(
-        cls, content: str, box: str, memory: str, ring: str, when: When = When.EACH,
+        cls,
+        content: str,
+        box: str,
+        memory: str,
+        ring: str,
+        when: When = When.EACH,
         pieces: int = 1,
-    ) -> Load:  # fmt: skip
+    ) -> Load:
         """A load of one copy."""
         return cls(ring, (Copy(content, box, memory),), when, pieces)
 
@@ -457,9 +465,12 @@ class StepTable:
             *((load, load.when) for load in self.loads),
             *(
                 (action.load, act.when)
-                for role in self.roles for act in role.acts for action in act.actions if action.load
+                for role in self.roles
+                for act in role.acts
+                for action in act.actions
+                if action.load
             ),
-        )  # fmt: skip
+        )
 
     @property
     def copies(self) -> tuple[Copy, ...]:
@@ -475,19 +486,25 @@ class StepTable:
     def loads_of(self, role: str, is_first: bool) -> tuple[Load, ...]:
         """Return a role's loads in a tile's first step, or in every later one, in order."""
         return tuple(
-            action.load for act in self.role(role).acts if act.when.applies(is_first, False)
-            for action in act.actions if action.load
-        )  # fmt: skip
+            action.load
+            for act in self.role(role).acts
+            if act.when.applies(is_first, False)
+            for action in act.actions
+            if action.load
+        )
 
     def is_of_tile(self, content: str) -> bool:
         """Return True if a content is loaded, or written by a role, once a tile."""
         loaded = any(
             copy.content == content and when is When.FIRST
-            for load, when in self.fills for copy in load.copies
+            for load, when in self.fills
+            for copy in load.copies
         )
         return loaded or any(
             action.verb is Verb.WRITE and action.content == content
-            for role in self.roles for act in role.acts if act.when is When.FIRST
+            for role in self.roles
+            for act in role.acts
+            if act.when is When.FIRST
             for action in act.actions
         )
 
@@ -534,22 +551,26 @@ class StepTable:
         """Rings on whose edge the MMA warp awaits every last phase: those whose first pass did not
         block, so that as many signals are outstanding."""
         return tuple(
-            ring.name for ring in self.multiplied_rings
+            ring.name
+            for ring in self.multiplied_rings
             if edges[self.mma_edge(ring)].initially_complete
             and self.mma_edge(ring) in self.waited_edges
-        )  # fmt: skip
+        )
 
     def left_after(self, product: Product) -> tuple[str, ...]:
         """Rings whose buffer the MMA warp is done with after an MMA, without committing it."""
         kept = {
             self.ring_of(use.edge).name
-            for each in self.products for use in each.commits if use.when is When.EACH
-        }  # fmt: skip
+            for each in self.products
+            for use in each.commits
+            if use.when is When.EACH
+        }
         last = {operand.ring: each for each in self.products for operand in each.operands}
         return tuple(
-            ring for ring, user in last.items()
+            ring
+            for ring, user in last.items()
             if user is product and ring not in kept and not self.resident(ring)
-        )  # fmt: skip
+        )
 
     def resident(self, ring: str) -> bool:
         """Return True if one buffer of a ring serves the MMA warp for a whole tile."""
@@ -602,9 +623,7 @@ class StepTable:
                 yield from self._start(tiles, tile)
 
     @staticmethod
-    def _next_with_steps(
-        tiles: tuple[int, ...], tile: int
-    ) -> Generator[Advance | Want, None, int]:
+    def _next_with_steps(tiles: tuple[int, ...], tile: int) -> Generator[Advance | Want, None, int]:
         while tile < len(tiles) and tiles[tile] == 0:
             tile += 1
             yield Want(tile)

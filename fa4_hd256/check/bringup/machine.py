@@ -86,8 +86,10 @@ def _device() -> Outcome:
     free, total = gpu().call("cuMemGetInfo")
     values |= {"memory, bytes": int(total), "memory free, bytes": int(free)}
     megabytes = values["L2, bytes"] / 1e6
-    text = (f"{values['device']}, compute capability {values['capability']}, {values['SMs']} SMs, "
-            f"{megabytes:.0f} MB L2, {total / 1e9:.0f} GB, CUDA {values['driver_cuda']}")
+    text = (
+        f"{values['device']}, compute capability {values['capability']}, {values['SMs']} SMs, "
+        f"{megabytes:.0f} MB L2, {total / 1e9:.0f} GB, CUDA {values['driver_cuda']}"
+    )
     return Outcome("measured", text, values)
 
 
@@ -111,9 +113,11 @@ def _smi() -> Outcome:
             values[field] = answer.splitlines()[0].strip()
     if not values:
         return Outcome("skipped", "nvidia-smi is not there, or answers nothing")
-    text = (f"driver {values.get('driver_version')}, SM clock {values.get('clocks.sm')} of "
-            f"{values.get('clocks.max.sm')}, power limit {values.get('power.limit')}, MIG "
-            f"{values.get('mig.mode.current')}")
+    text = (
+        f"driver {values.get('driver_version')}, SM clock {values.get('clocks.sm')} of "
+        f"{values.get('clocks.max.sm')}, power limit {values.get('power.limit')}, MIG "
+        f"{values.get('mig.mode.current')}"
+    )
     return Outcome("measured", text, values)
 
 

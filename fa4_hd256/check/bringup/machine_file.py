@@ -25,24 +25,31 @@ def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:
     measured = {
         outcome["values"]["constant"]: (name, outcome["values"])
         for name, outcome in results.get("micro", {}).items()
-        if outcome["state"] == "measured" and outcome["values"]["constant"]
-        and not outcome["values"].get("modelled") and outcome["values"]["value"] >= 0
-    }  # fmt: skip
+        if outcome["state"] == "measured"
+        and outcome["values"]["constant"]
+        and not outcome["values"].get("modelled")
+        and outcome["values"]["value"] >= 0
+    }
     if not target.is_gpu or not measured:
         return None
     where = f"measured on {target.name}, {date}: bringup"
     constants = {
         constant: {
-            "value": values["value"], "range": [max(values["low"], 0.0), values["high"]],
-            "unit": values["unit"], "source": f"{where}, {name}: {values['what']}",
+            "value": values["value"],
+            "range": [max(values["low"], 0.0), values["high"]],
+            "unit": values["unit"],
+            "source": f"{where}, {name}: {values['what']}",
         }
         for constant, (name, values) in measured.items()
-    }  # fmt: skip
+    }
     device = results.get("machine", {}).get("device", {}).get("values", {})
     for constant, (field, factor, unit) in _OF_THE_DEVICE.items():
         if field in device:
-            constants[constant] = {"value": round(device[field] * factor, 3), "unit": unit,
-                                   "source": f"{where}, the driver's answer"}
+            constants[constant] = {
+                "value": round(device[field] * factor, 3),
+                "unit": unit,
+                "source": f"{where}, the driver's answer",
+            }
     _add_reuse(constants, results["micro"], where)
     other = like(target)
     basis = f"{len(constants)} constants {where}; the others as {other.upper()}"
@@ -59,7 +66,13 @@ def _add_reuse(constants: dict[str, Any], micro: dict[str, Any], where: str) -> 
     measured = micro.get("CTA reuse", {}).get("values")
     if measured is None or "clock_ghz" not in constants:
         return
-    value, low, high = (round(1e3 * constants["clock_ghz"]["value"] * measured[key], 1)
-                        for key in ("value", "low", "high"))
-    constants["cta_reuse"] = {"value": value, "range": [low, high], "unit": "clocks",
-                              "source": f"{where}, CTA reuse: {measured['what']}"}
+    value, low, high = (
+        round(1e3 * constants["clock_ghz"]["value"] * measured[key], 1)
+        for key in ("value", "low", "high")
+    )
+    constants["cta_reuse"] = {
+        "value": value,
+        "range": [low, high],
+        "unit": "clocks",
+        "source": f"{where}, CTA reuse: {measured['what']}",
+    }

@@ -27,8 +27,12 @@ CLOCKS_TAKEN = 3
 
 @lru_cache(maxsize=4)
 def _table(sms: int, has_tcgen05: bool) -> dict[str, Micro]:
-    found = (*micro_basic.table(), *micro_memory.table(), *micro_tensor.table(sms),
-             *micro_rates.table(sms, sets_clock=not has_tcgen05))
+    found = (
+        *micro_basic.table(),
+        *micro_memory.table(),
+        *micro_tensor.table(sms),
+        *micro_rates.table(sms, sets_clock=not has_tcgen05),
+    )
     return {micro.name: micro for micro in found}
 
 
@@ -73,10 +77,17 @@ def _figure(micro: Micro, values: np.ndarray, state: str = "measured") -> Outcom
     sets = f"; sets {micro.constant}" if micro.constant else ""
     spread = f" ({low:g} to {high:g})" if low != high else ""
     return Outcome(
-        state, f"{middle:g} {micro.unit}{spread}: {micro.what}{sets}",
-        {"value": middle, "low": low, "high": high, "unit": micro.unit,
-         "constant": micro.constant, "what": micro.what},
-    )  # fmt: skip
+        state,
+        f"{middle:g} {micro.unit}{spread}: {micro.what}{sets}",
+        {
+            "value": middle,
+            "low": low,
+            "high": high,
+            "unit": micro.unit,
+            "constant": micro.constant,
+            "what": micro.what,
+        },
+    )
 
 
 class Loaded:
@@ -97,12 +108,27 @@ class Loaded:
 
     def start(self, turn: int, stream: int = 0) -> None:
         """Launch, and do not wait."""
-        values = (ctypes.c_uint64(int(self._results)), ctypes.c_uint64(int(self._buffer)),
-                  ctypes.c_uint32(turn))  # fmt: skip
+        values = (
+            ctypes.c_uint64(int(self._results)),
+            ctypes.c_uint64(int(self._buffer)),
+            ctypes.c_uint32(turn),
+        )
         pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
         k = self.kernel
-        gpu().call("cuLaunchKernel", self._function, k.grid, 1, 1, 32 * k.warps, 1, 1, k.shared,
-                   stream, ctypes.addressof(pointers), 0)
+        gpu().call(
+            "cuLaunchKernel",
+            self._function,
+            k.grid,
+            1,
+            1,
+            32 * k.warps,
+            1,
+            1,
+            k.shared,
+            stream,
+            ctypes.addressof(pointers),
+            0,
+        )
 
     def once(self, turn: int) -> float:
         """Launch and wait; clocks of the loop, of the slowest warp or of the typical one."""
@@ -171,4 +197,3 @@ def _modelled(micro: Micro, note: Callable[[str], None]) -> Outcome:
     wake = _wake(modelled.MACHINE) if micro.wakes else 0.0
     figure = _figure(micro, np.array([micro.figure(*series, wake=wake)]))
     return Outcome("measured", f"modelled: {figure.text}", {**figure.values, "modelled": True})
-

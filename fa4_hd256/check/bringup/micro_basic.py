@@ -11,15 +11,20 @@ _SHARED = 64 << 10
 def _floats(count: int) -> str:
     """%f0 .. from the lane, so that nothing is a constant."""
     lines = ["cvt.rn.f32.u32 %acc, %lane;", "mul.f32 %acc, %acc, 0fBC23D70A;"]
-    return "\n".join(lines + [f"add.f32 %f{i}, %acc, 0f{0xBD000000 + 4096 * i:08X};"
-                              for i in range(count)]) + "\n"
+    return (
+        "\n".join(
+            lines + [f"add.f32 %f{i}, %acc, 0f{0xBD000000 + 4096 * i:08X};" for i in range(count)]
+        )
+        + "\n"
+    )
 
 
 def _summed(count: int) -> str:
     lines = ["mov.f32 %sum, 0f00000000;"]
     lines += [f"add.f32 %sum, %sum, %f{i};" for i in range(count)]
-    return "\n".join([*lines, "setp.eq.f32 %done, %sum, 0f7F7FFFFF;",
-                      "@%done st.global.f32 [%buf], %sum;\n"])
+    return "\n".join(
+        [*lines, "setp.eq.f32 %done, %sum, 0f7F7FFFFF;", "@%done st.global.f32 [%buf], %sum;\n"]
+    )
 
 
 def _exp2() -> Timed:
@@ -29,11 +34,14 @@ def _exp2() -> Timed:
 
 def _chain(name: str, text: str) -> Timed:
     """32 instructions of one warp, each on the result of the one before."""
-    setup = ("add.u32 %addr, %pool, %zero;\n@%first st.shared.b32 [%addr], %addr;\n"
-             f"xor.b32 %w0, %lane, 5;\n{_floats(1)}")
+    setup = (
+        "add.u32 %addr, %pool, %zero;\n@%first st.shared.b32 [%addr], %addr;\n"
+        f"xor.b32 %w0, %lane, 5;\n{_floats(1)}"
+    )
     keep = "add.u32 %addr, %addr, %w0;\ncvt.rn.f32.u32 %f1, %addr;\n" + _summed(2)
-    return timed(f"32 {name} in a chain", "\n".join([text] * 32), setup=setup, keep=keep,
-                 shared=_SHARED)  # fmt: skip
+    return timed(
+        f"32 {name} in a chain", "\n".join([text] * 32), setup=setup, keep=keep, shared=_SHARED
+    )
 
 
 def _shared_loads() -> Timed:
@@ -42,8 +50,14 @@ def _shared_loads() -> Timed:
         words = ", ".join(f"%w{4 * i + j}" for j in range(4))
         lines.append(f"ld.volatile.shared.v4.b32 {{{words}}}, [%addr+{8192 * (i % 4)}];")
     setup = "shl.b32 %addr, %thread, 4;\nadd.u32 %addr, %addr, %pool;\n"
-    return timed("8 ld.shared.v4 of each of 16 warps", "\n".join(lines), setup=setup, warps=16,
-                 rounds=512, shared=_SHARED)  # fmt: skip
+    return timed(
+        "8 ld.shared.v4 of each of 16 warps",
+        "\n".join(lines),
+        setup=setup,
+        warps=16,
+        rounds=512,
+        shared=_SHARED,
+    )
 
 
 def _named_barrier(warps: int) -> Timed:
@@ -53,18 +67,28 @@ def _named_barrier(warps: int) -> Timed:
 
 def _arrivals() -> Timed:
     """Arrive, and the next address depends on the state that came back."""
-    body = ("mbarrier.arrive.shared.b64 %state, [%addr];\nand.b64 %state, %state, %zero64;\n"
-            "cvt.u32.u64 %w0, %state;\nadd.u32 %addr, %addr, %w0;\n") * 8
-    return timed("8 mbarrier.arrive in a chain", body,
-                 setup=init_barriers(32) + "add.u32 %addr, %bar, %zero;\n")
+    body = (
+        "mbarrier.arrive.shared.b64 %state, [%addr];\nand.b64 %state, %state, %zero64;\n"
+        "cvt.u32.u64 %w0, %state;\nadd.u32 %addr, %addr, %w0;\n"
+    ) * 8
+    return timed(
+        "8 mbarrier.arrive in a chain",
+        body,
+        setup=init_barriers(32) + "add.u32 %addr, %bar, %zero;\n",
+    )
 
 
 def _tests() -> Timed:
     """Test a phase that is complete; the next address depends on the answer."""
-    body = ("mbarrier.test_wait.parity.shared.b64 %done, [%addr], 1;\n"
-            "selp.u32 %w0, %zero, 1, %done;\nadd.u32 %addr, %addr, %w0;\n") * 8
-    return timed("8 mbarrier.test_wait in a chain", body,
-                 setup=init_barriers(32) + "add.u32 %addr, %bar, %zero;\n")
+    body = (
+        "mbarrier.test_wait.parity.shared.b64 %done, [%addr], 1;\n"
+        "selp.u32 %w0, %zero, 1, %done;\nadd.u32 %addr, %addr, %w0;\n"
+    ) * 8
+    return timed(
+        "8 mbarrier.test_wait in a chain",
+        body,
+        setup=init_barriers(32) + "add.u32 %addr, %bar, %zero;\n",
+    )
 
 
 def _hand_over() -> Timed:
@@ -76,8 +100,12 @@ SECOND:
 {wait("WAIT_B")}@%leader mbarrier.arrive.shared.b64 _, [%bar+8];
 BOTH:
 xor.b32 %parity, %parity, 1;"""
-    return timed("2 hand-overs of a turn in a CTA", body, warps=2,
-                 setup=init_barriers() + "setp.eq.u32 %mine, %warp, 0;\n")
+    return timed(
+        "2 hand-overs of a turn in a CTA",
+        body,
+        warps=2,
+        setup=init_barriers() + "setp.eq.u32 %mine, %warp, 0;\n",
+    )
 
 
 def _remote_hand_over(form: str) -> Timed:
@@ -92,7 +120,8 @@ BOTH:
 xor.b32 %parity, %parity, 1;"""
     setup = init_barriers() + (
         "mov.u32 %rank, %cluster_ctarank;\nsetp.eq.u32 %mine, %rank, 0;\n"
-        "xor.b32 %w0, %rank, 1;\nmapa.shared::cluster.u32 %peer, %bar, %w0;\n")
+        "xor.b32 %w0, %rank, 1;\nmapa.shared::cluster.u32 %peer, %bar, %w0;\n"
+    )
     return timed(f"2 hand-overs of a turn in a pair, {form}", body, setup=setup, grid=2, cluster=2)
 
 
@@ -104,18 +133,25 @@ def _cluster_barrier() -> Timed:
 def _fence(text: str, before: str = "", warps: int = 1, grid: int = 1) -> Timed:
     """Warp 0 of each CTA times one fence a round behind `before`, which all warps do."""
     name = f"{text} behind {before.count('st.')} stores of {warps} warps, {grid} CTAs"
-    setup = (f"mul.wide.u32 %at, %thread, 16;\nmul.wide.u32 %d0, %cta, {32 * 16 * warps * 8};\n"
-             "add.u64 %at, %at, %d0;\nadd.u64 %far, %buf, %at;\n"
-             "setp.eq.u32 %mine, %warp, 0;\n")
-    body = (f"{before}@!%mine bra PAST;\nmov.u64 %d1, %clock64;\n{text};\n"
-            "mov.u64 %d2, %clock64;\nsub.u64 %d2, %d2, %d1;\nadd.u64 %d3, %d3, %d2;\nPAST:")
-    return timed(name, body, setup=setup, warps=warps, grid=grid, buffer=64 << 20, summed=True,
-                 typical=True)  # fmt: skip
+    setup = (
+        f"mul.wide.u32 %at, %thread, 16;\nmul.wide.u32 %d0, %cta, {32 * 16 * warps * 8};\n"
+        "add.u64 %at, %at, %d0;\nadd.u64 %far, %buf, %at;\n"
+        "setp.eq.u32 %mine, %warp, 0;\n"
+    )
+    body = (
+        f"{before}@!%mine bra PAST;\nmov.u64 %d1, %clock64;\n{text};\n"
+        "mov.u64 %d2, %clock64;\nsub.u64 %d2, %d2, %d1;\nadd.u64 %d3, %d3, %d2;\nPAST:"
+    )
+    return timed(
+        name, body, setup=setup, warps=warps, grid=grid, buffer=64 << 20, summed=True, typical=True
+    )
 
 
 def _stores(count: int, warps: int) -> str:
-    return "".join(f"st.global.v4.u32 [%far+{512 * warps * i}], {{%zero, %zero, %zero, %zero}};\n"
-                   for i in range(count))
+    return "".join(
+        f"st.global.v4.u32 [%far+{512 * warps * i}], {{%zero, %zero, %zero, %zero}};\n"
+        for i in range(count)
+    )
 
 
 def _fence_cost(name: str, text: str, constant: str, what: str, **load: int) -> Micro:

@@ -20,8 +20,9 @@ def _load(nbytes: int) -> Timed:
     body = f"""@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], {nbytes};
 @%first {_COPY} [%pool], [%buf], {nbytes}, [%bar];
 {wait("WAITING")}xor.b32 %parity, %parity, 1;"""
-    return timed(f"a bulk load of {nbytes} bytes from L2", body, setup=init_barriers(),
-                 shared=_SHARED)  # fmt: skip
+    return timed(
+        f"a bulk load of {nbytes} bytes from L2", body, setup=init_barriers(), shared=_SHARED
+    )
 
 
 def _cold_load() -> Timed:
@@ -32,18 +33,26 @@ add.u64 %far, %far, {_COLD_STRIDE};
 {wait("WAITING")}xor.b32 %parity, %parity, 1;"""
     # A turn's 32 blocks lie 1 MiB apart, those of the next one 4 KiB further.
     setup = init_barriers() + "mul.wide.u32 %at, %turn, 4096;\nadd.u64 %far, %buf, %at;\n"
-    return timed("a bulk load of 1024 bytes from HBM", body, setup=setup, rounds=32,
-                 shared=_SHARED, buffer=_FAR)  # fmt: skip
+    return timed(
+        "a bulk load of 1024 bytes from HBM",
+        body,
+        setup=setup,
+        rounds=32,
+        shared=_SHARED,
+        buffer=_FAR,
+    )
 
 
 def _many_loads(count: int) -> Timed:
     """`count` copies of 128 bytes, one after the other, and one wait."""
-    copies = "".join(f"@%first {_COPY} [%pool+{128 * i}], [%buf+{128 * i}], 128, [%bar];\n"
-                     for i in range(count))
+    copies = "".join(
+        f"@%first {_COPY} [%pool+{128 * i}], [%buf+{128 * i}], 128, [%bar];\n" for i in range(count)
+    )
     body = f"""@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], {128 * count};
 {copies}{wait("WAITING")}xor.b32 %parity, %parity, 1;"""
-    return timed(f"{count} bulk loads of 128 bytes", body, setup=init_barriers(), shared=_SHARED,
-                 rounds=8)  # fmt: skip
+    return timed(
+        f"{count} bulk loads of 128 bytes", body, setup=init_barriers(), shared=_SHARED, rounds=8
+    )
 
 
 def _store(nbytes: int, reads_only: bool = False) -> Timed:
@@ -60,14 +69,22 @@ PAST:"""
 def _chase(cold: bool) -> Timed:
     """Dependent loads of global memory past L1: 256 bytes apart in 512 KiB, or 1 MiB apart."""
     stride = _COLD_STRIDE if cold else 256
-    body = ("ld.global.cg.u32 %w0, [%far];\ncvt.u64.u32 %at, %w0;\n"
-            f"add.u64 %far, %far, %at;\nadd.u64 %far, %far, {stride};\n") * 4
+    body = (
+        "ld.global.cg.u32 %w0, [%far];\ncvt.u64.u32 %at, %w0;\n"
+        f"add.u64 %far, %far, %at;\nadd.u64 %far, %far, {stride};\n"
+    ) * 4
     setup = "mul.wide.u32 %at, %turn, 4096;\nadd.u64 %far, %buf, %at;\nadd.u64 %far, %far, 8192;\n"
     where = "HBM" if cold else "L2"
     keep = "setp.eq.u64 %done, %far, 1;\n@%done st.global.u64 [%buf], %far;\n"
     setup = setup if cold else "add.u64 %far, %buf, 8192;\n"
-    return timed(f"4 dependent loads from {where}", body, setup=setup, keep=keep,
-                 rounds=8 if cold else 64, buffer=_FAR if cold else 1 << 20)
+    return timed(
+        f"4 dependent loads from {where}",
+        body,
+        setup=setup,
+        keep=keep,
+        rounds=8 if cold else 64,
+        buffer=_FAR if cold else 1 << 20,
+    )
 
 
 def table() -> tuple[Micro, ...]:

@@ -13,16 +13,30 @@ _BLOCK, _BLOCKS, _ROUNDS = 32 << 10, 4, 96
 def _stream(sms: int, moves: bool) -> Timed:
     """Each SM keeps 128 KiB on the way: new ones all the time, or always the same ones."""
     step = _BLOCK * _BLOCKS
-    copies = "".join(f"@%first {_COPY} [%pool+{_BLOCK * i}], [%d{i}], {_BLOCK}, [%bar];\n"
-                     for i in range(_BLOCKS))
+    copies = "".join(
+        f"@%first {_COPY} [%pool+{_BLOCK * i}], [%d{i}], {_BLOCK}, [%bar];\n"
+        for i in range(_BLOCKS)
+    )
     advance = "".join(f"add.u64 %d{i}, %d{i}, {step};\n" for i in range(_BLOCKS)) if moves else ""
-    body = (f"@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], {step};\n{copies}"
-            f"{wait('WAITING')}xor.b32 %parity, %parity, 1;\n{advance}")
+    body = (
+        f"@%first mbarrier.arrive.expect_tx.shared.b64 _, [%bar], {step};\n{copies}"
+        f"{wait('WAITING')}xor.b32 %parity, %parity, 1;\n{advance}"
+    )
     own = step * _ROUNDS if moves else step
-    setup = init_barriers() + f"mul.wide.u32 %at, %cta, {own};\nadd.u64 %far, %buf, %at;\n" + \
-        "".join(f"add.u64 %d{i}, %far, {_BLOCK * i};\n" for i in range(_BLOCKS))
-    return timed(f"{_ROUNDS} times 128 KiB of every SM, {'HBM' if moves else 'L2'}", body,
-                 setup=setup, rounds=_ROUNDS, grid=sms, shared=_SHARED, buffer=own * sms)
+    setup = (
+        init_barriers()
+        + f"mul.wide.u32 %at, %cta, {own};\nadd.u64 %far, %buf, %at;\n"
+        + "".join(f"add.u64 %d{i}, %far, {_BLOCK * i};\n" for i in range(_BLOCKS))
+    )
+    return timed(
+        f"{_ROUNDS} times 128 KiB of every SM, {'HBM' if moves else 'L2'}",
+        body,
+        setup=setup,
+        rounds=_ROUNDS,
+        grid=sms,
+        shared=_SHARED,
+        buffer=own * sms,
+    )
 
 
 def _nothing(grid: int, shared: int, name: str) -> Timed:
@@ -33,10 +47,19 @@ def _busy(rounds: int, sms: int) -> Timed:
     """FMA and exp2 on every SM."""
     lines = ["ex2.approx.ftz.f32 %f0, %f0;", "fma.rn.f32 %f1, %f1, %f1, %acc;"] * 16
     setup = "cvt.rn.f32.u32 %acc, %lane;\nmov.f32 %f0, %acc;\nmov.f32 %f1, %acc;\n"
-    keep = ("add.f32 %f0, %f0, %f1;\nsetp.eq.f32 %done, %f0, 0f7F7FFFFF;\n"
-            "@%done st.global.f32 [%buf], %f0;\n")
-    return timed(f"{rounds} rounds of exp2 and FMA", "\n".join(lines), setup=setup, keep=keep,
-                 rounds=rounds, grid=sms, warps=4)  # fmt: skip
+    keep = (
+        "add.f32 %f0, %f0, %f1;\nsetp.eq.f32 %done, %f0, 0f7F7FFFFF;\n"
+        "@%done st.global.f32 [%buf], %f0;\n"
+    )
+    return timed(
+        f"{rounds} rounds of exp2 and FMA",
+        "\n".join(lines),
+        setup=setup,
+        keep=keep,
+        rounds=rounds,
+        grid=sms,
+        warps=4,
+    )
 
 
 def table(sms: int, sets_clock: bool) -> tuple[Micro, ...]:

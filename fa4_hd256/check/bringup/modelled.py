@@ -22,8 +22,11 @@ _LANES = 32
 @lru_cache(maxsize=1)
 def missing() -> str:
     """Return why kernels cannot be replayed here, or ""."""
-    for module, package in (("numba", "numba"), ("triton", "triton, for its ptxas"),
-                            ("llvmlite", "llvmlite")):
+    for module, package in (
+        ("numba", "numba"),
+        ("triton", "triton, for its ptxas"),
+        ("llvmlite", "llvmlite"),
+    ):
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed (pip install ./sm100_sim '.[bench]' triton)"
     return "" if _assembler().exists() else f"triton has no {_assembler().name}"
@@ -57,10 +60,15 @@ def clocks(kernel: Timed, replayed: bool) -> float:
     ptx = head(CAPABILITY) + kernel.ptx
     buffers = [placed(np.zeros(RESULTS, np.uint64)), placed(np.zeros(kernel.buffer, np.uint8))]
     report = sm100_sim.launch_ptx(
-        ptx, ENTRY, [*buffers, 0], grid=kernel.grid, block=_LANES * kernel.warps,
-        cluster=kernel.cluster, dynamic_smem=kernel.shared,
+        ptx,
+        ENTRY,
+        [*buffers, 0],
+        grid=kernel.grid,
+        block=_LANES * kernel.warps,
+        cluster=kernel.cluster,
+        dynamic_smem=kernel.shared,
         options=sm100_sim.Options(trace=replayed),
-    )  # fmt: skip
+    )
     return _replayed(ptx, kernel, report) if replayed else 0.0
 
 

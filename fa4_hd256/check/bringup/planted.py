@@ -72,9 +72,13 @@ def _case(name: str) -> Case:
     ptx = f"{HEADER}{declare(0, 1)}\n{{\n{_BODIES[name]}ret;\n}}\n"
     threads = 64 if name == "race" else 1
     return Case(
-        f"planted/{name}", "planted", ptx, (), (np.zeros(max(4, threads), np.uint32),),
+        f"planted/{name}",
+        "planted",
+        ptx,
+        (),
+        (np.zeros(max(4, threads), np.uint32),),
         block=threads,
-    )  # fmt: skip
+    )
 
 
 def missing(target: Target) -> str:

@@ -29,17 +29,25 @@ class Rung:
 
 RUNGS = (
     Rung("machine", 60, True, "what the figures below belong to: GPU, driver, clocks, other users"),
-    Rung("golden", 30, True,
-         "single instructions: that the simulator and this GPU agree, bit for bit"),
-    Rung("rules", 20, True,
-         "rules of the machine that no manual promises: kernels that keep and that break them"),
+    Rung(
+        "golden",
+        30,
+        True,
+        "single instructions: that the simulator and this GPU agree, bit for bit",
+    ),
+    Rung(
+        "rules",
+        20,
+        True,
+        "rules of the machine that no manual promises: kernels that keep and that break them",
+    ),
     Rung("micro", 60, True, "the constants of the timing model: latencies, intervals, rates"),
     Rung("kernels", 600, False, "each kernel, then masks, lengths and schedulers, against float64"),
     Rung("sanitizer", 600, False, "memory errors and races that results do not show"),
     Rung("graph", 120, False, "that calls may be captured into CUDA graphs"),
     Rung("host", 120, False, "what a call costs the host"),
     Rung("throughput", 1200, False, "how fast the kernels are, beside others' in one process"),
-)  # fmt: skip
+)
 
 #: Not part of a run: whether the GPU still answers after a hang, and planted failures.
 HIDDEN = (

@@ -54,14 +54,17 @@ class Child:
             # A session of its own: what the child starts is killed with it.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.child", str(order_file)],
-                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines written since the last call."""
         content = self._progress.read_bytes()
         end = content.rfind(b"\n") + 1
-        fresh, self._read = content[self._read:end], end
+        fresh, self._read = content[self._read : end], end
         return [json.loads(line) for line in fresh.splitlines()]
 
     @property
@@ -76,8 +79,10 @@ class Child:
         try:
             self._process.wait(KILL_LIMIT)
         except subprocess.TimeoutExpired:
-            return (f"process {self._process.pid} was killed and is still there after "
-                    f"{KILL_LIMIT:.0f} s: the driver does not let go of it")
+            return (
+                f"process {self._process.pid} was killed and is still there after "
+                f"{KILL_LIMIT:.0f} s: the driver does not let go of it"
+            )
         return ""
 
     def last_words(self) -> str:
@@ -89,7 +94,9 @@ class BringupRun:
     """One bringup: a directory, a target, a listener for every result (rung, item, outcome)."""
 
     def __init__(
-        self, directory: Path, target: Target,
+        self,
+        directory: Path,
+        target: Target,
         listen: Callable[[str, str, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
         self.directory, self.target, self._listen = directory, target, listen
@@ -130,8 +137,12 @@ class BringupRun:
         items = self._items(rung)
         if items is None:
             return
-        wanted = [item for item in items if not only or any(
-            fnmatch.fnmatchcase(f"{rung.name}/{item}", pattern) for pattern in only)]
+        wanted = [
+            item
+            for item in items
+            if not only
+            or any(fnmatch.fnmatchcase(f"{rung.name}/{item}", pattern) for pattern in only)
+        ]
         while True:
             done = self.results.get(rung.name, {})
             pending = [item for item in wanted if item not in done]
@@ -157,8 +168,9 @@ class BringupRun:
         return None
 
     def _start(self, rung: Rung, items: list[str] | None) -> Child:
-        return Child(self.directory, {
-            "rung": rung.name, "items": items, "target": self.target.as_json()})
+        return Child(
+            self.directory, {"rung": rung.name, "items": items, "target": self.target.as_json()}
+        )
 
     @staticmethod
     def _listing(child: Child) -> dict[str, Any] | None:
@@ -218,8 +230,11 @@ def _ending(child: Child, ended: bool, note: str, limit: float) -> Outcome:
     where = f"; last it said: {note}" if note else ""
     if not ended:
         return Outcome("hang", f"no end within {limit:.0f} s{where}", {"step": note})
-    return Outcome("fault", f"its process ended with status {child.status}{where}",
-                   {"step": note, "stderr": child.last_words()})
+    return Outcome(
+        "fault",
+        f"its process ended with status {child.status}{where}",
+        {"step": note, "stderr": child.last_words()},
+    )
 
 
 def now() -> str:

@@ -29,8 +29,12 @@ LIMIT = 500
 _CHECKS = ("memcheck", "racecheck", "synccheck")
 #: Beside the smallest shapes: several tiles per CTA under the dynamic scheduler, heads that share
 #: tiles, packed sequences.
-_MORE = ("forward full 600x1100 clc", "backward causal 300x300 heads 8 of 1",
-         "backward full 600x1100 clc", "backward packed causal clc")  # fmt: skip
+_MORE = (
+    "forward full 600x1100 clc",
+    "backward causal 300x300 heads 8 of 1",
+    "backward full 600x1100 clc",
+    "backward packed causal clc",
+)
 _FAULT, _RACE = "finds a planted fault", "finds a planted race"
 #: Planted fault of a step, and its description.
 _PLANTED = {
@@ -66,8 +70,10 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
         planted, what = _PLANTED[name]
         outcome = _under(tool, "planted", planted, target)
         seen = outcome.state == "failed"
-        return Outcome("passed" if seen else "failed", outcome.text if seen else
-                       f"the tool reports no error for {what}")
+        return Outcome(
+            "passed" if seen else "failed",
+            outcome.text if seen else f"the tool reports no error for {what}",
+        )
     if name == "passes a plain kernel":
         return _under(tool, "answers", "triples", target)
     return _under(tool, "kernels", name, target)
@@ -77,8 +83,16 @@ def _under(tool: str, rung: str, step: str, target: Target) -> Outcome:
     """A step of another rung in a process under the tool."""
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         order, progress = Path(directory, "order.json"), Path(directory, "progress.jsonl")
-        order.write_text(json.dumps({"rung": rung, "items": [step], "target": target.as_json(),
-                                     "progress": str(progress)}))
+        order.write_text(
+            json.dumps(
+                {
+                    "rung": rung,
+                    "items": [step],
+                    "target": target.as_json(),
+                    "progress": str(progress),
+                }
+            )
+        )
         # Errors of the driver's functions are the step's own to report; cuda-bindings asks the
         # driver for functions that it may not have.
         command = [TOOL, "--tool", tool, "--target-processes", "all", "--report-api-errors", "no",
@@ -92,13 +106,19 @@ def _under(tool: str, rung: str, step: str, target: Target) -> Outcome:
     if explained:
         summary += f", all of them bulk copies, which {TOOL} does not order"
     elif done.returncode == FOUND or not re.search("SUMMARY: 0 (errors|hazards)", summary):
-        return Outcome("failed", summary or f"status {done.returncode}, no summary",
-                       {"output": "\n".join(lines[:60]) or done.stderr[-2000:]})
+        return Outcome(
+            "failed",
+            summary or f"status {done.returncode}, no summary",
+            {"output": "\n".join(lines[:60]) or done.stderr[-2000:]},
+        )
     # No error of the tool: then the step's own word counts.
     ended = [json.loads(line) for line in said if '"end"' in line]
     if not ended:
-        return Outcome("fault", f"the step did not end; status {done.returncode}",
-                       {"stderr": done.stderr[-2000:]})
+        return Outcome(
+            "fault",
+            f"the step did not end; status {done.returncode}",
+            {"stderr": done.stderr[-2000:]},
+        )
     own = ended[-1]["outcome"]
     return Outcome(own["state"], f"{summary}; {own.get('text', '')}")
 
@@ -110,15 +130,16 @@ def _explained(lines: list[str], summary: str) -> bool:
     gives the buffer back it orders the arriving lane's own reads alone: it reports correct rings as
     well (docs/silicon.md).
     """
-    writes = [re.search(r"between Write access at .* in (\S+\.py):(\d+)$", line)
-              for line in lines if "Race reported between" in line]  # fmt: skip
+    writes = [
+        re.search(r"between Write access at .* in (\S+\.py):(\d+)$", line)
+        for line in lines
+        if "Race reported between" in line
+    ]
     shown = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed", summary)
     if not writes or shown is None or len(writes) != int(shown[1]):
         return False
     copies = _bulk_copies()
-    return all(
-        write is not None and int(write[2]) in copies.get(write[1], ()) for write in writes
-    )
+    return all(write is not None and int(write[2]) in copies.get(write[1], ()) for write in writes)
 
 
 @functools.cache
@@ -156,6 +177,7 @@ def _simulated(step: str, target: Target, note: Callable[[str], None]) -> Outcom
     reports = [r for r in sm100_sim.last_reports() if not any(r is e for e in earlier)]
     findings = [str(finding) for report in reports for finding in report.findings]
     if findings:
-        return Outcome("failed", f"{len(findings)} findings, first: {findings[0]}",
-                       {"findings": findings[:20]})
+        return Outcome(
+            "failed", f"{len(findings)} findings, first: {findings[0]}", {"findings": findings[:20]}
+        )
     return Outcome(outcome.state, f"{len(reports)} launches, no finding; {outcome.text}")

@@ -19,8 +19,11 @@ LIMIT = 1100
 #: out of the first hour.
 GROUPS = (
     *(f"dense {heads}" for heads in ("32/2", "16/2", "24/4", "16/16", "8/8")),
-    "varlen", "window", "few KV heads", "unequal",
-)  # fmt: skip
+    "varlen",
+    "window",
+    "few KV heads",
+    "unequal",
+)
 _TOKENS = 32768
 
 
@@ -43,14 +46,28 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     direction, group, heads = selection(item)
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         path = Path(directory, "table.json")
-        command = [sys.executable, "-m", "bench", "throughput", "--direction", direction, "--group",
-                   group, *heads, "--max-tokens", str(_TOKENS), "--json", str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            "bench",
+            "throughput",
+            "--direction",
+            direction,
+            "--group",
+            group,
+            *heads,
+            "--max-tokens",
+            str(_TOKENS),
+            "--json",
+            str(path),
+        ]
         note(" ".join(command[1:-4]))
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
         if not path.exists():
             last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            return Outcome("fault", f"status {done.returncode}: {last}",
-                           {"stderr": done.stderr[-4000:]})
+            return Outcome(
+                "fault", f"status {done.returncode}: {last}", {"stderr": done.stderr[-4000:]}
+            )
         return judged(json.loads(path.read_text())["tables"])
 
 
@@ -67,10 +84,17 @@ def judged(tables: list[dict]) -> Outcome:
     """Judge our rows of bench's tables. The first table has a row for each case, another one
     ratios."""
     rows = tables[0]["rows"]
-    broken = [(row, row["details"]["ours"]["status"]) for row in rows
-              if row["details"]["ours"].get("failed")]
+    broken = [
+        (row, row["details"]["ours"]["status"])
+        for row in rows
+        if row["details"]["ours"].get("failed")
+    ]
     if not broken:
         return Outcome("measured", f"{len(rows)} rows", {"tables": tables})
     row, status = broken[0]
-    return Outcome("failed", f"{len(broken)} of {len(rows)} rows of ours, first {row['shape']} "
-                   f"{row['heads']} {row['mask']}: {status}", {"tables": tables})
+    return Outcome(
+        "failed",
+        f"{len(broken)} of {len(rows)} rows of ours, first {row['shape']} "
+        f"{row['heads']} {row['mask']}: {status}",
+        {"tables": tables},
+    )

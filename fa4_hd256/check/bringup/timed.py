@@ -76,8 +76,15 @@ _CLUSTER_SYNC = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
 
 
 def timed(
-    name: str, body: str, *, setup: str = "", finish: str = "", keep: str = "", rounds: int = 64,
-    summed: bool = False, **shape: Any,
+    name: str,
+    body: str,
+    *,
+    setup: str = "",
+    finish: str = "",
+    keep: str = "",
+    rounds: int = 64,
+    summed: bool = False,
+    **shape: Any,
 ) -> Timed:
     """A kernel: `setup`, `rounds` times `body` between the clocks, `keep`, and `finish` at the end.
 
@@ -91,13 +98,20 @@ def timed(
     sync = _CLUSTER_SYNC if cluster > 1 else "bar.sync 0;"
     loop = f"mov.u32 %i, {rounds};\n" + (
         f"LOOP:\n{body}\nsub.u32 %i, %i, 1;\nsetp.ne.u32 %more, %i, 0;\n@%more bra LOOP;\n"
-        if rounds > 1 else f"{body}\n")  # fmt: skip
+        if rounds > 1
+        else f"{body}\n"
+    )
     text = f"{_HEAD}{setup}\n{sync}\nmov.u64 %begin, %clock64;\n{loop}{keep}{_TAIL}"
     # `finish` may synchronise, too.
     measure = "add.u64 %end, %begin, %d3;" if summed else "mov.u64 %end, %clock64;"
-    for word, value in (("FINISH", finish), ("MEASURE", measure),
-                        ("ATTRIBUTES", attributes), ("SYNC", sync), ("WARPS", str(warps)),
-                        ("RESULTS", str(RESULTS))):
+    for word, value in (
+        ("FINISH", finish),
+        ("MEASURE", measure),
+        ("ATTRIBUTES", attributes),
+        ("SYNC", sync),
+        ("WARPS", str(warps)),
+        ("RESULTS", str(RESULTS)),
+    ):
         text = text.replace(word, value)
     return Timed(name, text, rounds=rounds, **shape)
 
@@ -105,11 +119,18 @@ def timed(
 def init_barriers(count: int = 1, number: int = 2) -> str:
     """`number` mbarriers at %bar, 8 bytes apart, each for `count` arrivals."""
     lines = [f"@%first mbarrier.init.shared.b64 [%bar+{8 * i}], {count};" for i in range(number)]
-    return "\n".join([*lines, "@%first fence.mbarrier_init.release.cluster;",
-                      "fence.proxy.async;\nbar.sync 0;\n"])
+    return "\n".join(
+        [
+            *lines,
+            "@%first fence.mbarrier_init.release.cluster;",
+            "fence.proxy.async;\nbar.sync 0;\n",
+        ]
+    )
 
 
 def wait(label: str, address: str = "%bar") -> str:
     """Spin until the phase of %parity is complete."""
-    return (f"{label}:\nmbarrier.try_wait.parity.shared.b64 %done, [{address}], %parity;\n"
-            f"@!%done bra {label};\n")
+    return (
+        f"{label}:\nmbarrier.try_wait.parity.shared.b64 %done, [{address}], %parity;\n"
+        f"@!%done bra {label};\n"
+    )

@@ -19,5 +19,10 @@ from .shards import shard, unshard
 from .spans import ORDERS
 
 __all__ = [
-    "ORDERS", "all_gather_attention", "ring_attention", "shard", "ulysses_attention", "unshard",
-]  # fmt: skip
+    "ORDERS",
+    "all_gather_attention",
+    "ring_attention",
+    "shard",
+    "ulysses_attention",
+    "unshard",
+]

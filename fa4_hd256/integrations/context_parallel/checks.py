@@ -93,14 +93,19 @@ def settings_of(
         in_units = unit(order, q.shape[1])
         mask = own, Units(in_units, own.units(in_units))
     return Settings(
-        options, documents, given.config, backward, given.use_clc, rows, given.score_mod, mask,
+        options,
+        documents,
+        given.config,
+        backward,
+        given.use_clc,
+        rows,
+        given.score_mod,
+        mask,
         given.mask_mod,
-    )  # fmt: skip
+    )
 
 
-def _mask_of(
-    masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any
-) -> TileMask:
+def _mask_of(masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any) -> TileMask:
     """The block mask of a sequence of so many rows. masks: it and the mask_mod. Raises TypeError or
     ValueError."""
     block_mask, mask_mod = masks
@@ -112,9 +117,7 @@ def _mask_of(
             f"{beside}"
         )
     check_lists(block_mask)
-    mask = as_tile_mask(
-        block_mask, with_bits=mask_mod is None, batch=q.shape[0], heads=q.shape[2]
-    )
+    mask = as_tile_mask(block_mask, with_bits=mask_mod is None, batch=q.shape[0], heads=q.shape[2])
     batch, heads = mask.tiles.shape[:2]
     if mask.lengths != (rows, rows):
         raise ValueError(

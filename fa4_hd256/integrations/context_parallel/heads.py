@@ -77,9 +77,11 @@ class _InCommon(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ranks: Ranks, function: Callable[..., tuple[torch.Tensor, ...]],
+        ctx: Any,
+        ranks: Ranks,
+        function: Callable[..., tuple[torch.Tensor, ...]],
         *tensors: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> tuple[torch.Tensor, ...]:
         needed = ctx.needs_input_grad[2:]
         leaves = [
             None if tensor is None else tensor.detach().requires_grad_(needs)
@@ -99,10 +101,13 @@ class _InCommon(torch.autograd.Function):
         # The inner graph's tensors are read; where they are gone, that is an error of this rank's
         # alone, before it is in common.
         _ = ctx.saved_tensors
-        results, of_results = zip(*(
-            (result, gradient) for result, gradient in zip(ctx.results, gradients, strict=True)
-            if gradient is not None
-        ))  # fmt: skip
+        results, of_results = zip(
+            *(
+                (result, gradient)
+                for result, gradient in zip(ctx.results, gradients, strict=True)
+                if gradient is not None
+            )
+        )
         with ctx.ranks.in_common():
             found = iter(
                 torch.autograd.grad(results, ctx.leaves, of_results, retain_graph=keeps_graph())

@@ -32,8 +32,14 @@ from ..given_results import gradients_of_results
 from .spans import PositionMask, SpanPart, Units
 
 __all__ = [
-    "Attended", "Held", "OwnRows", "Settings", "add_gradients", "attend", "sink_gradient",
-]  # fmt: skip
+    "Attended",
+    "Held",
+    "OwnRows",
+    "Settings",
+    "add_gradients",
+    "attend",
+    "sink_gradient",
+]
 
 
 #: k and v.
@@ -117,9 +123,12 @@ class Attended:
         self._is_empty = True
 
     def add(
-        self, q: torch.Tensor, held: Held, parts: Sequence[SpanPart],
+        self,
+        q: torch.Tensor,
+        held: Held,
+        parts: Sequence[SpanPart],
         settings: Settings,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Attend to parts of the sequence that no part before had. held: k, v."""
         for part in parts:
             self._take_in()
@@ -190,9 +199,15 @@ def attend(
     q, k, v = (tensor.squeeze(0) for tensor in tensors)
     offsets, longest = _lengths_of(documents, q.device)
     out, lse = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=longest[0],
-        max_seqlen_k=longest[1], **given,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_k=offsets[1],
+        max_seqlen_q=longest[0],
+        max_seqlen_k=longest[1],
+        **given,
+    )
     return out.unsqueeze(0), lse.unsqueeze(0)
 
 
@@ -228,9 +243,16 @@ def _origins(part: SpanPart, documents: tuple[int, ...], device: torch.device) -
         keys = end - begin if part.documents else len(part.keys)
         document = bisect.bisect_right(documents, query) - 1
         start, length = documents[document], documents[document + 1] - documents[document]
-        found.append(ScoreOrigin(
-            document - number, 0, query - start, key - start, length - (end - begin), length - keys
-        ))  # fmt: skip
+        found.append(
+            ScoreOrigin(
+                document - number,
+                0,
+                query - start,
+                key - start,
+                length - (end - begin),
+                length - keys,
+            )
+        )
     return _kept(found if part.documents else found[0], device)
 
 
@@ -264,13 +286,18 @@ def add_gradients(
         own_dlse = None if dlse is None else dlse[..., rows]
         asked = Options(options.softmax_scale, part.window, options.softcap)
         found = gradients_of_results(
-            tensors, asked, *_lengths_of(part.documents, q.device), dlse=own_dlse,
-            use_clc=settings.use_clc, backward_config=settings.backward_config,
+            tensors,
+            asked,
+            *_lengths_of(part.documents, q.device),
+            dlse=own_dlse,
+            use_clc=settings.use_clc,
+            backward_config=settings.backward_config,
             functions=(
-                settings.score_mod_of(part, q.device), settings.block_mask_of(part),
+                settings.score_mod_of(part, q.device),
+                settings.block_mask_of(part),
                 settings.mask_mod_of(part, q.device),
             ),
-        )  # fmt: skip
+        )
         for total, gradient in zip((dq[:, rows], *dkv[:, :, keys]), found, strict=True):
             total += gradient
 

@@ -13,9 +13,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = [
-    "ORDERS", "PositionMask", "Rows", "SpanPart", "Units", "local_rows", "own_parts", "parts_of",
-    "placed", "unit",
-]  # fmt: skip
+    "ORDERS",
+    "PositionMask",
+    "Rows",
+    "SpanPart",
+    "Units",
+    "local_rows",
+    "own_parts",
+    "parts_of",
+    "placed",
+    "unit",
+]
 
 #: Division of a sequence. contiguous: one span per rank, in order. zigzag: of twice as many spans
 #: as ranks the rank's first and, from the end, its last, so that causal work is equal.

@@ -60,9 +60,12 @@ class Wire:
         is_sorted = self._ranks == sorted(self._ranks)
         in_order: dict[str, Any] = {} if is_sorted else {"sort_ranks": False}
         self.group: Any = dist.new_group(
-            self._ranks, backend="gloo", timeout=_timeout(group), use_local_synchronization=True,
+            self._ranks,
+            backend="gloo",
+            timeout=_timeout(group),
+            use_local_synchronization=True,
             **in_order,
-        )  # fmt: skip
+        )
         self._cause = ""
 
     def check(self) -> None:

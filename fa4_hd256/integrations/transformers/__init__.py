@@ -16,6 +16,14 @@ from .masks import mask
 from .registration import VERSIONS, check_version, register, use_in_continuous_batching
 
 __all__ = [
-    "BATCHING_NAME", "NAME", "PACKED", "VERSIONS", "attention", "batched_attention",
-    "check_version", "mask", "register", "use_in_continuous_batching",
-]  # fmt: skip
+    "BATCHING_NAME",
+    "NAME",
+    "PACKED",
+    "VERSIONS",
+    "attention",
+    "batched_attention",
+    "check_version",
+    "mask",
+    "register",
+    "use_in_continuous_batching",
+]

@@ -55,9 +55,14 @@ def counted(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, window: Window,
-    arguments: dict[str, Any], ds_bytes: int | None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    window: Window,
+    arguments: dict[str, Any],
+    ds_bytes: int | None,
+) -> torch.Tensor:
     """Attention with a mask that is read when the graph runs.
 
     q: (batch, seqlen_q, heads, 256); k, v likewise. mask: bool, four dimensions as for `tiles_of`,
@@ -66,35 +71,54 @@ def attend(
     """
     scale = arguments["softmax_scale"]
     out, _ = masked_forward(
-        q, k, v, arguments["learnable_sink"], mask,
+        q,
+        k,
+        v,
+        arguments["learnable_sink"],
+        mask,
         [_NONE if number is None else number for number in (*window, ds_bytes)],
-        q.shape[-1] ** -0.5 if scale is None else scale, arguments["softcap"],
-    )  # fmt: skip
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        arguments["softcap"],
+    )
     return out
 
 
 @torch.library.custom_op(f"{NAMESPACE}::masked_forward", mutates_args=())
 def masked_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
-    mask: torch.Tensor, bounds: list[int], scale: float, softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    mask: torch.Tensor,
+    bounds: list[int],
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of `attend`; lse: (batch, heads, seqlen_q), or (heads, batch * seqlen_q).
 
     bounds: the two sides of the window, and ds_bytes, -1 for none.
     """
     options: dict[str, Any] = {
-        "softmax_scale": scale, "softcap": softcap, "learnable_sink": sink, "return_lse": True,
-    }  # fmt: skip
+        "softmax_scale": scale,
+        "softcap": softcap,
+        "learnable_sink": sink,
+        "return_lse": True,
+    }
     if mask.ndim == q.ndim:
         out, lse = flash_attn_func(q, k, v, block_mask=tiles_of(mask), **options)
         return out, lse
     offsets, longest = counted(mask)
     left, right, _ = bounds
     out, lse = flash_attn_varlen_func(
-        *(tensor.flatten(0, 1) for tensor in (q, k, v)), cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest, causal=right == 0,
-        window_size=(left, right), **options,
-    )  # fmt: skip
+        *(tensor.flatten(0, 1) for tensor in (q, k, v)),
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        causal=right == 0,
+        window_size=(left, right),
+        **options,
+    )
     return out.view(q.shape), lse
 
 
@@ -108,10 +132,11 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::masked_backward", mutates_args=(),
+    f"{NAMESPACE}::masked_backward",
+    mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sink, "
     "Tensor mask, int[] bounds, float scale, float softcap) -> (Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def masked_backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv, dsink); q, k, v, out, lse and what follows are of `masked_forward`. dsink
     is empty without a sink. A list of tensors would be no schema that PyTorch batches."""
@@ -130,9 +155,7 @@ def masked_backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         offsets, longest = counted(mask)
         sides = left, right
         metadata: BackwardMetadata = get_backward_metadata(offsets, None, right == 0, sides)
-        others = {
-            "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "ds_begins": metadata.ds_begins
-        }
+        others = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "ds_begins": metadata.ds_begins}
         listed_tiles = metadata.ds_tiles
         dout = dout.flatten(0, 1)
         tensors = [tensor.flatten(0, 1) for tensor in tensors[:4]] + tensors[4:]
@@ -141,11 +164,19 @@ def masked_backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     found = call_backward(
         BackwardTensors(dout, None, *rows, sink, **others),
         BackwardValues(
-            options.softmax_scale, *options.bounds, options.softcap, longest, longest,
-            backward_use_clc(None), named_configs.encode(config, type(config)), None, None,
-            listed_tiles, (True, True, sink is not None),
+            options.softmax_scale,
+            *options.bounds,
+            options.softcap,
+            longest,
+            longest,
+            backward_use_clc(None),
+            named_configs.encode(config, type(config)),
+            None,
+            None,
+            listed_tiles,
+            (True, True, sink is not None),
         ),
-    )  # fmt: skip
+    )
     shapes = [tensor.shape for tensor in (q, *tensors[1:3])]
     dq, dk, dv, dsink = found
     if sink is None:

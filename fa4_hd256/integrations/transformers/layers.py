@@ -221,9 +221,12 @@ def _by_pytorch(
     q, k, v = tensors
     seen, description = read
     scores = fallback.Scores(
-        options.get("scaling"), options.get("softcap") or 0.0, options.get("s_aux"),
-        options.get("dropout") or 0.0, options.get("position_bias"),
-    )  # fmt: skip
+        options.get("scaling"),
+        options.get("softcap") or 0.0,
+        options.get("s_aux"),
+        options.get("dropout") or 0.0,
+        options.get("position_bias"),
+    )
     if packed is not None and description is not None:
         rows = [tensor.flatten(0, 1)[None] for tensor in tensors]
         offsets = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
@@ -350,9 +353,11 @@ def _packed_lengths(description: Description, options: dict[str, Any]) -> dict[s
     packed_q = offsets_q.int()
     packed_k = packed_q if offsets_k is offsets_q else offsets_k.int()
     return {
-        "cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k, "max_seqlen_q": int(longest_q),
+        "cu_seqlens_q": packed_q,
+        "cu_seqlens_k": packed_k,
+        "max_seqlen_q": int(longest_q),
         "max_seqlen_k": int(longest_k),
-    }  # fmt: skip
+    }
 
 
 #: Results of `get_backward_metadata` by mask, each by window.
@@ -395,11 +400,13 @@ def _padded(
     """
     first_key, first_query = ranges[:, KEY_START], ranges[:, QUERY_START]
     out = flash_attn_varlen_func(
-        _rolled(q, first_query), _rolled(k, first_key), _rolled(v, first_key),
+        _rolled(q, first_query),
+        _rolled(k, first_key),
+        _rolled(v, first_key),
         seqused_q=(ranges[:, QUERY_END] - first_query).int(),
         seqused_k=(ranges[:, KEY_END] - first_key).int(),
         **arguments,
-    )  # fmt: skip
+    )
     return _rolled(cast(torch.Tensor, out), -first_query)
 
 

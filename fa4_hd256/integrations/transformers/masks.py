@@ -207,9 +207,12 @@ def _packed(band: Band, asked: _Asked) -> torch.Tensor:
     is_square = lengths[1:] == (lengths.kv_length, lengths.kv_length, 0, 0)
     tables = [table for table in (ids, positions) if table is not None]
     if (
-        window is None or not is_square or asked.attention_mask is not None or ids is None
+        window is None
+        or not is_square
+        or asked.attention_mask is not None
+        or ids is None
         or any(table.shape != shape for table in tables)
-    ):  # fmt: skip
+    ):
         return _dense("packed sequences", asked)
     if tracing and positions is None:
         # Nothing is known of ids of the user's, which may return.
@@ -268,9 +271,13 @@ def _evaluated(asked: _Asked) -> torch.Tensor:
     from transformers.masking_utils import sdpa_mask
 
     found: Any = sdpa_mask(
-        *asked.lengths, asked.function, asked.attention_mask, allow_is_causal_skip=False,
-        use_vmap=asked.options.get("use_vmap", False), device=asked.device,
-    )  # fmt: skip
+        *asked.lengths,
+        asked.function,
+        asked.attention_mask,
+        allow_is_causal_skip=False,
+        use_vmap=asked.options.get("use_vmap", False),
+        device=asked.device,
+    )
     return found
 
 
@@ -282,8 +289,9 @@ def _warn_once(reason: str) -> bool:
         _warned.add(reason)
         _log.warning(
             "keys that queries see are no interval (%s); their mask is evaluated in every pass, "
-            "for each query and key, and goes to the kernels by tiles (block_mask)", reason,
-        )  # fmt: skip
+            "for each query and key, and goes to the kernels by tiles (block_mask)",
+            reason,
+        )
     return True
 
 

@@ -31,10 +31,13 @@ class Band:
     device = None
 
     def __init__(
-        self, low: int | None = None, high: int | None = None,
-        sequences: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+        self,
+        low: int | None = None,
+        high: int | None = None,
+        sequences: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         is_empty: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.low, self.high = low, high
         self.sequences, self.positions, self.is_empty = sequences, positions, is_empty
 
@@ -193,9 +196,11 @@ def _sum(value: _Value, other: Any, sign: int) -> _Value:
     if not isinstance(other, _Value) or value.table is not other.table:
         raise TypeError("values of different kinds")
     return _Value(
-        value.of_query + sign * other.of_query, value.of_key + sign * other.of_key,
-        value.constant + sign * other.constant, value.table,
-    )  # fmt: skip
+        value.of_query + sign * other.of_query,
+        value.of_key + sign * other.of_key,
+        value.constant + sign * other.constant,
+        value.table,
+    )
 
 
 def _at_most_zero(value: _Value) -> Band:

@@ -37,8 +37,10 @@ KERNELS = KernelSet(
     backward_config="backward.config:BackwardConfig",
     # Tiles of few rows come first: NOTE [keys as M] in `decode.config`.
     forwards=(
-        *(config.tiles for config in DECODE), TILES, *(config.tiles for config in DECODE_E4M3)
-    ),  # fmt: skip
+        *(config.tiles for config in DECODE),
+        TILES,
+        *(config.tiles for config in DECODE_E4M3),
+    ),
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),

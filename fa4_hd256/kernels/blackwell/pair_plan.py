@@ -25,10 +25,13 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
         SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
         SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),
         SmemRegion(
-            "scheduler", 1, ClcScheduler.smem_bytes, 16,
+            "scheduler",
+            1,
+            ClcScheduler.smem_bytes,
+            16,
             "of the dynamic scheduler; allocated by its set-up",
         ),
-    )  # fmt: skip
+    )
 
 
 def check_plan(name: str, plan: Any) -> None:

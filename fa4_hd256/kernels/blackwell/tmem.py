@@ -101,9 +101,12 @@ def tmem_store_quads(values: cute.Tensor, address: Any, *, loc: Any = None, ip: 
     for half in range(2):
         part = cute.make_tensor(values.iterator + half * 16, cute.make_layout(16))
         nvvm.tcgen05_st(
-            nvvm.Tcgen05LdStShape.SHAPE_16X128B, _lanes(address, half),
-            part.load().bitcast(Int32).ir_value(loc=loc, ip=ip), loc=loc, ip=ip,
-        )  # fmt: skip
+            nvvm.Tcgen05LdStShape.SHAPE_16X128B,
+            _lanes(address, half),
+            part.load().bitcast(Int32).ir_value(loc=loc, ip=ip),
+            loc=loc,
+            ip=ip,
+        )
 
 
 def _lanes(address: Any, half: int) -> ir.Value:

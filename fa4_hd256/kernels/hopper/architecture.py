@@ -33,9 +33,11 @@ KERNELS = KernelSet(
     backward_config="backward.config:BackwardConfig",
     decode_config="decode.config:E4m3Config",
     forwards=(
-        DECODE.tiles, ForwardConfig().tiles, MASKED.tiles,
+        DECODE.tiles,
+        ForwardConfig().tiles,
+        MASKED.tiles,
         *(config.tiles for config in DECODE_E4M3),
-    ),  # fmt: skip
+    ),
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),

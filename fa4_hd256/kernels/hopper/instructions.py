@@ -66,12 +66,14 @@ class WgmmaShape:
         source = warpgroup.OperandSource
         mma = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
-                self.dtype, Float32, (ROWS, self.n, 16),
+                self.dtype,
+                Float32,
+                (ROWS, self.n, 16),
                 source.RMEM if self.a_in_registers else source.SMEM,
                 OperandMajorMode.MN if self.a_mn_major else OperandMajorMode.K,
                 OperandMajorMode.MN if self.b_mn_major else OperandMajorMode.K,
             )
-        )  # fmt: skip
+        )
         mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         return mma
 
@@ -97,9 +99,13 @@ class WgmmaShape:
 
 
 def multiply(
-    shape: WgmmaShape, result: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Any,
+    shape: WgmmaShape,
+    result: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulate: Any,
     first: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Issue result = A B, or result += A B, over all slices of A; by all threads of a warpgroup.
 
     a, b: of `a_operand` or `a_fragment` and of `b_operand`, without stages.  first: the slice of B
@@ -144,9 +150,7 @@ def rows_of(fragment: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
 
 def fragment_columns(columns: int) -> tuple[int, ...]:
     """Columns of a row's elements in a fragment, less 2 (lane % 4)."""
-    return tuple(
-        start + column for start in range(0, columns, COLUMN_GROUP) for column in (0, 1)
-    )
+    return tuple(start + column for start in range(0, columns, COLUMN_GROUP) for column in (0, 1))
 
 
 def pack(values: cute.Tensor, fragment: cute.Tensor) -> None:
@@ -159,9 +163,10 @@ def pack(values: cute.Tensor, fragment: cute.Tensor) -> None:
     words = cute.recast_tensor(fragment, Uint32)
     for i in range(cute.size(words)):
         words[i] = cute.arch.inline_ptx(
-            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Uint32],
+            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+            write_only_types=[Uint32],
             read_only_args=[values[2 * i], values[2 * i + 1]],
-        )  # fmt: skip
+        )
 
 
 def row_of_fragment(number: int) -> Int32:

@@ -112,12 +112,15 @@ class DqPlan:
                 SmemRegion("q", 1, self.query_bytes, SWIZZLE_ALIGNMENT, "128 rows x 256"),
                 SmemRegion("dout", 1, self.query_bytes, SWIZZLE_ALIGNMENT, "128 rows x 256"),
                 SmemRegion(
-                    "ring", self.ring_stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "ring",
+                    self.ring_stages,
+                    TILE_BYTES,
+                    SWIZZLE_ALIGNMENT,
                     "K or V: 64 keys x 256; K for dQ: 128 keys x 128 columns",
                 ),
                 *common_regions(self.edges),
             )
-        )  # fmt: skip
+        )
 
     @property
     def tmem(self) -> TmemPlan:
@@ -175,11 +178,20 @@ def _operand_edges(key_bytes: int, stages: int, buffer_bytes: int) -> tuple[Edge
         Edge("k_free", 1, commit, "mma", 1, "load", "K: all S of the tile done", True),
         Edge("v_loaded", 1, tma, "load", 1, "mma", "V in SMEM", transaction_bytes=key_bytes),
         Edge("v_free", 1, commit, "mma", 1, "load", "V: all dP of the tile done", True),
-        Edge("ring_loaded", stages, tma, "load", 1, "mma", "Q or dO in SMEM",
-             transaction_bytes=buffer_bytes),
-        Edge("ring_free", stages, commit, "mma", 1, "load", "Q or dO buffer: its MMAs are done",
-             True),
-    )  # fmt: skip
+        Edge(
+            "ring_loaded",
+            stages,
+            tma,
+            "load",
+            1,
+            "mma",
+            "Q or dO in SMEM",
+            transaction_bytes=buffer_bytes,
+        ),
+        Edge(
+            "ring_free", stages, commit, "mma", 1, "load", "Q or dO buffer: its MMAs are done", True
+        ),
+    )
 
 
 def _score_edges(gradient: int) -> tuple[Edge, ...]:
@@ -221,18 +233,24 @@ class DkdvPlan:
                 SmemRegion("k", 1, TILE_BYTES, SWIZZLE_ALIGNMENT, "64 keys x 256"),
                 SmemRegion("v", 1, TILE_BYTES, SWIZZLE_ALIGNMENT, "64 keys x 256"),
                 SmemRegion(
-                    "weights", 1, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "weights",
+                    1,
+                    TILE_BYTES,
+                    SWIZZLE_ALIGNMENT,
                     "64 keys x 256 queries: P for dV, then dS for dK",
                 ),
                 SmemRegion(
-                    "ring", self.ring_stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "ring",
+                    self.ring_stages,
+                    TILE_BYTES,
+                    SWIZZLE_ALIGNMENT,
                     "Q or dO: 128 queries x 128 columns",
                 ),
                 SmemRegion("lse", 1, self.stats_bytes, 128, "-LSE in log2 units of 256 queries"),
                 SmemRegion("delta", 1, self.stats_bytes, 128, "-delta of 256 queries"),
                 *common_regions(self.edges),
             )
-        )  # fmt: skip
+        )
 
     @property
     def tmem(self) -> TmemPlan:
@@ -321,14 +339,17 @@ class DvPlan:
                 SmemRegion("k", 1, self.key_bytes, SWIZZLE_ALIGNMENT, "128 keys x 256"),
                 SmemRegion("v", 1, self.key_bytes, SWIZZLE_ALIGNMENT, "128 keys x 256"),
                 SmemRegion(
-                    "ring", self.ring_stages, PIECE_BYTES, SWIZZLE_ALIGNMENT,
+                    "ring",
+                    self.ring_stages,
+                    PIECE_BYTES,
+                    SWIZZLE_ALIGNMENT,
                     "Q or dO: 64 queries x 128 columns",
                 ),
                 SmemRegion("lse", *stats, "-LSE in log2 units of 128 queries"),
                 SmemRegion("delta", *stats, "-delta of 128 queries"),
                 *common_regions(self.edges),
             )
-        )  # fmt: skip
+        )
 
     @property
     def tmem(self) -> TmemPlan:
@@ -399,12 +420,15 @@ class ProductsPlan:
             (
                 SmemRegion("ds", self.stages, DS_TILE_BYTES, 128, "128 keys x 128 queries"),
                 SmemRegion(
-                    "rows", self.stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "rows",
+                    self.stages,
+                    TILE_BYTES,
+                    SWIZZLE_ALIGNMENT,
                     "Q or K: 128 rows x 128 columns",
                 ),
                 *common_regions(self.edges),
             )
-        )  # fmt: skip
+        )
 
     @property
     def tmem(self) -> TmemPlan:
@@ -491,7 +515,9 @@ class BackwardConfig:
 
     def describe(self) -> str:
         """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
-        return "\n\n".join([f"backward: {self.ex2_pattern}", *(
-            plan.describe()
-            for plan in (self.dv, self.products, self.dkdv, self.dq)
-        )])  # fmt: skip
+        return "\n\n".join(
+            [
+                f"backward: {self.ex2_pattern}",
+                *(plan.describe() for plan in (self.dv, self.products, self.dkdv, self.dq)),
+            ]
+        )

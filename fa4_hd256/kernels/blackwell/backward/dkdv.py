@@ -165,9 +165,12 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
                         is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
                         query = index * UNIT_Q + self._first_query()
                         states = self._probabilities(
-                            context, (factors, p), (is_masked, visibility, row, query), states,
+                            context,
+                            (factors, p),
+                            (is_masked, visibility, row, query),
+                            states,
                             (work, head),
-                        )  # fmt: skip
+                        )
                     else:
                         # Known not to outlive the loop, they do not occupy registers in it.
                         factors.fill(0.0)

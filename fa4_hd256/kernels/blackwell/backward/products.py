@@ -96,10 +96,12 @@ class ProductsKernel(ProductTiles, RowResult):
         (_, position), (barrier, stage) = place, target
         number, source = position.ds_number(context.cta_rank), context.tensors.loads[-1]
         to_smem, from_global = cpasync.tma_partition(
-            source.atom, 0, cute.make_layout(1),
+            source.atom,
+            0,
+            cute.make_layout(1),
             cute.group_modes(context.smem["ds"], 0, 2),
             cute.group_modes(source.tensor[None, None, number, position.head], 0, 2),
-        )  # fmt: skip
+        )
         cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit

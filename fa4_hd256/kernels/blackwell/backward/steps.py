@@ -90,14 +90,15 @@ DQ_STEPS = StepTable(
             (
                 Act(
                     (wait("dq_done"), read("dq", "dQ"), arrive("dq_free")),
-                    When.FIRST, of_tile_before=True,
+                    When.FIRST,
+                    of_tile_before=True,
                 ),
                 Act((wait("dp_done"), read("dp", "dP"), write("ds", "dS"), arrive("ds_done"))),
                 Act((wait("s_done"), read("s", "S"), arrive("s_free")), is_ahead=True),
             ),
         ),
     ),
-)  # fmt: skip
+)
 
 #: K and V, which stay for a tile, and Q and dO, which pass.
 _OPERAND_RINGS = (
@@ -196,16 +197,22 @@ DKDV_STEPS = StepTable(
                 Act((wait("weights_free"), write("weights", "P"), arrive("weights_done"))),
                 Act(
                     (
-                        wait("dp_done"), _WAIT_DELTA, read("dp", "dP"), arrive("dp_free"),
+                        wait("dp_done"),
+                        _WAIT_DELTA,
+                        read("dp", "dP"),
+                        arrive("dp_free"),
                         *_READ_DELTA,
                     )
                 ),
                 Act(
                     (
-                        wait("sums_done"), read("sums", "dV"), read("sums", "dK"),
+                        wait("sums_done"),
+                        read("sums", "dV"),
+                        read("sums", "dK"),
                         arrive("sums_free"),
                     ),
-                    When.FIRST, of_tile_before=True,
+                    When.FIRST,
+                    of_tile_before=True,
                 ),
                 Act(
                     (wait("s_done"), read("s", "S"), arrive("s_free"), *_stats("lse", "LSE")),
@@ -215,7 +222,7 @@ DKDV_STEPS = StepTable(
             ),
         ),
     ),
-)  # fmt: skip
+)
 
 DV_STEPS = StepTable(
     rings=(
@@ -255,15 +262,18 @@ DV_STEPS = StepTable(
                 Act((read("stats", "delta"), arrive("stats_free"))),
                 Act(
                     (
-                        wait("s_done"), read("s", "S"), arrive("s_free"),
-                        wait("stats_loaded"), read("stats", "LSE"),
+                        wait("s_done"),
+                        read("s", "S"),
+                        arrive("s_free"),
+                        wait("stats_loaded"),
+                        read("stats", "LSE"),
                     ),
                     is_ahead=True,
                 ),
             ),
         ),
     ),
-)  # fmt: skip
+)
 
 #: Sums of dK and of dQ alike: X is Q or K.
 PRODUCTS_STEPS = StepTable(

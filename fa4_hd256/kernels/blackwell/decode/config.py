@@ -138,9 +138,14 @@ class DecodeWarpPlan(WarpPlan):
         first = groups * WARPS_PER_WARPGROUP
         mma, load, scheduler, queries, *quantise = range(first, first + 2 * WARPS_PER_WARPGROUP)
         return cls(
-            tuple(range(first)), mma, load, scheduler, queries if e4m3 else None,
-            tuple(quantise) if e4m3 else None, *REGISTERS[groups, e4m3],
-        )  # fmt: skip
+            tuple(range(first)),
+            mma,
+            load,
+            scheduler,
+            queries if e4m3 else None,
+            tuple(quantise) if e4m3 else None,
+            *REGISTERS[groups, e4m3],
+        )
 
     @property
     def groups(self) -> int:
@@ -209,11 +214,20 @@ class DecodeConfig:
         if self.e4m3:
             seconds, saved, beside = E4M3_COSTS
         return ForwardTiles(
-            self.rows, self.rows, BLOCK_KV, 1, seconds, saved, self.rows, beside,
-            step_bytes=2 * BLOCK_KV * HEAD_DIM * self.kv_bytes, most_parts=64, pads=True,
+            self.rows,
+            self.rows,
+            BLOCK_KV,
+            1,
+            seconds,
+            saved,
+            self.rows,
+            beside,
+            step_bytes=2 * BLOCK_KV * HEAD_DIM * self.kv_bytes,
+            most_parts=64,
+            pads=True,
             kind="forward_decode_e4m3" if self.e4m3 else "forward_decode",
             kv_dtype=torch.float8_e4m3fn if self.e4m3 else None,
-        )  # fmt: skip
+        )
 
     @property
     def softmax_rows(self) -> int:
@@ -270,28 +284,38 @@ class DecodeConfig:
         )
         return SmemPlan(
             (
-                SmemRegion("kv", self.half_stages, self.half_bytes, SWIZZLE_ALIGNMENT,
-                           f"128 keys x {half} columns of K or V"),
+                SmemRegion(
+                    "kv",
+                    self.half_stages,
+                    self.half_bytes,
+                    SWIZZLE_ALIGNMENT,
+                    f"128 keys x {half} columns of K or V",
+                ),
                 SmemRegion("q", self.q_stages, self.q_bytes, SWIZZLE_ALIGNMENT, f"{rows} x 256"),
-                SmemRegion("p", 1, self.rows * BLOCK_KV * ELEMENT_BYTES, 128,
-                           f"P^T, 128 keys x {rows}"),
+                SmemRegion(
+                    "p", 1, self.rows * BLOCK_KV * ELEMENT_BYTES, 128, f"P^T, 128 keys x {rows}"
+                ),
                 *(factors if self.e4m3 else ()),
-                SmemRegion("maxima", softmax, self.rows * FLOAT_BYTES, 16,
-                           "of each row, by warp"),
+                SmemRegion("maxima", softmax, self.rows * FLOAT_BYTES, 16, "of each row, by warp"),
                 SmemRegion("sums", softmax, self.rows * FLOAT_BYTES, 16, "of each row, by warp"),
                 SmemRegion("inverses", 1, self.rows * FLOAT_BYTES, 16, "1/sum of each row"),
                 *common_regions(self.edges),
             )
-        )  # fmt: skip
+        )
 
     @property
     def tmem(self) -> TmemPlan:
         rows = self.columns
         regions = [
-            TmemRegion(f"o{half}", half * rows, rows, None,
-                       f"O^T accumulator, columns {half * HALF} to {half * HALF + HALF - 1}")
+            TmemRegion(
+                f"o{half}",
+                half * rows,
+                rows,
+                None,
+                f"O^T accumulator, columns {half * HALF} to {half * HALF + HALF - 1}",
+            )
             for half in HALVES
-        ]  # fmt: skip
+        ]
         end = len(HALVES) * rows
         regions += [
             TmemRegion(f"s{stage}", end + stage * rows, rows, None, f"S^T, 128 keys x {rows} rows")
@@ -373,6 +397,4 @@ DECODE = (
     DecodeConfig(64, half_stages=5, q_stages=1),
 )
 #: Configurations for K and V in e4m3.
-DECODE_E4M3 = tuple(
-    replace(config, e4m3=True) for config in DECODE
-)
+DECODE_E4M3 = tuple(replace(config, e4m3=True) for config in DECODE)

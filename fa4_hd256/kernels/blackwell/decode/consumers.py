@@ -40,9 +40,12 @@ class DecodeConsumers(DecodeSoftmax):
     def _create(self, context: BlackwellDecodeContext) -> KeySoftmax:
         """The softmax's state."""
         return KeySoftmax.create(
-            context.scalars.scale_log2, self.config.ex2_pattern, self.config.rescale_threshold,
-            self.dtype, self.softmax_rows,
-        )  # fmt: skip
+            context.scalars.scale_log2,
+            self.config.ex2_pattern,
+            self.config.rescale_threshold,
+            self.dtype,
+            self.softmax_rows,
+        )
 
     def _load_scores(
         self, context: BlackwellDecodeContext, softmax: Any, buffer: Int32, work: Any

@@ -57,13 +57,22 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         super().__init__(config, problem_class, scheduler)
         columns = config.columns
         scores = MmaShape(
-            BLOCK_KV, columns, self.is_bf16, negate_a=problem_class.negative_scale, ctas=self.ctas,
+            BLOCK_KV,
+            columns,
+            self.is_bf16,
+            negate_a=problem_class.negative_scale,
+            ctas=self.ctas,
             is_e4m3=True,
-        )  # fmt: skip
+        )
         sums = MmaShape(
-            HALF, columns, self.is_bf16, a_mn_major=True, b_mn_major=True, ctas=self.ctas,
+            HALF,
+            columns,
+            self.is_bf16,
+            a_mn_major=True,
+            b_mn_major=True,
+            ctas=self.ctas,
             is_e4m3=True,
-        )  # fmt: skip
+        )
         self.shapes = {"S": scores} | {f"O{half}": sums for half in HALVES}
         slices = tuple(k // GROUP * CORE_BYTES for k in range(0, BLOCK_KV, E4M3_SLICE))
         self.layouts = {
@@ -174,9 +183,13 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
     def _create(self, context: BlackwellE4m3DecodeContext) -> KeySoftmax:
         config, rows = self.config, self.softmax_rows
         softmax = ScaledSoftmax.create(
-            self.softmax_scale(context), config.ex2_pattern, config.rescale_threshold, self.dtype,
-            rows, config.headroom,
-        )  # fmt: skip
+            self.softmax_scale(context),
+            config.ex2_pattern,
+            config.rescale_threshold,
+            self.dtype,
+            rows,
+            config.headroom,
+        )
         self._make_room(softmax)
         # Scale of the rows, from S to scores.
         softmax.k_scale = cute.make_rmem_tensor(rows, Float32)

@@ -145,9 +145,12 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
             if name in context.of_rows
         }
         return replace(
-            context, smem=context.smem | tables, own_lanes=context.own_lanes + group * rows,
-            first_row=group * rows, barrier=BARRIER + group,
-        )  # fmt: skip
+            context,
+            smem=context.smem | tables,
+            own_lanes=context.own_lanes + group * rows,
+            first_row=group * rows,
+            barrier=BARRIER + group,
+        )
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config

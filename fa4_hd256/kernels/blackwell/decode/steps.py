@@ -83,10 +83,11 @@ def e4m3_steps(q_stages: int) -> StepTable:
     )
     sums = tuple(_pv_of_whole(half) for half in HALVES)
     queries = Role(
-        "queries", (Act((fill(rows),), When.FIRST),),
+        "queries",
+        (Act((fill(rows),), When.FIRST),),
         # The last commits arrive at this CTA's barriers.
         end=(wait("q_free"),) * q_stages,
-    )  # fmt: skip
+    )
     quantise = Role(
         "quantise",
         (
@@ -96,8 +97,9 @@ def e4m3_steps(q_stages: int) -> StepTable:
     )  # fmt: skip
     enter = Act(
         (wait("factors_ready"), read("factors", "F"), arrive("factors_free")),
-        When.FIRST, is_ahead=True,
-    )  # fmt: skip
+        When.FIRST,
+        is_ahead=True,
+    )
     return StepTable(rings, (scores, *sums), (_softmax(enter), queries, quantise))
 
 

@@ -36,9 +36,16 @@ __all__ = ["TILES", "ForwardConfig", "ForwardWarpPlan"]
 #: Costs by the timing model (docs/bench.md): a step, and what the combining kernel costs, two or
 #: three steps, four where a launch takes as long as it may.
 TILES = ForwardTiles(
-    BLOCK_Q, TILE_Q, BLOCK_KV, CTAS, step_seconds=1.152e-6, least_saved=2, most_parts=64,
-    takes_lists=True, launch_steps=4,
-)  # fmt: skip
+    BLOCK_Q,
+    TILE_Q,
+    BLOCK_KV,
+    CTAS,
+    step_seconds=1.152e-6,
+    least_saved=2,
+    most_parts=64,
+    takes_lists=True,
+    launch_steps=4,
+)
 
 
 @dataclass(frozen=True)
@@ -132,9 +139,13 @@ class ForwardConfig:
 
     @classmethod
     def tuned(
-        cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles = TILES,
+        cls,
+        causal: bool,
+        seqlen_k: int,
+        gpu: str,
+        tiles: ForwardTiles = TILES,
         paged: bool = False,
-    ) -> ForwardConfig:  # fmt: skip
+    ) -> ForwardConfig:
         """The default configuration of a call, with the exp2 mix of the tuning table.
 
         causal: the mask bounds the keys on the right. seqlen_k: of the longest key sequence. gpu:
@@ -176,15 +187,24 @@ class ForwardConfig:
         return SmemPlan(
             (
                 SmemRegion(
-                    "q", self.q_stages, self.q_bytes, SWIZZLE_ALIGNMENT,
+                    "q",
+                    self.q_stages,
+                    self.q_bytes,
+                    SWIZZLE_ALIGNMENT,
                     "128 rows x 256; after the tile's last QK, staging of its O",
                 ),
                 SmemRegion(
-                    "kv", self.kv_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
+                    "kv",
+                    self.kv_stages,
+                    self.kv_bytes,
+                    SWIZZLE_ALIGNMENT,
                     "K: 64 keys x 256, or V: 128 keys x 128 columns",
                 ),
                 SmemRegion(
-                    "scale", self.scale_stages, self.block_q * 4, 16,
+                    "scale",
+                    self.scale_stages,
+                    self.block_q * 4,
+                    16,
                     "factor, or at the end 1/sum, of each row",
                 ),
                 *common_regions(self.edges),
@@ -200,7 +220,10 @@ class ForwardConfig:
             regions.append(TmemRegion(f"s{stage}", start, columns, None, "S, 128 x 128 float32"))
             regions.append(
                 TmemRegion(
-                    f"p{stage}", start, columns // 2, f"s{stage}",
+                    f"p{stage}",
+                    start,
+                    columns // 2,
+                    f"s{stage}",
                     "P, two 16-bit values a column, once S is in registers",
                 )
             )

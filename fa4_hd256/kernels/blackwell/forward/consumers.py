@@ -478,9 +478,12 @@ class ForwardConsumers:
         tiles = tma_tile(o.tensor, shape, place, self.problem_class.packed_heads)
         slices = cute.local_tile(context.smem["q"][None, None, buffer], shape, (0, None))
         from_smem, to_global = cpasync.tma_partition(
-            o.atom, 0, cute.make_layout(1),
-            cute.group_modes(slices, 0, 2), cute.group_modes(tiles, 0, 2),
-        )  # fmt: skip
+            o.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(slices, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
         for piece in cutlass.range_constexpr(config.o_slices):
             context.barriers["o_staged"].wait(o_staged)
             cute.copy(o.atom, from_smem[None, piece], to_global[None, piece])

@@ -174,9 +174,13 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
         """The online softmax of one row."""
         config = self.config
         return OnlineSoftmax.create(
-            context.scalars.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype,
-            config.arithmetic, tracks_largest=self.problem_class.max_logits,
-        )  # fmt: skip
+            context.scalars.scale_log2,
+            config.ex2_pattern,
+            config.rescale_threshold,
+            self.dtype,
+            config.arithmetic,
+            tracks_largest=self.problem_class.max_logits,
+        )
 
     def first_row(self, context: BlackwellForwardContext, work: Any) -> Int32:
         """The first query of this CTA's half of a tile."""

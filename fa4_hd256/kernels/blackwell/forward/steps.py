@@ -56,15 +56,21 @@ SOFTMAX = Role(
         Act((wait("scale_free"),), When.FIRST),
         Act(
             (
-                wait("s_done"), read("s", "S"), write("scale", "factor"), arrive("scale_done"),
+                wait("s_done"),
+                read("s", "S"),
+                write("scale", "factor"),
+                arrive("scale_done"),
                 wait("scale_free"),
-                write("p0", "P0"), arrive("p0_done"), write("p1", "P1"), arrive("p1_done"),
+                write("p0", "P0"),
+                arrive("p0_done"),
+                write("p1", "P1"),
+                arrive("p1_done"),
             )
         ),
         Act((write("scale", "1/sum"), arrive("scale_done")), When.LAST),
     ),
     end=(wait("scale_free"), wait("scale_free")),
-)  # fmt: skip
+)
 
 
 def _correction(o_slices: int) -> Role:

@@ -231,9 +231,14 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         mask = Int16(BOTH_CTAS) if copy.is_shared else None
         own = self._loaded_part(context, copy, smem)
         load_tile(
-            self._source(context, copy), own, place, barrier, 0, multicast=mask,
+            self._source(context, copy),
+            own,
+            place,
+            barrier,
+            0,
+            multicast=mask,
             is_kept=copy.is_kept,
-        )  # fmt: skip
+        )
 
     def _source(self, context: BackwardContext, copy: Copy) -> TmaTensor:
         """Return the TMA tensor of a copy of one of `boxes`."""

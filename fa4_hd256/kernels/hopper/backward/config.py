@@ -70,9 +70,14 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
     """Return the regions that every kernel has behind its operands."""
     return (
         SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-        SmemRegion("scheduler", 1, CounterScheduler.smem_bytes, 16,
-                   "of the dynamic scheduler; allocated by its set-up"),
-    )  # fmt: skip
+        SmemRegion(
+            "scheduler",
+            1,
+            CounterScheduler.smem_bytes,
+            16,
+            "of the dynamic scheduler; allocated by its set-up",
+        ),
+    )
 
 
 class StepPlan:
@@ -208,13 +213,19 @@ class ProductsPlan(StepPlan):
     def smem(self) -> SmemPlan:
         return SmemPlan(
             (
-                SmemRegion("ds", self.ds_stages, DS_TILE_BYTES, SWIZZLE_ALIGNMENT,
-                           "128 keys x 128 queries"),
-                SmemRegion("rows", self.rows_stages, PIECE_ROWS * ROW_BYTES, SWIZZLE_ALIGNMENT,
-                           "Q or K: 64 rows x 256"),
+                SmemRegion(
+                    "ds", self.ds_stages, DS_TILE_BYTES, SWIZZLE_ALIGNMENT, "128 keys x 128 queries"
+                ),
+                SmemRegion(
+                    "rows",
+                    self.rows_stages,
+                    PIECE_ROWS * ROW_BYTES,
+                    SWIZZLE_ALIGNMENT,
+                    "Q or K: 64 rows x 256",
+                ),
                 *common_regions(self.edges),
             )
-        )  # fmt: skip
+        )
 
     @property
     def edges(self) -> EdgeTable:

@@ -96,11 +96,19 @@ def dv_steps(capped: bool) -> StepTable:
             _ahead(NOT_FIRST, *beside[1], done(pending - 1), *weights),
             _here(NOT_LAST, again("v_loaded"), done(0), touch("dV"), arrive("dout_free")),
             _here(
-                LAST, arrive("k_free"), *gradient, *total, done(1), arrive("v_free"), *store,
-                done(0), touch("dV"), arrive("dout_free"),
+                LAST,
+                arrive("k_free"),
+                *gradient,
+                *total,
+                done(1),
+                arrive("v_free"),
+                *store,
+                done(0),
+                touch("dV"),
+                arrive("dout_free"),
             ),
         ),
-    )  # fmt: skip
+    )
 
 
 PIECES = 2  # of Q or K in a step of the GEMMs
@@ -167,4 +175,4 @@ def single_steps(result: str, capped: bool) -> StepTable:
             _here(NOT_LAST, done(0), touch("sum"), arrive(kept)),
             _here(LAST, arrive("a_free"), *total, done(0), touch("sum"), arrive(kept)),
         ),
-    )  # fmt: skip
+    )

@@ -118,9 +118,14 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
     def _create(self, context: HopperE4m3DecodeContext) -> KeyFragments:
         config = self.config
         softmax = KeyFragments.create(
-            self.softmax_scale(context), config.ex2_pattern, config.rescale_threshold,
-            cutlass.Float16, self.own_rows, config.headroom, "scalar",
-        )  # fmt: skip
+            self.softmax_scale(context),
+            config.ex2_pattern,
+            config.rescale_threshold,
+            cutlass.Float16,
+            self.own_rows,
+            config.headroom,
+            "scalar",
+        )
         self._make_room(softmax)
         buffers = range(config.part_buffers)
         softmax.keys = [self.qk.a_fragment(HEAD_DIM // QK_PARTS) for _ in buffers]

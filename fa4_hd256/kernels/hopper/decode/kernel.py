@@ -157,9 +157,12 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         # Two neighbouring rows of a key are a word.
         words = cute.make_layout((P_CORE // 2, BLOCK_KV, runs), stride=(1, P_CORE // 2, group // 2))
         shapes = {
-            "factors": (rows, config.q_stages), "maxima": (rows, self.softmax_warps),
-            "sums": (rows, self.softmax_warps), "offsets": (rows, 1), "inverses": (rows, 1),
-        }  # fmt: skip
+            "factors": (rows, config.q_stages),
+            "maxima": (rows, self.softmax_warps),
+            "sums": (rows, self.softmax_warps),
+            "offsets": (rows, 1),
+            "inverses": (rows, 1),
+        }
         found = {
             "q": memory.operand("q", rows, HEAD_DIM, config.q_stages),
             "q_halves": memory.operand("q", rows, HEAD_DIM, config.q_stages, half),

@@ -110,9 +110,13 @@ class ForwardConfig:
 
     @classmethod
     def tuned(
-        cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles | None = None,
+        cls,
+        causal: bool,
+        seqlen_k: int,
+        gpu: str,
+        tiles: ForwardTiles | None = None,
         paged: bool = False,
-    ) -> ForwardConfig:  # fmt: skip
+    ) -> ForwardConfig:
         """The default configuration of a call.
 
         causal: the mask bounds the keys on the right.  seqlen_k: of the longest key sequence.
@@ -134,14 +138,26 @@ class ForwardConfig:
         keys = self.block_kv
         if self.warpgroups == 1:
             return ForwardTiles(
-                WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * DECODE_SECONDS, 5,
-                most_rows=WARPGROUP_ROWS, step_bytes=2 * self.kv_bytes, most_parts=64,
+                WARPGROUP_ROWS,
+                self.tile_q,
+                keys,
+                self.ctas,
+                keys * DECODE_SECONDS,
+                5,
+                most_rows=WARPGROUP_ROWS,
+                step_bytes=2 * self.kv_bytes,
+                most_parts=64,
                 pads=True,
-            )  # fmt: skip
+            )
         return ForwardTiles(
-            WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * SECONDS, least_saved=5,
+            WARPGROUP_ROWS,
+            self.tile_q,
+            keys,
+            self.ctas,
+            keys * SECONDS,
+            least_saved=5,
             takes_lists=self.ctas == 1 and keys == SHORT_BLOCK_KV,
-        )  # fmt: skip
+        )
 
     @property
     def warpgroups(self) -> int:
@@ -194,9 +210,10 @@ class ForwardConfig:
     def edges(self) -> EdgeTable:
         warps = len(self.warps.consumers)
         loaded, free = (
-            (Signal.TMA_CTA, Signal.WARPS_CTA) if self.ctas == 1
+            (Signal.TMA_CTA, Signal.WARPS_CTA)
+            if self.ctas == 1
             else (Signal.TMA_BOTH, Signal.WARPS_BOTH)
-        )  # fmt: skip
+        )
         return EdgeTable(
             (
                 Edge("q_loaded", self.warpgroups, Signal.TMA_CTA, "load", 1, "consumers",
@@ -240,6 +257,10 @@ MASKED = _SHORT
 
 #: Configuration for a few rows against many keys, NOTE [decode].
 DECODE = ForwardConfig(
-    block_kv=64, k_stages=3, v_stages=3, ctas=1, skips=False,
+    block_kv=64,
+    k_stages=3,
+    v_stages=3,
+    ctas=1,
+    skips=False,
     warps=ForwardWarpPlan(consumers=(0, 1, 2, 3), load=4, scheduler=5),
-)  # fmt: skip
+)

@@ -532,6 +532,11 @@ class ForwardConsumer:
         """The online softmax of one row, which the lanes of a quad share."""
         config = self.config
         return OnlineSoftmax.create(
-            context.scalars.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype,
-            "scalar", QUAD, self.problem_class.max_logits,
-        )  # fmt: skip
+            context.scalars.scale_log2,
+            config.ex2_pattern,
+            config.rescale_threshold,
+            self.dtype,
+            "scalar",
+            QUAD,
+            self.problem_class.max_logits,
+        )

@@ -78,9 +78,13 @@ class ForwardProducer:
             first = self.first_row(context, work, warpgroup)
             place = context.query(work), first, 0, work.head
             load_tile(
-                context.tensors.q, context.smem["q"], place, loaded.pointer(buffer), warpgroup,
+                context.tensors.q,
+                context.smem["q"],
+                place,
+                loaded.pointer(buffer),
+                warpgroup,
                 of_query,
-            )  # fmt: skip
+            )
 
     @traced("load")
     @cute.jit
