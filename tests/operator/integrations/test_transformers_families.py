@@ -115,10 +115,18 @@ def test_a_canvas_without_padding(monkeypatch):
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+#: Families whose small models lose more than half of their gradient to bfloat16, with PyTorch's
+#: attention, too.
+NOISY = ("Gemma 4, images", "pi0")
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
 @pytest.mark.sampled("Gemma 4")
-def test_family(family, device):
-    """Kernels in bfloat16 are not further from float32 than twice eager bfloat16."""
+def test_family(family_name, device):
+    """Kernels in bfloat16 are not further from float32 than twice eager bfloat16, or SDPA's where
+    that decides what is noise."""
+    family = FAMILIES[family_name]
+    peers = ("eager", "sdpa") if family_name in NOISY else ("eager",)
     exact, arguments = model_of(family).to(device), inputs(family, LENGTH, device)
     model = getattr(transformers, family.model)(exact.config).eval()
     model.load_state_dict(exact.state_dict())
@@ -127,13 +135,14 @@ def test_family(family, device):
 
     def check(run, *more):
         wanted = run(exact, "eager", arguments, *more)
-        eager, found = (run(model, name, arguments, *more) for name in ("eager", integration.NAME))
+        results = [run(model, one, arguments, *more) for one in (integration.NAME, *peers)]
         if run is generated:
             # Later steps follow the tokens chosen.
-            wanted, eager, found = wanted[0], eager[0], found[0]
-        error, eager_error = ((x - wanted).norm().item() for x in (found, eager))
-        assert error <= 2 * eager_error + 2**-8 * wanted.norm().item()
-        assert error < wanted.norm().item() / 2
+            wanted, results = wanted[0], [result[0] for result in results]
+        error, *own = ((result - wanted).norm().item() for result in results)
+        assert error <= 2 * max(own) + 2**-8 * wanted.norm().item()
+        is_noise = error >= wanted.norm().item() / 2
+        assert is_noise == (family_name in NOISY and run is gradients)
 
     with torch.no_grad():
         check(outputs)
