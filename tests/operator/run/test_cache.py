@@ -382,7 +382,7 @@ BESIDES = {
     # Storage of entries; FORMAT is in the key.
     "fa4_hd256/run", "fa4_hd256/run/native_cache",
     # Memory that a call hands over.
-    "fa4_hd256/run/tile_counter",
+    "fa4_hd256/run/tile_counter", "fa4_hd256/run/slots",
     # Names alone.
     "softmax_emu",
 }  # fmt: skip
