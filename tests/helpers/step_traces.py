@@ -9,10 +9,14 @@ import torch
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func
-from fa4_hd256.kernels.programs import Kind, Programs
+from fa4_hd256.kernels.programs import OperationKind, Programs
 
 ADDRESS_BITS = 0xFFFFFF  # of an address in the cluster: the rest is the CTA
 SMEM_START = 1024  # the first 1 KiB of shared memory is the system's
+#: Operations on barriers.
+_SYNCHRONISING = (
+    OperationKind.WAIT, OperationKind.ARRIVE, OperationKind.COPY, OperationKind.COMMIT
+)
 
 
 def traced_launches(monkeypatch, device):
@@ -39,14 +43,14 @@ def happened(report, plan, warp, cta):
         if (entry.warp, entry.ctaid[0]) != (warp, cta):
             continue
         kind, operand = of_entry(entry.opcode)
-        if kind in (Kind.PRODUCT, Kind.GROUP):
+        if kind in (OperationKind.PRODUCT, OperationKind.GROUP):
             found.append((kind, "", 0, None))
-        elif kind is Kind.DONE:
+        elif kind is OperationKind.DONE:
             found.append((kind, "", 0, entry.operands[0]))
         elif kind is not None:
             index = ((entry.operands[operand] & ADDRESS_BITS) - start) // 8
             if 0 <= index < len(places):  # else a barrier of the scheduler
-                parity = entry.operands[2] if kind is Kind.WAIT else None
+                parity = entry.operands[2] if kind is OperationKind.WAIT else None
                 found.append((kind, *places[index], parity))
     return merged(found)
 
@@ -56,27 +60,27 @@ def merged(found):
     arrival one for each CTA, and nothing tells a product from one that follows it at once."""
     return [
         step for step, same in itertools.groupby(found)
-        for _ in range(len(list(same)) if step[0] is Kind.GROUP else 1)
+        for _ in range(len(list(same)) if step[0] is OperationKind.GROUP else 1)
     ]  # fmt: skip
 
 
 def of_entry(opcode):
     """Return (kind of an operation, its operand that is a barrier), (None, 0) for others."""
     if opcode.startswith("mbarrier.try_wait"):
-        return Kind.WAIT, 1
+        return OperationKind.WAIT, 1
     if opcode.startswith("mbarrier.arrive") and "expect_tx" not in opcode:
-        return Kind.ARRIVE, 1
+        return OperationKind.ARRIVE, 1
     if opcode.startswith("cp.async.bulk.tensor") and "mbarrier" in opcode:
-        return Kind.COPY, 2
+        return OperationKind.COPY, 2
     if opcode.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
-        return Kind.COPY, 3
+        return OperationKind.COPY, 3
     if opcode.startswith("wgmma.commit_group"):
-        return Kind.GROUP, 0
+        return OperationKind.GROUP, 0
     if opcode.startswith("wgmma.wait_group"):
-        return Kind.DONE, 0
+        return OperationKind.DONE, 0
     if opcode.startswith("tcgen05.commit"):
-        return Kind.COMMIT, 0
-    return (Kind.PRODUCT, 0) if opcode.startswith("tcgen05.mma.") else (None, 0)
+        return OperationKind.COMMIT, 0
+    return (OperationKind.PRODUCT, 0) if opcode.startswith("tcgen05.mma.") else (None, 0)
 
 
 def declared(edges, steps, tiles, skipped=None):
@@ -86,15 +90,15 @@ def declared(edges, steps, tiles, skipped=None):
     for role, program in Programs(edges, steps, tiles, skipped or {}).all().items():
         found[role] = []
         for operation in program:
-            if operation.kind in (Kind.PRODUCT, Kind.GROUP):
+            if operation.kind in (OperationKind.PRODUCT, OperationKind.GROUP):
                 found[role].append((operation.kind, "", 0, None))
-            elif operation.kind is Kind.DONE:
+            elif operation.kind is OperationKind.DONE:
                 found[role].append((operation.kind, "", 0, operation.number))
-            elif operation.kind in (Kind.WAIT, Kind.ARRIVE, Kind.COPY, Kind.COMMIT):
+            elif operation.kind in _SYNCHRONISING:
                 edge = edges[operation.edge]
                 phase, stage = divmod(operation.number, edge.stages)
                 parity = (phase - edge.initially_complete) % 2
-                is_wait = operation.kind is Kind.WAIT
+                is_wait = operation.kind is OperationKind.WAIT
                 found[role].append((operation.kind, edge.name, stage, parity if is_wait else None))
     del found["scheduler", 0]
     return found

@@ -175,7 +175,7 @@ def test_of_a_release_only_what_was_measured_is_replayed(here):
     assert "direction" in provider.refuses(DENSE, FORWARD)
     packed = dataclasses.replace(DENSE, packed=True)
     assert "dense" in provider.refuses(packed, BACKWARD)
-    with pytest.raises(ValueError, match="divided"):
+    with pytest.raises(ValueError, match="KV splits"):
         provider.variant(DENSE, FORWARD, divided=True)
 
 

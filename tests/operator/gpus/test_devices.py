@@ -193,8 +193,8 @@ class Failing:
     def refuse_to_load_in_a_graph():
         """No graph is captured."""
 
-    @staticmethod
-    def function(*arguments):
+    @property
+    def function(self):
         raise OSError("cudaErrorNoKernelImageForDevice")
 
 
@@ -225,16 +225,7 @@ def test_a_gpu_that_cannot_take_the_kernel(monkeypatch, other):
         message = rf"NoKernelImage.*\n.*cuda:1 \({a}.{b}\).*CUDA_VISIBLE_DEVICES"
         kind = RuntimeError
     with pytest.raises(kind, match=message):
-        launching.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: ())
-
-
-def test_a_setting_that_is_refused_is_not_laid_to_another_gpu(monkeypatch):
-    two_gpus(monkeypatch, (8, 6))
-    monkeypatch.setenv("FA4_HD256_RESERVED_SMS", "148")
-    with pytest.raises(ValueError, match="^FA4_HD256_RESERVED_SMS is 148"):
-        launching.launch(
-            Failing, torch.device("cuda", 0), lambda gpu, stream: (gpu.grid_clusters(2),)
-        )
+        launching.host_function(Failing(), torch.device("cuda", 0))
 
 
 def test_a_gpu_that_cannot_be_used_does_not_end_the_report(monkeypatch):

@@ -12,7 +12,7 @@ from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, Decod
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.drain import check_drains, prove_drains
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
-from fa4_hd256.kernels.programs import Kind
+from fa4_hd256.kernels.programs import OperationKind
 from fa4_hd256.kernels.steps import (
     Advance,
     Copy,
@@ -46,6 +46,10 @@ PLANS = {
     "decode, e4m3": DECODE_E4M3[0],
     "decode, e4m3, one Q": DECODE_E4M3[2],
 }
+
+
+#: What a tensor core warp issues.
+ISSUED = (OperationKind.PRODUCT, OperationKind.COMMIT)
 
 
 def named(steps: StepTable, name: str):
@@ -404,7 +408,7 @@ class Walk:
         self.programs = list(programs.Programs(edges, steps, tiles).all().items())
         self.tensor = [
             operation for (name, _), program in self.programs if name == "mma"
-            for operation in program if operation.kind in (Kind.PRODUCT, Kind.COMMIT)
+            for operation in program if operation.kind in ISSUED
         ]  # fmt: skip
         self.ends = self._walk()
 
@@ -431,7 +435,7 @@ class Walk:
         for role, (_, program) in enumerate(self.programs):
             moved = (*places[:role], places[role] + 1, *places[role + 1 :])
             for copy in range(places[role]):
-                if program[copy].kind is Kind.COPY and (role, copy) not in landed:
+                if program[copy].kind is OperationKind.COPY and (role, copy) not in landed:
                     yield places, landed | {(role, copy)}, done
             if places[role] < len(program) and self._may(program[places[role]], state):
                 yield moved, landed, done
@@ -439,15 +443,15 @@ class Walk:
     def _issued(self, places) -> int:
         for (name, _), program, place in zip(*zip(*self.programs), places):
             if name == "mma":
-                return sum(o.kind in (Kind.PRODUCT, Kind.COMMIT) for o in program[:place])
+                return sum(o.kind in ISSUED for o in program[:place])
         raise AssertionError("no MMA role")
 
     def _may(self, operation, state) -> bool:
-        if operation.kind is Kind.ADVANCE:
-            return self._count(state, Kind.FETCH) >= operation.number
-        if operation.kind is Kind.FETCH:
+        if operation.kind is OperationKind.ADVANCE:
+            return self._count(state, OperationKind.FETCH) >= operation.number
+        if operation.kind is OperationKind.FETCH:
             return self._taken(state) >= operation.number - drain.RESPONSES
-        if operation.kind is not Kind.WAIT:
+        if operation.kind is not OperationKind.WAIT:
             return True
         edge = self.edges[operation.edge]
         needed = operation.number // edge.stages + 1 - edge.initially_complete
@@ -456,10 +460,10 @@ class Walk:
     def _phases(self, state, edge, stage) -> int:
         """Completed phases of a stage."""
         places, landed, done = state
-        operations = [o for o in self.tensor[:done] if o.kind is Kind.COMMIT]
+        operations = [o for o in self.tensor[:done] if o.kind is OperationKind.COMMIT]
         operations += [self.programs[role][1][copy] for role, copy in landed]
         for (_, program), place in zip(self.programs, places):
-            operations += [o for o in program[:place] if o.kind is Kind.ARRIVE]
+            operations += [o for o in program[:place] if o.kind is OperationKind.ARRIVE]
         return sum(
             o.edge == edge.name and o.number % edge.stages == stage for o in operations
         )
@@ -472,7 +476,7 @@ class Walk:
 
     def _taken(self, state) -> int:
         return min(
-            max((o.number for o in program[:place] if o.kind is Kind.ADVANCE), default=0)
+            max((o.number for o in program[:place] if o.kind is OperationKind.ADVANCE), default=0)
             for (_, program), place in zip(self.programs, state[0])
         )
 

@@ -12,7 +12,7 @@ from step_traces import assert_as_declared, attend, of_entry, steps_of, traced_l
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
-from fa4_hd256.kernels.programs import Kind
+from fa4_hd256.kernels.programs import OperationKind
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
@@ -35,7 +35,7 @@ def test_the_next_tile_is_asked_for_when_few_steps_are_left(keys, reports):
     waits, found = 0, []
     for entry in reports[0].trace:
         if entry.warp == ForwardConfig().warps.load and not entry.ctaid[0]:
-            waits += of_entry(entry.opcode)[0] is Kind.WAIT
+            waits += of_entry(entry.opcode)[0] is OperationKind.WAIT
         if entry.opcode.startswith("clusterlaunchcontrol.try_cancel"):
             found.append(waits)
     steps = -(-keys // TILE_K)

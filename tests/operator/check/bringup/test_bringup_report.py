@@ -9,7 +9,7 @@ import pytest
 
 from fa4_hd256.check.bringup import page, report
 from fa4_hd256.check.bringup.outcome import Target
-from fa4_hd256.check.bringup.runner import Run
+from fa4_hd256.check.bringup.runner import BringupRun
 from sm100_sim.timing import load
 
 pytestmark = pytest.mark.simulator
@@ -39,7 +39,7 @@ def test_the_text_lists_what_needs_a_look():
 
 
 def test_the_page_is_whole(tmp_path):
-    run = Run(tmp_path, GPU)
+    run = BringupRun(tmp_path, GPU)
     run.results = RESULTS
     report.write_reports(run)
     text = (tmp_path / "report.html").read_text()

@@ -13,7 +13,7 @@ from simulated_target import SIMULATOR
 
 from fa4_hd256.check.bringup import report
 from fa4_hd256.check.bringup.outcome import Target
-from fa4_hd256.check.bringup.runner import Run
+from fa4_hd256.check.bringup.runner import BringupRun
 from sm100_sim.timing.machine_constants import load
 
 pytestmark = pytest.mark.simulator
@@ -35,7 +35,7 @@ GPU = Target("gpu", "NVIDIA GB200", (10, 0), 152)
 
 def write(directory, target, results) -> Path:
     """The report of a run that has these results."""
-    run = Run(directory, target)
+    run = BringupRun(directory, target)
     run.results = results
     report.write_reports(run)
     return directory / "report.json"
@@ -105,11 +105,11 @@ def test_the_command_takes_the_file(path, tmp_path):
     """`python -m sm100_sim predict --machine FILE`; a wrong file is an error of the arguments."""
     script = tmp_path / "script.py"
     script.write_text("")
-    for machine, status in ((path, 0), (tmp_path / "none.json", 2)):
+    for machine, says in ((path, "launched no kernel"), (tmp_path / "none.json", "none.json")):
         command = [sys.executable, "-m", "sm100_sim", "predict", "--machine", str(machine),
                    str(script)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == status, done.stderr
+        assert done.returncode == 2 and says in done.stderr.splitlines()[-1], done.stderr
     assert "is not known" in done.stderr
 
 

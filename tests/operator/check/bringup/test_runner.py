@@ -17,7 +17,7 @@ from simulated_target import SIMULATOR
 
 from fa4_hd256.check.bringup import child, outcome, report, rungs, runner
 from fa4_hd256.check.bringup.outcome import Outcome, Target
-from fa4_hd256.check.bringup.runner import Run, Stopped, read_results
+from fa4_hd256.check.bringup.runner import BringupRun, Stopped, read_results
 from sm100_sim.translate import kernel as translation
 
 pytestmark = pytest.mark.simulator
@@ -34,7 +34,7 @@ def planted(tmp_path_factory) -> Path:
     translation.routine_address("run")
     directory = tmp_path_factory.mktemp("planted")
     wanted = [f"planted/{step}" for name in FAILURES for step in (name, f"behind {name}")]
-    Run(directory, SIMULATOR).rung(PLANTED, wanted)
+    BringupRun(directory, SIMULATOR).rung(PLANTED, wanted)
     return directory
 
 
@@ -70,12 +70,12 @@ def test_reports_name_every_failure(planted):
 def test_a_run_goes_on_where_it_ended(tmp_path):
     """A run continues also behind a line that was cut off; `forget` runs a rung again."""
     rung = rungs.named("machine")
-    Run(tmp_path, SIMULATOR).rung(rung, ["machine/host"])
+    BringupRun(tmp_path, SIMULATOR).rung(rung, ["machine/host"])
     path = tmp_path / runner.RESULTS
     first = path.read_text()
     path.write_text(first + '{"rung": "machine", "item": "vers')
     heard = []
-    again = Run(tmp_path, SIMULATOR, lambda *what: heard.append(what[:2]))
+    again = BringupRun(tmp_path, SIMULATOR, lambda *what: heard.append(what[:2]))
     again.rung(rung)
     assert heard == [("machine", "versions"), ("machine", "settings")]
     assert path.read_text().startswith(first)
@@ -86,16 +86,16 @@ def test_a_run_goes_on_where_it_ended(tmp_path):
 
 
 def test_a_directory_belongs_to_one_machine(tmp_path):
-    Run(tmp_path, SIMULATOR)
+    BringupRun(tmp_path, SIMULATOR)
     with pytest.raises(ValueError, match="name another directory with --out"):
-        Run(tmp_path, Target("gpu", "another", (9, 0), 132))
+        BringupRun(tmp_path, Target("gpu", "another", (9, 0), 132))
 
 
 def test_nothing_more_is_started_on_a_machine_that_does_not_answer(tmp_path, monkeypatch):
     """A target whose GPU does not exist: its first step faults, and so does the question."""
     monkeypatch.setattr(runner, "PAUSES", (0.0, 0.0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run = Run(tmp_path, Target("gpu", "no such GPU", (10, 0), 148))
+    run = BringupRun(tmp_path, Target("gpu", "no such GPU", (10, 0), 148))
     with pytest.raises(Stopped, match="no longer answers"):
         run.rung(rungs.named("golden"), ["golden/warp/vote*"])
     steps = read_results(tmp_path)["golden"]
@@ -104,7 +104,7 @@ def test_nothing_more_is_started_on_a_machine_that_does_not_answer(tmp_path, mon
 
 def test_a_process_in_which_no_step_begins_ends_the_rung(tmp_path, monkeypatch):
     """A broken installation, say: one fault for the rung, not one for each of its steps."""
-    run = Run(tmp_path, SIMULATOR)
+    run = BringupRun(tmp_path, SIMULATOR)
     monkeypatch.setattr(run, "_items", lambda rung: ["one", "two", "three"])
     monkeypatch.setattr(run, "_check_answers", lambda: None)
     run.rung(replace(rungs.named("machine"), name="no such rung"))
@@ -117,7 +117,7 @@ def test_a_process_that_does_not_go_stops_the_run(tmp_path, monkeypatch):
     """A driver may hold a process; the step that hung is in the results all the same."""
     kill = runner.Child.kill
     monkeypatch.setattr(runner.Child, "kill", lambda self: kill(self) or "it is still there")
-    run = Run(tmp_path, SIMULATOR)
+    run = BringupRun(tmp_path, SIMULATOR)
     with pytest.raises(Stopped, match="still there"):
         run._some(replace(PLANTED, limit=1.0), ["stuck"])
     assert read_results(tmp_path)["planted"]["stuck"]["state"] == "hang"
@@ -125,7 +125,7 @@ def test_a_process_that_does_not_go_stops_the_run(tmp_path, monkeypatch):
 
 def test_a_rung_that_cannot_run_says_why(tmp_path):
     """The kernels on a GPU of compute capability 8.0."""
-    run = Run(tmp_path, Target("gpu", "an Ampere GPU", (8, 0), 108))
+    run = BringupRun(tmp_path, Target("gpu", "an Ampere GPU", (8, 0), 108))
     run.rung(rungs.named("kernels"))
     (found,) = read_results(tmp_path)["kernels"].values()
     assert found["state"] == "skipped" and "this GPU has 8.0" in found["text"]
@@ -134,7 +134,7 @@ def test_a_rung_that_cannot_run_says_why(tmp_path):
 def test_what_was_missing_may_come_later(tmp_path):
     """The rung's own outcome is dropped once its steps can be listed."""
     rung = rungs.named("machine")
-    run = Run(tmp_path, SIMULATOR)
+    run = BringupRun(tmp_path, SIMULATOR)
     run._keep(rung, "*", Outcome("skipped", "not installed").as_json())
     assert set(read_results(tmp_path)["machine"]) == {"*"}
     run.rung(rung, ["machine/host"])
