@@ -42,7 +42,7 @@ check: $(STAMP)
 check-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 @tests/check.txt
 
-# The telling cases of each kind: about half an hour on two cores from empty caches. All parts run
+# The telling cases of each kind: some 20 minutes on two cores from empty caches. All parts run
 # whatever the first one says; one that fails makes the whole fail.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-clc test-hopper types
