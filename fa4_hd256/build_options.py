@@ -20,6 +20,17 @@ FORMS = (
 )  # fmt: skip
 OF_Q = "that-of-q"
 DTYPES, KV_DTYPES = ("bfloat16", "float16"), ("float8_e4m3fn", OF_Q)
+#: Options without a value, and which calls' kernels each adds.
+_ALSO = {
+    "--batch-invariant": "of calls that ask for that",
+    "--scheduler-metadata": "of calls that are given one",
+    "--tree-mask": "of calls that are given one",
+    "--alibi": "of calls with ALiBi",
+    "--rotary": "that write rotated rows to a cache",
+    "--max-logits": "of calls with return_max_logits",
+    "--cache-batch-idx": "of calls over a cache with that",
+    "--cache-leftpad": "of calls over a cache with that",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,21 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scheduler", choices=("static", "dynamic", "both"), default="both")
     parser.add_argument("--page-size", action="append", default=[], type=int, metavar="ROWS",
                         help="of the paged forms")  # fmt: skip
-    parser.add_argument("--batch-invariant", action="store_true",
-                        help="also kernels of calls that ask for that")  # fmt: skip
-    parser.add_argument("--scheduler-metadata", action="store_true",
-                        help="also kernels of calls that are given one")  # fmt: skip
-    parser.add_argument("--tree-mask", action="store_true",
-                        help="also kernels of calls that are given one")  # fmt: skip
-    parser.add_argument("--alibi", action="store_true",
-                        help="also kernels of calls with ALiBi")  # fmt: skip
-    parser.add_argument("--rotary", action="store_true",
-                        help="also kernels that write rotated rows to a cache")  # fmt: skip
-    parser.add_argument("--max-logits", action="store_true",
-                        help="also kernels of calls with return_max_logits")  # fmt: skip
-    parser.add_argument("--cache-batch-idx", action="store_true",
-                        help="also kernels of calls over a cache with that")  # fmt: skip
-    parser.add_argument("--cache-leftpad", action="store_true",
-                        help="also kernels of calls over a cache with that")  # fmt: skip
+    for name, calls in _ALSO.items():
+        parser.add_argument(name, action="store_true", help=f"also kernels {calls}")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")

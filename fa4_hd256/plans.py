@@ -34,7 +34,7 @@ from . import environment
 from .call.interception import is_intercepted
 from .package_name import NAMESPACE
 from .private_torch import is_profiled, tensor_guard
-from .run.execute import Execution
+from .run.execute import Execution, addresses_of
 from .run.plan import LaunchPlan
 from .run.slots import ALIGNMENT
 
@@ -54,7 +54,6 @@ MOST_GUARDS = 8
 
 #: Of plain tensors, which no subclass takes calls of.
 _KINDS = (torch.Tensor, torch.nn.Parameter)
-
 
 
 def key_of(
@@ -305,20 +304,25 @@ def _guard(
 
 
 def run(
-    entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool = False
+    entry: Entry, tensors: Tensors, addresses: Sequence[int] | None, first: bool = False
 ) -> tuple[Any, ...]:
-    """The results of a call; addresses: of the tensors that are given; first: the first result
-    alone is read, others may be anything."""
+    """The results of a call; addresses: of the tensors that are given, None before there is a plan,
+    whose description refuses tensors without one; first: the first result alone is read, others
+    may be anything."""
     if is_profiled():
         with torch.profiler.record_function(f"{NAMESPACE}::{entry.kind.name}"):
             return _run(entry, tensors, addresses, first)
     return _run(entry, tensors, addresses, first)
 
 
-def _run(entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool) -> tuple[Any, ...]:
+def _run(
+    entry: Entry, tensors: Tensors, addresses: Sequence[int] | None, first: bool
+) -> tuple[Any, ...]:
     execution = entry.execution
     if execution is None:
-        execution = _execution(entry.kind, tensors, entry.values)
+        execution = Execution(entry.kind.plan(tensors, entry.values))
+    if addresses is None:
+        addresses = addresses_of(tensors)
     while True:
         try:
             results = execution.run(tensors, addresses, first)
@@ -339,11 +343,6 @@ def _run(entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool) 
     return results
 
 
-def _execution(kind: Kind, tensors: Tensors, values: Any) -> Execution:
-    """A new plan, ready to run."""
-    return Execution(kind.plan(tensors, values))
-
-
 def _smaller(entry: Entry, tensors: Tensors, plan: LaunchPlan) -> LaunchPlan | None:
     """A plan that takes less memory than this one; None where there is none."""
     smaller = entry.kind.smaller
@@ -355,15 +354,10 @@ def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ..
     `resolve` finds first in the facts (`leading`)."""
     facts = (kind, *values, bytes([tensor is None for tensor in tensors]))
     found = find(facts, tensors) if repeats(tensors) else None
-    if found is None:
-        entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_kept=False)
-        found = entry, [_address(tensor) for tensor in tensors if tensor is not None]
-    return run(found[0], tensors, found[1])
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return 0 for a sparse tensor, which has none: the description of the call refuses it."""
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+    if found is not None:
+        return run(found[0], tensors, found[1])
+    entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_kept=False)
+    return run(entry, tensors, None)
 
 
 def leading(fields: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:

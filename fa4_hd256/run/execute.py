@@ -25,7 +25,7 @@ from .plan import Allocation, Launch, LaunchPlan, Lifetime, Operation
 from .slots import COUNTER, View
 from .tile_counter import tile_counter
 
-__all__ = ["Execution", "execute", "new_tensor"]
+__all__ = ["Execution", "addresses_of", "execute", "new_tensor"]
 
 #: Tensors of a call in the order of its arguments, None for one that is not given.
 Tensors = Sequence[torch.Tensor | None]
@@ -35,8 +35,12 @@ Make = Callable[[], torch.Tensor]
 
 def execute(plan: LaunchPlan, tensors: Tensors) -> tuple[Any, ...]:
     """Run a plan once. tensors: those that it was made for, or others that lie like them."""
-    addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-    return Execution(plan).run(tensors, addresses)
+    return Execution(plan).run(tensors, addresses_of(tensors))
+
+
+def addresses_of(tensors: Tensors) -> list[int]:
+    """Return the addresses of the tensors that are given."""
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
 class Execution:

@@ -20,7 +20,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from .compile import CompiledKernel
 from .plan import Launch
-from .slots import STREAM, Number, Slot, View, leaves
+from .slots import STREAM, Number, Slot, View, leaves, mapped
 
 __all__ = ["PackedArguments", "Template", "check_convention"]
 
@@ -110,15 +110,11 @@ class PackedArguments:
     ) -> None:
         """`write`, then call a kernel's host code. Raises as a call of the compiled function
         does."""
-        words = self._words
-        for word, number in self._whole:
-            words[word] = addresses[number]
-        for word, number, offset in self._shifted:
-            words[word] = addresses[number] + offset
-        words[self._stream] = stream
+        self.write(addresses, stream)
         function(self._address)
-        if words[self._status]:
-            _raise(words[self._status] & 0xFFFFFFFF)
+        status = self._words[self._status]
+        if status:
+            _raise(status & 0xFFFFFFFF)
 
 
 def _raise(status: int) -> NoReturn:
@@ -132,8 +128,8 @@ def check_convention(compiled: CompiledKernel, launch: Launch) -> None:
     """Compare, once for a kernel, this module's packing with CuTe DSL's own: of arguments like
     those of a launch, whose tensors have one element. Raises RuntimeError where they differ."""
     kept: list[torch.Tensor] = []
-    arguments = _small(launch.arguments)
-    values = _values(arguments, kept)
+    arguments = mapped(launch.arguments, _small)
+    values = mapped(arguments, lambda slot: _value(slot, kept))
     addresses, adapted = compiled.execution_args.generate_execution_args(values, {})
     slots = tuple(leaves(arguments))
     given = [_content(slot, address) for slot, address in zip(slots, addresses)]
@@ -149,29 +145,22 @@ def check_convention(compiled: CompiledKernel, launch: Launch) -> None:
         )
 
 
-def _small(arguments: Any) -> Any:
-    """Return the nested arguments with views of one element."""
-    if isinstance(arguments, View):
-        return View.contiguous(arguments.name, (1,) * arguments.ndim, arguments.dtype)
-    if isinstance(arguments, tuple):
-        parts = map(_small, arguments)
-        return type(arguments)(*parts) if hasattr(arguments, "_fields") else tuple(parts)
-    return arguments
+def _small(slot: Slot) -> Slot:
+    """Return a view of one element, and any other slot as it is."""
+    if isinstance(slot, View):
+        return View.contiguous(slot.name, (1,) * slot.ndim, slot.dtype)
+    return slot
 
 
-def _values(arguments: Any, kept: list[torch.Tensor]) -> Any:
-    """Return the values that a compiled function is called with. kept: gets the tensors, in their
-    order."""
-    if isinstance(arguments, View):
-        kept.append(torch.zeros(arguments.shape, dtype=arguments.dtype, device="cpu"))
-        described = from_dlpack(kept[-1], assumed_align=arguments.element_size())
-        return described.mark_layout_dynamic(leading_dim=arguments.ndim - 1)
-    if isinstance(arguments, tuple):
-        parts = [_values(part, kept) for part in arguments]
-        return type(arguments)(*parts) if hasattr(arguments, "_fields") else tuple(parts)
-    if isinstance(arguments, Number):
-        return getattr(cutlass, arguments.kind)(arguments.value)
-    return cuda.CUstream(0) if arguments is STREAM else arguments
+def _value(slot: Slot, kept: list[torch.Tensor]) -> Any:
+    """Return what a compiled function is called with. kept: gets the tensor of a view."""
+    if isinstance(slot, View):
+        kept.append(torch.zeros(slot.shape, dtype=slot.dtype, device="cpu"))
+        described = from_dlpack(kept[-1], assumed_align=slot.element_size())
+        return described.mark_layout_dynamic(leading_dim=slot.ndim - 1)
+    if isinstance(slot, Number):
+        return getattr(cutlass, slot.kind)(slot.value)
+    return cuda.CUstream(0)
 
 
 def _content(slot: Slot, address: Any) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 __all__ = [
     "ALIGNMENT", "COUNTER", "STREAM", "Number", "Slot", "View", "contiguous_strides", "leaves",
-    "plain_arguments",
+    "mapped", "plain_arguments",
 ]  # fmt: skip
 
 #: Bytes: the strictest alignment that any kernel's argument has.
@@ -164,11 +164,21 @@ def leaves(arguments: Any) -> Iterator[Any]:
         yield arguments
 
 
+def mapped(arguments: Any, function: Callable[[Slot], Any]) -> Any:
+    """Return the nested arguments with `function` of each, in their order. Tuples keep their type,
+    and None stays."""
+    if isinstance(arguments, tuple):
+        parts = [mapped(part, function) for part in arguments]
+        return type(arguments)(*parts) if hasattr(arguments, "_fields") else tuple(parts)
+    return None if arguments is None else function(arguments)
+
+
 def plain_arguments(arguments: Any) -> Any:
     """Return the nested arguments with CuTe DSL's numbers as `Number`s."""
-    if isinstance(arguments, tuple):
-        parts = (plain_arguments(part) for part in arguments)
-        return type(arguments)(*parts) if hasattr(arguments, "_fields") else tuple(parts)
-    if arguments is None or isinstance(arguments, (View, _Stream)):
-        return arguments
-    return Number(arguments.value, type(arguments).__name__)
+
+    def plain(argument: Any) -> Slot:
+        if isinstance(argument, (View, _Stream)):
+            return argument
+        return Number(argument.value, type(argument).__name__)
+
+    return mapped(arguments, plain)
