@@ -82,6 +82,7 @@ test-cuda-sanitizers: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: $(STAMP)
 	$(BIN)/python -m mypy

@@ -20,13 +20,17 @@ Result = TypeVar("Result")
 def add_jobs_option(parser: argparse.ArgumentParser) -> None:
     """`--jobs`, by default as many as cores, at most four: each process takes up to 1.5 GiB."""
     parser.add_argument(
-        "--jobs", type=int, default=min(4, len(os.sched_getaffinity(0))),
+        "--jobs",
+        type=int,
+        default=min(4, len(os.sched_getaffinity(0))),
         help="processes (of the model); by default as many as cores, at most 4",
     )
 
 
 def each(
-    function: Callable[[Item], Result], items: Sequence[Item], jobs: int,
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    jobs: int,
     initializer: Callable[[], None] | None = None,
 ) -> list[Result]:
     """Return results in the order of the items, on `jobs` processes; a single one is this process.
@@ -38,7 +42,9 @@ def each(
 
 
 def stream(
-    function: Callable[[Item], Result], items: Sequence[Item], jobs: int,
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    jobs: int,
     initializer: Callable[[], None] | None = None,
 ) -> Iterator[Result]:
     """Yield the results of `each`, every one as soon as it and those before it are ready."""

@@ -25,7 +25,10 @@ TILE_BYTES = ROWS * COLUMNS * 4
 
 @cute.kernel
 def copy_kernel(
-    atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, layout: cute.Layout,
+    atom: cute.CopyAtom,
+    source: cute.Tensor,
+    target: cute.Tensor,
+    layout: cute.Layout,
     release: cutlass.Constexpr,
 ):
     """target = source, (ROWS, TILES * COLUMNS) float32, by one CTA of THREADS threads."""
@@ -69,9 +72,7 @@ def copy(source: cute.Tensor, target: cute.Tensor, release: cutlass.Constexpr):
         cpasync.CopyBulkTensorTileG2SOp(), source, slot, (ROWS, COLUMNS)
     )
     ring = cute.make_layout((ROWS, COLUMNS, SLOTS), stride=(COLUMNS, 1, ROWS * COLUMNS))
-    copy_kernel(atom, tensor, target, ring, release).launch(
-        grid=(1, 1, 1), block=(THREADS, 1, 1)
-    )
+    copy_kernel(atom, tensor, target, ring, release).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))
 
 
 def run(release: bool) -> tuple[torch.Tensor, torch.Tensor]:

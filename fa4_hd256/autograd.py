@@ -32,9 +32,16 @@ from .run.backward import BackwardWork, Wanted, or_empty, plan_backward, smaller
 from .run.plan import LaunchPlan
 
 __all__ = [
-    "backward", "call_backward", "check_differentiable", "gradients", "gradients_of",
-    "listed_tiles_of", "refuse_second_order", "save", "save_for_backward",
-]  # fmt: skip
+    "backward",
+    "call_backward",
+    "check_differentiable",
+    "gradients",
+    "gradients_of",
+    "listed_tiles_of",
+    "refuse_second_order",
+    "save",
+    "save_for_backward",
+]
 
 #: Tensors of `forward` that gradients flow to, its first ones: q, k, v, sink.
 _DIFFERENTIABLE = 4
@@ -43,9 +50,10 @@ _OUT = 3
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::backward", mutates_args=(),
+    f"{NAMESPACE}::backward",
+    mutates_args=(),
     schema=f"({schema_of(BackwardTensors, BackwardValues)}) -> (Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv, dsink) of the fields of `BackwardTensors` and `BackwardValues`; those
     that are not wanted are empty. Bitwise the same for the same arguments."""
@@ -61,9 +69,16 @@ def _work_of(given: Sequence[Any], values: BackwardValues) -> BackwardWork:
     ragged = tensors.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
     call = BackwardCall(
-        tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse, tensors.dout, tensors.dlse,
-        tensors.sink, ragged,
-    )  # fmt: skip
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        tensors.out,
+        tensors.lse,
+        tensors.dout,
+        tensors.dlse,
+        tensors.sink,
+        ragged,
+    )
     options = Options.of_operator(values, functions)
     problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k)
     problem = replace(problem, listed_tiles=values.listed_tiles)
@@ -85,9 +100,7 @@ def _smaller(given: Sequence[Any], values: BackwardValues, plan: LaunchPlan) -> 
 
 
 #: Packed sequences with or without a batch of 1: in the operator's body, and past it.
-_BACKWARD = plans.Kind(
-    "backward", plans.leading(BackwardValues), _plan, smaller=_smaller
-)
+_BACKWARD = plans.Kind("backward", plans.leading(BackwardValues), _plan, smaller=_smaller)
 
 
 def _named(given: tuple[Any, ...]) -> tuple[BackwardTensors, BackwardValues]:
@@ -149,7 +162,7 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
     return *(
         made.squeeze(0) if given.ndim < _RANK == made.ndim else made
         for made, given in zip(of_rows, (tensors.q, tensors.k, tensors.v), strict=True)
-    ), dsink  # fmt: skip
+    ), dsink
 
 
 #: Rank of q with its batch.
@@ -167,9 +180,14 @@ def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch
 def check_differentiable(tensors: ForwardTensors) -> None:
     """Raise NotImplementedError for a call that has no gradients."""
     refused = (
-        tensors.page_table, tensors.part_list, tensors.tree_words, tensors.k_descale,
-        tensors.v_descale, tensors.cache_batch_idx, tensors.cache_leftpad,
-    )  # fmt: skip
+        tensors.page_table,
+        tensors.part_list,
+        tensors.tree_words,
+        tensors.k_descale,
+        tensors.v_descale,
+        tensors.cache_batch_idx,
+        tensors.cache_leftpad,
+    )
     if tensors.k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
         raise NotImplementedError(
             "k and v in float8, page_table, scheduler_metadata, tree_mask: no gradients flow "
@@ -207,9 +225,12 @@ def save(
 
 
 def gradients_of(
-    ctx: Any, needed: Sequence[bool], dout: torch.Tensor | None, dlse: torch.Tensor | None,
+    ctx: Any,
+    needed: Sequence[bool],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
     call: Callable[..., tuple[torch.Tensor, ...]] = call_backward,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+) -> tuple[torch.Tensor | None, ...]:
     """Return gradients of q, k, v and the sink, None for those not requested. needed: which are
     requested. call: computes them, as `call_backward` does."""
     if (dout is None and dlse is None) or not any(needed):
@@ -219,9 +240,11 @@ def gradients_of(
 
 
 def _of_saved(
-    saved: tuple[Sequence[torch.Tensor], ForwardValues], needed: Sequence[bool],
-    given: tuple[torch.Tensor | None, ...], call: Callable[..., tuple[torch.Tensor, ...]],
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    saved: tuple[Sequence[torch.Tensor], ForwardValues],
+    needed: Sequence[bool],
+    given: tuple[torch.Tensor | None, ...],
+    call: Callable[..., tuple[torch.Tensor, ...]],
+) -> tuple[torch.Tensor | None, ...]:
     """Return `gradients_of` of what `save` has kept: tensors and values. given: dout and dlse, one
     of them None or none."""
     (kept, values), (dout, dlse) = saved, given

@@ -78,9 +78,7 @@ class _DifferentiatedOperator(torch.autograd.Function):
         return None, *found, *[None] * others
 
 
-def _differentiated(
-    tensors: BackwardTensors, values: BackwardValues
-) -> tuple[torch.Tensor, ...]:
+def _differentiated(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
     found: tuple[torch.Tensor, ...] = _Gradients.apply(_Held(values), *tensors)
     return found
 

@@ -247,10 +247,13 @@ def flash_attn_varlen_func(
     q, k, v = autocast(q, k, v, fixed=out) if is_autocasting() else (q, k, v)
     if block_mask is not None or mask_mod is not None:
         apart = {
-            "seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table,
-            "scheduler_metadata": scheduler_metadata, "tree_mask": tree_mask,
+            "seqused_q": seqused_q,
+            "seqused_k": seqused_k,
+            "page_table": page_table,
+            "scheduler_metadata": scheduler_metadata,
+            "tree_mask": tree_mask,
             "backward_metadata": backward_metadata,
-        }  # fmt: skip
+        }
         functions = block_mask, mask_mod, score_mod
         if out is not None:
             check_out(out, q)
@@ -285,9 +288,12 @@ def flash_attn_varlen_func(
 
 
 def attend_sequences(
-    inputs: tuple[Any, ...], sequences: tuple[Any, ...], others: dict[str, torch.Tensor],
-    given: tuple[Any, ...], results: tuple[Any, bool, bool],
-) -> Any:  # fmt: skip
+    inputs: tuple[Any, ...],
+    sequences: tuple[Any, ...],
+    others: dict[str, torch.Tensor],
+    given: tuple[Any, ...],
+    results: tuple[Any, bool, bool],
+) -> Any:
     """Results of `flash_attn_varlen_func`.
 
     inputs: q, k, v, the sink. sequences: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
@@ -442,9 +448,11 @@ def _attend(
     q, k, v, sink = tensors[:4]
     # Plain tensors, or none would have been found. Written out: `any` takes three times as long.
     if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
         or (sink is not None and sink.requires_grad)
-    ):  # fmt: skip
+    ):
         check_differentiable(ForwardTensors(*tensors[:-1]))
         return _apply((entry, addresses, tensors), q, k, v, sink)
     return plans.run(entry, tensors, addresses, not wants_lse)

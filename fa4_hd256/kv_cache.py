@@ -173,9 +173,14 @@ def flash_attn_with_kvcache(
     are_read = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
     if not are_read or not _are_plain(cache_seqlens):
         new_rows = _NewRows(
-            k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved,
+            k,
+            v,
+            cu_seqlens_k_new,
+            rotary_cos,
+            rotary_sin,
+            rotary_interleaved,
             None if rotary_cos is rotary_sin is None else rotary_seqlens,
-        )  # fmt: skip
+        )
         places, results = new_rows.written(places, attention, return_lse)
         if results is not None:
             return results if return_lse else results[0]
@@ -286,8 +291,13 @@ class _Places(NamedTuple):
     def sequences(self) -> tuple[Any, ...]:
         """Return the arguments of `interface.attend_sequences`."""
         return (
-            self.cu_seqlens_q, None, None, self.lengths, self.page_table, self.scheduler_metadata,
-        )  # fmt: skip
+            self.cu_seqlens_q,
+            None,
+            None,
+            self.lengths,
+            self.page_table,
+            self.scheduler_metadata,
+        )
 
 
 class _Attention(NamedTuple):
@@ -302,10 +312,12 @@ class _Attention(NamedTuple):
         """Return what `flash_attn_varlen_func` would, which takes no `in_cache`."""
         in_cache = places.in_cache
         return attend_sequences(
-            (places.q, places.k_cache, places.v_cache, self.sink), places.sequences,
-            {**self.others, **in_cache} if in_cache else self.others, self.asked,
+            (places.q, places.k_cache, places.v_cache, self.sink),
+            places.sequences,
+            {**self.others, **in_cache} if in_cache else self.others,
+            self.asked,
             (self.out, return_lse, False),
-        )  # fmt: skip
+        )
 
     def bounded(self, q: torch.Tensor) -> _Attention:
         """Return it with numbers for max_seqlen_q and max_seqlen_k."""
@@ -324,10 +336,15 @@ class _Attention(NamedTuple):
         read: tensors that the call reads beside q, the caches and those of this attention."""
         asked, sink, q = self.asked, self.sink, places.q
         splits = asked_splits(asked.num_splits, asked.batch_invariant)
-        ragged = {
-            name: tensor for name, tensor in zip(_SEQUENCES, places.sequences, strict=True)
-            if tensor is not None
-        } | places.in_cache | self.others  # fmt: skip
+        ragged = (
+            {
+                name: tensor
+                for name, tensor in zip(_SEQUENCES, places.sequences, strict=True)
+                if tensor is not None
+            }
+            | places.in_cache
+            | self.others
+        )
         checks.check_kinds({"learnable_sink": sink}, ragged, splits)
         check_num_splits(splits)
         if PART_LIST in ragged:
@@ -427,9 +444,12 @@ class _NewRows(NamedTuple):
                 "in use: an int or a (batch,) int32 tensor"
             )
         cache_checks.check_new_rows(
-            {"k": self.k, "v": self.v}, places.k_cache, self.cu_seqlens, places.batch,
+            {"k": self.k, "v": self.v},
+            places.k_cache,
+            self.cu_seqlens,
+            places.batch,
             places.q.dtype,
-        )  # fmt: skip
+        )
         if self.rotary_cos is not None:
             cache_checks.check_rotated(self.k, places.q)
             if self.rotary_seqlens is not None:
@@ -454,9 +474,11 @@ class _NewRows(NamedTuple):
         if table is not None:
             entries = table[rows.sequence, positions // places.k_cache.shape[1]]
             cache_checks.check_within(
-                "a new row belongs to page or batch entry", entries, len(places.k_cache),
+                "a new row belongs to page or batch entry",
+                entries,
+                len(places.k_cache),
                 "those of the cache",
-            )  # fmt: skip
+            )
 
     def counted(self, lengths: torch.Tensor) -> torch.Tensor:
         """Rows in use with them."""
@@ -474,9 +496,11 @@ class _NewRows(NamedTuple):
             queries = replace(queries, index=torch.zeros_like(queries.index))
         for positions in (rows.positions(first), queries.positions(first)):
             cache_checks.check_within(
-                "a row to be rotated is at position", positions, len(self.rotary_cos),
+                "a row to be rotated is at position",
+                positions,
+                len(self.rotary_cos),
                 "the positions of rotary_cos",
-            )  # fmt: skip
+            )
 
 
 #: Tensors of a call with new rows, in order: those of `AppendTensors`, then those of the attention
@@ -526,9 +550,14 @@ def _resolved(
     graphs. Raises what the call would, so that nothing is written before."""
     call, given = AppendTensors(*tensors[:_APPENDED]), dict(zip(_NAMES, tensors, strict=True))
     rows = _NewRows(
-        call.k, call.v, call.cu_seqlens_k_new, call.rotary_cos, call.rotary_sin, interleaved,
+        call.k,
+        call.v,
+        call.cu_seqlens_k_new,
+        call.rotary_cos,
+        call.rotary_sin,
+        interleaved,
         call.rotary_seqlens,
-    )  # fmt: skip
+    )
     entries, table = given[CACHE_BATCH_IDX], given[_READ_PAGES]
     if table is None and entries is None:
         table = call.page_table
@@ -595,6 +624,8 @@ def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> tuple[Given, Any]
 #: How many facts `interface.facts_of` adds behind those given.
 _ADDED = 2
 _CACHE = plans.Kind(
-    "append_rows", _values, _plan,
+    "append_rows",
+    _values,
+    _plan,
     tuple(_place_of[name] for name in ("k_cache", "v_cache", "out")),
-)  # fmt: skip
+)

@@ -40,9 +40,7 @@ class MaskMod:
         register(MASK_MOD, self.key, Functions(self.function))
 
     @classmethod
-    def of(
-        cls, function: Callable[..., Any], tensors: tuple[torch.Tensor, ...] = ()
-    ) -> MaskMod:
+    def of(cls, function: Callable[..., Any], tensors: tuple[torch.Tensor, ...] = ()) -> MaskMod:
         """Make a MaskMod whose key is derived from the function, as that of a `ScoreMod`. Raises
         ValueError for a function whose meaning another process could not tell: give it a key of
         your own."""

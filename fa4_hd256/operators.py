@@ -29,9 +29,15 @@ from .run.forward import ForwardWork, plan_forward
 from .run.plan import LaunchPlan
 
 __all__ = [
-    "OUT", "ForwardRequest", "append_rows", "forward", "forward_max_logits", "forward_out",
-    "plan_call", "work_of",
-]  # fmt: skip
+    "OUT",
+    "ForwardRequest",
+    "append_rows",
+    "forward",
+    "forward_max_logits",
+    "forward_out",
+    "plan_call",
+    "work_of",
+]
 
 _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
 
@@ -127,9 +133,10 @@ forward.register_autograd(gradients, setup_context=save_for_backward)
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::forward_max_logits", mutates_args=(),
+    f"{NAMESPACE}::forward_max_logits",
+    mutates_args=(),
     schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def forward_max_logits(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (out, lse, max_logits) for the arguments of `forward`; max_logits: (heads,) float32,
     without a gradient."""
@@ -156,9 +163,10 @@ forward_max_logits.register_autograd(
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::forward_out", mutates_args=("out",),
+    f"{NAMESPACE}::forward_out",
+    mutates_args=("out",),
     schema=f"(Tensor(a!) out, {_ARGUMENTS}) -> Tensor",
-)  # fmt: skip
+)
 def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
     """Return the lse of `forward` with these arguments, whose result goes to out, 4-D."""
     check_writable(out, given)
@@ -173,12 +181,13 @@ def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::append_rows", mutates_args=("k_cache", "v_cache"),
+    f"{NAMESPACE}::append_rows",
+    mutates_args=("k_cache", "v_cache"),
     schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
     "Tensor? page_table, Tensor? cu_seqlens_k_new, Tensor? k_descale, Tensor? v_descale, "
     "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_seqlens, Tensor? q, "
     "Tensor? cu_seqlens_q, str descale, bool interleaved, bool ordered) -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 def append_rows(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the new rows k and v to the caches. given: the fields of `AppendTensors`, then those of
     `AppendOptions`. Returns the rows in use with them, and q, rotated; without rotary_cos something

@@ -89,8 +89,12 @@ def key_of(
             return None
         addresses.append(address)
         key += (
-            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % ALIGNMENT,
-        )  # fmt: skip
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            address % ALIGNMENT,
+        )
     return tuple(key), addresses
 
 

@@ -127,9 +127,7 @@ class ClcScheduler(DynamicScheduler):
         channel = pipeline.PipelineClcFetchAsync.create(
             num_stages=NUM_STAGES,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, consumer_warps
-            ),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumer_warps),
             tx_count=RESPONSE_BYTES,
             barrier_storage=barriers,
             cta_layout_vmnk=cute.make_layout((1, cls.cluster_size, 1, 1)),

@@ -41,9 +41,7 @@ def give_back(empty: Callable[[], cute.Pointer]) -> None:
         # The hand-off crosses CTAs and concerns shared memory alone: a release that left global
         # memory in would wait for the whole GPU to see it (PTX ISA 9.7.13.4).
         nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
-        cute.arch.mbarrier_arrive(
-            empty(), LEADER, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
-        )
+        cute.arch.mbarrier_arrive(empty(), LEADER, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER)
 
 
 class DynamicScheduler:

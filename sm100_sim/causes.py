@@ -52,7 +52,9 @@ class Cause:
         parts = (
             f"{count} finding{'s' * (count > 1)}",
             f"seen {self.times} times" * (self.times > count),
-            _ctas(self.ctas), _ranges("warp", self.warps), _ranges("PTX line", self.lines),
+            _ctas(self.ctas),
+            _ranges("warp", self.warps),
+            _ranges("PTX line", self.lines),
         )
         lead = "for example " if count > 1 else ""
         return f"{what}: {', '.join(filter(None, parts))}\n{lead}{_shortened(self.findings[0])}"
@@ -60,9 +62,13 @@ class Cause:
     def as_dict(self) -> dict[str, Any]:
         """Return the cause as JSON values; findings by their text."""
         return {
-            "kinds": list(self.kinds), "about": self.about, "findings": list(self.findings),
-            "times": self.times, "ctas": [list(cta) for cta in self.ctas],
-            "warps": list(self.warps), "lines": list(self.lines),
+            "kinds": list(self.kinds),
+            "about": self.about,
+            "findings": list(self.findings),
+            "times": self.times,
+            "ctas": [list(cta) for cta in self.ctas],
+            "warps": list(self.warps),
+            "lines": list(self.lines),
         }
 
 
@@ -110,8 +116,10 @@ def _links(finding: Any) -> Iterator[Any]:
     rule = "unordered" if unordered else finding.kind, finding.about
     yield *rule, frozenset(stretches) if unordered else stretches
     if len(stretches) == 2:
-        parties = [(site.opcode, frozenset(warps))
-                   for site, warps in zip(finding.sites, finding.warps, strict=True)]
+        parties = [
+            (site.opcode, frozenset(warps))
+            for site, warps in zip(finding.sites, finding.warps, strict=True)
+        ]
         for party, stretch in zip(parties, stretches, strict=True):
             yield *rule, frozenset(parties), party, stretch
 

@@ -41,7 +41,10 @@ class SimulationError(Exception):
         self.lane = lane
 
     def at(
-        self, instruction: Any = None, cta: Any = None, warp: int | None = None,
+        self,
+        instruction: Any = None,
+        cta: Any = None,
+        warp: int | None = None,
         lane: int | None = None,
     ) -> SimulationError:
         """Fill in what is not yet known of the place; returns self."""

@@ -292,8 +292,12 @@ def observers_of(options: Options, trace: Trace | None = None) -> tuple[Observer
 
 
 def make_machine(
-    compiled: CompiledKernel, config: LaunchConfig, memory: GlobalMemory, options: Options,
-    observers: Iterable[Observer] = (), grid: Grid | None = None,
+    compiled: CompiledKernel,
+    config: LaunchConfig,
+    memory: GlobalMemory,
+    options: Options,
+    observers: Iterable[Observer] = (),
+    grid: Grid | None = None,
 ) -> Machine:
     """A machine for one launch; with `grid` for some of its clusters, those it takes from there."""
     resident = options.clusters or default_clusters(compiled, config)
@@ -387,8 +391,10 @@ def _report(
         dynamic_smem=config.dynamic_smem,
         instructions=classes,
         opcodes=opcodes,
-        tma={name: counters[f"tma.{name.replace('_', ' ')}"]
-             for name in ("load_bytes", "store_bytes")},
+        tma={
+            name: counters[f"tma.{name.replace('_', ' ')}"]
+            for name in ("load_bytes", "store_bytes")
+        },
         clc={name: counters[f"clc.{name}"] for name in ("try_cancel", "stolen", "refused")},
         resident_clusters=machine.resident,
         seed=machine.policy.seed,

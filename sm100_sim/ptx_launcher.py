@@ -20,8 +20,15 @@ Extent = int | tuple[int, ...]
 
 
 def launch_ptx(
-    ptx: str, kernel: str, arguments: Sequence[Any], *, grid: Extent = 1, block: Extent,
-    cluster: Extent = 1, dynamic_smem: int = 0, options: Options | None = None,
+    ptx: str,
+    kernel: str,
+    arguments: Sequence[Any],
+    *,
+    grid: Extent = 1,
+    block: Extent,
+    cluster: Extent = 1,
+    dynamic_smem: int = 0,
+    options: Options | None = None,
 ) -> Report:
     """Run the kernel `kernel` of a PTX module in the simulator.
 
@@ -60,8 +67,10 @@ def launch_ptx(
     )  # fmt: skip
     arrays = [value for value in arguments if not isinstance(value, np.generic)]
     (report,) = run_host_code(
-        lambda on_launch: on_launch(config), tensor_ranges(arrays),
-        options_from(settings) if options is None else options, settings.report,
+        lambda on_launch: on_launch(config),
+        tensor_ranges(arrays),
+        options_from(settings) if options is None else options,
+        settings.report,
     )
     return report
 

@@ -47,8 +47,10 @@ def test_no_page_links_to_what_is_not_there():
 
 def test_a_link_to_nothing_is_seen(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# A (new) part\n[here](page.md#a-new-part) [too](#a-new-part) [no](#part)"
-                    " [there](absent.md#x) [far](https://example.org/x.md)")
+    page.write_text(
+        "# A (new) part\n[here](page.md#a-new-part) [too](#a-new-part) [no](#part)"
+        " [there](absent.md#x) [far](https://example.org/x.md)"
+    )
     assert missing(page) == ["#part", "absent.md"]
 
 
@@ -87,8 +89,11 @@ def test_rooms_import_those_below_them_in_the_picture():
         for name in re.findall(r"(?:^  |; |, )(\w+)(?=/|,|:| {2}|$)", line):
             places.setdefault(f"{package}/{name}", number)
     assert {"fa4_hd256/run", "sm100_sim/causes", "bench/suite"} <= set(places)
-    edges = [("/".join(one.split("/")[:2]), "/".join(other.split("/")[:2]))
-             for one, imported in style.import_graph(ROOT).items() for other in imported]
+    edges = [
+        ("/".join(one.split("/")[:2]), "/".join(other.split("/")[:2]))
+        for one, imported in style.import_graph(ROOT).items()
+        for other in imported
+    ]
     inside = {(one, other) for one, other in edges if {one, other} <= set(places)
               and one.split("/")[0] == other.split("/")[0]}  # fmt: skip
     assert len(inside) > 80
@@ -115,8 +120,9 @@ def test_each_file_of_a_way_through_the_code_is_imported_by_one_before_it():
         for place, file in enumerate(way[1:], 1):
             seen = {name for before in way[:place] for name in graph[before]}
             # A module of a package, or a package by what it publishes.
-            assert any(f"{name}/".startswith(f"{file}/") or file.startswith(f"{name}/")
-                       for name in seen), f"{file}: none of {way[:place]} imports it"
+            assert any(
+                f"{name}/".startswith(f"{file}/") or file.startswith(f"{name}/") for name in seen
+            ), f"{file}: none of {way[:place]} imports it"
 
 
 @pytest.mark.parametrize("text, offence", [

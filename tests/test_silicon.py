@@ -22,7 +22,7 @@ def rows(text: str) -> list[dict[str, str]]:
     lines = text.splitlines()
     start = lines.index("| " + " | ".join(COLUMNS) + " |")
     found = []
-    for line in lines[start + 2:]:
+    for line in lines[start + 2 :]:
         if not line.startswith("|"):
             break
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -42,8 +42,10 @@ def problems(text: str) -> list[str]:
     names = [re.match(r"`([a-z0-9-]+)`: ", row["rule"]) for row in table]
     if None in names or len({match[1] for match in names}) != len(names):
         wrong.append("every rule begins with a name of its own in backquotes and a colon")
-    order = [next((i for i, d in enumerate(DANGERS) if row["if false"].startswith(d)), None)
-             for row in table]
+    order = [
+        next((i for i, d in enumerate(DANGERS) if row["if false"].startswith(d)), None)
+        for row in table
+    ]
     if None in order or order != sorted(order):
         wrong.append(f"'if false' begins with one of {DANGERS}, and rows are sorted by it")
     for row in table:
@@ -65,8 +67,9 @@ def _row_problems(row: dict[str, str]) -> list[str]:
     if state == "unverified" and not rungs and not re.search(r"no rung: \w", check):
         found.append("names no rung of bringup and does not say what would settle it")
     found += [f"no rung is called {rung!r}" for rung in rungs if rung not in RUNGS]
-    for path, name in re.findall(r"`((?:tests|bench|sm100_sim|fa4_hd256)/[\w/]+\.py)(?:::(\w+))?`",
-                                 row["simulator"] + check):
+    for path, name in re.findall(
+        r"`((?:tests|bench|sm100_sim|fa4_hd256)/[\w/]+\.py)(?:::(\w+))?`", row["simulator"] + check
+    ):
         file = ROOT / path
         if not file.is_file() or name and f"def {name}(" not in file.read_text("utf-8"):
             found.append(f"{path} {name} does not exist")
@@ -84,22 +87,26 @@ def test_the_page():
     assert problems(PAGE) == []
 
 
-@pytest.mark.parametrize("old, new, complaint", [
-    ("| unverified |\n", "| believed |\n", "is none of"),
-    ("golden `tma/`", "golden `no such case/`", "no golden case"),
-    ("docs/facts.md; ", "", "names no golden vector and no measurement"),
-    ("tests/sim/isa/test_tma.py", "tests/sim/test_none.py", "does not exist"),
-    ("rung `micro`", "", "names no rung"),
-    ("rung `micro`", "rung `macro`", "no rung is called"),
-    ("| slow: dK/dV", "| quick: dK/dV", "sorted"),
-    ("| `m128-rate`", "| `mma-order`", "name of its own"),
-])
+@pytest.mark.parametrize(
+    "old, new, complaint",
+    [
+        ("| unverified |\n", "| believed |\n", "is none of"),
+        ("golden `tma/`", "golden `no such case/`", "no golden case"),
+        ("docs/facts.md; ", "", "names no golden vector and no measurement"),
+        ("tests/sim/isa/test_tma.py", "tests/sim/test_none.py", "does not exist"),
+        ("rung `micro`", "", "names no rung"),
+        ("rung `micro`", "rung `macro`", "no rung is called"),
+        ("| slow: dK/dV", "| quick: dK/dV", "sorted"),
+        ("| `m128-rate`", "| `mma-order`", "name of its own"),
+    ],
+)
 def test_an_error_in_the_page_is_noticed(old, new, complaint):
     assert old in PAGE
     assert any(complaint in text for text in problems(PAGE.replace(old, new, 1)))
 
 
 def test_a_wrong_count_is_noticed():
-    wrong = re.sub(r"\| unverified \| (\d+) \|",
-                   lambda match: f"| unverified | {int(match[1]) + 1} |", PAGE)
+    wrong = re.sub(
+        r"\| unverified \| (\d+) \|", lambda match: f"| unverified | {int(match[1]) + 1} |", PAGE
+    )
     assert any("count" in text for text in problems(wrong))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import published
+import pytest
 import style
 from checkout import ROOT
 
@@ -79,7 +80,8 @@ def test_no_path_of_a_machine():
     assert not offences, say(offences)
 
 
-def test_ruff():
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."]
+@pytest.mark.parametrize("command", [("check", "--output-format=concise"), ("format", "--check")])
+def test_ruff(command):
+    command = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

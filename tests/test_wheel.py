@@ -67,7 +67,7 @@ def test_it_installs_one_package(site):
 
 def test_it_works_beside_packages_of_these_names(site, tmp_path):
     for name in ("schedulers", "softmax_emu", "bench"):
-        (tmp_path / f"{name}.py").write_text("whose = \"the user's\"\n")
+        (tmp_path / f"{name}.py").write_text('whose = "the user\'s"\n')
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(site), str(tmp_path)], cwd=tmp_path,
         capture_output=True, text=True,

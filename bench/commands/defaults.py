@@ -123,7 +123,9 @@ CASE_COLUMNS = (
 
 
 def tables(
-    found: Sequence[tuple[Choice, Sequence[Decided]]], origin: dict[str, str], draws: int,
+    found: Sequence[tuple[Choice, Sequence[Decided]]],
+    origin: dict[str, str],
+    draws: int,
     every: int = 1,
 ) -> list[Table]:
     """The defaults, all candidates, and the default case by case. every: which of the cases of
@@ -131,7 +133,7 @@ def tables(
     note = (
         f"Loss: time over the least that any alternative takes under the same constants, less 1; "
         f"over {draws} sets of constants that published rates do not contradict and the central "
-        "one. A mean is over sets, then over cases; \"at worst\" is under the worst set of the "
+        'one. A mean is over sets, then over cases; "at worst" is under the worst set of the '
         f"worst case. Losses that differ by less than {RESOLVED:.2%} count as equal."
     )
     if every > 1:
@@ -173,9 +175,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--every {arguments.every}; accepted is 1 or more")
     deciding = Deciding(arguments.machine, arguments.draws, arguments.every)
     of_names = zip((CHOICES[name] for name in names), stream(deciding, names, arguments.jobs))
-    decided = list(
-        results(of_names, len(names), DEFAULT_COLUMNS, lambda one: [default_row(*one)])
-    )
+    decided = list(results(of_names, len(names), DEFAULT_COLUMNS, lambda one: [default_row(*one)]))
     origin = {BASIS: "modelled", MACHINE: modelled_machine(load(arguments.machine))}
     emit(tables(decided, origin, arguments.draws, arguments.every), arguments)
     return 0

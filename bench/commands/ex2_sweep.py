@@ -39,8 +39,10 @@ from sm100_sim.timing import load
 
 
 def rows_of(
-    times: dict[tuple[Ex2Pattern, str], Times], errors: dict[Ex2Pattern, Error],
-    causal: bool, origin: dict[str, str],
+    times: dict[tuple[Ex2Pattern, str], Times],
+    errors: dict[Ex2Pattern, Error],
+    causal: bool,
+    origin: dict[str, str],
 ) -> list[dict[str, Any]]:
     """A row for every mix and class; `chosen` marks one of each class.
 

@@ -204,9 +204,7 @@ def _figures(row: dict[str, Any], case: AnyCase) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _remarks(
-    details: dict[str, dict[str, Any]], providers: Sequence[Provider]
-) -> Iterable[str]:
+def _remarks(details: dict[str, dict[str, Any]], providers: Sequence[Provider]) -> Iterable[str]:
     for provider in providers:
         status = details[provider.name]["status"]
         if status != "ok":

@@ -59,9 +59,7 @@ def timed(job: Job, sampling: tuple[int, int]) -> Times:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(7)
     block = Block(shape, ATTENTIONS[attention]).to(device, torch.bfloat16)
-    x = torch.randn(
-        shape.batch, shape.tokens, shape.hidden, device=device, dtype=torch.bfloat16
-    )
+    x = torch.randn(shape.batch, shape.tokens, shape.hidden, device=device, dtype=torch.bfloat16)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     divided, own = DIVISIONS[division](block, x, mesh)
 

@@ -74,9 +74,7 @@ def predictions(chosen: str = "") -> Table:
         *_sums(found),
     )
     title = "Attention on an H200 and an H100, predicted and measured"
-    return Table(
-        "predict", title, COLUMNS, found, notes, Plot("row", ("first", "first_measured"))
-    )
+    return Table("predict", title, COLUMNS, found, notes, Plot("row", ("first", "first_measured")))
 
 
 def _sums(found: list[dict[str, Any]]) -> Iterator[str]:

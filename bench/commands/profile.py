@@ -70,9 +70,7 @@ def commands(case: Case, arguments: argparse.Namespace) -> list[tuple[str, list[
     for direction in directions:
         report = f"{arguments.report}-{direction}.ncu-rep"
         sampling = Sampling(arguments.interval, arguments.buffer)
-        found.append(
-            (f"collect {direction}", collect_command(case, direction, report, sampling))
-        )
+        found.append((f"collect {direction}", collect_command(case, direction, report, sampling)))
         found.append((f"read {direction}", read_command(report)))
     return found
 

@@ -63,9 +63,7 @@ HIDDEN_COLUMNS = (
 _OF_HIDING = RING, KERNELS, TRANSFERS, WAITS
 
 
-def tables(
-    found: Mapping[tuple[Row, str], Times | str], ranks: int, machine: str
-) -> list[Table]:
+def tables(found: Mapping[tuple[Row, str], Times | str], ranks: int, machine: str) -> list[Table]:
     """found: by row and way the times, or why there are none."""
     rows, hidden = [], []
     for case, direction in dict.fromkeys(row for row, _ in found):
@@ -81,7 +79,7 @@ def tables(
             hidden.append(place | _hidden(*(medians[way] for way in _OF_HIDING)))
     notes = (
         "From a barrier to the end of the slowest rank, by CUDA events, what the host does "
-        f"included. \"{ONE_GPU}\": each GPU by itself does all of it, all at once. The backward "
+        f'included. "{ONE_GPU}": each GPU by itself does all of it, all at once. The backward '
         "begins with what the forward left.",
     )
     hiding = (
@@ -120,9 +118,7 @@ def _hidden(ring: float, kernels: float, transfers: float, waits: float) -> dict
     }  # fmt: skip
 
 
-def jobs_of(
-    only: Sequence[str], direction: str | None, ways: Sequence[str] | None
-) -> list[Job]:
+def jobs_of(only: Sequence[str], direction: str | None, ways: Sequence[str] | None) -> list[Job]:
     """Return (case, direction, way), those of one row side by side. Raises ValueError for a text
     that is in no sequence's line."""
     for text in only:

@@ -32,13 +32,12 @@ COLUMNS = (
 )
 
 
-def table(case: Case, directions: tuple[str, ...], machine: Machine,
-          pattern: Ex2Pattern | None = None) -> Table:
+def table(
+    case: Case, directions: tuple[str, ...], machine: Machine, pattern: Ex2Pattern | None = None
+) -> Table:
     """All kernels of the directions on one case."""
     found = [
-        row
-        for direction in directions
-        for row in resource_rows(case, direction, machine, pattern)
+        row for direction in directions for row in resource_rows(case, direction, machine, pattern)
     ]
     bounds = []
     for name in dict.fromkeys((row["direction"], row["kernel"]) for row in found):

@@ -164,7 +164,7 @@ COLUMNS = (
 
 def table(rows: list[dict[str, Any]]) -> Table:
     note = (
-        f"\"better\" names a scheduler where they differ by {RESOLUTION:.0%} or more, in one "
+        f'"better" names a scheduler where they differ by {RESOLUTION:.0%} or more, in one '
         "direction over the whole range."
     )
     modelled = "Tiles past the end of a short sequence cost the CLC scheduler a query each."

@@ -96,8 +96,12 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     if predictor.refuses(OURS_FORWARD.name, case, FORWARD) is None:
         beside = predictor.predict(OURS_FORWARD.name, case, FORWARD).seconds[0] * 1e6
     return (
-        _row(case, chosen, seconds, calls) | _of_frost(third, seconds[chosen]) | paths | origin
-        | _of_kernel(case, gpu, seconds[chosen]) | {"forward": beside}
+        _row(case, chosen, seconds, calls)
+        | _of_frost(third, seconds[chosen])
+        | paths
+        | origin
+        | _of_kernel(case, gpu, seconds[chosen])
+        | {"forward": beside}
         | _standing(seconds[chosen], calls, third, predictor.ratio_error(case, FORWARD))
         | _published(predictor.machine.name, case)
     )
@@ -182,8 +186,9 @@ def _row(
     if ran:
         their_best = _fastest(ran)
         ratios = ran[their_best] / seconds[chosen]
-        default, rule = (None if found is None else found[0] * 1e6
-                         for found in (theirs[1], theirs[max(theirs)]))
+        default, rule = (
+            None if found is None else found[0] * 1e6 for found in (theirs[1], theirs[max(theirs)])
+        )
         row |= {
             THEIR_DEFAULT: default, THEIR_RULE: rule,
             THEIRS: ran[their_best][0] * 1e6, "their_parts": their_best,
@@ -267,7 +272,7 @@ MODELLED_COLUMNS = COLUMNS + STANDING_COLUMNS + PATH_COLUMNS
 def table(rows: list[dict[str, Any]]) -> Table:
     columns: tuple[Column, ...] = COLUMNS
     notes: tuple[str, ...] = (
-        f"The number of parts that a call without num_splits= takes stands under \"chosen\"; "
+        f'The number of parts that a call without num_splits= takes stands under "chosen"; '
         f"differences below {RESOLUTION:.0%} are not resolved. {THEIRS} at best: the fastest of "
         "num_splits=1, two CTAs a tile of 256 rows, and of the numbers its rule picks from, one "
         f"CTA a tile of 128, the last of which num_splits=0 takes. {frost.NAME}: with the parts "
@@ -279,7 +284,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         columns = MODELLED_COLUMNS
         notes += (
             "Best peer: the faster of both under each set of constants, of which a tenth lie below "
-            "\"low\" and a tenth above \"high\". Probability: that ours is faster; it counts "
+            '"low" and a tenth above "high". Probability: that ours is faster; it counts '
             f"what the model may be off in a ratio ({stated_errors()}). As published: the same "
             "queries and keys on such a GPU, its keys in pages of 16 (attention_inference); no "
             "replay, and no peer of the ratio, since ours has its keys in one piece here.",

@@ -33,7 +33,7 @@ def made(document: Document) -> list[Table]:
     name, *given = shlex.split(" ".join(document.command))
     module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"python -m bench {name}")
-    getattr(options, name.replace('-', '_'))(parser)
+    getattr(options, name.replace("-", "_"))(parser)
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         target = Path(directory, "result.json")
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):

@@ -137,15 +137,20 @@ def times_of(row: dict[str, Any], case: Case, direction: str) -> dict[str, Any]:
 
 def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     measured = rows[0][BASIS] == "measured"
-    samples = "turns of the interleaved runs" if measured else (
-        "sets of the model's constants that published rates do not contradict, the same set for all"
+    samples = (
+        "turns of the interleaved runs"
+        if measured
+        else (
+            "sets of the model's constants that published rates do not contradict, the same set "
+            "for all"
+        )
     )
     notes = [
         "Best peer: the provider with the least time on average, ours and PyTorch's math aside. "
         "Ratio: the fastest peer's time over ours, the median with a tenth of the samples below "
-        f"\"low\" and a tenth above \"high\"; samples are {samples}. Probability: that ours is "
-        "faster than every peer; gain: by how much on average. \"faster\" names who is ahead with "
-        f"{LIKELY:.0%}, \"open\" where nobody is. FLOP: 4 Sq Sk D a head, half if causal, visible "
+        f'"low" and a tenth above "high"; samples are {samples}. Probability: that ours is '
+        'faster than every peer; gain: by how much on average. "faster" names who is ahead with '
+        f'{LIKELY:.0%}, "open" where nobody is. FLOP: 4 Sq Sk D a head, half if causal, visible '
         "pairs with a window or other lengths; backward 2.5 times that. Peak: dense bf16 at the "
         "clock recorded."
     ]
@@ -189,9 +194,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if ours was run and broke, or was wrong."""
     limit = TimeLimit(arguments.within)
     directions = [arguments.direction] if arguments.direction else list(DIRECTIONS)
-    cases = [
-        (case, direction) for direction in directions for case in suite.selected(arguments)
-    ]
+    cases = [(case, direction) for direction in directions for case in suite.selected(arguments)]
     is_measured = torch.cuda.is_available() and not arguments.modelled
     providers = chosen_providers(arguments.provider, is_measured)
     names = tuple(provider.name for provider in providers)
@@ -210,8 +213,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _measured(
-    arguments: argparse.Namespace, cases: Sequence[tuple[Case, str]],
-    providers: Sequence[Provider], limit: TimeLimit,
+    arguments: argparse.Namespace,
+    cases: Sequence[tuple[Case, str]],
+    providers: Sequence[Provider],
+    limit: TimeLimit,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each case that begins in time."""
     sampling = Sampling(arguments.warmup, arguments.runs)

@@ -65,7 +65,7 @@ def rows(machine: Machine) -> Table:
         row["error"] = None if said is None else said / row["measured"] - 1
         row |= {BASIS: "measured", MACHINE: f"{measured['device']}, {modelled_machine(machine)}"}
     notes = (
-        "Own bytes: clocks of a load or a store of 64 KiB by each SM, all at once; \"free\": of a "
+        'Own bytes: clocks of a load or a store of 64 KiB by each SM, all at once; "free": of a '
         "tile of 64 KiB, 16000 clocks of work (or as said) and a store that nobody waits for. "
         "Queues: a load's arrival after the first issue, of the store before it or its own. "
         "Launches: from the last clock of a kernel to the first of the next one's work.",

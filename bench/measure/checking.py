@@ -135,9 +135,7 @@ def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
     for block in (block for place in _blocks(inputs.case) for block in place):
         if block not in inputs.expected:
             operands = block.operands(inputs)
-            inputs.expected[block] = reference.Expected.of(
-                operands, **_options(inputs.case, block)
-            )
+            inputs.expected[block] = reference.Expected.of(operands, **_options(inputs.case, block))
         found = block.queries(inputs, out)[None].cpu()
         # Only out is compared: providers do not all return LSE.
         lse = torch.zeros(1, len(block.heads), found.shape[1])
@@ -203,16 +201,12 @@ def _check_rows(provider: Provider, inputs: Inputs) -> Iterator[Check]:
             yield check if not unseen else Check(max(unseen, check.error), 0.0)
 
 
-def _gradients(
-    provider: Provider, inputs: Inputs, dout: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _gradients(provider: Provider, inputs: Inputs, dout: torch.Tensor) -> dict[str, torch.Tensor]:
     for leaf in inputs.leaves:
         leaf.requires_grad_()
     found = torch.autograd.grad(provider.call(inputs), inputs.leaves, dout)
     return dict(zip("qkv", found, strict=True))
 
 
-def _worst_gradient(
-    found: dict[str, torch.Tensor], expected: reference.ExpectedGradients
-) -> Check:
+def _worst_gradient(found: dict[str, torch.Tensor], expected: reference.ExpectedGradients) -> Check:
     return worst(Check(c.max_error, c.tolerance) for c in expected.compare(found).values())

@@ -151,9 +151,7 @@ def _ours(given: Inputs, architecture: str) -> torch.Tensor:
     k, v = (code.reshape(1, -1, 1, HEAD_DIM) for code in given.codes)
     k_descale, v_descale = (scale.reshape(1) for scale in given.scales)
     with mock.patch.dict(os.environ, {ARCHITECTURE.name: architecture}):
-        out = flash_attn_func(
-            given.q, k, v, num_splits=1, k_descale=k_descale, v_descale=v_descale
-        )
+        out = flash_attn_func(given.q, k, v, num_splits=1, k_descale=k_descale, v_descale=v_descale)
     assert isinstance(out, torch.Tensor)
     return out.double()
 

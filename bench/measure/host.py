@@ -78,7 +78,11 @@ CASES = (
     HostCase("decode, pages", ((1, 1024),) * 4, (16, 2), paged=True),
     HostCase("decode, new rows in pages", ((1, 1024),) * 4, (16, 2), paged=True, appends=True),
     HostCase(
-        "decode, rotated new rows", ((1, 1024),) * 4, (16, 2), paged=True, appends=True,
+        "decode, rotated new rows",
+        ((1, 1024),) * 4,
+        (16, 2),
+        paged=True,
+        appends=True,
         rotates=True,
     ),  # fmt: skip
 )

@@ -98,7 +98,13 @@ def simulated_error(rung: Rung, causal: bool) -> Error:
         for seqlen, heads in ((seqlen_q, 2), (seqlen_k, 1), (seqlen_k, 1))
     )
     out, lse = flash_attn_func(
-        q, k, v, causal=causal, return_lse=True, config=rung.config, use_clc=rung.use_clc,
+        q,
+        k,
+        v,
+        causal=causal,
+        return_lse=True,
+        config=rung.config,
+        use_clc=rung.use_clc,
         num_splits=1,
     )
     found = reference.compare(out, lse, (q, k, v), causal=causal)
@@ -119,7 +125,10 @@ class Timing:
 
 
 def measure_all(
-    chosen: Sequence[Rung], case: Case, timer: Timer, sampling: Sampling,
+    chosen: Sequence[Rung],
+    case: Case,
+    timer: Timer,
+    sampling: Sampling,
     pytorch: Iterable[Provider],
 ) -> tuple[list[Timing], dict[str, float | str]]:
     """Return (timings of the rungs, median seconds of PyTorch's implementations or why they did not
@@ -150,6 +159,7 @@ def measure_all(
         timings.append(Timing(rung, seconds, errors[rung.name]))
     others |= {
         provider.name: found[provider.name].quantile(0.5)
-        for provider in pytorch if provider.name in found
+        for provider in pytorch
+        if provider.name in found
     }
     return timings, others

@@ -29,7 +29,9 @@ SPAN, SHARING = 2 << 20, 16
 THREADS, SHARED = 288, 1024 + (200 << 10)
 PERCENTILES = (5, 25, 50, 75, 95)
 
-_SOURCE = PREAMBLE + r"""extern "C" __global__ void loads(
+_SOURCE = (
+    PREAMBLE
+    + r"""extern "C" __global__ void loads(
     char* from, char* to, u64* out, u32* gate, u32 period, u32 stores, u32 rounds, u32 sharing,
     u32 span) {
   extern __shared__ __align__(1024) char pool[];
@@ -82,6 +84,7 @@ _SOURCE = PREAMBLE + r"""extern "C" __global__ void loads(
   cluster_barrier();
 }
 """
+)
 
 
 def summary(clocks: np.ndarray) -> dict[str, float]:

@@ -268,9 +268,7 @@ def mask_microseconds(case: MaskedCase, device: torch.device, gradients: bool) -
     """Median time from the start of making a mask by its name to the end of all that is made of it
     before kernels run: bits and lists of steps, with gradients those of the backward, too."""
     q, k = (
-        torch.empty(
-            case.batch, case.seqlen_q, heads, 1, device=device, dtype=torch.bfloat16
-        )
+        torch.empty(case.batch, case.seqlen_q, heads, 1, device=device, dtype=torch.bfloat16)
         for heads in (case.heads, case.heads_kv)
     )
     found = []

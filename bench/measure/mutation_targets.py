@@ -123,7 +123,9 @@ def inputs(
     q, k, v = (
         torch.randn(shape.batch, rows, heads, HEAD_DIM, generator=generator)
         for rows, heads in (
-            (shape.seqlen_q, shape.heads_q), (shape.seqlen_k, 1), (shape.seqlen_k, 1)
+            (shape.seqlen_q, shape.heads_q),
+            (shape.seqlen_k, 1),
+            (shape.seqlen_k, 1),
         )
     )
     k *= factors(torch.arange(shape.seqlen_k)).reshape(1, -1, 1, 1)
@@ -315,9 +317,7 @@ def _hopper_targets() -> Iterator[Target]:
             ("mask_mod", _masked, {"mask_mod": _FUNCTION}, MASK_SHAPES),
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=counted)
-            yield Target(
-                f"Hopper forward, {name}, {scheduler}", run, shapes, environment=HOPPER
-            )
+            yield Target(f"Hopper forward, {name}, {scheduler}", run, shapes, environment=HOPPER)
         yield from _of_caches("Hopper ", counted, HOPPER)
         backward = BACKWARD_LENGTHS, EMPTY_FIRST_LENGTHS
         of_all = tuple(map(_packed_shape, backward))
@@ -333,13 +333,19 @@ def _hopper_targets() -> Iterator[Target]:
                 _backward, call=call, wanted=wanted, causal=True, use_clc=counted
             )
             yield Target(
-                f"Hopper {name}, varlen, causal, {scheduler}", run, of_all, kernels=kernel,
+                f"Hopper {name}, varlen, causal, {scheduler}",
+                run,
+                of_all,
+                kernels=kernel,
                 environment=HOPPER,
             )
         run = functools.partial(_backward, call=call, wanted="qkv", **_CHANGED, use_clc=counted)
         yield Target(
-            f"Hopper dV and dS, varlen, causal, score_mod, {scheduler}", run, of_all,
-            kernels="DvKernel", environment=HOPPER,
+            f"Hopper dV and dS, varlen, causal, score_mod, {scheduler}",
+            run,
+            of_all,
+            kernels="DvKernel",
+            environment=HOPPER,
         )
         yield from _masked_backwards("Hopper ", counted, HOPPER)
 
@@ -366,15 +372,23 @@ def _of_caches(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterat
         decodes = few and (environment is BLACKWELL or "e4m3" in options)
         reading = True if few and environment is BLACKWELL else "strict"
         yield Target(
-            f"{prefix}forward, {name}, {scheduler}", run, CACHE_SHAPES if few else CACHE_TILES,
-            reading, kernels="Decode" if decodes else "ForwardKernel", environment=environment,
+            f"{prefix}forward, {name}, {scheduler}",
+            run,
+            CACHE_SHAPES if few else CACHE_TILES,
+            reading,
+            kernels="Decode" if decodes else "ForwardKernel",
+            environment=environment,
         )
     if environment is not BLACKWELL:
         return
     for name, e4m3 in (("64 rows", False), ("64 rows, e4m3", True)):
         run = functools.partial(_cached, e4m3=e4m3, causal=True, use_clc=clc)
         yield Target(
-            f"{prefix}forward, {name}, {scheduler}", run, TWO_GROUPS, True, kernels="Decode",
+            f"{prefix}forward, {name}, {scheduler}",
+            run,
+            TWO_GROUPS,
+            True,
+            kernels="Decode",
             environment=environment,
         )
 
@@ -391,7 +405,10 @@ def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) ->
             _backward, call=_masked, wanted="qkv", mask_mod=mask_mod, use_clc=clc
         )
         yield Target(
-            f"{prefix}{name}, {scheduler}", run, MASK_BACKWARD_SHAPES, kernels=kernel,
+            f"{prefix}{name}, {scheduler}",
+            run,
+            MASK_BACKWARD_SHAPES,
+            kernels=kernel,
             environment=environment,
         )
 
@@ -402,7 +419,10 @@ def targets() -> dict[str, Target]:
 
 
 def measure(
-    target: Target, seeds: int = 20, confirm: int = 4, jobs: int = 1,
+    target: Target,
+    seeds: int = 20,
+    confirm: int = 4,
+    jobs: int = 1,
     write: Callable[[str], None] = lambda line: None,
 ) -> list[mutants.Score]:
     """Scores of the kernels of a target; one cluster does all tiles.

@@ -104,12 +104,17 @@ def _source(products: int, arithmetic: bool) -> str:
         for k in range(16)
     )  # fmt: skip
     head = f"#define PRODUCTS {products}\n#define ARITHMETIC {int(arithmetic)}\n"
-    return PREAMBLE + head + _KERNEL % {
-        "s": score.replace("{result}", "s"),
-        "dp": score.replace("{result}", "dp"),
-        "dv": _multiply(256, "dv", "", "c + i * 128"),
-        "threads": THREADS,
-    }
+    return (
+        PREAMBLE
+        + head
+        + _KERNEL
+        % {
+            "s": score.replace("{result}", "s"),
+            "dp": score.replace("{result}", "dp"),
+            "dv": _multiply(256, "dv", "", "c + i * 128"),
+            "threads": THREADS,
+        }
+    )
 
 
 _KERNEL = r"""

@@ -45,9 +45,7 @@ class Pages:
     lengths: torch.Tensor
 
     @classmethod
-    def of(
-        cls, k: torch.Tensor, v: torch.Tensor, size: int, generator: torch.Generator
-    ) -> Pages:
+    def of(cls, k: torch.Tensor, v: torch.Tensor, size: int, generator: torch.Generator) -> Pages:
         """Copies of k and v, (batch, seqlen_k, heads_kv, 256), in pages whose order is by chance;
         rows past the end of a sequence are 0."""
         batch, seqlen = k.shape[:2]
@@ -93,8 +91,12 @@ class Inputs:
         generator = torch.Generator(device).manual_seed(0)
         totals = [sum(lengths) for lengths in zip(*case.lengths)]
         tensors = []
-        for side, heads in ((0, case.heads), (1, case.heads_kv), (1, case.heads_kv),
-                            (0, case.heads)):
+        for side, heads in (
+            (0, case.heads),
+            (1, case.heads_kv),
+            (1, case.heads_kv),
+            (0, case.heads),
+        ):
             rows = (totals[side],) if case.packed else (case.batch, case.lengths[0][side])
             shape = (*rows, heads, HEAD_DIM)
             tensors.append(torch.randn(shape, generator=generator, device=device, dtype=dtype))
@@ -150,7 +152,10 @@ class Ours:
     """
 
     def __init__(
-        self, name: str = OURS, use_clc: bool | None = None, config: ForwardConfig | None = None,
+        self,
+        name: str = OURS,
+        use_clc: bool | None = None,
+        config: ForwardConfig | None = None,
         num_splits: int = 0,
     ) -> None:
         self.name, self._use_clc, self._config = name, use_clc, config
@@ -288,12 +293,8 @@ class Frost:
         parts = 1
         if case.bounds[0] is None:
             sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
-            parts = frost.chosen_splits(
-                case.batch, case.lengths[0], case.heads, case.heads_kv, sms
-            )
-        out, _ = self.forward(
-            *inputs.leaves, causal=causal, left=case.bounds[0], num_splits=parts
-        )
+            parts = frost.chosen_splits(case.batch, case.lengths[0], case.heads, case.heads_kv, sms)
+        out, _ = self.forward(*inputs.leaves, causal=causal, left=case.bounds[0], num_splits=parts)
         return out
 
 

@@ -216,9 +216,7 @@ def timed(job: Job, sampling: tuple[int, int]) -> Times:
         return sampled(gradients, sampling, device)
 
 
-def sampled(
-    call: Callable[[], Any], sampling: tuple[int, int], device: torch.device
-) -> Times:
+def sampled(call: Callable[[], Any], sampling: tuple[int, int], device: torch.device) -> Times:
     """Return the times of runs in milliseconds, each the slowest rank's: whole, or what one puts
     into `_waited`."""
     warmup, runs = sampling

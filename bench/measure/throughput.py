@@ -27,8 +27,11 @@ from .timer import (
 
 
 def measured_rows(
-    cases: Iterable[tuple[Case, str]], providers: Sequence[Provider], timer: Timer,
-    sampling: Sampling, dtype: torch.dtype,
+    cases: Iterable[tuple[Case, str]],
+    providers: Sequence[Provider],
+    timer: Timer,
+    sampling: Sampling,
+    dtype: torch.dtype,
 ) -> Iterator[dict[str, Any]]:
     """Check and time every (case, direction) on the timer's GPU; yield one row for each."""
     missing = {provider.name: provider.missing() for provider in providers}
@@ -53,7 +56,9 @@ def measured_rows(
 
 
 def _ready(
-    case: Case, direction: str, providers: Sequence[Provider],
+    case: Case,
+    direction: str,
+    providers: Sequence[Provider],
     setting: tuple[Timer, torch.dtype, dict[str, str | None]],
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return (what `Timer.prepare` made of the providers whose results are right, what is known of
@@ -99,5 +104,6 @@ def times_of(case: Case, row: dict[str, Any], required: Iterable[str]) -> dict[s
         raise RuntimeError(f"{case}: {failed}")
     return {
         name: np.array([found[key] for key in ("median_ms", "p20_ms", "p80_ms")]) / 1e3
-        for name, found in details.items() if found["status"] == "ok"
+        for name, found in details.items()
+        if found["status"] == "ok"
     }

@@ -109,9 +109,7 @@ def batch_of(step: int, shape: Shape) -> torch.Tensor:
     return torch.cat([first, first], dim=1)[:, : shape.seqlen + 1]
 
 
-def ours(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
-) -> torch.Tensor:
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
     """Run this project's operator in bf16."""
     from fa4_hd256 import flash_attn_func
 
@@ -180,9 +178,7 @@ def _to_bf16(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
 
-def rounded(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
-) -> torch.Tensor:
+def rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
     """PyTorch's products in float32, rounded where a kernel in bf16 rounds."""
     q, k, v = (_to_bf16(t).transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))

@@ -17,7 +17,9 @@ __all__ = ["measured_variants"]
 
 
 def measured_variants(
-    variants: Mapping[Any, tuple[Provider, Inputs]], first: Hashable, timer: Timer,
+    variants: Mapping[Any, tuple[Provider, Inputs]],
+    first: Hashable,
+    timer: Timer,
     sampling: Sampling,
 ) -> dict[str, Any]:
     """Forwards of all variants; first: the one whose clock and power are reported.

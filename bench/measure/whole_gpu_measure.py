@@ -80,8 +80,14 @@ class Device:
         return self._functions[name]
 
     def launch(
-        self, name: str, grid: int, threads: int, arguments: tuple, shared: int = 0,
-        cluster: int = 1, dependent: bool = False,
+        self,
+        name: str,
+        grid: int,
+        threads: int,
+        arguments: tuple,
+        shared: int = 0,
+        cluster: int = 1,
+        dependent: bool = False,
     ) -> None:
         """Launch on PyTorch's stream. arguments: (value, bytes) of each. dependent: as soon as the
         kernel before lets it."""
@@ -135,8 +141,14 @@ _places = _addresses()
 
 
 def tiles(
-    device: Device, active: int, lockstep: bool, load: int = 0, store: int = 0, stagger: int = 0,
-    work: int = 0, wait_store: bool = False,
+    device: Device,
+    active: int,
+    lockstep: bool,
+    load: int = 0,
+    store: int = 0,
+    stagger: int = 0,
+    work: int = 0,
+    wait_store: bool = False,
 ) -> dict[str, list[float]]:
     """Clocks of a load, of a store and of a whole tile, quartiles over SMs and tiles but the first
     three: those start with cold TLBs."""
@@ -166,22 +178,27 @@ def own_bytes(device: Device) -> dict[str, Any]:
         found[f"store, {active} SMs"] = tiles(device, active, True, store=full, wait_store=True)
     found["load, 132 SMs, 300 clocks apart"] = tiles(device, 132, True, load=full, stagger=300)
     found["store, 132 SMs, 300 clocks apart"] = tiles(
-        device, 132, True, store=full, stagger=300, wait_store=True)
+        device, 132, True, store=full, stagger=300, wait_store=True
+    )
     for active in (16, 66, 132):
         found[f"free, load, {active} SMs"] = tiles(device, active, False, load=full, work=WORK)
         found[f"free, load and store, {active} SMs"] = tiles(
-            device, active, False, load=full, store=full, work=WORK)
+            device, active, False, load=full, store=full, work=WORK
+        )
     for work in (2000, 6000):
         found[f"free, load, {work} clocks of work, 132 SMs"] = tiles(
-            device, 132, False, load=full, work=work)
+            device, 132, False, load=full, work=work
+        )
     found["lockstep, load behind a store, 132 SMs"] = tiles(
-        device, 132, True, load=full, store=full, work=WORK)
+        device, 132, True, load=full, store=full, work=WORK
+    )
     return found
 
 
 #: name: (bytes loaded, bytes stored, bytes of a copy, by the warp, load first, from L2).
 QUEUES = {
-    "load 64 KiB": (65536, 0, COPY, 0, 0, 0), "load 64 KiB from L2": (65536, 0, COPY, 0, 0, 1),
+    "load 64 KiB": (65536, 0, COPY, 0, 0, 0),
+    "load 64 KiB from L2": (65536, 0, COPY, 0, 0, 1),
     "load 1 KiB from L2": (1024, 0, COPY, 0, 0, 1),
     "store 64 KiB": (0, 65536, COPY, 0, 0, 0),
     "store 16 KiB, load 64 KiB from L2": (65536, 16384, COPY, 0, 0, 1),
@@ -300,7 +317,9 @@ def hosts(device: Device) -> dict[str, Any]:
                 run()
             times.append((time.perf_counter() - begin) / 10)
         found[str(seqlen)] = {
-            "device": alone, "host": float(np.median(times)), "ten": _events(run, 10),
+            "device": alone,
+            "host": float(np.median(times)),
+            "ten": _events(run, 10),
             "one": _events(run, 1),
         }
     return found
@@ -492,8 +511,10 @@ def measure(chosen: Iterable[str] = PARTS) -> dict[str, Any]:
     device = Device()
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, Any] = {
-        "device": properties.name, "sms": properties.multi_processor_count,
-        "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+        "device": properties.name,
+        "sms": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
     }
     sensor = Sensor()
     driver = sensor.library.nvmlSystemGetDriverVersion()

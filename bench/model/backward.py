@@ -49,9 +49,7 @@ class GradientCalls:
         room: that those on tensor cores get."""
         raise NotImplementedError
 
-    def seconds(
-        self, case: Case, room: Room = ALONE, conditions: Conditions = BURST
-    ) -> np.ndarray:
+    def seconds(self, case: Case, room: Room = ALONE, conditions: Conditions = BURST) -> np.ndarray:
         """float64, predicted of `calls`."""
         calls = zip(self.calls(case, room), self.values)
         return np.array([one.seconds(values, conditions) for one, values in calls])
@@ -107,13 +105,9 @@ class Backward(GradientCalls):
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
         return self.calls_of(case, self.plan(case), room)
 
-    def calls_of(
-        self, case: Case, chunks: Sequence[Chunk], room: Room = ALONE
-    ) -> list[Call]:
+    def calls_of(self, case: Case, chunks: Sequence[Chunk], room: Room = ALONE) -> list[Call]:
         """Return `calls` in these chunks."""
-        runs = [
-            (chunk.count, run) for chunk in chunks for run in self.run(chunk, room).values()
-        ]
+        runs = [(chunk.count, run) for chunk in chunks for run in self.run(chunk, room).values()]
         return [
             Call([(count, run[n]) for count, run in runs], self._beside(case, chunks, values))
             for n, values in enumerate(self.values)

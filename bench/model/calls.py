@@ -69,9 +69,7 @@ def forward_problem(
     )  # fmt: skip
 
 
-def backward_problem(
-    case: Case, architecture: Architecture = ARCHITECTURES[0]
-) -> BackwardProblem:
+def backward_problem(case: Case, architecture: Architecture = ARCHITECTURES[0]) -> BackwardProblem:
     """Return the backward's problem, all gradients requested, nothing split so far."""
     _, keys = _rows(case)
     forward = forward_problem(case, architecture)

@@ -103,7 +103,11 @@ def unequal_cases() -> list[Case]:
         *(
             Case("ragged", ragged_lengths(count, longest, seed), *QWEN, causal, packed=True)
             for count, longest, seed in (
-                (4, 16384, 0), (8, 8192, 0), (8, 8192, 1), (16, 8192, 1), (64, 4096, 0),
+                (4, 16384, 0),
+                (8, 8192, 0),
+                (8, 8192, 1),
+                (16, 8192, 1),
+                (64, 4096, 0),
             )
             for causal in (True, False)
         ),
@@ -173,7 +177,8 @@ def _order(case: Case, predictor: Predictor, direction: str) -> Decided:
     orders = FORWARD_ORDERS if direction == FORWARD else ORDERS
     for name, order in orders.items():
         kernel: Any = (
-            predictor.forward(OURS, case, clc) if direction == FORWARD
+            predictor.forward(OURS, case, clc)
+            if direction == FORWARD
             else predictor.backward(OURS, case, clc)
         )
         seconds[name] = replace(kernel, tiling=replace(kernel.tiling, order=order)).seconds(case)
@@ -306,15 +311,12 @@ def _mixes(case: Case, predictor: Predictor) -> Decided:
         with progress.step(f"replaying {in_words(kind) or 'full'} with {name}"):
             runs[name] = replayed(pattern, kind, predictor.machine, predictor.draws)
     seconds = {
-        name: with_mix(kernel, run, runs[DEFAULT_MIX]).seconds(case)
-        for name, run in runs.items()
+        name: with_mix(kernel, run, runs[DEFAULT_MIX]).seconds(case) for name, run in runs.items()
     }
     return Decided(case, FORWARD, seconds, {name: name for name in MIXES})
 
 
-def _of_variant(
-    variant: Variant, direction: str, predictor: Predictor
-) -> Kernel | Backward:
+def _of_variant(variant: Variant, direction: str, predictor: Predictor) -> Kernel | Backward:
     make = ours.Ours().forward if direction == FORWARD else ours.Ours().backward
     with progress.step(f"replaying {OURS}, {direction}: {in_words(variant) or 'full'}"):
         return make(variant, predictor.machine, predictor.draws)
@@ -330,10 +332,7 @@ DEFAULT_CLAIM = f"{CLAIM_STEPS} steps left to load"
 #: work of a step.
 CLAIMS: dict[str, Callable[[float], Late | int]] = {
     "as a tile begins": lambda step: 1,
-    **{
-        f"{n} steps left to load": functools.partial(_late, n)
-        for n in (1, 2, 3, 4, 6)
-    },
+    **{f"{n} steps left to load": functools.partial(_late, n) for n in (1, 2, 3, 4, 6)},
 }
 
 
@@ -432,12 +431,8 @@ def choices() -> Iterator[Choice]:
     forward, backward = (lambda f, d=d: _directed(f, d) for d in (FORWARD, BACKWARD))
     yield Choice("order, forward", DEFAULT_ORDER, all_cases, forward(_order))
     yield Choice("order, backward", DEFAULT_ORDER, all_cases, backward(_order))
-    yield Choice(
-        "scheduler, forward", _by_emptiness(MOST_EMPTY), sparse_cases, forward(_scheduler)
-    )
-    yield Choice(
-        "scheduler, backward", "CLC", all_cases, backward(_scheduler)
-    )
+    yield Choice("scheduler, forward", _by_emptiness(MOST_EMPTY), sparse_cases, forward(_scheduler))
+    yield Choice("scheduler, backward", "CLC", all_cases, backward(_scheduler))
     yield Choice("claims, forward", DEFAULT_CLAIM, unequal_cases, forward(_claims))
     yield Choice("claims, backward", DEFAULT_CLAIM, unequal_cases, backward(_claims))
     yield Choice("splits", DEFAULT_SPLITS, split_cases, _splits)

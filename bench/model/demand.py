@@ -236,9 +236,7 @@ class Total:
     hbm_bytes: float
 
 
-def totals(
-    case: Case, direction: str, config: Any = None, gpu: Gpu = B200
-) -> list[Total]:
+def totals(case: Case, direction: str, config: Any = None, gpu: Gpu = B200) -> list[Total]:
     """The kernels of one direction on a case, in the order in which they run.
 
     config: ForwardConfig or BackwardConfig, as the direction is; None for the default one. gpu:

@@ -72,9 +72,7 @@ class _OfWholeHeads(SummedDq):
     def plan(self, case: Case) -> list[Chunk]:
         """Raises ValueError for query heads that share keys."""
         if kernel_of(case) != WHOLE:
-            raise ValueError(
-                f"heads {case.heads_text}: accepted are as many of keys as of queries"
-            )
+            raise ValueError(f"heads {case.heads_text}: accepted are as many of keys as of queries")
         return super().plan(case)
 
 

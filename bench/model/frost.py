@@ -177,8 +177,10 @@ class Frost:
         columns = frost.decode_columns(
             case.batch, case.lengths[0], case.heads, case.heads_kv, kind.window
         )
-        if direction != BACKWARD and not kind.window and (
-            divided or columns or case.seqlen_q < ROWS
+        if (
+            direction != BACKWARD
+            and not kind.window
+            and (divided or columns or case.seqlen_q < ROWS)
         ):
             # Costs follow how many rows a tile has, and those of whole tiles nothing else.
             queries = min(case.seqlen_q, ROWS)
@@ -305,9 +307,7 @@ def _backward_source(variant: Variant, machine: Machine) -> Source:
     return what, trace
 
 
-def backward_programs(
-    variant: Variant, machine: Machine
-) -> list[list[timing.StoredProgram]]:
+def backward_programs(variant: Variant, machine: Machine) -> list[list[timing.StoredProgram]]:
     """Trace the three kernels of each of `BACKWARD_SAMPLES`, in their order. O and LSE are its own
     forward's."""
     causal, found = variant.kind.causal, []

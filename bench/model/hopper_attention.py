@@ -113,8 +113,10 @@ def forward_variant(
     gpu = gpu_of(machine)
     problem = forward_problem(case, architecture_on(gpu))
     causal = problem.options.window[1] is not None
-    config: Any = kernels_of(problem.architecture).config("forward").tuned(
-        causal, case.seqlen_k, gpu.tuning_name, problem.tiles
+    config: Any = (
+        kernels_of(problem.architecture)
+        .config("forward")
+        .tuned(causal, case.seqlen_k, gpu.tuning_name, problem.tiles)
     )
     return Variant(
         Kind.of(case), defaults_to_clc(case, FORWARD) if use_clc is None else use_clc,
@@ -129,9 +131,7 @@ def forward(variant: Variant, machine: Machine, draws: int = 0) -> Kernel:
     return Kernel("fa4_hd256", tiling, machine.sampled(draws), fitted(rows, tiling.policy))
 
 
-def backward(
-    kind: Kind, use_clc: bool, machine: Machine, keys: int, draws: int = 0
-) -> Backward:
+def backward(kind: Kind, use_clc: bool, machine: Machine, keys: int, draws: int = 0) -> Backward:
     """Our backward with stored dS, of calls with so many keys."""
     config = kernels_of(architecture_on(gpu_of(machine))).config("backward")()
 
@@ -197,8 +197,10 @@ def call(variant: Variant, sample: Sample) -> tuple[Any, tuple]:
             return _backward_call(variant, problem, tensors, alone)
         if variant.splits:
             problem = divided(problem, 2, alone)
-        config = kernels_of(problem.architecture).config("forward").tuned(
-            kind.causal, keys, alone.tuning_name, problem.tiles
+        config = (
+            kernels_of(problem.architecture)
+            .config("forward")
+            .tuned(kind.causal, keys, alone.tuning_name, problem.tiles)
         )
         if config.block_kv != variant.keys:
             config = replace(config, block_kv=variant.keys)
@@ -209,9 +211,7 @@ def call(variant: Variant, sample: Sample) -> tuple[Any, tuple]:
         return compiled, call_arguments(given, problem, alone, 0)
 
 
-def _backward_call(
-    variant: Variant, forward: Problem, tensors: Any, gpu: Any
-) -> tuple[Any, tuple]:
+def _backward_call(variant: Variant, forward: Problem, tensors: Any, gpu: Any) -> tuple[Any, tuple]:
     q, k, *_ = tensors
     problem = BackwardProblem(forward, tuple(k.shape), False, 1, keeps_ds=True)
     stats = empty_stats(problem)

@@ -33,9 +33,7 @@ class Clocks:
     picojoules: float | None = None
 
     @classmethod
-    def of(
-        cls, product: Mapping[str, Any], attention: Mapping[str, Any], values: Values
-    ) -> Clocks:
+    def of(cls, product: Mapping[str, Any], attention: Mapping[str, Any], values: Values) -> Clocks:
         """Return the clocks of a GPU on which `bench.measure.rows_under_load` had these figures of
         both: the energy of a FLOP is what makes the product's sustained clock that which the budget
         leaves."""

@@ -93,9 +93,7 @@ def forward_tiles_of(case: Case) -> range:
     return range(blocks * case.heads * case.batch)
 
 
-def seconds(
-    calls: Sequence[Call], values: Sequence[Values]
-) -> tuple[np.ndarray, np.ndarray]:
+def seconds(calls: Sequence[Call], values: Sequence[Values]) -> tuple[np.ndarray, np.ndarray]:
     """Return (seconds of a burst, sustained seconds) of a call for each of the drawn machines."""
     found = [model.times_of(one, drawn) for one, drawn in zip(calls, values)]
     return np.array([t.seconds for t in found]), np.array([t.for_good for t in found])

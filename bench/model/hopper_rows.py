@@ -91,14 +91,16 @@ def by_events(seconds: float) -> float:
     return seconds + (EMPTY_GRAPH_US - model.hopper().values().launch_us) * 1e-6
 
 
-def _dense(seqlen: int, causal: bool, heads: tuple[int, int] = (16, 16), left: int | None = None
-           ) -> Case:
+def _dense(
+    seqlen: int, causal: bool, heads: tuple[int, int] = (16, 16), left: int | None = None
+) -> Case:
     lengths = ((seqlen, seqlen),) * max(1, H200_TOKENS // seqlen)
     return Case("h200", lengths, *heads, causal, (left, None))
 
 
-def _decode(batch: int, queries: int, keys: int, heads: tuple[int, int], causal: bool = True
-            ) -> Case:
+def _decode(
+    batch: int, queries: int, keys: int, heads: tuple[int, int], causal: bool = True
+) -> Case:
     return Case("h200", ((queries, keys),) * batch, *heads, causal)
 
 

@@ -203,9 +203,7 @@ class Ours(OurProvider):
             kind, use_clc, split_rows=rows, kernel=direction, page_size=case.page_size
         )  # fmt: skip
 
-    def forward(
-        self, variant: Variant | DecodeVariant, machine: Machine, draws: int
-    ) -> Kernel:
+    def forward(self, variant: Variant | DecodeVariant, machine: Machine, draws: int) -> Kernel:
         """Our forward, with costs fitted to replays of that kernel."""
         if isinstance(variant, DecodeVariant):
             return our_decode.forward(variant, machine, draws)
@@ -225,9 +223,7 @@ class Ours(OurProvider):
         def in_two(case: Case) -> InTwo | None:
             return self._in_two(case, variant.use_clc, machine, draws)
 
-        return Kernel(
-            self.name, tiling, machine.sampled(draws), costs, Paths.of(found), in_two
-        )
+        return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found), in_two)
 
     def _in_two(self, case: Case, use_clc: bool, machine: Machine, draws: int) -> InTwo | None:
         """A case whose last wave of tiles the operator splits, else None."""
@@ -260,9 +256,7 @@ class Ours(OurProvider):
         )
         paths: dict[str, Paths] = {}
         config: Any = variant.config or BackwardConfig()
-        return Backward(
-            self.name, tiling, machine.sampled(draws), costs, config.ds_bytes, paths
-        )
+        return Backward(self.name, tiling, machine.sampled(draws), costs, config.ds_bytes, paths)
 
 
 def replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
@@ -304,9 +298,7 @@ def empty_replays(variant: Variant, machine: Machine, draws: int) -> list[Replay
     return kept(what, trace, machine, draws)
 
 
-def with_empty_tiles(
-    costs: list[TileCosts], without: Replayed, some: Replayed
-) -> list[TileCosts]:
+def with_empty_tiles(costs: list[TileCosts], without: Replayed, some: Replayed) -> list[TileCosts]:
     """Costs with those of an empty tile. without, some: replays that differ in such tiles only."""
     tiles = some.tiles - without.tiles
     return [

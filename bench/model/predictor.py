@@ -62,9 +62,7 @@ class Provider(Protocol):
 
     def forward(self, variant: Any, machine: Machine, draws: int) -> Kernel: ...
 
-    def backward(
-        self, variant: Any, machine: Machine, draws: int
-    ) -> Backward | FrostBackward: ...
+    def backward(self, variant: Any, machine: Machine, draws: int) -> Backward | FrostBackward: ...
 
 
 #: Ours with the forward's tiles however few the rows, to be held beside what calls take.
@@ -140,9 +138,7 @@ class Predictor:
             return f"the timing model needs its kernels' SASS for {target}; measured only"
         return self.providers[provider].refuses(case, direction)
 
-    def forward(
-        self, provider: str, case: Case, use_clc: bool = False, splits: int = 1
-    ) -> Kernel:
+    def forward(self, provider: str, case: Case, use_clc: bool = False, splits: int = 1) -> Kernel:
         """The kernel that a forward takes, replayed at the first call. use_clc: of ours. splits:
         parts of its keys."""
         variant = self.providers[provider].variant(case, FORWARD, use_clc, splits > 1)
@@ -177,9 +173,7 @@ class Predictor:
         if direction == BACKWARD:
             backward = self.backward(provider, case, use_clc)
             calls = backward.calls(case)
-            return Predicted(
-                *self._seconds(calls, backward.values), None, backward.paths_of(case)
-            )
+            return Predicted(*self._seconds(calls, backward.values), None, backward.paths_of(case))
         return self.predict_forward(provider, case, use_clc, splits)
 
     def _seconds(

@@ -109,9 +109,7 @@ def one_cluster() -> Iterator[None]:
         HardwareInfo.get_device_multiprocessor_count = saved
 
 
-def of_kernels(
-    predictions: Sequence[timing.Prediction], *parts: str
-) -> list[timing.Prediction]:
+def of_kernels(predictions: Sequence[timing.Prediction], *parts: str) -> list[timing.Prediction]:
     """Return, of the launches of one call, that of the kernel with each of the parts in its name.
 
     Raises RuntimeError where a part does not name exactly one of them.

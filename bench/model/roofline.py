@@ -83,7 +83,8 @@ def _step(total: demand.Total, name: str, machine: Machine) -> dict[str, Any]:
         ]  # fmt: skip
         amount = total.hbm_bytes / ctas
         return dict(zip(("step_clocks", "low", "high"), clocks)) | {
-            "step_amount": amount, "unit": "B"
+            "step_amount": amount,
+            "unit": "B",
         }
     resource = next(r for r in demand.RESOURCES if r.name == name)
     step = total.kernel.step if total.steps else total.kernel.tile

@@ -62,8 +62,9 @@ BACKWARD_HELD_OUT = ((1280, 1, 512), (1536, 1, 1023))
 
 def parts_of(sample: Iterable[int | None]) -> tuple[int, int, int | None, int]:
     """Return (queries, heads, left bound, keys) of a sample."""
-    queries, heads, left, keys = cast(tuple[int, int, int | None, int | None],
-                                      (*sample, None, None)[:4])
+    queries, heads, left, keys = cast(
+        tuple[int, int, int | None, int | None], (*sample, None, None)[:4]
+    )
     return queries, heads, left, keys or queries
 
 

@@ -93,9 +93,7 @@ class LoopNest:
     def working_loops(self) -> list[Loop]:
         """Innermost loops, not counting those that only wait for a barrier."""
         found = [loop for loop in self.loops if not self._only_waits(loop)]
-        return [
-            loop for loop in found if not any(other.blocks < loop.blocks for other in found)
-        ]
+        return [loop for loop in found if not any(other.blocks < loop.blocks for other in found)]
 
     def straight_path(self, loop: Loop) -> list[SassInstruction]:
         """The instructions of one iteration in which every wait succeeds at once.

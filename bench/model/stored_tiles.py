@@ -59,9 +59,7 @@ def dv_tiles(
         rows = min(lengths[1] - block * ROWS, ROWS)
         if rows <= 0:
             return Tile(0.0)
-        steps, masked = (
-            count * query_heads for count in dv_steps(block, lengths, case.bounds)
-        )
+        steps, masked = (count * query_heads for count in dv_steps(block, lengths, case.bounds))
         reads, writes = 2 * ROW * rows, result * rows
         own = reads + writes + DS * steps
         return Tile(DV * steps, 0, 0.0, own, DV * masked * masks, reads, writes)

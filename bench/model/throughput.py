@@ -64,7 +64,9 @@ def modelled_rows(
 
 
 def _row(
-    case: tuple[Case, str], details: dict[str, dict[str, Any]], predicted: dict[str, Predicted],
+    case: tuple[Case, str],
+    details: dict[str, dict[str, Any]],
+    predicted: dict[str, Predicted],
     errors: Sequence[float],
 ) -> dict[str, Any]:
     """case: with its direction. errors: see `standing`, of a burst and under load."""

@@ -190,7 +190,11 @@ WHOLE = Parts()
 
 
 def key_steps(
-    begin: int, end: int, lengths: tuple[int, int], bounds: Bounds, keys: int = KEYS,
+    begin: int,
+    end: int,
+    lengths: tuple[int, int],
+    bounds: Bounds,
+    keys: int = KEYS,
     parts: Parts = WHOLE,
 ) -> tuple[int, int]:
     """Return (KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that
@@ -212,9 +216,7 @@ def key_steps(
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def shared_by(
-    begin: int, rows: int, lengths: tuple[int, int], bounds: Bounds
-) -> tuple[int, int]:
+def shared_by(begin: int, rows: int, lengths: tuple[int, int], bounds: Bounds) -> tuple[int, int]:
     """Return (first, limit) of the rows of the other side that the tile of so many rows that begins
     there shares with others: those that its own rows see, the first of them -1 but in a window,
     which bounds both sides, for elsewhere a tile that sees more sees those before them, too.
@@ -249,7 +251,13 @@ def grouped(tile: Tile, group: int, rows: tuple[int, int], of_row: float) -> Til
     """The tile as one of a group that shares these rows (`shared_by`), of so many bytes each."""
     first, limit = rows
     return Tile(
-        tile.work, group, limit * of_row, tile.own_bytes, tile.masked, tile.reads, tile.writes,
+        tile.work,
+        group,
+        limit * of_row,
+        tile.own_bytes,
+        tile.masked,
+        tile.reads,
+        tile.writes,
         -1.0 if first < 0 else first * of_row,
     )
 
@@ -258,9 +266,16 @@ def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
     queries, heads = tiling.tile_of_queries(case.heads, case.heads_kv)
     blocks = -(-case.seqlen_q // queries)
     entries = case.batch * tiling.num_splits
-    section = 1 if not tiling.ordered else tiling.order.section(
-        case, tiling.gpu, heads // case.heads_kv, entries * heads,
-        tiling.key_bytes * case.seqlen_k,
+    section = (
+        1
+        if not tiling.ordered
+        else tiling.order.section(
+            case,
+            tiling.gpu,
+            heads // case.heads_kv,
+            entries * heads,
+            tiling.key_bytes * case.seqlen_k,
+        )
     )
     later_first = tiling.ordered and tiling.order.later(case.bounds[1] is not None)
     problem = TileProblem(blocks, heads, entries, section, later_first)
@@ -297,9 +312,7 @@ def _forward_tile(
     )  # fmt: skip
 
 
-def dq_units(
-    block: int, lengths: tuple[int, int], bounds: Bounds
-) -> tuple[int, int]:
+def dq_units(block: int, lengths: tuple[int, int], bounds: Bounds) -> tuple[int, int]:
     """Return (units, masked ones) of a tile of queries of a sequence."""
     begin = block * ROWS
     return key_steps(begin, min(begin + ROWS, lengths[0]), lengths, bounds)
@@ -376,8 +389,12 @@ def dkdv_tiles(
 
 
 def tiles_of_keys(
-    case: Case, tiling: BackwardTiling, rows: int, head_parts: int,
-    of: Callable[[int, int, tuple[int, int]], Tile], packed: PackedBlocks | None = None,
+    case: Case,
+    tiling: BackwardTiling,
+    rows: int,
+    head_parts: int,
+    of: Callable[[int, int, tuple[int, int]], Tile],
+    packed: PackedBlocks | None = None,
 ) -> list[Tile]:
     """Tiles of so many keys of each part of a KV head's query heads, in order; they share Q and dO.
 
@@ -419,8 +436,11 @@ def _blocks_of(case: Case, side: int, rows: int) -> PackedBlocks | None:
 
 
 def indices(
-    grid: tuple[int, int, int], section: int | None, later_first: bool,
-    packed: PackedBlocks | None = None, last: int = 1,
+    grid: tuple[int, int, int],
+    section: int | None,
+    later_first: bool,
+    packed: PackedBlocks | None = None,
+    last: int = 1,
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (block, head, batch) of every tile of the grid in order. later_first: whether later
     blocks come first. packed: what may be numbered in a row, where there are sections. last: pairs

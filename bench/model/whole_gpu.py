@@ -29,18 +29,28 @@ _HERE = Path(whole_gpu_kernels.__file__)
 #: random numbers as an H200 ran them before (894, and 788 under load); of attention cuDNN's and
 #: PyTorch's rates; of others guesses.
 OPERATIONS = {
-    "product, random": (894.0, 0.84), "product, half random": (894.0, 0.62),
-    "product, a tenth random": (894.0, 0.45), "product, zeros": (894.0, 0.45),
-    "attention, cuDNN": (670.0, 0.84), "attention, FA2": (319.0, 0.84), "awake": (0.0, 0.0),
+    "product, random": (894.0, 0.84),
+    "product, half random": (894.0, 0.62),
+    "product, a tenth random": (894.0, 0.45),
+    "product, zeros": (894.0, 0.45),
+    "attention, cuDNN": (670.0, 0.84),
+    "attention, FA2": (319.0, 0.84),
+    "awake": (0.0, 0.0),
 }
 #: Clocks from the end of a kernel to the work of the next, before any was measured.
 GAPS = {
-    "small, plain": 2000, "small, plain, graph": 1465,
-    "small, dependent": 1200, "small, dependent, let go early": 600,
-    "200 KiB, plain": 2500, "200 KiB, plain, graph": 2000,
-    "200 KiB, dependent": 1500, "200 KiB, dependent, let go early": 1200,
-    "200 KiB, pairs, plain": 2800, "200 KiB, pairs, plain, graph": 2300,
-    "200 KiB, pairs, dependent": 1700, "200 KiB, pairs, dependent, let go early": 1400,
+    "small, plain": 2000,
+    "small, plain, graph": 1465,
+    "small, dependent": 1200,
+    "small, dependent, let go early": 600,
+    "200 KiB, plain": 2500,
+    "200 KiB, plain, graph": 2000,
+    "200 KiB, dependent": 1500,
+    "200 KiB, dependent, let go early": 1200,
+    "200 KiB, pairs, plain": 2800,
+    "200 KiB, pairs, plain, graph": 2300,
+    "200 KiB, pairs, dependent": 1700,
+    "200 KiB, pairs, dependent, let go early": 1400,
 }
 
 

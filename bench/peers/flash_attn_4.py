@@ -101,7 +101,9 @@ def versions() -> tuple[str, ...]:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     packed: tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]] | None = None,
     **options: Any,
 ) -> torch.Tensor:
@@ -264,7 +266,11 @@ def compile_forward(causal: bool, mix: Ex2Pattern) -> Any:
             use_s_ping_pong=True,
         )  # fmt: skip
         options = (
-            GPUArch(ARCHITECTURE), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(), DumpDir(scratch)
+            GPUArch(ARCHITECTURE),
+            GenerateLineInfo(True),
+            KeepPTX(),
+            KeepCUBIN(),
+            DumpDir(scratch),
         )
         compiled = cute.compile[options](kernel, *arguments(), stream=cuda.CUstream(0))
         # Read while the files are there: the object may refer to them lazily.

@@ -85,8 +85,14 @@ class Forward:
     compiled: dict[tuple, Any] = field(default_factory=dict)
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool,
-        left: int | None = None, num_splits: int = 1,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool,
+        left: int | None = None,
+        num_splits: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out like q, LSE (batch, heads, seqlen_q) float32).
 
@@ -130,8 +136,15 @@ class Backward:
     compiled: dict[tuple, Any] = field(default_factory=dict)
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, dout: torch.Tensor, *, causal: bool,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        *,
+        causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv like q, k, v.
 
@@ -224,9 +237,7 @@ def decode_columns(
     return _WIDE if rows <= _WIDE and large and not window else 0
 
 
-def chosen_splits(
-    batch: int, lengths: tuple[int, int], heads: int, heads_kv: int, sms: int
-) -> int:
+def chosen_splits(batch: int, lengths: tuple[int, int], heads: int, heads_kv: int, sms: int) -> int:
     """Parts of the keys that its heuristics choose on a GPU with so many SMs, without a window."""
     from cudnn.sdpa.fwd import heuristics
 

@@ -27,7 +27,9 @@ def barrier_graph(title: str, edges: EdgeTable) -> Drawing:
     roles = _roles(edges)
     rows = len(edges.edges)
     drawing = Drawing(
-        _WIDTH, _TOP + rows * _ROW + 66, f"{title}: barriers",
+        _WIDTH,
+        _TOP + rows * _ROW + 66,
+        f"{title}: barriers",
         "A column for each warp role and a row for each array of mbarriers, with an arrow from the "
         "role that signals to the role that waits.",
     )

@@ -22,7 +22,9 @@ _LEFT, _TOP, _INNER, _TALL = 96, 92, 560, 330
 def exp2_error() -> Drawing:
     """Largest relative error of each degree over [0, 1], beside what rounding P costs."""
     drawing = Drawing(
-        940, 486, "Relative error of the exp2 polynomials",
+        940,
+        486,
+        "Relative error of the exp2 polynomials",
         "Largest relative error in each of 96 parts of the interval from 0 to 1, on a logarithmic "
         "scale, for polynomials of degree 2 to 5; from degree 3 on all of it lies below the "
         "rounding of P to bfloat16 and to float16.",
@@ -33,7 +35,8 @@ def exp2_error() -> Drawing:
     )
     decades = tuple((10.0**-n, f"1e-{n}") for n in range(8, 1, -1))
     axes = Axes(
-        drawing, (_LEFT, _TOP, _INNER, _TALL),
+        drawing,
+        (_LEFT, _TOP, _INNER, _TALL),
         Scale(0.0, 1.0, tuple((n / 4, f"{n / 4:g}") for n in range(5))),
         Scale(1e-8, 1e-2, decades, log=True),
     )
@@ -48,7 +51,10 @@ def exp2_error() -> Drawing:
         _, y = axes.at(1.0, largest[-8:].max())
         drawing.text(
             (_LEFT + _INNER + 14, y + (22 if degree == 2 else 4)),
-            f"degree {degree}: {_most(degree):.2g}", 13, colour=colour, style="bold",
+            f"degree {degree}: {_most(degree):.2g}",
+            13,
+            colour=colour,
+            style="bold",
         )
     drawing.text((_LEFT + _INNER + 14, _TOP + _TALL), "largest error of each", 12, colour=GREY)
     return drawing

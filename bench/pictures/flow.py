@@ -42,7 +42,9 @@ def backward_flow() -> Drawing:
     them."""
     gib = BackwardConfig().ds_bytes >> 30
     drawing = Drawing(
-        1100, 500, "Data flow of the backward",
+        1100,
+        500,
+        "Data flow of the backward",
         "The preprocess kernel makes LSE in log2 units and delta from LSE, O and dO. The kernel of "
         "dV makes P and dS from two products, adds dV with a third and stores dS. The last kernel "
         "multiplies dS with Q for dK and with K for dQ.",
@@ -52,8 +54,12 @@ def backward_flow() -> Drawing:
         f"chunk by chunk, so that dS takes at most {gib} GiB (`BackwardConfig.ds_bytes`)",
     )
     _stage(drawing, (24, 80, 186, 396), ["preprocess", "reads O, dO, LSE"], GREY)
-    _stage(drawing, (238, 80, 580, 396),
-           ["dV and dS", "256 keys stay, 128 queries pass in a step; reads Q, K, V, dO"], BLUE)
+    _stage(
+        drawing,
+        (238, 80, 580, 396),
+        ["dV and dS", "256 keys stay, 128 queries pass in a step; reads Q, K, V, dO"],
+        BLUE,
+    )
     _stage(drawing, (846, 80, 230, 396), ["dK and dQ", "256 rows stay; reads Q, K"], ORANGE)
     lse = _tensor(drawing, (44, 142, 146, 40), "LSE in log2")
     delta = _tensor(drawing, (44, 388, 146, 40), "delta")
@@ -71,15 +77,25 @@ def backward_flow() -> Drawing:
     for begin, end in ((scores, p), (dp, ds), (p, dv)):
         _route(drawing, [begin.right_side, end.left_side], GREEN)
     _route(drawing, [p.bottom_side, ds.top_side], GREEN)
-    _route(drawing, [(x + 30, ds.bottom_side[1]), (x + 30, stored.left_side[1]),
-                     stored.left_side], GREEN)
+    _route(
+        drawing,
+        [(x + 30, ds.bottom_side[1]), (x + 30, stored.left_side[1]), stored.left_side],
+        GREEN,
+    )
     _route(drawing, [stored.top_side, dq.bottom_side], GREEN)
-    y = dk.left_side[1]
-    _route(drawing, [(stored.left + 10, stored.top), (stored.left + 10, dq.bottom_side[1] + 30),
-                     (858, dq.bottom_side[1] + 30), (858, y), dk.left_side], GREEN)
+    _route(
+        drawing,
+        [
+            (left := stored.left + 10, stored.top),
+            (left, below := dq.bottom_side[1] + 30),
+            (858, below),
+            (858, dk.left_side[1]),
+            dk.left_side,
+        ],
+        GREEN,
+    )
     drawing.text((x + 42, stored.left_side[1] - 8), "stored once, from registers", 12, colour=GREY)
-    drawing.text((238 + 18, 460), "blue: tensor core; green: warps, in registers", 12,
-                 colour=GREY)
+    drawing.text((238 + 18, 460), "blue: tensor core; green: warps, in registers", 12, colour=GREY)
     return drawing
 
 
@@ -89,15 +105,21 @@ def _stage(
     left, top, width, height = place
     drawing.rect(left, top, width, height, tint(colour, 0.06), colour, 10, 1.2)
     for number, text in enumerate(words):
-        drawing.text((left + 16, top + 26 + 18 * number), text, 14 if number == 0 else 12,
-                     colour=INK if number == 0 else GREY, style="" if number else "bold")
+        drawing.text(
+            (left + 16, top + 26 + 18 * number),
+            text,
+            14 if number == 0 else 12,
+            colour=INK if number == 0 else GREY,
+            style="" if number else "bold",
+        )
 
 
 def _tensor(drawing: Drawing, place: tuple[float, float, float, float], name: str) -> _Box:
     box = _Box(*place)
     drawing.rect(*box, tint(PURPLE, 0.22), PURPLE, 0, 1.5)
-    drawing.text((box.left + box.width / 2, box.top + box.height / 2 + 5), name, 13.5, "middle",
-                 style="bold")
+    drawing.text(
+        (box.left + box.width / 2, box.top + box.height / 2 + 5), name, 13.5, "middle", style="bold"
+    )
     return box
 
 

@@ -42,7 +42,9 @@ def place_of_chunk(row: int, chunk: int) -> tuple[int, int]:
 def swizzle() -> Drawing:
     """One atom, 8 rows of 64 16-bit elements: as the kernel thinks of it, and as it lies."""
     drawing = Drawing(
-        930, 520, "The 128-byte swizzle of one atom",
+        930,
+        520,
+        "The 128-byte swizzle of one atom",
         "Two grids of 8 by 8 chunks of 16 bytes. Left: rows and columns of the operand. Right: "
         "where the chunks lie in 128-byte lines of shared memory; chunk c of row r lies at place "
         "c xor r.",
@@ -59,8 +61,9 @@ def swizzle() -> Drawing:
         drawing.line([(x + 3, 118), (x + 2 * cell - 3, 118)], colour, 3)
         drawing.text((x + cell, 110), f"K slice {number}", 11, "middle", GREY)
     for place in range(CHUNKS):
-        drawing.text((right + (place + 0.5) * cell, 122), str(place * CHUNK_BYTES), 11, "middle",
-                     GREY)
+        drawing.text(
+            (right + (place + 0.5) * cell, 122), str(place * CHUNK_BYTES), 11, "middle", GREY
+        )
     drawing.text((right + 4 * cell, 105), "byte in the line", 11, "middle", GREY)
     for row in range(ROWS):
         y = top + row * cell
@@ -97,7 +100,9 @@ def operand_majors() -> Drawing:
     """K and V tiles in shared memory: the same kind of blocks, read along either side."""
     config = ForwardConfig()
     drawing = Drawing(
-        1010, 500, "K-major and MN-major operands",
+        1010,
+        500,
+        "K-major and MN-major operands",
         "A K tile of 64 keys and 256 columns lies in four blocks and is reduced over its columns; "
         "a V tile of 128 keys and 128 columns lies in two blocks and is reduced over its rows.",
     )
@@ -114,8 +119,15 @@ def operand_majors() -> Drawing:
     rows = config.block_kv
     _blocks(drawing, (664, 152), (rows, 2), mn_major_operand(rows), False)
     drawing.text((664, 100), f"V for O = P V: {rows} keys x 128, MN-major", 14, style="bold")
-    drawing.lines((664, 121), ["reduced over the rows: slices one below the other,",
-                               "N are the columns, across both blocks"], 12, colour=GREY)
+    drawing.lines(
+        (664, 121),
+        [
+            "reduced over the rows: slices one below the other,",
+            "N are the columns, across both blocks",
+        ],
+        12,
+        colour=GREY,
+    )
     k, v = k_major_operand(keys), mn_major_operand(rows)
     drawing.lines(
         (36, 364),
@@ -132,7 +144,10 @@ def operand_majors() -> Drawing:
 
 
 def _blocks(
-    drawing: Drawing, place: tuple[float, float], size: tuple[int, int], layout: OperandLayout,
+    drawing: Drawing,
+    place: tuple[float, float],
+    size: tuple[int, int],
+    layout: OperandLayout,
     k_major: bool,
 ) -> None:
     """size: rows, and blocks of 64 columns; each slice of the layout is tinted in turn."""
@@ -153,8 +168,12 @@ def _blocks(
             y, tall = top + start / 128 * scale, 16 * scale
             for block in range(blocks):
                 drawing.rect(left + block * (width + 10), y, width, tall, colour, "#ffffff")
-                drawing.text((left + block * (width + 10) + width / 2, y + tall / 2 + 4),
-                             str(number), 12, "middle")
+                drawing.text(
+                    (left + block * (width + 10) + width / 2, y + tall / 2 + 4),
+                    str(number),
+                    12,
+                    "middle",
+                )
     for block in range(blocks):
         x = left + block * (width + 10) + width / 2
         drawing.text((x, top + rows * scale + 17), f"block {block}", 11, "middle", GREY)
@@ -163,7 +182,9 @@ def _blocks(
 def pair_operands() -> Drawing:
     """Draw which CTA holds which part of the operands of both MMAs."""
     drawing = Drawing(
-        960, 650, "Operands of a CTA pair",
+        960,
+        650,
+        "Operands of a CTA pair",
         "Two products. For S = Q K^T each CTA holds its 128 rows of Q and 64 of the 128 keys. For "
         "O += P V each holds its 128 rows of P in tensor memory and 128 of the 256 columns of V.",
     )
@@ -177,8 +198,12 @@ def pair_operands() -> Drawing:
 
 
 def _product(
-    drawing: Drawing, top: float, names: tuple[str, str, str], size: tuple[int, int, int],
-    major: str, homes: tuple[str, str, str],
+    drawing: Drawing,
+    top: float,
+    names: tuple[str, str, str],
+    size: tuple[int, int, int],
+    major: str,
+    homes: tuple[str, str, str],
 ) -> None:
     """A = m x k, B = k x n as drawn, D = m x n; A and D divided by rows, B by its n."""
     m, k, n = size
@@ -192,8 +217,12 @@ def _product(
     halves = ((BLUE, 0), (ORANGE, 1))
     for colour, rank in halves:
         y = top + rank * m / 2 * scale
-        _part(drawing, (left, y, k * scale, m / 2 * scale), colour,
-              [f"{a} rows {rank * m // 2}..{(rank + 1) * m // 2 - 1}", homes[0]])
+        _part(
+            drawing,
+            (left, y, k * scale, m / 2 * scale),
+            colour,
+            [f"{a} rows {rank * m // 2}..{(rank + 1) * m // 2 - 1}", homes[0]],
+        )
     x = left + k * scale + 52
     drawing.text((x - 26, top + m * scale / 2 + 6), "x", 20, "middle")
     for colour, rank in halves:
@@ -207,11 +236,19 @@ def _product(
     drawing.text((x - 26, top + m * scale / 2 + 6), "=", 20, "middle")
     for colour, rank in halves:
         y = top + rank * m / 2 * scale
-        _part(drawing, (x, y, max(n * scale, 130), m / 2 * scale), colour,
-              [f"{d} rows {rank * m // 2}..{(rank + 1) * m // 2 - 1}", homes[2]])
+        _part(
+            drawing,
+            (x, y, max(n * scale, 130), m / 2 * scale),
+            colour,
+            [f"{d} rows {rank * m // 2}..{(rank + 1) * m // 2 - 1}", homes[2]],
+        )
     x += max(n * scale, 130) + 22
-    drawing.lines((x, top + m * scale / 2 - 20), [f"B is {major}", "N is divided", "over the pair"],
-                  12, colour=GREY)
+    drawing.lines(
+        (x, top + m * scale / 2 - 20),
+        [f"B is {major}", "N is divided", "over the pair"],
+        12,
+        colour=GREY,
+    )
 
 
 def _part(
@@ -222,8 +259,13 @@ def _part(
     first = top + height / 2 - (len(words) - 1) * 8 + 4
     for number, text in enumerate(words):
         last = number == len(words) - 1
-        drawing.text((left + width / 2, first + number * 16), text, 11 if last else 12.5, "middle",
-                     GREY if last else INK)
+        drawing.text(
+            (left + width / 2, first + number * 16),
+            text,
+            11 if last else 12.5,
+            "middle",
+            GREY if last else INK,
+        )
 
 
 def accumulator_parts(m: int, n: int) -> list[tuple[range, range, range]]:
@@ -244,7 +286,9 @@ def accumulator_parts(m: int, n: int) -> list[tuple[range, range, range]]:
 def tensor_memory_lanes() -> Drawing:
     """Rows of an accumulator in the lanes of tensor memory, and the warps that reach them."""
     drawing = Drawing(
-        1040, 476, "Lanes of tensor memory",
+        1040,
+        476,
+        "Lanes of tensor memory",
         "Two accumulators of CTA 0. With M = 256 over the pair a row of the product has a lane of "
         "its own; with M = 128 the lanes 0 to 63 hold the first half of the columns and 64 to 127 "
         "the second. Each warp of a warpgroup reaches 32 lanes.",
@@ -276,8 +320,9 @@ def tensor_memory_lanes() -> Drawing:
             if warp:
                 drawing.line([(left - 74, y), (left + 300, y)], RULE, 1, "3 3")
             drawing.text((left - 10, y + tall / 2 - 3), f"warp {warp}", 12.5, "end", style="bold")
-            drawing.text((left - 10, y + tall / 2 + 14), f"{32 * warp}..{32 * warp + 31}", 11,
-                         "end", GREY)
+            drawing.text(
+                (left - 10, y + tall / 2 + 14), f"{32 * warp}..{32 * warp + 31}", 11, "end", GREY
+            )
     drawing.text(
         (24, 450), "A thread of tcgen05.ld.32x32b gets its lane's columns: with M = 256 a whole "
         "row, so a row's maximum needs no shuffle.", 12.5,

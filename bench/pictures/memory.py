@@ -34,7 +34,9 @@ def memory_map(title: str, smem: SmemPlan, tmem: TmemPlan) -> Drawing:
     small = [region for region in smem.regions if region.num_bytes < _SMALL]
     height = 196 + _BAR + _TMEM_HEIGHT + _ROW * (len(large) + 1 + len(tmem.regions)) + 40
     drawing = Drawing(
-        _WIDTH, height, f"{title}: shared and tensor memory of one CTA",
+        _WIDTH,
+        height,
+        f"{title}: shared and tensor memory of one CTA",
         "Two bars to scale, one for shared memory in bytes and one for tensor memory in columns, "
         "each divided into the buffers of the kernel, with a legend.",
     )
@@ -44,8 +46,13 @@ def memory_map(title: str, smem: SmemPlan, tmem: TmemPlan) -> Drawing:
     top = 112 + _BAR + 28
     for region in large:
         stages = f"{region.stages} x " if region.stages > 1 else ""
-        _key(drawing, top, colours[region.name], region.name,
-             f"{stages}{region.stage_bytes // 1024} KiB: {region.note}")
+        _key(
+            drawing,
+            top,
+            colours[region.name],
+            region.name,
+            f"{stages}{region.stage_bytes // 1024} KiB: {region.note}",
+        )
         top += _ROW
     words = ", ".join(f"{region.name} {region.num_bytes} B" for region in small)
     _key(drawing, top, GREY, "the rest", words)
@@ -69,8 +76,9 @@ def _smem(drawing: Drawing, plan: SmemPlan, colours: dict[str, str]) -> None:
         name = region.name + number
         size = 13 if text_width(name, 13, bold=True) < width - 6 else 10
         drawing.text((left + width / 2, top + 34), name, size, "middle", style="bold")
-        drawing.text((left + width / 2, top + 52), f"{region.stage_bytes // 1024} KiB", 11,
-                     "middle", GREY)
+        drawing.text(
+            (left + width / 2, top + 52), f"{region.stage_bytes // 1024} KiB", 11, "middle", GREY
+        )
     first = min(offsets[r.name] for r in plan.regions if r.name not in colours)
     left = _LEFT + first * scale
     drawing.rect(left, top, max((plan.num_bytes - first) * scale, 2), _BAR, GREY)
@@ -100,15 +108,17 @@ def _tmem(drawing: Drawing, plan: TmemPlan, top: float) -> None:
         if region.alias_of is not None:
             left, width = _LEFT + region.start * scale, region.columns * scale
             colour = colours[region.alias_of]
-            drawing.rect(left + 3, top + 62, width - 6, _TMEM_HEIGHT - 66, tint(colour, 0.62),
-                         colour, 3, 1.5)
+            drawing.rect(
+                left + 3, top + 62, width - 6, _TMEM_HEIGHT - 66, tint(colour, 0.62), colour, 3, 1.5
+            )
             drawing.text((left + width / 2, top + 92), region.name, 14, "middle", style="bold")
             drawing.text((left + width / 2, top + 110), f"over {region.alias_of}", 11, "middle")
     ends = sorted({r.start for r in plan.regions} | {r.start + r.columns for r in plan.regions})
     for column in ends:
         anchor = "start" if column == 0 else "end" if column == TMEM_COLUMNS else "middle"
-        drawing.text((_LEFT + column * scale, top + _TMEM_HEIGHT + 16), str(column), 11, anchor,
-                     GREY)
+        drawing.text(
+            (_LEFT + column * scale, top + _TMEM_HEIGHT + 16), str(column), 11, anchor, GREY
+        )
     top += _TMEM_HEIGHT + 42
     for region in plan.regions:
         colour = colours[region.alias_of or region.name]

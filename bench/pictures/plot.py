@@ -70,7 +70,11 @@ class Axes:
         self.drawing.polygon([*upper, *reversed(lower)], tint(colour, 0.22))
 
     def line(
-        self, xs: Sequence[float], ys: Sequence[float], colour: str, thick: float = 2.2,
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        colour: str,
+        thick: float = 2.2,
         dash: str = "",
     ) -> None:
         points = [self.at(x, y) for x, y in zip(xs, ys, strict=True)]

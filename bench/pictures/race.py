@@ -107,7 +107,9 @@ def happens_before() -> Drawing:
     """
     finding = planted_race()
     drawing = Drawing(
-        960, 636, "A race as a happens-before diagram",
+        960,
+        636,
+        "A race as a happens-before diagram",
         "Two warps in two rounds. Arrows lead down each warp and from each arrival to the wait "
         "that it completes. No path of arrows leads from warp 1's read of the slot to warp 0's "
         "next write of it: that pair is the race.",

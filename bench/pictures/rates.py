@@ -30,7 +30,9 @@ _TOP = 150
 def throughput_forward() -> Drawing:
     """Forward over seqlen at 32k tokens, full and causal, beside published measurements."""
     drawing = Drawing(
-        960, 548, "Forward TFLOPS over the sequence length, modelled, beside published rates",
+        960,
+        548,
+        "Forward TFLOPS over the sequence length, modelled, beside published rates",
         "Two panels, full and causal attention, heads 8/8, 32,768 tokens: modelled rates of this "
         "project and of flash-attn-4 4.0.0b36 with bands over the uncertain constants, and rates "
         "of an earlier flash-attn-4 measured on a B200.",
@@ -58,7 +60,9 @@ def throughput_forward() -> Drawing:
 def throughput_peers() -> Drawing:
     """One causal sequence, few KV heads: forward and backward beside NVIDIA's published tables."""
     drawing = Drawing(
-        960, 568, "TFLOPS of one causal sequence, modelled for a B200, beside GB200 measurements",
+        960,
+        568,
+        "TFLOPS of one causal sequence, modelled for a B200, beside GB200 measurements",
         "Two panels, forward and backward, batch 1, heads 32/2: modelled rates of this project and "
         "of flash-attn-4 4.0.0b36 on a B200, and rates that NVIDIA measured on a GB200 with cuDNN, "
         "its CuTe DSL kernels and flash-attn-4.",
@@ -97,7 +101,9 @@ def accuracy_of_the_model() -> Drawing:
     """Modelled over published TFLOPS: every row that `bench validate` counts."""
     low, high = 540, 2240
     drawing = Drawing(
-        900, 744, "Modelled over published TFLOPS",
+        900,
+        744,
+        "Modelled over published TFLOPS",
         "Each point is a published rate of a kernel that is compiled and replayed here, and what "
         "the timing model says of that very kernel at the clock that is fitted to half of the rows "
         "of its lab and GPU.",
@@ -139,11 +145,18 @@ def accuracy_of_the_model() -> Drawing:
 
 
 def _axes(
-    drawing: Drawing, left: float, highest: float, lengths: tuple[int, int] = (512, 131072),
+    drawing: Drawing,
+    left: float,
+    highest: float,
+    lengths: tuple[int, int] = (512, 131072),
     top: float = _TOP,
 ) -> Axes:
-    x = Scale(lengths[0] / 1.12, lengths[1] * 1.12,
-              tuple((n, t) for n, t in _LENGTHS.items() if lengths[0] <= n <= lengths[1]), True)
+    x = Scale(
+        lengths[0] / 1.12,
+        lengths[1] * 1.12,
+        tuple((n, t) for n, t in _LENGTHS.items() if lengths[0] <= n <= lengths[1]),
+        True,
+    )
     y = Scale(0, highest, tuple((float(n), f"{n:,}") for n in range(0, int(highest) + 1, 500)))
     return Axes(drawing, (left, top, *_PANEL), x, y)
 
@@ -183,8 +196,9 @@ def _legend(drawing: Drawing, entries: Sequence[tuple[str, str, str]], y: float 
     for colour, kind, words in entries:
         if kind == "line":
             drawing.rect(x, y - 10, 26, 12, tint(colour, 0.22))
-            drawing.line([(x, y - 4), (x + 26, y - 4)], colour, 2.6,
-                         "9 6" if colour == ORANGE else "")
+            drawing.line(
+                [(x, y - 4), (x + 26, y - 4)], colour, 2.6, "9 6" if colour == ORANGE else ""
+            )
         else:
             mark(drawing, (x + 13, y - 4), kind, colour if kind == "diamond" else "#ffffff", colour)
         drawing.text((x + 34, y), words, 12.5)

@@ -28,7 +28,9 @@ OBSERVERS = (
 def simulator_tower() -> Drawing:
     """Draw what a launch passes on its way, from the ground up."""
     drawing = Drawing(
-        1040, 580, "The tower of the simulator",
+        1040,
+        580,
+        "The tower of the simulator",
         "Six floors, from the compiled function at the ground to the run loop at the top; beside "
         "them four packages that watch a run, and the ways in.",
     )
@@ -39,8 +41,13 @@ def simulator_tower() -> Drawing:
     left, width, tall = 24.0, 700.0, 58.0
     ground = 520.0
     drawing.rect(left, ground, width, 42, tint(GREY, 0.16), GREY, 4, 1.5)
-    drawing.text((left + width / 2, ground + 26), "a compiled CuTe DSL function, or PTX text", 14,
-                 "middle", style="bold")
+    drawing.text(
+        (left + width / 2, ground + 26),
+        "a compiled CuTe DSL function, or PTX text",
+        14,
+        "middle",
+        style="bold",
+    )
     for number, (packages, words) in enumerate(FLOORS):
         top = ground - (number + 1) * (tall + 8)
         drawing.rect(left, top, width, tall, tint(BLUE, 0.1 + 0.05 * number), BLUE, 4, 1.5)
@@ -50,13 +57,21 @@ def simulator_tower() -> Drawing:
     drawing.text((756, top - 8), "packages that watch", 12.5, colour=GREY)
     step = (ground + 42 - top) / len(OBSERVERS)
     for number, (package, *lines) in enumerate(OBSERVERS):
-        drawing.box((756, top + number * step, 260, step - 10), [package, *lines],
-                    (GREEN, PURPLE, ORANGE, ORANGE)[number], 15)
+        drawing.box(
+            (756, top + number * step, 260, step - 10),
+            [package, *lines],
+            (GREEN, PURPLE, ORANGE, ORANGE)[number],
+            15,
+        )
     for number in range(len(OBSERVERS)):
         y = top + number * step + (step - 10) / 2
         drawing.line([(left + width, y), (756, y)], GREY, 1.5, "3 3")
-    drawing.text((left, top - 8), "the result: tensors, a Report; errors that name the line", 12.5,
-                 colour=GREY)
+    drawing.text(
+        (left, top - 8),
+        "the result: tensors, a Report; errors that name the line",
+        12.5,
+        colour=GREY,
+    )
     return drawing
 
 
@@ -69,19 +84,26 @@ _STAGES = (
     ("completed", ("the commit behind it", "arrives at its mbarrier,", "and waiters wake"), GREEN),
 )
 _WATCHED = (
-    ("sanitizer", "knows what the issuing warp knew; marks operands read and accumulator written "
-     "by this warp's MMAs, in flight until a commit has been waited for"),
+    (
+        "sanitizer",
+        "knows what the issuing warp knew; marks operands read and accumulator written "
+        "by this warp's MMAs, in flight until a commit has been waited for",
+    ),
     ("trace", "an entry with descriptors, line, and the blocks run since the last entry"),
     ("timing", "finds its UTCHMMA in the SASS; with M = 256 the tensor core takes N / 2 clocks"),
-    ("schedule", "eager: performed when issued; lazy: as late as a waiter allows; seed=N: anywhere "
-     "between"),
+    (
+        "schedule",
+        "eager: performed when issued; lazy: as late as a waiter allows; seed=N: anywhere between",
+    ),
 )
 
 
 def instruction_life() -> Drawing:
     """tcgen05.mma from text to effect, and who looks on."""
     drawing = Drawing(
-        1180, 470, "The life of one instruction",
+        1180,
+        470,
+        "The life of one instruction",
         "Six stages of a tcgen05.mma: PTX text, bind, execute, issued, performed, completed; below "
         "them what the sanitizer, the trace, the timing model and the schedule make of it.",
     )

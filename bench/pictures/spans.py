@@ -39,9 +39,7 @@ class _Event(NamedTuple):
     key: Any
 
 
-def forward_spans(
-    prediction: Prediction, config: ForwardConfig, steps: int
-) -> list[Span]:
+def forward_spans(prediction: Prediction, config: ForwardConfig, steps: int) -> list[Span]:
     """Spans of the leader CTA, by lane and time. steps: of each tile, all tiles alike."""
     warps = config.warps
     events = {

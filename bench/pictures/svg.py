@@ -113,8 +113,15 @@ class Drawing:
         return "\n".join([head, *words, ground, *self._parts, "</svg>"]) + "\n"
 
     def rect(
-        self, left: float, top: float, width: float, height: float, fill: str = "none",
-        stroke: str = "none", radius: float = 0.0, thick: float = 1.0,
+        self,
+        left: float,
+        top: float,
+        width: float,
+        height: float,
+        fill: str = "none",
+        stroke: str = "none",
+        radius: float = 0.0,
+        thick: float = 1.0,
     ) -> None:
         corner = f' rx="{_n(radius)}"' if radius else ""
         line = f' stroke="{stroke}" stroke-width="{_n(thick)}"' if stroke != "none" else ""
@@ -164,8 +171,13 @@ class Drawing:
         )
 
     def text(
-        self, place: Point, text: str, size: float = 13, anchor: str = "start",
-        colour: str = INK, style: str = "",
+        self,
+        place: Point,
+        text: str,
+        size: float = 13,
+        anchor: str = "start",
+        colour: str = INK,
+        style: str = "",
     ) -> None:
         """A line of text whose baseline begins, is centred or ends at `place`.
 
@@ -186,16 +198,25 @@ class Drawing:
         )
 
     def lines(
-        self, place: Point, texts: Sequence[str], size: float = 13, anchor: str = "start",
-        colour: str = INK, style: str = "",
+        self,
+        place: Point,
+        texts: Sequence[str],
+        size: float = 13,
+        anchor: str = "start",
+        colour: str = INK,
+        style: str = "",
     ) -> None:
         """Lines of text below one another."""
         for number, text in enumerate(texts):
-            self.text((place[0], place[1] + number * size * 1.35), text, size, anchor, colour,
-                      style)
+            self.text(
+                (place[0], place[1] + number * size * 1.35), text, size, anchor, colour, style
+            )
 
     def box(
-        self, place: tuple[float, float, float, float], texts: Sequence[str], colour: str,
+        self,
+        place: tuple[float, float, float, float],
+        texts: Sequence[str],
+        colour: str,
         size: float = 13,
     ) -> None:
         """A box (left, top, width, height) with centred lines of text, the first one bold."""
@@ -203,9 +224,14 @@ class Drawing:
         self.rect(left, top, width, height, tint(colour, 0.14), colour, 6, 1.5)
         first = top + height / 2 - (len(texts) - 1) * size * 0.675 + size * 0.36
         for number, text in enumerate(texts):
-            self.text((left + width / 2, first + number * size * 1.35), text,
-                      size if number == 0 else size - 1, "middle", INK if number == 0 else GREY,
-                      "bold" if number == 0 else "")
+            self.text(
+                (left + width / 2, first + number * size * 1.35),
+                text,
+                size if number == 0 else size - 1,
+                "middle",
+                INK if number == 0 else GREY,
+                "bold" if number == 0 else "",
+            )
 
     def heading(self, text: str, below: str = "") -> None:
         """The picture's own title, and a line below it."""

@@ -20,7 +20,9 @@ def role_timeline() -> Drawing:
     steps = found["steps"]
     height = _TOP + len(LANES) * _LANE + 104
     drawing = Drawing(
-        _LEFT + _INNER + 32, height, "Timeline of the forward kernel across the end of a tile",
+        _LEFT + _INNER + 32,
+        height,
+        "Timeline of the forward kernel across the end of a tile",
         "A lane for each role of the leader CTA; bars of the tile that ends are blue, those of the "
         "next tile orange. The tensor core hardly pauses: the next tile's first product is "
         "issued before the last one of this tile.",
@@ -64,8 +66,9 @@ def _bar(drawing: Drawing, span: Span, steps: int) -> None:
     label = _label(span, steps)
     if label and text_width(label, 12.5) < width - 4:
         white = strength > 0.7 and colour == BLUE
-        drawing.text((left + width / 2, top + 20), label, 12.5, "middle",
-                     "#ffffff" if white else INK)
+        drawing.text(
+            (left + width / 2, top + 20), label, 12.5, "middle", "#ffffff" if white else INK
+        )
 
 
 def _label(span: Span, steps: int) -> str:

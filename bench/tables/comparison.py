@@ -85,8 +85,11 @@ def verdict(found: Standing | None) -> str | None:
 
 
 def comparison_row(
-    case: Case, direction: str, details: dict[str, dict[str, Any]],
-    seconds: Mapping[str, np.ndarray], error: float = 0.0,
+    case: Case,
+    direction: str,
+    details: dict[str, dict[str, Any]],
+    seconds: Mapping[str, np.ndarray],
+    error: float = 0.0,
 ) -> dict[str, Any]:
     """A row of the table: TFLOPS under each provider's name, everything else in `details`.
 

@@ -45,9 +45,12 @@ class Document:
     def text(self, name: str, tables: Sequence[Table]) -> str:
         """The whole file of the command's tables."""
         chosen = [tables[n] for n in self.tables] if self.tables is not None else tables
-        return self.header(name) + f"{origin(chosen)}\n\n" + "\n\n".join(
-            table.as_markdown() for table in chosen
-        ) + "\n"
+        return (
+            self.header(name)
+            + f"{origin(chosen)}\n\n"
+            + "\n\n".join(table.as_markdown() for table in chosen)
+            + "\n"
+        )
 
 
 def origin(tables: Sequence[Table]) -> str:

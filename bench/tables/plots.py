@@ -62,7 +62,11 @@ def _draw(panels: list[_Panel], target: Any, form: str | None) -> None:
     heights = [panel.height for panel in panels]
     with matplotlib.rc_context(_STYLE):
         figure, axes = plt.subplots(
-            len(panels), 1, squeeze=False, layout="constrained", figsize=(width, sum(heights)),
+            len(panels),
+            1,
+            squeeze=False,
+            layout="constrained",
+            figsize=(width, sum(heights)),
             height_ratios=heights,
         )
         try:
@@ -231,8 +235,13 @@ def _draw_lines(axis: Any, panel: _Panel, numeric: bool) -> None:
         drawn = [point for point in panel.points if point.series == name]
         x = [point.label if numeric else places[point.label] for point in drawn]
         axis.errorbar(
-            x, [point.y for point in drawn], yerr=_errors(panel, drawn), label=name, marker="o",
-            markersize=3, capsize=2,
+            x,
+            [point.y for point in drawn],
+            yerr=_errors(panel, drawn),
+            label=name,
+            marker="o",
+            markersize=3,
+            capsize=2,
         )
 
 

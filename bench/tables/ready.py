@@ -19,7 +19,9 @@ LATER = 1.0
 
 
 def ready(
-    rows: Iterable[dict[str, Any]], total: int | None, columns: Sequence[Column],
+    rows: Iterable[dict[str, Any]],
+    total: int | None,
+    columns: Sequence[Column],
     doing: str = "replaying",
 ) -> list[dict[str, Any]]:
     """Return the rows, each printed as soon as it is there; a bar counts those that are left.
@@ -31,8 +33,11 @@ def ready(
 
 
 def results(
-    found: Iterable[Result], total: int | None, columns: Sequence[Column],
-    rows_of: Callable[[Result], Iterable[dict[str, Any]]], doing: str = "replaying",
+    found: Iterable[Result],
+    total: int | None,
+    columns: Sequence[Column],
+    rows_of: Callable[[Result], Iterable[dict[str, Any]]],
+    doing: str = "replaying",
 ) -> Iterator[Result]:
     """Yield what is found; see `ready`. rows_of: the rows that a result makes."""
     lines = _Lines(columns)

@@ -26,7 +26,10 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output", "a Markdown table on stdout, unless chosen here")
     for name in ("json", "csv"):
         group.add_argument(
-            f"--{name}", nargs="?", const=STDOUT, metavar="FILE",
+            f"--{name}",
+            nargs="?",
+            const=STDOUT,
+            metavar="FILE",
             help=f"{name.upper()} to FILE, or to stdout in place of the text",
         )
     group.add_argument("--plot", metavar="FILE", help="a plot; the suffix of FILE names the format")

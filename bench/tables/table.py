@@ -120,8 +120,11 @@ class Table:
 
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON values; `from_json` is the inverse."""
-        plot = None if self.plot is None else {f.name: getattr(self.plot, f.name)
-                                               for f in fields(Plot)}
+        plot = (
+            None
+            if self.plot is None
+            else {f.name: getattr(self.plot, f.name) for f in fields(Plot)}
+        )
         return {
             "command": self.command,
             "title": self.title,
@@ -154,9 +157,7 @@ class Table:
         origins = dict.fromkeys((row[BASIS], row[MACHINE]) for row in self.rows)
         if len(origins) > 1:
             header += [BASIS, "on"]
-            body = [
-                [*cells, row[BASIS], row[MACHINE]] for cells, row in zip(body, self.rows)
-            ]
+            body = [[*cells, row[BASIS], row[MACHINE]] for cells, row in zip(body, self.rows)]
         origin = "".join(f" {basis.capitalize()}: {on}." for basis, on in list(origins)[:1])
         title = f"{self.title}.{origin if len(origins) == 1 else ''}"
         return "\n\n".join([title, markdown([header, *body]), *self.notes])

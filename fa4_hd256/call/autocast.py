@@ -32,10 +32,14 @@ def autocast(*tensors: Any, fixed: torch.Tensor | None = None) -> tuple[Any, ...
     if isinstance(fixed, torch.Tensor):
         cast = _CAST[:1]
         dtype = fixed.dtype if fixed.dtype in _HALF else dtype
-    return tuple([
-        tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.dtype in cast else tensor
-        for tensor in tensors
-    ])
+    return tuple(
+        [
+            tensor.to(dtype)
+            if isinstance(tensor, torch.Tensor) and tensor.dtype in cast
+            else tensor
+            for tensor in tensors
+        ]
+    )
 
 
 def _is_on(device_type: str) -> bool:

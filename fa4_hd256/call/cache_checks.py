@@ -62,9 +62,7 @@ def check_no_gradients(names: Sequence[str], *given: Any) -> None:
             )
 
 
-def lengths_of(
-    cache_seqlens: Any, batch: int, capacity: int, device: torch.device
-) -> torch.Tensor:
+def lengths_of(cache_seqlens: Any, batch: int, capacity: int, device: torch.device) -> torch.Tensor:
     """Return (batch,) int32 rows in use. cache_seqlens: that, or an int for all; capacity: rows
     that a sequence of the cache has."""
     if isinstance(cache_seqlens, torch.Tensor):
@@ -92,9 +90,7 @@ def check_whole(given: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {number}; accepted: 1 to {LARGEST_SIZE - 1}")
 
 
-def check_lengths(
-    lengths: torch.Tensor, capacity: int, of: str = "the rows of the cache"
-) -> None:
+def check_lengths(lengths: torch.Tensor, capacity: int, of: str = "the rows of the cache") -> None:
     """Rows in use are no more than `of` says. Waits for the device."""
     if ((lengths < 0) | (lengths.long() > capacity)).any():
         raise _beyond(lengths.tolist(), capacity, of)
@@ -104,9 +100,7 @@ def _beyond(given: int | torch.SymInt | list[int], capacity: int, of: str) -> Va
     return ValueError(f"cache_seqlens is {given}; accepted: 0 to {capacity}, {of}")
 
 
-def check_before(
-    leftpad: torch.Tensor, lengths: torch.Tensor | None, capacity: int
-) -> None:
+def check_before(leftpad: torch.Tensor, lengths: torch.Tensor | None, capacity: int) -> None:
     """Raise ValueError unless the rows before the first one are rows in use. lengths: None for all,
     `capacity`. Waits for the device."""
     used = torch.full_like(leftpad, capacity) if lengths is None else lengths
@@ -201,9 +195,12 @@ def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor])
 
 
 def check_new_rows(
-    new: dict[str, Any], cache: torch.Tensor, offsets: torch.Tensor | None, batch: int,
+    new: dict[str, Any],
+    cache: torch.Tensor,
+    offsets: torch.Tensor | None,
+    batch: int,
     dtype: torch.dtype,
-) -> None:  # fmt: skip
+) -> None:
     """k and v, to be written to a cache like `cache`. offsets: cu_seqlens_k_new; dtype: of q, which
     they may have where the cache is in one of `KV_DTYPES`."""
     for name, tensor in new.items():

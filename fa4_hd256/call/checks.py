@@ -236,9 +236,14 @@ def _check_equal(what: str, values: Mapping[str, object], error: type[Exception]
 
 
 def check_shapes(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], packed_q: bool, packed_k: bool,
-    paged: bool = False, chosen: bool = False,
-) -> None:  # fmt: skip
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    packed_q: bool,
+    packed_k: bool,
+    paged: bool = False,
+    chosen: bool = False,
+) -> None:
     """Batch, lengths and heads of three shapes (b, s, h, 256). A batch of 0 is an empty result,
     and so are packed sequences without any row. paged: k and v are (pages, page_size, h, 256).
     chosen: cache_batch_idx chooses entries of k and v, which have a batch of their own."""
@@ -474,7 +479,7 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
         name: t.shape[0] - name.startswith("cu_")
         for name, t in ragged.items()
         if name not in (PART_LIST, *MASK_TABLES, TREE_WORDS, *DESCALES, *FUNCTION_TENSORS)
-    }  # fmt: skip
+    }
     if "cu_seqlens_q" not in ragged:
         sizes["q"] = q.shape[0]
     if not {"cu_seqlens_k", PAGE_TABLE, CACHE_BATCH_IDX} & {*ragged}:

@@ -314,9 +314,13 @@ def _ranges(length: int, size: int) -> Iterator[range]:
 
 
 def _chunk(
-    whole: BackwardProblem, heads_kv: range, sequences: range, queries: range, keys: range,
+    whole: BackwardProblem,
+    heads_kv: range,
+    sequences: range,
+    queries: range,
+    keys: range,
     of_group: range | None = None,
-) -> Chunk:  # fmt: skip
+) -> Chunk:
     """Return these heads, sequences and rows as a call of their own. of_group: query heads of the
     group of the only key/value head, all if None."""
     forward, group = whole.forward, whole.group
@@ -333,8 +337,12 @@ def _chunk(
     changes["q_shape"] = batch_q, len(queries), len(heads), columns
     k_shape = batch_k, len(keys), len(heads_kv), columns
     origin = ScoreOrigin(
-        sequences.start, heads.start, queries.start, keys.start,
-        seqlen_q - len(queries), seqlen_k - len(keys),
-    )  # fmt: skip
+        sequences.start,
+        heads.start,
+        queries.start,
+        keys.start,
+        seqlen_q - len(queries),
+        seqlen_k - len(keys),
+    )
     problem = replace(whole, forward=replace(forward, **changes), k_shape=k_shape, origin=origin)
     return Chunk(problem, heads, heads_kv, sequences, queries, keys)

@@ -11,9 +11,13 @@ from .checks import are_differentiated
 from .memory_checks import require_dense
 
 __all__ = [
-    "check_given", "check_values", "descale_of", "refuse_gradients", "scale_layout",
+    "check_given",
+    "check_values",
+    "descale_of",
+    "refuse_gradients",
+    "scale_layout",
     "scales_among",
-]  # fmt: skip
+]
 
 
 def refuse_gradients(*scales: Any) -> None:
@@ -92,9 +96,7 @@ def descale_of(given: dict[str, torch.Tensor], k: torch.Tensor, sequences: int, 
 
 def _form(name: str, tensor: torch.Tensor, k: torch.Tensor, sequences: int, paged: bool) -> str:
     shape, heads, pages = tuple(tensor.shape), k.shape[2], k.shape[0]
-    of_sequences = shape in (
-        (sequences, heads), (sequences, heads, 1), (1, sequences, heads, 1)
-    )  # fmt: skip
+    of_sequences = shape in ((sequences, heads), (sequences, heads, 1), (1, sequences, heads, 1))
     of_pages = paged and shape in ((pages, heads), (pages, 1, heads), (pages, 1, heads, 1))
     if tensor.numel() == 1 or of_sequences and tensor.stride(0) == 0:
         return OF_SEQUENCES

@@ -102,15 +102,24 @@ def _meaning(functions: Sequence[Any]) -> str | None:
 #: Packages whose functions, classes and modules mean the same wherever they have the same name: of
 #: versions that a kernel's key has, or of Python.
 _FIXED = (
-    "cutlass", "math", "builtins", "operator", loaded("fa4_hd256.kernels"),
+    "cutlass",
+    "math",
+    "builtins",
+    "operator",
+    loaded("fa4_hd256.kernels"),
     loaded("fa4_hd256.softmax_emu"),
-)  # fmt: skip
+)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 #: Attributes that CuTe DSL gives to a function that it wraps.
 _OF_WRAPPERS = (
-    "__pyir_", "__wrapped__", "_decorator_", "_dsl_", "_original_code", "_preprocess",
+    "__pyir_",
+    "__wrapped__",
+    "_decorator_",
+    "_dsl_",
+    "_original_code",
+    "_preprocess",
     "set_name_prefix",
-)  # fmt: skip
+)
 #: Python's own functions by which a function reads what its code does not name.
 _UNNAMED = frozenset((
     "__import__", "compile", "eval", "exec", "globals", "input", "locals", "open", "vars",
@@ -195,9 +204,7 @@ class _Words:
                 found = function.__globals__.get(name, vars(builtins).get(name))
                 yield from self._of_read(found, code, inside)
 
-    def _of_read(
-        self, value: Any, code: types.CodeType, inside: tuple[Any, ...]
-    ) -> Iterator[str]:
+    def _of_read(self, value: Any, code: types.CodeType, inside: tuple[Any, ...]) -> Iterator[str]:
         """Words of what code reads by a name; of a user's module the attributes that it names."""
         if not isinstance(value, types.ModuleType) or _is_fixed(value):
             yield from self.of(value, inside)

@@ -23,10 +23,16 @@ from ..private_torch import (
 from ..private_torch import is_wrapped as _is_wrapped
 
 __all__ = [
-    "constant_in_graphs", "is_intercepted", "is_lasting", "is_stood_in", "is_transformed",
+    "constant_in_graphs",
+    "is_intercepted",
+    "is_lasting",
+    "is_stood_in",
+    "is_transformed",
     "is_wrapped",
-    "may_have_gradients", "refuse_tangents", "without_modes",
-]  # fmt: skip
+    "may_have_gradients",
+    "refuse_tangents",
+    "without_modes",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

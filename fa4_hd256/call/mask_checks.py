@@ -42,9 +42,7 @@ def check_integers(name: str, given: Any, ranks: tuple[int, ...], accepted: str)
         )
 
 
-def check_offsets(
-    offsets: tuple[Any, Any], lengths: tuple[int, int], device: torch.device
-) -> None:
+def check_offsets(offsets: tuple[Any, Any], lengths: tuple[int, int], device: torch.device) -> None:
     """Check the offsets of packed sequences, queries' and keys', in a mask of these lengths on a
     device.
 

@@ -28,16 +28,28 @@ from ..kernels.sequences import (
 from .checks import with_batch
 
 __all__ = [
-    "LENGTHS", "OTHERS", "RAGGED", "BackwardTensors", "BackwardValues", "ForwardTensors",
-    "ForwardValues", "schema_of",
-]  # fmt: skip
+    "LENGTHS",
+    "OTHERS",
+    "RAGGED",
+    "BackwardTensors",
+    "BackwardValues",
+    "ForwardTensors",
+    "ForwardValues",
+    "schema_of",
+]
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = SequenceTensors._fields
 #: Those that are no lengths.
 _NO_LENGTHS = (
-    PAGE_TABLE, PART_LIST, *MASK_TABLES, TREE_WORDS, DS_BEGINS, CACHE_BATCH_IDX, CACHE_LEFTPAD,
-)  # fmt: skip
+    PAGE_TABLE,
+    PART_LIST,
+    *MASK_TABLES,
+    TREE_WORDS,
+    DS_BEGINS,
+    CACHE_BATCH_IDX,
+    CACHE_LEFTPAD,
+)
 #: Those of them that calls with gradients may have.
 LENGTHS = tuple(name for name in RAGGED if name not in _NO_LENGTHS)
 #: All tensors of a call beside q, k, v and the sink.
@@ -195,14 +207,25 @@ _of_gradients = operator.itemgetter(
 )
 assert ForwardTensors._fields[_FIRST_OTHER:] == OTHERS
 assert BackwardTensors._fields[7:] == (
-    "sink", *LENGTHS, *MASK_GRADIENTS, DS_BEGINS, *FUNCTION_TENSORS,
-)  # fmt: skip
+    "sink",
+    *LENGTHS,
+    *MASK_GRADIENTS,
+    DS_BEGINS,
+    *FUNCTION_TENSORS,
+)
 
 #: What an operator's schema calls a type.
 _TYPES: dict[Any, str] = {
-    torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", float: "float", int: "SymInt",
-    int | None: "SymInt?", bool: "bool", str: "str", str | None: "str?", Sequence[bool]: "bool[]",
-}  # fmt: skip
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    float: "float",
+    int: "SymInt",
+    int | None: "SymInt?",
+    bool: "bool",
+    str: "str",
+    str | None: "str?",
+    Sequence[bool]: "bool[]",
+}
 
 
 def schema_of(*kinds: type) -> str:

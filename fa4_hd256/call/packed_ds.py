@@ -68,9 +68,7 @@ def read_offsets(name: str, offsets: torch.Tensor) -> list[int]:
     return found
 
 
-def lengths_between(
-    offsets_q: Sequence[int], offsets_k: Sequence[int]
-) -> list[tuple[int, int]]:
+def lengths_between(offsets_q: Sequence[int], offsets_k: Sequence[int]) -> list[tuple[int, int]]:
     """Queries and keys of each sequence. Raises ValueError where there are not as many."""
     if len(offsets_q) != len(offsets_k):
         raise ValueError(

@@ -79,9 +79,12 @@ class TileMask:
     """
 
     def __init__(
-        self, lengths: tuple[int, int], tiles: torch.Tensor, bits: torch.Tensor | None,
+        self,
+        lengths: tuple[int, int],
+        tiles: torch.Tensor,
+        bits: torch.Tensor | None,
         of_first: tuple[bool, bool] = (False, False),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lengths, self.tiles, self.bits, self.of_first = lengths, tiles, bits, of_first
         self._made: dict[Any, torch.Tensor] = {}
         #: Its tiles without bits, and its parts.
@@ -96,9 +99,12 @@ class TileMask:
 
     @classmethod
     def of(
-        cls, lengths: tuple[int, int], kinds: torch.Tensor, evaluate: Evaluate,
+        cls,
+        lengths: tuple[int, int],
+        kinds: torch.Tensor,
+        evaluate: Evaluate,
         of_first: tuple[bool, bool] = (False, False),
-    ) -> TileMask:  # fmt: skip
+    ) -> TileMask:
         """Make a mask from the kinds of tiles, (1 or batch, 1 or heads, tiles of queries, tiles of
         keys).
 
@@ -189,8 +195,9 @@ class TileMask:
         """An `Evaluate` of this mask, which has bits."""
         assert self.bits is not None
         number = self.tiles[batch, head, query // MASK_TILE, key // MASK_TILE]
-        words = self.bits[number.clamp(min=NOTHING).long(), query % MASK_TILE,
-                          key % MASK_TILE // WORD_BITS]  # fmt: skip
+        words = self.bits[
+            number.clamp(min=NOTHING).long(), query % MASK_TILE, key % MASK_TILE // WORD_BITS
+        ]
         return ((words >> key % WORD_BITS & 1) != 0) & (number != ABSENT) | (number == FULL)
 
     def steps(self, halves: int) -> torch.Tensor:
@@ -281,10 +288,12 @@ class TileMask:
         if rows not in self._units:
             found = (self.tiles != ABSENT).flatten(0, 1).any(0).cpu()
             for length in self.lengths:
-                found = torch.stack([
-                    found[first // MASK_TILE : count_mask_tiles(first + rows)].any(0)
-                    for first in range(0, length, rows)
-                ]).T  # fmt: skip
+                found = torch.stack(
+                    [
+                        found[first // MASK_TILE : count_mask_tiles(first + rows)].any(0)
+                        for first in range(0, length, rows)
+                    ]
+                ).T
             self._units[rows] = tuple(map(tuple, found.tolist()))
         return self._units[rows]
 
@@ -365,9 +374,13 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
     falling = kv_tiles - 1 - falling
     blocks_k, blocks_q = of_keys.shape[2], of_queries.shape[2]
     found = torch.zeros(
-        *tiles.shape[:2], blocks_k + blocks_q, 1 + max(padded.shape[2:]), STEP_WORDS,
-        dtype=torch.int32, device=tiles.device,
-    )  # fmt: skip
+        *tiles.shape[:2],
+        blocks_k + blocks_q,
+        1 + max(padded.shape[2:]),
+        STEP_WORDS,
+        dtype=torch.int32,
+        device=tiles.device,
+    )
     rows, columns = found[:, :, :blocks_k], found[:, :, blocks_k:]
     rows[..., 0, WRITTEN] = of_keys.sum(-1)
     rows[..., 0, READ] = of_keys[..., :q_tiles].sum(-1)

@@ -57,9 +57,7 @@ def is_wide(words: torch.Tensor | None) -> bool:
     return words is not None and words.dtype == torch.int64
 
 
-def check_words(
-    words: torch.Tensor | None, sequences: int, longest: int, window: Window
-) -> None:
+def check_words(words: torch.Tensor | None, sequences: int, longest: int, window: Window) -> None:
     """Raise ValueError unless words fit the sequences and the queries of a call, and the window.
 
     sequences: of the call. longest: the most queries of a sequence. window: no bound of it may hide

@@ -145,19 +145,30 @@ _QV = _refused("A second query for V belongs to MLA at head_dim 64")
 _CHUNK = _refused("Use a block_mask of fa4_hd256.flash_attn_func for chunked attention", 0)
 _WINDOW = _kept("keys before and behind; a negative number is unbounded")
 _SEQUENCES = {
-    "cu_seqlens_q": _kept(), "cu_seqlens_k": _kept(), "max_seqlen_q": _kept(),
-    "max_seqlen_k": _kept(), "seqused_q": _kept(), "seqused_k": _kept(),
-}  # fmt: skip
+    "cu_seqlens_q": _kept(),
+    "cu_seqlens_k": _kept(),
+    "max_seqlen_q": _kept(),
+    "max_seqlen_k": _kept(),
+    "seqused_q": _kept(),
+    "seqused_k": _kept(),
+}
 _CACHE = {
-    "k_cache": _TENSORS, "v_cache": _TENSORS, "rotary_cos": _kept(), "rotary_sin": _kept(),
-    "cache_seqlens": _kept(), "cache_batch_idx": _kept(),
+    "k_cache": _TENSORS,
+    "v_cache": _TENSORS,
+    "rotary_cos": _kept(),
+    "rotary_sin": _kept(),
+    "cache_seqlens": _kept(),
+    "cache_batch_idx": _kept(),
     "cache_leftpad": _kept("with pages, too"),
-    "rotary_interleaved": _kept(), "return_softmax_lse": _kept("True: `(out, lse)`"),
-}  # fmt: skip
+    "rotary_interleaved": _kept(),
+    "return_softmax_lse": _kept("True: `(out, lse)`"),
+}
 _COMBINED = {
-    "out_partial": _kept("any head_dim; in PyTorch's operations"), "lse_partial": _kept(),
-    "out": _kept(), "out_dtype": _kept("the partial results' if None"),
-}  # fmt: skip
+    "out_partial": _kept("any head_dim; in PyTorch's operations"),
+    "lse_partial": _kept(),
+    "out": _kept(),
+    "out_dtype": _kept("the partial results' if None"),
+}
 
 FLASH_ATTN_4 = Library("flash-attn-4", "flash_attn.cute.interface", {
     "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, **_SEQUENCES,

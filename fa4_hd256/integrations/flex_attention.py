@@ -103,9 +103,12 @@ def flex_attention(
 
 
 def _by_pytorch(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], score_mod: Any, block_mask: Any,
-    traces_mask: bool, **options: Any,
-) -> Any:  # fmt: skip
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    score_mod: Any,
+    block_mask: Any,
+    traces_mask: bool,
+    **options: Any,
+) -> Any:
     """Return what PyTorch's function returns, for another head_dim. Raises ValueError for functions
     and masks that only the kernels here evaluate."""
     if isinstance(score_mod, ScoreMod) or isinstance(block_mask, TileMask) or traces_mask:

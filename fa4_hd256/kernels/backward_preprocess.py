@@ -169,9 +169,7 @@ class PreprocessKernel:
             for i, (out, dout) in enumerate(pairs):
                 product = out.load().to(Float32) * dout.load().to(Float32)
                 total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), reduction_profile=0)
-                mine = cutlass.select_(
-                    lane == start + i, cute.arch.warp_reduction_sum(total), mine
-                )
+                mine = cutlass.select_(lane == start + i, cute.arch.warp_reduction_sum(total), mine)
         return mine
 
     @cute.jit

@@ -121,9 +121,7 @@ class WarpPlan:
         rows = ["| role | warps | registers a thread |", "|---|---|---|"]
         for role, budget in self.ROLES:
             if getattr(self, role) is not None:
-                rows.append(
-                    f"| {role} | {getattr(self, role)} | {getattr(self, budget)} |"
-                )
+                rows.append(f"| {role} | {getattr(self, role)} | {getattr(self, budget)} |")
         rows.append(self.registers.total_row)
         return "\n".join(rows)
 

@@ -63,9 +63,7 @@ class FunctionKind:
         self._keys: dict[str, Callable[[Functions], str]] = {}
         self._derived: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
 
-    def derive(
-        self, prefix: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def derive(self, prefix: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Let keys that begin with a prefix name what is made of the functions of the rest."""
         self._derived[prefix] = make
 

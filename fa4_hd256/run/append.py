@@ -82,9 +82,12 @@ def _operands(
 
 
 def _rotary_operands(
-    builder: PlanBuilder, views: Mapping[str, View], made: Mapping[str, View], own: AppendClass,
+    builder: PlanBuilder,
+    views: Mapping[str, View],
+    made: Mapping[str, View],
+    own: AppendClass,
     lengths: View,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the operands of rotary embedding. lengths: positions where the user gives none."""
     if own.rotary is None:
         return dict.fromkeys(

@@ -22,9 +22,13 @@ from ..kernels.problem_class import DESCALES, AppendClass, RotaryClass
 from .arguments import WORD, dynamic_tensor, stream_argument, tensor_type, vector_type
 
 __all__ = [
-    "AFTER", "ROTATED", "AppendOptions", "AppendTensors", "append_call_arguments",
+    "AFTER",
+    "ROTATED",
+    "AppendOptions",
+    "AppendTensors",
+    "append_call_arguments",
     "append_compile_arguments",
-]  # fmt: skip
+]
 
 #: Names of the kernel's own results.
 AFTER, ROTATED = "after", "rotated"
@@ -71,11 +75,15 @@ class AppendTensors(NamedTuple):
             paged=self.page_table is not None,
             kv_dtype=kv_dtype,
             descale="" if kv_dtype is None else options.descale,
-            rotary=None if self.rotary_cos is None else RotaryClass(
-                self.rotary_cos.dtype, options.interleaved, options.ordered,
+            rotary=None
+            if self.rotary_cos is None
+            else RotaryClass(
+                self.rotary_cos.dtype,
+                options.interleaved,
+                options.ordered,
                 packed=self.cu_seqlens_q is not None,
             ),
-        )  # fmt: skip
+        )
 
 
 def append_compile_arguments(own: AppendClass) -> tuple:
@@ -89,9 +97,10 @@ def append_compile_arguments(own: AppendClass) -> tuple:
         offsets=offsets if own.packed else None,
         page_table=tensor_type(cutlass.Int32, 2, WORD) if own.paged else None,
         scales=tuple(tensor_type(cutlass.Float32, 2, WORD) for _ in DESCALES)
-        if own.descale else None,
+        if own.descale
+        else None,
         rotary=_rotary_types(own),
-    )  # fmt: skip
+    )
     return caches, rows, tables, cuda.CUstream(0)
 
 
@@ -109,12 +118,13 @@ def append_call_arguments(operands: dict[str, Any], stream: int | None) -> tuple
     """The arguments of a call. operands: tensors, or views of a plan, whose stream is None, by
     name; None for what the kernel does not take."""
     given = {
-        name: None if tensor is None
+        name: None
+        if tensor is None
         else dynamic_tensor(
             tensor, TMA_ALIGNMENT if tensor.ndim == 4 else min(WORD, tensor.element_size())
         )
         for name, tensor in operands.items()
-    }  # fmt: skip
+    }
     caches, rows = ((given[k], given[v]) for k, v in (("k_cache", "v_cache"), ("k", "v")))
     scales = tuple(given[name] for name in DESCALES)
     tables = AppendTables(
@@ -123,9 +133,15 @@ def append_call_arguments(operands: dict[str, Any], stream: int | None) -> tuple
         offsets=given["cu_seqlens_k_new"],
         page_table=given["page_table"],
         scales=None if scales[0] is None else scales,
-        rotary=None if given["rotary_cos"] is None else RotaryTables(
-            given["rotary_cos"], given["rotary_sin"], given["rotary_seqlens"], given["q"],
-            given[ROTATED], given["cu_seqlens_q"],
+        rotary=None
+        if given["rotary_cos"] is None
+        else RotaryTables(
+            given["rotary_cos"],
+            given["rotary_sin"],
+            given["rotary_seqlens"],
+            given["q"],
+            given[ROTATED],
+            given["cu_seqlens_q"],
         ),
-    )  # fmt: skip
+    )
     return caches, rows, tables, stream_argument(stream)

@@ -77,9 +77,13 @@ def dynamic_tensor(tensor: torch.Tensor | View, alignment: int) -> Any:
 
 #: Ragged tensors that are no vectors: dimensions, bytes that their rows are aligned to.
 _TABLES = {
-    PAGE_TABLE: (2, 4), TREE_WORDS: (2, 4),
-    MASK_STEPS: (5, 16), MASK_BITS: (3, 16), MASK_BLOCKS: (5, 16), MASK_KEY_BITS: (3, 16),
-}  # fmt: skip
+    PAGE_TABLE: (2, 4),
+    TREE_WORDS: (2, 4),
+    MASK_STEPS: (5, 16),
+    MASK_BITS: (3, 16),
+    MASK_BLOCKS: (5, 16),
+    MASK_KEY_BITS: (3, 16),
+}
 
 
 def ragged_types(names: Sequence[str], wide_tree: bool = False) -> list[Any]:
@@ -127,9 +131,11 @@ def row_alignment(bits: int) -> int:
 
 
 def scalar_types(
-    backward: bool = False, counter: bool = False, fixed_parts: bool = False,
+    backward: bool = False,
+    counter: bool = False,
+    fixed_parts: bool = False,
     origin: bool = False,
-) -> CallScalars:  # fmt: skip
+) -> CallScalars:
     """The scalars by type only; backward: with those that are None in the forward; counter: with
     that of the tiles; fixed_parts: with the keys of a part; origin: with that of the scores."""
     types: dict[str, Any] = {

@@ -209,9 +209,13 @@ def _zeros(shape: Sequence[int], is_zero: bool) -> tuple[tuple[int, int, float],
 
 
 def _gradient(
-    builder: PlanBuilder, name: str, shape: tuple[int, ...], dtype: torch.dtype, is_zero: bool,
+    builder: PlanBuilder,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    is_zero: bool,
     has_batch: bool,
-) -> View:  # fmt: skip
+) -> View:
     """A gradient as kernels write it; its memory has no batch where callers want none."""
     fills = _zeros(shape, is_zero)
     made = builder.allocate(name, shape if has_batch else shape[1:], dtype, fills)
@@ -268,9 +272,12 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
     """Fill `tensors.stats`, by `add_preprocess` alone."""
     ragged = problem.preprocess_class.ragged
     given = {
-        "out": tensors.out, "dout": tensors.dout, "lse": tensors.lse, STATS: tensors.stats,
+        "out": tensors.out,
+        "dout": tensors.dout,
+        "lse": tensors.lse,
+        STATS: tensors.stats,
         **dict(zip(ragged, tensors.ragged, strict=True)),
-    }  # fmt: skip
+    }
     if tensors.dlse is not None:
         given["dlse"] = tensors.dlse
     builder = PlanBuilder.for_tensors(problem.forward.device, tuple(given), tuple(given.values()))
@@ -305,9 +312,13 @@ def _add_gradients(
     ragged = tuple(views[name] for name in whole.forward.ragged)
     of_functions = tuple(builder.dense(views[name]) for name in whole.forward.function_tensors)
     given = GradientTensors(
-        (operands["q"], operands["k"], operands["v"], operands["dout"]), made[STATS], (), ragged,
-        made.get(DS), of_functions,
-    )  # fmt: skip
+        (operands["q"], operands["k"], operands["v"], operands["dout"]),
+        made[STATS],
+        (),
+        ragged,
+        made.get(DS),
+        of_functions,
+    )
     rooms = _rooms(builder, division)
     for number, chunk in enumerate(division.chunks):
         lists = tuple(_lists(builder, chunk, number, view) for view in ragged)

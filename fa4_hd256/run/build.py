@@ -79,10 +79,12 @@ def build(
                 key = prebuilt_key(spec)
                 cache.write(f"{key}.kernel", header, parts)
                 described[key] = {
-                    "kind": spec.kind, "target": family.target(spec.architecture),
+                    "kind": spec.kind,
+                    "target": family.target(spec.architecture),
                     "sources": f"{direction_of(spec)} {spec.architecture.name}",
-                    "kernel": name_of(spec), "bytes": sum(map(len, parts)),
-                }  # fmt: skip
+                    "kernel": name_of(spec),
+                    "bytes": sum(map(len, parts)),
+                }
                 done += 1
                 progress(done, total, spec)
     return _finish(place, described)
@@ -142,9 +144,10 @@ def _kept(place: Path, described: Mapping[str, Any]) -> dict[str, Any]:
     try:
         kernels = Prebuilt.open(place).kernels
         return {
-            key: kernel for key, kernel in kernels.items()
+            key: kernel
+            for key, kernel in kernels.items()
             if key in described or _is_there(place / f"{key}.kernel", kernel)
-        }  # fmt: skip
+        }
     except ValueError:
         for key in set(before.get("kernels", ())) - set(described):
             with contextlib.suppress(OSError):

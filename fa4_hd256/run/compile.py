@@ -35,9 +35,15 @@ from .keys import cache_key, disk_cache, lasts, prebuilt_key
 from .tracing import trace_and_compile
 
 __all__ = [
-    "CompiledKernel", "Linked", "MissingKernelError", "compile_kernel", "counters", "forget",
-    "jit_entry", "room_for_files",
-]  # fmt: skip
+    "CompiledKernel",
+    "Linked",
+    "MissingKernelError",
+    "compile_kernel",
+    "counters",
+    "forget",
+    "jit_entry",
+    "room_for_files",
+]
 
 #: Room for what the compiler writes, several times what any kernel takes.
 _SCRATCH_BYTES = 16 << 20

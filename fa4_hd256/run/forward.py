@@ -31,9 +31,14 @@ from .slots import View
 from .tail import add_tail
 
 __all__ = [
-    "ForwardWork", "add_combine", "add_forward", "empty_results", "launch_forward", "plan_forward",
+    "ForwardWork",
+    "add_combine",
+    "add_forward",
+    "empty_results",
+    "launch_forward",
+    "plan_forward",
     "run_forward",
-]  # fmt: skip
+]
 
 #: CTAs of a grid, which kernels count in 32 bits.
 LARGEST_GRID = (1 << 31) - 1
@@ -165,9 +170,12 @@ def _add_part(
 
 
 def add_combine(
-    builder: PlanBuilder, problem: Problem, parts: tuple[View, View], results: tuple[View, View],
+    builder: PlanBuilder,
+    problem: Problem,
+    parts: tuple[View, View],
+    results: tuple[View, View],
     tables: Mapping[str, View],
-) -> None:  # fmt: skip
+) -> None:
     """Fill results from those of splits, each (out, lse). tables: by name, those of listed parts
     among them."""
     lists: tuple[View, ...] = ()
@@ -220,9 +228,13 @@ def _results(
 
 
 def _out(
-    builder: PlanBuilder, views: Mapping[str, View], shape: tuple[int, ...], dtype: torch.dtype,
-    fill: float | None, has_batch: bool,
-) -> View:  # fmt: skip
+    builder: PlanBuilder,
+    views: Mapping[str, View],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    fill: float | None,
+    has_batch: bool,
+) -> View:
     """The first result: the caller's tensor, filled like a new one, or a new one."""
     if "out" not in views:
         return _new_result(builder, "out", shape, dtype, fill, has_batch)
@@ -235,9 +247,13 @@ def _out(
 
 
 def _new_result(
-    builder: PlanBuilder, name: str, shape: tuple[int, ...], dtype: torch.dtype,
-    fill: float | None, has_batch: bool,
-) -> View:  # fmt: skip
+    builder: PlanBuilder,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    fill: float | None,
+    has_batch: bool,
+) -> View:
     """A result as the kernel writes it; its memory has no batch where callers want none."""
     lifetime = Lifetime.UNREAD if name == "lse" else Lifetime.CALL
     fills = () if fill is None else _all_of(shape, fill)

@@ -26,12 +26,14 @@ _CLASS = "class"
 
 def name_of(spec: KernelSpec) -> str:
     """The text of a kernel."""
-    return json.dumps({
-        "kind": spec.kind,
-        "architecture": spec.architecture.name,
-        "problem": _plain(spec.problem_class),
-        "config": _plain(spec.config),
-    })  # fmt: skip
+    return json.dumps(
+        {
+            "kind": spec.kind,
+            "architecture": spec.architecture.name,
+            "problem": _plain(spec.problem_class),
+            "config": _plain(spec.config),
+        }
+    )
 
 
 def kernel_named(name: str) -> KernelSpec:
@@ -41,9 +43,11 @@ def kernel_named(name: str) -> KernelSpec:
         if set(read) != {"kind", "architecture", "problem", "config"}:
             raise ValueError("it has other parts")
         return KernelSpec(
-            read["kind"], _value(read["config"]), _value(read["problem"]),
+            read["kind"],
+            _value(read["config"]),
+            _value(read["problem"]),
             named(read["architecture"]),
-        )  # fmt: skip
+        )
     except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{name!r} names no kernel: {error}; accepted: the text of an error that misses one"

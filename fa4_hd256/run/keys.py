@@ -71,6 +71,7 @@ OTHER = {
     "tail": ("forward", "decode", "append"),
 }
 
+
 def cache_key(spec: KernelSpec) -> str:
     """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
     return _digest(

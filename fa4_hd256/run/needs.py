@@ -103,9 +103,15 @@ _LENGTHS = sorted(
 
 #: Fields of `Needs` that are True or False, and options of the command.
 FLAGS = (
-    "batch_invariant", "scheduler_metadata", "tree_mask", "alibi", "rotary", "max_logits",
-    CACHE_BATCH_IDX, CACHE_LEFTPAD,
-)  # fmt: skip
+    "batch_invariant",
+    "scheduler_metadata",
+    "tree_mask",
+    "alibi",
+    "rotary",
+    "max_logits",
+    CACHE_BATCH_IDX,
+    CACHE_LEFTPAD,
+)
 
 
 @dataclass(frozen=True)
@@ -156,9 +162,11 @@ class Needs:
     def _check_values(self) -> None:
         """Each by itself."""
         for what, given, known in (
-            ("use", self.uses, USES), ("form", self.forms, FORMS), ("dtype", self.dtypes, DTYPES),
+            ("use", self.uses, USES),
+            ("form", self.forms, FORMS),
+            ("dtype", self.dtypes, DTYPES),
             ("kv_dtype", self.kv_dtypes, (None, *KV_DTYPES)),
-        ):  # fmt: skip
+        ):
             accepted = tuple(known)  # where what has no hash can be looked for, too
             for one in given:
                 if one not in accepted:
@@ -316,9 +324,13 @@ def _changed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
 
 
 def _problems(
-    model: AttentionModel, needs: Needs, architecture: Architecture, longest: int,
-    kv_dtypes: Sequence[torch.dtype | None] | None = None, max_logits: bool = False,
-) -> Iterator[Problem]:  # fmt: skip
+    model: AttentionModel,
+    needs: Needs,
+    architecture: Architecture,
+    longest: int,
+    kv_dtypes: Sequence[torch.dtype | None] | None = None,
+    max_logits: bool = False,
+) -> Iterator[Problem]:
     """One of each kind of forward. longest: queries of a sequence at most. kv_dtypes: None for
     those of `needs`. max_logits: as of `Options`."""
     kv_dtypes = needs.kv_dtypes if kv_dtypes is None else kv_dtypes
@@ -404,8 +416,10 @@ def _configs(key: TuningKey) -> tuple[Any, ...]:
 def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[KernelSpec]:
     """Yield the combining kernels of any number of splits and rows."""
     rule = kernels_of(architecture).combine
-    bounds = sorted({max(1, (rule.ctas << i) // n + one)
-                     for i in range(6) for n in (1, 2, 4) for one in (0, 1)} | {1})  # fmt: skip
+    bounds = sorted(
+        {max(1, (rule.ctas << i) // n + one) for i in range(6) for n in (1, 2, 4) for one in (0, 1)}
+        | {1}
+    )
     rows = [*bounds, bounds[-1] << 8]
     configs = {rule.of(parts, n): None for parts in range(2, MOST_PARTS + 1) for n in rows}
     for config in configs:

@@ -105,9 +105,7 @@ class PackedArguments:
             words[word] = addresses[number] + offset
         words[self._stream] = stream
 
-    def call(
-        self, function: Callable[[int], Any], addresses: Sequence[int], stream: int
-    ) -> None:
+    def call(self, function: Callable[[int], Any], addresses: Sequence[int], stream: int) -> None:
         """`write`, then call a kernel's host code. Raises as a call of the compiled function
         does."""
         self.write(addresses, stream)

@@ -50,6 +50,9 @@ def simulated_device() -> Iterator[Any]:
 def simulated_gpu(device: Any) -> Gpu:
     """A `sm100_sim.SimulatedDevice` as the operator sees it."""
     return Gpu(
-        device.capability, device.sms, device.clusters(2), device.l2_bytes,
+        device.capability,
+        device.sms,
+        device.clusters(2),
+        device.l2_bytes,
         device.hbm_bytes_per_second,
-    )  # fmt: skip
+    )

@@ -33,9 +33,12 @@ def trace_and_compile(spec: KernelSpec) -> Any:
     target = family.target(spec.architecture)
     with targeting(target), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
         options = (
-            GPUArch(target), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
+            GPUArch(target),
+            GenerateLineInfo(True),
+            KeepPTX(),
+            KeepCUBIN(),
             DumpDir(scratch),
-        )  # fmt: skip
+        )
         compiled = cute.compile[options](kernel, *arguments)
         # Read while the files are there: the object may refer to them lazily.
         if not compiled.artifacts.PTX or not compiled.artifacts.CUBIN:
@@ -55,9 +58,10 @@ def _name_no_module(arguments: Any) -> None:
     """
     kept = [
         parameter.replace(annotation=inspect.Parameter.empty)
-        if _is_own(parameter.annotation) else parameter
+        if _is_own(parameter.annotation)
+        else parameter
         for parameter in arguments.signature.parameters.values()
-    ]  # fmt: skip
+    ]
     arguments.signature = arguments.signature.replace(parameters=kept)
 
 

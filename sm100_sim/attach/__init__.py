@@ -53,8 +53,7 @@ class Session:
         """Run host code that was called with `arguments`, and the kernels it launches."""
         settings = read_settings()
         options = options_from(settings, **{**self._options, "observe": self._observe})
-        ranges = sorted([*tensor_ranges(arguments, keywords),
-                         *pointer_ranges(arguments, keywords)])
+        ranges = sorted([*tensor_ranges(arguments, keywords), *pointer_ranges(arguments, keywords)])
         try:
             run_host_code(call, ranges, options, settings.report)
         except (SimulationError, KeyboardInterrupt) as error:
@@ -70,8 +69,12 @@ class Session:
 
 @contextlib.contextmanager
 def attached(
-    *, clusters: int | None = None, seed: int | None = None, schedule: str = "eager",
-    sanitize: bool | str | None = None, trace: bool = False,
+    *,
+    clusters: int | None = None,
+    seed: int | None = None,
+    schedule: str = "eager",
+    sanitize: bool | str | None = None,
+    trace: bool = False,
     observe: Callable[[LaunchConfig, Report], None] | None = None,
 ) -> Iterator[Session]:
     """Run what is compiled and called inside in the simulator, on CPU tensors.

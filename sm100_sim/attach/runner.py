@@ -40,9 +40,11 @@ def summary(reports: Iterable[Report], failures: Sequence[BaseException] = ()) -
         kernels.setdefault(report.kernel, []).append(report)
     if not kernels and not failures:
         return "sm100_sim: no kernel was launched"
-    lines = [f"sm100_sim: {sum(map(len, kernels.values()))} launches of {len(kernels)} kernels"
-             f"{f', {len(failures)} more failed' if failures else ''}",
-             f"{'launches':>8} {'translate s':>11} {'run s':>8} {'warp instr.':>12}  kernel"]
+    lines = [
+        f"sm100_sim: {sum(map(len, kernels.values()))} launches of {len(kernels)} kernels"
+        f"{f', {len(failures)} more failed' if failures else ''}",
+        f"{'launches':>8} {'translate s':>11} {'run s':>8} {'warp instr.':>12}  kernel",
+    ]
     for name, launches in kernels.items():
         count = sum(part["warps"] for r in launches for part in r.instructions.values())
         last = launches[-1]
@@ -56,8 +58,9 @@ def summary(reports: Iterable[Report], failures: Sequence[BaseException] = ()) -
 
 def _found(kernels: dict[str, list[Report]], failures: Sequence[BaseException]) -> Iterator[str]:
     """The findings of each kernel by cause, those of failed launches included."""
-    found = {name: [f for report in some for f in report.findings]
-             for name, some in kernels.items()}
+    found = {
+        name: [f for report in some for f in report.findings] for name, some in kernels.items()
+    }
     for failure in failures:
         name = getattr(failure, "kernel", None) or "a launch that failed"
         found.setdefault(name, []).extend(getattr(failure, "findings", ()))
@@ -65,8 +68,10 @@ def _found(kernels: dict[str, list[Report]], failures: Sequence[BaseException]) 
         causes = causes_of(findings)
         if causes:
             count = sum(len(cause.findings) for cause in causes)
-            yield (f"sm100_sim: {count} finding{'s' * (count > 1)} of {len(causes)} "
-                   f"cause{'s' * (len(causes) > 1)} in {name}")
+            yield (
+                f"sm100_sim: {count} finding{'s' * (count > 1)} of {len(causes)} "
+                f"cause{'s' * (len(causes) > 1)} in {name}"
+            )
             yield listed(causes)
 
 

@@ -28,8 +28,10 @@ def unblocked(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     down, across = -(-rows // _TILE_ROWS), -(-columns // _TILE_COLUMNS)
     wanted = down * across * _TILE_ROWS * _TILE_COLUMNS
     if scales.numel() != wanted:
-        raise ValueError(f"scales of {scales.numel()} elements; {rows} rows of {columns} blocks "
-                         f"take {wanted}, in tiles of 128 x 4")
+        raise ValueError(
+            f"scales of {scales.numel()} elements; {rows} rows of {columns} blocks "
+            f"take {wanted}, in tiles of 128 x 4"
+        )
     tiles = scales.reshape(-1).float().view(down, across, 32, 4, _TILE_COLUMNS)
     matrix = tiles.permute(0, 3, 2, 1, 4).reshape(down * _TILE_ROWS, across * _TILE_COLUMNS)
     return matrix[:rows, :columns]
@@ -48,23 +50,34 @@ def _scaled(matrix: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     values, block = _values(matrix), _BLOCK[scales.dtype]
     rows, k = values.shape
     if k % block:
-        raise ValueError(f"K = {k}; with scales of type {scales.dtype} it must be a multiple of "
-                         f"{block}")
+        raise ValueError(
+            f"K = {k}; with scales of type {scales.dtype} it must be a multiple of {block}"
+        )
     return values * unblocked(scales, rows, k // block).repeat_interleave(block, 1)
 
 
 def scaled_mm(original: Any) -> Any:
     """torch._scaled_mm that also takes block scales; anything else goes to `original`."""
 
-    def call(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
-             bias: Any = None, scale_result: Any = None, out_dtype: Any = None,
-             use_fast_accum: bool = False, **more: Any) -> torch.Tensor:
+    def call(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        bias: Any = None,
+        scale_result: Any = None,
+        out_dtype: Any = None,
+        use_fast_accum: bool = False,
+        **more: Any,
+    ) -> torch.Tensor:
         if scale_a.dtype not in _BLOCK or scale_b.dtype != scale_a.dtype:
-            return original(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum,
-                            **more)
+            return original(
+                a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum, **more
+            )
         if scale_result is not None or more:
-            raise NotImplementedError("torch._scaled_mm with block scales: scale_result and out= "
-                                      "are not simulated")
+            raise NotImplementedError(
+                "torch._scaled_mm with block scales: scale_result and out= are not simulated"
+            )
         result = _scaled(a, scale_a) @ _scaled(b.t(), scale_b).t()
         if bias is not None:
             result = result + bias.float()

@@ -237,14 +237,23 @@ def patches() -> Iterator[Patch]:
     for module in (torch, torch.fft, torch.signal.windows):
         for name in dir(module):
             function = getattr(module, name, None)
-            if callable(function) and getattr(function, "__hash__", None) \
-                    and function in constructors:
+            if (
+                callable(function)
+                and getattr(function, "__hash__", None)
+                and function in constructors
+            ):
                 yield Patch(module, name, _factory(function))
     yield Patch(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
     yield Patch(torch, "set_default_device", _set_default_device(torch.set_default_device))
     tensor = torch.Tensor
-    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
-                 "new_empty_strided"):
+    for name in (
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_tensor",
+        "new_empty_strided",
+    ):
         yield Patch(tensor, name, _factory(getattr(tensor, name)))
     yield Patch(tensor, "to", _to(tensor.to))
     yield Patch(tensor, "cuda", _transfer(tensor.cuda))
@@ -268,8 +277,11 @@ def register_custom_operators() -> None:
 
     for operator in list(OPDEFS.values()):
         function = operator._backend_fns.get("cuda")
-        if function is not None and "cpu" not in operator._backend_fns \
-                and None not in operator._backend_fns:
+        if (
+            function is not None
+            and "cpu" not in operator._backend_fns
+            and None not in operator._backend_fns
+        ):
             operator.register_kernel("cpu")(function)
 
 

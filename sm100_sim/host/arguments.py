@@ -119,9 +119,15 @@ def possible_addresses(args: Any, kwargs: dict[str, Any] | None = None) -> np.nd
     A grouped GEMM finds its operands by a table of them. Values below LOWEST_ADDRESS are none;
     others may be, also below 2**32: a Python that is not position-independent has its heap there.
     """
-    values = [np.frombuffer(ctypes.string_at(start, end - start), np.uint64)
-              for start, end, _, value in _tensors(args, kwargs) if _holds_integers64(value)]
-    given = [value for value in (*args, *(kwargs or {}).values())
-             if isinstance(value, int) and 0 <= value < 1 << 64]
+    values = [
+        np.frombuffer(ctypes.string_at(start, end - start), np.uint64)
+        for start, end, _, value in _tensors(args, kwargs)
+        if _holds_integers64(value)
+    ]
+    given = [
+        value
+        for value in (*args, *(kwargs or {}).values())
+        if isinstance(value, int) and 0 <= value < 1 << 64
+    ]
     found = np.unique(np.concatenate([np.array(given, np.uint64), *values]))
     return found[found >= LOWEST_ADDRESS]

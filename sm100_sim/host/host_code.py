@@ -232,8 +232,12 @@ def _launch_kernel(kernel: int, *rest: int) -> None:
 
 
 def _launch(
-    grid: Sequence[int], block: Sequence[int], cluster: Sequence[int], call: Sequence[int],
-    attributes: dict[str, int], explicit_cluster: bool = False,
+    grid: Sequence[int],
+    block: Sequence[int],
+    cluster: Sequence[int],
+    call: Sequence[int],
+    attributes: dict[str, int],
+    explicit_cluster: bool = False,
 ) -> None:
     run = _runs.stack[-1]
     smem, stream, kernel, arguments = call
@@ -273,8 +277,12 @@ def _encode_tiled(target: int, kind: int, rank: int, address: int, *rest: int) -
     """cuTensorMapEncodeTiled, as the CUDA driver API describes it."""
     sizes, strides, box, steps, *enumerators = rest
     wide, narrow = ctypes.c_uint64, ctypes.c_uint32
-    arrays = (_numbers(wide, sizes, rank), _numbers(wide, strides, rank - 1),
-              _numbers(narrow, box, rank), _numbers(narrow, steps, rank))
+    arrays = (
+        _numbers(wide, sizes, rank),
+        _numbers(wide, strides, rank - 1),
+        _numbers(narrow, box, rank),
+        _numbers(narrow, steps, rank),
+    )
     content = encode(from_driver(address or 0, arrays, (kind, *enumerators)))
     ctypes.memmove(target, content, len(content))
 

@@ -106,7 +106,9 @@ class TvmFfiProgram(HostProgram):
         """The entry loads its library itself, through cuda_dialect_init_library_once."""
 
     def run(
-        self, args: tuple[Any, ...], on_launch: Callable[[LaunchConfig], None],
+        self,
+        args: tuple[Any, ...],
+        on_launch: Callable[[LaunchConfig], None],
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Run the host code; see `HostProgram.run`. Torch tensors are accepted as they are."""

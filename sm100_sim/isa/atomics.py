@@ -29,10 +29,21 @@ _SPACES = ("global", "shared", "shared::cta", "shared::cluster", "")
 _OPERATIONS = ("and", "or", "xor", "cas", "exch", "add", "inc", "dec", "min", "max")
 _HINT = ("L2::cache_hint", "")
 _VECTORS = ("v2", "v4", "v8", "")
-_DTYPES = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "u32": np.uint32,
-           "u64": np.uint64, "s32": np.int32, "s64": np.int64, "f32": np.float32,
-           "f64": np.float64, "f16": np.float16, "f16x2": np.float16, "bf16": np.uint16,
-           "bf16x2": np.uint16}
+_DTYPES = {
+    "b16": np.uint16,
+    "b32": np.uint32,
+    "b64": np.uint64,
+    "u32": np.uint32,
+    "u64": np.uint64,
+    "s32": np.int32,
+    "s64": np.int64,
+    "f32": np.float32,
+    "f64": np.float64,
+    "f16": np.float16,
+    "f16x2": np.float16,
+    "bf16": np.uint16,
+    "bf16x2": np.uint16,
+}
 _TYPES = tuple(_DTYPES)
 
 
@@ -48,11 +59,22 @@ def _narrow(values: np.ndarray) -> np.ndarray:
 
 
 _INTEGER_COMBINE: dict[str, Callable] = {
-    "add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "min": np.minimum, "max": np.maximum, "exch": lambda old, new: new,
-    "inc": increment, "dec": decrement}
+    "add": np.add,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "min": np.minimum,
+    "max": np.maximum,
+    "exch": lambda old, new: new,
+    "inc": increment,
+    "dec": decrement,
+}
 _FLOAT_COMBINE: dict[str, Callable] = {
-    "add": np.add, "min": np.fmin, "max": np.fmax, "exch": lambda old, new: new}
+    "add": np.add,
+    "min": np.fmin,
+    "max": np.fmax,
+    "exch": lambda old, new: new,
+}
 
 
 def combiner(i: Instruction, operation: str, type_name: str) -> Callable:
@@ -61,8 +83,13 @@ def combiner(i: Instruction, operation: str, type_name: str) -> Callable:
     table = _INTEGER_COMBINE if integer else _FLOAT_COMBINE
     bits = operation in ("and", "or", "xor", "exch")
     wrap = operation in ("inc", "dec")
-    if (operation not in table or integer and bits != (type_name[0] == "b")
-            or wrap and type_name != "u32"):
+    if (
+        operation not in table
+        or integer
+        and bits != (type_name[0] == "b")
+        or wrap
+        and type_name != "u32"
+    ):
         raise unknown(i, f"{operation} is not defined for .{type_name}")
     combine = table[operation]
     if type_name.startswith("bf16"):
@@ -87,8 +114,10 @@ def host_bytes(warp: Warp, address: int, nbytes: int, space: str) -> np.ndarray:
     ranges = warp.environment.ranges
     row = int(np.searchsorted(ranges[:, 0], np.uint64(address), "right")) - 1
     if row < 0 or address + nbytes > int(ranges[row, 1]) or not ranges[row, 2]:
-        raise MemoryFault(f"atomic operation of {nbytes} bytes at global address {address:#x}, "
-                          "outside the writable tensors of the launch")
+        raise MemoryFault(
+            f"atomic operation of {nbytes} bytes at global address {address:#x}, "
+            "outside the writable tensors of the launch"
+        )
     return host_view(address, nbytes)
 
 
@@ -100,9 +129,11 @@ def _shared_bytes(warp: Warp, address: int, nbytes: int) -> np.ndarray:
             f"an atomic operation on {nbytes} bytes at its shared offset {offset:#x}"
         )
     if rank >= len(limits) or offset + nbytes > int(limits[rank]) or offset < 1024:
-        raise MemoryFault(f"atomic operation of {nbytes} bytes at shared address {address:#x}, "
-                          "outside the allocated bytes")
-    return warp.environment.smem[rank, offset:offset + nbytes]
+        raise MemoryFault(
+            f"atomic operation of {nbytes} bytes at shared address {address:#x}, "
+            "outside the allocated bytes"
+        )
+    return warp.environment.smem[rank, offset : offset + nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +144,9 @@ class _Source:
     nbytes: int
 
     def lane(self, warp: Warp, lane: int, dtype: Any) -> np.ndarray:
-        raw = b"".join(int(read(warp)[lane]).to_bytes(8, "little")[:self.nbytes]
-                       for read in self.readers)
+        raw = b"".join(
+            int(read(warp)[lane]).to_bytes(8, "little")[: self.nbytes] for read in self.readers
+        )
         return np.frombuffer(raw, dtype)
 
 
@@ -127,18 +159,42 @@ def lane_source(op: Operand, nbytes: int) -> _Source:
 _EVENT = ByModifier({"global": Event.GLOBAL_ATOMIC}, Event.NONE)
 
 
-@machine_op("atom", defines=(0,), rule=Rule.ATOMIC, trace=Recorded.ENTRY, event=_EVENT,
-            effect=Effect.NONE, ties=Ties.UNLESS_SHARED)
-@machine_op("red", rule=Rule.ATOMIC, trace=Recorded.ENTRY, event=_EVENT, effect=Effect.NONE,
-            ties=Ties.UNLESS_SHARED)
+@machine_op(
+    "atom",
+    defines=(0,),
+    rule=Rule.ATOMIC,
+    trace=Recorded.ENTRY,
+    event=_EVENT,
+    effect=Effect.NONE,
+    ties=Ties.UNLESS_SHARED,
+)
+@machine_op(
+    "red",
+    rule=Rule.ATOMIC,
+    trace=Recorded.ENTRY,
+    event=_EVENT,
+    effect=Effect.NONE,
+    ties=Ties.UNLESS_SHARED,
+)
 def bind_atomic(instruction: Instruction, kernel) -> Callable:
     """atom, red{.sem}{.scope}{.space}.op{.noftz}{.L2::cache_hint}{.vec}.type {d,} [a], b{, c}."""
     _, _, space, operation, _, _, vector, type_name = split_modifiers(
-        instruction, _SEMANTICS, _SCOPES, _SPACES, _OPERATIONS, ("noftz", ""), _HINT, _VECTORS,
-        _TYPES)
+        instruction,
+        _SEMANTICS,
+        _SCOPES,
+        _SPACES,
+        _OPERATIONS,
+        ("noftz", ""),
+        _HINT,
+        _VECTORS,
+        _TYPES,
+    )
     returns = instruction.opcode == "atom"
-    destination, operands = (instruction.operands[0], instruction.operands[1:]) if returns \
+    destination, operands = (
+        (instruction.operands[0], instruction.operands[1:])
+        if returns
         else (None, instruction.operands)
+    )
     dtype = _DTYPES[type_name]
     size = np.dtype(dtype).itemsize * (2 if type_name.endswith("x2") else 1)
     base = operands[0].base
@@ -180,13 +236,16 @@ def bind_atomic(instruction: Instruction, kernel) -> Callable:
 def _lane_writer(op: Operand, nbytes: int) -> Callable[[Warp, int, np.ndarray], None]:
     """Write the bytes of an array to the registers of one lane."""
     items = op.items if op.kind == "vec" else (op,)
-    rows = [(position, item.register.file, item.slot) for position, item in enumerate(items)
-            if item.kind != "sink"]
+    rows = [
+        (position, item.register.file, item.slot)
+        for position, item in enumerate(items)
+        if item.kind != "sink"
+    ]
 
     def write(warp: Warp, lane: int, values: np.ndarray) -> None:
         raw = values.tobytes()
         for position, file, slot in rows:
-            piece = raw[position * nbytes:(position + 1) * nbytes]
+            piece = raw[position * nbytes : (position + 1) * nbytes]
             target = warp.r64 if file == "r64" else warp.r32
             target[slot, lane] = int.from_bytes(piece, "little")
 

@@ -29,7 +29,7 @@ def _text(warp: Warp, pointer: int) -> str:
     data, start = warp.compiled.kernel.module_data, pointer - MODULE_DATA_WINDOW
     if not 0 <= start < len(data):
         raise MemoryFault(f"the string at {pointer:#x} is not a constant of the module")
-    return data[start:data.index(0, start)].decode(errors="replace")
+    return data[start : data.index(0, start)].decode(errors="replace")
 
 
 class _Arguments:
@@ -58,15 +58,16 @@ def _formatted(warp: Warp, form: str, arguments: _Arguments) -> str:
         flags, width, precision, size, kind = match.groups()
         if kind == "%":
             return "%"
-        width, precision = (str(arguments.take("<i")) if part == "*" else part
-                            for part in (width, precision))
+        width, precision = (
+            str(arguments.take("<i")) if part == "*" else part for part in (width, precision)
+        )
         shape = f"%{flags}{width}" + ("" if precision is None else f".{precision}")
         if kind in "diuoxXc":
-            code = ("q" if size in _LONG else "i") if kind in "di" else (
-                "Q" if size in _LONG else "I")
+            code = (
+                ("q" if size in _LONG else "i") if kind in "di" else ("Q" if size in _LONG else "I")
+            )
             value = arguments.take("<" + code)
-            return (shape + kind) % (
-                chr(value & 255) if kind == "c" else value)
+            return (shape + kind) % (chr(value & 255) if kind == "c" else value)
         if kind in "fFeEgG":
             return (shape + kind) % arguments.take("<d")
         if kind in "aA":
@@ -81,8 +82,16 @@ def _formatted(warp: Warp, form: str, arguments: _Arguments) -> str:
     return _CONVERSION.sub(convert, form)
 
 
-@machine_op("call.vprintf", statistics="call", defines=(0,), rule=Rule.NOT_FOLLOWED,
-            trace=Recorded.NOTHING, event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "call.vprintf",
+    statistics="call",
+    defines=(0,),
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_print(instruction, kernel):
     """vprintf(format, arguments): prints; returns the number of arguments."""
     if len(instruction.operands) != 3:
@@ -101,8 +110,15 @@ def bind_print(instruction, kernel):
     return execute
 
 
-@machine_op("call.__assertfail", statistics="call", rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "call.__assertfail",
+    statistics="call",
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_assert(instruction, kernel):
     """__assertfail(message, file, line, function, character size): ends the kernel."""
     if len(instruction.operands) != 6:
@@ -112,17 +128,28 @@ def bind_assert(instruction, kernel):
 
     def execute(warp: Warp, lanes: int) -> None:
         lane = (lanes & -lanes).bit_length() - 1
-        what, where, name = (_text(warp, int(part(warp)[lane]))
-                             for part in (message, file, function))
-        raise SimulationError(f"{where}:{int(line(warp)[lane])}: {name}: assertion {what!r} failed "
-                              f"in lane {lane}")
+        what, where, name = (
+            _text(warp, int(part(warp)[lane])) for part in (message, file, function)
+        )
+        raise SimulationError(
+            f"{where}:{int(line(warp)[lane])}: {name}: assertion {what!r} failed in lane {lane}"
+        )
 
     return execute
 
 
-@machine_op("call", rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING, event=Event.NONE,
-            effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "call",
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_call(instruction, kernel):
     """Any other function."""
-    raise unknown(instruction, "function calls are not supported; a kernel must be one function "
-                               "(calls of vprintf and __assertfail are)")
+    raise unknown(
+        instruction,
+        "function calls are not supported; a kernel must be one function "
+        "(calls of vprintf and __assertfail are)",
+    )

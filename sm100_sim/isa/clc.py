@@ -47,9 +47,15 @@ MARKS = 0x0C1C_0DE0, 0xBADC_0C1C
 FOURTH_POISON = 0xFFF4_5EED
 
 
-@machine_op("clusterlaunchcontrol.try_cancel", statistics="clc.try_cancel", rule=Rule.BY_OBJECTS,
-            trace=Recorded.ENTRY, event=Event.CLC_TRY_CANCEL, effect=Effect.CANCEL,
-            ties=Ties.ALWAYS)
+@machine_op(
+    "clusterlaunchcontrol.try_cancel",
+    statistics="clc.try_cancel",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.CLC_TRY_CANCEL,
+    effect=Effect.CANCEL,
+    ties=Ties.ALWAYS,
+)
 def bind_try_cancel(instruction, kernel):
     """clusterlaunchcontrol.try_cancel.async{.shared::cta}.mbarrier::complete_tx::bytes
     {.multicast::cluster::all}.b128 [addr], [mbar].
@@ -131,9 +137,16 @@ def failed(words: np.ndarray) -> np.ndarray:
     return of_hardware(words) & (words[2] & CANCELLED == 0)
 
 
-@machine_op("clusterlaunchcontrol.query_cancel", statistics="clc.query_cancel", defines=(0,),
-            rule=Rule.COMPUTES, trace=Recorded.ENTRY, event=Event.NONE, effect=Effect.NONE,
-            ties=Ties.ALWAYS)
+@machine_op(
+    "clusterlaunchcontrol.query_cancel",
+    statistics="clc.query_cancel",
+    defines=(0,),
+    rule=Rule.COMPUTES,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.ALWAYS,
+)
 def bind_query_cancel(instruction, kernel):
     """clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 p, response and
     .get_first_ctaid{.v4.b32 | ::x.b32 | ::y.b32 | ::z.b32}.b128 d, response."""
@@ -147,9 +160,7 @@ def bind_query_cancel(instruction, kernel):
         return lambda warp, lanes: write(warp, lanes, _first_ctaid(response(warp), lanes))
     if rest == ("b32", "b128") and kind in (f"get_first_ctaid::{axis}" for axis in "xyz"):
         row, write_one = "xyz".index(kind[-1]), writer(target, 32)
-        return lambda warp, lanes: write_one(
-            warp, lanes, _first_ctaid(response(warp), lanes)[row]
-        )
+        return lambda warp, lanes: write_one(warp, lanes, _first_ctaid(response(warp), lanes)[row])
     raise unknown(instruction, "form of query_cancel")
 
 

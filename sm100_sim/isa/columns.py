@@ -87,9 +87,7 @@ ORDERING = frozenset({
     Rule.WARPGROUP_FENCE, Rule.COMMIT_WARPGROUP, Rule.WAIT_WARPGROUP,
 })  # fmt: skip
 #: Rules under which an asynchronous operation is recorded.
-SUBMITTING = frozenset({
-    Rule.BY_OBJECTS, Rule.COPY, Rule.ARRIVE_COPIES, Rule.WARPGROUP_MMA
-})
+SUBMITTING = frozenset({Rule.BY_OBJECTS, Rule.COPY, Rule.ARRIVE_COPIES, Rule.WARPGROUP_MMA})
 
 
 class Effect(_Text):
@@ -285,8 +283,9 @@ def names_shared(modifiers: Iterable[str]) -> bool:
     return any(modifier.startswith("shared") for modifier in modifiers)
 
 
-def require_complete(owner: str, column: type[Enum], handled: Collection[Any],
-                     without: Collection[Any] = ()) -> None:
+def require_complete(
+    owner: str, column: type[Enum], handled: Collection[Any], without: Collection[Any] = ()
+) -> None:
     """Raise ValueError unless `handled` are exactly the values of a column, `without` aside."""
     values = set(column) - set(without)
     missing, foreign = values - set(handled), set(handled) - values

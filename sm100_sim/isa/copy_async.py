@@ -55,8 +55,16 @@ def _source_bytes(instruction, extra: list, size: int):
     return lambda warp: read(warp).astype(np.int64)
 
 
-@machine_op("cp.async.ca", "cp.async.cg", statistics="cp.async", rule=Rule.COPY,
-            trace=Recorded.ENTRY, event=Event.COPY, effect=Effect.COPY, ties=Ties.NEVER)
+@machine_op(
+    "cp.async.ca",
+    "cp.async.cg",
+    statistics="cp.async",
+    rule=Rule.COPY,
+    trace=Recorded.ENTRY,
+    event=Event.COPY,
+    effect=Effect.COPY,
+    ties=Ties.NEVER,
+)
 def bind_copy(instruction, kernel):
     """cp.async.{ca,cg}.shared{::cta}.global{.L2::cache_hint}{.L2::prefetch} [dst], [src], size
     {, src-size | ignore-src}{, policy}: bytes beyond src-size are zeros."""
@@ -121,8 +129,15 @@ def _read_bytes(cta, start: int, count: int, size: int) -> int:
     return count
 
 
-@machine_op("cp.async.commit_group", rule=Rule.COMMIT_COPIES, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
+@machine_op(
+    "cp.async.commit_group",
+    rule=Rule.COMMIT_COPIES,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+)
 def bind_commit(instruction, kernel):
     """cp.async.commit_group: close the group of each executing thread."""
     split_modifiers(instruction)
@@ -135,10 +150,24 @@ def bind_commit(instruction, kernel):
     return execute
 
 
-@machine_op("cp.async.wait_group", rule=Rule.WAIT_COPIES, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
-@machine_op("cp.async.wait_all", rule=Rule.WAIT_ALL_COPIES, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
+@machine_op(
+    "cp.async.wait_group",
+    rule=Rule.WAIT_COPIES,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+)
+@machine_op(
+    "cp.async.wait_all",
+    rule=Rule.WAIT_ALL_COPIES,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+)
 def bind_wait(instruction, kernel):
     """cp.async.wait_group N: at most the N latest groups pend; wait_all: nothing pends."""
     split_modifiers(instruction)
@@ -160,9 +189,15 @@ def bind_wait(instruction, kernel):
     return execute
 
 
-@machine_op("cp.async.mbarrier.arrive", rule=Rule.ARRIVE_COPIES, trace=Recorded.ENTRY,
-            event=Event.COPY_ARRIVE, effect=Effect.ARRIVE_COPIES, ties=Ties.NEVER,
-            synchronises=True)
+@machine_op(
+    "cp.async.mbarrier.arrive",
+    rule=Rule.ARRIVE_COPIES,
+    trace=Recorded.ENTRY,
+    event=Event.COPY_ARRIVE,
+    effect=Effect.ARRIVE_COPIES,
+    ties=Ties.NEVER,
+    synchronises=True,
+)
 def bind_arrive(instruction, kernel):
     """cp.async.mbarrier.arrive{.noinc}{.shared{::cta}}.b64 [addr]: each lane arrives when all its
     earlier copies have completed; without .noinc the pending count first grows by that arrival."""

@@ -71,8 +71,11 @@ def decode_matrix(raw: int) -> MatrixDescriptor:
     """
     what = f"SMEM matrix descriptor {raw:#018x}: "
     _check(raw >> 46 & 7 == 1, what + f"bits 46-48 are {raw >> 46 & 7:#05b}, accepted 0b001")
-    _check(not raw >> 49 & 7, what + f"base offset {raw >> 49 & 7}, accepted 0: start the swizzle "
-           "pattern on a multiple of its size")
+    _check(
+        not raw >> 49 & 7,
+        what + f"base offset {raw >> 49 & 7}, accepted 0: start the swizzle "
+        "pattern on a multiple of its size",
+    )
     _check(not raw >> 52 & 1, what + "absolute leading-dimension mode (bit 52) is not modelled")
     mode = raw >> 61
     _check(mode in _SWIZZLE_MODES, what + f"swizzle mode {mode}, accepted 0, 1, 2, 4, 6")
@@ -99,8 +102,11 @@ def decode_warpgroup_matrix(raw: int) -> MatrixDescriptor:
     base offset (bits 49-51).
     """
     what = f"SMEM matrix descriptor {raw:#018x} of wgmma: "
-    _check(not raw >> 49 & 7, what + f"base offset {raw >> 49 & 7}, accepted 0: start the swizzle "
-           "pattern on a multiple of its size")
+    _check(
+        not raw >> 49 & 7,
+        what + f"base offset {raw >> 49 & 7}, accepted 0: start the swizzle "
+        "pattern on a multiple of its size",
+    )
     return MatrixDescriptor(
         start=(raw & 0x3FFF) << 4,
         leading=(raw >> 16 & 0x3FFF) << 4,
@@ -115,8 +121,10 @@ def encode_matrix(descriptor: MatrixDescriptor) -> int:
     mode = modes[descriptor.swizzle, descriptor.atom]
     for name in ("start", "leading", "stride"):
         value = getattr(descriptor, name)
-        _check(value % 16 == 0 and 0 <= value < 1 << 18, f"{name} of {value} bytes, accepted "
-               "multiples of 16 below 2^18")
+        _check(
+            value % 16 == 0 and 0 <= value < 1 << 18,
+            f"{name} of {value} bytes, accepted multiples of 16 below 2^18",
+        )
     return (
         descriptor.start >> 4
         | descriptor.leading >> 4 << 16
@@ -150,8 +158,10 @@ def chunk_addresses(
         offsets = rows % 8 * atom + rows // 8 * d.stride + chunks * step
     else:
         per_chunk = 16 // element_bytes
-        _check(extent % per_chunk == 0, f"an MN-major operand of {extent} rows is not a multiple "
-               f"of {per_chunk} elements")
+        _check(
+            extent % per_chunk == 0,
+            f"an MN-major operand of {extent} rows is not a multiple of {per_chunk} elements",
+        )
         k = np.arange(K_BYTES // element_bytes, dtype=np.int64)[:, None]
         chunks = np.arange(extent // per_chunk, dtype=np.int64)[None, :]
         # Without a swizzle the two strides swap their roles.
@@ -177,7 +187,10 @@ class GatherPlan:
 
 @lru_cache(maxsize=2048)
 def gather_plan(
-    raws: tuple[int, ...], mn_major: bool, extent: int, element_bytes: int,
+    raws: tuple[int, ...],
+    mn_major: bool,
+    extent: int,
+    element_bytes: int,
     decode: Callable[[int], MatrixDescriptor] = decode_matrix,
 ) -> GatherPlan:
     """Plan for the operands of consecutive instructions whose descriptors are `raws`; decode: what
@@ -260,14 +273,19 @@ class InstructionDescriptor:
 def _check_stationary(m: int, n: int, kind: MmaKind, what: str) -> None:
     """Shapes of tcgen05.mma.ws, which exists for cta_group::1 and kinds without block scaling."""
     _check(not kind.block_scaled, what + "weight-stationary MMAs take no scale factors")
-    _check(m in (32, 64, 128) and n in (64, 128, 256), what + f"illegal weight-stationary shape M "
-           f"{m}, N {n}; accepted M 32, 64, 128 and N 64, 128, 256")
+    _check(
+        m in (32, 64, 128) and n in (64, 128, 256),
+        what + f"illegal weight-stationary shape M "
+        f"{m}, N {n}; accepted M 32, 64, 128 and N 64, 128, 256",
+    )
 
 
 def _check_majors(types: list[str], majors: tuple[bool, bool], what: str) -> None:
     small = [name in ("e2m3", "e3m2", "e2m1") for name in types[:2]]
-    _check(not any(s and m for s, m in zip(small, majors, strict=True)),
-           what + "MN-major operands of 4 or 6 bits, accepted K-major")
+    _check(
+        not any(s and m for s, m in zip(small, majors, strict=True)),
+        what + "MN-major operands of 4 or 6 bits, accepted K-major",
+    )
 
 
 def _check_shape(m: int, n: int, group: int, kind: MmaKind, what: str) -> None:
@@ -322,9 +340,7 @@ def decode_instruction(
     )
 
 
-def _decode_block_scaled(
-    raw: int, kind: MmaKind, group: int, block: int
-) -> InstructionDescriptor:
+def _decode_block_scaled(raw: int, kind: MmaKind, group: int, block: int) -> InstructionDescriptor:
     """The form of mxf8f6f4, mxf4 and mxf4nvf4: bits 4-5 scale id of B, 23 scale type (0 ue4m3,
     1 ue8m0), 29-30 scale id of A, 31 K; the rest as in the other kinds."""
     what = f"instruction descriptor {raw:#010x} of kind::{kind.name}: "
@@ -332,8 +348,9 @@ def _decode_block_scaled(
     _check(not raw >> 31, what + "K 96 (bit 31) does not exist on sm_100")
     types = []
     for name, value in (("A type", raw >> 7 & 7), ("B type", raw >> 10 & 7)):
-        _check(value in kind.operands, what + f"{name} field {value}, accepted "
-               f"{sorted(kind.operands)}")
+        _check(
+            value in kind.operands, what + f"{name} field {value}, accepted {sorted(kind.operands)}"
+        )
         types.append(kind.operands[value])
     m, n = (raw >> 24 & 31) << 4, (raw >> 17 & 63) << 3
     _check(m != 64, what + "illegal shape: M 64, accepted 128 (and 256 for cta_group::2)")
@@ -342,11 +359,17 @@ def _decode_block_scaled(
     _check_majors(types, majors, what)
     scale = "ue8m0" if raw >> 23 & 1 else "ue4m3"
     count = kind.k // block
-    _check(scale == "ue8m0" or count == 4, what + "scale type ue4m3 (bit 23), accepted ue8m0; "
-           "ue4m3 belongs to scale_vec::4X of kind::mxf4nvf4")
+    _check(
+        scale == "ue8m0" or count == 4,
+        what + "scale type ue4m3 (bit 23), accepted ue8m0; "
+        "ue4m3 belongs to scale_vec::4X of kind::mxf4nvf4",
+    )
     ids = raw >> 29 & 3, raw >> 4 & 3
-    _check(all(first % count == 0 for first in ids), what + f"scale factor ids {ids} of A and B, "
-           f"accepted multiples of {count}: a row has {count} adjacent bytes")
+    _check(
+        all(first % count == 0 for first in ids),
+        what + f"scale factor ids {ids} of A and B, "
+        f"accepted multiples of {count}: a row has {count} adjacent bytes",
+    )
     a_type, b_type = types
     return InstructionDescriptor(
         kind, m, n, a_type, b_type, "f32", bool(raw >> 13 & 1), bool(raw >> 14 & 1), *majors, False,

@@ -18,8 +18,16 @@ from .table import unknown
 
 LANES = 32
 _BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "float": 32, "double": 64}
-_SUFFIX = {"i1": "i1", "i8": "i8", "i16": "i16", "i32": "i32", "i64": "i64", "half": "f16",
-           "float": "f32", "double": "f64"}
+_SUFFIX = {
+    "i1": "i1",
+    "i8": "i8",
+    "i16": "i16",
+    "i32": "i32",
+    "i64": "i64",
+    "half": "f16",
+    "float": "f32",
+    "double": "f64",
+}
 _AS_INTEGER = {"half": "i16", "float": "i32", "double": "i64"}
 _INTERLEAVE = ", ".join(f"i32 {lane}, i32 {lane + LANES}" for lane in range(LANES))
 
@@ -90,16 +98,16 @@ class Emitter:
         return self.name_for(f"{operation} {predicate} <32 x {kind}> {a}, {b}")
 
     def select(self, condition: str, kind: str, a: str, b: str) -> str:
-        return self.name_for(
-            f"select <32 x i1> {condition}, <32 x {kind}> {a}, <32 x {kind}> {b}")
+        return self.name_for(f"select <32 x i1> {condition}, <32 x {kind}> {a}, <32 x {kind}> {b}")
 
     def cast(self, operation: str, value: str, source: str, target: str) -> str:
         if source == target:
             return value
         return self.name_for(f"{operation} <32 x {source}> {value} to <32 x {target}>")
 
-    def intrinsic(self, name: str, kind: str, *values: str, extra: str = "",
-                  result: str | None = None) -> str:
+    def intrinsic(
+        self, name: str, kind: str, *values: str, extra: str = "", result: str | None = None
+    ) -> str:
         """Call ``llvm.<name>`` overloaded on the 32-lane vector of ``kind``.
 
         ``extra`` is a trailing immediate argument such as "i1 false"; ``result`` names a result
@@ -117,8 +125,9 @@ class Emitter:
         self.declarations.add(f"declare <32 x {to}> {full}({', '.join(types)})")
         return self.name_for(f"call <32 x {to}> {full}({', '.join(arguments)})")
 
-    def module_function(self, name: str, result: str, parameters: str,
-                        build: Callable[[Emitter], str]) -> str:
+    def module_function(
+        self, name: str, result: str, parameters: str, build: Callable[[Emitter], str]
+    ) -> str:
         """The name of a function that the module has once and blocks call.
 
         For what kernels use hundreds of times: what is inline is compiled each time. build: emits
@@ -129,21 +138,35 @@ class Emitter:
             value = build(body)
             self.shared |= body.shared
             self.shared[name] = "\n".join(
-                [f"define internal {result} @{name}({parameters}) #0 {{", *body.lines,
-                 f"  ret {result} {value}".rstrip(), "}"])
+                [
+                    f"define internal {result} @{name}({parameters}) #0 {{",
+                    *body.lines,
+                    f"  ret {result} {value}".rstrip(),
+                    "}",
+                ]
+            )
             self.declarations |= body.declarations
         return f"@{name}"
 
-    def shared_function(self, name: str, build: Callable[..., str], *operands: str,
-                        kind: str = "float", result: str = "float") -> str:
+    def shared_function(
+        self,
+        name: str,
+        build: Callable[..., str],
+        *operands: str,
+        kind: str = "float",
+        result: str = "float",
+    ) -> str:
         """Call of a `module_function` of lanes; build(emitter, *parameters) emits its body.
 
         kind, result: types of the operands and of the result.
         """
         parameters = [f"%p{n}" for n in range(len(operands))]
         function = self.module_function(
-            name, f"<32 x {result}>", ", ".join(f"<32 x {kind}> {p}" for p in parameters),
-            lambda body: build(body, *parameters))
+            name,
+            f"<32 x {result}>",
+            ", ".join(f"<32 x {kind}> {p}" for p in parameters),
+            lambda body: build(body, *parameters),
+        )
         arguments = ", ".join(f"<32 x {kind}> {operand}" for operand in operands)
         return self.name_for(f"call <32 x {result}> {function}({arguments})")
 
@@ -151,17 +174,21 @@ class Emitter:
         """Lanes of integers loaded through pointers; 0 in those not in the mask."""
         name = f"@llvm.masked.gather.v32{kind}.v32p0"
         self.declarations.add(
-            f"declare <32 x {kind}> {name}(<32 x ptr>, i32, <32 x i1>, <32 x {kind}>)")
+            f"declare <32 x {kind}> {name}(<32 x ptr>, i32, <32 x i1>, <32 x {kind}>)"
+        )
         return self.name_for(
             f"call <32 x {kind}> {name}(<32 x ptr> {pointers}, i32 {align}, <32 x i1> {mask}, "
-            f"<32 x {kind}> zeroinitializer)")
+            f"<32 x {kind}> zeroinitializer)"
+        )
 
     def scatter(self, kind: str, value: str, pointers: str, mask: str, align: int) -> None:
         """Lanes of integers of the mask stored through pointers."""
         name = f"@llvm.masked.scatter.v32{kind}.v32p0"
         self.declarations.add(f"declare void {name}(<32 x {kind}>, <32 x ptr>, i32, <32 x i1>)")
-        self.line(f"call void {name}(<32 x {kind}> {value}, <32 x ptr> {pointers}, i32 {align}, "
-                  f"<32 x i1> {mask})")
+        self.line(
+            f"call void {name}(<32 x {kind}> {value}, <32 x ptr> {pointers}, i32 {align}, "
+            f"<32 x i1> {mask})"
+        )
 
     def float_constant(self, pattern: int, kind: str = "float") -> str:
         """Vector of the float (or half, double) whose bits are ``pattern``."""
@@ -178,8 +205,7 @@ class Emitter:
         return self.fields[name]
 
     def field_pointer(self, name: str) -> str:
-        return self.name_for(
-            f"getelementptr inbounds i8, ptr %context, i64 {context_offset(name)}")
+        return self.name_for(f"getelementptr inbounds i8, ptr %context, i64 {context_offset(name)}")
 
     def scalar_field(self, name: str, kind: str = "i32") -> str:
         return self.name_for(f"load {kind}, ptr {self.field_pointer(name)}")
@@ -187,8 +213,10 @@ class Emitter:
     def broadcast(self, kind: str, scalar: str) -> str:
         """Vector with the same scalar in every lane."""
         single = self.name_for(f"insertelement <32 x {kind}> poison, {kind} {scalar}, i32 0")
-        return self.name_for(f"shufflevector <32 x {kind}> {single}, <32 x {kind}> poison, "
-                             f"<32 x i32> zeroinitializer")
+        return self.name_for(
+            f"shufflevector <32 x {kind}> {single}, <32 x {kind}> poison, "
+            f"<32 x i32> zeroinitializer"
+        )
 
     # Register values.
 
@@ -222,8 +250,9 @@ class Emitter:
         if kind in forms:
             return forms[kind]
         if kind == "i64" and "double" not in forms:
-            forms[kind] = self.interleave(self._half(forms, "low", "i32"),
-                                          self._half(forms, "high", "i32"))
+            forms[kind] = self.interleave(
+                self._half(forms, "low", "i32"), self._half(forms, "high", "i32")
+            )
         else:
             source = {"i32": "float", "float": "i32", "i64": "double", "double": "i64"}[kind]
             if source not in forms:
@@ -233,8 +262,9 @@ class Emitter:
 
     def interleave(self, low: str, high: str) -> str:
         """64-bit lanes from the i32 vectors of their halves (little-endian)."""
-        wide = self.name_for(f"shufflevector <32 x i32> {low}, <32 x i32> {high}, "
-                             f"<64 x i32> <{_INTERLEAVE}>")
+        wide = self.name_for(
+            f"shufflevector <32 x i32> {low}, <32 x i32> {high}, <64 x i32> <{_INTERLEAVE}>"
+        )
         return self.name_for(f"bitcast <64 x i32> {wide} to <32 x i64>")
 
     def _half(self, forms: dict[str, str], which: str, kind: str) -> str:
@@ -276,7 +306,8 @@ class Emitter:
         if loads and self.instruction.opcode != "mov":
             for load in sorted(loads - self._noted):
                 row = self.name_for(
-                    f"getelementptr inbounds i8, ptr {self.field('uses')}, i64 {load}")
+                    f"getelementptr inbounds i8, ptr {self.field('uses')}, i64 {load}"
+                )
                 self.line(f"store i8 1, ptr {row}")
                 self._noted.add(load)
 
@@ -317,11 +348,13 @@ class Emitter:
     def immediate_bits(self, op: Operand, bits: int) -> int:
         """Bit pattern of an immediate for a use of ``bits`` bits."""
         if op.type == "f64" and bits == 32:
-            return struct.unpack("<I", struct.pack("<f", struct.unpack(
-                "<d", struct.pack("<Q", op.value))[0]))[0]
+            return struct.unpack(
+                "<I", struct.pack("<f", struct.unpack("<d", struct.pack("<Q", op.value))[0])
+            )[0]
         if op.type == "f32" and bits == 64:
-            return struct.unpack("<Q", struct.pack("<d", struct.unpack(
-                "<f", struct.pack("<I", op.value))[0]))[0]
+            return struct.unpack(
+                "<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<I", op.value))[0])
+            )[0]
         return op.value & ((1 << bits) - 1)
 
     def halves(self, op: Operand, kind: str) -> tuple[str, str]:
@@ -346,8 +379,12 @@ class Emitter:
             raise unknown(self.instruction, f"operand of kind {op.kind!r} as a destination")
         register = op.register
         if _BITS[kind] < 32 and kind != "i1":
-            value, kind = self.convert(value, _AS_INTEGER.get(kind, kind), "i32") \
-                if kind in ("i8", "i16") else self._widen_half(value), "i32"
+            value, kind = (
+                self.convert(value, _AS_INTEGER.get(kind, kind), "i32")
+                if kind in ("i8", "i16")
+                else self._widen_half(value),
+                "i32",
+            )
         expected = {"pred": 1, "r32": 32, "r64": 64}[register.file]
         if _BITS[kind] == 32 and expected == 64:
             value, kind = self.cast("zext", self._as_integer(value, kind), "i32", "i64"), "i64"
@@ -407,11 +444,13 @@ class Emitter:
             pointer = self._special_pointer(offset)
             return self.name_for(f"load <32 x i32>, ptr {pointer}, align 4")
         lane_tables = {
-            "%laneid": range(32), "%lanemask_eq": (1 << lane for lane in range(32)),
+            "%laneid": range(32),
+            "%lanemask_eq": (1 << lane for lane in range(32)),
             "%lanemask_lt": ((1 << lane) - 1 for lane in range(32)),
             "%lanemask_le": ((2 << lane) - 1 for lane in range(32)),
             "%lanemask_gt": (-(2 << lane) for lane in range(32)),
-            "%lanemask_ge": (-(1 << lane) for lane in range(32))}
+            "%lanemask_ge": (-(1 << lane) for lane in range(32)),
+        }
         if name in lane_tables:
             return self.lane_constants(lane_tables[name])
         if name in ("%clock", "%clock_hi", "%globaltimer_lo", "%globaltimer_hi"):
@@ -428,7 +467,8 @@ class Emitter:
 
     def _special_pointer(self, offset: int) -> str:
         return self.name_for(
-            f"getelementptr inbounds i8, ptr {self.field('specials')}, i64 {offset}")
+            f"getelementptr inbounds i8, ptr {self.field('specials')}, i64 {offset}"
+        )
 
     def clock(self) -> str:
         """A clock that advances with every reading, the same in every run (i64 lanes)."""
@@ -477,7 +517,8 @@ class Emitter:
         any_lane = self.name_for(f"icmp ne i32 {mask}, 0")
         for step, value, kind in ((0, any_lane, "i1"), (8, lanes, "i32")):
             pointer = self.name_for(
-                f"getelementptr inbounds i8, ptr {counters}, i64 {offset + step}")
+                f"getelementptr inbounds i8, ptr {counters}, i64 {offset + step}"
+            )
             old = self.name_for(f"load i64, ptr {pointer}")
             wide = self.name_for(f"zext {kind} {value} to i64")
             new = self.name_for(f"add i64 {old}, {wide}")
@@ -518,21 +559,27 @@ class Emitter:
             return ""
 
         function = self.module_function(
-            "store_halves", "void", "ptr %row, i32 %mask, <32 x i32> %low, <32 x i32> %high", build)
+            "store_halves", "void", "ptr %row, i32 %mask, <32 x i32> %low, <32 x i32> %high", build
+        )
         low, high = (self._half(forms, which, "i32") for which in ("low", "high"))
-        self.line(f"call void {function}(ptr {row}, i32 %active_mask, <32 x i32> {low}, "
-                  f"<32 x i32> {high})")
+        self.line(
+            f"call void {function}(ptr {row}, i32 %active_mask, <32 x i32> {low}, "
+            f"<32 x i32> {high})"
+        )
 
     def _masked_store(self, kind: str, value: str, pointer: str) -> None:
         name = f"@llvm.masked.store.v32{kind}.p0"
         self.declarations.add(f"declare void {name}(<32 x {kind}>, ptr, i32, <32 x i1>)")
-        self.line(f"call void {name}(<32 x {kind}> {value}, ptr {pointer}, i32 64, "
-                  f"<32 x i1> %active)")
+        self.line(
+            f"call void {name}(<32 x {kind}> {value}, ptr {pointer}, i32 64, <32 x i1> %active)"
+        )
 
     def function(self) -> str:
         """The finished function definition."""
-        head = [f"define void @{self.name}(ptr %context, i32 %active_mask) #0 {{",
-                "  %active = bitcast i32 %active_mask to <32 x i1>"]
+        head = [
+            f"define void @{self.name}(ptr %context, i32 %active_mask) #0 {{",
+            "  %active = bitcast i32 %active_mask to <32 x i1>",
+        ]
         if self.scratch_needed:
             head.append("  %scratch = alloca [32 x i64], align 64")
         return "\n".join([*head, *self.lines, "  ret void", "}"])

@@ -97,8 +97,11 @@ def _accumulator(op, name: str, shape: Shape):
     def read_c(warp) -> np.ndarray:
         values = np.ascontiguousarray(vector_reader(op)(warp)).view(dtype)
         found = np.empty((shape.m, 8))
-        values = values.reshape(rows.shape) if per_register == 2 \
+        values = (
+            values.reshape(rows.shape)
+            if per_register == 2
             else values.reshape(-1, 2, 32).transpose(0, 2, 1)
+        )
         found[rows, columns] = values
         return found
 
@@ -122,8 +125,16 @@ def _rounded(d: np.ndarray, name: str, saturate: bool) -> np.ndarray:
     return d
 
 
-@machine_op("mma.sync", aligned=True, defines=(0,), rule=Rule.COMPUTES, trace=Recorded.NOTHING,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "mma.sync",
+    aligned=True,
+    defines=(0,),
+    rule=Rule.COMPUTES,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_mma(instruction, kernel):
     """mma.sync.aligned.shape.row.col{.satfinite}.dtype.atype.btype.ctype d, a, b, c."""
     _, name, _, _, saturate, d_type, a_type, b_type, c_type = split_modifiers(
@@ -134,8 +145,13 @@ def bind_mma(instruction, kernel):
     k = int(name.rpartition("k")[2]) if m else 0
     pairs = {a_type, b_type}
     mixed = pairs <= {"s8", "u8"} or pairs <= set(_BYTE_FLOATS)
-    if k not in (_K16 if m == 16 else _K8).get(a_type, ()) or a_type != b_type and not mixed \
-            or d_type not in _ACCUMULATORS[a_type] or c_type not in _ACCUMULATORS[a_type]:
+    if (
+        k not in (_K16 if m == 16 else _K8).get(a_type, ())
+        or a_type != b_type
+        and not mixed
+        or d_type not in _ACCUMULATORS[a_type]
+        or c_type not in _ACCUMULATORS[a_type]
+    ):
         raise unknown(instruction, "shape or types of mma.sync")
     shape = Shape(m, k)
     d_op, a_op, b_op, c_op = instruction.operands

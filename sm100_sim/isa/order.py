@@ -71,26 +71,46 @@ def bind_membar(instruction, kernel):
     return _no_effect
 
 
-@machine_op("griddepcontrol", rule=Rule.NOT_FOLLOWED, trace=Recorded.ENTRY,
-            event=ByModifier({"launch_dependents": Event.LAUNCH_DEPENDENTS,
-                              "wait": Event.WAIT_DEPENDENTS}, Event.NONE),
-            effect=Effect.NONE, ties=Ties.NEVER, native=NativeForm.ORDER)
+@machine_op(
+    "griddepcontrol",
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.ENTRY,
+    event=ByModifier(
+        {"launch_dependents": Event.LAUNCH_DEPENDENTS, "wait": Event.WAIT_DEPENDENTS}, Event.NONE
+    ),
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    native=NativeForm.ORDER,
+)
 def bind_griddepcontrol(instruction, kernel):
     """griddepcontrol.{wait,launch_dependents}: launches run one after the other here."""
     split_modifiers(instruction, ("wait", "launch_dependents"))
     return _no_effect
 
 
-@machine_op("nanosleep", rule=Rule.COMPUTES, trace=Recorded.NOTHING, event=Event.NONE,
-            effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "nanosleep",
+    rule=Rule.COMPUTES,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_nanosleep(instruction, kernel):
     """nanosleep.u32 t: others get a turn; no time passes."""
     split_modifiers(instruction, ("u32",))
     return lambda warp, lanes: YIELD
 
 
-@machine_op("applypriority", "discard", rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "applypriority",
+    "discard",
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_line_hint(instruction, kernel):
     """applypriority{.global}.L2::evict_normal and discard{.global}.L2 [a], 128: a line of the L2.
 
@@ -107,24 +127,42 @@ def bind_line_hint(instruction, kernel):
             if lanes >> lane & 1:
                 pointer = int(pointers(warp)[lane])
                 if pointer % 128:
-                    raise Misaligned(f"{instruction.opcode} at {pointer:#x}, which is not 128-byte "
-                                     "aligned")
+                    raise Misaligned(
+                        f"{instruction.opcode} at {pointer:#x}, which is not 128-byte aligned"
+                    )
                 warp.cta.cluster.machine.memory.check(pointer, 128, write, instruction.opcode)
 
     return execute
 
 
-@machine_op("vote", "shfl", "match", statistics="vote", rule=Rule.COMPUTES, trace=Recorded.NOTHING,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "vote",
+    "shfl",
+    "match",
+    statistics="vote",
+    rule=Rule.COMPUTES,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_without_sync(instruction, kernel):
     """The forms without .sync, which no target from sm_70 on has."""
-    raise unknown(instruction, f"{instruction.opcode} without .sync does not exist on sm_70 and "
-                               f"later; use {instruction.opcode}.sync with a membermask")
+    raise unknown(
+        instruction,
+        f"{instruction.opcode} without .sync does not exist on sm_70 and "
+        f"later; use {instruction.opcode}.sync with a membermask",
+    )
 
 
-@machine_op("multimem", rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING, event=Event.NONE,
-            effect=Effect.NONE, ties=Ties.ALWAYS)
+@machine_op(
+    "multimem",
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.ALWAYS,
+)
 def bind_multimem(instruction, kernel):
     """multimem.*: multicast objects span several devices."""
-    raise unknown(instruction, "multimem works on memory of several devices, and one is "
-                               "modelled")
+    raise unknown(instruction, "multimem works on memory of several devices, and one is modelled")

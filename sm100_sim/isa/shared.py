@@ -66,8 +66,13 @@ def require_cluster(warp: Warp, what: str) -> None:
 
 
 def submit(
-    warp: Warp, instruction, effect: Effect, perform: Callable[[], None],
-    queue: Hashable | None = None, complete: Callable[[], None] | None = None, **touched,
+    warp: Warp,
+    instruction,
+    effect: Effect,
+    perform: Callable[[], None],
+    queue: Hashable | None = None,
+    complete: Callable[[], None] | None = None,
+    **touched,
 ) -> AsyncOp:
     """Issue an asynchronous operation; what it raises later names the place of its issue.
 

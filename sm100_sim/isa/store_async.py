@@ -30,8 +30,14 @@ def _addresses(instruction, operand):
     return reader(operand, 32)
 
 
-@machine_op("st.async", rule=Rule.BY_OBJECTS, trace=Recorded.LANES, event=Event.STORE_ASYNC,
-            effect=Effect.STORE, ties=Ties.NEVER)
+@machine_op(
+    "st.async",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.LANES,
+    event=Event.STORE_ASYNC,
+    effect=Effect.STORE,
+    ties=Ties.NEVER,
+)
 def bind_store(instruction, kernel):
     """st.async{.weak}{.shared::cluster}.mbarrier::complete_tx::bytes{.v2,.v4}.type [a], b, [mbar]
     and the same of st.async.weak."""
@@ -43,12 +49,19 @@ def bind_store(instruction, kernel):
     count = int(vector[1:]) if vector else 1
     if len(source.readers) != count:
         raise unknown(instruction, "the number of values does not agree with the vector")
-    return _execution(instruction, count * size, lambda warp, lane: (
-        source.lane(warp, lane, np.uint8), None))
+    return _execution(
+        instruction, count * size, lambda warp, lane: (source.lane(warp, lane, np.uint8), None)
+    )
 
 
-@machine_op("red.async", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.NONE,
-            effect=Effect.REDUCE, ties=Ties.UNLESS_SHARED)
+@machine_op(
+    "red.async",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.REDUCE,
+    ties=Ties.UNLESS_SHARED,
+)
 def bind_reduction(instruction, kernel):
     """red.async{.relaxed}{.cluster}{.shared::cluster}.mbarrier::complete_tx::bytes.op.type [a], b,
     [mbar]."""
@@ -59,8 +72,9 @@ def bind_reduction(instruction, kernel):
     dtype = np.dtype(_REDUCED[kind])
     source = lane_source(instruction.operands[1], dtype.itemsize)
     combine = combiner(instruction, operation, kind)
-    return _execution(instruction, dtype.itemsize, lambda warp, lane: (
-        source.lane(warp, lane, dtype), combine))
+    return _execution(
+        instruction, dtype.itemsize, lambda warp, lane: (source.lane(warp, lane, dtype), combine)
+    )
 
 
 def _execution(instruction, nbytes: int, value):

@@ -127,10 +127,22 @@ def _sum_of(operand) -> Callable[[Warp, int], int]:
 # ---------------------------------------------------------------- mbarrier
 
 
-@machine_op("mbarrier.init", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.INIT,
-            effect=Effect.NONE, ties=Ties.NEVER)
-@machine_op("mbarrier.inval", rule=Rule.INVALIDATE, trace=Recorded.ENTRY, event=Event.NONE,
-            effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "mbarrier.init",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.INIT,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
+@machine_op(
+    "mbarrier.inval",
+    rule=Rule.INVALIDATE,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_lifetime(instruction, kernel):
     """mbarrier.init{.space}.b64 [addr], count and mbarrier.inval{.space}.b64 [addr]."""
     space, _ = split_modifiers(instruction, _OWN_SPACE, ("b64",))
@@ -156,11 +168,27 @@ def _arrive_form(instruction) -> tuple[str, str]:
     return variant, space
 
 
-@machine_op("mbarrier.arrive", defines=(0,), rule=Rule.ARRIVE, trace=Recorded.LANES,
-            event=Event.ARRIVE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
-            native=NativeForm.ARRIVE)
-@machine_op("mbarrier.arrive_drop", defines=(0,), rule=Rule.ARRIVE, trace=Recorded.LANES,
-            event=Event.ARRIVE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
+@machine_op(
+    "mbarrier.arrive",
+    defines=(0,),
+    rule=Rule.ARRIVE,
+    trace=Recorded.LANES,
+    event=Event.ARRIVE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.ARRIVE,
+)
+@machine_op(
+    "mbarrier.arrive_drop",
+    defines=(0,),
+    rule=Rule.ARRIVE,
+    trace=Recorded.LANES,
+    event=Event.ARRIVE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+)
 def bind_arrive(instruction, kernel):
     """mbarrier.arrive{_drop}{.expect_tx|.noComplete}{.sem}{.scope}{.space}.b64 {state,} [addr]
     {, count}; every executing lane arrives at the barrier it names."""
@@ -196,9 +224,16 @@ def bind_arrive(instruction, kernel):
     return execute
 
 
-@machine_op("mbarrier.expect_tx", "mbarrier.complete_tx", rule=Rule.BY_OBJECTS,
-            trace=Recorded.ENTRY, event=Event.ARRIVE, effect=Effect.NONE, ties=Ties.NEVER,
-            synchronises=True)
+@machine_op(
+    "mbarrier.expect_tx",
+    "mbarrier.complete_tx",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.ARRIVE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+)
 def bind_tx(instruction, kernel):
     """mbarrier.{expect,complete}_tx{.relaxed}{.scope}{.space}.b64 [addr], bytes."""
     _, _, space, _ = split_modifiers(instruction, ("relaxed", ""), _SCOPE, _SPACE, ("b64",))
@@ -213,8 +248,15 @@ def bind_tx(instruction, kernel):
     return execute
 
 
-@machine_op("mbarrier.pending_count", defines=(0,), rule=Rule.COMPUTES, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "mbarrier.pending_count",
+    defines=(0,),
+    rule=Rule.COMPUTES,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_pending_count(instruction, kernel):
     """mbarrier.pending_count.b64 count, state."""
     split_modifiers(instruction, ("b64",))
@@ -227,9 +269,18 @@ def bind_pending_count(instruction, kernel):
     return execute
 
 
-@machine_op("mbarrier.try_wait", "mbarrier.test_wait", defines=(0,), rule=Rule.WAIT,
-            trace=Recorded.RESULT, event=Event.WAIT, effect=Effect.NONE, ties=Ties.NEVER,
-            synchronises=True, native=NativeForm.WAIT)
+@machine_op(
+    "mbarrier.try_wait",
+    "mbarrier.test_wait",
+    defines=(0,),
+    rule=Rule.WAIT,
+    trace=Recorded.RESULT,
+    event=Event.WAIT,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.WAIT,
+)
 def bind_wait(instruction, kernel):
     """mbarrier.{try,test}_wait{.parity}{.sem}{.scope}{.space}.b64 p, [addr], state|parity{, ns}.
 
@@ -450,8 +501,15 @@ def _resplit(instruction, opcode: str):
 # ---------------------------------------------------------------- registers
 
 
-@machine_op("setmaxnreg", aligned=True, rule=Rule.NOT_FOLLOWED, trace=Recorded.ENTRY,
-            event=Event.SETMAXNREG, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "setmaxnreg",
+    aligned=True,
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.ENTRY,
+    event=Event.SETMAXNREG,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_setmaxnreg(instruction, kernel):
     """setmaxnreg.{inc,dec}.sync.aligned.u32 n: moves registers through the CTA's pool.
 

@@ -161,8 +161,9 @@ def _check(row: Row) -> None:
         )
 
 
-def machine_op(*names: str, statistics: str | Callable[[Instruction], str] | None = None,
-               **columns: Any) -> Callable:
+def machine_op(
+    *names: str, statistics: str | Callable[[Instruction], str] | None = None, **columns: Any
+) -> Callable:
     """Decorator: register ``bind(instruction, kernel) -> execute(warp, lanes)`` under ``names``.
 
     bind checks every modifier (raising UnknownInstruction) and binds the operand accessors once.
@@ -180,9 +181,13 @@ def machine_op(*names: str, statistics: str | Callable[[Instruction], str] | Non
     return decorate
 
 
-def inline_op(*names: str, statistics: str | Callable[[Instruction], str] | None = None,
-              member_mask: int | None = None, aligned: bool = False,
-              **columns: Any) -> Callable:
+def inline_op(
+    *names: str,
+    statistics: str | Callable[[Instruction], str] | None = None,
+    member_mask: int | None = None,
+    aligned: bool = False,
+    **columns: Any,
+) -> Callable:
     """Decorator: register ``emit(emitter, instruction)``, which writes LLVM IR, under ``names``.
 
     An operation with a membermask operand waits until those lanes have converged, an aligned one
@@ -194,8 +199,16 @@ def inline_op(*names: str, statistics: str | Callable[[Instruction], str] | None
 
     def decorate(emit: Callable) -> Callable:
         for name in names:
-            _register(name, {"statistics": statistics or name, "emit": emit, "aligned": aligned,
-                             "member_mask": member_mask, **columns})
+            _register(
+                name,
+                {
+                    "statistics": statistics or name,
+                    "emit": emit,
+                    "aligned": aligned,
+                    "member_mask": member_mask,
+                    **columns,
+                },
+            )
         return emit
 
     return decorate

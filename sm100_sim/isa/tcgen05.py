@@ -81,8 +81,15 @@ def queue_of(ctas: tuple) -> tuple:
 # ---------------------------------------------------------------- allocation and fences
 
 
-@machine_op("tcgen05.alloc", aligned=True, rule=Rule.ALLOCATE, trace=Recorded.ENTRY,
-            event=Event.TMEM_ALLOC, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "tcgen05.alloc",
+    aligned=True,
+    rule=Rule.ALLOCATE,
+    trace=Recorded.ENTRY,
+    event=Event.TMEM_ALLOC,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_alloc(instruction, kernel):
     """tcgen05.alloc.cta_group.sync.aligned{.shared::cta}.b32 [dst], nCols."""
     modifiers = tuple(m for m in instruction.modifiers if m != "shared::cta")
@@ -118,8 +125,15 @@ def _store_address(cta, shared: int, value: int) -> None:
     cta.smem[offset : offset + 4].view(np.uint32)[0] = value
 
 
-@machine_op("tcgen05.dealloc", aligned=True, rule=Rule.DEALLOCATE, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "tcgen05.dealloc",
+    aligned=True,
+    rule=Rule.DEALLOCATE,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_dealloc(instruction, kernel):
     """tcgen05.dealloc.cta_group.sync.aligned.b32 taddr, nCols."""
     group = _group(instruction, "sync", "aligned", "b32")
@@ -133,17 +147,32 @@ def bind_dealloc(instruction, kernel):
     return execute
 
 
-@machine_op("tcgen05.relinquish_alloc_permit", aligned=True, rule=Rule.NOT_FOLLOWED,
-            trace=Recorded.ENTRY, event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "tcgen05.relinquish_alloc_permit",
+    aligned=True,
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_relinquish(instruction, kernel):
     """tcgen05.relinquish_alloc_permit.cta_group.sync.aligned."""
     group = _group(instruction, "sync", "aligned")
     return lambda warp, lanes: warp.cta.tmem.relinquish(group)
 
 
-@machine_op("tcgen05.fence::before_thread_sync", rule=Rule.FENCE_BEFORE, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, chain=True, ties=Ties.NEVER, synchronises=True,
-            native=NativeForm.FENCE_BEFORE)
+@machine_op(
+    "tcgen05.fence::before_thread_sync",
+    rule=Rule.FENCE_BEFORE,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    chain=True,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.FENCE_BEFORE,
+)
 def bind_fence_before(instruction, kernel):
     """tcgen05.fence::before_thread_sync: the accumulator chain of this warp ends here."""
     if instruction.modifiers:
@@ -151,9 +180,16 @@ def bind_fence_before(instruction, kernel):
     return lambda warp, lanes: end_chain(warp)
 
 
-@machine_op("tcgen05.fence::after_thread_sync", rule=Rule.FENCE_AFTER, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
-            native=NativeForm.ORDER)
+@machine_op(
+    "tcgen05.fence::after_thread_sync",
+    rule=Rule.FENCE_AFTER,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.ORDER,
+)
 def bind_fence_after(instruction, kernel):
     """tcgen05.fence::after_thread_sync: an ordering rule, without effect on the state."""
     if instruction.modifiers:
@@ -164,9 +200,17 @@ def bind_fence_after(instruction, kernel):
 # ---------------------------------------------------------------- commit
 
 
-@machine_op("tcgen05.commit", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.COMMIT,
-            effect=Effect.COMMIT, chain=True, ties=Ties.NEVER, synchronises=True,
-            native=NativeForm.COMMIT)
+@machine_op(
+    "tcgen05.commit",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.COMMIT,
+    effect=Effect.COMMIT,
+    chain=True,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.COMMIT,
+)
 def bind_commit(instruction, kernel):
     """tcgen05.commit.cta_group.mbarrier::arrive::one{.shared::cluster}{.multicast::cluster}.b64."""
     parts = list(instruction.modifiers)
@@ -194,9 +238,7 @@ def bind_commit(instruction, kernel):
                 f"{len(cluster.ctas)} CTAs"
             )
         offset = address & 0xFFFFFF
-        targets = [
-            rank << 24 | offset for rank in range(len(cluster.ctas)) if ranks >> rank & 1
-        ]
+        targets = [rank << 24 | offset for rank in range(len(cluster.ctas)) if ranks >> rank & 1]
 
         def perform() -> None:
             for target in targets:
@@ -227,7 +269,11 @@ def end_chain(warp) -> None:
         instruction, run = chain
         queue = queue_of(run[0].ctas)
         submit(
-            warp, instruction, effect_of(instruction), lambda: tensor_core.execute(run), queue,
+            warp,
+            instruction,
+            effect_of(instruction),
+            lambda: tensor_core.execute(run),
+            queue,
             mmas=run,
         )
 
@@ -303,8 +349,16 @@ def _lane_mask(words: list[int], group: int) -> tuple[tuple[np.ndarray, ...] | N
     return tuple(lanes.reshape(group, LANES)), bits
 
 
-@machine_op("tcgen05.mma", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.MMA,
-            effect=Effect.MMA, chain=True, ties=Ties.NEVER, native=NativeForm.MMA)
+@machine_op(
+    "tcgen05.mma",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.MMA,
+    effect=Effect.MMA,
+    chain=True,
+    ties=Ties.NEVER,
+    native=NativeForm.MMA,
+)
 def bind_mma(instruction, kernel):
     """tcgen05.mma{.ws}.cta_group.kind [d], a|[a], b, idesc{, {mask...}}, enable_d{, scale_d}; of a
     block-scaled kind: [d], a|[a], b, idesc, [scales of A], [scales of B], enable_d."""
@@ -338,8 +392,19 @@ def bind_mma(instruction, kernel):
         accumulate = (enable(warp) & lanes if by_lane else enable(warp, lanes)) != 0
         ctas = operands_of(warp.cta, form.group)
         d_value = d(warp, lanes)
-        mma = Mma(ctas, descriptor, d_value, a_value, b_value, a_in_tmem, accumulate, scale,
-                  disabled, bits, *(read(warp, lanes) for read in scales))
+        mma = Mma(
+            ctas,
+            descriptor,
+            d_value,
+            a_value,
+            b_value,
+            a_in_tmem,
+            accumulate,
+            scale,
+            disabled,
+            bits,
+            *(read(warp, lanes) for read in scales),
+        )
         _issue(warp, instruction, mma)
 
     return execute

@@ -65,8 +65,15 @@ def _lanes_of(shape: CopyShape, base: int) -> np.ndarray:
     return base + np.array([lane for lane, row in enumerate(shape.rows) if row >= 0])
 
 
-@machine_op("tcgen05.cp", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.TMEM_COPY,
-            effect=Effect.TENSOR_COPY, chain=True, ties=Ties.NEVER)
+@machine_op(
+    "tcgen05.cp",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.TMEM_COPY,
+    effect=Effect.TENSOR_COPY,
+    chain=True,
+    ties=Ties.NEVER,
+)
 def bind_copy(instruction, kernel):
     """tcgen05.cp.cta_group.shape{.multicast} [taddr], descriptor."""
     group, rest = groups(instruction)
@@ -114,8 +121,15 @@ def _check_source(cta, chunks: np.ndarray) -> None:
         )
 
 
-@machine_op("tcgen05.shift", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.TMEM_SHIFT,
-            effect=Effect.TENSOR_SHIFT, chain=True, ties=Ties.NEVER)
+@machine_op(
+    "tcgen05.shift",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.TMEM_SHIFT,
+    effect=Effect.TENSOR_SHIFT,
+    chain=True,
+    ties=Ties.NEVER,
+)
 def bind_shift(instruction, kernel):
     """tcgen05.shift.cta_group.down [taddr]: within 32 lanes and 8 columns (32 bytes), every row but
     the last moves to the next lane."""

@@ -96,8 +96,11 @@ def fragment_record(form: Form, operand) -> Fragment:
     """A form and its registers, for `native.fragments`."""
     slots = [item.slot if item.kind == "reg" else NO_SLOT for item in items_of(operand)]
     return Fragment(
-        shape=list(SHAPES).index(form.shape), count=form.registers, packed=form.packed,
-        split=form.split, slots=tuple(slots),
+        shape=list(SHAPES).index(form.shape),
+        count=form.registers,
+        packed=form.packed,
+        split=form.split,
+        slots=tuple(slots),
     )
 
 
@@ -167,9 +170,17 @@ def locator(instruction, address_operand, form: Form):
     return locate
 
 
-@machine_op("tcgen05.ld", aligned=True, defines=(0,), rule=Rule.TENSOR_LOAD, trace=Recorded.ENTRY,
-            event=Event.TMEM_LOAD, effect=Effect.NONE, ties=Ties.NEVER,
-            native=NativeForm.TENSOR_LOAD)
+@machine_op(
+    "tcgen05.ld",
+    aligned=True,
+    defines=(0,),
+    rule=Rule.TENSOR_LOAD,
+    trace=Recorded.ENTRY,
+    event=Event.TMEM_LOAD,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    native=NativeForm.TENSOR_LOAD,
+)
 def bind_load(instruction, kernel):
     """tcgen05.ld.sync.aligned.shape.num{.pack::16b}.b32 r, [taddr]{, immHalfSplitoff}."""
     form, address = load_form(instruction)
@@ -203,8 +214,16 @@ def load_form(instruction) -> tuple[Form, Any]:
 _REDUCED = {"f32": (np.float32, ("abs", "NaN")), "s32": (np.int32, ()), "u32": (np.uint32, ())}
 
 
-@machine_op("tcgen05.ld.red", aligned=True, defines=(0, 1), rule=Rule.TENSOR_LOAD,
-            trace=Recorded.ENTRY, event=Event.TMEM_LOAD, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "tcgen05.ld.red",
+    aligned=True,
+    defines=(0, 1),
+    rule=Rule.TENSOR_LOAD,
+    trace=Recorded.ENTRY,
+    event=Event.TMEM_LOAD,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_load_and_reduce(instruction, kernel):
     """tcgen05.ld.red.sync.aligned.shape.num.redOp{.abs}{.NaN}.type r, redval, [taddr]{, offset}.
 
@@ -254,9 +273,16 @@ def _reduced(values: np.ndarray, operation: str, keeps_nan: bool) -> np.ndarray:
     return np.where(is_nan, np.uint32(0x7FFFFFFF).view(np.float32), result)
 
 
-@machine_op("tcgen05.st", aligned=True, rule=Rule.TENSOR_STORE, trace=Recorded.ENTRY,
-            event=Event.TMEM_STORE, effect=Effect.NONE, ties=Ties.NEVER,
-            native=NativeForm.TENSOR_STORE)
+@machine_op(
+    "tcgen05.st",
+    aligned=True,
+    rule=Rule.TENSOR_STORE,
+    trace=Recorded.ENTRY,
+    event=Event.TMEM_STORE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    native=NativeForm.TENSOR_STORE,
+)
 def bind_store(instruction, kernel):
     """tcgen05.st.sync.aligned.shape.num{.unpack::16b}.b32 [taddr]{, immHalfSplitoff}, r."""
     address, *split, source = instruction.operands
@@ -278,12 +304,28 @@ def _check_vector(instruction, operand, form: Form) -> None:
         raise unknown(instruction, f"{count} registers, the shape moves {form.registers}")
 
 
-@machine_op("tcgen05.wait::ld", aligned=True, rule=Rule.WAIT_LOADS, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
-            native=NativeForm.ORDER)
-@machine_op("tcgen05.wait::st", aligned=True, rule=Rule.WAIT_STORES, trace=Recorded.ENTRY,
-            event=Event.TMEM_STORE_WAIT, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
-            native=NativeForm.ORDER)
+@machine_op(
+    "tcgen05.wait::ld",
+    aligned=True,
+    rule=Rule.WAIT_LOADS,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.ORDER,
+)
+@machine_op(
+    "tcgen05.wait::st",
+    aligned=True,
+    rule=Rule.WAIT_STORES,
+    trace=Recorded.ENTRY,
+    event=Event.TMEM_STORE_WAIT,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.ORDER,
+)
 def bind_wait_for(instruction, kernel):
     """tcgen05.wait::{ld,st}.sync.aligned: loads and stores are performed at issue."""
     if instruction.modifiers != ("sync", "aligned"):

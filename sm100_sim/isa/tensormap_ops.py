@@ -31,8 +31,14 @@ _PLACES = {
     "box_dim": [((55 + n) // 4, (55 + n) % 4 * 8, 8, 1) for n in range(5)],
 }
 #: elemtype (PTX ISA, table of tensormap.replace) -> number in the descriptor, whether it is tf32.
-_ELEMENTS = {**{n: (n, 0) for n in range(11)}, 11: (7, 1), 12: (8, 1), 13: (11, 0), 14: (12, 0),
-             15: (13, 0)}
+_ELEMENTS = {
+    **{n: (n, 0) for n in range(11)},
+    11: (7, 1),
+    12: (8, 1),
+    13: (11, 0),
+    14: (12, 0),
+    15: (13, 0),
+}
 _ORDINAL = ("global_dim", "box_dim", "element_stride", "global_stride")
 _IMMEDIATE = ("elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
 
@@ -51,8 +57,9 @@ def _replace(words: np.ndarray, field: str, ordinal: int, value: int) -> None:
         words[0], words[1] = value & 0xFFFFFFFF, value >> 32
     elif field == "global_stride":
         if value % 16:
-            raise Misaligned(f"tensormap.replace: stride of {value} bytes; it must be a multiple "
-                             "of 16")
+            raise Misaligned(
+                f"tensormap.replace: stride of {value} bytes; it must be a multiple of 16"
+            )
         words[3 + ordinal] = value >> 4 & 0xFFFFFFFF
         _put(words, (7, 4 * ordinal, 4, 0), value >> 36, "global_stride")
     elif field == "elemtype":
@@ -72,9 +79,11 @@ def _bytes_at(warp: Warp, pointer: int, space: str, write: bool) -> np.ndarray:
     if space == "shared::cta":
         offset, smem = pointer & 0xFFFFFF, warp.cta.smem
         if pointer >> 24 != warp.cta.rank or offset + TENSORMAP_BYTES > smem.size:
-            raise MemoryFault(f"TMA descriptor at shared address {pointer:#x}, outside the CTA's "
-                              "own shared memory")
-        return smem[offset:offset + TENSORMAP_BYTES]
+            raise MemoryFault(
+                f"TMA descriptor at shared address {pointer:#x}, outside the CTA's "
+                "own shared memory"
+            )
+        return smem[offset : offset + TENSORMAP_BYTES]
     memory = warp.cta.cluster.machine.memory
     memory.check(pointer, TENSORMAP_BYTES, write, "TMA descriptor")
     return host_view(pointer, TENSORMAP_BYTES)
@@ -84,8 +93,15 @@ def _pointer(operand, space: str) -> Callable[[Warp, int], int]:
     return shared_address(operand) if space == "shared::cta" else address(operand, 64)
 
 
-@machine_op("tensormap.replace.tile", statistics="tensormap.replace", rule=Rule.NOT_FOLLOWED,
-            trace=Recorded.NOTHING, event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "tensormap.replace.tile",
+    statistics="tensormap.replace",
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_replace(instruction, kernel):
     """tensormap.replace.tile.field{.global,.shared::cta}.b1024.{b32,b64} [a], {ordinal,} value."""
     field, *rest = instruction.modifiers
@@ -116,20 +132,36 @@ def bind_replace(instruction, kernel):
     return execute
 
 
-@machine_op("tensormap.cp_fenceproxy", statistics="tensormap.replace", aligned=True,
-            rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING, event=Event.NONE, effect=Effect.NONE,
-            ties=Ties.NEVER)
+@machine_op(
+    "tensormap.cp_fenceproxy",
+    statistics="tensormap.replace",
+    aligned=True,
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_copy_fence(instruction, kernel):
     """tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.scope.sync.aligned
     [dst], [src], 128: copies a descriptor; as a fence it changes nothing here."""
-    head, scope, tail = (instruction.modifiers[:4], instruction.modifiers[4:5],
-                         instruction.modifiers[5:])
-    if (head != ("global", "shared::cta", "tensormap::generic", "release")
-            or scope not in (("cta",), ("cluster",), ("gpu",), ("sys",))
-            or tail != ("sync", "aligned") or len(instruction.operands) != 3
-            or instruction.operands[2].value != TENSORMAP_BYTES):
-        raise unknown(instruction, "expected .global.shared::cta.tensormap::generic.release, a "
-                                   "scope, .sync.aligned and 128 bytes")
+    head, scope, tail = (
+        instruction.modifiers[:4],
+        instruction.modifiers[4:5],
+        instruction.modifiers[5:],
+    )
+    if (
+        head != ("global", "shared::cta", "tensormap::generic", "release")
+        or scope not in (("cta",), ("cluster",), ("gpu",), ("sys",))
+        or tail != ("sync", "aligned")
+        or len(instruction.operands) != 3
+        or instruction.operands[2].value != TENSORMAP_BYTES
+    ):
+        raise unknown(
+            instruction,
+            "expected .global.shared::cta.tensormap::generic.release, a "
+            "scope, .sync.aligned and 128 bytes",
+        )
     target, source = address(instruction.operands[0], 64), shared_address(instruction.operands[1])
 
     def execute(warp: Warp, lanes: int) -> None:

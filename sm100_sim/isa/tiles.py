@@ -85,9 +85,7 @@ def _clipped_window(t: TensorMap, coordinates: tuple[int, ...]) -> Window | None
     width = t.element_bits // 8
     start, span = t.address, width
     shape, strides, where = [], [], []
-    dimensions = zip(
-        coordinates, t.sizes, t.tile_shape, t.steps, (width, *t.strides), strict=True
-    )
+    dimensions = zip(coordinates, t.sizes, t.tile_shape, t.steps, (width, *t.strides), strict=True)
     for coordinate, size, count, step, stride in dimensions:
         first = 0 if coordinate >= 0 else -(coordinate // step)
         last = min(count, -((coordinate - size) // step))
@@ -118,11 +116,21 @@ def record_of(tensor_map: TensorMap) -> TileMap:
         raise SimulationError(f"packed {t.dtype} elements are copied in bytes")
     width = t.element_bits // 8
     record = TileMap(
-        address=t.address, bytes=t.tile_bytes, shared_bytes=t.shared_bytes, width=width,
-        rank=t.rank, swizzle=t.swizzle, atom=t.atom, tf32=t.tf32, nan_fill=t.nan_fill,
+        address=t.address,
+        bytes=t.tile_bytes,
+        shared_bytes=t.shared_bytes,
+        width=width,
+        rank=t.rank,
+        swizzle=t.swizzle,
+        atom=t.atom,
+        tf32=t.tf32,
+        nan_fill=t.nan_fill,
     )
     columns = zip(
-        range(DIMENSIONS), t.sizes + _ONES, t.steps + _ONES, (width, *t.strides, *_ONES),
+        range(DIMENSIONS),
+        t.sizes + _ONES,
+        t.steps + _ONES,
+        (width, *t.strides, *_ONES),
         t.tile_shape + _ONES,
     )
     for i, *cells in columns:
@@ -196,13 +204,18 @@ def _check_base(t: TensorMap, coordinates: tuple[int, ...], memory: Any, what: s
     The hardware touches it, wherever the tile lies outside (measured on an H200: illegal address;
     stores wholly outside touch nothing, and loads that are partly inside only that part).
     """
-    what += (f" at {coordinates}, wholly outside its tensor of sizes {t.sizes}, of which the "
-             "hardware then touches the first byte,")
+    what += (
+        f" at {coordinates}, wholly outside its tensor of sizes {t.sizes}, of which the "
+        "hardware then touches the first byte,"
+    )
     memory.check(t.address, 1, False, what)
 
 
 def _load_padded(
-    t: TensorMap, coordinates: tuple[int, ...], memory: Any, target: tuple[np.ndarray, int],
+    t: TensorMap,
+    coordinates: tuple[int, ...],
+    memory: Any,
+    target: tuple[np.ndarray, int],
     what: str,
 ) -> int:
     """A load of elements of 4 or 6 bits: 16 of them to 16 bytes, zeros behind the data."""

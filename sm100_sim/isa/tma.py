@@ -58,8 +58,10 @@ def _issues(instruction) -> Callable[[Any, int], list[int]]:
         if lowest == lanes:
             return [lanes]
         active = [lane for lane in range(32) if lanes >> lane & 1]
-        if all((row := read(warp)[active]).tobytes() == row[:1].tobytes() * len(active)
-               for read in reads):
+        if all(
+            (row := read(warp)[active]).tobytes() == row[:1].tobytes() * len(active)
+            for read in reads
+        ):
             return [lowest]
         return [1 << lane for lane in active]
 
@@ -189,14 +191,21 @@ def _present(cta, target: int):
 
 def _by_target(to_shared: Any, to_global: Any, otherwise: Any) -> ByModifier:
     """A column of copies: the first state space among the modifiers is that of the target."""
-    return ByModifier({"shared::cluster": to_shared, "shared::cta": to_shared,
-                       "global": to_global}, otherwise)
+    return ByModifier(
+        {"shared::cluster": to_shared, "shared::cta": to_shared, "global": to_global}, otherwise
+    )
 
 
-@machine_op("cp.async.bulk.tensor", statistics=lambda i: f"{effect_of(i)}", rule=Rule.BY_OBJECTS,
-            trace=Recorded.ENTRY, ties=Ties.NEVER, native=NativeForm.TILE,
-            event=_by_target(Event.TMA_LOAD, Event.TMA_STORE, Event.NONE),
-            effect=_by_target(Effect.TMA_LOAD, Effect.TMA_STORE, Effect.NONE))
+@machine_op(
+    "cp.async.bulk.tensor",
+    statistics=lambda i: f"{effect_of(i)}",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    ties=Ties.NEVER,
+    native=NativeForm.TILE,
+    event=_by_target(Event.TMA_LOAD, Event.TMA_STORE, Event.NONE),
+    effect=_by_target(Effect.TMA_LOAD, Effect.TMA_STORE, Effect.NONE),
+)
 def bind_tensor_copy(instruction, kernel):
     """cp.async.bulk.tensor.dim.dst.src{.tile}... : loads and stores in tile mode."""
     direction = instruction.modifiers[1:3]
@@ -300,9 +309,15 @@ def _own_offset(cta, shared: int) -> int:
     return shared & _OFFSET
 
 
-@machine_op("cp.reduce.async.bulk.tensor", statistics="tma.reduce", rule=Rule.BY_OBJECTS,
-            trace=Recorded.ENTRY, event=Event.TMA_REDUCE, effect=Effect.TMA_STORE,
-            ties=Ties.IF_GLOBAL)
+@machine_op(
+    "cp.reduce.async.bulk.tensor",
+    statistics="tma.reduce",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.TMA_REDUCE,
+    effect=Effect.TMA_STORE,
+    ties=Ties.IF_GLOBAL,
+)
 def bind_tensor_reduction(instruction, kernel):
     """cp.reduce.async.bulk.tensor.dim.global.shared::cta.op{.tile}.bulk_group."""
     modifiers = instruction.modifiers
@@ -338,9 +353,15 @@ def _global_bytes(machine, start: int, size: int, write: bool) -> np.ndarray:
     return machine.memory.view(start, size)
 
 
-@machine_op("cp.async.bulk", statistics="tma.bulk", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY,
-            event=_by_target(Event.BULK_LOAD, Event.BULK_STORE, Event.NONE),
-            effect=_by_target(Effect.BULK, Effect.TMA_STORE, Effect.NONE), ties=Ties.NEVER)
+@machine_op(
+    "cp.async.bulk",
+    statistics="tma.bulk",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=_by_target(Event.BULK_LOAD, Event.BULK_STORE, Event.NONE),
+    effect=_by_target(Effect.BULK, Effect.TMA_STORE, Effect.NONE),
+    ties=Ties.NEVER,
+)
 def bind_bulk_copy(instruction, kernel):
     """cp.async.bulk.dst.src...: copies of contiguous bytes without a tensor map."""
     direction = instruction.modifiers[:2]
@@ -433,9 +454,15 @@ def _bind_bulk_store(instruction, rest: tuple[str, ...], reduction: tuple[str, s
     return execute
 
 
-@machine_op("cp.reduce.async.bulk", statistics="tma.reduce", rule=Rule.BY_OBJECTS,
-            trace=Recorded.ENTRY, event=Event.BULK_REDUCE,
-            effect=_by_target(Effect.BULK, Effect.TMA_STORE, Effect.NONE), ties=Ties.IF_GLOBAL)
+@machine_op(
+    "cp.reduce.async.bulk",
+    statistics="tma.reduce",
+    rule=Rule.BY_OBJECTS,
+    trace=Recorded.ENTRY,
+    event=Event.BULK_REDUCE,
+    effect=_by_target(Effect.BULK, Effect.TMA_STORE, Effect.NONE),
+    ties=Ties.IF_GLOBAL,
+)
 def bind_bulk_reduction(instruction, kernel):
     """cp.reduce.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}.op{.noftz}.type, and
     .shared::cluster.shared::cta.mbarrier::complete_tx::bytes.op.type."""
@@ -443,8 +470,11 @@ def bind_bulk_reduction(instruction, kernel):
     if modifiers[:3] == ("shared::cluster", "shared::cta", "mbarrier::complete_tx::bytes"):
         return _bind_shared_reduction(instruction)
     if modifiers[:3] != ("global", "shared::cta", "bulk_group"):
-        raise unknown(instruction, "modelled bulk reductions go from shared::cta to global with a "
-                                   "bulk group and to shared::cluster with an mbarrier")
+        raise unknown(
+            instruction,
+            "modelled bulk reductions go from shared::cta to global with a "
+            "bulk group and to shared::cluster with an mbarrier",
+        )
     hints = tuple(m for m in modifiers[3:] if m in _HINTS)
     rest = [m for m in modifiers[3:] if m not in _HINTS and m != "noftz"]
     types = {"u32", "s32", "u64", "s64", "f16", "bf16", "f32", "b32", "b64"}
@@ -514,9 +544,16 @@ def _join_groups(warp, lanes: int, operation: AsyncOp) -> None:
         groups.open.append(operation)
 
 
-@machine_op("cp.async.bulk.commit_group", rule=Rule.COMMIT_BULK, trace=Recorded.ENTRY,
-            event=Event.BULK_COMMIT, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
-            native=NativeForm.BULK_GROUP)
+@machine_op(
+    "cp.async.bulk.commit_group",
+    rule=Rule.COMMIT_BULK,
+    trace=Recorded.ENTRY,
+    event=Event.BULK_COMMIT,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.BULK_GROUP,
+)
 def bind_commit_group(instruction, kernel):
     """cp.async.bulk.commit_group: close the bulk group of each executing thread."""
     if instruction.modifiers:
@@ -530,9 +567,16 @@ def bind_commit_group(instruction, kernel):
     return execute
 
 
-@machine_op("cp.async.bulk.wait_group", rule=Rule.WAIT_BULK, trace=Recorded.ENTRY,
-            event=Event.BULK_WAIT, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
-            native=NativeForm.BULK_GROUP)
+@machine_op(
+    "cp.async.bulk.wait_group",
+    rule=Rule.WAIT_BULK,
+    trace=Recorded.ENTRY,
+    event=Event.BULK_WAIT,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.BULK_GROUP,
+)
 def bind_wait_group(instruction, kernel):
     """cp.async.bulk.wait_group{.read} N: until at most N of the thread's latest groups pend."""
     if instruction.modifiers not in ((), ("read",)) or instruction.operands[0].kind != "imm":
@@ -554,8 +598,14 @@ def bind_wait_group(instruction, kernel):
 # ---------------------------------------------------------------- prefetches
 
 
-@machine_op("cp.async.bulk.prefetch.tensor", rule=Rule.NOT_FOLLOWED, trace=Recorded.ENTRY,
-            event=Event.TMA_PREFETCH, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "cp.async.bulk.prefetch.tensor",
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.ENTRY,
+    event=Event.TMA_PREFETCH,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_prefetch_tensor(instruction, kernel):
     """cp.async.bulk.prefetch.tensor.dim.L2.global{.tile}: checks its descriptor, moves nothing."""
     rest = instruction.modifiers[1:]
@@ -570,8 +620,14 @@ def bind_prefetch_tensor(instruction, kernel):
     return execute
 
 
-@machine_op("cp.async.bulk.prefetch", rule=Rule.NOT_FOLLOWED, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op(
+    "cp.async.bulk.prefetch",
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_prefetch_bulk(instruction, kernel):
     """cp.async.bulk.prefetch.L2.global [src], size: checks the range, moves nothing."""
     level, rest = instruction.modifiers[:2], instruction.modifiers[2:]
@@ -587,9 +643,16 @@ def bind_prefetch_bulk(instruction, kernel):
     return execute
 
 
-@machine_op("prefetch.tensormap", "prefetch.param.tensormap", "prefetch.const.tensormap",
-            rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING, event=Event.NONE, effect=Effect.NONE,
-            ties=Ties.NEVER)
+@machine_op(
+    "prefetch.tensormap",
+    "prefetch.param.tensormap",
+    "prefetch.const.tensormap",
+    rule=Rule.NOT_FOLLOWED,
+    trace=Recorded.NOTHING,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+)
 def bind_prefetch_descriptor(instruction, kernel):
     """prefetch{.param,.const}.tensormap [a]: checks that a valid TMA descriptor is there."""
     if instruction.modifiers:

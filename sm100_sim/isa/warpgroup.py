@@ -106,9 +106,7 @@ class Product(NamedTuple):
         """Return True if this instruction extends the accumulator chain that `before` belongs
         to."""
         mine, other = self.site, before.site
-        return (
-            self.accumulate and mine.form == other.form and mine.accumulator == other.accumulator
-        )
+        return self.accumulate and mine.form == other.form and mine.accumulator == other.accumulator
 
 
 class Warpgroup:
@@ -274,9 +272,7 @@ class Warpgroup:
     def _from_shared(
         self, raws: tuple[int, ...], mn_major: bool, extent: int, form: Form, which: str
     ) -> np.ndarray:
-        plan = gather_plan(
-            raws, mn_major, extent, form.element_bytes, decode_warpgroup_matrix
-        )
+        plan = gather_plan(raws, mn_major, extent, form.element_bytes, decode_warpgroup_matrix)
         name = form.a_type if which == "A" else form.b_type
         raw = tensor_core.gathered(self.cta, plan, form.element_bytes, which, "wgmma.mma_async")
         values = tensor_core.values_of(raw, name)

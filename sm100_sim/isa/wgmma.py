@@ -48,8 +48,11 @@ def form_of(instruction) -> Form:
     )  # fmt: skip
     b_types, d_types = _TYPES[a_type]
     if b_type not in b_types or d_type not in d_types:
-        raise unknown(instruction, f"types {d_type}, {a_type}, {b_type}; with A of type {a_type}, "
-                      f"B is {' or '.join(b_types)}, D {' or '.join(d_types)}")
+        raise unknown(
+            instruction,
+            f"types {d_type}, {a_type}, {b_type}; with A of type {a_type}, "
+            f"B is {' or '.join(b_types)}, D {' or '.join(d_types)}",
+        )
     match = _SHAPE.fullmatch(shape[0])
     n, k = (int(match[1]), int(match[2])) if match else (0, 0)
     a_in_registers = instruction.operands[1].kind == "vec"
@@ -60,8 +63,11 @@ def form_of(instruction) -> Form:
     )  # fmt: skip
     allowed = _INTEGER_N if d_type == "s32" else range(8, 257, 8)
     if n not in allowed or k != form.k:
-        raise unknown(instruction, f"shape {shape[0]}; for these types it is m64nNk{form.k} with N "
-                      f"in {', '.join(map(str, allowed))}")
+        raise unknown(
+            instruction,
+            f"shape {shape[0]}; for these types it is m64nNk{form.k} with N "
+            f"in {', '.join(map(str, allowed))}",
+        )
     return form
 
 
@@ -71,8 +77,9 @@ def _immediates(instruction, a_type: str, a_in_registers: bool) -> tuple[list[bo
     wide = a_type in ("f16", "bf16")
     expected = 0 if a_type in _INTEGERS else 2 + (2 - a_in_registers) * wide
     if len(rest) != expected or any(op.kind != "imm" for op in rest):
-        raise unknown(instruction, f"{len(rest)} operands behind scale-d, expected {expected} "
-                      "immediates")
+        raise unknown(
+            instruction, f"{len(rest)} operands behind scale-d, expected {expected} immediates"
+        )
     signs = [_one_of(instruction, op, {1: False, -1: True}, "imm-scale") for op in rest[:2]]
     majors = [_one_of(instruction, op, {0: False, 1: True}, "imm-trans") for op in rest[2:]]
     if a_in_registers and majors:
@@ -113,9 +120,16 @@ def _whole_warp(instruction, lanes: int) -> None:
         )
 
 
-@machine_op("wgmma.mma_async", aligned=True, rule=Rule.WARPGROUP_MMA, trace=Recorded.ENTRY,
-            event=Event.WARPGROUP_MMA, effect=Effect.WARPGROUP_MMA, ties=Ties.NEVER,
-            native=NativeForm.WARPGROUP_MMA)
+@machine_op(
+    "wgmma.mma_async",
+    aligned=True,
+    rule=Rule.WARPGROUP_MMA,
+    trace=Recorded.ENTRY,
+    event=Event.WARPGROUP_MMA,
+    effect=Effect.WARPGROUP_MMA,
+    ties=Ties.NEVER,
+    native=NativeForm.WARPGROUP_MMA,
+)
 def bind_mma(instruction, kernel):
     """wgmma.mma_async.sync.aligned.shape{.satfinite}.dtype.atype.btype d, a|a-desc, b-desc, scale-d
     {, imm-scale-a, imm-scale-b{, imm-trans-a}, imm-trans-b}."""
@@ -125,8 +139,11 @@ def bind_mma(instruction, kernel):
     d_op, a_op, b_op, scale_op = instruction.operands[:4]
     registers = tuple(item.register for item in d_op.items)
     if d_op.kind != "vec" or len(registers) != form.accumulator_registers or None in registers:
-        raise unknown(instruction, f"D has {len(registers)} registers; n{form.n} of type "
-                      f"{form.d_type} takes {form.accumulator_registers}")
+        raise unknown(
+            instruction,
+            f"D has {len(registers)} registers; n{form.n} of type "
+            f"{form.d_type} takes {form.accumulator_registers}",
+        )
     if len(set(registers)) != len(registers):
         raise unknown(instruction, "a register stands twice in D")
     if form.a_in_registers and len(a_op.items) != 4:
@@ -155,17 +172,33 @@ def bind_mma(instruction, kernel):
     return execute
 
 
-@machine_op("wgmma.fence", aligned=True, rule=Rule.WARPGROUP_FENCE, trace=Recorded.ENTRY,
-            event=Event.WARPGROUP_FENCE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
-            native=NativeForm.ORDER)
+@machine_op(
+    "wgmma.fence",
+    aligned=True,
+    rule=Rule.WARPGROUP_FENCE,
+    trace=Recorded.ENTRY,
+    event=Event.WARPGROUP_FENCE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+    native=NativeForm.ORDER,
+)
 def bind_fence(instruction, kernel):
     """wgmma.fence.sync.aligned: an ordering rule of registers, without effect on the state."""
     split_modifiers(instruction, ("sync",), ("aligned",))
     return lambda warp, lanes: None
 
 
-@machine_op("wgmma.commit_group", aligned=True, rule=Rule.COMMIT_WARPGROUP, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
+@machine_op(
+    "wgmma.commit_group",
+    aligned=True,
+    rule=Rule.COMMIT_WARPGROUP,
+    trace=Recorded.ENTRY,
+    event=Event.NONE,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+)
 def bind_commit(instruction, kernel):
     """wgmma.commit_group.sync.aligned."""
     split_modifiers(instruction, ("sync",), ("aligned",))
@@ -177,8 +210,16 @@ def bind_commit(instruction, kernel):
     return execute
 
 
-@machine_op("wgmma.wait_group", aligned=True, rule=Rule.WAIT_WARPGROUP, trace=Recorded.ENTRY,
-            event=Event.WARPGROUP_WAIT, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
+@machine_op(
+    "wgmma.wait_group",
+    aligned=True,
+    rule=Rule.WAIT_WARPGROUP,
+    trace=Recorded.ENTRY,
+    event=Event.WARPGROUP_WAIT,
+    effect=Effect.NONE,
+    ties=Ties.NEVER,
+    synchronises=True,
+)
 def bind_wait(instruction, kernel):
     """wgmma.wait_group.sync.aligned N."""
     split_modifiers(instruction, ("sync",), ("aligned",))

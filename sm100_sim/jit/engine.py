@@ -40,15 +40,18 @@ def host_has(feature: str) -> bool:
 def function_attributes() -> str:
     """Wide vectors by name: some CPUs' tuning would otherwise split them in halves."""
     width = "512" if host_has("avx512f") else "256"
-    return (f'nounwind "prefer-vector-width"="{width}" "min-legal-vector-width"="{width}" '
-            f'"frame-pointer"="none"')
+    return (
+        f'nounwind "prefer-vector-width"="{width}" "min-legal-vector-width"="{width}" '
+        f'"frame-pointer"="none"'
+    )
 
 
 def target_machine(level: int) -> llvm.TargetMachine:
     """Return the compiler for this CPU; level: LLVM's code generation level, 0 to 3."""
     target, cpu, features = host()
-    return target.create_target_machine(cpu=cpu, features=features, opt=level, jit=True,
-                                        codemodel="jitdefault")
+    return target.create_target_machine(
+        cpu=cpu, features=features, opt=level, jit=True, codemodel="jitdefault"
+    )
 
 
 def compile_module(text: str, level: int) -> tuple[llvm.ExecutionEngine, bytes]:

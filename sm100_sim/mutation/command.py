@@ -17,22 +17,39 @@ no named edge shows to be redundant"""
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sm100_sim mutate", description=_DESCRIPTION)
     parser.add_argument("--seeds", type=int, default=20, help="most seeds a mutant (default 20)")
-    parser.add_argument("--confirm", type=int, help="seeds after which a mutant for which every "
-                        "run has named an edge counts as redundant (default: all)")
+    parser.add_argument(
+        "--confirm",
+        type=int,
+        help="seeds after which a mutant for which every "
+        "run has named an edge counts as redundant (default: all)",
+    )
     parser.add_argument("--strict", action="store_true", help="the letter of the PTX ISA")
-    parser.add_argument("--strict-order", action="store_true", help="the same, and only listed "
-                        "pairs of tcgen05 instructions are in order")
+    parser.add_argument(
+        "--strict-order",
+        action="store_true",
+        help="the same, and only listed pairs of tcgen05 instructions are in order",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--clusters", type=int, help="clusters resident at once")
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
-    parser.add_argument("--launches", type=int, default=1,
-                        help="launches of each kernel; mutants that one does not catch are tried "
-                        "in the next (default 1)")
-    parser.add_argument("--accept-findings", action="store_true",
-                        help="also kernels with findings of their own, which then catch nothing")
-    parser.add_argument("--as-is", action="store_true",
-                        help="the script launches in the simulator by itself; otherwise it is a "
-                        "GPU script and runs as in `python -m sm100_sim SCRIPT.py`")
+    parser.add_argument(
+        "--launches",
+        type=int,
+        default=1,
+        help="launches of each kernel; mutants that one does not catch are tried "
+        "in the next (default 1)",
+    )
+    parser.add_argument(
+        "--accept-findings",
+        action="store_true",
+        help="also kernels with findings of their own, which then catch nothing",
+    )
+    parser.add_argument(
+        "--as-is",
+        action="store_true",
+        help="the script launches in the simulator by itself; otherwise it is a "
+        "GPU script and runs as in `python -m sm100_sim SCRIPT.py`",
+    )
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser

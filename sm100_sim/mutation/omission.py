@@ -171,9 +171,7 @@ class OmittingSanitizer(Sanitizer):
         if wanted is not None and (state.frontier >= wanted).all():
             del self._wanted[state]
             sources = self._texts(learned[wanted > 0])
-            self.ledger.settle(
-                "wait", state, f"learned from {sources} before anything needs it"
-            )
+            self.ledger.settle("wait", state, f"learned from {sources} before anything needs it")
 
     def _wait(self, instruction: Any) -> Callable[[Any, int], None]:
         spaces = [p for p in instruction.name.split(".") if p.startswith("shared")]
@@ -192,8 +190,10 @@ class OmittingSanitizer(Sanitizer):
                 if not barrier.parity_complete(parity(warp, some)):
                     self._open.setdefault(barrier, []).append((state, barrier.phase))
                 elif barrier.released is None:
-                    self.ledger.name("mbarrier.init: no phase has begun to be waited for, so the "
-                                     "wait for the one before the first passes at once")
+                    self.ledger.name(
+                        "mbarrier.init: no phase has begun to be waited for, so the "
+                        "wait for the one before the first passes at once"
+                    )
                 else:
                     self._gain(state, barrier.released)
 
@@ -219,8 +219,11 @@ class OmittingSanitizer(Sanitizer):
         if not told.any():
             return
         sources = "" if learned is None else self._texts(learned[told])
-        self.ledger.name(f"known from {sources}" if sources else
-                         "program order: it tells the warp only what the warp did itself")
+        self.ledger.name(
+            f"known from {sources}"
+            if sources
+            else "program order: it tells the warp only what the warp did itself"
+        )
 
     # ------------------------------------------------------------ arrivals
 
@@ -249,8 +252,11 @@ class OmittingSanitizer(Sanitizer):
         ledger, release = self.ledger, f"release semantics of {_text(state.instruction)}"
         if state in self._loads and not self._in_flight(state):
             del self._loads[state]
-            ledger.settle("loads", state,
-                          "register dependency: the loaded data are used before the next arrive")
+            ledger.settle(
+                "loads",
+                state,
+                "register dependency: the loaded data are used before the next arrive",
+            )
         if state.relaxed:
             ledger.drop("fence", state)
         ledger.settle("fence", state, release)
@@ -271,8 +277,11 @@ class OmittingSanitizer(Sanitizer):
             )
         elif what == "before":
             for kind in ("before", "untold"):
-                self.ledger.settle(kind, state, f"{edge}: it covers the same accesses before "
-                                                "anybody needs them complete")
+                self.ledger.settle(
+                    kind,
+                    state,
+                    f"{edge}: it covers the same accesses before anybody needs them complete",
+                )
         elif what == "shared":
             self.ledger.settle(
                 "shared", state, f"{edge}: it covers the same accesses before anybody needs them"
@@ -282,8 +291,11 @@ class OmittingSanitizer(Sanitizer):
                 "proxy", state, f"{edge}: no asynchronous access before it needs the fence"
             )
         elif what == "loads" and self._loads.pop(state, None) is not None:
-            self.ledger.settle("loads", state, f"{edge}: it waits for these loads, too, before "
-                                               "anybody needs them complete")
+            self.ledger.settle(
+                "loads",
+                state,
+                f"{edge}: it waits for these loads, too, before anybody needs them complete",
+            )
 
     def _since(self, kind: str, state: WarpState, nothing: str, otherwise: str) -> None:
         """The omitted fence orders nothing that the last one of its kind did not."""
@@ -314,8 +326,9 @@ class OmittingSanitizer(Sanitizer):
             self._loads[state] = state.loads[-1][0]
             self.ledger.defer("loads", state)
         else:
-            self.ledger.name("register dependency: the loaded data have been used, or there are "
-                             "no loads")
+            self.ledger.name(
+                "register dependency: the loaded data have been used, or there are no loads"
+            )
 
     def _wait_store(self, state: WarpState, _: Any) -> None:
         if state.frontier[state.store] >= state.issued[STORE]:
@@ -326,8 +339,12 @@ class OmittingSanitizer(Sanitizer):
         if (state.published[entries] < state.frontier[entries]).any():
             self.ledger.defer("before", state)
         else:
-            self._since("before", state, "no tcgen05.ld or st",
-                        "program order: no tcgen05.ld or st by the warp before it")
+            self._since(
+                "before",
+                state,
+                "no tcgen05.ld or st",
+                "program order: no tcgen05.ld or st by the warp before it",
+            )
 
     def _fence_after(self, state: WarpState, _: Any) -> None:
         if not self.strict:
@@ -335,8 +352,12 @@ class OmittingSanitizer(Sanitizer):
         elif (state.frontier[self.tensor_entries] > state.ordered[self.tensor_entries]).any():
             self.ledger.defer("after", state)
         else:
-            self._since("after", state, "nothing was learned",
-                        "program order: the warp knows of no access to tensor memory but its own")
+            self._since(
+                "after",
+                state,
+                "nothing was learned",
+                "program order: the warp knows of no access to tensor memory but its own",
+            )
 
     # ------------------------------------------------------------ proxies, initialisations, groups
 
@@ -347,20 +368,29 @@ class OmittingSanitizer(Sanitizer):
         if news.any():
             self.ledger.defer("proxy", state)
         else:
-            self._since("proxy", state, "no generic access became known",
-                        "proxy fences of the warps that made the accesses, before they arrived")
+            self._since(
+                "proxy",
+                state,
+                "no generic access became known",
+                "proxy fences of the warps that made the accesses, before they arrived",
+            )
 
     def _fence_init(self, state: WarpState, _: Any) -> None:
         if state.unfenced_inits:
             self.ledger.defer("inits", state)
         else:
-            self._since("inits", state, "no mbarrier.init by this thread",
-                        "program order: no mbarrier.init by this thread before it")
+            self._since(
+                "inits",
+                state,
+                "no mbarrier.init by this thread",
+                "program order: no mbarrier.init by this thread before it",
+            )
 
     def fence_inits(self, state: WarpState) -> None:
         self._fences["inits", state] = _text(state.instruction)
-        self.ledger.settle("inits", state,
-                           f"{_text(state.instruction)} covers the initialisations, too")
+        self.ledger.settle(
+            "inits", state, f"{_text(state.instruction)} covers the initialisations, too"
+        )
         super().fence_inits(state)
 
     def _commit_group(self, state: WarpState, instruction: Any) -> None:
@@ -369,8 +399,9 @@ class OmittingSanitizer(Sanitizer):
     def grouping(self, state: WarpState, agent: int, commits: bool) -> None:
         if commits:
             what = "wgmmas" if agent == MMA else "copies"
-            self.ledger.settle(f"group {agent}", state,
-                               f"its {what} join the group of {_text(state.instruction)}")
+            self.ledger.settle(
+                f"group {agent}", state, f"its {what} join the group of {_text(state.instruction)}"
+            )
         else:
             self.ledger.drop(f"group {agent}", state)
 
@@ -387,8 +418,10 @@ class OmittingSanitizer(Sanitizer):
     def _fence_products(self, state: WarpState, _: Any) -> None:
         # `in_flight` looks at all paths through the kernel without the fence: if a register needed
         # it, that is a finding.
-        self.ledger.name("another wgmma.fence: on no path is a register of the wgmmas behind it "
-                         "touched in between")
+        self.ledger.name(
+            "another wgmma.fence: on no path is a register of the wgmmas behind it "
+            "touched in between"
+        )
 
     def _wait_products(self, state: WarpState, instruction: Any) -> None:
         groups = state.groups[MMA]
@@ -402,9 +435,12 @@ class OmittingSanitizer(Sanitizer):
     def completing(self, state: WarpState, agent: int) -> None:
         if agent == MMA and state.frontier[state.mma] >= self._products.get(state, 0):
             self._products.pop(state, None)
-            self.ledger.settle("products", state,
-                               f"{_text(state.instruction)} covers the groups, too, before "
-                               "anything needs them complete")
+            self.ledger.settle(
+                "products",
+                state,
+                f"{_text(state.instruction)} covers the groups, too, before "
+                "anything needs them complete",
+            )
 
     # ------------------------------------------------------------ exits
 
@@ -415,10 +451,13 @@ class OmittingSanitizer(Sanitizer):
             ledger.settle(kind, state, "the warp exits without another arrive")
         ledger.drop("untold", state)
         ledger.settle("after", state, _EXITS)
-        ledger.settle("stored", state,
-                      "cp.async.bulk.wait_group.read before it: the sources have been read; the "
-                      "warp tells nobody of the results afterwards, and the end of the kernel "
-                      "makes them visible")
+        ledger.settle(
+            "stored",
+            state,
+            "cp.async.bulk.wait_group.read before it: the sources have been read; the "
+            "warp tells nobody of the results afterwards, and the end of the kernel "
+            "makes them visible",
+        )
         if state in self._loads and not self._in_flight(state):
             ledger.settle("loads", state, "register dependency: the loaded data have been used")
         self._loads.pop(state, None)
@@ -463,14 +502,16 @@ class OmittingSanitizer(Sanitizer):
             if wanted is not None and not wanted[access.agent]:
                 continue
             knowing = [
-                state for state in states
+                state
+                for state in states
                 if access.clock is not None and state.frontier[access.agent] >= access.clock
             ]
             if not knowing:
                 return None
             found |= {
                 int(self._learned[state][access.agent])
-                for state in knowing if state in self._learned
+                for state in knowing
+                if state in self._learned
             }
         return self._texts(found)
 

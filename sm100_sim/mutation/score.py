@@ -155,8 +155,12 @@ class Score:
         return self.count("caught") / needed if needed else 1.0
 
     def add(
-        self, launch: Launch, options: Options, jobs: int = 1,
-        only: Callable[[list], list] | None = None, accept: bool = False,
+        self,
+        launch: Launch,
+        options: Options,
+        jobs: int = 1,
+        only: Callable[[list], list] | None = None,
+        accept: bool = False,
     ) -> Iterator[Mutant]:
         """Try the mutants of a launch that no earlier launch has caught.
 
@@ -308,7 +312,8 @@ def _pool(trials: _Trials, jobs: int) -> Iterator[Callable[[Callable, Iterable],
 def synchronisation(compiled: Any) -> list[Any]:
     """The synchronisation instructions of a kernel, in the order of its PTX."""
     return [
-        i for i, execute in zip(compiled.instructions, compiled.executors, strict=True)
+        i
+        for i, execute in zip(compiled.instructions, compiled.executors, strict=True)
         if execute is not None and synchronises(i)
     ]
 
@@ -322,8 +327,15 @@ class Collector:
     """
 
     def __init__(
-        self, options: Options, seeds: int, confirm: int | None = None, *, jobs: int = 1,
-        launches: int = 1, kernel: str = "", accept: bool = False,
+        self,
+        options: Options,
+        seeds: int,
+        confirm: int | None = None,
+        *,
+        jobs: int = 1,
+        launches: int = 1,
+        kernel: str = "",
+        accept: bool = False,
         write: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.options, self.seeds, self.jobs = options, seeds, jobs

@@ -92,8 +92,9 @@ class _Routine:
         arguments = ", ".join(f"{kind.llvm} %p.{name}" for name, kind in self.parameters.items())
         result = "void" if self.result is None else self.result.llvm
         head = f"define {linkage}{result} @{self.routine.name}({arguments}) #0 {{"
-        return "\n".join([head, "entry:", *self.entry, "  br label %l.start", "l.start:",
-                          *self.lines, "}"])
+        return "\n".join(
+            [head, "entry:", *self.entry, "  br label %l.start", "l.start:", *self.lines, "}"]
+        )
 
     # Building blocks.
 
@@ -245,8 +246,12 @@ class _Routine:
     def do_For(self, node: ast.For) -> None:
         """Compile `for name in range({first,} end)`: a u64 counter."""
         call = node.iter
-        if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "range"
-                and 1 <= len(call.args) <= 2 and isinstance(node.target, ast.Name)):
+        if not (
+            isinstance(call, ast.Call)
+            and getattr(call.func, "id", "") == "range"
+            and 1 <= len(call.args) <= 2
+            and isinstance(node.target, ast.Name)
+        ):
             raise self.fail("loops run over range(end) or range(first, end)")
         bounds = [self.fit(self.cast(self.value(a), u64), u64) for a in call.args]
         first, last = bounds if len(bounds) == 2 else ("0", bounds[0])
@@ -259,8 +264,9 @@ class _Routine:
         self.emit(f"br label %{test}")
         self.begin(test)
         counter = self.name(f"load i64, ptr {slot}")
-        self.emit(f"br i1 {self.name(f'icmp ult i64 {counter}, {last}')}, label %{body}, "
-                  f"label %{end}")
+        self.emit(
+            f"br i1 {self.name(f'icmp ult i64 {counter}, {last}')}, label %{body}, label %{end}"
+        )
         self.begin(body)
         self.loops.append((step, end))
         self.block(node.body)
@@ -354,8 +360,20 @@ class _Routine:
 
     def binary(self, operation: ast.operator, a: Value, b: Value) -> Value:
         if a.type is None and b.type is None:
-            return Value(None, eval(compile(ast.Expression(ast.fix_missing_locations(ast.BinOp(
-                ast.Constant(a.text), operation, ast.Constant(b.text)))), "", "eval")))
+            return Value(
+                None,
+                eval(
+                    compile(
+                        ast.Expression(
+                            ast.fix_missing_locations(
+                                ast.BinOp(ast.Constant(a.text), operation, ast.Constant(b.text))
+                            )
+                        ),
+                        "",
+                        "eval",
+                    )
+                ),
+            )
         if isinstance(a.type, Pointer) and isinstance(operation, ast.Add):
             return Value(a.type, self.element(a, b))
         kind = a.type if b.type is None else b.type
@@ -366,9 +384,11 @@ class _Routine:
             name = _ARITHMETIC[type(operation)]
         else:
             unsigned = kind.kind == "unsigned"
-            name = {ast.RShift: "lshr" if unsigned else "ashr",
-                    ast.FloorDiv: "udiv" if unsigned else "",
-                    ast.Mod: "urem" if unsigned else ""}[type(operation)]
+            name = {
+                ast.RShift: "lshr" if unsigned else "ashr",
+                ast.FloorDiv: "udiv" if unsigned else "",
+                ast.Mod: "urem" if unsigned else "",
+            }[type(operation)]
         if not name:
             raise self.fail("division of signed integers")
         return Value(kind, self.name(f"{name} {kind.llvm} {left}, {right}"))
@@ -397,8 +417,9 @@ class _Routine:
         else:
             signed = isinstance(kind, Scalar) and kind.kind == "signed"
             text = f"icmp {'s' if signed else 'u'}{name}"
-        return Value(boolean, self.name(f"{text} {kind.llvm} {self.fit(a, kind)}, "
-                                        f"{self.fit(b, kind)}"))
+        return Value(
+            boolean, self.name(f"{text} {kind.llvm} {self.fit(a, kind)}, {self.fit(b, kind)}")
+        )
 
     def of_BoolOp(self, node: ast.BoolOp) -> Value:
         yes = ast.Constant(True)
@@ -420,8 +441,10 @@ class _Routine:
         self.entry.append(f"  {slot} = alloca {kind.llvm}")
         self.emit(f"store {kind.llvm} {self.fit(second, kind)}, ptr {slot}")
         self.emit(f"br label %{end}")
-        self.lines[mark:mark] = [f"  store {kind.llvm} {self.fit(first, kind)}, ptr {slot}",
-                                 f"  br label %{end}"]
+        self.lines[mark:mark] = [
+            f"  store {kind.llvm} {self.fit(first, kind)}, ptr {slot}",
+            f"  br label %{end}",
+        ]
         self.begin(end)
         return Value(kind, self.name(f"load {kind.llvm}, ptr {slot}"))
 
@@ -494,8 +517,9 @@ class _Routine:
         value = self.value(node)
         kind = value.type.llvm
         self.declared.add(f"declare {kind} @llvm.{name}.{kind}({kind}{', i1' if extra else ''})")
-        return Value(value.type, self.name(
-            f"call {kind} @llvm.{name}.{kind}({kind} {value.text}{extra})"))
+        return Value(
+            value.type, self.name(f"call {kind} @llvm.{name}.{kind}({kind} {value.text}{extra})")
+        )
 
     def call_popcount(self, node: ast.expr) -> Value:
         return self._intrinsic("ctpop", node)
@@ -507,16 +531,19 @@ class _Routine:
         self.declared.add("declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)")
         to, start = self.value(target), self.value(source)
         count = self.fit(self.value(size), u64)
-        self.emit(f"call void @llvm.memcpy.p0.p0.i64(ptr {to.text}, ptr {start.text}, "
-                  f"i64 {count}, i1 false)")
+        self.emit(
+            f"call void @llvm.memcpy.p0.p0.i64(ptr {to.text}, ptr {start.text}, "
+            f"i64 {count}, i1 false)"
+        )
         return Value(None, 0)
 
     def call_fill(self, target: ast.expr, byte: ast.expr, size: ast.expr) -> Value:
         self.declared.add("declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)")
         to, value = self.value(target), self.value(byte)
         count = self.fit(self.value(size), u64)
-        self.emit(f"call void @llvm.memset.p0.i64(ptr {to.text}, i8 {value.text}, "
-                  f"i64 {count}, i1 false)")
+        self.emit(
+            f"call void @llvm.memset.p0.i64(ptr {to.text}, i8 {value.text}, i64 {count}, i1 false)"
+        )
         return Value(None, 0)
 
     def call_stack(self, kind: ast.expr, count: ast.expr) -> Value:

@@ -82,7 +82,9 @@ class Cta(ctypes.Structure):
         ("tensor_memory", c_uint64), ("rank", c_uint32),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
-        "smem": u8, "barriers_at": u16, "tensor_memory": lambda: TensorMemory,
+        "smem": u8,
+        "barriers_at": u16,
+        "tensor_memory": lambda: TensorMemory,
     }
 
 

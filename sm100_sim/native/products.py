@@ -169,9 +169,7 @@ def gather_mn_major(
 
 
 @native
-def gather_tmem(
-    out: ptr[f32], cta: ptr[Cta], addresses: ptr[u64], count: u64, bf16: u32
-) -> None:
+def gather_tmem(out: ptr[f32], cta: ptr[Cta], addresses: ptr[u64], count: u64, bf16: u32) -> None:
     """float32 [16 count, 128] of A in tensor memory: two elements in a cell, the lower k low."""
     for j in range(count):
         cells = cta.tensor_memory.cells + addresses[j] * TMEM_LANES
@@ -192,9 +190,7 @@ def gather_tmem(
 
 
 @native
-def multiply(
-    c: ptr[Context], b_order: i32, a_order: i32, n: u64, k: u64, target: ptr[f32]
-) -> None:
+def multiply(c: ptr[Context], b_order: i32, a_order: i32, n: u64, k: u64, target: ptr[f32]) -> None:
     """target (n, 128) = B @ A^T by BLAS, from the machine's scratch memory."""
     m = c.cluster.machine
     ldb = k if b_order == PLAIN else n
@@ -203,11 +199,43 @@ def multiply(
     none: f32 = 0.0
     started = cycles()
     if m.wide == 1:
-        invoke(SGEMM_WIDE, m.product, ROW_MAJOR, b_order, a_order, i64(n), i64(ROWS), i64(k), one,
-               m.values_b, i64(ldb), m.values_a, i64(lda), none, target, i64(ROWS))
+        invoke(
+            SGEMM_WIDE,
+            m.product,
+            ROW_MAJOR,
+            b_order,
+            a_order,
+            i64(n),
+            i64(ROWS),
+            i64(k),
+            one,
+            m.values_b,
+            i64(ldb),
+            m.values_a,
+            i64(lda),
+            none,
+            target,
+            i64(ROWS),
+        )
     else:
-        invoke(SGEMM, m.product, ROW_MAJOR, b_order, a_order, i32(n), i32(ROWS), i32(k), one,
-               m.values_b, i32(ldb), m.values_a, i32(lda), none, target, i32(ROWS))
+        invoke(
+            SGEMM,
+            m.product,
+            ROW_MAJOR,
+            b_order,
+            a_order,
+            i32(n),
+            i32(ROWS),
+            i32(k),
+            one,
+            m.values_b,
+            i32(ldb),
+            m.values_a,
+            i32(lda),
+            none,
+            target,
+            i32(ROWS),
+        )
     spent = cycles() - started
     m.product_ticks += spent
     m.operand_ticks -= spent
@@ -324,8 +352,13 @@ def continues(
     chain: ptr[Chain], d: u32, descriptor: u32, o: ptr[Operation], enabled: u32
 ) -> boolean:
     """Return True if an MMA belongs to the accumulator chain before it."""
-    return (enabled == 1 and chain.d == d and chain.descriptor == descriptor
-            and u64(chain.group) == o.form[0] and u64(chain.a_in_tmem) == o.form[1])
+    return (
+        enabled == 1
+        and chain.d == d
+        and chain.descriptor == descriptor
+        and u64(chain.group) == o.form[0]
+        and u64(chain.a_in_tmem) == o.form[1]
+    )
 
 
 @native

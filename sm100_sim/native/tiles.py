@@ -49,8 +49,14 @@ def fill_bytes(target: ptr[u8], length: u64, t: ptr[TileMap]) -> None:
 
 @native
 def move_part(
-    target: ptr[u8], row: u64, first: i64, length: i64, low: i64, high: i64, t: ptr[TileMap],
-    load: u32
+    target: ptr[u8],
+    row: u64,
+    first: i64,
+    length: i64,
+    low: i64,
+    high: i64,
+    t: ptr[TileMap],
+    load: u32,
 ) -> None:
     """Bytes [first, first + length) of a row of the tile, those in [low, high) inside the tensor.
 
@@ -131,9 +137,14 @@ def move_tile(smem: ptr[u8], offset: u64, t: ptr[TileMap], at: ptr[i64], load: u
                 c2 = at[2] + i64(i2 * t.steps[2])
                 for i1 in range(t.counts[1]):
                     c1 = at[1] + i64(i1 * t.steps[1])
-                    row = (i64(t.address) + at[0] * width + c1 * i64(t.strides[1])
-                           + c2 * i64(t.strides[2]) + c3 * i64(t.strides[3])
-                           + c4 * i64(t.strides[4]))
+                    row = (
+                        i64(t.address)
+                        + at[0] * width
+                        + c1 * i64(t.strides[1])
+                        + c2 * i64(t.strides[2])
+                        + c3 * i64(t.strides[3])
+                        + c4 * i64(t.strides[4])
+                    )
                     end: i64 = 0
                     if is_inside(c1, t.sizes[1]) and is_inside(c2, t.sizes[2]):
                         if is_inside(c3, t.sizes[3]) and is_inside(c4, t.sizes[4]):

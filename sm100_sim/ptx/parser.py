@@ -21,9 +21,29 @@ RESERVED_SHARED_BYTES = 1024
 MODULE_DATA_WINDOW = 0x7D00_0000_0000_0000
 """Address of the module's initialised bytes, such as formats of printf. Only calls read them."""
 
-TYPE_BYTES = {"pred": 0, "b8": 1, "s8": 1, "u8": 1, "b16": 2, "s16": 2, "u16": 2, "f16": 2,
-              "bf16": 2, "b32": 4, "s32": 4, "u32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4,
-              "b64": 8, "s64": 8, "u64": 8, "f64": 8, "f32x2": 8, "b128": 16}
+TYPE_BYTES = {
+    "pred": 0,
+    "b8": 1,
+    "s8": 1,
+    "u8": 1,
+    "b16": 2,
+    "s16": 2,
+    "u16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "b32": 4,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "f16x2": 4,
+    "bf16x2": 4,
+    "b64": 8,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "f32x2": 8,
+    "b128": 16,
+}
 
 
 class PtxSyntaxError(ValueError):
@@ -182,15 +202,20 @@ class Kernel:
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[\s*\d*\s*\])?\s*;")
-_BYTES = re.compile(r"\.(?:global|const)\s+(?:\.align\s+\d+\s+)?\.b8\s+([\w$]+)\[\d+\]\s*="
-                    r"\s*\{([\d,\s]*)\}\s*;")
+_BYTES = re.compile(
+    r"\.(?:global|const)\s+(?:\.align\s+\d+\s+)?\.b8\s+([\w$]+)\[\d+\]\s*="
+    r"\s*\{([\d,\s]*)\}\s*;"
+)
 _CALL = re.compile(r"(?:\((\w+)\)\s*,\s*)?([\w$]+)\s*(?:,\s*\(([^)]*)\))?$")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[\s.\w]*?)?"
-                    r"\s+([\w$]+)(?:\[(\d+)\])?\s*$")
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[\s.\w]*?)?"
+    r"\s+([\w$]+)(?:\[(\d+)\])?\s*$"
+)
 _STATEMENT = re.compile(
     r"\s*(?:(?P<brace>[{}])|(?P<line>\.(?:loc|file)\b[^\n]*)|(?P<label>[\w$]+)\s*:(?!:)"
-    r"|(?P<text>[^;{}]+(?:\{[^{}]*\}[^;{}]*)*);)")
+    r"|(?P<text>[^;{}]+(?:\{[^{}]*\}[^;{}]*)*);)"
+)
 _GUARD = re.compile(r"@\s*(!?)\s*([\w$%]+)\s+")
 _OPERAND = re.compile(r"\s*((?:\[[^\]]*\]|\{[^}]*\}|[^,\[{])+?)\s*(?:,|$)")
 _MEMORY_BASE = re.compile(r"^([\w$%.]+)\s*(?:([+-])\s*(-?\w+))?$")
@@ -218,7 +243,7 @@ def parse_module(text: str) -> dict[str, Kernel]:
     text = _COMMENT.sub(lambda match: "\n" * match.group().count("\n"), text)
     line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
     entries = list(_ENTRY.finditer(text))
-    module_text = text[:entries[0].start()] if entries else text
+    module_text = text[: entries[0].start()] if entries else text
     module_shared = _SHARED.findall(module_text)
     data = _module_data(module_text)
     kernels = {}
@@ -232,8 +257,10 @@ def parse_module(text: str) -> dict[str, Kernel]:
 
 def _module_data(text: str) -> dict[str, bytes]:
     """Initialised byte arrays of a module by name."""
-    return {name: bytes(int(value) for value in values.split(",") if value.strip())
-            for name, values in _BYTES.findall(text)}
+    return {
+        name: bytes(int(value) for value in values.split(",") if value.strip())
+        for name, values in _BYTES.findall(text)
+    }
 
 
 def _parse_params(text: str) -> list[Param]:
@@ -305,8 +332,9 @@ class _KernelParser:
             self.data += content + bytes(1)
 
     def parse(self, entry: re.Match, module_shared: list[tuple]) -> Kernel:
-        self.kernel = kernel = Kernel(entry[1], _parse_params(entry[2] or ""), {},
-                                      module_data=self.data)
+        self.kernel = kernel = Kernel(
+            entry[1], _parse_params(entry[2] or ""), {}, module_data=self.data
+        )
         kernel.reqntid = _dimensions(entry[3], "reqntid")
         kernel.explicit_cluster = bool(_CLUSTER_DIRECTIVE.search(entry[3]))
         kernel.maxntid = _dimensions(entry[3], "maxntid")
@@ -361,7 +389,7 @@ class _KernelParser:
         while depth:
             match = match_at(text, position)
             if match is None:
-                raise self._error("not a PTX statement", position, text[position:position + 80])
+                raise self._error("not a PTX statement", position, text[position : position + 80])
             kind, position = match.lastgroup, match.end()
             if kind == "text":
                 statement = match["text"]
@@ -390,12 +418,18 @@ class _KernelParser:
 
     def _directive(self, statement: str, position: int) -> None:
         name, _, rest = statement.partition(" ")
-        name, rest = (name.split()[0], rest or statement[len(name.split()[0]):])
+        name, rest = (name.split()[0], rest or statement[len(name.split()[0]) :])
         if name == ".reg":
             self._declare_registers(rest, position, statement)
         elif name == ".branchtargets":
-            target = next((label for label, index in reversed(self.scope.labels.items())
-                           if index == len(self.kernel.instructions)), None)
+            target = next(
+                (
+                    label
+                    for label, index in reversed(self.scope.labels.items())
+                    if index == len(self.kernel.instructions)
+                ),
+                None,
+            )
             if target is None:
                 raise self._error("a branch-target table needs a label", position, statement)
             self.scope.tables[target] = tuple(part.strip() for part in rest.split(","))
@@ -412,7 +446,7 @@ class _KernelParser:
     def _declare_registers(self, rest: str, position: int, statement: str) -> None:
         kind, _, names = rest.strip().partition(" ")
         kind = kind.split()[0].lstrip(".")
-        names = names or rest.strip()[len(kind) + 1:]
+        names = names or rest.strip()[len(kind) + 1 :]
         if kind not in TYPE_BYTES:
             raise self._error(f"register type .{kind} is not supported", position, statement)
         for name, count in _DECLARED.findall(names):
@@ -423,8 +457,9 @@ class _KernelParser:
                 self.scope.declared[name] = (kind, self.declarations)
 
     def _declare_local(self, statement: str, position: int) -> None:
-        match = re.match(r"\.local\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?",
-                         statement)
+        match = re.match(
+            r"\.local\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?", statement
+        )
         if match is None:
             raise self._error("local declaration is not understood", position, statement)
         align, kind, name, count = match.groups()
@@ -442,7 +477,7 @@ class _KernelParser:
             guard = self._named(match[2], statement)
             if match[1]:
                 guard = Operand("pred", guard.name, "pred", negated=True, register=guard.register)
-            body = statement[match.end():]
+            body = statement[match.end() :]
         name, *rest = body.split(None, 1)
         opcode, *modifiers = name.split(".")
         index = len(self.kernel.instructions)
@@ -455,9 +490,18 @@ class _KernelParser:
             opcode, modifiers, operands = self._parameter(opcode, modifiers, rest[0], statement)
         else:
             operands = self._operands(rest[0], statement) if rest else ()
-        self.kernel.instructions.append(Instruction(
-            index, opcode, tuple(modifiers), guard, operands, " ".join(statement.split()),
-            self._line(position), self.source))
+        self.kernel.instructions.append(
+            Instruction(
+                index,
+                opcode,
+                tuple(modifiers),
+                guard,
+                operands,
+                " ".join(statement.split()),
+                self._line(position),
+                self.source,
+            )
+        )
 
     def _call(self, text: str, statement: str) -> tuple[list[str], tuple[Operand, ...]]:
         """Return (the function's name, result or sink and arguments) of a direct call."""
@@ -508,8 +552,10 @@ class _KernelParser:
         if first == "[":
             return self._memory(text[1:-1].strip(), statement)
         if "|" in text:
-            return Operand("pair", items=tuple(self._operand(part.strip(), statement)
-                                               for part in text.split("|")))
+            return Operand(
+                "pair",
+                items=tuple(self._operand(part.strip(), statement) for part in text.split("|")),
+            )
         if first.isdigit() or first == "-":
             operand = self._number(text, statement)
         elif first == "!":
@@ -527,8 +573,12 @@ class _KernelParser:
             raise PtxSyntaxError(f"memory operand [{text}] is not understood: {statement}")
         base, sign, offset = match.groups()
         value = _integer(offset) * (-1 if sign == "-" else 1) if offset else 0
-        return Operand("mem", value=value, base=self._operand(base, statement),
-                       items=tuple(self._operand(part, statement) for part in rest))
+        return Operand(
+            "mem",
+            value=value,
+            base=self._operand(base, statement),
+            items=tuple(self._operand(part, statement) for part in rest),
+        )
 
     def _number(self, text: str, statement: str) -> Operand:
         if _INTEGER.match(text):
@@ -580,11 +630,13 @@ class _KernelParser:
             instruction = self.kernel.instructions[index]
             *values, label = instruction.operands
             if instruction.opcode == "brx":
-                names = next((s.tables[label.name] for s in scope.chain()
-                              if label.name in s.tables), None)
+                names = next(
+                    (s.tables[label.name] for s in scope.chain() if label.name in s.tables), None
+                )
                 if names is None:
-                    raise PtxSyntaxError(f"no branch-target table {label.name!r}: "
-                                         f"{instruction.text}")
+                    raise PtxSyntaxError(
+                        f"no branch-target table {label.name!r}: {instruction.text}"
+                    )
                 items = tuple(self._label_operand(name, scope, instruction) for name in names)
                 target = Operand("targets", label.name, items=items)
             else:

@@ -57,8 +57,15 @@ def native_chain(warp: ResidentWarp) -> tuple[Any, list[Mma]]:
     descriptor = decode_instruction(chain.descriptor, "f16", chain.group)
     ctas = participants(warp.cta, chain.group)
     run = [
-        Mma(ctas, descriptor, chain.d, chain.a[i], chain.b[i], bool(chain.a_in_tmem),
-            bool(i or chain.accumulate))
+        Mma(
+            ctas,
+            descriptor,
+            chain.d,
+            chain.a[i],
+            chain.b[i],
+            bool(chain.a_in_tmem),
+            bool(i or chain.accumulate),
+        )
         for i in range(warp.context.chain_length)
     ]
     return warp.compiled.block_instruction[chain.block], run
@@ -82,9 +89,13 @@ def perform_natively(operation: AsyncOp) -> bool:
     if head.descriptor.kind.name != "f16" or head.descriptor.ws or head.scale or head.disabled_bits:
         return False
     chain = layout.Chain(
-        d=head.d, descriptor=head.descriptor.raw, accumulate=head.accumulate,
-        group=len(head.ctas), a_in_tmem=head.a_in_tmem,
-        a=tuple(mma.a for mma in run), b=tuple(mma.b for mma in run),
+        d=head.d,
+        descriptor=head.descriptor.raw,
+        accumulate=head.accumulate,
+        group=len(head.ctas),
+        a_in_tmem=head.a_in_tmem,
+        a=tuple(mma.a for mma in run),
+        b=tuple(mma.b for mma in run),
     )
     context = ctypes.addressof(warp.context)
     return callable_of(perform_issued)(context, ctypes.addressof(chain), len(run))

@@ -86,8 +86,9 @@ class Machine:
         self.seconds: dict[str, float] = {}
         self.threads = math.prod(config.block)
         self.cluster_size = math.prod(config.cluster)
-        self.explicit_cluster = (config.explicit_cluster or self.cluster_size > 1
-                                 or compiled.kernel.explicit_cluster)
+        self.explicit_cluster = (
+            config.explicit_cluster or self.cluster_size > 1 or compiled.kernel.explicit_cluster
+        )
         self.shared_bytes = compiled.kernel.dynamic_shared_offset + config.dynamic_smem
         check_launch(compiled, config, self.threads, self.shared_bytes)
         self.registers_at_launch = registers_at_launch(compiled, config)
@@ -159,9 +160,7 @@ class Machine:
     def ctaid(self, number: int, rank: int) -> tuple[int, int, int]:
         """Coordinates in the grid of the CTA of a rank in the `number`-th cluster."""
         position, inside = self.cluster_position(number), self.position_inside(rank)
-        x, y, z = (
-            p * c + i for p, c, i in zip(position, self.config.cluster, inside, strict=True)
-        )
+        x, y, z = (p * c + i for p, c, i in zip(position, self.config.cluster, inside, strict=True))
         return x, y, z
 
     def new_queues(self) -> tuple[NativeCluster, Any]:

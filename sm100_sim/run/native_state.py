@@ -44,8 +44,12 @@ class NativeLaunch:
         product, wide = sgemm()
         values_a, values_b, product_space = map(_address, self._scratch)
         self.record = layout.Machine(
-            operations=_address(self.done), maps=ctypes.addressof(self._maps),
-            product=product, wide=wide, values_a=values_a, values_b=values_b,
+            operations=_address(self.done),
+            maps=ctypes.addressof(self._maps),
+            product=product,
+            wide=wide,
+            values_a=values_a,
+            values_b=values_b,
             product_space=product_space,
         )
         self.address = ctypes.addressof(self.record)
@@ -106,9 +110,12 @@ class NativeCluster:
         #: [rank, offset / 8]: see `layout.Cta`.
         self.barriers_at = np.zeros((ctas, -(-shared_bytes // MBARRIER_BYTES)), np.uint16)
         self.record = layout.Cluster(
-            machine=launch.address, ctas=ctypes.addressof(self.ctas),
-            barriers=ctypes.addressof(self._barriers), ring=_address(self._ring),
-            cta_count=ctas, capacity=warps,
+            machine=launch.address,
+            ctas=ctypes.addressof(self.ctas),
+            barriers=ctypes.addressof(self._barriers),
+            ring=_address(self._ring),
+            cta_count=ctas,
+            capacity=warps,
         )
         self.address = ctypes.addressof(self.record)
 

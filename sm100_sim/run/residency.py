@@ -103,7 +103,8 @@ class ResidentWarp(Warp):
         context = self.context
         if context.wait_lanes:
             native = next(
-                barrier for barrier in self.cta.cluster.mbarriers.values()
+                barrier
+                for barrier in self.cta.cluster.mbarriers.values()
                 if ctypes.addressof(barrier.record) == context.wait_on
             )
             waiting = Waiting(f"parity {native.phase & 1}", native)
@@ -116,7 +117,9 @@ class ResidentWarp(Warp):
         """The refused access that native code has just reported."""
         context = self.context
         return Fault(
-            FAULT_KINDS[context.fault_kind], context.fault_lane, context.fault_address,
+            FAULT_KINDS[context.fault_kind],
+            context.fault_lane,
+            context.fault_address,
             context.fault_width,
         )
 
@@ -340,9 +343,7 @@ class Cluster:
                 f"no mbarrier has been initialised at shared offset {offset:#x} of CTA rank "
                 f"{rank}; initialised there: {known}"
             )
-        self.machine.finding(
-            cta.gone(f"its mbarrier at shared offset {offset:#x} is used")
-        )
+        self.machine.finding(cta.gone(f"its mbarrier at shared offset {offset:#x} is used"))
         return found
 
 

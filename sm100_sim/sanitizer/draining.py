@@ -197,8 +197,9 @@ def drain_record(w: ptr[WarpRecord], r: ptr[LogRecord]) -> boolean:
             cells[count] = cell
             count += 1
     w.unfenced = u32(1)
-    access = add_access(w, i32(agent_of(w, u32(0))), w.clock, u32(GENERIC_KIND), write, index,
-                        u32(0))
+    access = add_access(
+        w, i32(agent_of(w, u32(0))), w.clock, u32(GENERIC_KIND), write, index, u32(0)
+    )
     adjacent = True
     for i in range(1, count):
         if cells[i] != cells[i - 1] + 1:

@@ -47,14 +47,22 @@ _EDGES = {
         "a wgmma is known to be complete only through wgmma.commit_group and wait_group by the "
         "warps of its warpgroup, and then an arrive (or barrier) that the later access waits for",
     ),
-    "tma": ("copy-in-flight", "no wait for the phase that the copy completes leads to the later "
-            "access"),
-    "clc": ("copy-in-flight", "no wait for the phase that the response completes leads to the "
-            "later access"),
-    "stored": ("copy-in-flight", "no wait for the phase that the store completes leads to the "
-               "later access"),
-    "reduced": ("copy-in-flight", "no wait for the phase that the reduction completes leads to the "
-                "later access"),
+    "tma": (
+        "copy-in-flight",
+        "no wait for the phase that the copy completes leads to the later access",
+    ),
+    "clc": (
+        "copy-in-flight",
+        "no wait for the phase that the response completes leads to the later access",
+    ),
+    "stored": (
+        "copy-in-flight",
+        "no wait for the phase that the store completes leads to the later access",
+    ),
+    "reduced": (
+        "copy-in-flight",
+        "no wait for the phase that the reduction completes leads to the later access",
+    ),
     "copy": (
         "copy-in-flight",
         "cp.async is known to be complete only through cp.async.wait_group by the thread that "
@@ -204,9 +212,12 @@ def unready(number: int, access: Access, where: str) -> Finding:
             "barrier-bytes",
             f"{where}: {describe(access)} touches the bytes of a live mbarrier; only mbarrier "
             "instructions may, until mbarrier.inval",
-            sites(access), about(where),
+            sites(access),
+            about(where),
         )
     return Finding(
-        "uninitialised-read", f"{where}: {describe(access)} reads what nobody has written",
-        sites(access), about(where),
+        "uninitialised-read",
+        f"{where}: {describe(access)} reads what nobody has written",
+        sites(access),
+        about(where),
     )

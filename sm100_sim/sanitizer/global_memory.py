@@ -244,8 +244,9 @@ class GlobalWrites:
             elif writer.cluster == state.cluster.number and self._sanitizer.needs_fence(
                 writer.access, access, state.frontier
             ):
-                self._report(findings.race(writer.access, access, "global memory", True), writer,
-                             access)
+                self._report(
+                    findings.race(writer.access, access, "global memory", True), writer, access
+                )
             elif writer.access.cta != access.cta:
                 handed_over.append(number)
         if handed_over:

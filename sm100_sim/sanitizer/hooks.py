@@ -60,8 +60,10 @@ def wrapped(
     """The executors of a kernel, each followed by the sanitizer."""
     omission: Any = sanitizer
     return [
-        None if execute is None
-        else omission.bind_omitted(instruction) if instruction.index == sanitizer.omitted
+        None
+        if execute is None
+        else omission.bind_omitted(instruction)
+        if instruction.index == sanitizer.omitted
         else _bind(instruction, execute, compiled, sanitizer)
         for instruction, execute in zip(compiled.instructions, executors, strict=True)
     ]
@@ -228,8 +230,15 @@ def _cluster_wait(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
 # ---------------------------------------------------------------- fences
 
 
-@_hook(Rule.FENCE, Rule.FENCE_SHARED, Rule.FENCE_INIT, Rule.FENCE_PROXY,
-       Rule.FENCE_PROXY_ACQUIRE, Rule.FENCE_PROXY_RELEASE, Rule.FENCE_MAP_RELEASE)
+@_hook(
+    Rule.FENCE,
+    Rule.FENCE_SHARED,
+    Rule.FENCE_INIT,
+    Rule.FENCE_PROXY,
+    Rule.FENCE_PROXY_ACQUIRE,
+    Rule.FENCE_PROXY_RELEASE,
+    Rule.FENCE_MAP_RELEASE,
+)
 def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     order = _orders(sanitizer, row_of(instruction).rule, instruction.modifiers)
 
@@ -370,7 +379,10 @@ def _store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
 
 
 def _fragment(
-    instruction: Any, execute: Executor, sanitizer: Sanitizer, where: tuple[Form, Callable],
+    instruction: Any,
+    execute: Executor,
+    sanitizer: Sanitizer,
+    where: tuple[Form, Callable],
     about: OperationRecord,
 ) -> Executor:
     """A tcgen05.ld or st, recorded as native code records it."""

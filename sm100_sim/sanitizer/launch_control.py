@@ -32,8 +32,10 @@ class Responses:
         if cta is state.warp.cta:
             for place, earlier in self._sent.get(cta, {}).items():
                 words = cta.smem[place : place + RESPONSE_BYTES].view(np.uint32)
-                if failed(words) and earlier.clock is not None and (
-                    state.frontier[earlier.agent] >= earlier.clock
+                if (
+                    failed(words)
+                    and earlier.clock is not None
+                    and (state.frontier[earlier.agent] >= earlier.clock)
                 ):
                     text = (
                         f"{describe(access)}: an earlier request of this CTA is known to have "

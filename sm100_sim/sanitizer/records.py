@@ -56,7 +56,9 @@ class ShadowRecord(ctypes.Structure):
         ("cells", c_uint64), ("agents", c_uint32), ("in_order", c_uint32), ("last", c_int32),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
-        "plane": i32, "states": lambda: BufferRecord, "accesses": lambda: BufferRecord,
+        "plane": i32,
+        "states": lambda: BufferRecord,
+        "accesses": lambda: BufferRecord,
     }
 
 
@@ -65,7 +67,9 @@ class CtaRecord(ctypes.Structure):
 
     _fields_ = [("smem", c_uint64), ("tmem", c_uint64), ("guests", c_uint64)]
     pointers: ClassVar[dict[str, Any]] = {
-        "smem": lambda: ShadowRecord, "tmem": lambda: ShadowRecord, "guests": i32,
+        "smem": lambda: ShadowRecord,
+        "tmem": lambda: ShadowRecord,
+        "guests": i32,
     }
 
 
@@ -95,7 +99,8 @@ class GlobalRecord(ctypes.Structure):
         ("ranges", c_uint64), ("count", c_uint64), ("writers", c_uint64), ("guarded", c_uint64)
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
-        "ranges": lambda: RangeRecord, "writers": lambda: BufferRecord,
+        "ranges": lambda: RangeRecord,
+        "writers": lambda: BufferRecord,
     }
 
 
@@ -112,7 +117,9 @@ class ClusterRecord(ctypes.Structure):
         ("number", c_uint32), ("products", c_uint32),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
-        "ctas": lambda: CtaRecord, "accesses": lambda: BufferRecord, "ordered": u8,
+        "ctas": lambda: CtaRecord,
+        "accesses": lambda: BufferRecord,
+        "ordered": u8,
         "writes": lambda: GlobalRecord,
     }
 
@@ -131,7 +138,10 @@ class WarpRecord(ctypes.Structure):
         ("load_room", c_uint32), ("issued", c_int32 * 7),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
-        "frontier": i32, "published": i32, "cluster": lambda: ClusterRecord, "loads": i32,
+        "frontier": i32,
+        "published": i32,
+        "cluster": lambda: ClusterRecord,
+        "loads": i32,
     }
 
 
@@ -212,4 +222,3 @@ class Buffer:
             items[: len(self.items)] = self.items
             self.items = items
             record.data, record.capacity = items.ctypes.data, len(items)
-

@@ -32,9 +32,7 @@ class Rules(Protocol):
     def refuse(self, count: int) -> Exception:
         """The error for a CTA with more mbarriers than frontiers have entries for."""
 
-    def judge(
-        self, before: Access | int, access: Access, frontier: np.ndarray, where: str
-    ) -> bool:
+    def judge(self, before: Access | int, access: Access, frontier: np.ndarray, where: str) -> bool:
         """Return True if `before` is ordered before `access`."""
 
     def needs_fence(self, before: Access, access: Access, frontier: np.ndarray) -> bool:

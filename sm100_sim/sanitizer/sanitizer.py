@@ -116,9 +116,7 @@ class Sanitizer:
         #: Index of a wgmma.mma_async -> (CTA coordinates, warp) of its first execution.
         self.products: dict[int, tuple[Any, int]] = {}
         #: For each instruction, 1 for a load or store that orders others.
-        self.ordered = np.array(
-            [_is_ordered(i) for i in instructions], np.uint8
-        )
+        self.ordered = np.array([_is_ordered(i) for i in instructions], np.uint8)
 
     def refuse(self, count: int) -> LaunchError:
         """The error for a CTA with more mbarriers than frontiers have entries for."""
@@ -138,9 +136,7 @@ class Sanitizer:
 
     # ------------------------------------------------------------ rules
 
-    def judge(
-        self, before: Any, access: Access, frontier: np.ndarray, where: str
-    ) -> bool:
+    def judge(self, before: Any, access: Access, frontier: np.ndarray, where: str) -> bool:
         """Return True if `before`, an Access or FRESH or BARRIER, is ordered before `access`, whose
         issuer has `frontier`; report it otherwise."""
         if before in (FRESH, BARRIER):
@@ -358,18 +354,20 @@ class Sanitizer:
         if not more:
             return
         initialiser = barrier.initialised[0]
-        if barrier.phase == 1 and np.flatnonzero(usual).tolist() == [initialiser] \
-                and not now[initialiser]:
+        if (
+            barrier.phase == 1
+            and np.flatnonzero(usual).tolist() == [initialiser]
+            and not now[initialiser]
+        ):
             usual[:] = now
             return
         warps = self.actor.cluster.by_number
         counts = ", ".join(
             f"CTA {warps[n].warp.cta.ctaid} warp {warps[n].warp.index} arrives {now[n]} times in "
-            f"this phase and {usual[n]} times in the first" for n in more
+            f"this phase and {usual[n]} times in the first"
+            for n in more
         )
-        text = (
-            f"{barrier.describe()}: {counts}; the roles disagree on how often they arrive"
-        )
+        text = f"{barrier.describe()}: {counts}; the roles disagree on how often they arrive"
         finding = Finding("arrivals-unbalanced", text, about="mbarrier")
         self.report(finding, (barrier.address & 0xFFFFFF,))
 

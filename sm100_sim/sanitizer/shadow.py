@@ -158,7 +158,12 @@ class Shadow:
     """
 
     def __init__(
-        self, shape: tuple[int, int], where: str, judge: Judge, accesses: AccessTable, layout: Any,
+        self,
+        shape: tuple[int, int],
+        where: str,
+        judge: Judge,
+        accesses: AccessTable,
+        layout: Any,
         in_order: bool = True,
     ) -> None:
         self.plane = np.zeros(shape, np.int32)
@@ -166,9 +171,14 @@ class Shadow:
         self._judge, self._accesses, self._size = judge, accesses, layout.size
         self._states = Buffer(np.int32, FIRST_STATE)
         self.record = ShadowRecord(
-            plane=self.plane.ctypes.data, states=self._states.address,
-            accesses=accesses.buffer.address, judge=ctypes.cast(_judge, ctypes.c_void_p).value,
-            cells=self.plane.size, agents=layout.agents, in_order=in_order, last=UNTRACKED,
+            plane=self.plane.ctypes.data,
+            states=self._states.address,
+            accesses=accesses.buffer.address,
+            judge=ctypes.cast(_judge, ctypes.c_void_p).value,
+            cells=self.plane.size,
+            agents=layout.agents,
+            in_order=in_order,
+            last=UNTRACKED,
         )
         self.address = ctypes.addressof(self.record)
         self._rows, self._cells, _ = _routines()
@@ -253,8 +263,8 @@ def _routines() -> tuple[Callable[..., int], Callable[..., int], Any]:
     who = c_uint32, whole, c_uint32, c_uint32, whole
     return (
         ctypes.CFUNCTYPE(*who, whole, whole, whole, whole)(
-            engine.get_function_address("touch_rows")),
-        ctypes.CFUNCTYPE(*who, whole, whole, whole)(
-            engine.get_function_address("touch_cells")),
+            engine.get_function_address("touch_rows")
+        ),
+        ctypes.CFUNCTYPE(*who, whole, whole, whole)(engine.get_function_address("touch_cells")),
         engine,
     )

@@ -93,8 +93,12 @@ class WarpState:
         self.copy = base + COPY
         self.frontier, self.published = layout.empty(), layout.empty()
         self.record = WarpRecord(
-            frontier=self.frontier.ctypes.data, published=self.published.ctypes.data,
-            number=number, rank=warp.cta.rank, clock=1, met=1 << warp.cta.rank,
+            frontier=self.frontier.ctypes.data,
+            published=self.published.ctypes.data,
+            number=number,
+            rank=warp.cta.rank,
+            clock=1,
+            met=1 << warp.cta.rank,
             cluster=cluster.address,
         )
         self.frontier[self.generic] = 1
@@ -264,11 +268,17 @@ class ClusterState:
         self._sanitizer, layout = sanitizer, sanitizer.layout
         self._cta_records = (CtaRecord * len(self.ctas))(*(cta.record for cta in self.ctas))
         self.record = ClusterRecord(
-            memory=cluster.smem.ctypes.data, row=cluster.smem.strides[0],
-            bytes=cluster.smem.nbytes, ctas=ctypes.addressof(self._cta_records),
-            accesses=self.accesses.buffer.address, ordered=sanitizer.ordered.ctypes.data,
-            writes=sanitizer.writes.address, warps=layout.ctas * layout.warps,
-            agents=layout.agents, size=layout.size, number=self.number,
+            memory=cluster.smem.ctypes.data,
+            row=cluster.smem.strides[0],
+            bytes=cluster.smem.nbytes,
+            ctas=ctypes.addressof(self._cta_records),
+            accesses=self.accesses.buffer.address,
+            ordered=sanitizer.ordered.ctypes.data,
+            writes=sanitizer.writes.address,
+            warps=layout.ctas * layout.warps,
+            agents=layout.agents,
+            size=layout.size,
+            number=self.number,
         )
         self.address = ctypes.addressof(self.record)
         count = len(cluster.ctas[0].warps)

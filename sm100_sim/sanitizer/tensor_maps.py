@@ -79,7 +79,8 @@ class TensorMaps:
     def acquire(self, state: WarpState, address: int) -> None:
         """fence.proxy.tensormap::generic.acquire of the map at `address`."""
         numbers = frozenset(
-            number for number in self._sanitizer.writes.numbers(address, TENSORMAP_BYTES)
+            number
+            for number in self._sanitizer.writes.numbers(address, TENSORMAP_BYTES)
             if self._released(state, number)
         )
         fences = self._acquires.setdefault(address, [])

@@ -168,8 +168,14 @@ def touch_run(
 
 @native
 def touch_rows(
-    s: ptr[ShadowRecord], access: u32, write: u32, known: ptr[i32], start: u64, count: u64,
-    stride: u64, rows: u64,
+    s: ptr[ShadowRecord],
+    access: u32,
+    write: u32,
+    known: ptr[i32],
+    start: u64,
+    count: u64,
+    stride: u64,
+    rows: u64,
 ) -> u32:
     """Touch `rows` times `count` granules, `stride` from one row to the next; see `touch_run`."""
     i: u64 = 0
@@ -182,7 +188,12 @@ def touch_rows(
 
 @native
 def touch_cells(
-    s: ptr[ShadowRecord], access: u32, write: u32, known: ptr[i32], cells: ptr[u64], count: u64,
+    s: ptr[ShadowRecord],
+    access: u32,
+    write: u32,
+    known: ptr[i32],
+    cells: ptr[u64],
+    count: u64,
     unit: u64,
 ) -> u32:
     """Touch `unit` granules from each of `count` multiples of `unit` on; see `touch_run`."""

@@ -137,7 +137,8 @@ class Watch(Observer):
             if warp is not None:
                 sanitizer.actor = sanitizer.state(warp)
             barrier = next(
-                b for b in sanitizer.actor.cluster.cluster.mbarriers.values()
+                b
+                for b in sanitizer.actor.cluster.cluster.mbarriers.values()
                 if ctypes.addressof(b.record) == address
             )
             barrier.compare_arrivals()

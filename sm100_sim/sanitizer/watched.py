@@ -268,8 +268,9 @@ def record_load(c: ptr[Context], o: ptr[Operation], address: u64, frontier: ptr[
     about = ptr[OperationRecord](o.watch)
     w.issued[LOAD] += 1
     clock = w.issued[LOAD]
-    access = add_access(w, i32(agent_of(w, u32(LOAD))), clock, u32(LOAD_KIND), u32(0),
-                        about.index, u32(0))
+    access = add_access(
+        w, i32(agent_of(w, u32(LOAD))), clock, u32(LOAD_KIND), u32(0), about.index, u32(0)
+    )
     touch_fragment(w, o, address, frontier, access, u32(0))
     ptr[u8](c.uses)[about.load] = u8(0)
     load = w.loads + w.load_end * 2
@@ -284,8 +285,15 @@ def record_store(c: ptr[Context], o: ptr[Operation], address: u64, frontier: ptr
     w = ptr[WarpRecord](c.watch)
     about = ptr[OperationRecord](o.watch)
     w.issued[STORE] += 1
-    access = add_access(w, i32(agent_of(w, u32(STORE))), w.issued[STORE], u32(STORE_KIND), u32(1),
-                        about.index, u32(0))
+    access = add_access(
+        w,
+        i32(agent_of(w, u32(STORE))),
+        w.issued[STORE],
+        u32(STORE_KIND),
+        u32(1),
+        about.index,
+        u32(0),
+    )
     touch_fragment(w, o, address, frontier, access, u32(1))
 
 
@@ -419,8 +427,9 @@ def watched_commit(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
             record = barrier_at(k, rank << 24 | offset)
             b = ptr[BarrierRecord](record.watch)
             if u32(rank) != w.rank:
-                access = add_access(w, i32(agent), w.issued[MMA], u32(ARRIVE_KIND), u32(1),
-                                    about.index, u32(0))
+                access = add_access(
+                    w, i32(agent), w.issued[MMA], u32(ARRIVE_KIND), u32(1), about.index, u32(0)
+                )
                 visit(w, u32(rank), i32(agent), access)
             publish(w, b.gathering)
             b.arrivals[w.number] += 1
@@ -475,12 +484,25 @@ def watched_tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
         if ranks >> rank & 1 == 1:
             signal = load_signal(barrier, rank, o)
             b = ptr[BarrierRecord](barrier_at(k, signal).watch)
-            access = add_access(w, b.agent, i32(IN_FLIGHT), u32(TMA_KIND), u32(1),
-                                ptr[OperationRecord](o.watch).index, u32(signal))
+            access = add_access(
+                w,
+                b.agent,
+                i32(IN_FLIGHT),
+                u32(TMA_KIND),
+                u32(1),
+                ptr[OperationRecord](o.watch).index,
+                u32(signal),
+            )
             accesses[rank] = access
             visit(w, u32(rank), b.agent, access)
-            touch_run(w.cluster.ctas[rank].smem, access, u32(1), w.frontier,
-                      offset >> GRANULE_SHIFT, t.shared_bytes >> GRANULE_SHIFT)
+            touch_run(
+                w.cluster.ctas[rank].smem,
+                access,
+                u32(1),
+                w.frontier,
+                offset >> GRANULE_SHIFT,
+                t.shared_bytes >> GRANULE_SHIFT,
+            )
     for rank in range(k.cta_count):
         if ranks >> rank & 1 == 1:
             started = cycles()

@@ -45,7 +45,10 @@ class MBarrier:
     __slots__ = ("address", "record", "_wake")
 
     def __init__(
-        self, address: int, count: int, wake: Callable[[Any], None],
+        self,
+        address: int,
+        count: int,
+        wake: Callable[[Any], None],
         record: Barrier | None = None,
     ) -> None:
         if not 1 <= count <= MAX_COUNT:

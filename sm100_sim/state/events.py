@@ -25,9 +25,7 @@ class Waiting:
 
     __slots__ = ("what", "key", "lanes", "retry", "instruction")
 
-    def __init__(
-        self, what: str, key: Any, lanes: int | None = None, retry: bool = True
-    ) -> None:
+    def __init__(self, what: str, key: Any, lanes: int | None = None, retry: bool = True) -> None:
         self.what = what
         self.key = key
         self.lanes = lanes
@@ -99,7 +97,7 @@ class AsyncOp:
 
     @property
     def state(self) -> str:
-        """"issued", "performed" or "completed"."""
+        """ "issued", "performed" or "completed"."""
         return "completed" if self.completed else "performed" if self.performed else "issued"
 
 
@@ -117,9 +115,7 @@ class EagerPolicy:
         self.perform: Callable[[AsyncOp], None] = _unbound
         self.complete: Callable[[AsyncOp], None] = _unbound
 
-    def bind(
-        self, perform: Callable[[AsyncOp], None], complete: Callable[[AsyncOp], None]
-    ) -> None:
+    def bind(self, perform: Callable[[AsyncOp], None], complete: Callable[[AsyncOp], None]) -> None:
         """Set what performs and what completes an operation; called once by the machine."""
         self.perform, self.complete = perform, complete
 

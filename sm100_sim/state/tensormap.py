@@ -127,8 +127,12 @@ class TensorMap:
 
         Rows shorter than the swizzle span stand one span apart (measured on an H200).
         """
-        return self.tile_bytes * 8 // self.element_bits // self.tile_shape[0] * max(
-            self.row_bytes, self.swizzle
+        return (
+            self.tile_bytes
+            * 8
+            // self.element_bits
+            // self.tile_shape[0]
+            * max(self.row_bytes, self.swizzle)
         )
 
     @cached_property
@@ -184,8 +188,11 @@ def validate(tensor_map: TensorMap) -> None:
         size *= box // step
     _check(size < 1 << 18, f"box {t.box} of {size} bytes, accepted below 2^18")
     if t.dtype in PADDED:
-        _check(t.sizes[0] % 128 == 0 and t.box[0] == 128, f"size {t.sizes[0]} and box {t.box[0]} "
-               f"of dimension 0 with type {t.dtype}, accepted multiples of 128 and 128")
+        _check(
+            t.sizes[0] % 128 == 0 and t.box[0] == 128,
+            f"size {t.sizes[0]} and box {t.box[0]} "
+            f"of dimension 0 with type {t.dtype}, accepted multiples of 128 and 128",
+        )
     inner = t.row_bytes
     if t.interleave == 0:
         _check(inner % 16 == 0, f"inner box of {inner} bytes is not a multiple of 16")
@@ -204,7 +211,7 @@ def decode(raw: bytes) -> TensorMap:
     Raises TensorMapError naming the field if the bytes are not a valid tiled descriptor.
     """
     _check(len(raw) == TENSORMAP_BYTES, f"{len(raw)} bytes, accepted {TENSORMAP_BYTES}")
-    return _decode(bytes(raw[:_WORDS.size]))
+    return _decode(bytes(raw[: _WORDS.size]))
 
 
 @lru_cache(maxsize=4096)
@@ -220,9 +227,7 @@ def _decode(raw: bytes) -> TensorMap:
     interleave = flags >> 11 & 3
     _check(interleave < 3, f"interleave field {interleave}")
     low = (word[3], word[4], word[5], word[6])
-    strides = tuple(
-        (low[i] | (word[7] >> 4 * i & 15) << 32) << 4 for i in range(rank - 1)
-    )
+    strides = tuple((low[i] | (word[7] >> 4 * i & 15) << 32) << 4 for i in range(rank - 1))
     box = raw[55:60]
     result = TensorMap(
         address=word[0] | word[1] << 32,
@@ -252,8 +257,9 @@ _DRIVER_TYPES = (
 _DRIVER_SWIZZLES = ((0, 16), (32, 16), (64, 16), (128, 16), (128, 32))
 
 
-def from_driver(address: int, arrays: tuple[tuple[int, ...], ...], enumerators: tuple[int, ...]
-                ) -> TensorMap:
+def from_driver(
+    address: int, arrays: tuple[tuple[int, ...], ...], enumerators: tuple[int, ...]
+) -> TensorMap:
     """The descriptor that `cuTensorMapEncodeTiled` (CUDA driver API) encodes.
 
     address: of the tensor. arrays: globalDim, globalStrides, boxDim, elementStrides. enumerators:
@@ -267,8 +273,21 @@ def from_driver(address: int, arrays: tuple[tuple[int, ...], ...], enumerators: 
     kind, interleave, swizzle, promotion, fill = enumerators
     (dtype, tf32), (span, atom) = _DRIVER_TYPES[kind], _DRIVER_SWIZZLES[swizzle]
     shape, strides, box, steps = arrays
-    return TensorMap(address, dtype, shape, strides, box, steps, span, 16 * interleave,
-                     bool(fill), tf32, (0, 64, 128, 256)[promotion], 0, atom)
+    return TensorMap(
+        address,
+        dtype,
+        shape,
+        strides,
+        box,
+        steps,
+        span,
+        16 * interleave,
+        bool(fill),
+        tf32,
+        (0, 64, 128, 256)[promotion],
+        0,
+        atom,
+    )
 
 
 def encode(tensor_map: TensorMap) -> bytes:

@@ -27,23 +27,50 @@ DEFAULT_BUDGET = 200_000
 """Backward branches that a warp may take in one turn of native code before it yields."""
 
 SCALAR_SPECIALS = (
-    *(f"%{name}.{axis}" for name in ("ntid", "ctaid", "nctaid", "cluster_ctaid", "cluster_nctaid",
-                                     "clusterid", "nclusterid") for axis in "xyz"),
-    "%cluster_ctarank", "%cluster_nctarank", "%warpid", "%nwarpid", "%smid", "%nsmid",
-    "%dynamic_smem_size", "%total_smem_size", "%aggr_smem_size", "%is_explicit_cluster",
-    "%gridid", "%reserved_smem_offset_begin", "%reserved_smem_offset_end",
+    *(
+        f"%{name}.{axis}"
+        for name in (
+            "ntid",
+            "ctaid",
+            "nctaid",
+            "cluster_ctaid",
+            "cluster_nctaid",
+            "clusterid",
+            "nclusterid",
+        )
+        for axis in "xyz"
+    ),
+    "%cluster_ctarank",
+    "%cluster_nctarank",
+    "%warpid",
+    "%nwarpid",
+    "%smid",
+    "%nsmid",
+    "%dynamic_smem_size",
+    "%total_smem_size",
+    "%aggr_smem_size",
+    "%is_explicit_cluster",
+    "%gridid",
+    "%reserved_smem_offset_begin",
+    "%reserved_smem_offset_end",
 )
 """Special registers with one 32-bit value for the warp, in the order native code stores them."""
 SPECIAL_INDEX = {name: index for index, name in enumerate(SCALAR_SPECIALS)}
 TID_OFFSET = 64
 """Index, in the array of special registers, of the 3 x 32 thread ids."""
 
-FAULT_KINDS = ("", "shared access outside the allocated bytes", "misaligned shared access",
-               "global access outside the tensors of the launch", "misaligned global access",
-               "write to read-only memory", "local access outside the stack",
-               "parameter access outside the parameter buffer",
-               "shared access to a CTA rank outside the cluster",
-               "shared::cta access outside the CTA's own shared memory")
+FAULT_KINDS = (
+    "",
+    "shared access outside the allocated bytes",
+    "misaligned shared access",
+    "global access outside the tensors of the launch",
+    "misaligned global access",
+    "write to read-only memory",
+    "local access outside the stack",
+    "parameter access outside the parameter buffer",
+    "shared access to a CTA rank outside the cluster",
+    "shared::cta access outside the CTA's own shared memory",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +108,32 @@ class Warp:
     per lane, ``waiting`` (what blocked lanes wait for: lane mask -> object).
     """
 
-    __slots__ = ("compiled", "cta", "index", "environment", "rank", "r32", "r64", "preds", "pcs",
-                 "context", "waiting", "_bank", "_counters")
+    __slots__ = (
+        "compiled",
+        "cta",
+        "index",
+        "environment",
+        "rank",
+        "r32",
+        "r64",
+        "preds",
+        "pcs",
+        "context",
+        "waiting",
+        "_bank",
+        "_counters",
+    )
 
-    def __init__(self, compiled: Any, cta: Any, index: int, environment: Environment,
-                 specials: dict[str, int], counters: Any, bank: WarpBank | None = None) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        cta: Any,
+        index: int,
+        environment: Environment,
+        specials: dict[str, int],
+        counters: Any,
+        bank: WarpBank | None = None,
+    ) -> None:
         """``bank``: that of the CTA's warps, made with the same arguments; by default the warp
         gets one of its own."""
         if bank is None:
@@ -130,8 +178,9 @@ class Warp:
         """Let blocked ``lanes`` run again (their trap is executed again)."""
         self.context.blocked &= ~lanes & ALL_LANES
         if self.waiting:
-            self.waiting = {left: waiting for mask, waiting in self.waiting.items()
-                            if (left := mask & ~lanes)}
+            self.waiting = {
+                left: waiting for mask, waiting in self.waiting.items() if (left := mask & ~lanes)
+            }
 
     def instruction_of(self, lane: int) -> Instruction:
         """First instruction of the basic block at which ``lane`` stands."""
@@ -145,8 +194,14 @@ class WarpBank:
     (warps, 32); contexts: of the native code. Raises ValueError for warps without threads.
     """
 
-    def __init__(self, compiled: Any, environment: Environment, specials: dict[str, int],
-                 counters: Any, warps: range) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        environment: Environment,
+        specials: dict[str, int],
+        counters: Any,
+        warps: range,
+    ) -> None:
         self.first, count = warps.start, len(warps)
         self.r32 = aligned_zeros((count, max(compiled.r32_count, 1), 32), np.uint32)
         self.r64 = aligned_zeros((count, max(compiled.r64_count, 1), 32), np.uint64)
@@ -166,17 +221,32 @@ class WarpBank:
         template = Context(
             block_counters=pointer(self._counters.blocks),
             guard_counters=pointer(self._counters.guards),
-            params=pointer(environment.params), param_bytes=environment.params.nbytes,
-            smem=pointer(environment.smem), smem_stride=environment.smem.strides[0],
-            smem_limits=pointer(environment.limits), cta_count=environment.smem.shape[0],
-            ranges=pointer(environment.ranges), range_count=len(environment.ranges),
-            local_bytes=compiled.kernel.local_bytes, table=pointer(compiled.table),
-            shared_base=specials.get("%cluster_ctarank", 0) << 24, budget=DEFAULT_BUDGET)
+            params=pointer(environment.params),
+            param_bytes=environment.params.nbytes,
+            smem=pointer(environment.smem),
+            smem_stride=environment.smem.strides[0],
+            smem_limits=pointer(environment.limits),
+            cta_count=environment.smem.shape[0],
+            ranges=pointer(environment.ranges),
+            range_count=len(environment.ranges),
+            local_bytes=compiled.kernel.local_bytes,
+            table=pointer(compiled.table),
+            shared_base=specials.get("%cluster_ctarank", 0) << 24,
+            budget=DEFAULT_BUDGET,
+        )
         source, size = ctypes.addressof(template), ctypes.sizeof(template)
         threads = int(np.prod(self._specials[0, :3], dtype=np.int64))
-        rows = [(name, pointer(array), array.strides[0]) for name, array in (
-            ("r32", self.r32), ("r64", self.r64), ("preds", self.preds), ("pcs", self.pcs),
-            ("specials", self._specials), ("local", self._local))]
+        rows = [
+            (name, pointer(array), array.strides[0])
+            for name, array in (
+                ("r32", self.r32),
+                ("r64", self.r64),
+                ("preds", self.preds),
+                ("pcs", self.pcs),
+                ("specials", self._specials),
+                ("local", self._local),
+            )
+        ]
         for place, index in enumerate(warps):
             lanes = min(32, threads - 32 * index)
             if lanes <= 0:
@@ -193,7 +263,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(count + 64, np.uint8)
     start = -_data_pointer(raw) % 64
-    return raw[start:start + count].view(dtype).reshape(shape)
+    return raw[start : start + count].view(dtype).reshape(shape)
 
 
 def _data_pointer(array: np.ndarray) -> int:
@@ -204,14 +274,21 @@ def _special_array(warps: range, specials: dict[str, int]) -> np.ndarray:
     """uint32 (warps, words): one value each of the special registers, then the thread ids."""
     values = np.zeros((len(warps), TID_OFFSET + 3 * 32), np.uint32)
     row = values[0]
-    row[:SPECIAL_INDEX["%cluster_ctarank"]] = [
+    row[: SPECIAL_INDEX["%cluster_ctarank"]] = [
         0 if name.startswith(("%ctaid", "%cluster_ctaid", "%clusterid")) else 1
-        for name in SCALAR_SPECIALS[:SPECIAL_INDEX["%cluster_ctarank"]]]
-    for name, value in {"%cluster_nctarank": 1, "%is_explicit_cluster": 1,
-                        "%reserved_smem_offset_end": 1024, **specials}.items():
+        for name in SCALAR_SPECIALS[: SPECIAL_INDEX["%cluster_ctarank"]]
+    ]
+    for name, value in {
+        "%cluster_nctarank": 1,
+        "%is_explicit_cluster": 1,
+        "%reserved_smem_offset_end": 1024,
+        **specials,
+    }.items():
         if name not in SPECIAL_INDEX:
-            raise KeyError(f"{name} is not a special register with one value for the warp; "
-                           f"known: {', '.join(SCALAR_SPECIALS)}")
+            raise KeyError(
+                f"{name} is not a special register with one value for the warp; "
+                f"known: {', '.join(SCALAR_SPECIALS)}"
+            )
         row[SPECIAL_INDEX[name]] = value
     values[1:] = row
     values[:, SPECIAL_INDEX["%warpid"]] = warps
@@ -241,6 +318,7 @@ def lowest_lane(lanes: int) -> int:
 
 # Operand accessors. Each is bound once per instruction and called for every execution.
 
+
 def _immediate(op: Operand, bits: int) -> int:
     if op.type == "f64" and bits == 32:
         value = np.array([op.value], np.uint64).view(np.float64).astype(np.float32)
@@ -266,7 +344,7 @@ def reader(op: Operand, bits: int) -> Callable[[Warp], np.ndarray]:
     if op.kind == "reg":
         file, slot = _register_row(op)
         if bits == 128:
-            return lambda warp: warp.r64[slot:slot + 2]
+            return lambda warp: warp.r64[slot : slot + 2]
         if file == "r64":
             return lambda warp: warp.r64[slot]
         return lambda warp: warp.r32[slot]

@@ -20,8 +20,11 @@ from .machine_constants import load, machines
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m sm100_sim predict", description=__doc__)
-    parser.add_argument("--machine", default="b200",
-                        help=f"{', '.join(machines())}, or a file: a report of a bringup, say")
+    parser.add_argument(
+        "--machine",
+        default="b200",
+        help=f"{', '.join(machines())}, or a file: a report of a bringup, say",
+    )
     parser.add_argument("--draws", type=int, default=4, help="replays with drawn constants")
     parser.add_argument("--trace", help="write a Chrome trace of the last kernel to this file")
     parser.add_argument("script")

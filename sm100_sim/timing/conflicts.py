@@ -46,9 +46,7 @@ def _ptx_access_kind(access: MemoryAccess, width: int) -> int:
     return _BY_WIDTH[width] + 3 * (access is MemoryAccess.STORE)
 
 
-def block_accesses(
-    compiled: CompiledKernel, found: dict[int, tuple[int, int, int]]
-) -> np.ndarray:
+def block_accesses(compiled: CompiledKernel, found: dict[int, tuple[int, int, int]]) -> np.ndarray:
     """float64 (blocks, 2, kinds): accesses in each block of the PTX, and their wavefronts.
 
     found: `Report.shared_accesses`.

@@ -183,7 +183,7 @@ def load(name: str = "b200") -> Machine:
             value, low, high, entry["unit"], entry["source"], entry.get("fitted", False)
         )
     if "basis" not in content:
-        raise ValueError(f"{path.name} does not say what its constants rest on: no \"basis\"")
+        raise ValueError(f'{path.name} does not say what its constants rest on: no "basis"')
     name = content.get("name", path.stem)
     return Machine(
         name, content["basis"], found, content["architecture"], _sets(content, path.stem)
@@ -195,7 +195,7 @@ def _read(path: Path) -> dict:
     content = json.loads(path.read_text())
     content = content.get("machine", content)
     if "constants" not in content:
-        raise ValueError(f"{path.name} describes no machine: it has no \"constants\"")
+        raise ValueError(f'{path.name} describes no machine: it has no "constants"')
     if "like" in content:
         if content["like"] not in machines():
             raise ValueError(
@@ -207,8 +207,8 @@ def _read(path: Path) -> dict:
         content = {**_inherited(other), **content, "constants": constants, "own": own}
     elif "architecture" not in content:
         raise ValueError(
-            f"{path.name} does not say what kernels are compiled for: give \"architecture\", such "
-            "as sm_100a, or \"like\""
+            f'{path.name} does not say what kernels are compiled for: give "architecture", such '
+            'as sm_100a, or "like"'
         )
     return content
 

@@ -39,8 +39,9 @@ class Feature(NamedTuple):
         return not self.modifier or any(part.startswith(self.modifier) for part in modifiers)
 
 
-def _feature(name: str, weight: float, sass: str, *ptx: Mix | MemoryAccess, modifier: str = ""
-             ) -> Feature:
+def _feature(
+    name: str, weight: float, sass: str, *ptx: Mix | MemoryAccess, modifier: str = ""
+) -> Feature:
     return Feature(name, weight, sass, frozenset(ptx), modifier)
 
 

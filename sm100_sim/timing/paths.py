@@ -186,7 +186,10 @@ class PathFinder:
         return found
 
     def _after_exchanged(
-        self, before: dict[int, _State], found: dict[int, _State], number: int,
+        self,
+        before: dict[int, _State],
+        found: dict[int, _State],
+        number: int,
         events: Sequence[Event],
     ) -> None:
         """Offer to `found` the states in which event `number` has its site in front of the one

@@ -85,7 +85,11 @@ class Prediction:
 
 
 def predict(
-    function: Any, *args: Any, machine: str | Machine = "b200", draws: int = 8, seed: int = 0,
+    function: Any,
+    *args: Any,
+    machine: str | Machine = "b200",
+    draws: int = 8,
+    seed: int = 0,
     **kwargs: Any,
 ) -> list[Prediction]:
     """Run a compiled CuTe DSL function in the simulator and predict the time of its launches.
@@ -115,8 +119,12 @@ class Collector:
     its name."""
 
     def __init__(
-        self, machine: str | Machine = "b200", draws: int = 8, seed: int = 0,
-        chosen: Callable[[str], bool] = lambda name: True, step: Step = contextlib.nullcontext,
+        self,
+        machine: str | Machine = "b200",
+        draws: int = 8,
+        seed: int = 0,
+        chosen: Callable[[str], bool] = lambda name: True,
+        step: Step = contextlib.nullcontext,
     ) -> None:
         self.machine = load(machine) if isinstance(machine, str) else machine
         self.predictions: list[Prediction] = []
@@ -147,8 +155,10 @@ class Collector:
 
 @contextlib.contextmanager
 def attached(
-    machine: str | Machine = "b200", draws: int = 4,
-    chosen: Callable[[str], bool] = lambda name: True, step: Step = contextlib.nullcontext,
+    machine: str | Machine = "b200",
+    draws: int = 4,
+    chosen: Callable[[str], bool] = lambda name: True,
+    step: Step = contextlib.nullcontext,
 ) -> Iterator[Collector]:
     """`sm100_sim.attached()` with a prediction of every launch inside. chosen: whether a kernel of
     a name is to be predicted; one that synchronises nothing cannot be. step: as for `Collector`."""

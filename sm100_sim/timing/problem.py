@@ -251,8 +251,14 @@ class Late(NamedTuple):
 
 
 def schedule(
-    tiles: Sequence[Tile] | Tiles, costs: TileCosts, values: Values, cluster: int, policy: str,
-    room: Room = ALONE, prefetches: bool = False, claims: int | Late | None = None,
+    tiles: Sequence[Tile] | Tiles,
+    costs: TileCosts,
+    values: Values,
+    cluster: int,
+    policy: str,
+    room: Room = ALONE,
+    prefetches: bool = False,
+    claims: int | Late | None = None,
 ) -> Schedule:
     """Run a problem's tiles, in their order, over the clusters of a machine.
 
@@ -307,8 +313,11 @@ def schedule(
 
 
 def _placed(
-    tiles: Tiles, clocks: np.ndarray, rule: np.ndarray,
-    room: tuple[list[tuple[float, int]], int], values: Values,
+    tiles: Tiles,
+    clocks: np.ndarray,
+    rule: np.ndarray,
+    room: tuple[list[tuple[float, int]], int],
+    values: Values,
 ) -> tuple[placement.Tables, float]:
     """The tables of a run, and `hbm_bytes` of it. room: `Room.slots`, and places in all.
 
@@ -339,9 +348,7 @@ def _clocks(tiles: Tiles, costs: TileCosts, values: Values, policy: str) -> np.n
     return np.where(tiles.skipped, skipped, costs.of(tiles))  # type: ignore[arg-type]
 
 
-def _tables(
-    tiles: Tiles, clocks: np.ndarray, rule: np.ndarray, places: int
-) -> placement.Tables:
+def _tables(tiles: Tiles, clocks: np.ndarray, rule: np.ndarray, places: int) -> placement.Tables:
     number = len(tiles)
     place = np.zeros((places, placement.COLUMNS))
     place[:, placement.TILE], place[:, placement.NEXT] = -1, number

@@ -103,7 +103,10 @@ class Compiled:
 
 
 def build(
-    function: SassFunction, kernel: CompiledKernel, entries: Iterable[Any], cluster: tuple,
+    function: SassFunction,
+    kernel: CompiledKernel,
+    entries: Iterable[Any],
+    cluster: tuple,
     shared_accesses: dict[int, tuple[int, int, int]] | None = None,
 ) -> Compiled:
     """The program of one cluster.

@@ -141,8 +141,9 @@ _TABLE = (
      r"|ACQBULK|BPT|JMP|BREAK)", Pipe.NONE, 1, Latency.SPECIAL),
     (r"", Pipe.ALU, 2, Latency.FIXED),
 )  # fmt: skip
-_PATTERNS = [(re.compile(pattern), pipe, interval, latency)
-             for pattern, pipe, interval, latency in _TABLE]
+_PATTERNS = [
+    (re.compile(pattern), pipe, interval, latency) for pattern, pipe, interval, latency in _TABLE
+]
 _NO_SCOREBOARD = -1
 _FENCES = {"CTA": Action.FENCE_CTA, "GPU": Action.FENCE, "SYS": Action.FENCE}
 _GLOBAL = {"LDG": Action.GLOBAL_LOAD, "LD": Action.GLOBAL_LOAD, "STG": Action.GLOBAL_STORE,

@@ -141,9 +141,7 @@ class SassFunction:
             offset, guard, opcode, operands, _ = found.groups()
             guard = "" if guard in (None, "PT", "UPT") else guard
             control = Control.decode(int(upper[1], 16))
-            instruction = SassInstruction(
-                int(offset, 16), guard, opcode, operands.strip(), control
-            )
+            instruction = SassInstruction(int(offset, 16), guard, opcode, operands.strip(), control)
             number = len(self.instructions)
             if starts_block:
                 self.blocks.append(Block(len(self.blocks), number, number, []))

@@ -13,8 +13,14 @@ from sm100_sim.jit.native_cache import meaning_of
 DECIDING = ("isa", "timing", "trace")
 #: Modules of the timing model that only read what a replay has found.
 READING = (
-    "__main__.py", "conditions.py", "placement.py", "problem.py", "chrome.py", "critical.py",
-    "sources.py", "stored.py",
+    "__main__.py",
+    "conditions.py",
+    "placement.py",
+    "problem.py",
+    "chrome.py",
+    "critical.py",
+    "sources.py",
+    "stored.py",
 )
 #: Files that decide how a traced program is replayed, but not the program.
 REPLAYING = (

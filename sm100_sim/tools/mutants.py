@@ -16,7 +16,10 @@ __all__ = ["Score", "scores"]
 
 
 def scores(
-    call: Callable[[], Any], options: Options, seeds: int = 20, confirm: int | None = None,
+    call: Callable[[], Any],
+    options: Options,
+    seeds: int = 20,
+    confirm: int | None = None,
     **others: Any,
 ) -> list[Score]:
     """One for each kernel that `call` launches in the simulator, in the order of their first

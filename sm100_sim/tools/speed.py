@@ -173,9 +173,12 @@ def speed(arguments: list[str]) -> int:
         "the translation of a PTX module",
     )
     parser.add_argument("--runs", type=int, default=3, help="warm runs; the fastest counts")
-    parser.add_argument("--as-is", action="store_true",
-                        help="the script launches in the simulator by itself; otherwise it is a "
-                        "GPU script and runs as in `python -m sm100_sim SCRIPT.py`")
+    parser.add_argument(
+        "--as-is",
+        action="store_true",
+        help="the script launches in the simulator by itself; otherwise it is a "
+        "GPU script and runs as in `python -m sm100_sim SCRIPT.py`",
+    )
     parser.add_argument("file", help="a script, or a PTX module (*.ptx)")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     choice = parser.parse_args(arguments)
@@ -210,9 +213,11 @@ def _script(choice: argparse.Namespace) -> int:
     if not found.launches:
         print("the script launched no kernel in the simulator", file=sys.stderr)
         return 2
-    print(f"launches: {found.launches}, {found.seconds:.2f} s ({found.cpu_seconds:.2f} s of "
-          f"processor time), {found.instructions_per_second:.3g} warp instructions a second, "
-          f"at most {found.threads} clusters at a time on {found.cores} cores")
+    print(
+        f"launches: {found.launches}, {found.seconds:.2f} s ({found.cpu_seconds:.2f} s of "
+        f"processor time), {found.instructions_per_second:.3g} warp instructions a second, "
+        f"at most {found.threads} clusters at a time on {found.cores} cores"
+    )
     parts = ", ".join(f"{part} {found.spent[part]:.2f} s" for part in PARTS)
     print(f"of the processor time: {parts}")
     if found.sanitized_ratio is not None:

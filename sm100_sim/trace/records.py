@@ -62,8 +62,10 @@ class Trace:
     ) -> list[Callable | None]:
         """The executors by instruction, those of recorded instructions followed by a note here."""
         return [
-            None if execute is None
-            else self._accounting(execute) if row_of(instruction).trace is Recorded.NOTHING
+            None
+            if execute is None
+            else self._accounting(execute)
+            if row_of(instruction).trace is Recorded.NOTHING
             else self._recording(instruction, execute)
             for instruction, execute in zip(instructions, executors, strict=True)
         ]

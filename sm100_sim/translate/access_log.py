@@ -16,9 +16,15 @@ from sm100_sim.state.warp import aligned_zeros
 
 #: mask: lanes; width: bytes of each access; tag: instruction index * 2 + 1 for a store; addresses:
 #: host addresses by lane.
-LOG_RECORD = np.dtype([
-    ("mask", np.uint32), ("width", np.uint32), ("tag", np.uint32), ("unused", np.uint32),
-    ("addresses", np.uint64, (32,))])
+LOG_RECORD = np.dtype(
+    [
+        ("mask", np.uint32),
+        ("width", np.uint32),
+        ("tag", np.uint32),
+        ("unused", np.uint32),
+        ("addresses", np.uint64, (32,)),
+    ]
+)
 LOG_HEADER = 64
 #: Records of a log.
 RECORDS = 512

@@ -62,8 +62,10 @@ def build_blocks(kernel: Kernel) -> list[Block]:
             leaders.add(i)
     starts = sorted(leaders)
     block_at = {start: index for index, start in enumerate(starts)}
-    blocks = [_make_block(kernel, index, start, stop, block_at)
-              for index, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))]
+    blocks = [
+        _make_block(kernel, index, start, stop, block_at)
+        for index, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
+    ]
     # Running off the end of a kernel is an exit.
     blocks.append(Block(len(blocks), count, count, EXIT))
     return blocks
@@ -74,8 +76,9 @@ def _target_indices(instruction: Instruction) -> list[int]:
     return [label.value for op in labels for label in (op.items or (op,))]
 
 
-def _make_block(kernel: Kernel, index: int, start: int, stop: int,
-                block_at: dict[int, int]) -> Block:
+def _make_block(
+    kernel: Kernel, index: int, start: int, stop: int, block_at: dict[int, int]
+) -> Block:
     block = Block(index, start, stop, following=index + 1)
     first, last = kernel.instructions[start], kernel.instructions[stop - 1]
     if row_of(first).aligned:
@@ -106,8 +109,9 @@ def operand_registers(op: Operand | None) -> Iterator[Register]:
         yield from operand_registers(item)
 
 
-def uses_and_definitions(instruction: Instruction
-                         ) -> tuple[list[Register], list[Register], list[Register]]:
+def uses_and_definitions(
+    instruction: Instruction,
+) -> tuple[list[Register], list[Register], list[Register]]:
     """Registers read, registers surely overwritten in every lane, and all written registers.
 
     A guarded definition keeps the old value in other lanes, hence also reads it.
@@ -176,8 +180,9 @@ def _bits(mask: int) -> Iterator[int]:
 def successors(block: Block) -> list[int]:
     """Indices of the blocks that may run after this one."""
     found = list(block.targets)
-    guarded = (block.terminator_instruction is not None
-               and block.terminator_instruction.guard is not None)
+    guarded = (
+        block.terminator_instruction is not None and block.terminator_instruction.guard is not None
+    )
     if block.terminator in (NEXT, TRAP) or guarded:
         found.append(block.following)
     return found
@@ -309,7 +314,8 @@ def loaded_registers(kernel: Kernel) -> dict[Register, frozenset[int]]:
         for instruction in moves:
             target, *sources = instruction.operands
             held = frozenset().union(
-                *(found.get(r, frozenset()) for op in sources for r in operand_registers(op)))
+                *(found.get(r, frozenset()) for op in sources for r in operand_registers(op))
+            )
             for register in operand_registers(target):
                 if not held <= found.get(register, frozenset()):
                     found[register] = found.get(register, frozenset()) | held

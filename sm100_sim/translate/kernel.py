@@ -51,7 +51,9 @@ _ADDRESS_FUNCTIONS = (
 )  # fmt: skip
 _KERNEL_SYMBOLS = (*_ADDRESS_FUNCTIONS, "log_access")
 _RUNTIME_FUNCTIONS = (
-    "run", *_KERNEL_SYMBOLS, *(routine.name for routine in exported()),
+    "run",
+    *_KERNEL_SYMBOLS,
+    *(routine.name for routine in exported()),
 )
 
 
@@ -96,7 +98,8 @@ class CompiledKernel:
         self.r32_count, self.r64_count, self.pred_count = rows.values()
         instructions = kernel.instructions
         self.block_instruction = [
-            instructions[min(block.start, len(instructions) - 1)] for block in kernel.blocks]
+            instructions[min(block.start, len(instructions) - 1)] for block in kernel.blocks
+        ]
         self.table = np.zeros(len(kernel.blocks), BLOCK_RECORD)
         self.run: Callable[[int], int] = _runtime().run
         self._native_table: np.ndarray | None = None
@@ -104,8 +107,10 @@ class CompiledKernel:
 
     def new_counters(self) -> KernelCounters:
         """Zeroed counters for one launch."""
-        return KernelCounters(np.zeros((len(self.kernel.blocks), 2), np.uint64),
-                              np.zeros((max(len(self._guarded), 1), 2), np.uint64))
+        return KernelCounters(
+            np.zeros((len(self.kernel.blocks), 2), np.uint64),
+            np.zeros((max(len(self._guarded), 1), 2), np.uint64),
+        )
 
     @property
     def native_table(self) -> np.ndarray:
@@ -132,8 +137,7 @@ class CompiledKernel:
         machine operations by the warps that reach them.
         """
         guards = dict(zip(self._guarded, counters.guards.tolist(), strict=False))
-        for block, (warps, lanes) in zip(self.kernel.blocks, counters.blocks.tolist(),
-                                         strict=True):
+        for block, (warps, lanes) in zip(self.kernel.blocks, counters.blocks.tolist(), strict=True):
             if not warps:
                 continue
             end = block.stop + (block.terminator_instruction is not None)
@@ -144,8 +148,13 @@ class CompiledKernel:
                     yield instruction, row_of(instruction).statistics_class(instruction), *counted
 
 
-def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0,
-              sanitize: bool = False, ptx: str = "") -> CompiledKernel:
+def translate(
+    kernel: Kernel,
+    keep: frozenset[str] = frozenset(),
+    level: int = 0,
+    sanitize: bool = False,
+    ptx: str = "",
+) -> CompiledKernel:
     """Compile a parsed kernel.
 
     keep: names of registers that stay readable after the kernel's end. level: LLVM's code
@@ -169,17 +178,20 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
         if bind is not None:
             compiled.executors[instruction.index] = bind(instruction, kernel)
     name = ptx and translation_cache.entry_name(
-        ptx, kernel.name, sorted(keep), level, sanitize, *host()[1:])
+        ptx, kernel.name, sorted(keep), level, sanitize, *host()[1:]
+    )
     functions, engine, emitted = _native_code(compiled, name, level)
     compiled._engine = engine
-    _fill_table(compiled, {block: engine.get_function_address(name)
-                           for block, name in functions.items()})
+    _fill_table(
+        compiled, {block: engine.get_function_address(name) for block, name in functions.items()}
+    )
     compiled.seconds = {"ir": emitted - start, "llvm": time.perf_counter() - emitted}
     return compiled
 
 
-def _native_code(compiled: CompiledKernel, name: str, level: int
-                 ) -> tuple[dict[int, str], llvm.ExecutionEngine, float]:
+def _native_code(
+    compiled: CompiledKernel, name: str, level: int
+) -> tuple[dict[int, str], llvm.ExecutionEngine, float]:
     """Return (function of each block, linked code, time at which its IR was there).
 
     name: of the entry in the cache on disk, "" for code that is not kept.
@@ -222,12 +234,19 @@ def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
         bodies.append(emitter.function())
         declarations |= emitter.declarations
         shared |= emitter.shared
-    declarations |= {f"declare i32 @{name}(ptr, i32, ptr, i32, i32, i32)"
-                     for name in _ADDRESS_FUNCTIONS}
+    declarations |= {
+        f"declare i32 @{name}(ptr, i32, ptr, i32, i32, i32)" for name in _ADDRESS_FUNCTIONS
+    }
     if compiled.watched is not None:
         declarations.add("declare void @log_access(ptr, i32, ptr, i32, i32)")
-    text = "\n".join([*sorted(declarations), *shared.values(), *bodies,
-                      f"attributes #0 = {{ {function_attributes()} }}"])
+    text = "\n".join(
+        [
+            *sorted(declarations),
+            *shared.values(),
+            *bodies,
+            f"attributes #0 = {{ {function_attributes()} }}",
+        ]
+    )
     return text, functions
 
 

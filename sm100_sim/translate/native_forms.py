@@ -234,8 +234,14 @@ def _tile(instruction: Any) -> Made | None:
         tensor, data, *_ = instruction.operands
         operands = [_window_operand(data), *_tile_operands(tensor)]
         return _complete(tile_store, operands, [int(rank[0])])
-    known = {"tile", "mbarrier::complete_tx::bytes", "multicast::cluster", "cta_group::1",
-             "cta_group::2", "L2::cache_hint"}
+    known = {
+        "tile",
+        "mbarrier::complete_tx::bytes",
+        "multicast::cluster",
+        "cta_group::1",
+        "cta_group::2",
+        "L2::cache_hint",
+    }
     data, tensor, barrier, *extra = instruction.operands
     multicast = "multicast::cluster" in rest
     if source != "global" or not set(rest) <= known or len(extra) != multicast + hint:

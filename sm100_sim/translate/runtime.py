@@ -18,12 +18,24 @@ from sm100_sim.state.warp import LOCAL_WINDOW, SHARED_WINDOW
 from .access_log import LOG_ACCESS
 from .addresses import ADDRESSES
 
-BLOCK_RECORD = np.dtype([
-    ("function", np.uint64), ("kind", np.int32), ("target", np.int32), ("following", np.int32),
-    ("predicate", np.int32), ("invert", np.uint32), ("align_kind", np.int32),
-    ("align_value", np.uint32), ("target_count", np.uint32), ("targets", np.uint64),
-    ("selector", np.int32), ("unused", np.int32), ("native", np.uint64),
-    ("operation", np.uint64)])
+BLOCK_RECORD = np.dtype(
+    [
+        ("function", np.uint64),
+        ("kind", np.int32),
+        ("target", np.int32),
+        ("following", np.int32),
+        ("predicate", np.int32),
+        ("invert", np.uint32),
+        ("align_kind", np.int32),
+        ("align_value", np.uint32),
+        ("target_count", np.uint32),
+        ("targets", np.uint64),
+        ("selector", np.int32),
+        ("unused", np.int32),
+        ("native", np.uint64),
+        ("operation", np.uint64),
+    ]
+)
 """One row of the block table. ``predicate`` is the guard's slot or -1; ``align_kind`` 1 means
 ``align_value`` is the mask of lanes that must have converged, 2 that it is the slot of the
 register that holds it; ``targets`` points to uint32 block indices of a brx.idx. ``native`` is the

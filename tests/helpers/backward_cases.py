@@ -21,13 +21,11 @@ def inputs(
 ) -> Tensors:
     """Random q, k, v; lengths and heads: those of q, then those of k and v."""
     shapes = tuple(zip(lengths, heads))
-    return tuple(
-        torch.randn(batch, s, h, 256).to(device, dtype) for s, h in (*shapes, shapes[1])
-    )
+    return tuple(torch.randn(batch, s, h, 256).to(device, dtype) for s, h in (*shapes, shapes[1]))
 
 
 def gradients(tensors: Tensors, dout, dlse=None, **options) -> dict[str, torch.Tensor]:
-    """"q", "k", "v", and with a sink "sink", by autograd through `flash_attn_func`."""
+    """ "q", "k", "v", and with a sink "sink", by autograd through `flash_attn_func`."""
     q, k, v = (tensor.detach().requires_grad_() for tensor in tensors)
     leaves = {"q": q, "k": k, "v": v}
     if options.get("learnable_sink") is not None:
@@ -71,9 +69,7 @@ def last_reports(count: int) -> list[sm100_sim.Report]:
 def packed(lengths, heads, dtype, device):
     """Random q, k, v of (total, heads, 256) each; lengths and heads: of q, then of k and v."""
     sizes = tuple((sum(n), h) for n, h in zip(lengths, heads))
-    return tuple(
-        torch.randn(n, h, 256).to(device, dtype) for n, h in (*sizes, sizes[1])
-    )
+    return tuple(torch.randn(n, h, 256).to(device, dtype) for n, h in (*sizes, sizes[1]))
 
 
 def check_each(found, tensors, dout, lengths, **options):

@@ -332,23 +332,48 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("old", help="directory or git revision")
     parser.add_argument("new", nargs="?", default=str(ROOT), help="default: this checkout")
-    parser.add_argument("--model", action="append", metavar="NAME",
-                        help="repeatable; default: all that the new tree has")
-    parser.add_argument("--architecture", action="append", metavar="TARGET",
-                        help=f"repeatable; default: {' and '.join(ARCHITECTURES)}")
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help="repeatable; default: all that the new tree has",
+    )
+    parser.add_argument(
+        "--architecture",
+        action="append",
+        metavar="TARGET",
+        help=f"repeatable; default: {' and '.join(ARCHITECTURES)}",
+    )
     parser.add_argument("--scheduler", choices=("static", "dynamic", "both"), default="both")
     parser.add_argument("--use", action="append", help="repeatable; default: all")
     parser.add_argument("--form", action="append", help="repeatable; default: all")
-    parser.add_argument("--page-size", action="append", metavar="ROWS",
-                        help=f"repeatable; default: {' and '.join(PAGE_SIZES)}")
-    parser.add_argument("--option", action="append", default=[], metavar="WORD",
-                        help="any other word for `build`, as in --option=--kv-dtype "
-                        "--option=float8_e4m3fn; both trees must know it")
-    parser.add_argument("--kernels", metavar="PATTERN", help="of the kind and the description of a "
-                        "kernel, as in 'backward_d?*' or '*softcap=True*'; others are not compiled")
+    parser.add_argument(
+        "--page-size",
+        action="append",
+        metavar="ROWS",
+        help=f"repeatable; default: {' and '.join(PAGE_SIZES)}",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="any other word for `build`, as in --option=--kv-dtype "
+        "--option=float8_e4m3fn; both trees must know it",
+    )
+    parser.add_argument(
+        "--kernels",
+        metavar="PATTERN",
+        help="of the kind and the description of a "
+        "kernel, as in 'backward_d?*' or '*softcap=True*'; others are not compiled",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "compare_kernels",
-                        help="directory of compiled kernels (default: %(default)s)")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=ROOT / ".cache" / "compare_kernels",
+        help="directory of compiled kernels (default: %(default)s)",
+    )
     return parser  # fmt: skip
 
 

@@ -163,7 +163,6 @@ class Case:
         dlse = torch.randn(self.batch, heads, self.rows, generator=generator)
         return q, k, v, dout, dlse, torch.randn(heads, generator=generator).bfloat16()
 
-
     @property
     def tiles(self) -> masks.TileMask:
         """Return the tiles of its mask."""

@@ -47,7 +47,7 @@ class Case:
         return found
 
     def run(self, tensors: Results, use_clc: bool = False) -> Results:
-        """"out" and "lse", and where the case has gradients "dq", "dk", "dv"."""
+        """ "out" and "lse", and where the case has gradients "dq", "dk", "dv"."""
         leaves = [tensors[name].detach() for name in "qkv"]
         if self.has_gradients:
             leaves = [leaf.requires_grad_() for leaf in leaves]

@@ -1,7 +1,7 @@
 """A CuTe DSL GEMM of one tile: TMA loads, tcgen05.mma, tcgen05.ld; for any type of operands.
 
-    with sm100_sim.attached():
-        d = multiply(a, b, cutlass.Float16, cutlass.Float32, n=64)
+with sm100_sim.attached():
+    d = multiply(a, b, cutlass.Float16, cutlass.Float32, n=64)
 """
 
 import cutlass

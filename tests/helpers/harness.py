@@ -1,7 +1,7 @@
 """Runs a piece of PTX on one warp, without the rest of the machine.
 
-    result = run_warp(".reg .b32 %a, %b, %d;  add.s32 %d, %a, %b;", {"%a": x, "%b": 3}, ["%d"])
-    result["%d"]        # uint32 (32,)
+result = run_warp(".reg .b32 %a, %b, %d;  add.s32 %d, %a, %b;", {"%a": x, "%b": 3}, ["%d"])
+result["%d"]        # uint32 (32,)
 """
 
 from __future__ import annotations
@@ -41,8 +41,12 @@ def resume(warp: Warp, budget: int = DEFAULT_BUDGET) -> Stop:
     context.budget = budget
     kind = _KINDS[compiled.run(ctypes.addressof(context))]
     if kind == "fault":
-        fault = Fault(FAULT_KINDS[context.fault_kind], context.fault_lane, context.fault_address,
-                      context.fault_width)
+        fault = Fault(
+            FAULT_KINDS[context.fault_kind],
+            context.fault_lane,
+            context.fault_address,
+            context.fault_width,
+        )
         instruction = compiled.instructions[context.fault_instruction]
         return Stop(kind, instruction, 1 << context.fault_lane, fault)
     if kind in ("trap", "divergence"):
@@ -65,7 +69,7 @@ class WarpRun:
         if register.file == "pred":
             return int(self.warp.preds[register.slot])
         if register.type == "b128":
-            return self.warp.r64[register.slot:register.slot + 2].copy()
+            return self.warp.r64[register.slot : register.slot + 2].copy()
         file = self.warp.r64 if register.file == "r64" else self.warp.r32
         return file[register.slot].copy()
 
@@ -76,28 +80,41 @@ class WarpRun:
 
     def count(self, statistics_class: str) -> tuple[int, int]:
         """Return (warps, lanes) executed of a statistics class."""
-        rows = [(w, n) for _, name, w, n in self.compiled.executed(self.counters)
-                if name == statistics_class]
+        rows = [
+            (w, n)
+            for _, name, w, n in self.compiled.executed(self.counters)
+            if name == statistics_class
+        ]
         return sum(w for w, _ in rows), sum(n for _, n in rows)
 
 
 def kernel_text(body: str, params: str = "", head: str = "") -> str:
     """A module with one kernel ``test`` around ``body``."""
-    return (f".version 8.8\n.target sm_100a\n.address_size 64\n{head}\n"
-            f".visible .entry test({params})\n{{\n{body}\nret;\n}}\n")
+    return (
+        f".version 8.8\n.target sm_100a\n.address_size 64\n{head}\n"
+        f".visible .entry test({params})\n{{\n{body}\nret;\n}}\n"
+    )
 
 
-def compile_body(body: str, keep: tuple[str, ...] = (), params: str = "", head: str = ""
-                 ) -> CompiledKernel:
+def compile_body(
+    body: str, keep: tuple[str, ...] = (), params: str = "", head: str = ""
+) -> CompiledKernel:
     """Translate ``body``; the registers in ``keep`` stay readable at the end."""
     load_table()
     return translate(parse_module(kernel_text(body, params, head))["test"], frozenset(keep))
 
 
-def run_warp(body: str, inputs: dict | None = None, outputs: list[str] | tuple = (), *,
-             params: np.ndarray | None = None, shared: np.ndarray | None = None,
-             ranges: list[tuple[int, int, int]] = (), specials: dict[str, int] | None = None,
-             **options) -> WarpRun:
+def run_warp(
+    body: str,
+    inputs: dict | None = None,
+    outputs: list[str] | tuple = (),
+    *,
+    params: np.ndarray | None = None,
+    shared: np.ndarray | None = None,
+    ranges: list[tuple[int, int, int]] = (),
+    specials: dict[str, int] | None = None,
+    **options,
+) -> WarpRun:
     """Compile and run ``body`` on one warp until it exits.
 
     inputs: register -> value (int, array of 32, or a lane mask for predicates); set before the
@@ -106,29 +123,43 @@ def run_warp(body: str, inputs: dict | None = None, outputs: list[str] | tuple =
     ``executor(warp, stop)`` handles traps in place of the bound executors; ``head`` is module text.
     A fault, or a stop that is not a trap, yield or exit, ends the run.
     """
-    compiled = compile_body(body, (*(inputs or {}), *outputs), options.get("param_text", ""),
-                            options.get("head", ""))
+    compiled = compile_body(
+        body, (*(inputs or {}), *outputs), options.get("param_text", ""), options.get("head", "")
+    )
     return run_compiled(
-        compiled, inputs or {}, environment(params, shared, ranges), specials,
-        options.get("executor"), options.get("index", 0),
+        compiled,
+        inputs or {},
+        environment(params, shared, ranges),
+        specials,
+        options.get("executor"),
+        options.get("index", 0),
     )
 
 
-def environment(params: np.ndarray | None = None, shared: np.ndarray | None = None,
-                ranges: list[tuple[int, int, int]] = ()) -> Environment:
+def environment(
+    params: np.ndarray | None = None,
+    shared: np.ndarray | None = None,
+    ranges: list[tuple[int, int, int]] = (),
+) -> Environment:
     """Make the environment of a warp; see `run_warp`."""
     if shared is None:
         shared = np.zeros((1, 4096), np.uint8)
     return Environment(
-        shared, np.full(len(shared), shared.shape[1], np.uint32),
+        shared,
+        np.full(len(shared), shared.shape[1], np.uint32),
         np.array(ranges, np.uint64).reshape(-1, 3),
         np.zeros(16, np.uint8) if params is None else params,
     )
 
 
-def run_compiled(compiled: CompiledKernel, inputs: dict, environment: Environment,
-                 specials: dict[str, int] | None = None, executor: Callable | None = None,
-                 index: int = 0) -> WarpRun:
+def run_compiled(
+    compiled: CompiledKernel,
+    inputs: dict,
+    environment: Environment,
+    specials: dict[str, int] | None = None,
+    executor: Callable | None = None,
+    index: int = 0,
+) -> WarpRun:
     """Run one warp of an already translated kernel, of a block of 32 threads of the CTA of rank 0,
     of which there is no more."""
     specials = {"%ntid.x": 32, **(specials or {})}

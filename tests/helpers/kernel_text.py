@@ -29,9 +29,16 @@ def kernel_text(body: str, arrays: int) -> str:
 
 
 def run_kernel_text(
-    body: str, arrays: list[np.ndarray] | tuple = (), *, grid=(1, 1, 1), block=(32, 1, 1),
-    cluster=(1, 1, 1), dynamic_smem: int = 4096, registers: int | None = None,
-    explicit_cluster: bool = False, **options,
+    body: str,
+    arrays: list[np.ndarray] | tuple = (),
+    *,
+    grid=(1, 1, 1),
+    block=(32, 1, 1),
+    cluster=(1, 1, 1),
+    dynamic_smem: int = 4096,
+    registers: int | None = None,
+    explicit_cluster: bool = False,
+    **options,
 ) -> Report:
     """Launch `body`; parameter i is the address of arrays[i], already loaded into %rd(8 + i).
 
@@ -42,7 +49,14 @@ def run_kernel_text(
     kernel = parsed_kernel(ptx, "test")
     parameters = parameter_buffer(kernel, [np.uint64(p).tobytes() for p in pointers])
     config = LaunchConfig(
-        "test", grid, block, cluster, dynamic_smem, (), ptx=ptx, registers=registers,
+        "test",
+        grid,
+        block,
+        cluster,
+        dynamic_smem,
+        (),
+        ptx=ptx,
+        registers=registers,
         explicit_cluster=explicit_cluster,
     )
     ranges = [

@@ -39,7 +39,8 @@ _FILE = re.compile(r"(?<![\w/.$<~*-])((?:\w+/)*\w+\.py)\b")
 _DOTTED = re.compile(rf"(?<![\w/.@])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
 _NAME = re.compile(r"`([A-Za-z_](?:[\w.]*\w)?)(?:\([^`]*\))?`")
 _COMMAND = re.compile(
-    rf"python -m ({'|'.join(PACKAGES)})\b(?!\.)(?: ([a-z][\w-]*)(?![\w./-]))?([^`#;|\n]*)")
+    rf"python -m ({'|'.join(PACKAGES)})\b(?!\.)(?: ([a-z][\w-]*)(?![\w./-]))?([^`#;|\n]*)"
+)
 _PROSE = re.compile(r'("""(?:.|\n)*?""")|#(?: |:)([^\n]*)')
 
 
@@ -90,12 +91,17 @@ def offences(place: str, text: str) -> list[str]:
     text = named_at_the_top(text)
     found = [f"path {path}" for path in _PATH.findall(text) if not _is_there(path)]
     found += [f"name {name}" for name in _DOTTED.findall(text) if not _resolves(name)]
-    found += [f"command python -m {package} {command}".rstrip()
-              for package, command, _ in _COMMAND.findall(text) if not _runs(package, command)]
-    found += [f"option {option} of python -m {package}"
-              for package, _, rest in _COMMAND.findall(text)
-              for option in re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", rest.split(".py")[0])
-              if option not in _options(package)]
+    found += [
+        f"command python -m {package} {command}".rstrip()
+        for package, command, _ in _COMMAND.findall(text)
+        if not _runs(package, command)
+    ]
+    found += [
+        f"option {option} of python -m {package}"
+        for package, _, rest in _COMMAND.findall(text)
+        for option in re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", rest.split(".py")[0])
+        if option not in _options(package)
+    ]
     if place not in ABOUT_OTHERS:
         found += [f"file {name}" for name in _FILE.findall(text) if not _is_file(name)]
         found += [f"name {name}" for name in _NAME.findall(text) if not _is_known(name)]
@@ -159,8 +165,11 @@ def commands() -> dict[str, frozenset[str]]:
 @functools.cache
 def _options(package: str) -> frozenset[str]:
     """Options that some parser of the package takes, and those of every one."""
-    texts = [(ROOT / name).read_text("utf-8") for name in _files()
-             if name.startswith(f"{package}/") and name.endswith(".py")]
+    texts = [
+        (ROOT / name).read_text("utf-8")
+        for name in _files()
+        if name.startswith(f"{package}/") and name.endswith(".py")
+    ]
     return frozenset(("--help", *re.findall(r'"(--[a-z][\w-]*)"', "\n".join(texts))))
 
 

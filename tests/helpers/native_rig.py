@@ -44,8 +44,11 @@ class Rig:
         self.scratch = [aligned_zeros((size,), np.float32) for size in SCRATCH]
         product, wide = sgemm()
         self.machine = layout.Machine(
-            operations=address_of(self.operations), product=product, wide=wide,
-            values_a=address_of(self.scratch[0]), values_b=address_of(self.scratch[1]),
+            operations=address_of(self.operations),
+            product=product,
+            wide=wide,
+            values_a=address_of(self.scratch[0]),
+            values_b=address_of(self.scratch[1]),
             product_space=address_of(self.scratch[2]),
         )
         for cta, record in zip(ctas, self.ctas, strict=True):
@@ -53,12 +56,14 @@ class Rig:
             record.tensor_memory = ctypes.addressof(cta.tmem.record)
             record.rank = cta.rank
         self.cluster = layout.Cluster(
-            machine=ctypes.addressof(self.machine), ctas=ctypes.addressof(self.ctas),
+            machine=ctypes.addressof(self.machine),
+            ctas=ctypes.addressof(self.ctas),
             cta_count=len(ctas),
         )
         self.chain = layout.Chain()
         self.context = layout.Context(
-            cluster=ctypes.addressof(self.cluster), cta=ctypes.addressof(self.ctas),
+            cluster=ctypes.addressof(self.cluster),
+            cta=ctypes.addressof(self.ctas),
             chain=ctypes.addressof(self.chain),
         )
 

@@ -30,7 +30,9 @@ setp.ne.u32 %p0, %r0, 0;
 """
 
 # A full/empty ring of one slot: warp 0 fills 128 bytes of shared memory, warp 1 reads them.
-RING = START + """
+RING = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
 mbarrier.init.shared.b64 [smem+8], 32;
@@ -58,9 +60,12 @@ add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 6;
 @%p3 bra CONSUMER;
 END:
 """
+)
 
 # A ring with two slots, 128 bytes each.
-STAGES = START + """
+STAGES = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
 mbarrier.init.shared.b64 [smem+8], 32;
@@ -94,9 +99,12 @@ add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 6;
 @%p3 bra CONSUMER;
 END:
 """
+)
 
 # Three warps arrive at a barrier in each round; the fourth waits for it and lets them go on.
-GATE = START + """
+GATE = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 96;
 mbarrier.init.shared.b64 [smem+8], 32;
@@ -121,9 +129,12 @@ add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, %r8;
 @%p3 bra WAITER;
 END:
 """
+)
 
 # Two warps arrive at a barrier of two, alternately, and wait for each other.
-TURNS = START + """
+TURNS = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 2;
 READY:
@@ -138,9 +149,12 @@ W: mbarrier.try_wait.parity.shared.b64 %p2, [smem], %r6;  @!%p2 bra W;
 add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 3;
 @%p3 bra LOOP;
 """
+)
 
 # Two warps hand a line of shared memory to and fro through named barriers.
-NAMED = START + """
+NAMED = (
+    START
+    + """
 shl.b32 %r5, %r2, 2;  add.u32 %r5, %r5, %r3;
 mov.u32 %r4, 0;
 /*return*/ mov.u32 %r8, 1;
@@ -161,10 +175,13 @@ add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 3;
 @%p3 bra READER;
 END:
 """
+)
 
 # The CTAs of a pair write their own shared memory, and CTA 0 reads both: a release of shared memory
 # alone and a relaxed arrive tell it when.
-OWN_SHARED = START + """
+OWN_SHARED = (
+    START
+    + """
 mov.u32 %r10, %cluster_ctarank;
 mov.u32 %r11, 0;
 mapa.shared::cluster.u32 %r12, %r3, %r11;
@@ -185,9 +202,12 @@ ld.shared::cluster.b32 %r7, [%r13+256];
 DONE:
 /*end*/ barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
 """
+)
 
 # Eight warps give registers away and eight take them.
-REGISTERS = START + """
+REGISTERS = (
+    START
+    + """
 setp.gt.u32 %p1, %r1, 7;
 @%p1 bra TAKE;
 /*give*/ setmaxnreg.dec.sync.aligned.u32 40;
@@ -196,9 +216,12 @@ TAKE:
 setmaxnreg.inc.sync.aligned.u32 208;
 END:
 """
+)
 
 # The CTAs of a pair write into each other's shared memory.
-PAIR = START + """
+PAIR = (
+    START
+    + """
 mov.u32 %r10, %cluster_ctarank;
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
@@ -214,9 +237,12 @@ st.shared::cluster.b32 [%r13+256], %r0;
 ld.shared.b32 %r7, [%r5+256];
 /*end*/ barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
 """
+)
 
 # CTA 1 of a pair arrives at a barrier of CTA 0, where nobody waits.
-ONE_WAY = START + """
+ONE_WAY = (
+    START
+    + """
 mov.u32 %r10, %cluster_ctarank;
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
@@ -231,9 +257,12 @@ mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r12];
 DONE:
 /*end*/ barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
 """
+)
 
 # Copies global memory to shared memory, adds one to it and copies it back; twice.
-COPIES = START + """
+COPIES = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
@@ -260,13 +289,16 @@ NEXT:
 add.u32 %r4, %r4, 1;  setp.lt.u32 %p2, %r4, 2;
 @%p2 bra LOOP;
 """
+)
 
 _B = (8 << 16) | (16 << 32) | (1 << 46)
 _IDESC = (1 << 4) | (1 << 7) | (1 << 10) | (2 << 17) | (8 << 24)
 
 # Four warps store A (128 x 16, bf16) to tensor memory and B (16 x 16) to shared memory; one thread
 # multiplies them, everybody reads D (128 x 16, f32), and one thread multiplies once more.
-TENSOR = START + f"""
+TENSOR = (
+    START
+    + f"""
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 mbarrier.init.shared.b64 [smem+8], 128;
@@ -314,9 +346,12 @@ add.u32 %r17, %r17, 1;  setp.lt.u32 %p4, %r17, 2;
 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 64;
 END:
 """
+)
 
 # The only warp of a cluster takes over other clusters until nothing is left.
-CANCEL = START + """
+CANCEL = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
@@ -338,9 +373,12 @@ xor.b32 %r4, %r4, 1;
 /*last*/ add.u32 %r9, %r9, 1;
 @%p2 bra LOOP;
 """
+)
 
 # The response is read word by word: query_cancel does not see that a request has failed.
-WORDS = CANCEL.replace("ld.shared.b128 %q0, [smem+32];",
-                       "ld.shared.v4.b32 {%r5, %r6, %r7, %r8}, [smem+32];").replace(
+WORDS = CANCEL.replace(
+    "ld.shared.b128 %q0, [smem+32];", "ld.shared.v4.b32 {%r5, %r6, %r7, %r8}, [smem+32];"
+).replace(
     "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p2, %q0;",
-    "and.b32 %r7, %r7, 1;  setp.ne.u32 %p2, %r7, 0;")
+    "and.b32 %r7, %r7, 1;  setp.ne.u32 %p2, %r7, 0;",
+)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from sanitizer_kernels import START
 
 # Two copies of 128 bytes signal one barrier.
-TWO_COPIES = START + """
+TWO_COPIES = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
@@ -22,9 +24,12 @@ ld.shared.b32 %r7, [%r5+1024];
 ld.shared.b32 %r8, [%r5+1152];
 /*left*/ bar.warp.sync -1;
 """
+)
 
 # A tile of 128 bytes whose last 64 lie behind the end of the tensor: zeros are put there.
-TAIL = START + """
+TAIL = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
@@ -41,9 +46,12 @@ W: mbarrier.try_wait.parity.shared.b64 %p1, [smem], 0;  @!%p1 bra W;
 xor.b32 %r10, %r5, 64;
 ld.shared.b32 %r7, [%r10+1024];
 """
+)
 
 # Warp 0 copies 128 bytes with cp.async, warp 1 reads them: group and barrier.
-COPY_GROUP = START + """
+COPY_GROUP = (
+    START
+    + """
 setp.ne.u32 %p1, %r1, 0;
 @%p1 bra MEET;
 shl.b32 %r4, %r0, 2;  cvt.u64.u32 %rd0, %r4;  add.u64 %rd0, %rd0, %rd8;
@@ -56,9 +64,12 @@ MEET:
 ld.shared.b32 %r7, [%r5+896];
 END:
 """
+)
 
 # A copy through an mbarrier that tracks it.
-COPY_BARRIER = START + """
+COPY_BARRIER = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
 READY:
@@ -74,9 +85,12 @@ READER:
 ld.shared.b32 %r7, [%r5+896];
 END:
 """
+)
 
 # cp.async to shared memory, which a bulk store sends out again.
-COPY_THROUGH = START + """
+COPY_THROUGH = (
+    START
+    + """
 shl.b32 %r4, %r0, 2;  cvt.u64.u32 %rd0, %r4;  add.u64 %rd0, %rd0, %rd8;
 /*early*/ mov.u32 %r6, 0;
 cp.async.ca.shared.global [%r5+1024], [%rd0], 4;
@@ -91,9 +105,12 @@ cp.async.bulk.commit_group;
 cp.async.bulk.wait_group 0;
 END:
 """
+)
 
 # Shared memory to tensor memory by tcgen05.cp, and from there to registers.
-SCALES = START + """
+SCALES = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
@@ -121,9 +138,12 @@ bar.sync 0;
 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 32;
 END:
 """.replace("DESCRIPTOR", str((8 << 16) | (8 << 32) | (1 << 46)))
+)
 
 # Warp 0 stores an 8x8 matrix of 16-bit elements, warp 1 loads it.
-MATRICES = START + """
+MATRICES = (
+    START
+    + """
 shl.b32 %r6, %r2, 4;  add.u32 %r6, %r6, %r3;
 setp.ne.u32 %p1, %r1, 0;
 @%p1 bra MEET;
@@ -134,9 +154,12 @@ MEET:
 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r7}, [%r6];
 END:
 """
+)
 
 # All threads count in shared memory; then everybody reads the sum.
-ATOMICS = START + """
+ATOMICS = (
+    START
+    + """
 mov.u32 %r4, 0;
 @!%p0 st.shared.b32 [smem], %r4;
 /*clear*/ bar.sync 0;
@@ -144,9 +167,12 @@ atom.shared.add.u32 %r6, [smem], 1;
 /*meet*/ bar.sync 0;
 ld.shared.b32 %r7, [smem];
 """
+)
 
 # Each CTA writes 128 bytes of its own, with ordinary stores and with a bulk store.
-OUTPUT = START + """
+OUTPUT = (
+    START
+    + """
 mov.u32 %r4, %ctaid.x;
 /*row*/ mov.u32 %r6, %r4;
 /*tile*/ mov.u32 %r8, %r4;
@@ -163,10 +189,13 @@ cp.async.bulk.commit_group;
 cp.async.bulk.wait_group 0;
 END:
 """
+)
 
 # The CTAs of two pairs write a line each and count themselves; CTA 0 waits for all four and adds
 # the lines up.
-SEMAPHORE = START + """
+SEMAPHORE = (
+    START
+    + """
 mov.u32 %r4, %ctaid.x;
 shl.b32 %r6, %r4, 7;  shl.b32 %r7, %r0, 2;  add.u32 %r7, %r7, %r6;
 cvt.u64.u32 %rd0, %r7;  add.u64 %rd0, %rd0, %rd8;
@@ -192,9 +221,12 @@ add.u32 %r9, %r9, %r10;  add.u32 %r11, %r11, %r12;  add.u32 %r9, %r9, %r11;
 /*combine*/ st.global.b32 [%rd0+128], %r9;
 END:
 """
+)
 
 # Warp 1 sets a tensor map in global memory (p1) from another (p2) and warp 0 uses it, twice.
-MAPS = START + """
+MAPS = (
+    START
+    + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
@@ -227,3 +259,4 @@ bar.sync 0;
 add.u32 %r4, %r4, 1;  setp.lt.u32 %p2, %r4, 2;
 @%p2 bra LOOP;
 """
+)

@@ -15,7 +15,10 @@ mapa.shared::cluster.u32 %r13, %r3, %r13;
 _MEET = "barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;"
 
 # All threads of a pair arrive at a counter of CTA 0, which then reads what both CTAs wrote there.
-COUNTER = START + _PEER + f"""
+COUNTER = (
+    START
+    + _PEER
+    + f"""
 @%p0 bra READY;
 /*target*/ mbarrier.init.shared.b64 [smem], 64;
 fence.mbarrier_init.release.cluster;
@@ -32,9 +35,13 @@ ld.shared.b32 %r8, [%r5+256];
 DONE:
 /*end*/ {_MEET}
 """
+)
 
 # CTA 0 loads 128 bytes into both CTAs.
-MULTICAST = START + _PEER + f"""
+MULTICAST = (
+    START
+    + _PEER
+    + f"""
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
@@ -50,9 +57,13 @@ WAIT:
 ld.shared.b32 %r7, [%r5+1024];
 /*end*/ {_MEET}
 """
+)
 
 # Each CTA stores 128 bytes to its peer, asynchronously, and then adds to them.
-STORES = START + _PEER + f"""
+STORES = (
+    START
+    + _PEER
+    + f"""
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
@@ -73,13 +84,17 @@ red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32\
 ld.shared.b32 %r7, [%r5+128];
 /*end*/ {_MEET}
 """
+)
 
 _B = (8 << 16) | (16 << 32) | (1 << 46)
 _IDESC = (1 << 4) | (1 << 7) | (1 << 10) | (4 << 17) | (16 << 24)
 
 # Each CTA of a pair stores its half of A (256 x 16, bf16) to tensor memory and of B (16 x 32) to
 # shared memory; a thread of CTA 0 multiplies, and each CTA reads its half of D (256 x 32, f32).
-PRODUCT = START + _PEER + f"""
+PRODUCT = (
+    START
+    + _PEER
+    + f"""
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 /*target*/ mbarrier.init.shared.b64 [smem+8], 256;
@@ -124,3 +139,4 @@ add.u32 %r25, %r21, %r24;
 /*free*/ tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r14, 64;
 END:
 """
+)

@@ -18,7 +18,9 @@ IN_REGISTERS = (
 NARROW = f"wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {_SUM}, %rd0, %rd1, %p4, 1, 1;"
 
 # Warp 4 fills 2 KiB of A and 256 bytes of B, swizzled in 32 bytes; warps 0 to 3 multiply them.
-WARPGROUP = START + f"""
+WARPGROUP = (
+    START
+    + f"""
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
 mbarrier.init.shared.b64 [smem+8], 128;
@@ -61,3 +63,4 @@ add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 4;
 @%p3 bra PRODUCE;
 END:
 """
+)

@@ -92,9 +92,7 @@ def _places(record: cute.Tensor, order: TileOrder):
 
 
 @cute.jit
-def places(
-    record: cute.Tensor, offsets: cute.Tensor, sizes: tuple, rows: cutlass.Constexpr
-):
+def places(record: cute.Tensor, offsets: cute.Tensor, sizes: tuple, rows: cutlass.Constexpr):
     """Record what each lane finds for each number of blocks in a row.  record: (numbers, 32, 2)
     int32; offsets, rows: as `PackedBlocks` has them; sizes: Int32 rows of the longest sequence and
     of all."""

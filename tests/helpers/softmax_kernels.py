@@ -27,9 +27,7 @@ def polynomial(x: cute.Tensor, y: cute.Tensor, degree: cutlass.Constexpr):
 
 
 @cute.kernel
-def _soft_cap_kernel(
-    x: cute.Tensor, y: cute.Tensor, cap_scale: Float32, packed: cutlass.Constexpr
-):
+def _soft_cap_kernel(x: cute.Tensor, y: cute.Tensor, cap_scale: Float32, packed: cutlass.Constexpr):
     row = cute.arch.thread_idx()[0]
     scores = cute.make_rmem_tensor(COLUMNS, Float32)
     for column in cutlass.range(COLUMNS, unroll_full=True):

@@ -15,7 +15,10 @@ ADDRESS_BITS = 0xFFFFFF  # of an address in the cluster: the rest is the CTA
 SMEM_START = 1024  # the first 1 KiB of shared memory is the system's
 #: Operations on barriers.
 _SYNCHRONISING = (
-    OperationKind.WAIT, OperationKind.ARRIVE, OperationKind.COPY, OperationKind.COMMIT
+    OperationKind.WAIT,
+    OperationKind.ARRIVE,
+    OperationKind.COPY,
+    OperationKind.COMMIT,
 )
 
 

@@ -88,9 +88,10 @@ PACKAGES = {
             ("", ()),
             ("/forward", (f"fa4_hd256/kernels/{folder}",)),
             ("/backward", (f"fa4_hd256/kernels/{folder}",)),
-            ("/architecture", [
-                f"fa4_hd256/kernels/{folder}{lower}" for lower in ("", "/forward", "/backward")
-            ]),
+            (
+                "/architecture",
+                [f"fa4_hd256/kernels/{folder}{lower}" for lower in ("", "/forward", "/backward")],
+            ),
         )
     },
     "fa4_hd256/call": _CALL,

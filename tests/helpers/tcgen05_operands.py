@@ -80,8 +80,12 @@ def pack(smem, values, dtype, mn_major, span, start):
             offset = offset + row // (t * units) * far + k // 8 * deep
             leading, stride = (far, deep) if span else (deep, far)
         address = base + offset
-        for low, high in {0: (), 32: ((4, 7),), 64: ((4, 7), (5, 8)),
-                          128: ((4, 7), (5, 8), (6, 9))}[span]:
+        for low, high in {
+            0: (),
+            32: ((4, 7),),
+            64: ((4, 7), (5, 8)),
+            128: ((4, 7), (5, 8), (6, 9)),
+        }[span]:
             address = address ^ ((address >> high & 1) << low)
         raw = bits[:, first : first + step]
         for byte in range(width):
@@ -92,8 +96,14 @@ def pack(smem, values, dtype, mn_major, span, start):
 
 def descriptor_of(kind, m, n, types, **flags):
     full = InstructionDescriptor(
-        KINDS[kind], m, n, *types, flags.get("negate_a", False), flags.get("negate_b", False),
-        flags.get("a_mn_major", False), flags.get("b_mn_major", False),
+        KINDS[kind],
+        m,
+        n,
+        *types,
+        flags.get("negate_a", False),
+        flags.get("negate_b", False),
+        flags.get("a_mn_major", False),
+        flags.get("b_mn_major", False),
     )
     group = flags.get("group", 1)
     return decode_instruction(encode_instruction(full), kind, group)

@@ -159,9 +159,7 @@ def test_gradient_of_lse_alone(device):
 
 
 # Like the scores; far above all of them; far below; none. bf16 rounds its gradient.
-@pytest.mark.parametrize(
-    "logits", [(0.5, -2.0), (60.0, 30.0), (-300.0, -40.0), (-math.inf, 0.5)]
-)
+@pytest.mark.parametrize("logits", [(0.5, -2.0), (60.0, 30.0), (-300.0, -40.0), (-math.inf, 0.5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.sampled("dtype0-logits0", "dtype0-logits1", "dtype1-logits0")
 def test_sinks(logits, dtype, device):

@@ -90,9 +90,7 @@ def test_gradients(mask, use_clc, device, backward_config, divisions, exact_room
     assert metadata.ds_tiles == tiles
     config = backward_config(ds_bytes=2 * tiles * DS_TILE_BYTES)
     options = {"use_clc": use_clc, **mask}
-    found = batch.gradients(
-        backward_metadata=metadata, backward_config=config, **options
-    )
+    found = batch.gradients(backward_metadata=metadata, backward_config=config, **options)
     (chunk,) = divisions[-1].chunks
     assert chunk.problem.ds_bytes == config.ds_bytes
     batch.check(found, **mask)

@@ -58,9 +58,7 @@ def test_compiled_graph(device):
     """torch.compile keeps both operators whole: no graph break, the same bits."""
 
     def layer(q, k, v, sink):
-        out, lse = flash_attn_func(
-            q * 2, k, v, causal=True, learnable_sink=sink, return_lse=True
-        )
+        out, lse = flash_attn_func(q * 2, k, v, causal=True, learnable_sink=sink, return_lse=True)
         return out + 1, lse
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

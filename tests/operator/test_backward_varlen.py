@@ -73,9 +73,7 @@ def test_every_option_at_once(device):
     dout, dlse = torch.randn_like(tensors[0]), torch.randn(4, 450, device=device)
     sink = torch.randn(4, device=device)
     options = {"window_size": (60, 10), "softcap": 20.0, "softmax_scale": -0.1}
-    found = gradients(
-        tensors, dout, dlse, sink, **options, **lengths_of(lengths, device)
-    )
+    found = gradients(tensors, dout, dlse, sink, **options, **lengths_of(lengths, device))
     total = torch.zeros(4, dtype=torch.float64)
     for b in (0, 2):
         rows, keys = (slice(sum(n[:b]), sum(n[: b + 1])) for n in lengths)

@@ -117,9 +117,7 @@ def test_chunks_of_a_group(fitting, own_heads, device, backward_config):
     ids=["a head", "heads of a group", "some blocks"],
 )
 @pytest.mark.sampled("static-heads of a group")
-def test_ranges_of_queries(
-    lengths, heads, own_heads, fitting, use_clc, device, backward_config
-):
+def test_ranges_of_queries(lengths, heads, own_heads, fitting, use_clc, device, backward_config):
     """Chunks are ranges of queries where dS of no query head fits. dQ has the bits of the
     undivided call; dK and dV are added up in a fixed order."""
     tensors, options = inputs(*lengths, heads, 2, device=device), {"use_clc": use_clc}

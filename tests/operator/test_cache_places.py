@@ -135,9 +135,7 @@ def test_rows_of_a_page_table(device):
     found = flash_attn_with_kvcache(
         q, k, v, page_table=table, cache_batch_idx=chosen, cache_seqlens=lengths
     )
-    expected = flash_attn_with_kvcache(
-        q, k, v, page_table=table[[2, 0]], cache_seqlens=lengths
-    )
+    expected = flash_attn_with_kvcache(q, k, v, page_table=table[[2, 0]], cache_seqlens=lengths)
     assert torch.equal(found, expected)
 
 

@@ -371,8 +371,7 @@ def test_as_many_pages_as_sequences_with_one_head(given):
 
     def call(*shape, order=(0, 1)):
         scales = {
-            f"{name}_descale": pair[list(order)].reshape(shape)
-            for name, pair in zip("kv", factors)
+            f"{name}_descale": pair[list(order)].reshape(shape) for name, pair in zip("kv", factors)
         }
         table = int32([[1], [0]])
         return flash_attn_varlen_func(q, k, v, seqused_k=used, page_table=table, **scales).float()

@@ -220,9 +220,7 @@ def test_calls_take_those_kernels(monkeypatch, architecture):
     own = named(architecture)
     known, taken = set(specs_of(SMALL, needs(), own, own.simulated)), []
     real = execute.compile_kernel
-    monkeypatch.setattr(
-        execute, "compile_kernel", lambda spec: taken.append(spec) or real(spec)
-    )
+    monkeypatch.setattr(execute, "compile_kernel", lambda spec: taken.append(spec) or real(spec))
     cache, table = [codes(4, 16, 1, 256) for _ in "kv"], int32([[2, 0]])
     for queries in (1, 16):
         flash_attn_varlen_func(

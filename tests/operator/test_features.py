@@ -69,9 +69,7 @@ def test_softcap(softcap, scale, use_clc, device):
 
 # Sinks like the scores, far above all of them, far below, and none; rows without a visible key have
 # only it.
-@pytest.mark.parametrize(
-    "logits", [(0.5, -2.0), (200.0, 90.0), (-300.0, -40.0), (-math.inf, 0.5)]
-)
+@pytest.mark.parametrize("logits", [(0.5, -2.0), (200.0, 90.0), (-300.0, -40.0), (-math.inf, 0.5)])
 @pytest.mark.sampled("static-*")
 def test_sinks(logits, use_clc, device):
     sink = torch.tensor(logits, device=device)

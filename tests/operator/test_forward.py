@@ -148,16 +148,27 @@ def layouts(device):
     """Yield (q, k, v) that TMA can take in place, none of them contiguous."""
     fused = torch.randn(2, 150, 4 + 2 + 2, 256).to(device, torch.bfloat16)
     yield "fused QKV", fused.split((4, 2, 2), dim=2)
-    yield "heads first", tuple(
-        torch.randn(2, h, 150, 256).to(device, torch.bfloat16).transpose(1, 2) for h in (4, 2, 2)
+    yield (
+        "heads first",
+        tuple(
+            torch.randn(2, h, 150, 256).to(device, torch.bfloat16).transpose(1, 2)
+            for h in (4, 2, 2)
+        ),
     )
-    yield "sequence first", tuple(
-        torch.randn(150, 2, h, 256).to(device, torch.bfloat16).transpose(0, 1) for h in (4, 2, 2)
+    yield (
+        "sequence first",
+        tuple(
+            torch.randn(150, 2, h, 256).to(device, torch.bfloat16).transpose(0, 1)
+            for h in (4, 2, 2)
+        ),
     )
     # All heads of k and v are one: the kernel is told of one.
-    yield "one KV head for all", tuple(
-        torch.randn(2, 150, h, 256).to(device, torch.bfloat16).expand(2, 150, 4, 256)
-        for h in (4, 1, 1)
+    yield (
+        "one KV head for all",
+        tuple(
+            torch.randn(2, 150, h, 256).to(device, torch.bfloat16).expand(2, 150, 4, 256)
+            for h in (4, 1, 1)
+        ),
     )
 
 

@@ -156,9 +156,7 @@ def test_ranges_of_queries(device, backward_config):
     lists, dense = tiles_and_dense(lengths, device=device)
     tensors, own = leaves(*lengths, device=device), slopes.double().cpu()
     one = backward_config(ds_bytes=4 * 128 * 128 * 2)
-    found = attend(
-        tensors, lists, mod_of(device), score_mod=alibi(slopes), backward_config=one
-    )
+    found = attend(tensors, lists, mod_of(device), score_mod=alibi(slopes), backward_config=one)
     check(
         tensors, dense, found,
         score_mod=lambda s, b, h, q, k: s - own[h] * (q - 400 - k).abs(),
@@ -168,6 +166,7 @@ def test_ranges_of_queries(device, backward_config):
 @pytest.mark.sampled
 def test_the_bits_of_bits(device):
     """Bits made by PyTorch of the same function give the same result, bit for bit."""
+
     def near(b, h, q, k):
         return ((q * 7 + k * 3) % 5 > 1) & (q - k < 140)
 
@@ -184,6 +183,7 @@ def test_the_bits_of_bits(device):
 
 def test_nothing_is_made_before(device):
     """Only the lists of a BlockMask are read."""
+
     def refuse(b, h, q, k):
         raise AssertionError("evaluated")
 
@@ -241,6 +241,7 @@ def test_graphs_and_schemas(device, architecture):
 
 def call_of_exact_tensors(device):
     """Return (out, dq) of 1 + 128 queries and keys, and of tensors that have no more numbers."""
+
     def read_once(batch, head, query, key, tensors):
         of_queries, of_keys = tensors
         return of_queries[query] <= of_keys[head, key]

@@ -129,9 +129,7 @@ def test_gradients_are_those_without(device):
     gradients = torch.autograd.grad(out, (q, k, v), dout)
     check(found, q, k, causal=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
-    out, lse, _ = flash_attn_func(
-        q, k, v, causal=True, return_lse=True, return_max_logits=True
-    )
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_lse=True, return_max_logits=True)
     assert lse.requires_grad and out.requires_grad
 
 

@@ -60,9 +60,7 @@ def test_gradients(lengths, window, device):
 def test_gradients_without_stored_ds(window, device, backward_config):
     """Kernels that compute dS again."""
     config = backward_config(ds_bytes=0)
-    check_gradients(
-        inputs((300, 400), device=device), window_size=window, backward_config=config
-    )
+    check_gradients(inputs((300, 400), device=device), window_size=window, backward_config=config)
 
 
 @pytest.mark.sampled

@@ -126,9 +126,7 @@ def test_a_wrong_slope_is_seen():
     """The wrong slope is that of the changed score, instead of the score that the function gets."""
     case, tensors = CASES["bounded"], leaves(64, 64, (1, 1))
     wrong = ScoreMod.of(bounded, lambda score, place, tensors: 1.0 - score * score / 16.0)
-    found, given = gradients(
-        flash_attn_func(*tensors, score_mod=wrong, return_lse=True), tensors
-    )
+    found, given = gradients(flash_attn_func(*tensors, score_mod=wrong, return_lse=True), tensors)
     with pytest.raises(AssertionError):
         check(found, tensors, given, score_mod=case.of_reference(64, 64))
 

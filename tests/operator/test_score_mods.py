@@ -92,11 +92,13 @@ CASES = {
     ),
     "everything": Case(
         lambda device, of: ScoreMod.of(
-            everything, slope_of_everything,
+            everything,
+            slope_of_everything,
             tuple(t.to(device) for t in (OF_ENTRIES, BIAS, OF_QUERIES)),
         ),
-        lambda s, b, h, q, k, distance: 0.5 * s
-        - OF_ENTRIES.double()[b, h] * distance + BIAS.double()[h, k] + OF_QUERIES[q],
+        lambda s, b, h, q, k, distance: (
+            0.5 * s - OF_ENTRIES.double()[b, h] * distance + BIAS.double()[h, k] + OF_QUERIES[q]
+        ),
     ),
 }
 
@@ -186,7 +188,11 @@ def test_keys_in_pages(device):
     table = torch.tensor([[4, 1, 5], [0, 3, 2]], dtype=torch.int32, device=device)
     used, case = torch.tensor([150, 64], dtype=torch.int32, device=device), CASES["by key"]
     out, lse = flash_attn_varlen_func(
-        q, *pages, seqused_k=used, page_table=table, score_mod=case.mod(device, (2, 4)),
+        q,
+        *pages,
+        seqused_k=used,
+        page_table=table,
+        score_mod=case.mod(device, (2, 4)),
         return_lse=True,
     )
     for b, count in enumerate(used.tolist()):
@@ -200,8 +206,13 @@ def test_keys_in_pages(device):
 def test_a_cache_with_new_rows(paged, device):
     """New rows are keys behind those in use, and queries level with them."""
     lengths, new, case = [0, 21, 59], 5, CASES["everything"]
-    shape, table = ((3, 64, 1, 256), None) if not paged else (
-        (6, 32, 1, 256), torch.tensor([[5, 1], [0, 3], [2, 4]], dtype=torch.int32, device=device)
+    shape, table = (
+        ((3, 64, 1, 256), None)
+        if not paged
+        else (
+            (6, 32, 1, 256),
+            torch.tensor([[5, 1], [0, 3], [2, 4]], dtype=torch.int32, device=device),
+        )
     )
     k_cache, v_cache = (torch.randn(shape).to(device, torch.bfloat16) for _ in "kv")
     q, k, v = inputs(new, new, (4, 1), 3, device)

@@ -33,9 +33,7 @@ def test_opcheck_of_split_keys(device, combined):
 @pytest.mark.parametrize("num_splits", [FIXED_PARTS - 1, LARGEST + 1])
 def test_the_operator_refuses_a_number_of_splits(num_splits, device):
     with pytest.raises(ValueError, match=f"num_splits is {num_splits}; accepted"):
-        torch.ops.fa4_hd256.forward(
-            *forward_arguments(*inputs(device), num_splits=num_splits)
-        )
+        torch.ops.fa4_hd256.forward(*forward_arguments(*inputs(device), num_splits=num_splits))
 
 
 def features(device):

@@ -61,7 +61,8 @@ def new_rows():
 
 
 @pytest.mark.parametrize(
-    ("make", "most"), [(forward, 8), (backward, 9), (new_rows, 12)],
+    ("make", "most"),
+    [(forward, 8), (backward, 9), (new_rows, 12)],
     ids=["forward", "backward", "new rows"],
 )
 def test_a_call_that_finds_its_plan(make, most):

@@ -147,7 +147,9 @@ def test_packed_sequences(lengths, rows, heads, section, later_first):
     full = [tile for tile in tiles if tile[0] < blocks[tile[2]]]
     assert sorted(full) == sorted(
         (block, head, batch)
-        for batch, count in enumerate(blocks) for head in range(heads) for block in range(count)
+        for batch, count in enumerate(blocks)
+        for head in range(heads)
+        for block in range(count)
     )
     if problem.packed.is_used:
         assert all(block <= blocks[batch] for block, _, batch in tiles)

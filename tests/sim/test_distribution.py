@@ -81,8 +81,11 @@ def site(tmp_path_factory) -> Path:
 
 
 def test_the_wheel_holds_every_file(site):
-    held = {path.relative_to(site).as_posix() for path in (site / "sm100_sim").rglob("*")
-            if path.is_file()}
+    held = {
+        path.relative_to(site).as_posix()
+        for path in (site / "sm100_sim").rglob("*")
+        if path.is_file()
+    }
     assert held == sources()
     (unpacked,) = site.glob("sm100_sim-*/pyproject.toml")
     assert {"CHANGELOG.md", "LICENSE", "README.md"} <= {p.name for p in unpacked.parent.iterdir()}
@@ -130,10 +133,14 @@ def test_the_kernel_of_the_page(site):
     ("code", "said"),
     [
         ("sm100_sim.timing.predict", r"needs numba, .*; pip install './sm100_sim\[timing\]'"),
-        ("with sm100_sim.attached(): pass",
-         r"needs cutlass, .*; pip install './sm100_sim\[attach\]'"),
-        ("from sm100_sim.tools.golden.record import Gpu; Gpu()",
-         r"needs cuda, .*; pip install './sm100_sim\[gpu\]'"),
+        (
+            "with sm100_sim.attached(): pass",
+            r"needs cutlass, .*; pip install './sm100_sim\[attach\]'",
+        ),
+        (
+            "from sm100_sim.tools.golden.record import Gpu; Gpu()",
+            r"needs cuda, .*; pip install './sm100_sim\[gpu\]'",
+        ),
     ],
 )
 def test_what_an_extra_is_for_says_so(site, code, said):

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.simulator
 HEAD = ".version 8.6\n.target sm_100a\n.address_size 64\n"
 
 #: Thread i of all stores a value made from the scalars; b is stored by the first thread alone.
-SCALARS = HEAD + """
+SCALARS = (
+    HEAD
+    + """
 .visible .entry scalars(.param .u64 out, .param .u32 word, .param .f32 factor, .param .f64 exact,
                         .param .align 8 .b8 pair[8], .param .s16 small)
 {
@@ -51,6 +53,7 @@ st.global.f64 [%out], %e;
 ret;
 }
 """
+)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "cute"])
@@ -112,7 +115,9 @@ def test_shapes_that_are_none(shape):
                    **{"block": 32, **shape})  # fmt: skip
 
 
-RANKS = HEAD + """
+RANKS = (
+    HEAD
+    + """
 .extern .shared .align 16 .b8 pool[];
 .visible .entry ranks(.param .u64 out)
 {
@@ -131,6 +136,7 @@ st.global.u32 [%out], %rank;
 ret;
 }
 """
+)
 
 
 def test_clusters_and_shared_memory():
@@ -142,7 +148,9 @@ def test_clusters_and_shared_memory():
 
 
 #: Each warp reads in its own part of the pair's sums what the other has stored, with no barrier.
-RACE = HEAD + """
+RACE = (
+    HEAD
+    + """
 .visible .entry race(.param .u64 out)
 {
 .shared .align 4 .b32 words[64];
@@ -162,6 +170,7 @@ st.global.u32 [%out], %x;
 ret;
 }
 """
+)
 
 
 def test_options_and_the_environment(monkeypatch, tmp_path):
@@ -191,12 +200,15 @@ def test_an_error_names_the_kernel():
     assert "`st.global.u32 [%out], %x`" in str(caught.value)
 
 
-@pytest.mark.parametrize(("directives", "moves"), [("", False), (".maxnreg 64", True),
-                                                   (".minnctapersm 1", True)])
+@pytest.mark.parametrize(
+    ("directives", "moves"), [("", False), (".maxnreg 64", True), (".minnctapersm 1", True)]
+)
 def test_setmaxnreg_counts_where_ptxas_keeps_it(directives, moves):
     """ptxas drops it without either directive: a warp that requests too many then goes on."""
-    ptx = HEAD + (f".visible .entry moves()\n.reqntid 128, 1, 1\n{directives}\n{{\n"
-                  "setmaxnreg.inc.sync.aligned.u32 240;\nret;\n}\n")
+    ptx = HEAD + (
+        f".visible .entry moves()\n.reqntid 128, 1, 1\n{directives}\n{{\n"
+        "setmaxnreg.inc.sync.aligned.u32 240;\nret;\n}\n"
+    )
     configs = []
     options = Options(observe=lambda config, report: configs.append(config))
     try:

@@ -216,7 +216,8 @@ FROST_BACKWARD = tuple(
 CUDNN_BACKWARD = tuple(
     replace(row, build=CUDNN_9_26, role=AS_PUBLISHED, tflops=row.seconds / (us * 1e-6))
     for row, us in (
-        (_BACKWARD, 7265.0), (replace(_BACKWARD, causal=True), 3939.0),
+        (_BACKWARD, 7265.0),
+        (replace(_BACKWARD, causal=True), 3939.0),
     )
 )
 

@@ -18,8 +18,10 @@ from .runner import TARGET, BringupRun, Stopped
 
 #: Seconds that querying the driver for its GPU may take.
 ASK_LIMIT = 120
-_ASK = (f"import json; from {__package__}.machine import find_target; "
-        "print(json.dumps(find_target().as_json()))")
+_ASK = (
+    f"import json; from {__package__}.machine import find_target; "
+    "print(json.dumps(find_target().as_json()))"
+)
 
 
 def find_target(simulate: bool) -> Target:
@@ -31,8 +33,9 @@ def find_target(simulate: bool) -> Target:
     if simulate:
         return simulated(simulated_device())
     try:
-        asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True,
-                               timeout=ASK_LIMIT)  # fmt: skip
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=ASK_LIMIT
+        )
     except subprocess.TimeoutExpired:
         raise ValueError(
             f"the CUDA driver has not named its GPU within {ASK_LIMIT} s: it hangs, or another "
@@ -70,8 +73,7 @@ def _say(rung: str, item: str, outcome: dict) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command: 0, 1 if a step failed, faulted or hung, 3 if the machine stopped answering.
-    """
+    """Run the command: 0, 1 if a step failed, faulted or hung, 3 if the machine is silent."""
     target = _kept_target(arguments.out) if arguments.report else find_target(arguments.simulate)
     run = BringupRun(arguments.out, target, _say)
     print(f"bringup of {target.name} in {arguments.out}", flush=True)
@@ -90,7 +92,10 @@ def main(arguments: argparse.Namespace) -> int:
     print(summary_line(run.results, stopped), flush=True)
     if stopped:
         return 3
-    judged = {name: found for name, found in run.results.items()
-              if name not in [rung.name for rung in HIDDEN]}
+    judged = {
+        name: found
+        for name, found in run.results.items()
+        if name not in [rung.name for rung in HIDDEN]
+    }
     bad = any(o["state"] in BAD for found in judged.values() for o in found.values())
     return 1 if bad else 0

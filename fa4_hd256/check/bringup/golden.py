@@ -58,9 +58,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     return _against_recording(_recorded()[item], target, note)
 
 
-def _against_expectation(
-    probe: Probe, target: Target, note: Callable[[str], None]
-) -> Outcome:
+def _against_expectation(probe: Probe, target: Target, note: Callable[[str], None]) -> Outcome:
     """No GPU has recorded these: numpy says what the manual promises, the simulator what it does.
 
     A GPU that departs from numpy "differs": manual, case or GPU may be what is wrong.
@@ -90,9 +88,12 @@ def _both(found: list[np.ndarray], simulated: list[np.ndarray]) -> dict:
     for number, (here, there) in enumerate(zip(found, simulated)):
         places = np.argwhere(here != there)[:8]
         if len(places):
-            return {"output": number, "places": places.tolist(),
-                    "found": [hex(int(here[tuple(p)])) for p in places],
-                    "predicted": [hex(int(there[tuple(p)])) for p in places]}
+            return {
+                "output": number,
+                "places": places.tolist(),
+                "found": [hex(int(here[tuple(p)])) for p in places],
+                "predicted": [hex(int(there[tuple(p)])) for p in places],
+            }
     return {"simulator": "the same words"}
 
 

@@ -28,7 +28,7 @@ def retargeted(ptx: str, capability: tuple[int, int]) -> str:
     """A module for another GPU: its head is replaced, the rest stays."""
     lines = ptx.splitlines(keepends=True)
     last = next(i for i, line in enumerate(lines) if line.startswith(".address_size"))
-    return head(capability) + "".join(lines[last + 1:])
+    return head(capability) + "".join(lines[last + 1 :])
 
 
 @lru_cache(maxsize=1)

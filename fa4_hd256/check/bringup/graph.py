@@ -18,8 +18,11 @@ def missing(target: Target) -> str:
 
 def items(target: Target) -> list[str]:
     """Directions under both tile schedulers."""
-    return [f"{which} {scheduler}" for which in ("forward", "forward and backward")
-            for scheduler in ("static", "clc")]
+    return [
+        f"{which} {scheduler}"
+        for which in ("forward", "forward and backward")
+        for scheduler in ("static", "clc")
+    ]
 
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
@@ -62,6 +65,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
         wrong = [i for i, (a, b) in enumerate(zip(captured, wanted)) if not torch.equal(a, b)]
         if wrong:
             names = ("out", "lse", "dq", "dk", "dv")
-            return Outcome("failed", f"replay {turn}: other bits in "
-                           + ", ".join(names[i] for i in wrong))
+            return Outcome(
+                "failed", f"replay {turn}: other bits in " + ", ".join(names[i] for i in wrong)
+            )
     return Outcome("passed", f"{len(wanted)} results, the same bits in two replays")

@@ -18,8 +18,11 @@ _CALL = kernels.Call((128, 128), (2, 1), {"causal": True})
 def missing(target: Target) -> str:
     """Return why host time cannot be measured here: a simulated call runs the kernel before it
     returns."""
-    return kernels.missing(target) if target.is_gpu else (
-        "a simulated call returns when the kernel has run; host time needs a GPU")
+    return (
+        kernels.missing(target)
+        if target.is_gpu
+        else ("a simulated call returns when the kernel has run; host time needs a GPU")
+    )
 
 
 def items(target: Target) -> list[str]:

@@ -19,8 +19,14 @@ from .outcome import Outcome, Target
 
 #: Largest absolute error of an LSE, in nats; the mix of exp2 and polynomial leaves about 1e-4.
 LSE_TOLERANCE = 1e-3
-SMALLEST = ("forward", "forward_combine", "backward_preprocess", "backward_dkdv",
-             "backward_dq", "backward_products")  # fmt: skip
+SMALLEST = (
+    "forward",
+    "forward_combine",
+    "backward_preprocess",
+    "backward_dkdv",
+    "backward_dq",
+    "backward_products",
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,12 @@ _PACKED = ((70, 70), (300, 300), (1, 1), (0, 40), (129, 260), (256, 128))
 def _ladder() -> dict[str, Call]:
     found: dict[str, Call] = {}
     for (lengths, (mask, options)), use_clc in itertools.product(
-        (*itertools.product(_LENGTHS, _MASKS.items()),
-         *itertools.product(_WINDOWED, _WINDOWS.items())),
+        (
+            *itertools.product(_LENGTHS, _MASKS.items()),
+            *itertools.product(_WINDOWED, _WINDOWS.items()),
+        ),
         (False, True),
-    ):  # fmt: skip
+    ):
         scheduler = "clc" if use_clc else "static"
         found[f"{mask} {lengths[0]}x{lengths[1]} {scheduler}"] = Call(
             lengths, options=options, use_clc=use_clc
@@ -74,14 +82,14 @@ def _ladder() -> dict[str, Call]:
 def _long() -> dict[str, Call]:
     return {
         f"{mask} {lengths[0]}x{lengths[1]} {'clc' if use_clc else 'static'}": Call(
-            lengths, options=_MASKS[mask], use_clc=use_clc)
+            lengths, options=_MASKS[mask], use_clc=use_clc
+        )
         for lengths, mask, use_clc in itertools.product(_LONG, _MASKS, (False, True))
     }
 
 
 def missing(target: Target) -> str:
-    """The kernels are compiled by CuTe DSL for the GPUs of a family, and PyTorch holds the tensors.
-    """
+    """Return what the kernels need and the machine lacks: CuTe DSL, PyTorch, a GPU of a family."""
     if importlib.util.find_spec("cutlass") is None:
         return "CuTe DSL is not installed (pip install nvidia-cutlass-dsl), and it compiles them"
     architecture = of_capability(target.capability)
@@ -153,10 +161,15 @@ def _forward(call: Call, target: Target, **more: Any) -> Outcome:
     )
     found = reference.compare(out, lse, (q, k, v), **call.options)
     right = found.max_error <= found.tolerance and found.lse_max_error <= LSE_TOLERANCE
-    values = {"error": found.max_error, "tolerance": found.tolerance,
-              "lse error": found.lse_max_error}  # fmt: skip
-    text = (f"largest error {found.max_error:.2e} of {found.tolerance:.2e}, LSE "
-            f"{found.lse_max_error:.1e}")
+    values = {
+        "error": found.max_error,
+        "tolerance": found.tolerance,
+        "lse error": found.lse_max_error,
+    }
+    text = (
+        f"largest error {found.max_error:.2e} of {found.tolerance:.2e}, LSE "
+        f"{found.lse_max_error:.1e}"
+    )
     return Outcome("passed" if right else "failed", text, _finite(values))
 
 
@@ -173,9 +186,7 @@ def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
         q, k, v, out.to(q.dtype).to(q.device), lse.float().to(q.device), dout, None, None, {}
     )
     chosen = reference.AttentionOptions(**call.options)
-    options = Options.check(
-        None, chosen.causal, chosen.window_size, chosen.softcap, call.use_clc
-    )
+    options = Options.check(None, chosen.causal, chosen.window_size, chosen.softcap, call.use_clc)
     problem = given.describe(options, None, None)
     config = problem.forward.kernels.config("backward")()
     results = run_backward(given, problem, Wanted(**wanted), config)
@@ -203,10 +214,17 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
     offsets = [torch.tensor(e, dtype=torch.int32, device=target.device) for e in ends]
     longest = [max(side) for side in zip(*_PACKED)]
     out, lse = flash_attn_varlen_func(
-        leaves[0], leaves[1], leaves[2], cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1],
-        max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=True, return_lse=True,
+        leaves[0],
+        leaves[1],
+        leaves[2],
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_k=offsets[1],
+        max_seqlen_q=longest[0],
+        max_seqlen_k=longest[1],
+        causal=True,
+        return_lse=True,
         use_clc=use_clc,
-    )  # fmt: skip
+    )
     gradients = torch.autograd.grad(out, leaves, dout) if is_backward else ()
     worst, right = 0.0, True
     for (a, b), (c, d) in zip(*(itertools.pairwise(e) for e in ends)):
@@ -214,21 +232,25 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
             continue
         one = tuple(t[None] for t in (q[a:b], k[c:d], v[c:d]))
         if is_backward:
-            parts = {n: g[i:j][None]
-                     for n, g, i, j in zip("qkv", gradients, (a, c, c), (b, d, d))}
+            parts = {n: g[i:j][None] for n, g, i, j in zip("qkv", gradients, (a, c, c), (b, d, d))}
             found: list[Any] = list(
                 reference.compare_gradients(parts, one, dout[a:b][None], causal=True).values()
             )
         else:
-            found = [reference.compare(out[a:b][None].detach(), lse[None, :, a:b].detach(), one,
-                                       causal=True)]
+            found = [
+                reference.compare(
+                    out[a:b][None].detach(), lse[None, :, a:b].detach(), one, causal=True
+                )
+            ]
             right &= found[0].lse_max_error <= LSE_TOLERANCE
         right &= all(f.max_error <= f.tolerance for f in found)
         # One key alone leaves out = v, with no tolerance.
         worst = max([worst, *(f.max_error / f.tolerance for f in found if f.tolerance)])
-    return Outcome("passed" if right else "failed",
-                   f"{len(_PACKED)} sequences, largest error {worst:.0%} of the tolerance",
-                   _finite({"error over tolerance": worst}))
+    return Outcome(
+        "passed" if right else "failed",
+        f"{len(_PACKED)} sequences, largest error {worst:.0%} of the tolerance",
+        _finite({"error over tolerance": worst}),
+    )
 
 
 def _finite(values: dict[str, float]) -> dict[str, Any]:
@@ -278,5 +300,6 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     # float32 sums of 256 products of magnitude up to 20.
     right = torch.allclose(got, wanted, rtol=1e-6, atol=1e-4)
     worst = (got - wanted).abs().nan_to_num(nan=math.inf).max().item()
-    return Outcome("passed" if right else "failed", f"largest error {worst:.1e}",
-                   _finite({"error": worst}))
+    return Outcome(
+        "passed" if right else "failed", f"largest error {worst:.1e}", _finite({"error": worst})
+    )

@@ -16,15 +16,24 @@ from .timed import Timed, init_barriers, timed
 
 #: (group, M, N, A in tensor memory): the kernels' shapes, and those of one CTA beside them.
 _SHAPES = (
-    (2, 256, 128, False), (2, 256, 256, False), (2, 256, 128, True), (2, 256, 256, True),
-    (2, 128, 128, False), (2, 128, 256, False), (1, 128, 128, False), (1, 128, 128, True),
-)  # fmt: skip
+    (2, 256, 128, False),
+    (2, 256, 256, False),
+    (2, 256, 128, True),
+    (2, 256, 256, True),
+    (2, 128, 128, False),
+    (2, 128, 256, False),
+    (1, 128, 128, False),
+    (1, 128, 128, True),
+)
 _SHARED = 128 << 10
 
 
 def _allocate(group: int = 1) -> str:
-    sync = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" if group == 2 else \
-        "bar.sync 0;"
+    sync = (
+        "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
+        if group == 2
+        else "bar.sync 0;"
+    )
     return f"""setp.ne.u32 %more, %warp, 0;
 @%more bra ALLOCATED;
 add.u32 %w0, %bar, 32;
@@ -56,21 +65,39 @@ def _words(first: int, count: int) -> str:
 
 def _load(columns: int, repeat: int, warps: int) -> Timed:
     """`repeat` loads of so many columns, one wait."""
-    body = "".join(
-        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{_words(columns * i, columns)}}}, "
-        f"[%peer+{columns * i}];\n" for i in range(repeat)
-    ) + "tcgen05.wait::ld.sync.aligned;\nxor.b32 %rank, %rank, %w0;"
+    body = (
+        "".join(
+            f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{_words(columns * i, columns)}}}, "
+            f"[%peer+{columns * i}];\n"
+            for i in range(repeat)
+        )
+        + "tcgen05.wait::ld.sync.aligned;\nxor.b32 %rank, %rank, %w0;"
+    )
     keep = "setp.eq.u32 %done, %rank, 77;\n@%done st.global.u32 [%buf+64], %rank;\n"
-    fill = "mov.u32 %rank, 0;\n" + "".join(
-        f"tcgen05.st.sync.aligned.32x32b.x32.b32 [%peer+{i}], {{{', '.join(['%zero'] * 32)}}};\n"
-        for i in range(0, 128, 32)) + "tcgen05.wait::st.sync.aligned;\n"
-    return timed(f"{repeat} tcgen05.ld of {columns} columns, {warps} warps", body,
-                 setup=_allocate() + fill, keep=keep, finish=_free(), warps=warps)  # fmt: skip
+    zeros = ", ".join(["%zero"] * 32)
+    fill = (
+        "mov.u32 %rank, 0;\n"
+        + "".join(
+            f"tcgen05.st.sync.aligned.32x32b.x32.b32 [%peer+{i}], {{{zeros}}};\n"
+            for i in range(0, 128, 32)
+        )
+        + "tcgen05.wait::st.sync.aligned;\n"
+    )
+    return timed(
+        f"{repeat} tcgen05.ld of {columns} columns, {warps} warps",
+        body,
+        setup=_allocate() + fill,
+        keep=keep,
+        finish=_free(),
+        warps=warps,
+    )
 
 
 def _store(columns: int) -> Timed:
-    body = (f"tcgen05.st.sync.aligned.32x32b.x{columns}.b32 [%peer], "
-            f"{{{', '.join(['%zero'] * columns)}}};\ntcgen05.wait::st.sync.aligned;")
+    body = (
+        f"tcgen05.st.sync.aligned.32x32b.x{columns}.b32 [%peer], "
+        f"{{{', '.join(['%zero'] * columns)}}};\ntcgen05.wait::st.sync.aligned;"
+    )
     return timed(f"tcgen05.st of {columns} columns", body, setup=_allocate(), finish=_free())
 
 
@@ -94,29 +121,42 @@ fence.proxy.async;
 
 
 def _products(
-    group: int, m: int, n: int, in_tmem: bool, count: int, targets: int = 1, ctas: int = 0,
+    group: int,
+    m: int,
+    n: int,
+    in_tmem: bool,
+    count: int,
+    targets: int = 1,
+    ctas: int = 0,
     rounds: int = 16,
 ) -> Timed:
     """`count` tcgen05.mma one behind the other into `targets` accumulators, a commit, a wait.
 
     ctas: of the grid, on random operands; 0: one CTA or pair, on whatever is there.
     """
-    types = InstructionDescriptor(KINDS["f16"], m, n, "bf16", "bf16", "f32", False, False, False,
-                                  False)  # fmt: skip
+    types = InstructionDescriptor(
+        KINDS["f16"], m, n, "bf16", "bf16", "f32", False, False, False, False
+    )
     raw = encode_matrix(MatrixDescriptor(0, 16, 1024, 128))
-    setup = (_random_operands() if ctas else "") + init_barriers() + _allocate(group) + (
-        f"mov.u32 %rank, {'%cluster_ctarank' if group == 2 else '0'};\n"
-        "setp.eq.u32 %mine, %rank, 0;\nand.pred %mine, %mine, %first;\n"
-        "setp.eq.u32 %accumulate, %zero, 0;\n"
-        "shr.u32 %w1, %pool, 4;\nand.b32 %w1, %w1, 0x3FFF;\ncvt.u64.u32 %d0, %w1;\n"
-        f"or.b64 %d0, %d0, {raw:#x};\nadd.u64 %d1, %d0, {32768 // 16};\n"
-        f"mov.u32 %w2, {encode_instruction(types):#x};\nadd.u32 %w3, %addr, 256;\n"
-        f"add.u32 %w4, %addr, {n if targets > 1 else 0};\n"
+    setup = (
+        (_random_operands() if ctas else "")
+        + init_barriers()
+        + _allocate(group)
+        + (
+            f"mov.u32 %rank, {'%cluster_ctarank' if group == 2 else '0'};\n"
+            "setp.eq.u32 %mine, %rank, 0;\nand.pred %mine, %mine, %first;\n"
+            "setp.eq.u32 %accumulate, %zero, 0;\n"
+            "shr.u32 %w1, %pool, 4;\nand.b32 %w1, %w1, 0x3FFF;\ncvt.u64.u32 %d0, %w1;\n"
+            f"or.b64 %d0, %d0, {raw:#x};\nadd.u64 %d1, %d0, {32768 // 16};\n"
+            f"mov.u32 %w2, {encode_instruction(types):#x};\nadd.u32 %w3, %addr, 256;\n"
+            f"add.u32 %w4, %addr, {n if targets > 1 else 0};\n"
+        )
     )
     a = "[%w3]" if in_tmem else "%d0"
     issue = "".join(
         f"tcgen05.mma.cta_group::{group}.kind::f16 [%{'w4' if i % targets else 'addr'}], {a}, %d1, "
-        "%w2, %accumulate;\n" for i in range(count)
+        "%w2, %accumulate;\n"
+        for i in range(count)
     )
     commit = f"tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster.b64 [%bar];"
     body = f"""@!%mine bra PAST;
@@ -128,8 +168,16 @@ xor.b32 %parity, %parity, 1;
 PAST:"""
     where = "tmem" if in_tmem else "smem"
     name = f"{count} mma {m}x{n} group {group} A {where}, {targets} accumulators"
-    return timed(f"{name}, {ctas} CTAs" if ctas else name, body, setup=setup, finish=_free(group),
-                 rounds=rounds, grid=ctas or group, cluster=group, shared=_SHARED)
+    return timed(
+        f"{name}, {ctas} CTAs" if ctas else name,
+        body,
+        setup=setup,
+        finish=_free(group),
+        rounds=rounds,
+        grid=ctas or group,
+        cluster=group,
+        shared=_SHARED,
+    )
 
 
 def _query() -> Timed:
@@ -141,8 +189,15 @@ WAITING:
 mbarrier.try_wait.parity.shared.b64 %done, [%bar], %parity;
 @!%done bra WAITING;
 PAST:"""
-    return timed("a query of launch control", body, setup=init_barriers() + "add.u32 %w5, %bar, "
-                 "48;\n", rounds=1, grid=2048, shared=200 << 10, typical=True)  # fmt: skip
+    return timed(
+        "a query of launch control",
+        body,
+        setup=init_barriers() + "add.u32 %w5, %bar, 48;\n",
+        rounds=1,
+        grid=2048,
+        shared=200 << 10,
+        typical=True,
+    )
 
 
 def _mma(group: int, m: int, n: int, in_tmem: bool) -> tuple[Micro, Micro]:

@@ -16,16 +16,35 @@ from .rungs import RUNGS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     names = [rung.name for rung in RUNGS]
-    parser.add_argument("--out", type=Path, default=Path("bringup_report"),
-                        help="directory of results and report (default: %(default)s); what is "
-                        "there already is not run again")
-    parser.add_argument("--again", action="append", default=[], metavar="RUNG", choices=names,
-                        help="drop this rung's results first")
-    parser.add_argument("--rungs", nargs="+", choices=names, default=names,
-                        help="run these only (default: all)")
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
-                        help="steps RUNG/STEP that match, as in 'golden/tma*'")
-    parser.add_argument("--simulate", action="store_true",
-                        help="run in the simulator, as on a machine without a GPU")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bringup_report"),
+        help="directory of results and report (default: %(default)s); what is "
+        "there already is not run again",
+    )
+    parser.add_argument(
+        "--again",
+        action="append",
+        default=[],
+        metavar="RUNG",
+        choices=names,
+        help="drop this rung's results first",
+    )
+    parser.add_argument(
+        "--rungs", nargs="+", choices=names, default=names, help="run these only (default: all)"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="steps RUNG/STEP that match, as in 'golden/tma*'",
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="run in the simulator, as on a machine without a GPU",
+    )
     parser.add_argument("--report", action="store_true", help="only write the report again")
     parser.add_argument("--plant", action="store_true", help=argparse.SUPPRESS)

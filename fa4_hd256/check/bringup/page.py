@@ -19,11 +19,14 @@ def page(content: dict[str, Any], constants: dict[str, float]) -> str:
     """The HTML text. content: of report.json. constants: the model's, before this run."""
     target = content["target"]
     title = f"Bringup of {target['name']}"
-    parts = [f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title>"
-             f"<style>{_STYLE}</style><h1>{escape(title)}</h1>"]
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title>"
+        f"<style>{_STYLE}</style><h1>{escape(title)}</h1>"
+    ]
     major, minor = target["capability"]
-    parts.append(f"<p>{content['date']} UTC, compute capability {major}.{minor}, "
-                 f"{target['sms']} SMs.</p>")
+    parts.append(
+        f"<p>{content['date']} UTC, compute capability {major}.{minor}, {target['sms']} SMs.</p>"
+    )
     if content["stopped"]:
         parts.append(f"<p class=hang>Stopped: {escape(content['stopped'])}</p>")
     parts.append(_overview(content["rungs"]))
@@ -37,8 +40,10 @@ def page(content: dict[str, Any], constants: dict[str, float]) -> str:
 def _overview(rungs: dict[str, Any]) -> str:
     rows = []
     for name, rung in rungs.items():
-        counts = " ".join(f"<span class='{state.split()[0]}'>{number} {state}</span>"
-                          for state, number in rung["counts"].items())
+        counts = " ".join(
+            f"<span class='{state.split()[0]}'>{number} {state}</span>"
+            for state, number in rung["counts"].items()
+        )
         rows.append(f"<tr><td><a href='#{name}'>{name}</a><td>{counts}<td>{rung['seconds']:.0f} s")
     return "<table><tr><th>rung<th>steps<th>time" + "".join(rows) + "</table>"
 
@@ -46,17 +51,21 @@ def _overview(rungs: dict[str, Any]) -> str:
 def _steps(name: str, rung: dict[str, Any]) -> str:
     rows = [
         f"<tr><td>{escape(item)}<td class='{o['state'].split()[0]}'>{o['state']}"
-        f"<td>{escape(o.get('text', ''))}" for item, o in rung["steps"].items()
+        f"<td>{escape(o.get('text', ''))}"
+        for item, o in rung["steps"].items()
     ]
     bad = any(o["state"] not in ("passed", "skipped") for o in rung["steps"].values())
-    return (f"<details id={name}{' open' if bad else ''}><summary><b>{name}</b></summary>"
-            f"<table>{''.join(rows)}</table></details>")
+    return (
+        f"<details id={name}{' open' if bad else ''}><summary><b>{name}</b></summary>"
+        f"<table>{''.join(rows)}</table></details>"
+    )
 
 
 def _svg(lines: list[str], rows: int) -> str:
     height = _ROW * (rows + 2)
-    return (f"<svg width={_LABEL + _WIDTH + 130} height={height} role=img>" + "".join(lines)
-            + "</svg>")
+    return (
+        f"<svg width={_LABEL + _WIDTH + 130} height={height} role=img>" + "".join(lines) + "</svg>"
+    )
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
@@ -89,8 +98,9 @@ def _against_model(steps: dict[str, Any], constants: dict[str, float]) -> str:
         y = _ROW * (number + 0.8)
         low, middle, high = (place(values[key] / model) for key in ("low", "value", "high"))
         lines.append(_text(_LABEL - 8, y + 4, name, "end"))
-        lines.append(f"<line x1={low:.1f} x2={high:.1f} y1={y} y2={y} stroke=#1d4f91 "
-                     "stroke-width=3 />")
+        lines.append(
+            f"<line x1={low:.1f} x2={high:.1f} y1={y} y2={y} stroke=#1d4f91 stroke-width=3 />"
+        )
         lines.append(f"<circle cx={middle:.1f} cy={y} r=4 fill=#1d4f91 />")
         figures = f"{values['value']:g}, model {model:g}"
         lines.append(_text(_LABEL + _WIDTH + 8, y + 4, figures))
@@ -98,14 +108,14 @@ def _against_model(steps: dict[str, Any], constants: dict[str, float]) -> str:
 
 
 def _throughput(steps: dict[str, Any]) -> str:
-    """TFLOPS of each provider, a group of bars for each case; bench's tables of ratios have none.
-    """
+    """TFLOPS of each provider, a group of bars a case; bench's tables of ratios have none."""
     tables = [t for o in steps.values() for t in o.get("values", {}).get("tables", ())]
     parts = []
     for table in tables:
         bars = [
             (f"{row['shape']} {row['heads']} {row['mask']} {name}", name, found["tflops"])
-            for row in table["rows"] for name, found in row.get("details", {}).items()
+            for row in table["rows"]
+            for name, found in row.get("details", {}).items()
             if "tflops" in found
         ]
         if not bars:

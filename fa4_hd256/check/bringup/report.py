@@ -22,8 +22,7 @@ _COUNTED = ("golden", "rules")
 
 
 def write_reports(run: BringupRun, stopped: str = "") -> None:
-    """report.txt, report.json and report.html in the run's directory. stopped: why it ended early.
-    """
+    """Write report.txt, .json and .html into the run's directory. stopped: why it ended early."""
     directory, target, results = run.directory, run.target, run.results
     (directory / "report.txt").write_text(text(target, results, stopped))
     found = content(target, results, run.started, stopped)
@@ -33,9 +32,7 @@ def write_reports(run: BringupRun, stopped: str = "") -> None:
     (directory / "report.html").write_text(page(found, constants))
 
 
-def content(
-    target: Target, results: Results, started: str, stopped: str = ""
-) -> dict[str, Any]:
+def content(target: Target, results: Results, started: str, stopped: str = "") -> dict[str, Any]:
     """Everything as JSON values; of counted rungs what passed only as a number.
 
     started: date and time of the run's first step.
@@ -44,15 +41,23 @@ def content(
     for name, found in results.items():
         if name == HIDDEN[0].name:
             continue
-        kept = {item: outcome for item, outcome in found.items()
-                if name not in _COUNTED or outcome["state"] != "passed" or outcome.get("text")}
+        kept = {
+            item: outcome
+            for item, outcome in found.items()
+            if name not in _COUNTED or outcome["state"] != "passed" or outcome.get("text")
+        }
         rungs[name] = {
             "counts": dict(Counter(outcome["state"] for outcome in found.values())),
             "seconds": round(sum(o.get("seconds", 0.0) for o in found.values()), 1),
             "steps": kept,
         }
-    made = {"bringup": VERSION, "date": started, "target": target.as_json(), "stopped": stopped,
-            "rungs": rungs}  # fmt: skip
+    made = {
+        "bringup": VERSION,
+        "date": started,
+        "target": target.as_json(),
+        "stopped": stopped,
+        "rungs": rungs,
+    }
     described = machine(target, results, started)
     return {**made, "machine": described} if described else made
 
@@ -60,7 +65,9 @@ def content(
 def summary_line(results: Results, stopped: str = "") -> str:
     """Return how many steps ended in each state."""
     counts = Counter(
-        outcome["state"] for name, found in results.items() if name != HIDDEN[0].name
+        outcome["state"]
+        for name, found in results.items()
+        if name != HIDDEN[0].name
         for outcome in found.values()
     )
     line = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])

@@ -115,7 +115,6 @@ class _InCommon(torch.autograd.Function):
         return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])
 
 
-
 def attend_by_heads(
     tensors: tuple[Any, ...], settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
 ) -> tuple[torch.Tensor, torch.Tensor]:

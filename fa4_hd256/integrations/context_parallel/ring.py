@@ -141,9 +141,7 @@ class _Passing:
         if route is None:
             return None
         places = [local_rows(held, rows) for rows in route.rows]
-        return torch.stack(
-            [torch.cat([t[:, p.start : p.stop] for p in places], dim=1) for t in kv]
-        )
+        return torch.stack([torch.cat([t[:, p.start : p.stop] for p in places], dim=1) for t in kv])
 
     def room(self, like: torch.Tensor, hop: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Allocate a buffer for the rows of a hop: (2, batch, rows, heads_kv, 256)."""

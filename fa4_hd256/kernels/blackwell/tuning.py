@@ -49,9 +49,7 @@ class TunedPattern:
 
 def seqlen_class(seqlen_k: int) -> str:
     """The class of a problem's longest key sequence."""
-    return next(
-        name for name, most in SEQLEN_CLASSES.items() if most is None or seqlen_k <= most
-    )
+    return next(name for name, most in SEQLEN_CLASSES.items() if most is None or seqlen_k <= most)
 
 
 @functools.cache

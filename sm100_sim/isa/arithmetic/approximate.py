@@ -56,8 +56,12 @@ def _exp2(e: Emitter, x: str, ftz: bool) -> str:
     low = -126.0 if ftz else -152.0
     above = e.compare("olt", "float", x, e.float_constant(_f32(128.0)))
     t = e.select(above, "float", x, e.float_constant(_f32(128.0)))
-    t = e.select(e.compare("ogt", "float", t, e.float_constant(_f32(low))), "float", t,
-                 e.float_constant(_f32(low)))
+    t = e.select(
+        e.compare("ogt", "float", t, e.float_constant(_f32(low))),
+        "float",
+        t,
+        e.float_constant(_f32(low)),
+    )
     magic = e.float_constant(_MAGIC)
     shifted = e.binary("fadd", "float", t, magic)
     f = e.binary("fsub", "float", t, e.binary("fsub", "float", shifted, magic))
@@ -65,8 +69,7 @@ def _exp2(e: Emitter, x: str, ftz: bool) -> str:
     for coefficient in (*_EX2[-2::-1], 0x3F800000):
         p = e.intrinsic("fma", "float", p, f, e.float_constant(coefficient))
     # The integer part stands in the low bits of the shifted value; the rest is shifted out.
-    exponent = e.binary("shl", "i32", e.cast("bitcast", shifted, "float", "i32"),
-                        splat("i32", 23))
+    exponent = e.binary("shl", "i32", e.cast("bitcast", shifted, "float", "i32"), splat("i32", 23))
     bits = e.binary("add", "i32", e.cast("bitcast", p, "float", "i32"), exponent)
     result = e.cast("bitcast", bits, "i32", "float")
     tiny = e.compare("olt", "float", x, e.float_constant(_f32(-126.0)))
@@ -74,23 +77,31 @@ def _exp2(e: Emitter, x: str, ftz: bool) -> str:
         small = e.float_constant(0)
     else:
         raised = e.binary("add", "i32", bits, splat("i32", 64 << 23))
-        small = e.binary("fmul", "float", e.cast("bitcast", raised, "i32", "float"),
-                         e.float_constant(_f32(2.0 ** -64)))
+        small = e.binary(
+            "fmul",
+            "float",
+            e.cast("bitcast", raised, "i32", "float"),
+            e.float_constant(_f32(2.0**-64)),
+        )
     result = e.select(tiny, "float", small, result)
-    result = e.select(e.compare("oge", "float", x, e.float_constant(_f32(128.0))), "float",
-                      e.float_constant(0x7F800000), result)
+    result = e.select(
+        e.compare("oge", "float", x, e.float_constant(_f32(128.0))),
+        "float",
+        e.float_constant(0x7F800000),
+        result,
+    )
     return _nan(e, e.compare("uno", "float", x, x), result)
 
 
-def _by_type(e: Emitter, i: Instruction, type_name: str,
-             function: Callable[[str], str]) -> None:
+def _by_type(e: Emitter, i: Instruction, type_name: str, function: Callable[[str], str]) -> None:
     """Apply an f32 function to f32 or half-precision operands."""
     destination, source = i.operands
     if type_name == "f32":
         return e.set(destination, "float", function(e.get(source, "float")))
     parts = split_pair(e, source) if type_name.endswith("x2") else (e.get(source, "i16"),)
-    results = [float_to_half(e, function(half_to_float(e, part, type_name)), type_name)
-               for part in parts]
+    results = [
+        float_to_half(e, function(half_to_float(e, part, type_name)), type_name) for part in parts
+    ]
     if len(results) == 2:
         return e.set(destination, "i32", join_pair(e, *results))
     e.set(destination, "i16", results[0])
@@ -116,8 +127,12 @@ def tanh(e: Emitter, i: Instruction) -> None:
         scaled = e.binary("fmul", "float", magnitude, e.float_constant(_f32(2.885390081777927)))
         power = exp2(e, scaled, True)
         one, two = e.float_constant(_f32(1.0)), e.float_constant(_f32(2.0))
-        large = e.binary("fsub", "float", one, e.binary(
-            "fdiv", "float", two, e.binary("fadd", "float", power, one)))
+        large = e.binary(
+            "fsub",
+            "float",
+            one,
+            e.binary("fdiv", "float", two, e.binary("fadd", "float", power, one)),
+        )
         # Near zero the difference cancels: use the odd series there.
         square = e.binary("fmul", "float", magnitude, magnitude)
         series = e.float_constant(_f32(-17 / 315))
@@ -126,8 +141,7 @@ def tanh(e: Emitter, i: Instruction) -> None:
         small = e.binary("fmul", "float", series, magnitude)
         near = e.compare("olt", "float", magnitude, e.float_constant(_f32(0.25)))
         result = e.select(near, "float", small, large)
-        return _nan(e, e.compare("uno", "float", x, x),
-                    e.intrinsic("copysign", "float", result, x))
+        return _nan(e, e.compare("uno", "float", x, x), e.intrinsic("copysign", "float", result, x))
 
     _by_type(e, i, type_name, lambda x: e.shared_function("tanh", function, x))
 
@@ -136,7 +150,8 @@ def tanh(e: Emitter, i: Instruction) -> None:
 def reciprocal_root(e: Emitter, i: Instruction) -> None:
     """rcp, sqrt{.approx,.rn}{.ftz}.f32 and .rn.f64: correctly rounded in every form."""
     mode, ftz, type_name = split_modifiers(
-        i, ("approx", "rn", "rz", "rm", "rp"), ("ftz", ""), ("f32", "f64"))
+        i, ("approx", "rn", "rz", "rm", "rp"), ("ftz", ""), ("f32", "f64")
+    )
     if mode not in ("approx", "rn") or type_name == "f64" and mode != "rn":
         raise unknown(i, "implemented are .approx and .rn for f32, .rn for f64")
     kind = "float" if type_name == "f32" else "double"
@@ -154,8 +169,11 @@ def reciprocal_root(e: Emitter, i: Instruction) -> None:
         return _nan(e, e.compare("uno", "float", result, result), result)
 
     name = "_".join(filter(None, (i.opcode, ftz, kind)))
-    e.set(i.operands[0], kind, e.shared_function(
-        name, function, e.get(i.operands[1], kind), kind=kind, result=kind))
+    e.set(
+        i.operands[0],
+        kind,
+        e.shared_function(name, function, e.get(i.operands[1], kind), kind=kind, result=kind),
+    )
 
 
 @computes("rsqrt", statistics="mufu.rsqrt", mix=_APPROXIMATE)
@@ -182,26 +200,29 @@ def lg2(e: Emitter, i: Instruction) -> None:
     x = flush(e, x) if ftz else x
     wide = e.cast("bitcast", e.cast("fpext", x, "float", "double"), "double", "i64")
     # Every f32, subnormal or not, is a normal double.
-    offset = e.binary("sub", "i64", wide, splat("i64", _f64(0.5 ** 0.5)))
+    offset = e.binary("sub", "i64", wide, splat("i64", _f64(0.5**0.5)))
     k = e.binary("ashr", "i64", offset, splat("i64", 52))
     mantissa = e.binary("sub", "i64", wide, e.binary("shl", "i64", k, splat("i64", 52)))
     m = e.cast("bitcast", mantissa, "i64", "double")
     one = e.float_constant(_f64(1.0), "double")
-    t = e.binary("fdiv", "double", e.binary("fsub", "double", m, one),
-                 e.binary("fadd", "double", m, one))
+    t = e.binary(
+        "fdiv", "double", e.binary("fsub", "double", m, one), e.binary("fadd", "double", m, one)
+    )
     square = e.binary("fmul", "double", t, t)
     series = e.float_constant(_f64(1 / 15), "double")
     for power in (13, 11, 9, 7, 5, 3, 1):
-        series = e.intrinsic("fma", "double", series, square,
-                             e.float_constant(_f64(1 / power), "double"))
+        series = e.intrinsic(
+            "fma", "double", series, square, e.float_constant(_f64(1 / power), "double")
+        )
     scale = e.float_constant(_f64(2.8853900817779268), "double")
     fraction = e.binary("fmul", "double", e.binary("fmul", "double", series, t), scale)
     k32 = e.cast("trunc", k, "i64", "i32")
     total = e.binary("fadd", "double", e.cast("sitofp", k32, "i32", "double"), fraction)
     result = e.cast("fptrunc", total, "double", "float")
     zero, infinity = e.float_constant(0), e.float_constant(0x7F800000)
-    result = e.select(e.compare("oeq", "float", x, zero), "float",
-                      e.float_constant(0xFF800000), result)
+    result = e.select(
+        e.compare("oeq", "float", x, zero), "float", e.float_constant(0xFF800000), result
+    )
     result = e.select(e.compare("oeq", "float", x, infinity), "float", infinity, result)
     e.set(i.operands[0], "float", _nan(e, e.compare("ult", "float", x, zero), result))
 
@@ -217,13 +238,20 @@ def sine(e: Emitter, i: Instruction) -> None:
     _, ftz, _ = split_modifiers(i, ("approx",), ("ftz", ""), ("f32",))
     x = e.get(i.operands[1], "float")
     x = flush(e, x) if ftz else x
-    wide = e.binary("fmul", "double", e.cast("fpext", x, "float", "double"),
-                    e.float_constant(_f64(_PER_RADIAN), "double"))
+    wide = e.binary(
+        "fmul",
+        "double",
+        e.cast("fpext", x, "float", "double"),
+        e.float_constant(_f64(_PER_RADIAN), "double"),
+    )
     turns = e.cast("fpext", round_directed(e, wide, "rz"), "float", "double")
     whole = e.intrinsic("roundeven", "double", turns)
     turns = e.binary("fsub", "double", turns, whole)
-    n = e.intrinsic("roundeven", "double", e.binary(
-        "fmul", "double", turns, e.float_constant(_f64(4.0), "double")))
+    n = e.intrinsic(
+        "roundeven",
+        "double",
+        e.binary("fmul", "double", turns, e.float_constant(_f64(4.0), "double")),
+    )
     rest = e.intrinsic("fma", "double", n, e.float_constant(_f64(-0.25), "double"), turns)
     r = e.binary("fmul", "double", rest, e.float_constant(_f64(2 * math.pi), "double"))
     quadrant = e.intrinsic("fptosi.sat", "double", n, result="i64")
@@ -232,26 +260,29 @@ def sine(e: Emitter, i: Instruction) -> None:
     square = e.binary("fmul", "double", r, r)
     sin_series = _series(e, square, [(-1) ** k / math.factorial(2 * k + 1) for k in range(7)])
     cos_series = _series(e, square, [(-1) ** k / math.factorial(2 * k) for k in range(8)])
-    odd = e.compare("ne", "i64", e.binary("and", "i64", quadrant, splat("i64", 1)),
-                    splat("i64", 0))
+    odd = e.compare("ne", "i64", e.binary("and", "i64", quadrant, splat("i64", 1)), splat("i64", 0))
     value = e.select(odd, "double", cos_series, e.binary("fmul", "double", sin_series, r))
-    flip = e.compare("ne", "i64", e.binary("and", "i64", quadrant, splat("i64", 2)),
-                     splat("i64", 0))
+    flip = e.compare(
+        "ne", "i64", e.binary("and", "i64", quadrant, splat("i64", 2)), splat("i64", 0)
+    )
     value = e.select(flip, "double", e.name_for(f"fneg <32 x double> {value}"), value)
     result = e.cast("fptrunc", value, "double", "float")
     if i.opcode == "sin":
         # Zeros keep the sign of the argument.
         zero = e.compare("oeq", "float", result, e.float_constant(0))
         result = e.select(zero, "float", e.intrinsic("copysign", "float", result, x), result)
-    finite = e.compare("olt", "float", e.intrinsic("fabs", "float", x),
-                       e.float_constant(0x7F800000))
-    e.set(i.operands[0], "float", e.select(finite, "float", result,
-                                           e.float_constant(CANONICAL_NAN)))
+    finite = e.compare(
+        "olt", "float", e.intrinsic("fabs", "float", x), e.float_constant(0x7F800000)
+    )
+    e.set(
+        i.operands[0], "float", e.select(finite, "float", result, e.float_constant(CANONICAL_NAN))
+    )
 
 
 def _series(e: Emitter, x: str, coefficients: list[float]) -> str:
     value = e.float_constant(_f64(coefficients[-1]), "double")
     for coefficient in coefficients[-2::-1]:
-        value = e.intrinsic("fma", "double", value, x,
-                            e.float_constant(_f64(coefficient), "double"))
+        value = e.intrinsic(
+            "fma", "double", value, x, e.float_constant(_f64(coefficient), "double")
+        )
     return value

@@ -10,8 +10,11 @@ from sm100_sim.ptx.parser import Instruction
 def _amount(e: Emitter, i: Instruction, position: int, mode: str) -> str:
     """A position or width of 0 to 32: larger ones are clamped, or taken modulo 32, as i64."""
     value = e.get(i.operands[position], "i32")
-    value = e.intrinsic("umin", "i32", value, splat("i32", 32)) if mode == "clamp" \
+    value = (
+        e.intrinsic("umin", "i32", value, splat("i32", 32))
+        if mode == "clamp"
         else e.binary("and", "i32", value, splat("i32", 31))
+    )
     return e.cast("zext", value, "i32", "i64")
 
 
@@ -65,8 +68,12 @@ def find_nth_set(e: Emitter, i: Instruction) -> None:
             here = e.binary("and", "i1", here, direction)
             found = e.select(here, "i32", splat("i32", bit), found)
     inside = e.compare("ult", "i32", base, splat("i32", 32))
-    own = e.binary("and", "i32", e.binary("lshr", "i32", mask, e.binary(
-        "and", "i32", base, splat("i32", 31))), splat("i32", 1))
+    own = e.binary(
+        "and",
+        "i32",
+        e.binary("lshr", "i32", mask, e.binary("and", "i32", base, splat("i32", 31))),
+        splat("i32", 1),
+    )
     itself = e.binary("and", "i1", e.compare("ne", "i32", own, splat("i32", 0)), inside)
     same = e.select(itself, "i32", base, splat("i32", -1))
     neither = e.compare("eq", "i32", offset, splat("i32", 0))
@@ -94,7 +101,10 @@ def dot_product(e: Emitter, i: Instruction) -> None:
     if half == "hi":
         b = e.binary("lshr", "i32", b, splat("i32", 16))
     count = 4 if i.opcode == "dp4a" else 2
-    for x, y in zip(_parts(e, a, 32 // count, count, a_type == "s32"),
-                    _parts(e, b, 8, count, b_type == "s32"), strict=True):
+    for x, y in zip(
+        _parts(e, a, 32 // count, count, a_type == "s32"),
+        _parts(e, b, 8, count, b_type == "s32"),
+        strict=True,
+    ):
         total = e.binary("add", "i32", total, e.binary("mul", "i32", x, y))
     e.set(i.operands[0], "i32", total)

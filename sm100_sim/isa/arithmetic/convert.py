@@ -27,8 +27,12 @@ _ROUNDINGS = ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna", "")
 _TO_INTEGRAL = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
 
-@computes("cvt", statistics="cvt", addressing=True, mix=ByModifier(
-    dict.fromkeys(("bf16x2", "f16x2", "e4m3x2", "e5m2x2"), Mix.NARROW), None))
+@computes(
+    "cvt",
+    statistics="cvt",
+    addressing=True,
+    mix=ByModifier(dict.fromkeys(("bf16x2", "f16x2", "e4m3x2", "e5m2x2"), Mix.NARROW), None),
+)
 def convert(e: Emitter, i: Instruction) -> None:
     """cvt{.rounding}{.ftz}{.relu}{.satfinite}{.sat}.dtype.atype d, a{, b}."""
     if narrow.is_narrow(i):
@@ -36,8 +40,15 @@ def convert(e: Emitter, i: Instruction) -> None:
     if i.modifiers[-2:-1] == ("tf32",):
         return _to_tf32(e, i)
     rounding, ftz, relu, satfinite, sat, to, source = split_modifiers(
-        i, _ROUNDINGS, ("ftz", ""), ("relu", ""), ("satfinite", ""), ("sat", ""),
-        (*_INTEGERS, *_FLOATS, *_PACKED), (*_INTEGERS, *_FLOATS))
+        i,
+        _ROUNDINGS,
+        ("ftz", ""),
+        ("relu", ""),
+        ("satfinite", ""),
+        ("sat", ""),
+        (*_INTEGERS, *_FLOATS, *_PACKED),
+        (*_INTEGERS, *_FLOATS),
+    )
     if to in _PACKED:
         return _to_packed(e, i, rounding, bool(relu), bool(satfinite), to, source)
     if to in _INTEGERS:
@@ -48,8 +59,7 @@ def convert(e: Emitter, i: Instruction) -> None:
         return _float_to_integer(e, i, rounding, bool(ftz), to, source)
     if source in _INTEGERS:
         return _integer_to_float(e, i, rounding, bool(sat), to, source)
-    _float_to_float(e, i, (rounding, bool(ftz), bool(relu), bool(satfinite), bool(sat)), to,
-                    source)
+    _float_to_float(e, i, (rounding, bool(ftz), bool(relu), bool(satfinite), bool(sat)), to, source)
 
 
 def _integer_to_integer(e: Emitter, i: Instruction, sat: bool, to: str, source: str) -> None:
@@ -60,8 +70,9 @@ def _integer_to_integer(e: Emitter, i: Instruction, sat: bool, to: str, source: 
     if width < source_width:
         value = e.cast("trunc", value, f"i{source_width}", f"i{width}")
     elif width > source_width:
-        value = e.cast("sext" if source[0] == "s" else "zext", value, f"i{source_width}",
-                       f"i{width}")
+        value = e.cast(
+            "sext" if source[0] == "s" else "zext", value, f"i{source_width}", f"i{width}"
+        )
     _set_integer(e, i, to, value)
 
 
@@ -99,8 +110,9 @@ def _source_float(e: Emitter, i: Instruction, source: str, ftz: bool) -> tuple[s
     return "float", flush(e, value) if ftz else value
 
 
-def _float_to_integer(e: Emitter, i: Instruction, rounding: str, ftz: bool, to: str,
-                      source: str) -> None:
+def _float_to_integer(
+    e: Emitter, i: Instruction, rounding: str, ftz: bool, to: str, source: str
+) -> None:
     """Rounded as the modifier says, clamped to the type (9.7.9.22, notes).
 
     NaN gives 0, but the type's top bit alone if the source is f64 or the result has 64 bits.
@@ -122,8 +134,9 @@ def _float_to_integer(e: Emitter, i: Instruction, rounding: str, ftz: bool, to: 
     _set_integer(e, i, to, result)
 
 
-def _integer_to_float(e: Emitter, i: Instruction, rounding: str, sat: bool, to: str,
-                      source: str) -> None:
+def _integer_to_float(
+    e: Emitter, i: Instruction, rounding: str, sat: bool, to: str, source: str
+) -> None:
     kind = f"i{source[1:]}"
     value = e.get(i.operands[1], kind)
     operation = "sitofp" if source[0] == "s" else "uitofp"
@@ -177,16 +190,18 @@ def _float_to_float(e: Emitter, i: Instruction, options: tuple, to: str, source:
     e.set(i.operands[0], "i16", _to_half(e, i, value, rounding, relu, satfinite, to))
 
 
-def _to_half(e: Emitter, i: Instruction, value: str, rounding: str, relu: bool, satfinite: bool,
-             to: str) -> str:
+def _to_half(
+    e: Emitter, i: Instruction, value: str, rounding: str, relu: bool, satfinite: bool, to: str
+) -> str:
     """f32 lanes to the bits of f16 or bf16, with .relu (negative to +0) and .satfinite."""
     if rounding not in ("rn", "rz"):
         raise unknown(i, "half precisions round with .rn and .rz")
     if relu:
         positive = e.compare("uge", "float", value, e.float_constant(0))
         nonzero = e.compare("une", "float", value, e.float_constant(0))
-        value = e.select(e.binary("and", "i1", positive, nonzero), "float", value,
-                         e.float_constant(0))
+        value = e.select(
+            e.binary("and", "i1", positive, nonzero), "float", value, e.float_constant(0)
+        )
     bits = float_to_half(e, value, to, rounding)
     if satfinite:
         infinity = 0x7C00 if to == "f16" else 0x7F80
@@ -198,8 +213,9 @@ def _to_half(e: Emitter, i: Instruction, value: str, rounding: str, relu: bool, 
     return bits
 
 
-def _to_integral(e: Emitter, i: Instruction, rounding: str, ftz: bool, sat: bool, to: str,
-                 source: str) -> None:
+def _to_integral(
+    e: Emitter, i: Instruction, rounding: str, ftz: bool, sat: bool, to: str, source: str
+) -> None:
     """cvt.{rni,rzi,rmi,rpi}.f.f: to an integral value of the same type."""
     if to != source or to == "bf16":
         raise unknown(i, "rounding to an integral value keeps the type, f16, f32 or f64")
@@ -212,27 +228,35 @@ def _to_integral(e: Emitter, i: Instruction, rounding: str, ftz: bool, sat: bool
     e.set(i.operands[0], kind, value)
 
 
-def _to_packed(e: Emitter, i: Instruction, rounding: str, relu: bool, satfinite: bool, to: str,
-               source: str) -> None:
+def _to_packed(
+    e: Emitter, i: Instruction, rounding: str, relu: bool, satfinite: bool, to: str, source: str
+) -> None:
     """cvt.{rn,rz}{.relu}{.satfinite}.{f16x2,bf16x2}.f32 d, a, b: a goes to the upper half."""
     if source != "f32" or len(i.operands) != 3:
         raise unknown(i, "packed conversions are implemented from two f32")
 
     def function(e: Emitter, high: str, low: str) -> str:
-        halves = (_to_half(e, i, value, rounding, relu, satfinite, to[:-2])
-                  for value in (low, high))
+        halves = (
+            _to_half(e, i, value, rounding, relu, satfinite, to[:-2]) for value in (low, high)
+        )
         return join_pair(e, *halves)
 
     parts = "cvt", rounding, "relu" if relu else "", "satfinite" if satfinite else "", to
     name = "_".join(filter(None, parts))
-    e.set(i.operands[0], "i32", e.shared_function(
-        name, function, *(e.get(op, "float") for op in i.operands[1:3]), result="i32"))
+    e.set(
+        i.operands[0],
+        "i32",
+        e.shared_function(
+            name, function, *(e.get(op, "float") for op in i.operands[1:3]), result="i32"
+        ),
+    )
 
 
 def _to_tf32(e: Emitter, i: Instruction) -> None:
     """cvt.{rn,rz}{.satfinite}{.relu}.tf32.f32 and cvt.rna{.satfinite}: 10 mantissa bits."""
     rounding, satfinite, relu, _, _ = split_modifiers(
-        i, ("rn", "rna", "rz"), ("satfinite", ""), ("relu", ""), ("tf32",), ("f32",))
+        i, ("rn", "rna", "rz"), ("satfinite", ""), ("relu", ""), ("tf32",), ("f32",)
+    )
     if relu and rounding == "rna":
         raise unknown(i, ".rna takes no .relu")
     value = e.get(i.operands[1], "float")
@@ -243,16 +267,16 @@ def _to_tf32(e: Emitter, i: Instruction) -> None:
         bits = e.select(positive, "i32", bits, splat("i32", 0))
     rounded = bits
     if rounding == "rn":
-        last = e.binary("and", "i32", e.binary("lshr", "i32", bits, splat("i32", 13)),
-                        splat("i32", 1))
+        last = e.binary(
+            "and", "i32", e.binary("lshr", "i32", bits, splat("i32", 13)), splat("i32", 1)
+        )
         rounded = e.binary("add", "i32", e.binary("add", "i32", bits, splat("i32", 0xFFF)), last)
     elif rounding == "rna":
         rounded = e.binary("add", "i32", bits, splat("i32", 0x1000))
     # Infinity and NaN must not be carried into. .rna cuts them, which may turn NaN into infinity.
     magnitude = e.binary("and", "i32", bits, splat("i32", 0x7FFFFFFF))
     finite = e.compare("ult", "i32", magnitude, splat("i32", 0x7F800000))
-    bits = e.binary("and", "i32", e.select(finite, "i32", rounded, bits),
-                    splat("i32", 0xFFFFE000))
+    bits = e.binary("and", "i32", e.select(finite, "i32", rounded, bits), splat("i32", 0xFFFFE000))
     if satfinite:
         magnitude = e.binary("and", "i32", bits, splat("i32", 0x7FFFFFFF))
         sign = e.binary("and", "i32", bits, splat("i32", 0x80000000))

@@ -44,6 +44,7 @@ def saturate(e: Emitter, value: str) -> str:
 
 # Rounding in a direction.
 
+
 def _two_sum(e: Emitter, a: str, b: str) -> tuple[str, str]:
     """Sum of doubles and its rounding error, exactly (Knuth)."""
     total = e.binary("fadd", "double", a, b)
@@ -69,8 +70,9 @@ def _sign_of(e: Emitter, value: str) -> str:
     """+1.0 or -1.0."""
     bits = e.cast("bitcast", value, "double", "i64")
     sign = e.binary("and", "i64", bits, splat("i64", -(1 << 63)))
-    return e.cast("bitcast", e.binary("or", "i64", sign, splat("i64", 0x3FF0000000000000)),
-                  "i64", "double")
+    return e.cast(
+        "bitcast", e.binary("or", "i64", sign, splat("i64", 0x3FF0000000000000)), "i64", "double"
+    )
 
 
 def round_directed(e: Emitter, value: str, rounding: str) -> str:
@@ -88,8 +90,9 @@ def round_directed(e: Emitter, value: str, rounding: str) -> str:
         moved = down
     else:
         up = e.binary("add", "i32", bits, splat("i32", 1))
-        zero = e.compare("eq", "i32", e.binary("shl", "i32", bits, splat("i32", 1)),
-                         splat("i32", 0))
+        zero = e.compare(
+            "eq", "i32", e.binary("shl", "i32", bits, splat("i32", 1)), splat("i32", 0)
+        )
         if rounding == "rm":
             wrong = e.compare("ogt", "double", back, value)
             moved = e.select(negative, "i32", up, down)
@@ -130,23 +133,28 @@ def round_to_odd_f32(e: Emitter, value: str) -> str:
     exact = e.compare("oeq", "double", e.cast("fpext", cut, "float", "double"), value)
     bits = e.cast("bitcast", cut, "float", "i32")
     odd = e.binary("or", "i32", bits, splat("i32", 1))
-    infinite = e.compare("oeq", "float", e.intrinsic("fabs", "float", cut),
-                         e.float_constant(0x7F800000))
+    infinite = e.compare(
+        "oeq", "float", e.intrinsic("fabs", "float", cut), e.float_constant(0x7F800000)
+    )
     keep = e.binary("or", "i1", exact, infinite)
     nan = e.compare("uno", "float", cut, cut)
     keep = e.binary("or", "i1", keep, nan)
     return e.cast("bitcast", e.select(keep, "i32", bits, odd), "i32", "float")
 
 
-def _f32_operation(e: Emitter, operation: str, values: list[str], rounding: str,
-                   ftz: str = "", sat: str = "") -> str:
+def _f32_operation(
+    e: Emitter, operation: str, values: list[str], rounding: str, ftz: str = "", sat: str = ""
+) -> str:
     """add, mul or fma of f32 lanes with any rounding; "ftz" flushes the operands, too."""
 
     def steps(e: Emitter, *values: str) -> str:
         values = tuple(flush(e, v) for v in values) if ftz else values
         if rounding in ("rn", ""):
-            result = e.intrinsic("fma", "float", *values) if operation == "fma" \
+            result = (
+                e.intrinsic("fma", "float", *values)
+                if operation == "fma"
                 else e.binary(f"f{operation}", "float", *values)
+            )
             result = flush(e, result) if ftz else result
         else:
             wide = _in_double(e, operation, values, rounding)
@@ -170,14 +178,16 @@ def flush_rounded(e: Emitter, wide: str, result: str, rounding: str) -> str:
     small = e.compare("olt", "double", magnitude, smallest)
     if rounding == "rn":
         # (1 - 2^-25) * 2^-126 is the tie that goes to 2^-126.
-        small = e.compare("olt", "double", magnitude,
-                          e.float_constant(0x380FFFFFF0000000, "double"))
+        small = e.compare(
+            "olt", "double", magnitude, e.float_constant(0x380FFFFFF0000000, "double")
+        )
     elif rounding != "rz":
         zero = e.float_constant(0, "double")
         away = e.compare("olt" if rounding == "rm" else "ogt", "double", wide, zero)
         # Rounded away from zero, only (1 - 2^-24) * 2^-126 and less stay below.
-        below = e.compare("ole", "double", magnitude,
-                          e.float_constant(0x380FFFFFE0000000, "double"))
+        below = e.compare(
+            "ole", "double", magnitude, e.float_constant(0x380FFFFFE0000000, "double")
+        )
         small = e.select(away, "i1", below, small)
     bits = e.cast("bitcast", result, "float", "i32")
     signed = e.cast("bitcast", e.binary("and", "i32", bits, splat("i32", _SIGN)), "i32", "float")
@@ -185,6 +195,7 @@ def flush_rounded(e: Emitter, wide: str, result: str, rounding: str) -> str:
 
 
 # Half precision lanes.
+
 
 def half_to_float(e: Emitter, bits: str, type_name: str) -> str:
     """i16 lanes holding f16 or bf16 to f32 lanes."""
@@ -200,8 +211,9 @@ def float_to_half(e: Emitter, value: str, type_name: str, rounding: str = "rn") 
     if type_name.startswith("bf16"):
         bits = e.cast("bitcast", value, "float", "i32")
         if rounding == "rn":
-            last = e.binary("and", "i32", e.binary("lshr", "i32", bits, splat("i32", 16)),
-                            splat("i32", 1))
+            last = e.binary(
+                "and", "i32", e.binary("lshr", "i32", bits, splat("i32", 16)), splat("i32", 1)
+            )
             bits = e.binary("add", "i32", e.binary("add", "i32", bits, splat("i32", 0x7FFF)), last)
         half = e.cast("trunc", e.binary("lshr", "i32", bits, splat("i32", 16)), "i32", "i16")
     else:
@@ -241,12 +253,14 @@ def _set_half(e: Emitter, op: Operand, values: list[str]) -> None:
 
 # Instructions.
 
+
 def _apply(e: Emitter, i: Instruction, operation: str, negate_second: bool = False) -> None:
     """add, mul or fma for every float type and rounding."""
     if i.modifiers[-1] in ("f16", "bf16") and i.modifiers[-2:-1] == ("f32",):
         return _apply_mixed(e, i, operation, negate_second)
     rounding, ftz, sat, relu, type_name = split_modifiers(
-        i, ROUNDINGS, ("ftz", ""), ("sat", ""), ("relu", ""), _FLOATS)
+        i, ROUNDINGS, ("ftz", ""), ("sat", ""), ("relu", ""), _FLOATS
+    )
     destination, *sources = i.operands
     if relu and type_name not in _HALF_TYPES:
         raise unknown(i, ".relu is defined for half precisions")
@@ -269,16 +283,25 @@ def _apply(e: Emitter, i: Instruction, operation: str, negate_second: bool = Fal
     lanes = [_half_lanes(e, op, type_name) for op in sources]
     results = []
     for values in zip(*lanes, strict=True):
-        results.append(_half_result(e, operation, list(values), negate_second, type_name,
-                                    (bool(ftz), bool(sat), bool(relu))))
+        results.append(
+            _half_result(
+                e,
+                operation,
+                list(values),
+                negate_second,
+                type_name,
+                (bool(ftz), bool(sat), bool(relu)),
+            )
+        )
     _set_half(e, destination, results)
 
 
 def _apply_mixed(e: Emitter, i: Instruction, operation: str, negate_second: bool) -> None:
     """add, sub, fma{.rnd}{.sat}.f32.{f16,bf16}: the factors, or the first term, are half precision
     and widened exactly; the last operand and the result are f32 (PTX ISA 9.7.5)."""
-    rounding, sat, _, type_name = split_modifiers(i, ROUNDINGS, ("sat", ""), ("f32",),
-                                                  ("f16", "bf16"))
+    rounding, sat, _, type_name = split_modifiers(
+        i, ROUNDINGS, ("sat", ""), ("f32",), ("f16", "bf16")
+    )
     *narrow, last = i.operands[1:]
     values = [half_to_float(e, e.get(op, "i16"), type_name) for op in narrow]
     values.append(e.get(last, "float"))
@@ -287,8 +310,14 @@ def _apply_mixed(e: Emitter, i: Instruction, operation: str, negate_second: bool
     e.set(i.operands[0], "float", _f32_operation(e, operation, values, rounding, sat=sat))
 
 
-def _half_result(e: Emitter, operation: str, values: list[str], negate_second: bool,
-                 type_name: str, options: tuple[bool, bool, bool]) -> str:
+def _half_result(
+    e: Emitter,
+    operation: str,
+    values: list[str],
+    negate_second: bool,
+    type_name: str,
+    options: tuple[bool, bool, bool],
+) -> str:
     ftz, sat, relu = options
     if ftz:
         values = [_flush_f16(e, value) for value in values]
@@ -304,29 +333,35 @@ def _half_result(e: Emitter, operation: str, values: list[str], negate_second: b
         bits = e.select(positive, "i16", bits, splat("i16", 0))
     if ftz:
         # Below 2^-14 * (1 - 2^-12) the result is subnormal when rounded to 11 bits.
-        small = e.compare("olt", "float", e.intrinsic("fabs", "float", result),
-                          e.float_constant(0x387FF000))
+        small = e.compare(
+            "olt", "float", e.intrinsic("fabs", "float", result), e.float_constant(0x387FF000)
+        )
         bits = e.select(small, "i16", e.binary("and", "i16", bits, splat("i16", 0x8000)), bits)
     return bits
 
 
 def _flush_f16(e: Emitter, value: str) -> str:
     """f16 subnormals, held as f32, to zeros of their sign."""
-    small = e.compare("olt", "float", e.intrinsic("fabs", "float", value),
-                      e.float_constant(0x38800000))
+    small = e.compare(
+        "olt", "float", e.intrinsic("fabs", "float", value), e.float_constant(0x38800000)
+    )
     zero = e.binary("fmul", "float", value, e.float_constant(0))
     return e.select(small, "float", zero, value)
 
 
-def _apply_double(e: Emitter, i: Instruction, operation: str, negate_second: bool,
-                  rounding: str) -> None:
+def _apply_double(
+    e: Emitter, i: Instruction, operation: str, negate_second: bool, rounding: str
+) -> None:
     if rounding not in ("rn", ""):
         raise unknown(i, "f64 arithmetic is implemented with .rn")
     values = [e.get(op, "double") for op in i.operands[1:]]
     if negate_second:
         values[1] = e.name_for(f"fneg <32 x double> {values[1]}")
-    result = e.intrinsic("fma", "double", *values) if operation == "fma" \
+    result = (
+        e.intrinsic("fma", "double", *values)
+        if operation == "fma"
         else e.binary(f"f{operation}", "double", *values)
+    )
     e.set(i.operands[0], "double", result)
 
 
@@ -345,9 +380,15 @@ def fused(e: Emitter, i: Instruction) -> None:
     _apply(e, i, "fma")
 
 
-@computes("fma", statistics=lambda i: "fma" if "f32" in i.modifiers else {
-    "f32x2": "fma.f32x2", "f64": "fma.f64"}.get(i.modifiers[-1], "fma.half"),
-          mix=ByModifier({"f32x2": Mix.PACKED}, None))
+@computes(
+    "fma",
+    statistics=lambda i: (
+        "fma"
+        if "f32" in i.modifiers
+        else {"f32x2": "fma.f32x2", "f64": "fma.f64"}.get(i.modifiers[-1], "fma.half")
+    ),
+    mix=ByModifier({"f32x2": Mix.PACKED}, None),
+)
 def fma(e: Emitter, i: Instruction) -> None:
     """fma{.rnd}{.ftz}{.sat}{.relu}.type d = a * b + c with one rounding."""
     _apply(e, i, "fma")
@@ -361,12 +402,16 @@ def divide(e: Emitter, i: Instruction) -> None:
     or NaN for an infinite dividend.
     """
     kind, ftz, type_name = split_modifiers(
-        i, ("approx", "full", *ROUNDINGS), ("ftz", ""), ("f32", "f64"))
+        i, ("approx", "full", *ROUNDINGS), ("ftz", ""), ("f32", "f64")
+    )
     if type_name == "f64":
         if kind != "rn":
             raise unknown(i, "f64 division is implemented with .rn")
-        return e.set(i.operands[0], "double", e.binary(
-            "fdiv", "double", *(e.get(op, "double") for op in i.operands[1:3])))
+        return e.set(
+            i.operands[0],
+            "double",
+            e.binary("fdiv", "double", *(e.get(op, "double") for op in i.operands[1:3])),
+        )
     a, b = (e.get(op, "float") for op in i.operands[1:3])
     if ftz:
         a, b = flush(e, a), flush(e, b)
@@ -374,12 +419,15 @@ def divide(e: Emitter, i: Instruction) -> None:
         raise unknown(i, "division is implemented with .rn, .approx and .full")
     quotient = e.binary("fdiv", "float", a, b)
     if kind == "approx":
-        large = e.compare("ogt", "float", e.intrinsic("fabs", "float", b),
-                          e.float_constant(0x7E800000))
-        finite = e.compare("olt", "float", e.intrinsic("fabs", "float", b),
-                           e.float_constant(0x7F800000))
-        zero = e.binary("fmul", "float", a, e.intrinsic("copysign", "float",
-                                                        e.float_constant(0), b))
+        large = e.compare(
+            "ogt", "float", e.intrinsic("fabs", "float", b), e.float_constant(0x7E800000)
+        )
+        finite = e.compare(
+            "olt", "float", e.intrinsic("fabs", "float", b), e.float_constant(0x7F800000)
+        )
+        zero = e.binary(
+            "fmul", "float", a, e.intrinsic("copysign", "float", e.float_constant(0), b)
+        )
         quotient = e.select(e.binary("and", "i1", large, finite), "float", zero, quotient)
     e.set(i.operands[0], "float", flush(e, quotient) if ftz else quotient)
 
@@ -388,7 +436,8 @@ def change_sign(e: Emitter, i: Instruction) -> None:
     """neg, abs of floats: the sign bit alone (and .ftz)."""
     ftz, type_name = split_modifiers(i, ("ftz", ""), _FLOATS)
     kind = {"f32": "i32", "f64": "i64", "f32x2": "i64", "f16x2": "i32", "bf16x2": "i32"}.get(
-        type_name, "i16")
+        type_name, "i16"
+    )
     width = int(kind[1:])
     value = e.get(i.operands[1], kind)
     if ftz:
@@ -396,7 +445,8 @@ def change_sign(e: Emitter, i: Instruction) -> None:
             raise unknown(i, ".ftz is implemented for f32")
         value = e.cast("bitcast", flush(e, e.get(i.operands[1], "float")), "float", "i32")
     sign = {"f32x2": 1 << 63 | 1 << 31, "f16x2": 0x80008000, "bf16x2": 0x80008000}.get(
-        type_name, 1 << (width - 1))
+        type_name, 1 << (width - 1)
+    )
     if i.opcode == "neg":
         return e.set(i.operands[0], kind, e.binary("xor", kind, value, splat(kind, sign)))
     e.set(i.operands[0], kind, e.binary("and", kind, value, splat(kind, ~sign)))
@@ -406,8 +456,8 @@ def larger(e: Emitter, opcode: str, kind: str, a: str, b: str, keep_nan: bool) -
     """One min or max: a NaN loses against a number (or wins with .NaN), -0 < +0."""
     name = f"{opcode}_{kind}_nan" if keep_nan else f"{opcode}_{kind}"
     return e.shared_function(
-        name, lambda e, a, b: _larger(e, opcode, kind, a, b, keep_nan), a, b, kind=kind,
-        result=kind)
+        name, lambda e, a, b: _larger(e, opcode, kind, a, b, keep_nan), a, b, kind=kind, result=kind
+    )
 
 
 def _larger(e: Emitter, opcode: str, kind: str, a: str, b: str, keep_nan: bool) -> str:
@@ -416,8 +466,9 @@ def _larger(e: Emitter, opcode: str, kind: str, a: str, b: str, keep_nan: bool) 
     value = e.select(e.compare(predicate, kind, a, b), kind, a, b)
     # Equal operands have equal bits unless they are zeros of either sign.
     bits = [e.cast("bitcast", v, kind, integer) for v in (a, b)]
-    both = e.cast("bitcast", e.binary("and" if opcode == "max" else "or", integer, *bits),
-                  integer, kind)
+    both = e.cast(
+        "bitcast", e.binary("and" if opcode == "max" else "or", integer, *bits), integer, kind
+    )
     value = e.select(e.compare("oeq", kind, a, b), kind, both, value)
     nan = e.float_constant(CANONICAL_NAN if kind == "float" else 0x7FFFFFFFFFFFFFFF, kind)
     if keep_nan:
@@ -429,7 +480,8 @@ def _larger(e: Emitter, opcode: str, kind: str, a: str, b: str, keep_nan: bool) 
 def minimum_maximum(e: Emitter, i: Instruction) -> None:
     """min, max{.ftz}{.NaN}{.xorsign.abs}.type of two operands, or three f32 (9.7.3.11)."""
     ftz, nan, xorsign, absolute, type_name = split_modifiers(
-        i, ("ftz", ""), ("NaN", ""), ("xorsign", ""), ("abs", ""), _FLOATS)
+        i, ("ftz", ""), ("NaN", ""), ("xorsign", ""), ("abs", ""), _FLOATS
+    )
     if bool(xorsign) != bool(absolute) and xorsign or len(i.operands) == 4 and xorsign:
         raise unknown(i, "modifier combination is not implemented")
     kind = "double" if type_name == "f64" else "float"
@@ -439,8 +491,11 @@ def minimum_maximum(e: Emitter, i: Instruction) -> None:
         signs = None
         if absolute:
             bits = [e.cast("bitcast", v, "float", "i32") for v in values]
-            signs = e.binary("and", "i32", e.binary("xor", "i32", *bits[:2]),
-                             splat("i32", _SIGN)) if xorsign else None
+            signs = (
+                e.binary("and", "i32", e.binary("xor", "i32", *bits[:2]), splat("i32", _SIGN))
+                if xorsign
+                else None
+            )
             values = [e.intrinsic("fabs", kind, v) for v in values]
         result = values[0]
         for value in values[1:]:
@@ -455,8 +510,9 @@ def minimum_maximum(e: Emitter, i: Instruction) -> None:
     _set_by_type(e, i, type_name, compute)
 
 
-def _set_by_type(e: Emitter, i: Instruction, type_name: str,
-                 compute: Callable[[list[str]], str]) -> None:
+def _set_by_type(
+    e: Emitter, i: Instruction, type_name: str, compute: Callable[[list[str]], str]
+) -> None:
     """Apply an f32 (or f64) function whose result is one of its inputs to any float type."""
     destination, *sources = i.operands
     if type_name in ("f32", "f64"):
@@ -464,11 +520,15 @@ def _set_by_type(e: Emitter, i: Instruction, type_name: str,
         return e.set(destination, kind, compute([e.get(op, kind) for op in sources]))
     if type_name == "f32x2":
         pairs = [e.halves(op, "float") for op in sources]
-        return e.set_halves(destination, "float", *(compute([pair[h] for pair in pairs])
-                                                    for h in (0, 1)))
+        return e.set_halves(
+            destination, "float", *(compute([pair[h] for pair in pairs]) for h in (0, 1))
+        )
     lanes = [_half_lanes(e, op, type_name) for op in sources]
-    _set_half(e, destination, [float_to_half(e, compute(list(values)), type_name)
-                               for values in zip(*lanes, strict=True)])
+    _set_half(
+        e,
+        destination,
+        [float_to_half(e, compute(list(values)), type_name) for values in zip(*lanes, strict=True)],
+    )
 
 
 @computes("copysign", statistics="integer")
@@ -478,15 +538,24 @@ def copy_sign(e: Emitter, i: Instruction) -> None:
     kind = "i32" if type_name == "f32" else "i64"
     sign = 1 << (int(kind[1:]) - 1)
     a, b = (e.get(op, kind) for op in i.operands[1:3])
-    e.set(i.operands[0], kind, e.binary("or", kind, e.binary("and", kind, a, splat(kind, sign)),
-                                        e.binary("and", kind, b, splat(kind, ~sign))))
+    e.set(
+        i.operands[0],
+        kind,
+        e.binary(
+            "or",
+            kind,
+            e.binary("and", kind, a, splat(kind, sign)),
+            e.binary("and", kind, b, splat(kind, ~sign)),
+        ),
+    )
 
 
 @computes("testp", statistics="integer")
 def test_property(e: Emitter, i: Instruction) -> None:
     """testp.{finite,infinite,number,notanumber,normal,subnormal}.f32 p, a."""
-    what, _ = split_modifiers(i, ("finite", "infinite", "number", "notanumber", "normal",
-                                  "subnormal"), ("f32",))
+    what, _ = split_modifiers(
+        i, ("finite", "infinite", "number", "notanumber", "normal", "subnormal"), ("f32",)
+    )
     magnitude = e.binary("and", "i32", e.get(i.operands[1], "i32"), splat("i32", 0x7FFFFFFF))
     infinity = splat("i32", 0x7F800000)
     if what in ("normal", "subnormal"):
@@ -495,8 +564,9 @@ def test_property(e: Emitter, i: Instruction) -> None:
         subnormal = e.compare("ult", "i32", less_one, splat("i32", 0x007FFFFF))
         if what == "normal":
             finite = e.compare("ult", "i32", magnitude, infinity)
-            subnormal = e.binary("and", "i1", finite, e.binary("xor", "i1", subnormal,
-                                                               splat("i1", 1)))
+            subnormal = e.binary(
+                "and", "i1", finite, e.binary("xor", "i1", subnormal, splat("i1", 1))
+            )
         return e.set(i.operands[0], "i1", subnormal)
     predicate = {"finite": "ult", "infinite": "eq", "number": "ule", "notanumber": "ugt"}[what]
     e.set(i.operands[0], "i1", e.compare(predicate, "i32", magnitude, infinity))

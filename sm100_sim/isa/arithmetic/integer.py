@@ -29,8 +29,15 @@ def kind_of(type_name: str) -> str:
 
 def pipe(instruction: Instruction) -> str:
     """Statistics class by operand type: f32 operations run on the FMA pipe."""
-    names = {"f32": "fma", "f32x2": "fma.f32x2", "f64": "fma.f64", "f16": "fma.half",
-             "f16x2": "fma.half", "bf16": "fma.half", "bf16x2": "fma.half"}
+    names = {
+        "f32": "fma",
+        "f32x2": "fma.f32x2",
+        "f64": "fma.f64",
+        "f16": "fma.half",
+        "f16x2": "fma.half",
+        "bf16": "fma.half",
+        "bf16x2": "fma.half",
+    }
     return names.get(instruction.modifiers[-1], "integer")
 
 
@@ -38,14 +45,16 @@ def is_float(instruction: Instruction) -> bool:
     return bool(instruction.modifiers) and "f" in instruction.modifiers[-1]
 
 
-@computes("add", "sub", statistics=pipe, addressing=True,
-          mix=ByModifier({"f32x2": Mix.PACKED_SUM}, None))
+@computes(
+    "add", "sub", statistics=pipe, addressing=True, mix=ByModifier({"f32x2": Mix.PACKED_SUM}, None)
+)
 def add_sub(e: Emitter, i: Instruction) -> None:
     """add, sub{.sat}{.cc}.type: d = a +- b, modulo the width unless .sat.s32."""
     if is_float(i):
         return floating.add_sub(e, i)
     saturating, carry_out, type_name = split_modifiers(
-        i, ("sat", ""), ("cc", ""), (*INTEGERS, *BITS))
+        i, ("sat", ""), ("cc", ""), (*INTEGERS, *BITS)
+    )
     destination, *sources = i.operands
     if carry_out:
         return _add_with_carry(e, i, type_name, carry_in=False, carry_out=True)
@@ -65,20 +74,25 @@ def add_carry(e: Emitter, i: Instruction) -> None:
     _add_with_carry(e, i, type_name, carry_in=True, carry_out=bool(carry_out))
 
 
-def _add_with_carry(e: Emitter, i: Instruction, type_name: str, carry_in: bool,
-                    carry_out: bool) -> None:
+def _add_with_carry(
+    e: Emitter, i: Instruction, type_name: str, carry_in: bool, carry_out: bool
+) -> None:
     if e.guard is not None or (carry_in and e.carry is None):
         raise unknown(i, "carry chains must stand unguarded in one basic block")
     kind, operation = kind_of(type_name), i.opcode[:3]
     a, b = (e.get(op, kind) for op in i.operands[1:3])
     result = e.binary(operation, kind, a, b)
-    overflow = e.compare("ult", kind, result, a) if operation == "add" \
-        else e.compare("ult", kind, a, b)
+    overflow = (
+        e.compare("ult", kind, result, a) if operation == "add" else e.compare("ult", kind, a, b)
+    )
     if carry_in and e.carry is not None:
         carry = e.cast("zext", e.carry, "i1", kind)
         before, result = result, e.binary(operation, kind, result, carry)
-        second = e.compare("ult", kind, result, before) if operation == "add" \
+        second = (
+            e.compare("ult", kind, result, before)
+            if operation == "add"
             else e.compare("ult", kind, before, carry)
+        )
         overflow = e.binary("or", "i1", overflow, second)
     e.carry = overflow if carry_out else None
     e.set(i.operands[0], kind, result)
@@ -183,8 +197,12 @@ def _set_quotient(e: Emitter, i: Instruction, what: str) -> None:
         # Exact: a quotient of 32-bit integers is never closer to the next integer than 2**-32
         # relative, far more than the rounding error of a double.
         to_float, from_float = ("sitofp", "fptosi") if sign == "s" else ("uitofp", "fptoui")
-        ratio = e.binary("fdiv", "double", e.cast(to_float, a, kind, "double"),
-                         e.cast(to_float, divisor, kind, "double"))
+        ratio = e.binary(
+            "fdiv",
+            "double",
+            e.cast(to_float, a, kind, "double"),
+            e.cast(to_float, divisor, kind, "double"),
+        )
         quotient = e.cast("trunc", e.cast(from_float, ratio, "double", "i64"), "i64", kind)
     if what == "rem":
         product = e.binary("mul", kind, quotient, divisor)
@@ -222,8 +240,9 @@ def minimum_maximum(e: Emitter, i: Instruction) -> None:
         return floating.minimum_maximum(e, i)
     relu, type_name = split_modifiers(i, ("relu", ""), INTEGERS)
     kind = kind_of(type_name)
-    value = e.intrinsic(f"{type_name[0]}{i.opcode}", kind, *(e.get(op, kind)
-                                                            for op in i.operands[1:]))
+    value = e.intrinsic(
+        f"{type_name[0]}{i.opcode}", kind, *(e.get(op, kind) for op in i.operands[1:])
+    )
     if relu:
         value = e.intrinsic("smax", kind, value, splat(kind, 0))
     e.set(i.operands[0], kind, value)
@@ -245,8 +264,9 @@ def logic(e: Emitter, i: Instruction) -> None:
     """Emit and, or, xor of bits or predicates."""
     (type_name,) = split_modifiers(i, (*BITS, "pred"))
     kind = "i1" if type_name == "pred" else kind_of(type_name)
-    e.set(i.operands[0], kind, e.binary(i.opcode, kind, *(e.get(op, kind)
-                                                         for op in i.operands[1:3])))
+    e.set(
+        i.operands[0], kind, e.binary(i.opcode, kind, *(e.get(op, kind) for op in i.operands[1:3]))
+    )
 
 
 def _fold_complement(modifiers: tuple[str, ...], sources: list[int | None]) -> int | None:
@@ -275,8 +295,12 @@ def logic3(e: Emitter, i: Instruction) -> None:
 
     def pick(value: int) -> str:
         """The function of c alone that two table bits (c = 0, c = 1) describe."""
-        return {0: splat("i32", 0), 1: e.binary("xor", "i32", c, splat("i32", -1)), 2: c,
-                3: splat("i32", -1)}[value]
+        return {
+            0: splat("i32", 0),
+            1: e.binary("xor", "i32", c, splat("i32", -1)),
+            2: c,
+            3: splat("i32", -1),
+        }[value]
 
     def choose(condition: str, yes: str, no: str) -> str:
         difference = e.binary("and", "i32", e.binary("xor", "i32", yes, no), condition)
@@ -299,8 +323,9 @@ def shift(e: Emitter, i: Instruction) -> None:
     operation = {"shl": "shl", "shr": "ashr" if type_name[0] == "s" else "lshr"}[i.opcode]
     if operation == "ashr":
         amount = e.intrinsic("umin", "i32", amount, splat("i32", bits - 1))
-        return e.set(i.operands[0], kind, e.binary("ashr", kind, value,
-                                                   e.convert(amount, "i32", kind)))
+        return e.set(
+            i.operands[0], kind, e.binary("ashr", kind, value, e.convert(amount, "i32", kind))
+        )
     inside = e.compare("ult", "i32", amount, splat("i32", bits))
     safe = e.binary("and", "i32", amount, splat("i32", bits - 1))
     shifted = e.binary(operation, kind, value, e.convert(safe, "i32", kind))
@@ -341,8 +366,9 @@ def extract_field(e: Emitter, i: Instruction) -> None:
     position = _field_operand(e, i.operands[2], kind, 255)
     length = _field_operand(e, i.operands[3], kind, 64)
     inside = e.compare("ult", "i64", position, splat("i64", 64))
-    shifted = e.binary(shift_right, "i64", value,
-                       e.intrinsic("umin", "i64", position, splat("i64", 63)))
+    shifted = e.binary(
+        shift_right, "i64", value, e.intrinsic("umin", "i64", position, splat("i64", 63))
+    )
     if not signed:
         shifted = e.select(inside, "i64", shifted, splat("i64", 0))
     rest = e.binary("sub", "i64", splat("i64", 64), length)
@@ -363,8 +389,9 @@ def insert_field(e: Emitter, i: Instruction) -> None:
     position = _field_operand(e, i.operands[3], kind, 255)
     length = _field_operand(e, i.operands[4], kind, bits)
     full = e.compare("uge", "i64", length, splat("i64", 64))
-    power = e.binary("shl", "i64", splat("i64", 1),
-                     e.binary("and", "i64", length, splat("i64", 63)))
+    power = e.binary(
+        "shl", "i64", splat("i64", 1), e.binary("and", "i64", length, splat("i64", 63))
+    )
     ones = e.select(full, "i64", splat("i64", -1), e.binary("sub", "i64", power, splat("i64", 1)))
     inside = e.compare("ult", "i64", position, splat("i64", bits))
     safe = e.binary("and", "i64", position, splat("i64", 63))
@@ -385,8 +412,9 @@ def find_leading(e: Emitter, i: Instruction) -> None:
         value = e.binary("xor", kind, value, sign)
     zeros = e.intrinsic("ctlz", kind, value, extra="i1 false")
     none = e.compare("eq", kind, value, splat(kind, 0))
-    position = zeros if as_shift else e.binary(
-        "sub", kind, splat(kind, _MASK_BITS[kind] - 1), zeros)
+    position = (
+        zeros if as_shift else e.binary("sub", kind, splat(kind, _MASK_BITS[kind] - 1), zeros)
+    )
     result = e.select(none, kind, splat(kind, -1), position)
     e.set(i.operands[0], "i32", e.convert(result, kind, "i32"))
 
@@ -397,8 +425,11 @@ def count_bits(e: Emitter, i: Instruction) -> None:
     (type_name,) = split_modifiers(i, ("b32", "b64"))
     kind = kind_of(type_name)
     value = e.get(i.operands[1], kind)
-    result = e.intrinsic("ctpop", kind, value) if i.opcode == "popc" \
+    result = (
+        e.intrinsic("ctpop", kind, value)
+        if i.opcode == "popc"
         else e.intrinsic("ctlz", kind, value, extra="i1 false")
+    )
     e.set(i.operands[0], "i32", e.convert(result, kind, "i32"))
 
 
@@ -426,8 +457,7 @@ def permute_bytes(e: Emitter, i: Instruction) -> None:
             copies = e.binary("ashr", "i8", byte, splat("i8", 7))
             sign = e.compare("ugt", "i32", selector, splat("i32", 7))
             byte = e.select(sign, "i8", copies, byte)
-        wide = e.binary("shl", "i32", e.cast("zext", byte, "i8", "i32"),
-                        splat("i32", 8 * position))
+        wide = e.binary("shl", "i32", e.cast("zext", byte, "i8", "i32"), splat("i32", 8 * position))
         result = e.binary("or", "i32", result, wide)
     e.set(i.operands[0], "i32", result)
 
@@ -443,8 +473,9 @@ def _byte_selector(e: Emitter, mode: str, c: str, position: int) -> str:
         return low
     if mode == "rc16":
         half = e.binary("and", "i32", low, splat("i32", 1))
-        return e.binary("add", "i32", e.binary("shl", "i32", half, splat("i32", 1)),
-                        splat("i32", position & 1))
+        return e.binary(
+            "add", "i32", e.binary("shl", "i32", half, splat("i32", 1)), splat("i32", position & 1)
+        )
     operation = {"f4e": "add", "b4e": "sub", "ecl": "umax", "ecr": "umin"}[mode]
     if operation in ("add", "sub"):
         return e.binary("and", "i32", e.binary(operation, "i32", low, here), splat("i32", 7))

@@ -38,8 +38,7 @@ def shuffle(e: Emitter, i: Instruction) -> None:
     lane = _lanes(e)
     b = e.binary("and", "i32", b, splat("i32", 31))
     clamp = e.binary("and", "i32", c, splat("i32", 31))
-    segment = e.binary("and", "i32", e.binary("lshr", "i32", c, splat("i32", 8)),
-                       splat("i32", 31))
+    segment = e.binary("and", "i32", e.binary("lshr", "i32", c, splat("i32", 8)), splat("i32", 31))
     outside = e.binary("xor", "i32", segment, splat("i32", 31))
     lowest = e.binary("and", "i32", lane, segment)
     highest = e.binary("or", "i32", lowest, e.binary("and", "i32", clamp, outside))
@@ -105,8 +104,14 @@ def active_mask(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", e.broadcast("i32", e.executing_mask()))
 
 
-@inline_op("bar.warp.sync", "barrier.warp.sync", statistics="vote", member_mask=0,
-           rule=Rule.NOT_FOLLOWED, ties=Ties.NEVER)
+@inline_op(
+    "bar.warp.sync",
+    "barrier.warp.sync",
+    statistics="vote",
+    member_mask=0,
+    rule=Rule.NOT_FOLLOWED,
+    ties=Ties.NEVER,
+)
 def warp_barrier(e: Emitter, i: Instruction) -> None:
     """bar.warp.sync membermask: waiting for the lanes is all it does."""
     split_modifiers(i)
@@ -139,16 +144,28 @@ def match(e: Emitter, i: Instruction) -> None:
 def reduce(e: Emitter, i: Instruction) -> None:
     """redux.sync.{add,min,max,and,or,xor}.type d, a, mask; f32 min and max{.abs}{.NaN}."""
     operation, absolute, nan, type_name = split_modifiers(
-        i, ("add", "min", "max", "and", "or", "xor"), ("abs", ""), ("NaN", ""),
-        ("u32", "s32", "b32", "f32"))
+        i,
+        ("add", "min", "max", "and", "or", "xor"),
+        ("abs", ""),
+        ("NaN", ""),
+        ("u32", "s32", "b32", "f32"),
+    )
     members = e.name_for(f"bitcast i32 {_member_lanes(e, i, i.operands[2])} to <32 x i1>")
     if type_name == "f32":
         return _reduce_float(e, i, operation, bool(absolute), bool(nan), members)
-    neutral = {"add": 0, "or": 0, "xor": 0, "and": -1,
-               "min": 0x7FFFFFFF if type_name == "s32" else -1,
-               "max": -(1 << 31) if type_name == "s32" else 0}[operation]
-    name = operation if operation not in ("min", "max") \
+    neutral = {
+        "add": 0,
+        "or": 0,
+        "xor": 0,
+        "and": -1,
+        "min": 0x7FFFFFFF if type_name == "s32" else -1,
+        "max": -(1 << 31) if type_name == "s32" else 0,
+    }[operation]
+    name = (
+        operation
+        if operation not in ("min", "max")
         else f"{'s' if type_name == 's32' else 'u'}{operation}"
+    )
     value = e.select(members, "i32", e.get(i.operands[1], "i32"), splat("i32", neutral))
     full = f"@llvm.vector.reduce.{name}.v32i32"
     e.declarations.add(f"declare i32 {full}(<32 x i32>)")
@@ -156,8 +173,9 @@ def reduce(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", e.broadcast("i32", result))
 
 
-def _reduce_float(e: Emitter, i: Instruction, operation: str, absolute: bool, nan: bool,
-                  members: str) -> None:
+def _reduce_float(
+    e: Emitter, i: Instruction, operation: str, absolute: bool, nan: bool, members: str
+) -> None:
     if operation not in ("min", "max"):
         raise unknown(i, "f32 reductions are min and max")
     value = e.get(i.operands[1], "float")
@@ -169,8 +187,8 @@ def _reduce_float(e: Emitter, i: Instruction, operation: str, absolute: bool, na
     for step in (16, 8, 4, 2, 1):
         bits = e.cast("bitcast", value, "float", "i32")
         order = ", ".join(f"i32 {lane ^ step}" for lane in range(32))
-        other = e.name_for(f"shufflevector <32 x i32> {bits}, <32 x i32> poison, "
-                           f"<32 x i32> <{order}>")
-        value = larger(e, operation, "float", value, e.cast("bitcast", other, "i32", "float"),
-                       nan)
+        other = e.name_for(
+            f"shufflevector <32 x i32> {bits}, <32 x i32> poison, <32 x i32> <{order}>"
+        )
+        value = larger(e, operation, "float", value, e.cast("bitcast", other, "i32", "float"), nan)
     e.set(i.operands[0], "float", value)

@@ -95,8 +95,9 @@ def _lane_pointers(e: Emitter, rows: str, piece: Piece) -> str:
     return e.name_for(f"inttoptr <32 x i64> {address} to <32 x ptr>")
 
 
-def _rows(e: Emitter, i: Instruction, op: Operand, space: str, lanes: int, write: bool
-          ) -> tuple[str, str]:
+def _rows(
+    e: Emitter, i: Instruction, op: Operand, space: str, lanes: int, write: bool
+) -> tuple[str, str]:
     """Host pointers of the rows that the lowest `lanes` lanes name, and which threads may go on:
     all of them, or none if a row was refused."""
     wanted = (1 << lanes) - 1
@@ -133,19 +134,37 @@ def _items(i: Instruction, op: Operand, count: int) -> tuple[Operand, ...]:
     return items
 
 
-@inline_op("ldmatrix", aligned=True, defines=(0,), access=MemoryAccess.MATRIX_LOAD,
-           rule=Rule.LOGGED, ties=Ties.NEVER)
+@inline_op(
+    "ldmatrix",
+    aligned=True,
+    defines=(0,),
+    access=MemoryAccess.MATRIX_LOAD,
+    rule=Rule.LOGGED,
+    ties=Ties.NEVER,
+)
 def load_matrix(e: Emitter, i: Instruction) -> None:
     """ldmatrix.sync.aligned: m8n8{.trans}.b16, m16n16.trans.b8, and m8n16 or m16n16.trans.b8x16 of
     elements of 4 or 6 bits."""
     _, _, shape, number, trans, space, type_name, packed = split_modifiers(
-        i, ("sync",), ("aligned",), ("m8n8", "m16n16", "m8n16"), tuple(_COUNTS), ("trans", ""),
-        _SPACES, ("b16", "b8", "b8x16"), (*_UNPACKED_BITS, ""))
+        i,
+        ("sync",),
+        ("aligned",),
+        ("m8n8", "m16n16", "m8n16"),
+        tuple(_COUNTS),
+        ("trans", ""),
+        _SPACES,
+        ("b16", "b8", "b8x16"),
+        (*_UNPACKED_BITS, ""),
+    )
     count = _COUNTS[number]
-    legal = {"m8n8": type_name == "b16" and not packed,
-             "m16n16": bool(trans) and count < 4 and (type_name == "b8x16") == bool(packed)
-             and type_name != "b16",
-             "m8n16": not trans and type_name == "b8x16" and bool(packed)}[shape]
+    legal = {
+        "m8n8": type_name == "b16" and not packed,
+        "m16n16": bool(trans)
+        and count < 4
+        and (type_name == "b8x16") == bool(packed)
+        and type_name != "b16",
+        "m8n16": not trans and type_name == "b8x16" and bool(packed),
+    }[shape]
     if not legal:
         raise unknown(i, "combination of shape, number, .trans and type")
     bits = _UNPACKED_BITS.get(packed, 8)
@@ -158,13 +177,21 @@ def load_matrix(e: Emitter, i: Instruction) -> None:
         e.set(item, "i32", value)
 
 
-@inline_op("stmatrix", aligned=True, access=MemoryAccess.MATRIX_STORE, rule=Rule.LOGGED,
-           ties=Ties.NEVER)
+@inline_op(
+    "stmatrix", aligned=True, access=MemoryAccess.MATRIX_STORE, rule=Rule.LOGGED, ties=Ties.NEVER
+)
 def store_matrix(e: Emitter, i: Instruction) -> None:
     """stmatrix.sync.aligned.{m8n8.num{.trans}.b16, m16n8.num.trans.b8} [address], registers."""
     _, _, shape, number, trans, space, type_name = split_modifiers(
-        i, ("sync",), ("aligned",), ("m8n8", "m16n8"), tuple(_COUNTS), ("trans", ""), _SPACES,
-        ("b16", "b8"))
+        i,
+        ("sync",),
+        ("aligned",),
+        ("m8n8", "m16n8"),
+        tuple(_COUNTS),
+        ("trans", ""),
+        _SPACES,
+        ("b16", "b8"),
+    )
     if (shape == "m8n8") != (type_name == "b16") or type_name == "b8" and not trans:
         raise unknown(i, "combination of shape, .trans and type")
     count = _COUNTS[number]

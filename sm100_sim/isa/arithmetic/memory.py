@@ -13,30 +13,56 @@ from sm100_sim.ptx.parser import TYPE_BYTES, Instruction, Operand
 
 _SEMANTICS = ("weak", "relaxed", "acquire", "release", "volatile", "mmio", "")
 _SCOPES = ("cta", "cluster", "gpu", "sys", "")
-_SPACES = ("shared", "shared::cta", "shared::cluster", "global", "local", "param",
-           "param::entry", "")
+_SPACES = (
+    "shared",
+    "shared::cta",
+    "shared::cluster",
+    "global",
+    "local",
+    "param",
+    "param::entry",
+    "",
+)
 _CACHE = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "")
-_EVICTION = ("L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last",
-             "L1::no_allocate", "")
+_EVICTION = (
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::no_allocate",
+    "",
+)
 _L2_EVICTION = ("L2::evict_normal", "L2::evict_first", "L2::evict_last", "")
 _HINT = ("L2::cache_hint", "")
 _PREFETCH = ("L2::64B", "L2::128B", "L2::256B", "")
 _VECTORS = ("v2", "v4", "v8", "")
-_TYPES = tuple(name for name in TYPE_BYTES if name[:1] in "bsuf" and name not in (
-    "f16", "bf16", "f16x2", "bf16x2", "f32x2"))
-_FUNCTIONS = {"shared": "address_own_shared", "shared::cta": "address_own_shared",
-              "shared::cluster": "address_shared", "global": "address_global",
-              "local": "address_local", "": "address_generic", "param": "address_global",
-              "param::entry": "address_global"}
+_TYPES = tuple(
+    name
+    for name in TYPE_BYTES
+    if name[:1] in "bsuf" and name not in ("f16", "bf16", "f16x2", "bf16x2", "f32x2")
+)
+_FUNCTIONS = {
+    "shared": "address_own_shared",
+    "shared::cta": "address_own_shared",
+    "shared::cluster": "address_shared",
+    "global": "address_global",
+    "local": "address_local",
+    "": "address_generic",
+    "param": "address_global",
+    "param::entry": "address_global",
+}
 
 
 def _space(i: Instruction) -> str:
-    return next((m for m in i.modifiers if m.split("::")[0] in (
-        "shared", "global", "local", "param")), "generic").split("::")[0]
+    return next(
+        (m for m in i.modifiers if m.split("::")[0] in ("shared", "global", "local", "param")),
+        "generic",
+    ).split("::")[0]
 
 
-def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: int,
-                  write: bool, lanes: int = -1) -> tuple[str, str]:
+def host_pointers(
+    e: Emitter, i: Instruction, op: Operand, space: str, width: int, write: bool, lanes: int = -1
+) -> tuple[str, str]:
     """Checked host addresses of a mem operand: (i64 lanes, mask <32 x i1> of lanes to access).
 
     lanes: mask of those whose addresses count.
@@ -46,8 +72,9 @@ def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: in
     return pointers, e.name_for(f"bitcast i32 {mask} to <32 x i1>")
 
 
-def _check(e: Emitter, i: Instruction, op: Operand, space: str, width: int, write: bool,
-           lanes: int = -1) -> str:
+def _check(
+    e: Emitter, i: Instruction, op: Operand, space: str, width: int, write: bool, lanes: int = -1
+) -> str:
     """Check an access, leaving the addresses in %scratch; return the mask as i32."""
     if op.kind != "mem" or op.items:
         raise unknown(i, "the address operand must be [base + offset]")
@@ -68,11 +95,13 @@ def _check(e: Emitter, i: Instruction, op: Operand, space: str, width: int, writ
         given = e.name_for(f"and i32 {given}, {lanes}")
     mask = e.name_for(
         f"call i32 @{_FUNCTIONS[space]}(ptr %context, i32 {given}, ptr %scratch, "
-        f"i32 {width}, i32 {int(write)}, i32 {i.index})")
+        f"i32 {width}, i32 {int(write)}, i32 {i.index})"
+    )
     if e.logging and wide not in ("local", "param"):
         tag = i.index << 1 | write
-        e.line(f"call void @log_access(ptr %context, i32 {mask}, ptr %scratch, i32 {width}, "
-               f"i32 {tag})")
+        e.line(
+            f"call void @log_access(ptr %context, i32 {mask}, ptr %scratch, i32 {width}, i32 {tag})"
+        )
     return mask
 
 
@@ -90,8 +119,7 @@ def _parameter_addresses(e: Emitter, op: Operand, width: int) -> str:
     start = e.broadcast("i64", e.scalar_field("params", "i64"))
     host = e.binary("add", "i64", start, offset)
     nowhere = e.binary("or", "i64", offset, splat("i64", -(1 << 63)))
-    return e.name_for(
-        f"select <32 x i1> {inside}, <32 x i64> {host}, <32 x i64> {nowhere}")
+    return e.name_for(f"select <32 x i1> {inside}, <32 x i64> {host}, <32 x i64> {nowhere}")
 
 
 def _unit(type_name: str) -> tuple[str, int]:
@@ -123,7 +151,8 @@ def _gather(e: Emitter, kind: str, mask: str, offset: int) -> str:
         return body.gather(kind, "%at", "%active", int(kind[1:]) // 8)
 
     function = e.module_function(
-        f"gather_{kind}", f"<32 x {kind}>", "ptr %pointers, i64 %offset, i32 %mask", build)
+        f"gather_{kind}", f"<32 x {kind}>", "ptr %pointers, i64 %offset, i32 %mask", build
+    )
     return e.name_for(f"call <32 x {kind}> {function}(ptr %scratch, i64 {offset}, i32 {mask})")
 
 
@@ -136,8 +165,11 @@ def _scatter(e: Emitter, kind: str, value: str, mask: str, offset: int) -> None:
         return ""
 
     function = e.module_function(
-        f"scatter_{kind}", "void",
-        f"ptr %pointers, i64 %offset, i32 %mask, <32 x {kind}> %value", build)
+        f"scatter_{kind}",
+        "void",
+        f"ptr %pointers, i64 %offset, i32 %mask, <32 x {kind}> %value",
+        build,
+    )
     e.line(f"call void {function}(ptr %scratch, i64 {offset}, i32 {mask}, <32 x {kind}> {value})")
 
 
@@ -153,13 +185,30 @@ def _set_loaded(e: Emitter, op: Operand, type_name: str, value: str) -> None:
     e.set(op, kind, value)
 
 
-@inline_op("ld", statistics=lambda i: f"ld.{_space(i)}", defines=(0,), access=MemoryAccess.LOAD,
-           rule=Rule.LOGGED, ties=Ties.IF_ORDERED)
+@inline_op(
+    "ld",
+    statistics=lambda i: f"ld.{_space(i)}",
+    defines=(0,),
+    access=MemoryAccess.LOAD,
+    rule=Rule.LOGGED,
+    ties=Ties.IF_ORDERED,
+)
 def load(e: Emitter, i: Instruction) -> None:
     """ld{.sem}{.scope}{.space}{cache modifiers}{.vec}.type d, [a]{, policy}."""
     _, _, space, *_, vector, type_name = split_modifiers(
-        i, _SEMANTICS, _SCOPES, _SPACES, _CACHE, ("nc", ""), _EVICTION, _L2_EVICTION, _HINT,
-        _PREFETCH, _VECTORS, _TYPES)
+        i,
+        _SEMANTICS,
+        _SCOPES,
+        _SPACES,
+        _CACHE,
+        ("nc", ""),
+        _EVICTION,
+        _L2_EVICTION,
+        _HINT,
+        _PREFETCH,
+        _VECTORS,
+        _TYPES,
+    )
     items = _pieces(e, i, i.operands[0], vector)
     base = i.operands[1].base
     if space.startswith("param") and base is not None and base.kind == "sym":
@@ -173,8 +222,14 @@ def load(e: Emitter, i: Instruction) -> None:
         _set_loaded(e, op, type_name, value)
 
 
-@inline_op("ldu", statistics="ld.global", defines=(0,), access=MemoryAccess.LOAD, rule=Rule.LOGGED,
-           ties=Ties.NEVER)
+@inline_op(
+    "ldu",
+    statistics="ld.global",
+    defines=(0,),
+    access=MemoryAccess.LOAD,
+    rule=Rule.LOGGED,
+    ties=Ties.NEVER,
+)
 def load_uniform(e: Emitter, i: Instruction) -> None:
     """ldu{.global}: a load that the kernel promises to be uniform."""
     load(e, i)
@@ -187,18 +242,23 @@ def _load_param(e: Emitter, i: Instruction, items: tuple[Operand, ...], type_nam
         raise unknown(i, "the name is not one of a parameter")
     for position, item in enumerate(items):
         offset = op.base.value + op.value + size * position
-        pointer = e.name_for(
-            f"getelementptr inbounds i8, ptr {e.field('params')}, i64 {offset}")
+        pointer = e.name_for(f"getelementptr inbounds i8, ptr {e.field('params')}, i64 {offset}")
         scalar = e.name_for(f"load {kind}, ptr {pointer}, align 1")
         _set_loaded(e, item, type_name, e.broadcast(kind, scalar))
 
 
-@inline_op("st", statistics=lambda i: f"st.{_space(i)}", access=MemoryAccess.STORE,
-           rule=Rule.LOGGED, ties=Ties.IF_ORDERED)
+@inline_op(
+    "st",
+    statistics=lambda i: f"st.{_space(i)}",
+    access=MemoryAccess.STORE,
+    rule=Rule.LOGGED,
+    ties=Ties.IF_ORDERED,
+)
 def store(e: Emitter, i: Instruction) -> None:
     """st{.sem}{.scope}{.space}{cache modifiers}{.vec}.type [a], b{, policy}."""
     _, _, space, *_, vector, type_name = split_modifiers(
-        i, _SEMANTICS, _SCOPES, _SPACES, _CACHE, _EVICTION, _L2_EVICTION, _HINT, _VECTORS, _TYPES)
+        i, _SEMANTICS, _SCOPES, _SPACES, _CACHE, _EVICTION, _L2_EVICTION, _HINT, _VECTORS, _TYPES
+    )
     if space.startswith("param"):
         raise unknown(i, "kernel parameters are read-only")
     items = _pieces(e, i, i.operands[1], vector)

@@ -20,8 +20,13 @@ def value_kind(type_name: str) -> str:
     return f"i{type_name[1:]}" if type_name[0] != "f" else {"f32": "i32", "f64": "i64"}[type_name]
 
 
-@computes("mov", statistics="mov", copies=True, addressing=True,
-          fold=lambda modifiers, sources: sources[0])
+@computes(
+    "mov",
+    statistics="mov",
+    copies=True,
+    addressing=True,
+    fold=lambda modifiers, sources: sources[0],
+)
 def move(e: Emitter, i: Instruction) -> None:
     """mov.type: registers, immediates, addresses, special registers; packing and unpacking."""
     (type_name,) = split_modifiers(i, _ALL_TYPES)
@@ -45,15 +50,15 @@ def move(e: Emitter, i: Instruction) -> None:
     e.set(destination, kind, e.get(source, kind))
 
 
-def _pack(e: Emitter, i: Instruction, destination: Operand, items: tuple[Operand, ...],
-          type_name: str) -> None:
+def _pack(
+    e: Emitter, i: Instruction, destination: Operand, items: tuple[Operand, ...], type_name: str
+) -> None:
     """mov.b32 d, {16, 16}; mov.b64 d, {32, 32} or {16 x 4}; mov.b128 d, {64, 64}."""
     bits = int(type_name[1:])
     if type_name == "b128" and len(items) == 2:
         return e.set_wide(destination, *(e.get(op, "i64") for op in items))
     if type_name == "b64" and len(items) == 2:
-        floats = all(op.kind == "reg" and "float" in e.values.get(op.register, ())
-                     for op in items)
+        floats = all(op.kind == "reg" and "float" in e.values.get(op.register, ()) for op in items)
         kind = "float" if floats else "i32"
         return e.set_halves(destination, kind, *(e.get(op, kind) for op in items))
     part = bits // len(items)
@@ -69,8 +74,9 @@ def _pack(e: Emitter, i: Instruction, destination: Operand, items: tuple[Operand
     e.set(destination, kind, total)
 
 
-def _unpack(e: Emitter, i: Instruction, items: tuple[Operand, ...], source: Operand,
-            type_name: str) -> None:
+def _unpack(
+    e: Emitter, i: Instruction, items: tuple[Operand, ...], source: Operand, type_name: str
+) -> None:
     bits = int(type_name[1:])
     if type_name == "b128" and len(items) == 2:
         for op, value in zip(items, e.wide(source), strict=True):
@@ -103,8 +109,7 @@ def select_by_predicate(e: Emitter, i: Instruction) -> None:
     (type_name,) = split_modifiers(i, _VALUE_TYPES)
     kind = value_kind(type_name)
     destination, a, b, condition = i.operands
-    e.set(destination, kind, e.select(e.get(condition, "i1"), kind, e.get(a, kind),
-                                      e.get(b, kind)))
+    e.set(destination, kind, e.select(e.get(condition, "i1"), kind, e.get(a, kind), e.get(b, kind)))
 
 
 @computes("slct", statistics="select")
@@ -117,23 +122,38 @@ def select_by_sign(e: Emitter, i: Instruction) -> None:
         condition = e.compare("sge", "i32", e.get(c, "i32"), splat("i32", 0))
     else:
         value = e.get(c, "float")
-        condition = e.compare("oge", "float", flush(e, value) if ftz else value,
-                              e.float_constant(0))
+        condition = e.compare(
+            "oge", "float", flush(e, value) if ftz else value, e.float_constant(0)
+        )
     e.set(destination, kind, e.select(condition, kind, e.get(a, kind), e.get(b, kind)))
 
 
 # Comparisons.
 
-_FLOAT_COMPARISONS = {"eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge",
-                      "equ": "ueq", "neu": "une", "ltu": "ult", "leu": "ule", "gtu": "ugt",
-                      "geu": "uge", "num": "ord", "nan": "uno"}
+_FLOAT_COMPARISONS = {
+    "eq": "oeq",
+    "ne": "one",
+    "lt": "olt",
+    "le": "ole",
+    "gt": "ogt",
+    "ge": "oge",
+    "equ": "ueq",
+    "neu": "une",
+    "ltu": "ult",
+    "leu": "ule",
+    "gtu": "ugt",
+    "geu": "uge",
+    "num": "ord",
+    "nan": "uno",
+}
 _UNSIGNED = {"lo": "ult", "ls": "ule", "hi": "ugt", "hs": "uge"}
 _COMPARISONS = (*_FLOAT_COMPARISONS, *_UNSIGNED)
 _COMPARED_TYPES = (*_VALUE_TYPES, "f16", "bf16", "f16x2", "bf16x2")
 
 
-def _compare_operands(e: Emitter, i: Instruction, comparison: str, type_name: str,
-                      ftz: bool) -> str:
+def _compare_operands(
+    e: Emitter, i: Instruction, comparison: str, type_name: str, ftz: bool
+) -> str:
     a, b = i.operands[1:3]
     if type_name in ("f16", "bf16"):
         values = [half_to_float(e, e.get(op, "i16"), type_name) for op in (a, b)]
@@ -172,7 +192,8 @@ def _fold_comparison(modifiers: tuple[str, ...], sources: list[int | None]) -> i
 def set_predicate(e: Emitter, i: Instruction) -> None:
     """setp.cmp{.bool}{.ftz}.type p{|q}, a, b{, c}: p = cmp bool c, q = not cmp bool c."""
     comparison, how, ftz, type_name = split_modifiers(
-        i, _COMPARISONS, ("and", "or", "xor", ""), ("ftz", ""), _COMPARED_TYPES)
+        i, _COMPARISONS, ("and", "or", "xor", ""), ("ftz", ""), _COMPARED_TYPES
+    )
     value = _compare_operands(e, i, comparison, type_name, bool(ftz))
     destination = i.operands[0]
     combined = i.operands[3] if how else None
@@ -191,8 +212,13 @@ def set_predicate(e: Emitter, i: Instruction) -> None:
 def set_value(e: Emitter, i: Instruction) -> None:
     """set.cmp{.bool}{.ftz}.dtype.stype d, a, b{, c}: all ones (integers) or 1.0 where it holds."""
     comparison, how, ftz, result, type_name = split_modifiers(
-        i, _COMPARISONS, ("and", "or", "xor", ""), ("ftz", ""), ("u32", "s32", "f32"),
-        _COMPARED_TYPES)
+        i,
+        _COMPARISONS,
+        ("and", "or", "xor", ""),
+        ("ftz", ""),
+        ("u32", "s32", "f32"),
+        _COMPARED_TYPES,
+    )
     value = _compare_operands(e, i, comparison, type_name, bool(ftz))
     value = _combine(e, how, value, i.operands[3] if how else None)
     one = splat("i32", 0x3F800000 if result == "f32" else -1)
@@ -201,8 +227,16 @@ def set_value(e: Emitter, i: Instruction) -> None:
 
 # Addresses.
 
-_SPACES = ("shared", "shared::cta", "shared::cluster", "global", "local", "param",
-           "param::entry", "const")
+_SPACES = (
+    "shared",
+    "shared::cta",
+    "shared::cluster",
+    "global",
+    "local",
+    "param",
+    "param::entry",
+    "const",
+)
 
 
 @computes("cvta", statistics="integer", addressing=True)
@@ -247,8 +281,9 @@ def is_in_space(e: Emitter, i: Instruction) -> None:
         either = e.binary("or", "i1", shared, local)
         return e.set(i.operands[0], "i1", e.binary("xor", "i1", either, splat("i1", 1)))
     if space in ("shared", "shared::cta"):
-        rank = e.binary("and", "i32", e.cast("trunc", value, "i64", "i32"),
-                        splat("i32", 0xFF000000))
+        rank = e.binary(
+            "and", "i32", e.cast("trunc", value, "i64", "i32"), splat("i32", 0xFF000000)
+        )
         own = e.compare("eq", "i32", rank, e.broadcast("i32", e.scalar_field("shared_base")))
         shared = e.binary("and", "i1", shared, own)
     e.set(i.operands[0], "i1", local if space == "local" else shared)

@@ -75,15 +75,19 @@ def convert(e: Emitter, i: Instruction) -> None:
         raise unknown(i, "narrow formats convert in pairs from f32, f16x2 and bf16x2, and to f16x2")
     _accept(i, options, ("rn", "satfinite", "relu"), ("rn", "satfinite"))
     form = _FORMATS[to[:-2]]
-    high, low = (_encode(e, value, form, "relu" in options, None)
-                 for value in _source_pair(e, i, source))
+    high, low = (
+        _encode(e, value, form, "relu" in options, None) for value in _source_pair(e, i, source)
+    )
     _set_codes(e, i, form, [high, low])
 
 
 def _accept(i: Instruction, options: list[str], allowed: tuple, needed: tuple) -> None:
     if len(set(options)) < len(options) or not set(needed) <= set(options) <= set(allowed):
-        raise unknown(i, f"this conversion needs {', '.join('.' + n for n in needed)} and accepts "
-                         f"{', '.join('.' + a for a in allowed)}")
+        raise unknown(
+            i,
+            f"this conversion needs {', '.join('.' + n for n in needed)} and accepts "
+            f"{', '.join('.' + a for a in allowed)}",
+        )
 
 
 def _source_pair(e: Emitter, i: Instruction, source: str) -> tuple[str, str]:
@@ -100,14 +104,21 @@ def _set_codes(e: Emitter, i: Instruction, form: Format, codes: list[str]) -> No
     """Pack i32 lanes of codes, the first operand's in the uppermost place."""
     packed = codes[0]
     for code in codes[1:]:
-        packed = e.binary("or", "i32", e.binary("shl", "i32", packed, splat("i32", form.storage)),
-                          code)
+        packed = e.binary(
+            "or", "i32", e.binary("shl", "i32", packed, splat("i32", form.storage)), code
+        )
     kind = {8: "i8", 16: "i16", 32: "i32"}[form.storage * len(codes)]
     e.set(i.operands[0], kind, e.cast("trunc", packed, "i32", kind))
 
 
-def _encode(e: Emitter, value: str, form: Format, relu: bool, random: tuple[str, int] | None,
-            satfinite: bool = True) -> str:
+def _encode(
+    e: Emitter,
+    value: str,
+    form: Format,
+    relu: bool,
+    random: tuple[str, int] | None,
+    satfinite: bool = True,
+) -> str:
     """f32 lanes to i32 lanes of codes, rounded to nearest even, or with ``random`` bits.
 
     random: i64 lanes and their number of bits, added at the top of the bits that are cut off; a
@@ -123,15 +134,18 @@ def _encode(e: Emitter, value: str, form: Format, relu: bool, random: tuple[str,
     smallest = splat("i32", 128 - form.bias)
     exponent = e.intrinsic("umax", "i32", exponent, splat("i32", 1))
     top = e.intrinsic("umax", "i32", exponent, smallest)
-    shift = e.binary("add", "i32", e.binary("sub", "i32", top, exponent),
-                     splat("i32", 23 - form.mantissa))
+    shift = e.binary(
+        "add", "i32", e.binary("sub", "i32", top, exponent), splat("i32", 23 - form.mantissa)
+    )
     shift = e.intrinsic("umin", "i32", shift, splat("i32", _NOTHING_LEFT))
     rounded = _round(e, significand, e.cast("zext", shift, "i32", "i64"), random)
-    above = e.binary("shl", "i32", e.binary("sub", "i32", top, smallest),
-                     splat("i32", form.mantissa))
+    above = e.binary(
+        "shl", "i32", e.binary("sub", "i32", top, smallest), splat("i32", form.mantissa)
+    )
     code = e.binary("add", "i32", above, e.cast("trunc", rounded, "i64", "i32"))
-    code = e.intrinsic("umin", "i32", code,
-                       splat("i32", form.greatest if satfinite else form.overflow))
+    code = e.intrinsic(
+        "umin", "i32", code, splat("i32", form.greatest if satfinite else form.overflow)
+    )
     negative = e.compare("slt", "i32", bits, splat("i32", 0))
     signed = e.binary("or", "i32", code, splat("i32", 1 << form.width - 1))
     code = e.select(negative, "i32", splat("i32", 0) if relu else signed, code)
@@ -145,10 +159,10 @@ def _round(e: Emitter, significand: str, shift: str, random: tuple[str, int] | N
         lanes, count = random
         added = e.binary("shl", "i64", lanes, e.binary("sub", "i64", shift, splat("i64", count)))
     else:
-        last = e.binary("and", "i64", e.binary("lshr", "i64", significand, shift),
-                        splat("i64", 1))
-        half = e.binary("lshr", "i64", e.binary("shl", "i64", splat("i64", 1), shift),
-                        splat("i64", 1))
+        last = e.binary("and", "i64", e.binary("lshr", "i64", significand, shift), splat("i64", 1))
+        half = e.binary(
+            "lshr", "i64", e.binary("shl", "i64", splat("i64", 1), shift), splat("i64", 1)
+        )
         added = e.binary("add", "i64", e.binary("sub", "i64", half, splat("i64", 1)), last)
     return e.binary("lshr", "i64", e.binary("add", "i64", significand, added), shift)
 
@@ -195,8 +209,10 @@ def _stochastic(e: Emitter, i: Instruction, options: list[str], to: str, source:
             raise unknown(i, "expected d, a, b and the random bits")
         form, count = _FORMATS[to[:-2]], 13 if to == "f16x2" else 16
         bits = e.get(i.operands[3], "i32")
-        fields = [e.binary("and", "i32", part, splat("i32", (1 << count) - 1))
-                  for part in (e.binary("lshr", "i32", bits, splat("i32", 16)), bits)]
+        fields = [
+            e.binary("and", "i32", part, splat("i32", (1 << count) - 1))
+            for part in (e.binary("lshr", "i32", bits, splat("i32", 16)), bits)
+        ]
         sources: Sequence[Any] = i.operands[1:3]
     else:
         _accept(i, options, ("rs", "relu", "satfinite"), ("rs", "satfinite"))
@@ -204,9 +220,17 @@ def _stochastic(e: Emitter, i: Instruction, options: list[str], to: str, source:
             raise unknown(i, "expected d, {a, b, e, f} and the random bits of a .x4 format")
         form, count, sources = _FORMATS[to[:-2]], 16, i.operands[1].items
         fields = _random_fields(e, e.get(i.operands[2], "i32"), form)
-    codes = [_encode(e, e.get(op, "float"), form, "relu" in options,
-                     (e.cast("zext", field, "i32", "i64"), count), "satfinite" in options)
-             for op, field in zip(sources, fields, strict=True)]
+    codes = [
+        _encode(
+            e,
+            e.get(op, "float"),
+            form,
+            "relu" in options,
+            (e.cast("zext", field, "i32", "i64"), count),
+            "satfinite" in options,
+        )
+        for op, field in zip(sources, fields, strict=True)
+    ]
     _set_codes(e, i, form, codes)
 
 
@@ -214,15 +238,20 @@ def _random_fields(e: Emitter, bits: str, form: Format) -> list[str]:
     """The 16 random bits of a, b, e and f as i32 lanes."""
     if form.storage == 4:
         # Bytes 3, 1, 2, 0: then the two for a and b stand in the upper half, too.
-        middle = e.binary("and", "i32", e.binary("xor", "i32", bits, e.binary(
-            "lshr", "i32", bits, splat("i32", 8))), splat("i32", 0xFF00))
+        middle = e.binary(
+            "and",
+            "i32",
+            e.binary("xor", "i32", bits, e.binary("lshr", "i32", bits, splat("i32", 8))),
+            splat("i32", 0xFF00),
+        )
         swap = e.binary("or", "i32", middle, e.binary("shl", "i32", middle, splat("i32", 8)))
         bits = e.binary("xor", "i32", bits, swap)
     fields = []
-    for field in (e.binary("lshr", "i32", bits, splat("i32", 16)),
-                  e.binary("and", "i32", bits, splat("i32", 0xFFFF))):
-        reverse = e.binary("lshr", "i32", e.intrinsic("bitreverse", "i32", field),
-                           splat("i32", 16))
+    for field in (
+        e.binary("lshr", "i32", bits, splat("i32", 16)),
+        e.binary("and", "i32", bits, splat("i32", 0xFFFF)),
+    ):
+        reverse = e.binary("lshr", "i32", e.intrinsic("bitreverse", "i32", field), splat("i32", 16))
         fields += [reverse, field]
     return fields
 
@@ -236,10 +265,16 @@ def _convert_scales(e: Emitter, i: Instruction, options: list[str], to: str, sou
         halves = [_widen_scale(e, packed, place) for place in (0, 8)]
         return e.set(i.operands[0], "i32", join_pair(e, *halves))
     if source not in ("f32", "bf16x2") or options not in (
-            ["rz"], ["rp"], ["rz", "satfinite"], ["rp", "satfinite"]):
+        ["rz"],
+        ["rp"],
+        ["rz", "satfinite"],
+        ["rp", "satfinite"],
+    ):
         raise unknown(i, "ue8m0x2 comes from f32 or bf16x2 with .rz or .rp and maybe .satfinite")
-    codes = [_scale_code(e, value, options[0] == "rp", "satfinite" in options)
-             for value in _source_pair(e, i, source)]
+    codes = [
+        _scale_code(e, value, options[0] == "rp", "satfinite" in options)
+        for value in _source_pair(e, i, source)
+    ]
     _set_codes(e, i, _FORMATS["e4m3"], codes)
 
 
@@ -262,8 +297,9 @@ def _scale_code(e: Emitter, value: str, up: bool, satfinite: bool) -> str:
 
 def _widen_scale(e: Emitter, packed: str, place: int) -> str:
     """One byte of i32 lanes to the bits of a bf16."""
-    code = e.binary("and", "i32", e.binary("lshr", "i32", packed, splat("i32", place)),
-                    splat("i32", 255))
+    code = e.binary(
+        "and", "i32", e.binary("lshr", "i32", packed, splat("i32", place)), splat("i32", 255)
+    )
     bits = e.binary("shl", "i32", code, splat("i32", 7))
     least = e.compare("eq", "i32", code, splat("i32", 0))
     bits = e.select(least, "i32", splat("i32", 0x40), bits)

@@ -15,8 +15,18 @@ from dataclasses import dataclass
 from .program import WORDS, Piece, Writer
 
 #: Register type and 32-bit words of a register, by file.
-FILES = {"r": ("b32", 1), "w": ("b64", 2), "h": ("b16", 1), "f": ("b32", 1), "d": ("b64", 2),
-         "e": ("b16", 1), "g": ("b16", 1), "x": ("b32", 1), "y": ("b32", 1), "p": ("pred", 1)}
+FILES = {
+    "r": ("b32", 1),
+    "w": ("b64", 2),
+    "h": ("b16", 1),
+    "f": ("b32", 1),
+    "d": ("b64", 2),
+    "e": ("b16", 1),
+    "g": ("b16", 1),
+    "x": ("b32", 1),
+    "y": ("b32", 1),
+    "p": ("pred", 1),
+}
 
 # Each line: opcode (braces hold alternatives), destination, sources. # is an immediate of 8 bits; %
 # and ^ are one of 0 to 40 and of 0 to 31, or a register; | is odd, as divisors and what is negated
@@ -198,8 +208,14 @@ _TWO_RESULTS = re.compile(r"setp.*[sufb](32|64)$")
 #: ptxas 13.0 drops the guard of testp, and of the conversion to float in set.
 _UNGUARDED = re.compile(r"testp|set\..*f32\.f32$")
 #: Files that each set of instructions needs.
-_NEEDS = {"integer": "rp", "wide": "rwp", "short": "rhp", "float": "rfp", "double": "rwfdp",
-          "half": "rfegxyp"}
+_NEEDS = {
+    "integer": "rp",
+    "wide": "rwp",
+    "short": "rhp",
+    "float": "rfp",
+    "double": "rwfdp",
+    "half": "rfegxyp",
+}
 _COUNTS = {"r": 6, "w": 3, "h": 3, "f": 4, "d": 3, "e": 3, "g": 3, "x": 3, "y": 3, "p": 4}
 
 
@@ -355,27 +371,36 @@ add.u64 %out, %out, %step;""")
     def _carry_chain(self) -> Piece:
         a, b, c = (self.pick("r") for _ in range(3))
         name = self.writer.random.choice(("add", "sub"))
-        return Piece(f"{name}.cc.u32 {a}, {b}, {c};\n{name}c.cc.u32 {b}, {c}, {a};\n"
-                     f"{name}c.u32 {c}, {a}, 0;\n")
+        return Piece(
+            f"{name}.cc.u32 {a}, {b}, {c};\n{name}c.cc.u32 {b}, {c}, {a};\n"
+            f"{name}c.u32 {c}, {a}, 0;\n"
+        )
 
 
 def canonical(writer: Writer, file: str, name: str) -> tuple[str, str]:
     """Instructions that copy a float register with every NaN the same, and the copy's name."""
     nan, copy = writer.register("pred"), writer.register(FILES[file][0])
     if file == "f":
-        return (f"testp.notanumber.f32 {nan}, {name};\nselp.b32 {copy}, 0x7fffffff, {name}, "
-                f"{nan};\n"), copy
+        return (
+            f"testp.notanumber.f32 {nan}, {name};\nselp.b32 {copy}, 0x7fffffff, {name}, {nan};\n"
+        ), copy
     if file == "d":
-        return (f"setp.nan.f64 {nan}, {name}, {name};\nselp.b64 {copy}, 0x7fffffffffffffff, "
-                f"{name}, {nan};\n"), copy
+        return (
+            f"setp.nan.f64 {nan}, {name}, {name};\nselp.b64 {copy}, 0x7fffffffffffffff, "
+            f"{name}, {nan};\n"
+        ), copy
     kind = {"e": "f16", "g": "bf16", "x": "f16", "y": "bf16"}[file]
 
     def half(register: str, to: str) -> str:
-        return (f"setp.nan.{kind} {nan}, {register}, {register};\n"
-                f"selp.b16 {to}, 0x7fff, {register}, {nan};\n")
+        return (
+            f"setp.nan.{kind} {nan}, {register}, {register};\n"
+            f"selp.b16 {to}, 0x7fff, {register}, {nan};\n"
+        )
 
     if file in "eg":
         return half(name, copy), copy
     low, high = writer.register("b16"), writer.register("b16")
-    return (f"mov.b32 {{{low}, {high}}}, {name};\n{half(low, low)}{half(high, high)}"
-            f"mov.b32 {copy}, {{{low}, {high}}};\n"), copy
+    return (
+        f"mov.b32 {{{low}, {high}}}, {name};\n{half(low, low)}{half(high, high)}"
+        f"mov.b32 {copy}, {{{low}, {high}}};\n"
+    ), copy

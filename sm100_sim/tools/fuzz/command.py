@@ -26,24 +26,45 @@ simulator, write what each one gave, and compare it with what another run gave; 
 def parser() -> argparse.ArgumentParser:
     """Arguments of the command."""
     p = argparse.ArgumentParser(prog="python -m sm100_sim fuzz", description=_DESCRIPTION)
-    p.add_argument("--on", choices=("simulator", "gpu", "both"), default="simulator",
-                   help="where the programs run (default %(default)s); a GPU needs a CUDA driver, "
-                   "cuda-bindings and numpy; on both, programs that differ are shrunk")
-    p.add_argument("--families", default=",".join(FAMILIES),
-                   help="of which families, with commas (default: all)")
+    p.add_argument(
+        "--on",
+        choices=("simulator", "gpu", "both"),
+        default="simulator",
+        help="where the programs run (default %(default)s); a GPU needs a CUDA driver, "
+        "cuda-bindings and numpy; on both, programs that differ are shrunk",
+    )
+    p.add_argument(
+        "--families",
+        default=",".join(FAMILIES),
+        help="of which families, with commas (default: all)",
+    )
     p.add_argument("--first", type=int, default=0, help="first seed (default 0)")
     p.add_argument("--count", type=int, default=20, help="seeds of each family (default 20)")
-    p.add_argument("--programs", type=Path, help="file of programs to run, one a line, instead: "
-                   "FAMILY/SEED or FAMILY/SEED-PIECE-PIECE without these pieces")
-    p.add_argument("--level", type=int, default=4, choices=range(5),
-                   help="how far the GPU's driver optimises (default %(default)s)")
+    p.add_argument(
+        "--programs",
+        type=Path,
+        help="file of programs to run, one a line, instead: "
+        "FAMILY/SEED or FAMILY/SEED-PIECE-PIECE without these pieces",
+    )
+    p.add_argument(
+        "--level",
+        type=int,
+        default=4,
+        choices=range(5),
+        help="how far the GPU's driver optimises (default %(default)s)",
+    )
     p.add_argument("--processes", type=int, default=1, help="at the same time (default 1)")
-    p.add_argument("--shrink", type=int, default=40,
-                   help="programs that are shrunk at most (default %(default)s)")
+    p.add_argument(
+        "--shrink",
+        type=int,
+        default=40,
+        help="programs that are shrunk at most (default %(default)s)",
+    )
     p.add_argument("--out", type=Path, help="file for what each program gave")
     p.add_argument("--against", type=Path, help="file of another run to compare with")
-    p.add_argument("--outputs", type=Path,
-                   help="file (.npz) for the outputs of programs that differ")
+    p.add_argument(
+        "--outputs", type=Path, help="file (.npz) for the outputs of programs that differ"
+    )
     return p
 
 
@@ -77,12 +98,16 @@ def _on_both(programs: list[Variant], arguments: argparse.Namespace) -> int:
     plain = _outcomes(_runner(arguments, "gpu")[0], found)
     for one in found:
         key = one.key
-        print(f"{_line(key, mine[key], theirs[key])}; compiled without optimisation: "
-              + ("the same as here" if mine[key].agrees(plain[key]) else _words(plain[key])))
+        print(
+            f"{_line(key, mine[key], theirs[key])}; compiled without optimisation: "
+            + ("the same as here" if mine[key].agrees(plain[key]) else _words(plain[key]))
+        )
     step = -(-len(found) // max(1, arguments.shrink)) or 1
     for one, smallest in shrink(
-            found[::step] if arguments.shrink else (),
-            lambda some: _outcomes(simulator, some), lambda some: _outcomes(gpu, some)).items():
+        found[::step] if arguments.shrink else (),
+        lambda some: _outcomes(simulator, some),
+        lambda some: _outcomes(gpu, some),
+    ).items():
         print(f"{one.key} is smallest as {smallest.key}", flush=True)
     return 1 if found else 0
 
@@ -108,8 +133,9 @@ def _runner(arguments: argparse.Namespace, on: str) -> tuple[Callable[..., Itera
 
 def differences(mine: dict[str, Outcome], theirs: dict[str, Outcome]) -> list[str]:
     """Keys of the programs on which two runs differ."""
-    return [key for key, outcome in mine.items()
-            if key in theirs and not outcome.agrees(theirs[key])]
+    return [
+        key for key, outcome in mine.items() if key in theirs and not outcome.agrees(theirs[key])
+    ]
 
 
 def main(given: list[str]) -> int:
@@ -166,5 +192,3 @@ def _table(mine: dict[str, Outcome], theirs: dict[str, Outcome]) -> Iterable[str
         parts = ", ".join(f"{number} {state}" for state, number in states.most_common())
         compared = f"; {different[family]} differ" if theirs else ""
         yield f"{family}: {parts}{compared}"
-
-

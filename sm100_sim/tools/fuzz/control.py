@@ -71,9 +71,12 @@ class Flow:
         sign, predicate = self.w.random.choice(("", "!")), self.registers.pick("p")
         return Piece(
             f"@{sign}{predicate} bra {other};\n",
-            (Piece("", self._block(None, depth), fixed=True),
-             Piece(f"bra {end};\n{other}:\n", self._block(None, depth), fixed=True)),
-            f"{end}:\n{self._join(mask)}")
+            (
+                Piece("", self._block(None, depth), fixed=True),
+                Piece(f"bra {end};\n{other}:\n", self._block(None, depth), fixed=True),
+            ),
+            f"{end}:\n{self._join(mask)}",
+        )
 
     def _join(self, mask: Mask | None) -> str:
         if mask is None or self.w.chance(0.5):
@@ -84,8 +87,9 @@ class Flow:
         """Return (register, text) of a fresh counter of 0 to 3, other in each lane."""
         count = self.w.register("b32")
         shift = self.w.random.randrange(0, 30)
-        return count, (f"shr.u32 {count}, {self.registers.pick('r')}, {shift};\n"
-                       f"and.b32 {count}, {count}, 3;\n")
+        return count, (
+            f"shr.u32 {count}, {self.registers.pick('r')}, {shift};\nand.b32 {count}, {count}, 3;\n"
+        )
 
     def _loop(self, mask: Mask | None, depth: int) -> Piece:
         """Up to three rounds of a body; lanes leave it at different times."""
@@ -95,21 +99,24 @@ class Flow:
         return Piece(
             f"{text}{again}:\nsetp.eq.u32 {more}, {count}, 0;\n@{more} bra {end};\n"
             f"sub.u32 {count}, {count}, 1;\n",
-            self._block(None, depth), f"bra {again};\n{end}:\n{self._join(mask)}")
+            self._block(None, depth),
+            f"bra {again};\n{end}:\n{self._join(mask)}",
+        )
 
     def _switch(self, mask: Mask | None, depth: int) -> Piece:
         """brx.idx over three cases; a case may fall through into the next one."""
         labels, end = [self.w.label() for _ in range(3)], self.w.label()
         table, index = self.w.label(), self.w.register("b32")
         inside = [
-            Piece(f"{label}:\n", self._block(None, depth),
-                  self._leave(end), fixed=True)
+            Piece(f"{label}:\n", self._block(None, depth), self._leave(end), fixed=True)
             for label in labels
         ]
         return Piece(
             f"rem.u32 {index}, {self.registers.pick('r')}, 3;\n"
             f"{table}: .branchtargets {', '.join(labels)};\nbrx.idx {index}, {table};\n",
-            tuple(inside), f"{end}:\n{self._join(mask)}")
+            tuple(inside),
+            f"{end}:\n{self._join(mask)}",
+        )
 
     def _leave(self, end: str) -> str:
         return "" if self.w.chance(0.3) else f"bra {end};\n"
@@ -120,20 +127,28 @@ class Flow:
         ways = [self._fresh_predicate() for _ in range(3)]
         return Piece(
             f"{ways[0][0]}@{ways[0][1]} bra {second};\n",
-            (Piece("", self._block(None, depth), fixed=True),
-             Piece(f"{ways[1][0]}@{ways[1][1]} bra {end};\n{first}:\n", self._block(None, depth),
-                   fixed=True),
-             Piece(f"{second}:\n", self._block(None, depth), fixed=True)),
+            (
+                Piece("", self._block(None, depth), fixed=True),
+                Piece(
+                    f"{ways[1][0]}@{ways[1][1]} bra {end};\n{first}:\n",
+                    self._block(None, depth),
+                    fixed=True,
+                ),
+                Piece(f"{second}:\n", self._block(None, depth), fixed=True),
+            ),
             f"{ways[2][0]}@{ways[2][1]} bra {end};\n{self.registers.instruction().before}{end}:\n"
-            f"{self._join(mask)}")
+            f"{self._join(mask)}",
+        )
 
     def _fresh_predicate(self) -> tuple[str, str]:
         """A comparison and its result; ptxas 13.0 loses values of predicates that live longer."""
         predicate = self.w.register("pred")
         compare = self.w.random.choice(("lt", "ge", "eq"))
         bits, low = self.w.register("b32"), self.w.random.choice((0, 1, 2))
-        return (f"and.b32 {bits}, {self.registers.pick('r')}, 3;\n"
-                f"setp.{compare}.u32 {predicate}, {bits}, {low};\n"), predicate
+        return (
+            f"and.b32 {bits}, {self.registers.pick('r')}, 3;\n"
+            f"setp.{compare}.u32 {predicate}, {bits}, {low};\n"
+        ), predicate
 
     def _constant_branch(self, mask: Mask, depth: int) -> Piece:
         """Lanes of a constant set go one way, the others the other way."""
@@ -147,16 +162,32 @@ class Flow:
         return Piece(
             f"shr.u32 {bit}, {chosen:#010x}, %lane;\nand.b32 {bit}, {bit}, 1;\n"
             f"setp.eq.u32 {inside}, {bit}, 0;\n@{inside} bra {other};\n",
-            (Piece("", self._block(_constant(chosen), depth), fixed=True),
-             Piece(f"bra {end};\n{other}:\n", self._block(_constant(mask.lanes & ~chosen), depth),
-                   fixed=True)),
-            f"{end}:\n{self._join(mask)}")
+            (
+                Piece("", self._block(_constant(chosen), depth), fixed=True),
+                Piece(
+                    f"bra {end};\n{other}:\n",
+                    self._block(_constant(mask.lanes & ~chosen), depth),
+                    fixed=True,
+                ),
+            ),
+            f"{end}:\n{self._join(mask)}",
+        )
 
     def _lane_set(self) -> int:
         """Halves, quarters, every other lane, or any set."""
         choose = self.w.random
-        return choose.choice((0xFFFF, 0xFF00FF00, 0x0F0F0F0F, 0x55555555, 1, 1 << 31,
-                              choose.getrandbits(32), choose.getrandbits(32)))
+        return choose.choice(
+            (
+                0xFFFF,
+                0xFF00FF00,
+                0x0F0F0F0F,
+                0x55555555,
+                1,
+                1 << 31,
+                choose.getrandbits(32),
+                choose.getrandbits(32),
+            )
+        )
 
     def _voted_branch(self, mask: Mask, depth: int) -> Piece:
         """A branch on data whose sides know by a ballot who takes them."""
@@ -167,9 +198,12 @@ class Flow:
             f"setp.lt.s32 {predicate}, {self.registers.pick('r')}, {self.registers.pick('r')};\n"
             f"vote.sync.ballot.b32 {yes}, {predicate}, {mask.operand};\n"
             f"xor.b32 {no}, {yes}, {mask.operand};\n@!{predicate} bra {other};\n",
-            (Piece("", self._block(Mask(yes), depth), fixed=True),
-             Piece(f"bra {end};\n{other}:\n", self._block(Mask(no), depth), fixed=True)),
-            f"{end}:\n{self._join(mask)}")
+            (
+                Piece("", self._block(Mask(yes), depth), fixed=True),
+                Piece(f"bra {end};\n{other}:\n", self._block(Mask(no), depth), fixed=True),
+            ),
+            f"{end}:\n{self._join(mask)}",
+        )
 
     def _voted_loop(self, mask: Mask, depth: int) -> Piece:
         """A loop whose every round knows by a ballot which lanes are still in it."""
@@ -180,7 +214,9 @@ class Flow:
             f"{text}mov.b32 {inside}, {mask.operand};\n{again}:\nsetp.ne.u32 {more}, {count}, 0;\n"
             f"vote.sync.ballot.b32 {inside}, {more}, {inside};\n@!{more} bra {end};\n"
             f"sub.u32 {count}, {count}, 1;\n",
-            self._block(Mask(inside), depth), f"bra {again};\n{end}:\n{self._join(mask)}")
+            self._block(Mask(inside), depth),
+            f"bra {again};\n{end}:\n{self._join(mask)}",
+        )
 
     # ------------------------------------------------------------ warp operations
 
@@ -208,14 +244,26 @@ class Flow:
             value = wide
         if self.w.chance(0.5):
             return f"{text}match.any.sync.{kind} {registers.pick('r')}, {value}, {mask.operand};\n"
-        return (f"{text}match.all.sync.{kind} {registers.pick('r')}|{registers.pick('p')}, {value},"
-                f" {mask.operand};\n")
+        return (
+            f"{text}match.all.sync.{kind} {registers.pick('r')}|{registers.pick('p')}, {value},"
+            f" {mask.operand};\n"
+        )
 
     def _redux(self, mask: Mask, registers: Registers) -> str:
-        form = self.w.random.choice(("add.u32", "add.s32", "min.u32", "min.s32", "max.u32",
-                                     "max.s32", "and.b32", "or.b32", "xor.b32"))
-        return (f"redux.sync.{form} {registers.pick('r')}, {registers.pick('r')}, "
-                f"{mask.operand};\n")
+        form = self.w.random.choice(
+            (
+                "add.u32",
+                "add.s32",
+                "min.u32",
+                "min.s32",
+                "max.u32",
+                "max.s32",
+                "and.b32",
+                "or.b32",
+                "xor.b32",
+            )
+        )
+        return f"redux.sync.{form} {registers.pick('r')}, {registers.pick('r')}, {mask.operand};\n"
 
     def _elect(self, mask: Mask, registers: Registers) -> str:
         return f"elect.sync {registers.pick('r')}|{registers.pick('p')}, {mask.operand};\n"
@@ -232,8 +280,10 @@ class Flow:
             clamp = 0 if mode == "up" else 31
             if self.w.chance(0.2):
                 clamp = self.w.random.randrange(32)
-            return (f"shfl.sync.{mode}.b32 {destination}, {source}, {lane}, "
-                    f"{segment << 8 | clamp}, {mask.operand};\n")
+            return (
+                f"shfl.sync.{mode}.b32 {destination}, {source}, {lane}, "
+                f"{segment << 8 | clamp}, {mask.operand};\n"
+            )
         # Elsewhere only lanes of the mask may be read: its highest or lowest, or the own one.
         lane, text = self.w.register("b32"), ""
         way = self.w.random.randrange(3)
@@ -243,8 +293,7 @@ class Flow:
             text = f"brev.b32 {lane}, {mask.operand};\nclz.b32 {lane}, {lane};\n"
         else:
             lane = "%lane"
-        return (f"{text}shfl.sync.idx.b32 {destination}, {source}, {lane}, 31, "
-                f"{mask.operand};\n")
+        return f"{text}shfl.sync.idx.b32 {destination}, {source}, {lane}, 31, {mask.operand};\n"
 
 
 _SETS = (("integer",), ("integer", "short"), ("integer", "wide"), ("float", "integer"))
@@ -282,4 +331,6 @@ def _exit(w: Writer, registers: Registers, lanes: int) -> Piece:
     return Piece(
         f"shr.u32 {bit}, {lanes:#010x}, %lane;\nand.b32 {bit}, {bit}, 1;\n"
         f"setp.ne.u32 {leaves}, {bit}, 0;\n@{leaves} st.global.b32 [%out], {registers.pick('r')};\n"
-        f"@{leaves} {w.random.choice(('exit', 'ret'))};\n", fixed=True)
+        f"@{leaves} {w.random.choice(('exit', 'ret'))};\n",
+        fixed=True,
+    )

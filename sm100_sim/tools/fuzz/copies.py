@@ -17,13 +17,29 @@ from .program import Launch, Piece, Program, Writer, random_words, writer
 
 THREADS = 128
 TILE = 16384
-_BITS = {"u8": 8, "u16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "f16": 16, "bf16": 16,
-         "f32": 32, "f32.ftz": 32, "f64": 64}
+_BITS = {
+    "u8": 8,
+    "u16": 16,
+    "u32": 32,
+    "s32": 32,
+    "u64": 64,
+    "s64": 64,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f32.ftz": 32,
+    "f64": 64,
+}
 _FLOATING = ("f16", "bf16", "f32", "f32.ftz", "f64")
-_REDUCTIONS = {"u32": ("add", "min", "max", "inc", "dec", "and", "or", "xor"),
-               "s32": ("add", "min", "max"), "u64": ("add", "min", "max", "and", "or", "xor"),
-               "s64": ("min", "max"), "f16": ("add", "min", "max"), "bf16": ("add", "min", "max"),
-               "f32": ("add",)}
+_REDUCTIONS = {
+    "u32": ("add", "min", "max", "inc", "dec", "and", "or", "xor"),
+    "s32": ("add", "min", "max"),
+    "u64": ("add", "min", "max", "and", "or", "xor"),
+    "s64": ("min", "max"),
+    "f16": ("add", "min", "max"),
+    "bf16": ("add", "min", "max"),
+    "f32": ("add",),
+}
 _BULK_REDUCTIONS = (
     *(f"{name}.{kind}" for name in ("add", "min", "max") for kind in ("u32", "s32", "u64")),
     *(f"{name}.{kind}" for name in ("and", "or", "xor") for kind in ("b32", "b64")),
@@ -67,9 +83,17 @@ class Copies:
 
     def piece(self) -> Piece:
         """One copy."""
-        kinds = [self._tensor_load] * 4 + [self._tensor_store] * 3 + [
-            self._tensor_reduction, self._bulk_load, self._bulk_store, self._bulk_reduction,
-            self._cp_async]
+        kinds = (
+            [self._tensor_load] * 4
+            + [self._tensor_store] * 3
+            + [
+                self._tensor_reduction,
+                self._bulk_load,
+                self._bulk_store,
+                self._bulk_reduction,
+                self._cp_async,
+            ]
+        )
         if self.size > 1:
             kinds += [self._multicast] * 6
         sync = self.sync()
@@ -115,14 +139,34 @@ class Copies:
         if loads and strides and self.w.chance(0.1):
             strides[choose.randrange(len(strides))] = 0
         fill = dtype in _FLOATING and self.w.chance(0.4)
-        return TensorMap(0, dtype, tuple(sizes), tuple(strides), box, tuple(steps), swizzle, 0,
-                         fill and loads, dtype in ("f32", "f32.ftz") and self.w.chance(0.2), 0, 0)
+        return TensorMap(
+            0,
+            dtype,
+            tuple(sizes),
+            tuple(strides),
+            box,
+            tuple(steps),
+            swizzle,
+            0,
+            fill and loads,
+            dtype in ("f32", "f32.ftz") and self.w.chance(0.2),
+            0,
+            0,
+        )
 
     def _coordinates(self, t: TensorMap, loads: bool) -> str:
         choose, places = self.w.random, []
         for d, (size, box) in enumerate(zip(t.sizes, t.box, strict=True)):
-            place = choose.choice((0, size - box, size - 1, choose.randrange(-box - 3, size + 4),
-                                   choose.randrange(size), -(box // 2)))
+            place = choose.choice(
+                (
+                    0,
+                    size - box,
+                    size - 1,
+                    choose.randrange(-box - 3, size + 4),
+                    choose.randrange(size),
+                    -(box // 2),
+                )
+            )
             if d == 0:
                 # The hardware takes no tile that starts off a 16-byte boundary of its row.
                 place = place // (128 // t.element_bits) * (128 // t.element_bits)
@@ -150,12 +194,14 @@ class Copies:
         self.barriers += 1
         label = self.w.label()
         cluster = "fence.mbarrier_init.release.cluster;\n" if self.size > 1 else ""
-        return (f"@%first mbarrier.init.shared::cta.b64 [{bar}], 1;\n{cluster}"
-                f"fence.proxy.async;\n{self.sync()}"
-                f"@%first mbarrier.arrive.expect_tx.shared::cta.b64 %state, [{bar}], {nbytes};\n",
-                f"[{bar}]",
-                f"{label}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [{bar}], 0;\n"
-                f"@!%done bra {label};\n")
+        return (
+            f"@%first mbarrier.init.shared::cta.b64 [{bar}], 1;\n{cluster}"
+            f"fence.proxy.async;\n{self.sync()}"
+            f"@%first mbarrier.arrive.expect_tx.shared::cta.b64 %state, [{bar}], {nbytes};\n",
+            f"[{bar}]",
+            f"{label}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [{bar}], 0;\n"
+            f"@!%done bra {label};\n",
+        )
 
     def _tensor_load(self) -> str:
         t = self.descriptor(True)
@@ -166,15 +212,19 @@ class Copies:
             prefetch = f"@%first cp.async.bulk.prefetch.tensor.{t.rank}d.L2.global.tile {place};\n"
             if self.w.chance(0.5):
                 prefetch = f"@%first prefetch.tensormap [%rd6];\n{prefetch}"
-        return (f"{self._map(t, False)}{begin}{prefetch}"
-                f"@%first cp.async.bulk.tensor.{t.rank}d.shared::cluster.global.tile."
-                f"mbarrier::complete_tx::bytes [tile+{self._offset(t.shared_bytes)}], {place}, "
-                f"{bar};\n{wait}")
+        return (
+            f"{self._map(t, False)}{begin}{prefetch}"
+            f"@%first cp.async.bulk.tensor.{t.rank}d.shared::cluster.global.tile."
+            f"mbarrier::complete_tx::bytes [tile+{self._offset(t.shared_bytes)}], {place}, "
+            f"{bar};\n{wait}"
+        )
 
     def _issue_store(self, text: str) -> str:
         read = "" if self.w.chance(0.7) else "cp.async.bulk.wait_group.read 0;\n"
-        return (f"fence.proxy.async;\n{self.sync()}@%first {text};\ncp.async.bulk.commit_group;\n"
-                f"{read}cp.async.bulk.wait_group 0;\n")
+        return (
+            f"fence.proxy.async;\n{self.sync()}@%first {text};\ncp.async.bulk.commit_group;\n"
+            f"{read}cp.async.bulk.wait_group 0;\n"
+        )
 
     def _mine(self, text: str) -> str:
         """Restrict writes to memory to the first CTA of the cluster."""
@@ -182,9 +232,13 @@ class Copies:
 
     def _tensor_store(self) -> str:
         t = self.descriptor(False)
-        return self._mine(self._map(t, True) + self._issue_store(
-            f"cp.async.bulk.tensor.{t.rank}d.global.shared::cta.tile.bulk_group "
-            f"[%rd6, {self._coordinates(t, False)}], [tile+{self._offset(t.shared_bytes)}]"))
+        return self._mine(
+            self._map(t, True)
+            + self._issue_store(
+                f"cp.async.bulk.tensor.{t.rank}d.global.shared::cta.tile.bulk_group "
+                f"[%rd6, {self._coordinates(t, False)}], [tile+{self._offset(t.shared_bytes)}]"
+            )
+        )
 
     def _tensor_reduction(self) -> str:
         t = self.descriptor(False)
@@ -192,9 +246,14 @@ class Copies:
             t = self.descriptor(False)
         name = self.w.random.choice(_REDUCTIONS[t.dtype])
         offset = self._offset(t.shared_bytes)
-        return self._mine(self._map(t, True) + self._tamed(t.dtype) + self._issue_store(
-            f"cp.reduce.async.bulk.tensor.{t.rank}d.global.shared::cta.{name}.tile.bulk_group "
-            f"[%rd6, {self._coordinates(t, False)}], [tile+{offset}]"))
+        return self._mine(
+            self._map(t, True)
+            + self._tamed(t.dtype)
+            + self._issue_store(
+                f"cp.reduce.async.bulk.tensor.{t.rank}d.global.shared::cta.{name}.tile.bulk_group "
+                f"[%rd6, {self._coordinates(t, False)}], [tile+{offset}]"
+            )
+        )
 
     def _tamed(self, dtype: str) -> str:
         """Make the tile's words numbers of moderate size in a float type; NaN payloads are open."""
@@ -203,16 +262,20 @@ class Copies:
             return ""
         keep, put = _TAME[kind]
         again = self.w.label()
-        return (f"shl.b32 %r3, %r10, 2;\n{again}:\nmov.u32 %r5, tile;\nadd.u32 %r5, %r5, %r3;\n"
-                f"ld.shared.u32 %r4, [%r5];\nand.b32 %r4, %r4, {keep:#x};\n"
-                f"or.b32 %r4, %r4, {put:#x};\nst.shared.u32 [%r5], %r4;\n"
-                f"add.u32 %r3, %r3, {4 * THREADS};\nsetp.lt.u32 %more, %r3, {TILE};\n"
-                f"@%more bra {again};\n")
+        return (
+            f"shl.b32 %r3, %r10, 2;\n{again}:\nmov.u32 %r5, tile;\nadd.u32 %r5, %r5, %r3;\n"
+            f"ld.shared.u32 %r4, [%r5];\nand.b32 %r4, %r4, {keep:#x};\n"
+            f"or.b32 %r4, %r4, {put:#x};\nst.shared.u32 [%r5], %r4;\n"
+            f"add.u32 %r3, %r3, {4 * THREADS};\nsetp.lt.u32 %more, %r3, {TILE};\n"
+            f"@%more bra {again};\n"
+        )
 
     def _pointer(self, written: bool, words: np.ndarray, offset: int) -> str:
         number = self.buffers.add(words, written)
-        return (f"ld.param.u64 %rd7, [{self.buffers.name(written, number)}];\n"
-                f"add.u64 %rd7, %rd7, {offset};\n")
+        return (
+            f"ld.param.u64 %rd7, [{self.buffers.name(written, number)}];\n"
+            f"add.u64 %rd7, %rd7, {offset};\n"
+        )
 
     def _bulk_sizes(self) -> tuple[int, int, int]:
         """Bytes of a copy, its offset in a buffer of 4 KiB, its offset in the tile."""
@@ -222,23 +285,33 @@ class Copies:
     def _bulk_load(self) -> str:
         size, offset, place = self._bulk_sizes()
         begin, bar, wait = self._barrier(size)
-        return (f"{self._pointer(False, self._contents('u32', 1024), offset)}{begin}"
-                "@%first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                f"[tile+{place}], [%rd7], {size}, {bar};\n{wait}")
+        return (
+            f"{self._pointer(False, self._contents('u32', 1024), offset)}{begin}"
+            "@%first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            f"[tile+{place}], [%rd7], {size}, {bar};\n{wait}"
+        )
 
     def _bulk_store(self) -> str:
         size, offset, place = self._bulk_sizes()
-        return self._mine(self._pointer(True, self._contents("u32", 1024), offset)
-                          + self._issue_store("cp.async.bulk.global.shared::cta.bulk_group [%rd7], "
-                                              f"[tile+{place}], {size}"))
+        return self._mine(
+            self._pointer(True, self._contents("u32", 1024), offset)
+            + self._issue_store(
+                f"cp.async.bulk.global.shared::cta.bulk_group [%rd7], [tile+{place}], {size}"
+            )
+        )
 
     def _bulk_reduction(self) -> str:
         size, offset, place = self._bulk_sizes()
         form = self.w.random.choice(_BULK_REDUCTIONS)
         words = self._contents(form.split(".")[-1], 1024)
-        return self._mine(self._pointer(True, words, offset) + self._tamed(form)
-                          + self._issue_store("cp.reduce.async.bulk.global.shared::cta.bulk_group."
-                                              f"{form} [%rd7], [tile+{place}], {size}"))
+        return self._mine(
+            self._pointer(True, words, offset)
+            + self._tamed(form)
+            + self._issue_store(
+                "cp.reduce.async.bulk.global.shared::cta.bulk_group."
+                f"{form} [%rd7], [tile+{place}], {size}"
+            )
+        )
 
     def _cp_async(self) -> str:
         """Two or three groups of a copy a thread, waited for one after the other."""
@@ -251,13 +324,18 @@ class Copies:
             extra = ""
             if self.w.chance(0.4):
                 extra = f", {choose.randrange(size + 1)}"
-            text += (f"{self._pointer(False, self._contents('u32', 1024), 0)}"
-                     f"mul.wide.u32 %rd8, %r10, {size};\nadd.u64 %rd7, %rd7, %rd8;\n"
-                     f"mov.u32 %r5, tile;\nmad.lo.u32 %r5, %r10, {size}, %r5;\n"
-                     f"cp.async.{cache}.shared.global [%r5+{place}], [%rd7], {size}{extra};\n"
-                     "cp.async.commit_group;\n"
-                     + ("cp.async.wait_all;\nbar.sync 0;\n" if self.w.chance(0.5) else
-                        "cp.async.wait_group 0;\nbar.sync 0;\n"))
+            text += (
+                f"{self._pointer(False, self._contents('u32', 1024), 0)}"
+                f"mul.wide.u32 %rd8, %r10, {size};\nadd.u64 %rd7, %rd7, %rd8;\n"
+                f"mov.u32 %r5, tile;\nmad.lo.u32 %r5, %r10, {size}, %r5;\n"
+                f"cp.async.{cache}.shared.global [%r5+{place}], [%rd7], {size}{extra};\n"
+                "cp.async.commit_group;\n"
+                + (
+                    "cp.async.wait_all;\nbar.sync 0;\n"
+                    if self.w.chance(0.5)
+                    else "cp.async.wait_group 0;\nbar.sync 0;\n"
+                )
+            )
         return text
 
     def _multicast(self) -> str:
@@ -273,18 +351,24 @@ class Copies:
         choice = "".join(
             f"setp.eq.u32 %more, %r7, {rank};\n@%more mov.u32 %r11, {mask};\n@%more mov.u32 %r12, "
             f"{t.tile_bytes * sum(other >> rank & 1 for other in masks)};\n"
-            for rank, mask in enumerate(masks))
-        return (f"{self._map(t, False)}mov.u32 %r7, %cluster_ctarank;\n{choice}{begin}"
-                f"cvt.u16.u32 %mask, %r11;\nsetp.ne.and.u32 %more, %r11, 0, %first;\n"
-                f"mov.u32 %r5, tile;\nmad.lo.u32 %r5, %r7, {space}, %r5;\n"
-                f"@%more cp.async.bulk.tensor.{t.rank}d.shared::cluster.global.tile."
-                "mbarrier::complete_tx::bytes.multicast::cluster [%r5], "
-                f"[%rd6, {self._coordinates(t, True)}], {bar}, %mask;\n{wait}")
+            for rank, mask in enumerate(masks)
+        )
+        return (
+            f"{self._map(t, False)}mov.u32 %r7, %cluster_ctarank;\n{choice}{begin}"
+            f"cvt.u16.u32 %mask, %r11;\nsetp.ne.and.u32 %more, %r11, 0, %first;\n"
+            f"mov.u32 %r5, tile;\nmad.lo.u32 %r5, %r7, {space}, %r5;\n"
+            f"@%more cp.async.bulk.tensor.{t.rank}d.shared::cluster.global.tile."
+            "mbarrier::complete_tx::bytes.multicast::cluster [%r5], "
+            f"[%rd6, {self._coordinates(t, True)}], {bar}, %mask;\n{wait}"
+        )
 
 
 #: Words that are numbers of moderate size in each half or as a whole: bits kept, bits set.
-_TAME = {"f32": (0x83FFFFFF, 0x3C000000), "f16": (0x8FFF8FFF, 0x30003000),
-         "bf16": (0x83FF83FF, 0x3C003C00)}
+_TAME = {
+    "f32": (0x83FFFFFF, 0x3C000000),
+    "f16": (0x8FFF8FFF, 0x30003000),
+    "bf16": (0x83FF83FF, 0x3C003C00),
+}
 
 
 def _tame(words: np.ndarray, dtype: str) -> np.ndarray:
@@ -302,22 +386,31 @@ def copies(seed: int) -> Program:
     maker = Copies(w, size)
     pieces = [maker.piece() for _ in range(w.random.randrange(1, 5))]
     again = w.label()
-    head = (f"{shared(TILE).replace('.b64 bar;', f'.b64 bars[{max(1, maker.barriers)}];')}"
-            f"{REGISTERS}.reg .b16 %mask;\n.reg .pred %lead;\nmov.u32 %r10, %tid.x;\n"
-            "setp.eq.u32 %first, %r10, 0;\nmov.u32 %r7, %cluster_ctarank;\n"
-            "setp.eq.and.u32 %lead, %r7, 0, %first;\nmov.u32 %r2, tile;\nshl.b32 %r3, %r10, 2;\n"
-            f"mul.lo.u32 %r6, %r7, 0x01000000;\n{again}:\nadd.u32 %r5, %r2, %r3;\n"
-            "mad.lo.u32 %r4, %r3, 0x9e3779b1, %r6;\nst.shared.u32 [%r5], %r4;\n"
-            f"add.u32 %r3, %r3, {4 * THREADS};\nsetp.lt.u32 %more, %r3, {TILE};\n"
-            f"@%more bra {again};\n{maker.sync()}")
+    head = (
+        f"{shared(TILE).replace('.b64 bar;', f'.b64 bars[{max(1, maker.barriers)}];')}"
+        f"{REGISTERS}.reg .b16 %mask;\n.reg .pred %lead;\nmov.u32 %r10, %tid.x;\n"
+        "setp.eq.u32 %first, %r10, 0;\nmov.u32 %r7, %cluster_ctarank;\n"
+        "setp.eq.and.u32 %lead, %r7, 0, %first;\nmov.u32 %r2, tile;\nshl.b32 %r3, %r10, 2;\n"
+        f"mul.lo.u32 %r6, %r7, 0x01000000;\n{again}:\nadd.u32 %r5, %r2, %r3;\n"
+        "mad.lo.u32 %r4, %r3, 0x9e3779b1, %r6;\nst.shared.u32 [%r5], %r4;\n"
+        f"add.u32 %r3, %r3, {4 * THREADS};\nsetp.lt.u32 %more, %r3, {TILE};\n"
+        f"@%more bra {again};\n{maker.sync()}"
+    )
     dumped = np.zeros((size, TILE // 4), np.uint32)
     tail = dump(TILE, maker.buffers.name(True, maker.buffers.add(dumped, True))) + "ret;\n"
     buffers = maker.buffers
-    maps = tuple((number + (len(buffers.inputs) if written else 0), t)
-                 for written, number, t in buffers.maps)
-    launch = Launch(size, THREADS, size,
-                    f".reqnctapercluster {size}, 1, 1\n" if size > 1 else "")
-    return Program("copies", seed, head,
-                   tuple(Piece(buffers.resolve(piece.before)) for piece in pieces),
-                   buffers.resolve(tail), launch, tuple(buffers.inputs), tuple(buffers.outputs),
-                   maps)
+    maps = tuple(
+        (number + (len(buffers.inputs) if written else 0), t) for written, number, t in buffers.maps
+    )
+    launch = Launch(size, THREADS, size, f".reqnctapercluster {size}, 1, 1\n" if size > 1 else "")
+    return Program(
+        "copies",
+        seed,
+        head,
+        tuple(Piece(buffers.resolve(piece.before)) for piece in pieces),
+        buffers.resolve(tail),
+        launch,
+        tuple(buffers.inputs),
+        tuple(buffers.outputs),
+        maps,
+    )

@@ -37,8 +37,10 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 def module_text(cases: list[Case]) -> str:
     """One PTX module of many cases; the kernel of case i is `golden_i`."""
-    bodies = (case.ptx.removeprefix(HEADER).replace(f"{KERNEL}(", f"{KERNEL}_{i}(", 1)
-              for i, case in enumerate(cases))
+    bodies = (
+        case.ptx.removeprefix(HEADER).replace(f"{KERNEL}(", f"{KERNEL}_{i}(", 1)
+        for i, case in enumerate(cases)
+    )
     return HEADER + "".join(bodies)
 
 
@@ -48,10 +50,13 @@ class _Batch:
     def __init__(self, gpu: Gpu, cases: list[Case], level: int) -> None:
         self.gpu, self.cases = gpu, cases
         option = gpu.driver.CUjit_option.CU_JIT_OPTIMIZATION_LEVEL
-        module = gpu.call("cuModuleLoadDataEx", module_text(cases).encode() + b"\0", 1, [option],
-                          [level])
-        self.functions = [gpu.call("cuModuleGetFunction", module, f"{KERNEL}_{i}".encode())
-                          for i in range(len(cases))]
+        module = gpu.call(
+            "cuModuleLoadDataEx", module_text(cases).encode() + b"\0", 1, [option], [level]
+        )
+        self.functions = [
+            gpu.call("cuModuleGetFunction", module, f"{KERNEL}_{i}".encode())
+            for i in range(len(cases))
+        ]
         self.addresses = [self._place(case) for case in cases]
 
     def _place(self, case: Case) -> list[int]:
@@ -75,7 +80,7 @@ class _Batch:
         self.gpu.launch(self.functions[number], case, addresses)
         self.gpu.call("cuCtxSynchronize")
         results = []
-        for address, array in zip(addresses[len(case.inputs):], case.outputs, strict=True):
+        for address, array in zip(addresses[len(case.inputs) :], case.outputs, strict=True):
             results.append(np.empty_like(array))
             self.gpu.call("cuMemcpyDtoH", results[-1].ctypes.data, address, array.nbytes)
         return results
@@ -90,9 +95,10 @@ class _Batch:
         for number, case in enumerate(self.cases):
             addresses = self.addresses[number]
             gpu.launch(self.functions[number], case, addresses, streams[number])
-            for address, array in zip(addresses[len(case.inputs):], results[number], strict=True):
-                gpu.call("cuMemcpyDtoHAsync", array.ctypes.data, address, array.nbytes,
-                         streams[number])
+            for address, array in zip(addresses[len(case.inputs) :], results[number], strict=True):
+                gpu.call(
+                    "cuMemcpyDtoHAsync", array.ctypes.data, address, array.nbytes, streams[number]
+                )
         waiting, end = set(range(len(self.cases))), time.monotonic() + PATIENCE
         while waiting and time.monotonic() < end:
             waiting = {i for i in waiting if not self._is_done(streams[i])}
@@ -125,8 +131,12 @@ def _work(connection: Any, variants: list[Variant], hanging: bool, level: int) -
         for number, case in enumerate(cases):
             outputs = together[number] if together else batch.run(number)
             state = HANG if outputs is None else ENDED
-            outcome = Outcome(state, case.digest(), digest(outputs) if outputs else "",
-                              registers=batch.registers(number))
+            outcome = Outcome(
+                state,
+                case.digest(),
+                digest(outputs) if outputs else "",
+                registers=batch.registers(number),
+            )
             connection.send((number, outcome, outputs))
         connection.send(None)
     except Exception as error:  # of the driver: reported under the program's name
@@ -163,7 +173,7 @@ def run_batch(
 
 
 def _cut(variants: list[Variant], size: int) -> list[list[Variant]]:
-    return [variants[start:start + size] for start in range(0, len(variants), size)]
+    return [variants[start : start + size] for start in range(0, len(variants), size)]
 
 
 def _run_once(
@@ -196,8 +206,9 @@ def _run_once(
     return found, trouble
 
 
-def run(variants: Iterable[Variant], processes: int = 16, level: int = LEVEL) -> Iterator[
-        tuple[Variant, Outcome, list[np.ndarray] | None]]:
+def run(
+    variants: Iterable[Variant], processes: int = 16, level: int = LEVEL
+) -> Iterator[tuple[Variant, Outcome, list[np.ndarray] | None]]:
     """Run variants on the GPU: what each one gave, and its outputs if it ended.
 
     level: how far the driver's compiler optimises, 0 to 4.
@@ -206,10 +217,13 @@ def run(variants: Iterable[Variant], processes: int = 16, level: int = LEVEL) ->
     plain = [variant for variant in variants if not variant.may_hang]
     hanging = [variant for variant in variants if variant.may_hang]
     for some, size, workers, flag in (
-            (plain, BATCH, processes, False), (hanging, HANG_BATCH, max(1, processes // 2), True)):
+        (plain, BATCH, processes, False),
+        (hanging, HANG_BATCH, max(1, processes // 2), True),
+    ):
         batches = _cut(some, size)
         with ThreadPoolExecutor(workers) as threads:
-            for found in threads.map(lambda batch, flag=flag: run_batch(batch, flag, level),
-                                     batches):
+            for found in threads.map(
+                lambda batch, flag=flag: run_batch(batch, flag, level), batches
+            ):
                 for variant, (outcome, outputs) in found.items():
                     yield variant, outcome, outputs

@@ -30,8 +30,9 @@ add.u64 %out, %out, %step;
 DONE = 0x600D
 
 
-def _sections(w: Writer, lists: list[list[str]], per_unit: int, last: str = "",
-              fixed: bool = False) -> list[Piece]:
+def _sections(
+    w: Writer, lists: list[list[str]], per_unit: int, last: str = "", fixed: bool = False
+) -> list[Piece]:
     """One section a unit of `per_unit` threads: its operations, `last`, the mark, exit.
 
     fixed: no operation can be left out.
@@ -39,19 +40,34 @@ def _sections(w: Writer, lists: list[list[str]], per_unit: int, last: str = "",
     pieces = []
     for unit, operations in enumerate(lists):
         following = w.label()
-        pieces.append(Piece(
-            f"div.u32 %unit, %thread, {per_unit};\nsetp.ne.u32 %other, %unit, {unit};\n"
-            f"@%other bra {following};\n", tuple(Piece(text, fixed=fixed) for text in operations),
-            f"{last}mov.u32 %mark, {DONE};\nst.global.u32 [%out], %mark;\nexit;\n{following}:\n",
-            fixed=True))
+        pieces.append(
+            Piece(
+                f"div.u32 %unit, %thread, {per_unit};\nsetp.ne.u32 %other, %unit, {unit};\n"
+                f"@%other bra {following};\n",
+                tuple(Piece(text, fixed=fixed) for text in operations),
+                f"{last}mov.u32 %mark, {DONE};\nst.global.u32 [%out], %mark;\nexit;\n"
+                f"{following}:\n",
+                fixed=True,
+            )
+        )
     return pieces
 
 
-def _program(family: str, seed: int, w: Writer, head: str, pieces: list[Piece],
-             launch: Launch) -> Program:
+def _program(
+    family: str, seed: int, w: Writer, head: str, pieces: list[Piece], launch: Launch
+) -> Program:
     threads = launch.grid * launch.block
-    return Program(family, seed, _HEAD + w.declarations() + head, tuple(pieces), "ret;\n", launch,
-                   (random_words(w.random, 4),), (np.zeros(threads, np.uint32),), may_hang=True)
+    return Program(
+        family,
+        seed,
+        _HEAD + w.declarations() + head,
+        tuple(pieces),
+        "ret;\n",
+        launch,
+        (random_words(w.random, 4),),
+        (np.zeros(threads, np.uint32),),
+        may_hang=True,
+    )
 
 
 def named(seed: int) -> Program:
@@ -84,8 +100,10 @@ def _leave(w: Writer) -> str:
     if w.chance(0.5):
         return "exit;\n"
     lane, gone = w.register("b32"), w.register("pred")
-    return (f"and.b32 {lane}, %thread, 31;\nsetp.lt.u32 {gone}, {lane}, "
-            f"{w.random.randrange(1, 32)};\n@{gone} exit;\n")
+    return (
+        f"and.b32 {lane}, %thread, 31;\nsetp.lt.u32 {gone}, {lane}, "
+        f"{w.random.randrange(1, 32)};\n@{gone} exit;\n"
+    )
 
 
 def waits(seed: int) -> Program:
@@ -94,17 +112,24 @@ def waits(seed: int) -> Program:
     warps, rounds = w.random.randrange(2, 6), w.random.randrange(1, 4)
     counts = [warps, warps]
     order = [w.random.randrange(2) for _ in range(rounds)]
-    lists = [[step for which in order for step in (_arrive(w, which, True), "wait")]
-             for _ in range(warps)]
+    lists = [
+        [step for which in order for step in (_arrive(w, which, True), "wait")]
+        for _ in range(warps)
+    ]
     _spoil(w, counts, order, lists)
     for own in lists:
         phases = [0, 0]
         for place, which in enumerate(order):
             own[2 * place + 1] = _spin(w, which, phases[which] & 1)
             phases[which] += 1
-    head = (".shared .align 8 .b64 bars[2];\nsetp.ne.u32 %other, %thread, 0;\n"
-            + "".join(f"@!%other mbarrier.init.shared::cta.b64 [bars+{8 * i}], {count};\n"
-                      for i, count in enumerate(counts)) + "bar.sync 0;\n")
+    head = (
+        ".shared .align 8 .b64 bars[2];\nsetp.ne.u32 %other, %thread, 0;\n"
+        + "".join(
+            f"@!%other mbarrier.init.shared::cta.b64 [bars+{8 * i}], {count};\n"
+            for i, count in enumerate(counts)
+        )
+        + "bar.sync 0;\n"
+    )
     return _program("waits", seed, w, head, _sections(w, lists, 32), Launch(1, 32 * warps))
 
 
@@ -122,8 +147,10 @@ def _spoil(w: Writer, counts: list[int], order: list[int], lists: list[list[str]
 
 def _spin(w: Writer, which: int, parity: int) -> str:
     again = w.label()
-    return (f"{again}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bars+{8 * which}], "
-            f"{parity};\n@!%done bra {again};\n")
+    return (
+        f"{again}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bars+{8 * which}], "
+        f"{parity};\n@!%done bra {again};\n"
+    )
 
 
 def _arrive(w: Writer, which: int, complete: bool) -> str:
@@ -135,10 +162,13 @@ def _arrive(w: Writer, which: int, complete: bool) -> str:
         names = ("expect", "complete") if complete else ("expect",)
         text = "".join(
             f"@{first} mbarrier.{name}_tx.relaxed.cta.shared::cta.b64 [bars+{8 * which}], {size};\n"
-            for name in names)
-    return (f"and.b32 {lane}, %thread, 31;\nsetp.eq.u32 {first}, {lane}, 0;\n{text}"
-            f"@{first} mbarrier.arrive.shared::cta.b64 %state, [bars+{8 * which}];\n"
-            "bar.warp.sync 0xffffffff;\n")
+            for name in names
+        )
+    return (
+        f"and.b32 {lane}, %thread, 31;\nsetp.eq.u32 {first}, {lane}, 0;\n{text}"
+        f"@{first} mbarrier.arrive.shared::cta.b64 %state, [bars+{8 * which}];\n"
+        "bar.warp.sync 0xffffffff;\n"
+    )
 
 
 def crowds(seed: int) -> Program:
@@ -152,20 +182,33 @@ def crowds(seed: int) -> Program:
         lists = []
         for _ in range(warps):
             rounds = w.random.choice((0, 1, 1, 2, 3))
-            own = [f"barrier.cluster.arrive{w.random.choice(('', '.relaxed'))}{aligned};\n"
-                   f"barrier.cluster.wait{aligned};\n" for _ in range(rounds)]
+            own = [
+                f"barrier.cluster.arrive{w.random.choice(('', '.relaxed'))}{aligned};\n"
+                f"barrier.cluster.wait{aligned};\n"
+                for _ in range(rounds)
+            ]
             if w.chance(0.08):
                 again = w.label()
-                own.append(f"{again}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bars], 0;\n"
-                           f"@!%done bra {again};\n")
+                own.append(
+                    f"{again}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bars], 0;\n"
+                    f"@!%done bra {again};\n"
+                )
             if w.chance(0.2):
                 own.insert(w.random.randrange(len(own) + 1), _leave(w))
             lists.append(own)
-        pieces.append(Piece(
-            f"mov.u32 %unit, %cluster_ctarank;\nsetp.ne.u32 %other, %unit, {rank};\n"
-            f"@%other bra {other};\n", tuple(_sections(w, lists, 32)), f"{other}:\n", fixed=True))
-    head = (".shared .align 8 .b64 bars[1];\nsetp.ne.u32 %other, %thread, 0;\n"
-            "@!%other mbarrier.init.shared::cta.b64 [bars], 1;\nbar.sync 0;\n")
+        pieces.append(
+            Piece(
+                f"mov.u32 %unit, %cluster_ctarank;\nsetp.ne.u32 %other, %unit, {rank};\n"
+                f"@%other bra {other};\n",
+                tuple(_sections(w, lists, 32)),
+                f"{other}:\n",
+                fixed=True,
+            )
+        )
+    head = (
+        ".shared .align 8 .b64 bars[1];\nsetp.ne.u32 %other, %thread, 0;\n"
+        "@!%other mbarrier.init.shared::cta.b64 [bars], 1;\nbar.sync 0;\n"
+    )
     launch = Launch(size, 32 * warps, size, f".reqnctapercluster {size}, 1, 1\n")
     return _program("crowds", seed, w, head, pieces, launch)
 
@@ -184,12 +227,20 @@ def pool(seed: int) -> Program:
     budgets = [_budget(w, launched) for _ in range(groups)]
     rest = launched * groups - sum(budgets[:-1]) + 8 * w.random.choice((-1, 0, 0, 1, 2))
     budgets[-1] = max(24, min(256, rest // 8 * 8))
-    lists = [_moves(w, launched, budget, launched - 8 if fewer or launched == 256
-                   else launched) for budget in budgets]
+    lists = [
+        _moves(w, launched, budget, launched - 8 if fewer or launched == 256 else launched)
+        for budget in budgets
+    ]
     last = "bar.sync 0;\n" if w.chance(0.6) else ""
     # The largest step up is what the kernel is launched with at most, so none may go.
-    return _program("pool", seed, w, "", _sections(w, lists, 128, last, fixed=True),
-                    Launch(1, threads, 1, directive))
+    return _program(
+        "pool",
+        seed,
+        w,
+        "",
+        _sections(w, lists, 128, last, fixed=True),
+        Launch(1, threads, 1, directive),
+    )
 
 
 def _budget(w: Writer, launched: int) -> int:
@@ -226,8 +277,14 @@ def parts(seed: int) -> Program:
             steps.append(_sites(w, cuts, f"barrier.sync {number}, {threads};\n"))
         lists.append(steps)
     rounds = min(len(steps) for steps in lists)
-    return _program("parts", seed, w, "",
-                    _sections(w, [steps[:rounds] for steps in lists], 32), Launch(1, 32 * warps))
+    return _program(
+        "parts",
+        seed,
+        w,
+        "",
+        _sections(w, [steps[:rounds] for steps in lists], 32),
+        Launch(1, 32 * warps),
+    )
 
 
 def _sites(w: Writer, cuts: list[int], barrier: str) -> str:
@@ -236,8 +293,10 @@ def _sites(w: Writer, cuts: list[int], barrier: str) -> str:
     text = f"and.b32 {lane}, %thread, 31;\n"
     for cut in cuts:
         other, inside = w.label(), w.register("pred")
-        text += (f"setp.ge.u32 {inside}, {lane}, {cut};\n@{inside} bra {other};\n{barrier}"
-                 f"bra {end};\n{other}:\n")
+        text += (
+            f"setp.ge.u32 {inside}, {lane}, {cut};\n@{inside} bra {other};\n{barrier}"
+            f"bra {end};\n{other}:\n"
+        )
     return f"{text}{barrier}{end}:\nbar.warp.sync 0xffffffff;\n"
 
 
@@ -247,19 +306,24 @@ def sizes(seed: int) -> Program:
     With fewer the end is open: the hardware completes a copy's bytes in several pieces.
     """
     w = writer("sizes", seed)
-    places = [(16 * w.random.randrange(1, 65), w.random.choice((0, 0, 0, 0, 16, 16)))
-              for _ in range(w.random.randrange(1, 4))]
+    places = [
+        (16 * w.random.randrange(1, 65), w.random.choice((0, 0, 0, 0, 16, 16)))
+        for _ in range(w.random.randrange(1, 4))
+    ]
     operations = []
     for number, (size, more) in enumerate(places):
         operations.append(
             f"setp.ne.u32 %other, %thread, 0;\n@!%other mbarrier.arrive.expect_tx.shared::cta.b64 "
             f"%state, [bars+{8 * number}], {size + more};\n"
             "@!%other cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-            f"[tile], [%in], {size}, [bars+{8 * number}];\n" + _spin(w, number, 0))
-    head = (".shared .align 128 .b8 tile[1024];\n.shared .align 8 .b64 bars[4];\n.reg .b64 %in;\n"
-            "ld.param.u64 %in, [p0];\nsetp.ne.u32 %other, %thread, 0;\n"
-            + "".join(f"@!%other mbarrier.init.shared::cta.b64 [bars+{8 * i}], 1;\n"
-                      for i in range(4)) + "fence.proxy.async;\nbar.sync 0;\n")
+            f"[tile], [%in], {size}, [bars+{8 * number}];\n" + _spin(w, number, 0)
+        )
+    head = (
+        ".shared .align 128 .b8 tile[1024];\n.shared .align 8 .b64 bars[4];\n.reg .b64 %in;\n"
+        "ld.param.u64 %in, [p0];\nsetp.ne.u32 %other, %thread, 0;\n"
+        + "".join(f"@!%other mbarrier.init.shared::cta.b64 [bars+{8 * i}], 1;\n" for i in range(4))
+        + "fence.proxy.async;\nbar.sync 0;\n"
+    )
     made = _program("sizes", seed, w, head, _sections(w, [operations], 64), Launch(1, 64))
     return replace(made, inputs=(random_words(w.random, 256),))
 

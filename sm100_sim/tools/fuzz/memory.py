@@ -13,13 +13,46 @@ from .straight import finish
 
 _OWN = 64
 _THREADS = 64
-_SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "b32": 4, "u32": 4, "s32": 4,
-          "b64": 8, "u64": 8, "s64": 8}
+_SIZES = {
+    "b8": 1,
+    "u8": 1,
+    "s8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+}
 #: Modifiers of global accesses that change no result of a thread alone.
-_STORES = ("", ".wb", ".cg", ".cs", ".wt", ".volatile", ".relaxed.gpu", ".release.gpu",
-           ".relaxed.cta", ".relaxed.sys")
-_LOADS = ("", ".ca", ".cg", ".cs", ".lu", ".cv", ".volatile", ".relaxed.gpu", ".acquire.gpu",
-          ".relaxed.cta", ".relaxed.sys")
+_STORES = (
+    "",
+    ".wb",
+    ".cg",
+    ".cs",
+    ".wt",
+    ".volatile",
+    ".relaxed.gpu",
+    ".release.gpu",
+    ".relaxed.cta",
+    ".relaxed.sys",
+)
+_LOADS = (
+    "",
+    ".ca",
+    ".cg",
+    ".cs",
+    ".lu",
+    ".cv",
+    ".volatile",
+    ".relaxed.gpu",
+    ".acquire.gpu",
+    ".relaxed.cta",
+    ".relaxed.sys",
+)
 _ATOMICS = {
     "b32": ("and", "or", "xor", "exch", "cas"), "b64": ("and", "or", "xor", "exch", "cas"),
     "u32": ("add", "min", "max", "inc", "dec"), "s32": ("add", "min", "max"),
@@ -62,12 +95,12 @@ class _Accesses:
     def _form(self) -> tuple[str, int]:
         """Type and number of registers of an access of at most 16 bytes."""
         kind = self.w.random.choice(tuple(_SIZES))
-        counts = [n for n in (1, 1, 2, 4)
-                  if n * _SIZES[kind] <= 16 and (n < 4 or kind[1:] == "32")]
+        counts = [n for n in (1, 1, 2, 4) if n * _SIZES[kind] <= 16 and (n < 4 or kind[1:] == "32")]
         return kind, self.w.random.choice(counts)
 
-    def _access(self, name: str, choices: tuple[str, ...], kind: str, count: int
-                ) -> tuple[str, str]:
+    def _access(
+        self, name: str, choices: tuple[str, ...], kind: str, count: int
+    ) -> tuple[str, str]:
         space, place = self._area(_SIZES[kind] * count)
         how = self.w.random.choice(choices) if space == ".global" else ""
         before, after = (how, "") if how[1:4] in ("vol", "rel", "acq") else ("", how)
@@ -88,14 +121,17 @@ class _Accesses:
         kind = self.w.random.choice(tuple(_ATOMICS))
         name = self.w.random.choice(_ATOMICS[kind])
         space, place = self._area(_SIZES[kind], atomic=True)
-        how = self.w.random.choice(("", ".relaxed.cta", ".acquire.gpu", ".release.gpu",
-                                    ".acq_rel.sys"))
+        how = self.w.random.choice(
+            ("", ".relaxed.cta", ".acquire.gpu", ".release.gpu", ".acq_rel.sys")
+        )
         values = ", ".join(self._operand(kind, 1, False) for _ in range(2 if name == "cas" else 1))
         if name != "cas" and name != "exch" and self.w.chance(0.3):
             how = how.replace("acquire", "relaxed").replace("acq_rel", "relaxed")
             return f"{guard}red{how}{space}.{name}.{kind} {place}, {values};\n"
-        return (f"{guard}atom{how}{space}.{name}.{kind} {self._operand(kind, 1, False)}, {place}, "
-                f"{values};\n")
+        return (
+            f"{guard}atom{how}{space}.{name}.{kind} {self._operand(kind, 1, False)}, {place}, "
+            f"{values};\n"
+        )
 
 
 def memory(seed: int) -> Program:
@@ -103,13 +139,26 @@ def memory(seed: int) -> Program:
     w = writer("memory", seed)
     registers = Registers(w, ("integer", "short", "wide"))
     accesses = _Accesses(w, registers)
-    pieces = [accesses.piece() if w.chance(0.75) else registers.instruction()
-              for _ in range(w.random.randrange(15, 40))]
-    zeros = "".join(f"st.local.v4.b32 [stack+{16 * i}], {{%i0, %i0, %i0, %i0}};\n"
-                    for i in range(_OWN // 16))
-    head = (f".local .align 16 .b8 stack[{_OWN}];\n.reg .b64 %own, %stack;\n"
-            f"ld.param.u64 %own, [p2];\nmul.wide.u32 %step, %index, {_OWN};\n"
-            f"add.u64 %own, %own, %step;\nmov.u64 %stack, stack;\ncvta.local.u64 %stack, %stack;\n"
-            f"mov.b32 %i0, 0;\n{zeros}")
-    return finish(w, registers, "memory", seed, pieces, Launch(1, _THREADS), extra_head=head,
-                  extra_outputs=(np.zeros((_THREADS, _OWN // 4), np.uint32),))
+    pieces = [
+        accesses.piece() if w.chance(0.75) else registers.instruction()
+        for _ in range(w.random.randrange(15, 40))
+    ]
+    zeros = "".join(
+        f"st.local.v4.b32 [stack+{16 * i}], {{%i0, %i0, %i0, %i0}};\n" for i in range(_OWN // 16)
+    )
+    head = (
+        f".local .align 16 .b8 stack[{_OWN}];\n.reg .b64 %own, %stack;\n"
+        f"ld.param.u64 %own, [p2];\nmul.wide.u32 %step, %index, {_OWN};\n"
+        f"add.u64 %own, %own, %step;\nmov.u64 %stack, stack;\ncvta.local.u64 %stack, %stack;\n"
+        f"mov.b32 %i0, 0;\n{zeros}"
+    )
+    return finish(
+        w,
+        registers,
+        "memory",
+        seed,
+        pieces,
+        Launch(1, _THREADS),
+        extra_head=head,
+        extra_outputs=(np.zeros((_THREADS, _OWN // 4), np.uint32),),
+    )

@@ -67,8 +67,10 @@ class Outcome:
         Raises ValueError if they ran different programs.
         """
         if self.program != other.program:
-            raise ValueError("the two outcomes are of different programs; both sides must run the "
-                             "same version of sm100_sim.tools.fuzz")
+            raise ValueError(
+                "the two outcomes are of different programs; both sides must run the "
+                "same version of sm100_sim.tools.fuzz"
+            )
         if VARIES in (self.state, other.state):
             return True
         return self.state == other.state and self.output == other.output
@@ -84,8 +86,10 @@ def digest(outputs: Iterable[np.ndarray]) -> str:
 
 def save(path: Path, outcomes: dict[str, Outcome], about: dict | None = None) -> None:
     """Write outcomes by key as JSON; about: the device and the like."""
-    rows = {key: {name: value for name, value in asdict(outcome).items() if value}
-            for key, outcome in outcomes.items()}
+    rows = {
+        key: {name: value for name, value in asdict(outcome).items() if value}
+        for key, outcome in outcomes.items()
+    }
     path.write_text(json.dumps({"about": about or {}, "outcomes": rows}, indent=0) + "\n")
 
 

@@ -73,8 +73,7 @@ class Program:
         count = iter(range(len(self.numbered())))
         body = "".join(_text(piece, dropped, count, True) for piece in self.pieces)
         parameters = declare(len(self.inputs), len(self.outputs), len(self.tensor_maps))
-        ptx = (f"{HEADER}{parameters}\n{self.launch.directives}{{\n{self.head}{body}"
-               f"{self.tail}}}\n")
+        ptx = f"{HEADER}{parameters}\n{self.launch.directives}{{\n{self.head}{body}{self.tail}}}\n"
         return Case(
             self.name, "fuzz", ptx, self.inputs, self.outputs, self.tensor_maps, self.launch.grid,
             self.launch.block, self.launch.cluster,
@@ -115,8 +114,9 @@ class Writer:
 
     def declarations(self) -> str:
         """Declarations of all registers made so far."""
-        return "".join(f".reg .{kind} %{kind}_<{count}>;\n"
-                       for kind, count in sorted(self.kinds.items()))
+        return "".join(
+            f".reg .{kind} %{kind}_<{count}>;\n" for kind, count in sorted(self.kinds.items())
+        )
 
     def chance(self, probability: float) -> bool:
         """True with a probability."""
@@ -135,8 +135,12 @@ def random_words(source: random.Random, count: int) -> np.ndarray:
     pick = np.frombuffer(source.randbytes(4 * count), np.uint32)
     special = SPECIAL_INTEGERS.astype(np.uint32)
     moderate = (words & np.uint32(0x807FFFFF)) | (np.uint32(115) + pick % 24) << np.uint32(23)
-    kinds = [words % np.uint32(80), special[pick % len(special)],
-             SPECIAL_F32[pick % len(SPECIAL_F32)], moderate]
+    kinds = [
+        words % np.uint32(80),
+        special[pick % len(special)],
+        SPECIAL_F32[pick % len(SPECIAL_F32)],
+        moderate,
+    ]
     for number, values in enumerate(kinds):
         words = np.where(choice % 6 == number, values, words)
     return words.astype(np.uint32)

@@ -26,16 +26,28 @@ class Phases:
         """Declarations of shared memory; all of it is zero before the first phase."""
         again = self.w.label()
         bars = f".shared .align 8 .b64 bars[{self.barriers}];\n" if self.barriers else ""
-        return (f".shared .align 1024 .b8 tile[{TILE}];\n{bars}.reg .b32 %tile, %zero, %place;\n"
-                ".reg .pred %more;\nmov.u32 %tile, tile;\nshl.b32 %place, %thread, 2;\n"
-                f"mov.b32 %zero, 0;\n{again}:\nadd.u32 %i0, %tile, %place;\n"
-                f"st.shared.b32 [%i0], %zero;\nadd.u32 %place, %place, {4 * self.threads};\n"
-                f"setp.lt.u32 %more, %place, {TILE};\n@%more bra {again};\n{_CTA}")
+        return (
+            f".shared .align 1024 .b8 tile[{TILE}];\n{bars}.reg .b32 %tile, %zero, %place;\n"
+            ".reg .pred %more;\nmov.u32 %tile, tile;\nshl.b32 %place, %thread, 2;\n"
+            f"mov.b32 %zero, 0;\n{again}:\nadd.u32 %i0, %tile, %place;\n"
+            f"st.shared.b32 [%i0], %zero;\nadd.u32 %place, %place, {4 * self.threads};\n"
+            f"setp.lt.u32 %more, %place, {TILE};\n@%more bra {again};\n{_CTA}"
+        )
 
     def phase(self) -> Piece:
         """One phase, perhaps with arithmetic before it."""
-        kinds = [self._permute, self._permute, self._atomics, self._reduction, self._named,
-                 self._handshake, self._matrix, self._mbarrier, self._mbarrier, self._bytes]
+        kinds = [
+            self._permute,
+            self._permute,
+            self._atomics,
+            self._reduction,
+            self._named,
+            self._handshake,
+            self._matrix,
+            self._mbarrier,
+            self._mbarrier,
+            self._bytes,
+        ]
         if self.threads >= 128:
             kinds += [self._named, self._handshake]
         work = tuple(self.registers.instruction() for _ in range(self.w.random.randrange(4)))
@@ -44,9 +56,11 @@ class Phases:
     def _slot(self, source: str, size: int, odd: int, shift: int) -> tuple[str, str]:
         """Address of slot (source * odd + shift) mod threads, of `size` bytes."""
         slot = self.w.register("b32")
-        return (f"mad.lo.u32 {slot}, {source}, {odd}, {shift};\n"
-                f"and.b32 {slot}, {slot}, {self.threads - 1};\n"
-                f"mad.lo.u32 {slot}, {slot}, {size}, %tile;\n"), slot
+        return (
+            f"mad.lo.u32 {slot}, {source}, {odd}, {shift};\n"
+            f"and.b32 {slot}, {slot}, {self.threads - 1};\n"
+            f"mad.lo.u32 {slot}, {slot}, {size}, %tile;\n"
+        ), slot
 
     def _generic(self, text: str, address: str) -> tuple[str, str, str]:
         """Return the same address in the shared window or a generic one: (text, state space,
@@ -60,8 +74,15 @@ class Phases:
         """Each thread writes a slot of its own; after `between` it reads any slot."""
         choose, registers = self.w.random, self.registers
         size = choose.choice((1, 2, 4, 8, 16))
-        kind = choose.choice({1: ("u8", "s8", "b8"), 2: ("u16", "s16"), 4: ("b32", "u32"),
-                              8: ("v2.b32", "b64"), 16: ("v4.b32",)}[size])
+        kind = choose.choice(
+            {
+                1: ("u8", "s8", "b8"),
+                2: ("u16", "s16"),
+                4: ("b32", "u32"),
+                8: ("v2.b32", "b64"),
+                16: ("v4.b32",),
+            }[size]
+        )
         text, slot = self._slot("%thread", size, choose.randrange(1, 64, 2), choose.randrange(64))
         text, space, slot = self._generic(text, slot)
         read, from_slot = self._slot(registers.pick("r"), size, 1, 0)
@@ -70,17 +91,23 @@ class Phases:
         distinct = [f"%r{k}" for k in choose.sample(range(registers.files["r"]), 4)]
         if kind == "b64":
             wide = self.w.register("b64")
-            return (f"{text}mov.b64 {wide}, {{{names[0]}, {names[1]}}};\n"
-                    f"st{space}.b64 [{slot}], {wide};\n{between}{read}"
-                    f"ld{from_space}.b64 {wide}, [{from_slot}];\n"
-                    f"mov.b64 {{{distinct[0]}, {distinct[1]}}}, {wide};\n")
+            return (
+                f"{text}mov.b64 {wide}, {{{names[0]}, {names[1]}}};\n"
+                f"st{space}.b64 [{slot}], {wide};\n{between}{read}"
+                f"ld{from_space}.b64 {wide}, [{from_slot}];\n"
+                f"mov.b64 {{{distinct[0]}, {distinct[1]}}}, {wide};\n"
+            )
         if kind[0] == "v":
             count = int(kind[1])
-            return (f"{text}st{space}.{kind} [{slot}], {{{', '.join(names[:count])}}};\n{between}"
-                    f"{read}ld{from_space}.{kind} {{{', '.join(distinct[:count])}}}, "
-                    f"[{from_slot}];\n")
-        return (f"{text}st{space}.{kind} [{slot}], {names[0]};\n{between}{read}"
-                f"ld{from_space}.{kind} {distinct[0]}, [{from_slot}];\n")
+            return (
+                f"{text}st{space}.{kind} [{slot}], {{{', '.join(names[:count])}}};\n{between}"
+                f"{read}ld{from_space}.{kind} {{{', '.join(distinct[:count])}}}, "
+                f"[{from_slot}];\n"
+            )
+        return (
+            f"{text}st{space}.{kind} [{slot}], {names[0]};\n{between}{read}"
+            f"ld{from_space}.{kind} {distinct[0]}, [{from_slot}];\n"
+        )
 
     def _permute(self) -> str:
         return self.exchange(_CTA)
@@ -88,9 +115,24 @@ class Phases:
     def _atomics(self) -> str:
         """Atomics in any order whose final values do not depend on it."""
         choose, registers = self.w.random, self.registers
-        form = choose.choice(("add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32",
-                              "and.b32", "or.b32", "xor.b32", "add.u64", "max.u64", "min.s64",
-                              "xor.b64", "inc.u32"))
+        form = choose.choice(
+            (
+                "add.u32",
+                "add.s32",
+                "min.u32",
+                "min.s32",
+                "max.u32",
+                "max.s32",
+                "and.b32",
+                "or.b32",
+                "xor.b32",
+                "add.u64",
+                "max.u64",
+                "min.s64",
+                "xor.b64",
+                "inc.u32",
+            )
+        )
         size = 8 if form.endswith("64") else 4
         slot, value = self.w.register("b32"), registers.pick("r")
         text = ""
@@ -100,16 +142,20 @@ class Phases:
         if form == "inc.u32":
             value = str(choose.choice((5, 1000)))
         start = choose.randrange(16)
-        text += (f"and.b32 {slot}, {registers.pick('r')}, 15;\n"
-                 f"mad.lo.u32 {slot}, {slot}, {size}, %tile;\n")
+        text += (
+            f"and.b32 {slot}, {registers.pick('r')}, 15;\n"
+            f"mad.lo.u32 {slot}, {slot}, {size}, %tile;\n"
+        )
         which = choose.choice(("red", "atom"))
         target = f"{self.w.register(f'b{8 * size}')}, " if which == "atom" else ""
         read = self.w.register("b32")
         guard = f"@{registers.pick('p')} " if self.w.chance(0.5) else ""
-        return (f"{text}{guard}{which}.shared.{form} {target}[{slot}], {value};\n{_CTA}"
-                f"add.u32 {read}, %thread, {start};\nand.b32 {read}, {read}, 15;\n"
-                f"mad.lo.u32 {read}, {read}, 4, %tile;\n"
-                f"ld.shared.b32 {registers.pick('r')}, [{read}];\n")
+        return (
+            f"{text}{guard}{which}.shared.{form} {target}[{slot}], {value};\n{_CTA}"
+            f"add.u32 {read}, %thread, {start};\nand.b32 {read}, {read}, 15;\n"
+            f"mad.lo.u32 {read}, {read}, 4, %tile;\n"
+            f"ld.shared.b32 {registers.pick('r')}, [{read}];\n"
+        )
 
     def _reduction(self) -> str:
         """barrier.red over the whole CTA."""
@@ -140,16 +186,20 @@ class Phases:
         rounds = self.w.random.randrange(1, 4)
 
         def group(number: int, count: int) -> str:
-            one = (f"st.shared.b32 [{slot}], {value};\n{sync} {number}, {32 * count};\n"
-                   f"xor.b32 {slot}, {slot}, 32;\nld.shared.b32 {value}, [{slot}];\n"
-                   f"add.u32 {value}, {value}, %thread;\nxor.b32 {slot}, {slot}, 32;\n"
-                   f"{sync} {number}, {32 * count};\n")
+            one = (
+                f"st.shared.b32 [{slot}], {value};\n{sync} {number}, {32 * count};\n"
+                f"xor.b32 {slot}, {slot}, 32;\nld.shared.b32 {value}, [{slot}];\n"
+                f"add.u32 {value}, {value}, %thread;\nxor.b32 {slot}, {slot}, 32;\n"
+                f"{sync} {number}, {32 * count};\n"
+            )
             return one * rounds
 
-        return (f"{text}mov.b32 {value}, {self.registers.pick('r')};\n"
-                f"mad.lo.u32 {slot}, %thread, 4, %tile;\n@!{inside} bra {other};\n"
-                f"{group(first, cut)}bra {end};\n{other}:\n{group(second, warps - cut)}{end}:\n"
-                f"mov.b32 {self.registers.pick('r')}, {value};\n")
+        return (
+            f"{text}mov.b32 {value}, {self.registers.pick('r')};\n"
+            f"mad.lo.u32 {slot}, %thread, 4, %tile;\n@!{inside} bra {other};\n"
+            f"{group(first, cut)}bra {end};\n{other}:\n{group(second, warps - cut)}{end}:\n"
+            f"mov.b32 {self.registers.pick('r')}, {value};\n"
+        )
 
     def _handshake(self) -> str:
         """Producers arrive, consumers sync, and back again on another barrier."""
@@ -166,17 +216,22 @@ class Phases:
         aligned = self.w.random.choice(("bar", "barrier"))
         for number in range(rounds):
             back = number + 1 < rounds
-            producer += (f"st.shared.b32 [{slot}], {value};\nadd.u32 {value}, {value}, 77;\n"
-                         f"{aligned}.arrive {full}, {self.threads};\n")
-            consumer += (f"{aligned}.sync {full}, {self.threads};\n"
-                         f"ld.shared.b32 {value}, [{slot}];\n")
+            producer += (
+                f"st.shared.b32 [{slot}], {value};\nadd.u32 {value}, {value}, 77;\n"
+                f"{aligned}.arrive {full}, {self.threads};\n"
+            )
+            consumer += (
+                f"{aligned}.sync {full}, {self.threads};\nld.shared.b32 {value}, [{slot}];\n"
+            )
             if back:
                 producer += f"{aligned}.sync {empty}, {self.threads};\n"
                 consumer += f"{aligned}.arrive {empty}, {self.threads};\n"
-        return (f"{text}mov.b32 {value}, {self.registers.pick('r')};\n"
-                f"rem.u32 {slot}, %thread, {32 * cut};\nmad.lo.u32 {slot}, {slot}, 4, %tile;\n"
-                f"@!{inside} bra {other};\n{producer}bra {end};\n{other}:\n{consumer}{end}:\n"
-                f"mov.b32 {self.registers.pick('r')}, {value};\n")
+        return (
+            f"{text}mov.b32 {value}, {self.registers.pick('r')};\n"
+            f"rem.u32 {slot}, %thread, {32 * cut};\nmad.lo.u32 {slot}, {slot}, 4, %tile;\n"
+            f"@!{inside} bra {other};\n{producer}bra {end};\n{other}:\n{consumer}{end}:\n"
+            f"mov.b32 {self.registers.pick('r')}, {value};\n"
+        )
 
     def _matrix(self) -> str:
         """stmatrix or stores, then ldmatrix, within each warp's own part."""
@@ -184,9 +239,11 @@ class Phases:
         count = choose.choice((1, 2, 4))
         base, row = self.w.register("b32"), self.w.register("b32")
         part = TILE // (self.threads // 32)
-        text = (f"shr.u32 {base}, %thread, 5;\nmad.lo.u32 {base}, {base}, {part}, %tile;\n"
-                f"mad.lo.u32 {row}, %lane, {choose.randrange(1, 32, 2)}, {choose.randrange(32)};\n"
-                f"and.b32 {row}, {row}, 31;\nmad.lo.u32 {row}, {row}, 16, {base};\n")
+        text = (
+            f"shr.u32 {base}, %thread, 5;\nmad.lo.u32 {base}, {base}, {part}, %tile;\n"
+            f"mad.lo.u32 {row}, %lane, {choose.randrange(1, 32, 2)}, {choose.randrange(32)};\n"
+            f"and.b32 {row}, {row}, 31;\nmad.lo.u32 {row}, {row}, 16, {base};\n"
+        )
         trans = choose.choice(("", ".trans"))
         names = ", ".join(registers.pick("r") for _ in range(count))
         read = ", ".join(f"%r{k}" for k in choose.sample(range(registers.files["r"]), count))
@@ -196,8 +253,10 @@ class Phases:
             values = ", ".join(registers.pick("r") for _ in range(4))
             write = f"st.shared.v4.b32 [{row}], {{{values}}};\n"
         trans = choose.choice(("", ".trans"))
-        return (f"bar.warp.sync 0xffffffff;\n{text}{write}bar.warp.sync 0xffffffff;\n"
-                f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{read}}}, [{row}];\n")
+        return (
+            f"bar.warp.sync 0xffffffff;\n{text}{write}bar.warp.sync 0xffffffff;\n"
+            f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{read}}}, [{row}];\n"
+        )
 
     # ------------------------------------------------------------ mbarriers
 
@@ -206,16 +265,20 @@ class Phases:
         address, first = self.w.register("b32"), self.w.register("pred")
         number = self.barriers
         self.barriers += 1
-        return (f"mov.u32 {address}, bars;\nadd.u32 {address}, {address}, {8 * number};\n"
-                f"setp.eq.u32 {first}, %thread, 0;\n"
-                f"@{first} mbarrier.init.shared::cta.b64 [{address}], {count};\n"), address
+        return (
+            f"mov.u32 {address}, bars;\nadd.u32 {address}, {address}, {8 * number};\n"
+            f"setp.eq.u32 {first}, %thread, 0;\n"
+            f"@{first} mbarrier.init.shared::cta.b64 [{address}], {count};\n"
+        ), address
 
     def wait(self, address: str, parity: int) -> str:
         """Spin until the phase of a parity is complete."""
         again, done = self.w.label(), self.w.register("pred")
         which = self.w.random.choice(("try_wait", "test_wait"))
-        return (f"{again}:\nmbarrier.{which}.parity.shared::cta.b64 {done}, [{address}], {parity};"
-                f"\n@!{done} bra {again};\n")
+        return (
+            f"{again}:\nmbarrier.{which}.parity.shared::cta.b64 {done}, [{address}], {parity};"
+            f"\n@!{done} bra {again};\n"
+        )
 
     def _mbarrier(self) -> str:
         """Every thread arrives and waits, several rounds; data goes along."""
@@ -228,11 +291,13 @@ class Phases:
             state = w.register("b64")
             form = w.random.choice(("", ".release.cta", ".release.cluster"))
             extra = f", {each}" if each > 1 or w.chance(0.3) else ""
-            arrive = (f"mbarrier.arrive{form}.shared::cta.b64 {state}, [{address}]{extra};\n")
+            arrive = f"mbarrier.arrive{form}.shared::cta.b64 {state}, [{address}]{extra};\n"
             if w.chance(0.3):
                 done, again = w.register("pred"), w.label()
-                waiting = (f"{again}:\nmbarrier.try_wait.shared::cta.b64 {done}, [{address}], "
-                           f"{state};\n@!{done} bra {again};\n")
+                waiting = (
+                    f"{again}:\nmbarrier.try_wait.shared::cta.b64 {done}, [{address}], "
+                    f"{state};\n@!{done} bra {again};\n"
+                )
             else:
                 waiting = self.wait(address, turn & 1)
             text += self.exchange(arrive + waiting) + _CTA
@@ -247,16 +312,19 @@ class Phases:
         here, there = w.register("pred"), w.register("pred")
         expect, back = (
             f"@{there} mbarrier.{name}_tx.relaxed.cta.shared::cta.b64 [{address}], {nbytes};\n"
-            for name in ("expect", "complete"))
+            for name in ("expect", "complete")
+        )
         done, state = w.register("pred"), w.register("b64")
         before, after = self.registers.pick("r"), self.registers.pick("r")
-        return (f"{init}{_CTA}setp.lt.u32 {here}, %thread, {arriving};\n"
-                f"setp.eq.u32 {there}, %thread, {w.random.randrange(self.threads)};\n{expect}{_CTA}"
-                f"@{here} mbarrier.arrive.shared::cta.b64 {state}, [{address}];\n{_CTA}"
-                f"mbarrier.test_wait.parity.shared::cta.b64 {done}, [{address}], 0;\n"
-                f"selp.u32 {before}, 1, 0, {done};\n{_CTA}{back}{self.wait(address, 0)}"
-                f"mbarrier.test_wait.parity.shared::cta.b64 {done}, [{address}], 1;\n"
-                f"selp.u32 {after}, 3, 2, {done};\n")
+        return (
+            f"{init}{_CTA}setp.lt.u32 {here}, %thread, {arriving};\n"
+            f"setp.eq.u32 {there}, %thread, {w.random.randrange(self.threads)};\n{expect}{_CTA}"
+            f"@{here} mbarrier.arrive.shared::cta.b64 {state}, [{address}];\n{_CTA}"
+            f"mbarrier.test_wait.parity.shared::cta.b64 {done}, [{address}], 0;\n"
+            f"selp.u32 {before}, 1, 0, {done};\n{_CTA}{back}{self.wait(address, 0)}"
+            f"mbarrier.test_wait.parity.shared::cta.b64 {done}, [{address}], 1;\n"
+            f"selp.u32 {after}, 3, 2, {done};\n"
+        )
 
 
 def shared(seed: int) -> Program:
@@ -266,5 +334,12 @@ def shared(seed: int) -> Program:
     registers = Registers(w, ("integer",))
     phases = Phases(w, registers, threads)
     pieces = [phases.phase() for _ in range(w.random.randrange(2, 6))]
-    return finish(w, registers, "shared", seed, pieces, Launch(w.random.choice((1, 1, 2)), threads),
-                  extra_head=phases.head())
+    return finish(
+        w,
+        registers,
+        "shared",
+        seed,
+        pieces,
+        Launch(w.random.choice((1, 1, 2)), threads),
+        extra_head=phases.head(),
+    )

@@ -36,10 +36,13 @@ class _Search:
 
     def chunks(self) -> list[frozenset[int]]:
         """Sets of pieces to try; a piece that is gone takes those inside it along."""
-        left = [n for n, piece in enumerate(program(self.name).numbered())
-                if not piece.fixed and n not in self.dropped]
+        left = [
+            n
+            for n, piece in enumerate(program(self.name).numbered())
+            if not piece.fixed and n not in self.dropped
+        ]
         size = max(1, len(left) // _PARTS[self.level])
-        return [frozenset(left[start:start + size]) for start in range(0, len(left), size)]
+        return [frozenset(left[start : start + size]) for start in range(0, len(left), size)]
 
     def advance(self, gone: frozenset[int]) -> None:
         """Take note of what a round removed."""
@@ -58,8 +61,11 @@ def shrink(variants: Iterable[Variant], one: Runner, other: Runner) -> dict[Vari
 
     def states(candidates: list[Variant]) -> dict[Variant, tuple[str, str]]:
         mine, theirs = one(candidates), other(candidates)
-        return {v: (mine[v.key].state, theirs[v.key].state) for v in candidates
-                if not mine[v.key].agrees(theirs[v.key])}
+        return {
+            v: (mine[v.key].state, theirs[v.key].state)
+            for v in candidates
+            if not mine[v.key].agrees(theirs[v.key])
+        }
 
     wanted = {v.name: pair for v, pair in states(variants).items()}
 

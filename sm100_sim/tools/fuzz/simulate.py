@@ -36,8 +36,9 @@ def _once(case: Case, options: dict) -> tuple[str, str, list[np.ndarray] | None]
 def outcome_of(variant: Variant) -> Result:
     """Return the outcome of a variant in the simulator, the same under several schedules."""
     case = variant.case()
-    found = [_once(case, options)
-             for options in (_HANG_SCHEDULES if variant.may_hang else _SCHEDULES)]
+    found = [
+        _once(case, options) for options in (_HANG_SCHEDULES if variant.may_hang else _SCHEDULES)
+    ]
     forget_kernels()
     states = [(state, digest(outputs) if outputs else "") for state, _, outputs in found]
     state, text, outputs = found[0]

@@ -8,12 +8,26 @@ from .arithmetic import FORMS, Registers
 from .program import WORDS, Launch, Piece, Program, Writer, random_words, writer
 
 _THREADS = 64
-_CHOICES = (("integer",), ("integer", "wide"), ("integer", "short"), ("float", "integer"),
-            ("double", "wide"), ("half", "float"), tuple(FORMS))
+_CHOICES = (
+    ("integer",),
+    ("integer", "wide"),
+    ("integer", "short"),
+    ("float", "integer"),
+    ("double", "wide"),
+    ("half", "float"),
+    tuple(FORMS),
+)
 
 
-def finish(w: Writer, registers: Registers, family: str, seed: int, pieces: list[Piece],
-           launch: Launch, **more) -> Program:
+def finish(
+    w: Writer,
+    registers: Registers,
+    family: str,
+    seed: int,
+    pieces: list[Piece],
+    launch: Launch,
+    **more,
+) -> Program:
     """The program whose threads load `registers`, run `pieces` and store the registers.
 
     more: further fields of `Program`; `extra_head` goes before the pieces.
@@ -26,8 +40,17 @@ def finish(w: Writer, registers: Registers, family: str, seed: int, pieces: list
     inputs = random_words(w.random, WORDS * threads).reshape(threads, WORDS)
     outputs = np.full((registers.words, threads), 0xDDDDDDDD, np.uint32)
     head = registers.head(f"p{1 + len(extra_inputs)}") + extra
-    return Program(family, seed, head, tuple(pieces), tail, launch, (inputs, *extra_inputs),
-                   (outputs, *extra_outputs), **more)
+    return Program(
+        family,
+        seed,
+        head,
+        tuple(pieces),
+        tail,
+        launch,
+        (inputs, *extra_inputs),
+        (outputs, *extra_outputs),
+        **more,
+    )
 
 
 def arithmetic(seed: int) -> Program:

@@ -13,8 +13,22 @@ from .ptx_text import elementwise
 
 _COUNT = 640
 _ROUNDINGS = ("rn", "rz", "rm", "rp")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num",
-                "nan")
+_COMPARISONS = (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "equ",
+    "neu",
+    "ltu",
+    "leu",
+    "gtu",
+    "geu",
+    "num",
+    "nan",
+)
 
 
 def cases() -> Iterator[Case]:
@@ -37,9 +51,15 @@ def _ftz(text: str) -> tuple[str, str]:
 
 def _approximations() -> Iterator[Case]:
     two_pi = 2 * math.pi
-    ranges = {"ex2": (-160.0, 135.0), "rcp": (-100.0, 100.0), "rsqrt": (0.0, 100.0),
-              "sqrt": (0.0, 100.0), "lg2": (0.25, 4.0), "sin": (-two_pi, two_pi),
-              "cos": (-two_pi, two_pi)}
+    ranges = {
+        "ex2": (-160.0, 135.0),
+        "rcp": (-100.0, 100.0),
+        "rsqrt": (0.0, 100.0),
+        "sqrt": (0.0, 100.0),
+        "lg2": (0.25, 4.0),
+        "sin": (-two_pi, two_pi),
+        "cos": (-two_pi, two_pi),
+    }
     for name, (low, high) in ranges.items():
         values = make.approximation_inputs(low, high)
         if name in ("sin", "cos"):
@@ -47,22 +67,36 @@ def _approximations() -> Iterator[Case]:
         for text in _ftz(f"{name}.approx{{ftz}}.f32 %d, %a"):
             yield elementwise("approximate", text, [values], floats="f32", approximate=True)
     values = make.approximation_inputs(-10.0, 10.0)
-    yield elementwise("approximate", "tanh.approx.f32 %d, %a", [values], floats="f32",
-                      approximate=True)
+    yield elementwise(
+        "approximate", "tanh.approx.f32 %d, %a", [values], floats="f32", approximate=True
+    )
     halves = make.all_halves()[::8]
-    halves = np.concatenate((make.SPECIAL_F16.astype(np.uint16), halves,
-                             make.SPECIAL_BF16.astype(np.uint16), halves + np.uint16(5)))
+    halves = np.concatenate(
+        (
+            make.SPECIAL_F16.astype(np.uint16),
+            halves,
+            make.SPECIAL_BF16.astype(np.uint16),
+            halves + np.uint16(5),
+        )
+    )
     for text in ("ex2.approx.f16", "ex2.approx.ftz.bf16", "tanh.approx.f16", "tanh.approx.bf16"):
         kind = text.split(".")[-1]
-        yield elementwise("approximate", f"{text} %d, %a", [halves], (16,), floats=kind,
-                          approximate=True)
+        yield elementwise(
+            "approximate", f"{text} %d, %a", [halves], (16,), floats=kind, approximate=True
+        )
         pairs = halves.astype(np.uint32) | halves[::-1].astype(np.uint32) << np.uint32(16)
-        yield elementwise("approximate", f"{text}x2 %d, %a", [pairs], floats=f"{kind}x2",
-                          approximate=True)
+        yield elementwise(
+            "approximate", f"{text}x2 %d, %a", [pairs], floats=f"{kind}x2", approximate=True
+        )
     for kind in ("approx", "full"):
         for text in _ftz(f"div.{kind}{{ftz}}.f32 %d, %a, %b"):
-            yield elementwise("approximate", text, make.operands("f32", 2, 5, 2048), floats="f32",
-                              approximate=True)
+            yield elementwise(
+                "approximate",
+                text,
+                make.operands("f32", 2, 5, 2048),
+                floats="f32",
+                approximate=True,
+            )
 
 
 def _float32() -> Iterator[Case]:
@@ -70,10 +104,12 @@ def _float32() -> Iterator[Case]:
     for rounding in _ROUNDINGS:
         for rest in ("", ".ftz", ".sat", ".ftz.sat"):
             for name in ("add", "sub", "mul"):
-                yield elementwise("float32", f"{name}.{rounding}{rest}.f32 %d, %a, %b", two,
-                                  floats="f32")
-            yield elementwise("float32", f"fma.{rounding}{rest}.f32 %d, %a, %b, %c", three,
-                              floats="f32")
+                yield elementwise(
+                    "float32", f"{name}.{rounding}{rest}.f32 %d, %a, %b", two, floats="f32"
+                )
+            yield elementwise(
+                "float32", f"fma.{rounding}{rest}.f32 %d, %a, %b, %c", three, floats="f32"
+            )
     for text in ("add{ftz}.f32", "div.rn{ftz}.f32", "copysign.f32"):
         for form in _ftz(text) if "{" in text else (text,):
             yield elementwise("float32", f"{form} %d, %a, %b", two, floats="f32")
@@ -104,15 +140,27 @@ def _smallest() -> Iterator[Case]:
         for rounding in _ROUNDINGS if kind == "f32" else ("rn",):
             for rest in ("", ".ftz"):
                 text = f"{rounding}{rest}.{kind}"
-                yield elementwise("smallest", f"mul.{text} %d, %a, %b", values[:2],
-                                  (values[0].itemsize * 8,), floats=kind)
-                yield elementwise("smallest", f"fma.{text} %d, %a, %b, %c", values,
-                                  (values[0].itemsize * 8,), floats=kind)
+                yield elementwise(
+                    "smallest",
+                    f"mul.{text} %d, %a, %b",
+                    values[:2],
+                    (values[0].itemsize * 8,),
+                    floats=kind,
+                )
+                yield elementwise(
+                    "smallest",
+                    f"fma.{text} %d, %a, %b, %c",
+                    values,
+                    (values[0].itemsize * 8,),
+                    floats=kind,
+                )
     words = make.operands("f64", 1, 33, _COUNT)[0]
     near = (words & np.uint64((1 << 30) - 1)) + np.uint64(0x380FFFFFE0000000)
     yield elementwise("smallest", "cvt.rn.ftz.f32.f64 %d, %a", [near], floats="f32")
-    halves = [value.astype(np.uint32) | value[::-1].astype(np.uint32) << np.uint32(16)
-              for value in _around_smallest(0x3C00, 0x0400)]
+    halves = [
+        value.astype(np.uint32) | value[::-1].astype(np.uint32) << np.uint32(16)
+        for value in _around_smallest(0x3C00, 0x0400)
+    ]
     yield elementwise("smallest", "mul.rn.ftz.f16x2 %d, %a, %b", halves[:2], floats="f16x2")
 
 
@@ -132,11 +180,13 @@ def _half() -> Iterator[Case]:
         rests = ("", ".sat", ".ftz", ".ftz.sat") if kind.startswith("f16") else ("",)
         for rest in rests:
             for name in ("add", "sub", "mul"):
-                yield elementwise("half", f"{name}.rn{rest}.{kind} %d, %a, %b", two, (width,),
-                                  floats=kind)
+                yield elementwise(
+                    "half", f"{name}.rn{rest}.{kind} %d, %a, %b", two, (width,), floats=kind
+                )
         for rest in (*rests, ".relu", *((".ftz.relu",) if len(rests) > 1 else ())):
-            yield elementwise("half", f"fma.rn{rest}.{kind} %d, %a, %b, %c", three, (width,),
-                              floats=kind)
+            yield elementwise(
+                "half", f"fma.rn{rest}.{kind} %d, %a, %b, %c", three, (width,), floats=kind
+            )
         for name in ("neg", "abs"):
             yield elementwise("half", f"{name}.{kind} %d, %a", one, (width,), floats=kind)
 
@@ -166,8 +216,9 @@ def _comparisons() -> Iterator[Case]:
         yield elementwise("compare", f"set.{name}.f32.f32 %d, %a, %b", values)
     third = (make.integers(32, 62, 512) & np.uint32(1)).astype(np.uint8)
     for how in ("and", "or", "xor"):
-        yield elementwise("compare", f"setp.lt.{how}.f32 %d0|%d1, %a, %b, %c", [*values, third],
-                          (1, 1))
+        yield elementwise(
+            "compare", f"setp.lt.{how}.f32 %d0|%d1, %a, %b, %c", [*values, third], (1, 1)
+        )
     for bits in (16, 32, 64):
         integers = [make.integers(bits, 63 + n, 512) for n in range(2)]
         for name in ("eq", "ne", "lt", "le", "gt", "ge"):
@@ -177,10 +228,10 @@ def _comparisons() -> Iterator[Case]:
             yield elementwise("compare", f"setp.{name}.u{bits} %d, %a, %b", integers, (1,))
     words = [make.integers(32, 66 + n, 512) for n in range(3)]
     yield elementwise("compare", "slct.u32.s32 %d, %a, %b, %c", words)
-    yield elementwise("compare", "slct.u32.f32 %d, %a, %b, %c",
-                      [*words[:2], make.floats(69, 512)])
-    yield elementwise("compare", "slct.ftz.u32.f32 %d, %a, %b, %c",
-                      [*words[:2], make.floats(69, 512)])
+    yield elementwise("compare", "slct.u32.f32 %d, %a, %b, %c", [*words[:2], make.floats(69, 512)])
+    yield elementwise(
+        "compare", "slct.ftz.u32.f32 %d, %a, %b, %c", [*words[:2], make.floats(69, 512)]
+    )
 
 
 def _integers() -> Iterator[Case]:
@@ -208,8 +259,13 @@ def _integers() -> Iterator[Case]:
             yield elementwise("integer", f"mad24.{part}.{sign}32 %d, %a, %b, %c", words)
     for name in ("add", "sub"):
         text = f"{name}.cc.u32 %d0, %a, %b; {name}c.cc.u32 %d1, %c, %e; {name}c.u32 %d2, 0, 0;"
-        yield elementwise("integer", text, [*words, make.integers(32, 78, _COUNT)], (32, 32, 32),
-                          name=f"{name}.cc chain")
+        yield elementwise(
+            "integer",
+            text,
+            [*words, make.integers(32, 78, _COUNT)],
+            (32, 32, 32),
+            name=f"{name}.cc chain",
+        )
 
 
 def _bits() -> Iterator[Case]:
@@ -232,8 +288,9 @@ def _bits() -> Iterator[Case]:
                     yield elementwise("bits", f"{name}.{sign}{bits} %d, %a", [a])
     words = [make.integers(32, 83 + n, _COUNT) for n in range(3)]
     for table in (0x00, 0x01, 0x1B, 0x3C, 0x6A, 0x80, 0x96, 0xB8, 0xCA, 0xE8, 0xF8, 0xFE, 0xFF):
-        yield elementwise("bits", f"lop3.b32 %d, %a, %b, %c, {table:#x}", words,
-                          name=f"lop3.b32 {table:#x}")
+        yield elementwise(
+            "bits", f"lop3.b32 %d, %a, %b, %c, {table:#x}", words, name=f"lop3.b32 {table:#x}"
+        )
     for direction in "lr":
         for mode in ("clamp", "wrap"):
             yield elementwise("bits", f"shf.{direction}.{mode}.b32 %d, %a, %b, %c", words)
@@ -243,15 +300,18 @@ def _fields() -> Iterator[Case]:
     """Bit fields and byte permutations; positions and lengths also lie beyond the width."""
     for bits in (32, 64):
         a, b = (make.integers(bits, 90 + n, _COUNT) for n in range(2))
-        position, length = ((make.scrambled(92 + n, _COUNT) % np.uint64(80)).astype(np.uint32)
-                            for n in range(2))
+        position, length = (
+            (make.scrambled(92 + n, _COUNT) % np.uint64(80)).astype(np.uint32) for n in range(2)
+        )
         position[::17] = make.integers(32, 94, len(position[::17]))
         length[::19] = make.integers(32, 95, len(length[::19]))
         for sign in "us":
-            yield elementwise("bits", f"bfe.{sign}{bits} %d, %a, %b, %c", [a, position, length],
-                              (bits,))
-        yield elementwise("bits", f"bfi.b{bits} %d, %a, %b, %c, %e", [a, b, position, length],
-                          (bits,))
+            yield elementwise(
+                "bits", f"bfe.{sign}{bits} %d, %a, %b, %c", [a, position, length], (bits,)
+            )
+        yield elementwise(
+            "bits", f"bfi.b{bits} %d, %a, %b, %c, %e", [a, b, position, length], (bits,)
+        )
     words = [make.scrambled(96 + n, _COUNT).astype(np.uint32) for n in range(3)]
     for mode in ("", ".f4e", ".b4e", ".rc8", ".ecl", ".ecr", ".rc16"):
         yield elementwise("bits", f"prmt.b32{mode} %d, %a, %b, %c", words)

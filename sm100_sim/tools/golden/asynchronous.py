@@ -44,8 +44,11 @@ def _copies() -> Iterator[Case]:
     for cache, size in (("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)):
         read = (make.scrambled(901, _ROWS * THREADS) % np.uint64(size + 1)).astype(np.uint32)
         opcode = f"cp.async.{cache}.shared.global [%r3], [%rd3], {size}"
-        for name, text in (("", opcode), (" src-size", f"{opcode}, %r6"),
-                           (" ignore-src", f"{opcode}, %more")):
+        for name, text in (
+            ("", opcode),
+            (" src-size", f"{opcode}, %r6"),
+            (" ignore-src", f"{opcode}, %more"),
+        ):
             yield Case(
                 f"async/cp.async.{cache} {size}{name}", "async", _copy_ptx(text, size),
                 (read, source), (np.zeros((_ROWS, THREADS * _SLOT // 4), np.uint32),), (), _ROWS,
@@ -59,9 +62,14 @@ def _send_ptx(cluster: int, text: str, expected: tuple[int, int], many: bool) ->
     expected: bytes that arrive at CTA 0 and at the others.
     """
     total = THREADS * 8
-    target = "mov.u32 %r7, 0;\nand.b32 %r3, %r1, 15;\n" if many else (
-        f"mov.u32 %r7, %cluster_ctarank;\nadd.u32 %r7, %r7, 1;\nrem.u32 %r7, %r7, {cluster};\n"
-        "mov.u32 %r3, %r1;\n")
+    target = (
+        "mov.u32 %r7, 0;\nand.b32 %r3, %r1, 15;\n"
+        if many
+        else (
+            f"mov.u32 %r7, %cluster_ctarank;\nadd.u32 %r7, %r7, 1;\nrem.u32 %r7, %r7, {cluster};\n"
+            "mov.u32 %r3, %r1;\n"
+        )
+    )
     return (
         f"{entry(1, 1, cluster)}{shared(total)}{REGISTERS}{fill(total)}{start_barrier()}"
         f"fence.mbarrier_init.release.cluster;\n{SYNC}"
@@ -92,15 +100,30 @@ def _send(name: str, text: str, size: int, many: bool) -> Case:
 
 
 def _stores() -> Iterator[Case]:
-    for kind, value, size in (("b32", "%r12", 4), ("v2.u32", "{%r12, %r13}", 8),
-                              ("b64", "%rd7", 8)):
+    for kind, value, size in (
+        ("b32", "%r12", 4),
+        ("v2.u32", "{%r12, %r13}", 8),
+        ("b64", "%rd7", 8),
+    ):
         opcode = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{kind}"
         yield _send(opcode, f"{opcode} [%r8], {value}, [%r9]", size, False)
 
 
 def _reductions() -> Iterator[Case]:
-    forms = ("add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32", "and.b32", "or.b32",
-             "xor.b32", "inc.u32", "dec.u32", "add.u64")
+    forms = (
+        "add.u32",
+        "add.s32",
+        "min.u32",
+        "min.s32",
+        "max.u32",
+        "max.s32",
+        "and.b32",
+        "or.b32",
+        "xor.b32",
+        "inc.u32",
+        "dec.u32",
+        "add.u64",
+    )
     for form in forms:
         opcode = f"red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.{form}"
         value, size = ("%rd7", 8) if form.endswith("64") else ("%r12", 4)

@@ -48,12 +48,18 @@ def _text(opcode: str, space: str, bits: int, sources: int) -> str:
     """Put %a into memory (global: where %d1 goes), work on it there, and read it back."""
     size = bits // 8
     if space == "global":
-        place = (f".reg .b64 %place;\nld.param.u64 %place, [p{sources + 1}];\n"
-                 f"mul.wide.u32 %rd2, %index, {size};\nadd.u64 %place, %place, %rd2;\n")
+        place = (
+            f".reg .b64 %place;\nld.param.u64 %place, [p{sources + 1}];\n"
+            f"mul.wide.u32 %rd2, %index, {size};\nadd.u64 %place, %place, %rd2;\n"
+        )
     else:
-        place = (f".shared .align 8 .b8 cells[{BLOCK * size}];\n.reg .b32 %place;\n"
-                 "mov.u32 %word, cells;\nmov.u32 %place, %tid.x;\n"
-                 f"mad.lo.u32 %place, %place, {size}, %word;\n")
+        place = (
+            f".shared .align 8 .b8 cells[{BLOCK * size}];\n.reg .b32 %place;\n"
+            "mov.u32 %word, cells;\nmov.u32 %place, %tid.x;\n"
+            f"mad.lo.u32 %place, %place, {size}, %word;\n"
+        )
     last = ", %c" if sources == 3 else ""
-    return (f"{{ {place}st.{space}.b{bits} [%place], %a;\n{opcode} %d0, [%place], %b{last};\n"
-            f"ld.{space}.b{bits} %d1, [%place];\n}}")
+    return (
+        f"{{ {place}st.{space}.b{bits} [%place], %a;\n{opcode} %d0, [%place], %b{last};\n"
+        f"ld.{space}.b{bits} %d1, [%place];\n}}"
+    )

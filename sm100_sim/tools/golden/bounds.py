@@ -87,9 +87,11 @@ class Bound:
         wrong = ""
         if not right.all():
             at = int(np.argmin(right))
-            wrong = (f"{(~right).sum()} of {right.size}, first at {at}: "
-                     f"f({', '.join(str(array[at]) for array in inputs)}) = {exact[at]}, "
-                     f"given {result[at]}, error {error[at]} {self.unit}")
+            wrong = (
+                f"{(~right).sum()} of {right.size}, first at {at}: "
+                f"f({', '.join(str(array[at]) for array in inputs)}) = {exact[at]}, "
+                f"given {result[at]}, error {error[at]} {self.unit}"
+            )
         return Measure(self._worst(error, judged & (exact != 0)), wrong)
 
     def _flushed(self, array: np.ndarray) -> np.ndarray:
@@ -147,8 +149,9 @@ def _logarithm_error(bound: Bound) -> Bound:
         def _error(self, exact: np.ndarray, result: np.ndarray) -> np.ndarray:
             return np.abs(result - exact) / np.maximum(1.0, np.abs(exact))
 
-    return Mixed(bound.function, "absolute or relative", bound.limit, bound.text, bound.layout,
-                 bound.flushes)
+    return Mixed(
+        bound.function, "absolute or relative", bound.limit, bound.text, bound.layout, bound.flushes
+    )
 
 
 def bound_of(case: Case) -> Bound:

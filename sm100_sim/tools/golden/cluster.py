@@ -74,8 +74,10 @@ def _operation(text: str) -> str:
         return f"mbarrier.{name}.shared::cta.b64 [bar]{comma};\nmov.u32 %r3, 0;"
     if name in ("expect_tx", "complete_tx"):
         return f"mbarrier.{name}.relaxed.cta.shared::cta.b64 [bar]{comma};\nmov.u32 %r3, 0;"
-    return (f"mbarrier.{name}.shared::cta.b64 %state, [bar]{comma};\n"
-            "mbarrier.pending_count.b64 %r3, %state;\nshl.b32 %r3, %r3, 8;\nmov.u32 %r4, 1;")
+    return (
+        f"mbarrier.{name}.shared::cta.b64 %state, [bar]{comma};\n"
+        "mbarrier.pending_count.b64 %r3, %state;\nshl.b32 %r3, %r3, 8;\nmov.u32 %r4, 1;"
+    )
 
 
 def _answers(place: int) -> str:
@@ -83,11 +85,15 @@ def _answers(place: int) -> str:
     lines = []
     for bit in range(4):
         name, parity, hint = ("test_wait", "try_wait")[bit // 2], bit % 2, ("", ", 20")[bit // 2]
-        lines.append(f"mbarrier.{name}.parity.shared::cta.b64 %done, [bar], {parity}{hint};\n"
-                     f"selp.u32 %r5, {1 << bit}, 0, %done;\nor.b32 %r3, %r3, %r5;")
-    lines.append(f"setp.ne.u32 %more, %r4, 0;\n@!%more bra PAST{place};\n"
-                 "mbarrier.test_wait.shared::cta.b64 %done, [bar], %state;\n"
-                 f"selp.u32 %r5, 16, 0, %done;\nor.b32 %r3, %r3, %r5;\nPAST{place}:")
+        lines.append(
+            f"mbarrier.{name}.parity.shared::cta.b64 %done, [bar], {parity}{hint};\n"
+            f"selp.u32 %r5, {1 << bit}, 0, %done;\nor.b32 %r3, %r3, %r5;"
+        )
+    lines.append(
+        f"setp.ne.u32 %more, %r4, 0;\n@!%more bra PAST{place};\n"
+        "mbarrier.test_wait.shared::cta.b64 %done, [bar], %state;\n"
+        f"selp.u32 %r5, 16, 0, %done;\nor.b32 %r3, %r3, %r5;\nPAST{place}:"
+    )
     lines.append(f"st.global.u32 [%rd1+{4 * place}], %r3;")
     return "\n".join(lines)
 
@@ -102,10 +108,13 @@ def _sequences() -> Iterator[Case]:
                 steps.append(_answers(place))
                 place += 1
         body = "\n".join(steps)
-        ptx = (f"{HEADER}{declare(0, 1)}\n{{\n{shared(16)}{REGISTERS}ld.param.u64 %rd1, [p0];\n"
-               f"mov.b64 %state, 0;\n{body}\nret;\n}}\n")
-        yield Case(f"cluster/mbarrier {name}", "cluster", ptx, (),
-                   (np.zeros(place, np.uint32),), block=1)
+        ptx = (
+            f"{HEADER}{declare(0, 1)}\n{{\n{shared(16)}{REGISTERS}ld.param.u64 %rd1, [p0];\n"
+            f"mov.b64 %state, 0;\n{body}\nret;\n}}\n"
+        )
+        yield Case(
+            f"cluster/mbarrier {name}", "cluster", ptx, (), (np.zeros(place, np.uint32),), block=1
+        )
 
 
 def _crowds() -> Iterator[Case]:
@@ -130,6 +139,7 @@ def _crowds() -> Iterator[Case]:
 
 # Distributed shared memory, clusters of 2, 4 and 8 CTAs, two clusters.
 
+
 def entry(inputs: int, outputs: int, cluster: int, maps: int = 0) -> str:
     """Head of a module whose kernel runs in clusters of so many CTAs."""
     return f"{HEADER}{declare(inputs, outputs, maps)}\n.reqnctapercluster {cluster}, 1, 1\n{{\n"
@@ -144,7 +154,8 @@ def _exchange_ptx(cluster: int) -> str:
     size = 4 * cluster * THREADS
     writes = "".join(
         f"mapa.shared::cluster.u32 %r6, %r5, {rank};\nadd.u32 %r7, %r3, {rank};\n"
-        f"st.shared::cluster.u32 [%r6], %r7;\n" for rank in range(cluster)
+        f"st.shared::cluster.u32 [%r6], %r7;\n"
+        for rank in range(cluster)
     )
     slot = f"mov.u32 %r1, %tid.x;\nmov.u32 %r2, tile;\nmad.lo.u32 %r4, %r1, {4 * cluster}, %r2;\n"
     return (
@@ -216,26 +227,53 @@ def _distributed() -> Iterator[Case]:
     for cluster in (2, 4, 8):
         count = 2 * cluster
         words = np.zeros((count, THREADS, 4), np.uint32)
-        yield Case(f"cluster/exchange {cluster}", "cluster", _exchange_ptx(cluster), (),
-                   (np.zeros((count, cluster * THREADS), np.uint32), words, words), (), count,
-                   THREADS, cluster)
+        yield Case(
+            f"cluster/exchange {cluster}",
+            "cluster",
+            _exchange_ptx(cluster),
+            (),
+            (np.zeros((count, cluster * THREADS), np.uint32), words, words),
+            (),
+            count,
+            THREADS,
+            cluster,
+        )
         dumps = np.zeros((count, 128), np.uint32)
-        yield Case(f"cluster/arrive {cluster}", "cluster", _arrival_ptx(cluster), (), (dumps,), (),
-                   count, THREADS, cluster)
-        yield Case(f"cluster/red {cluster}", "cluster", _atomic_ptx(cluster), (), (dumps,), (),
-                   count, THREADS, cluster)
-        yield Case(f"cluster/bulk push {cluster}", "cluster", _push_ptx(cluster),
-                   (make.scrambled(600, count * THREADS).astype(np.uint32),),
-                   (np.zeros((count, _SIZE // 4), np.uint32),), (), count, THREADS, cluster)
-    own = (f"{entry(0, 1, 4)}{shared(64)}{REGISTERS}mov.u32 %r1, tile;\nshr.u32 %r1, %r1, 24;\n"
-           "mov.u32 %r2, tile;\nmov.u32 %r7, %cluster_ctarank;\n"
-           "mapa.shared::cluster.u32 %r3, %r2, %r7;\nshr.u32 %r3, %r3, 24;\n"
-           "mapa.shared::cluster.u32 %r4, %r2, 3;\nshr.u32 %r4, %r4, 24;\nand.b32 %r5, %r2, 1023;\n"
-           "mov.u32 %r6, %ctaid.x;\nmul.wide.u32 %rd1, %r6, 16;\nld.param.u64 %rd2, [p0];\n"
-           f"add.u64 %rd1, %rd1, %rd2;\nst.global.v4.u32 [%rd1], {{%r1, %r3, %r4, %r5}};\n{SYNC}"
-           "ret;\n}\n")
-    yield Case("cluster/addresses", "cluster", own, (), (np.zeros((4, 4), np.uint32),), (), 4, 32,
-               4)
+        for name, text in (("arrive", _arrival_ptx(cluster)), ("red", _atomic_ptx(cluster))):
+            yield Case(
+                f"cluster/{name} {cluster}",
+                "cluster",
+                text,
+                (),
+                (dumps,),
+                (),
+                count,
+                THREADS,
+                cluster,
+            )
+        yield Case(
+            f"cluster/bulk push {cluster}",
+            "cluster",
+            _push_ptx(cluster),
+            (make.scrambled(600, count * THREADS).astype(np.uint32),),
+            (np.zeros((count, _SIZE // 4), np.uint32),),
+            (),
+            count,
+            THREADS,
+            cluster,
+        )
+    own = (
+        f"{entry(0, 1, 4)}{shared(64)}{REGISTERS}mov.u32 %r1, tile;\nshr.u32 %r1, %r1, 24;\n"
+        "mov.u32 %r2, tile;\nmov.u32 %r7, %cluster_ctarank;\n"
+        "mapa.shared::cluster.u32 %r3, %r2, %r7;\nshr.u32 %r3, %r3, 24;\n"
+        "mapa.shared::cluster.u32 %r4, %r2, 3;\nshr.u32 %r4, %r4, 24;\nand.b32 %r5, %r2, 1023;\n"
+        "mov.u32 %r6, %ctaid.x;\nmul.wide.u32 %rd1, %r6, 16;\nld.param.u64 %rd2, [p0];\n"
+        f"add.u64 %rd1, %rd1, %rd2;\nst.global.v4.u32 [%rd1], {{%r1, %r3, %r4, %r5}};\n{SYNC}"
+        "ret;\n}\n"
+    )
+    yield Case(
+        "cluster/addresses", "cluster", own, (), (np.zeros((4, 4), np.uint32),), (), 4, 32, 4
+    )
 
 
 # Multicast: CTA i of p0 issues a copy to the ranks in its mask (0: none), at its coordinates.
@@ -248,16 +286,21 @@ def _multicast_ptx(cluster: int, text: str, place: str, size: int, maps: int) ->
     lines = []
     for rank, mask in enumerate(masks):
         expected = size * sum(other >> rank & 1 for other in masks)
-        lines.append(f"setp.eq.u32 %more, %r7, {rank};\n@%more mov.u32 %r11, {mask};\n"
-                     f"@%more mov.u32 %r12, {expected};\n")
+        lines.append(
+            f"setp.eq.u32 %more, %r7, {rank};\n@%more mov.u32 %r11, {mask};\n"
+            f"@%more mov.u32 %r12, {expected};\n"
+        )
     total = cluster * 1024 + 1024
     return (
         f"{entry(2, 1, cluster, maps)}{shared(total)}{REGISTERS}.reg .b16 %mask;\n{fill(total)}"
         f"{start_barrier()}fence.mbarrier_init.release.cluster;\n{SYNC}"
         f"{coordinates_text(3)}mov.u32 %r7, %cluster_ctarank;\nmov.u32 %r11, 0;\n"
         f"mov.u32 %r12, 0;\n{''.join(lines)}cvt.u16.u32 %mask, %r11;\n"
-        + ("mov.b64 %rd6, t0;\ncvta.param.u64 %rd6, %rd6;\n" if maps else
-           "ld.param.u64 %rd6, [p1];\ncvt.u64.u32 %rd7, %c2;\nadd.u64 %rd6, %rd6, %rd7;\n")
+        + (
+            "mov.b64 %rd6, t0;\ncvta.param.u64 %rd6, %rd6;\n"
+            if maps
+            else "ld.param.u64 %rd6, [p1];\ncvt.u64.u32 %rd7, %c2;\nadd.u64 %rd6, %rd6, %rd7;\n"
+        )
         + "@!%first bra WAITING;\n"
         "mbarrier.arrive.expect_tx.shared::cta.b64 %state, [bar], %r12;\n"
         "setp.eq.u32 %more, %r11, 0;\n@%more bra WAITING;\n"
@@ -268,8 +311,10 @@ def _multicast_ptx(cluster: int, text: str, place: str, size: int, maps: int) ->
 
 def _multicast() -> Iterator[Case]:
     t = Tensor("u16", (64, 30, 9), (32, 8, 2)).describe(swizzle=64)
-    tensor = "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes" \
+    tensor = (
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".multicast::cluster"
+    )
     bulk = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
     source = make.scrambled(610, 64 * 30 * 9 // 2).astype(np.uint32)
     for cluster in (2, 4, 8):
@@ -277,15 +322,39 @@ def _multicast() -> Iterator[Case]:
         places = np.zeros((count, 6), np.int32)
         for cta in range(count):
             # Each CTA's tile has its own place in every destination.
-            places[cta] = [16 * (cta % 3) - 8, 5 * (cta % 7) - 4, cta % 9, 0, 0,
-                           1024 * (cta % cluster)]
+            places[cta] = [
+                16 * (cta % 3) - 8,
+                5 * (cta % 7) - 4,
+                cta % 9,
+                0,
+                0,
+                1024 * (cta % cluster),
+            ]
         total = cluster * 1024 + 1024
         result = np.zeros((count, total // 4), np.uint32)
         ptx = _multicast_ptx(cluster, tensor, "[%rd6, {%c0, %c1, %c2}]", t.tile_bytes, 1)
-        yield Case(f"cluster/multicast tensor {cluster}", "cluster", ptx, (places, source),
-                   (result,), ((1, t),), count, THREADS, cluster)
+        yield Case(
+            f"cluster/multicast tensor {cluster}",
+            "cluster",
+            ptx,
+            (places, source),
+            (result,),
+            ((1, t),),
+            count,
+            THREADS,
+            cluster,
+        )
         places = places.copy()
         places[:, 2] = 64 * np.arange(count)
         ptx = _multicast_ptx(cluster, bulk, "[%rd6], 512", 512, 0)
-        yield Case(f"cluster/multicast bulk {cluster}", "cluster", ptx, (places, source),
-                   (result,), (), count, THREADS, cluster)
+        yield Case(
+            f"cluster/multicast bulk {cluster}",
+            "cluster",
+            ptx,
+            (places, source),
+            (result,),
+            (),
+            count,
+            THREADS,
+            cluster,
+        )

@@ -32,9 +32,22 @@ from .cases import MANIFEST, Case, hash_of
 @lru_cache(maxsize=1)
 def all_cases() -> tuple[Case, ...]:
     """Every case, in a fixed order, names unique."""
-    modules = (arithmetic, convert, warp, atomics, tma, cluster, asynchronous, found,
-               rules_registers, rules_barriers, rules_cluster, rules_launch, wgmma,
-               rules_wgmma)
+    modules = (
+        arithmetic,
+        convert,
+        warp,
+        atomics,
+        tma,
+        cluster,
+        asynchronous,
+        found,
+        rules_registers,
+        rules_barriers,
+        rules_cluster,
+        rules_launch,
+        wgmma,
+        rules_wgmma,
+    )
     cases = tuple(case for module in modules for case in module.cases())
     names = [case.name for case in cases]
     if len(set(names)) != len(names):

@@ -19,10 +19,17 @@ def record_vectors(arguments: list[str]) -> int:
     from .record import record
 
     parser = argparse.ArgumentParser(prog="python -m sm100_sim record", description=_RECORD)
-    parser.add_argument("--out", type=Path, default=DIRECTORY,
-                        help="directory of the vectors (default: %(default)s)")
-    parser.add_argument("--groups", default="",
-                        help="record these groups alone, with commas; the others stay as they are")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=DIRECTORY,
+        help="directory of the vectors (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--groups",
+        default="",
+        help="record these groups alone, with commas; the others stay as they are",
+    )
     choice = parser.parse_args(arguments)
     chosen, known = tuple(filter(None, choice.groups.split(","))), groups(all_cases())
     if not known.keys() >= set(chosen):
@@ -58,8 +65,12 @@ def litmus(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m sm100_sim litmus", description=_LITMUS)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of what was found")
-    parser.add_argument("--seconds", type=float, default=1.0,
-                        help="seconds for each way to pass a message (default: %(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        help="seconds for each way to pass a message (default: %(default)s)",
+    )
     parser.add_argument("--only", nargs="+", choices=list(PROBES), help="these alone")
     choice = parser.parse_args(arguments)
     if _lacks_driver("litmus"):

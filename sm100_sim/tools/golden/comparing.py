@@ -23,8 +23,9 @@ def comparable(array: np.ndarray, floats: str) -> np.ndarray:
     layout = FORMATS[floats.removesuffix("x2")]
     words: np.ndarray = np.ascontiguousarray(array).ravel().view(layout.words)
     magnitude = words & layout.words(layout.magnitude)
-    return np.where(magnitude > layout.words(layout.infinity), layout.words(layout.magnitude),
-                    words)
+    return np.where(
+        magnitude > layout.words(layout.infinity), layout.words(layout.magnitude), words
+    )
 
 
 def difference(
@@ -41,10 +42,13 @@ def difference(
             bad &= ~((left & 0x7FFFFFFF == 0x00800000) & (right == left & 0x80000000))
         if bad.any():
             at = int(np.argmax(bad))
-            inputs = [hex(int(array.ravel()[at])) for array in case.inputs
-                      if array.size == mine.size]
-            return (f"{case.name}: output {number}, {bad.sum()} of {bad.size} differ, first at "
-                    f"{at}: {int(left[at]):#x}, recorded {int(right[at]):#x}; inputs {inputs}")
+            inputs = [
+                hex(int(array.ravel()[at])) for array in case.inputs if array.size == mine.size
+            ]
+            return (
+                f"{case.name}: output {number}, {bad.sum()} of {bad.size} differ, first at "
+                f"{at}: {int(left[at]):#x}, recorded {int(right[at]):#x}; inputs {inputs}"
+            )
     return ""
 
 

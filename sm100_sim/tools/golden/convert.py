@@ -87,18 +87,30 @@ def _spread(kind: str) -> np.ndarray:
     """Patterns of a float type around integers, halves and the limits of the integer types."""
     steps = np.arange(512, dtype=np.float64)
     limits = 2.0 ** np.array([7, 8, 15, 16, 31, 32, 63, 64])
-    values = np.concatenate((steps / 2 - 128, steps / 4 - 64, -limits, limits, limits - 0.5,
-                             limits * (1 - 2.0**-23), -limits * (1 + 2.0**-22), limits - 1))
+    values = np.concatenate(
+        (
+            steps / 2 - 128,
+            steps / 4 - 64,
+            -limits,
+            limits,
+            limits - 0.5,
+            limits * (1 - 2.0**-23),
+            -limits * (1 + 2.0**-22),
+            limits - 1,
+        )
+    )
     if kind == "f64":
         return np.concatenate((values.view(np.uint64), make.doubles(120, _COUNT)))
     with np.errstate(over="ignore"):
         if kind == "f16":
-            return np.concatenate((values.astype(np.float16).view(np.uint16),
-                                   make.halves(kind, 121, _COUNT)))
+            return np.concatenate(
+                (values.astype(np.float16).view(np.uint16), make.halves(kind, 121, _COUNT))
+            )
         single = values.astype(np.float32).view(np.uint32)
     if kind == "bf16":
-        return np.concatenate(((single >> np.uint32(16)).astype(np.uint16),
-                               make.halves(kind, 121, _COUNT)))
+        return np.concatenate(
+            ((single >> np.uint32(16)).astype(np.uint16), make.halves(kind, 121, _COUNT))
+        )
     return np.concatenate((single, make.SPECIAL_F32, make.floats(122, _COUNT)))
 
 
@@ -152,5 +164,10 @@ def _integer_to_integer() -> Iterator[Case]:
             if not _holds(to, source):
                 yield _case(f"cvt.sat.{to}.{source}", values, width)
     for to in ("u16", "s16"):
-        yield elementwise("convert", f"cvt.{to}.u32 %d, %a", [_integer_source("u32")], (32,),
-                          name=f"cvt.{to}.u32 into 32 bits")
+        yield elementwise(
+            "convert",
+            f"cvt.{to}.u32 %d, %a",
+            [_integer_source("u32")],
+            (32,),
+            name=f"cvt.{to}.u32 into 32 bits",
+        )

@@ -32,11 +32,19 @@ def _wrapping() -> Iterator[Case]:
         # Bounds around the values, which are small: some wrap, others do not.
         places, tiles = case.inputs
         small = (make.scrambled(441, case.outputs[0].size) % np.uint64(7)).astype(np.uint32)
-        yield replace(case, name=f"found/tensor {operation}", group="found",
-                      inputs=(places, tiles % np.uint32(6)), outputs=(small,))
+        yield replace(
+            case,
+            name=f"found/tensor {operation}",
+            group="found",
+            inputs=(places, tiles % np.uint32(6)),
+            outputs=(small,),
+        )
         form = f".{operation}.u32"
-        case = bulk_case(form, "", lambda seed, count: (
-            make.scrambled(seed, count) % np.uint64(6)).astype(np.uint32))
+        case = bulk_case(
+            form,
+            "",
+            lambda seed, count: (make.scrambled(seed, count) % np.uint64(6)).astype(np.uint32),
+        )
         yield replace(case, name=f"found/bulk {operation}", group="found")
 
 
@@ -59,5 +67,11 @@ def _registers() -> Iterator[Case]:
         ("inc downwards", (("dec", 40), ("inc", 64), ("inc", 56)), True),
     ):
         text = "".join(f"setmaxnreg.{kind}.sync.aligned.u32 {count};\n" for kind, count in moves)
-        yield Case(f"found/{name}", "found", _registers_ptx(text), (),
-                   (np.zeros(_THREADS, np.uint32),), faults=faults)
+        yield Case(
+            f"found/{name}",
+            "found",
+            _registers_ptx(text),
+            (),
+            (np.zeros(_THREADS, np.uint32),),
+            faults=faults,
+        )

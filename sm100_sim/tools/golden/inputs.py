@@ -34,7 +34,8 @@ def scrambled(seed: int, count: int) -> np.ndarray:
     """uint64 (count,): the splitmix64 sequence of a seed (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
         z = np.uint64(seed * 0x1000003 % (1 << 64)) + (
-            np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+            np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        )
         z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
         return z ^ z >> np.uint64(31)
@@ -88,11 +89,13 @@ def halves(kind: str, seed: int, count: int) -> np.ndarray:
     if kind == "f16":
         special = SPECIAL_F16
         moderate = raw & np.uint64(0x83FF) | np.uint64(10) + (raw >> np.uint64(32)) % np.uint64(
-            11) << np.uint64(10)
+            11
+        ) << np.uint64(10)
     else:
         special = SPECIAL_BF16
         moderate = raw & np.uint64(0x807F) | np.uint64(121) + (raw >> np.uint64(32)) % np.uint64(
-            13) << np.uint64(7)
+            13
+        ) << np.uint64(7)
     return _mixed(special.astype(np.uint64), moderate, seed, count).astype(np.uint16)
 
 
@@ -109,6 +112,7 @@ def pairs(kind: str, seed: int, count: int) -> np.ndarray:
 
 def operands(kind: str, number: int, seed: int, count: int) -> list[np.ndarray]:
     """`number` arrays of patterns of a type; some last operands nearly cancel a product or sum."""
+
     def make(seed: int) -> np.ndarray:
         if kind in ("f32", "f64"):
             return (floats if kind == "f32" else doubles)(seed, count)
@@ -135,12 +139,20 @@ def sweep(low: float, high: float, count: int) -> np.ndarray:
 def all_exponents() -> np.ndarray:
     """Both signs of every power of two of float32, its neighbours and one and a half of it."""
     base = np.arange(0, 256, dtype=np.uint32) << np.uint32(23)
-    near = np.concatenate((base, base + np.uint32(1), base[1:] - np.uint32(1),
-                           base | np.uint32(1 << 22)))
+    near = np.concatenate(
+        (base, base + np.uint32(1), base[1:] - np.uint32(1), base | np.uint32(1 << 22))
+    )
     return np.concatenate((near, near | np.uint32(0x80000000)))
 
 
 def approximation_inputs(low: float, high: float, count: int = 3072) -> np.ndarray:
     """Dense inputs of a function of one float32: sweeps of its range and near 0, all exponents."""
-    return np.concatenate((SPECIAL_F32, all_exponents(), sweep(low, high, count),
-                           sweep(-1.0, 1.0, 1024), floats(77, 1024)))
+    return np.concatenate(
+        (
+            SPECIAL_F32,
+            all_exponents(),
+            sweep(low, high, count),
+            sweep(-1.0, 1.0, 1024),
+            floats(77, 1024),
+        )
+    )

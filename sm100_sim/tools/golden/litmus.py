@@ -22,9 +22,7 @@ LINE = 128
 DATA = 32 * LINE
 #: Global memory of a cluster: two messages' data.
 SCRATCH = 2 * DATA
-_HEAD = HEADER + (
-    f".visible .entry {KERNEL}(.param .u64 p0, .param .u64 p1, .param .u64 p2)\n"
-)
+_HEAD = HEADER + (f".visible .entry {KERNEL}(.param .u64 p0, .param .u64 p1, .param .u64 p2)\n")
 _REGISTERS = (
     ".reg .b32 %t, %w, %lane, %rank, %peer, %i, %n, %parity, %value, %seen, %stale, %far, %place;\n"
     ".reg .b32 %r<16>;\n.reg .b64 %out, %scratch, %rd<12>;\n"
@@ -60,50 +58,109 @@ _SHARED_RELEASE = "fence.release.sync_restrict::shared::cta.cluster;"
 MESSAGES = (
     Message("peer's memory, release", "peer", _RELEASE, ".acquire.cluster", True),
     Message("peer's memory, relaxed", "peer", _RELAXED, ".acquire.cluster", False),
-    Message("peer's memory, arrival of scope .cta", "peer", ".release.cta", ".acquire.cluster",
-            False),
-    Message("peer's memory, arrival without semantics or scope", "peer", "", ".acquire.cluster",
-            False),
-    Message("peer's memory, fence.acq_rel.cluster and relaxed", "peer", _RELAXED,
-            ".acquire.cluster", True, "fence.acq_rel.cluster;"),
-    Message("peer's memory, proxy fence and relaxed", "peer", _RELAXED, ".acquire.cluster", False,
-            _PROXY),
+    Message(
+        "peer's memory, arrival of scope .cta", "peer", ".release.cta", ".acquire.cluster", False
+    ),
+    Message(
+        "peer's memory, arrival without semantics or scope", "peer", "", ".acquire.cluster", False
+    ),
+    Message(
+        "peer's memory, fence.acq_rel.cluster and relaxed",
+        "peer",
+        _RELAXED,
+        ".acquire.cluster",
+        True,
+        "fence.acq_rel.cluster;",
+    ),
+    Message(
+        "peer's memory, proxy fence and relaxed",
+        "peer",
+        _RELAXED,
+        ".acquire.cluster",
+        False,
+        _PROXY,
+    ),
     Message("peer's memory, release, wait without a scope", "peer", _RELEASE, "", False),
     Message("own memory, release", "own", _RELEASE, ".acquire.cluster", True),
     Message("own memory, relaxed", "own", _RELAXED, ".acquire.cluster", False),
     Message("own memory, relaxed both", "own", _RELAXED, ".relaxed.cluster", False),
-    Message("own memory, release of shared memory alone and relaxed", "own", _RELAXED,
-            ".acquire.cluster", True, "", _SHARED_RELEASE),
-    Message("peer's memory, release of shared memory alone and relaxed", "peer", _RELAXED,
-            ".acquire.cluster", False, "", _SHARED_RELEASE),
-    Message("global memory, release of shared memory alone and relaxed", "global", _RELAXED,
-            ".acquire.cluster", False, "", _SHARED_RELEASE),
+    Message(
+        "own memory, release of shared memory alone and relaxed",
+        "own",
+        _RELAXED,
+        ".acquire.cluster",
+        True,
+        "",
+        _SHARED_RELEASE,
+    ),
+    Message(
+        "peer's memory, release of shared memory alone and relaxed",
+        "peer",
+        _RELAXED,
+        ".acquire.cluster",
+        False,
+        "",
+        _SHARED_RELEASE,
+    ),
+    Message(
+        "global memory, release of shared memory alone and relaxed",
+        "global",
+        _RELAXED,
+        ".acquire.cluster",
+        False,
+        "",
+        _SHARED_RELEASE,
+    ),
     Message("global memory, release", "global", _RELEASE, ".acquire.cluster", True),
     Message("global memory, relaxed", "global", _RELAXED, ".acquire.cluster", False),
-    Message("global memory, release of scope .cta", "global", ".release.cta", ".acquire.cluster",
-            False),
+    Message(
+        "global memory, release of scope .cta", "global", ".release.cta", ".acquire.cluster", False
+    ),
     Message("global memory through L1, release", "cached", _RELEASE, ".acquire.cluster", True),
     Message("global memory through L1, wait without a scope", "cached", _RELEASE, "", False),
-    Message("global memory through L1, relaxed wait", "cached", _RELEASE, ".relaxed.cluster",
-            False),
+    Message(
+        "global memory through L1, relaxed wait", "cached", _RELEASE, ".relaxed.cluster", False
+    ),
     Message("bulk copy, proxy fence and release", "bulk", ".release.cta", "", True, _PROXY),
     Message("bulk copy, proxy fence and relaxed", "bulk", ".relaxed.cluster", "", False, _PROXY),
-    Message("bulk copy, proxy fence, relaxed both", "bulk", ".relaxed.cluster", ".relaxed.cluster",
-            False, _PROXY),
+    Message(
+        "bulk copy, proxy fence, relaxed both",
+        "bulk",
+        ".relaxed.cluster",
+        ".relaxed.cluster",
+        False,
+        _PROXY,
+    ),
     Message("bulk copy, release without a proxy fence", "bulk", ".release.cta", "", False),
-    Message("bulk copy, relaxed without a fence", "bulk", ".relaxed.cluster", ".relaxed.cluster",
-            False),
-    Message("bulk copy told by the peer, proxy fence and relaxed", "relayed", _RELAXED, "", False,
-            _PROXY),
-    Message("bulk copy told by the peer, proxy fence, release of shared memory alone", "relayed",
-            _RELAXED, "", False, _PROXY, _SHARED_RELEASE),
+    Message(
+        "bulk copy, relaxed without a fence", "bulk", ".relaxed.cluster", ".relaxed.cluster", False
+    ),
+    Message(
+        "bulk copy told by the peer, proxy fence and relaxed",
+        "relayed",
+        _RELAXED,
+        "",
+        False,
+        _PROXY,
+    ),
+    Message(
+        "bulk copy told by the peer, proxy fence, release of shared memory alone",
+        "relayed",
+        _RELAXED,
+        "",
+        False,
+        _PROXY,
+        _SHARED_RELEASE,
+    ),
     Message("bulk copy told by the peer, no fence", "relayed", _RELAXED, "", False),
 )
 
 
 def _wait(barrier: str, semantics: str, label: str) -> str:
-    return (f"{label}:\nmbarrier.try_wait.parity{semantics}.shared::cta.b64 %done, [{barrier}], "
-            f"%parity;\n@!%done bra {label};\n")
+    return (
+        f"{label}:\nmbarrier.try_wait.parity{semantics}.shared::cta.b64 %done, [{barrier}], "
+        f"%parity;\n@!%done bra {label};\n"
+    )
 
 
 def _signal(barrier: str, semantics: str, remote: bool, last: str = "") -> str:
@@ -111,18 +168,24 @@ def _signal(barrier: str, semantics: str, remote: bool, last: str = "") -> str:
     place = f"mov.u32 %far, {barrier};\n"
     if remote:
         place += "mapa.shared::cluster.u32 %far, %far, %peer;\n"
-        return (f"bar.warp.sync 0xffffffff;\n{last}{place}"
-                f"@%first mbarrier.arrive{semantics}.shared::cluster.b64 _, [%far];\n")
-    return (f"bar.warp.sync 0xffffffff;\n{last}{place}"
-            f"@%first mbarrier.arrive{semantics}.shared::cta.b64 _, [%far];\n")
+        return (
+            f"bar.warp.sync 0xffffffff;\n{last}{place}"
+            f"@%first mbarrier.arrive{semantics}.shared::cluster.b64 _, [%far];\n"
+        )
+    return (
+        f"bar.warp.sync 0xffffffff;\n{last}{place}"
+        f"@%first mbarrier.arrive{semantics}.shared::cta.b64 _, [%far];\n"
+    )
 
 
 def _write(message: Message) -> str:
     if message.data in ("global", "cached"):
         return "st.global.u32 [%rd1], %value;\n"
     if message.data == "peer":
-        return ("mapa.shared::cluster.u32 %far, %place, %peer;\n"
-                "st.shared::cluster.u32 [%far], %value;\n")
+        return (
+            "mapa.shared::cluster.u32 %far, %place, %peer;\n"
+            "st.shared::cluster.u32 [%far], %value;\n"
+        )
     return "st.shared.u32 [%place], %value;\n"
 
 
@@ -135,8 +198,9 @@ def _read(message: Message) -> str:
     if message.data == "peer":
         return "ld.shared.u32 %seen, [%place];\n"
     if message.data == "own":
-        return ("mapa.shared::cluster.u32 %far, %place, %peer;\n"
-                "ld.shared::cluster.u32 %seen, [%far];\n")
+        return (
+            "mapa.shared::cluster.u32 %far, %place, %peer;\nld.shared::cluster.u32 %seen, [%far];\n"
+        )
     return (
         "mov.u32 %r1, data;\n"
         f"@%first cp.async.bulk.global.shared::cta.bulk_group [%scratch], [%r1], {DATA};\n"
@@ -162,9 +226,13 @@ def message_ptx(message: Message) -> str:
     back = _signal("empty", ".release.cluster", not inside)
     relay = (
         "setp.ne.u32 %p0, %rank, 1;\n@%p0 bra PAST_RELAY;\nsetp.ne.u32 %p0, %w, 0;\n"
-        "@%p0 bra PAST_RELAY;\nRELAYING:\n" + _wait("full", message.wait, "RELAY_WAIT")
-        + _signal("relay", _RELAXED, True) + _NEXT.format(label="RELAYING") + "PAST_RELAY:\n"
-        if message.data == "relayed" else ""
+        "@%p0 bra PAST_RELAY;\nRELAYING:\n"
+        + _wait("full", message.wait, "RELAY_WAIT")
+        + _signal("relay", _RELAXED, True)
+        + _NEXT.format(label="RELAYING")
+        + "PAST_RELAY:\n"
+        if message.data == "relayed"
+        else ""
     )
     return (
         _HEAD + f".reqntid {BLOCK}, 1, 1\n.reqnctapercluster 2, 1, 1\n{{\n"

@@ -25,7 +25,7 @@ _TILE_BYTES = _ROWS * _WIDTH * 4
 def _tile(source: np.ndarray, column: int, row: int) -> np.ndarray:
     """uint32 words of the tile at (column, row): 8 rows of 32 elements."""
     words = source.reshape(40, 32)
-    return words[row:row + _ROWS, column // 2:column // 2 + _WIDTH].ravel()
+    return words[row : row + _ROWS, column // 2 : column // 2 + _WIDTH].ravel()
 
 
 def _load_ptx(cluster: int, multicast: bool) -> str:
@@ -34,8 +34,10 @@ def _load_ptx(cluster: int, multicast: bool) -> str:
     p0: the tensor; p1: shared memory of each CTA. CTA i's tile is at (8 i, 4 i).
     """
     total = _TILE_BYTES + 128
-    opcode = ("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-              f"{'.multicast::cluster' if multicast else ''}.cta_group::2")
+    opcode = (
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        f"{'.multicast::cluster' if multicast else ''}.cta_group::2"
+    )
     mask = ", %mask" if multicast else ""
     issuer = "setp.ne.u32 %more, %r12, 0;\n@%more bra ISSUED;\n" if multicast else ""
     return (
@@ -66,10 +68,19 @@ def _loads() -> Iterator[Probe]:
         words = np.full((cluster, (_TILE_BYTES + 128) // 4), FILL, np.uint32)
         for cta in range(cluster):
             own = 0 if multicast else cta
-            words[cta, :_TILE_BYTES // 4] = _tile(source, 8 * own, 4 * own)
+            words[cta, : _TILE_BYTES // 4] = _tile(source, 8 * own, 4 * own)
         name = f"pairs/load{' multicast' if multicast else ''} cluster {cluster}"
-        case = Case(name, "pairs", _load_ptx(cluster, multicast), (source,),
-                    (np.zeros_like(words),), ((0, described),), cluster, THREADS, cluster)
+        case = Case(
+            name,
+            "pairs",
+            _load_ptx(cluster, multicast),
+            (source,),
+            (np.zeros_like(words),),
+            ((0, described),),
+            cluster,
+            THREADS,
+            cluster,
+        )
         yield Probe(case, "TMA of a CTA pair signals the barrier of the pair's first CTA", (words,))
 
 
@@ -158,8 +169,13 @@ def _launch_control(cluster: int) -> Probe:
                np.zeros(_GRID, np.uint32))  # fmt: skip
     name = f"pairs/launch control{f' cluster {cluster}' if cluster > 1 else ''}"
     case = Case(name, "pairs", _clc_ptx(cluster), (), outputs, (), _GRID, 1, cluster)
-    return Probe(case, "raw words of the response; every tile is worked on once", None,
-                 functools.partial(_judge_clc, cluster), show_clc)
+    return Probe(
+        case,
+        "raw words of the response; every tile is worked on once",
+        None,
+        functools.partial(_judge_clc, cluster),
+        show_clc,
+    )
 
 
 def probes() -> Iterator[Probe]:

@@ -30,8 +30,12 @@ class Kernel:
         self.function = gpu.call("cuModuleGetFunction", module, KERNEL.encode())
         if dynamic_smem:
             kind = gpu.driver.CUfunction_attribute
-            gpu.call("cuFuncSetAttribute", self.function,
-                     kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic_smem)
+            gpu.call(
+                "cuFuncSetAttribute",
+                self.function,
+                kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                dynamic_smem,
+            )
 
     def start(self, grid: int, block: int, *words: int, after: bool = False) -> None:
         """Launch; after: as a programmatic dependent of the launch before."""
@@ -44,8 +48,9 @@ class Kernel:
         config.sharedMemBytes, config.hStream = self.dynamic_smem, 0
         if after:
             attribute = driver.CUlaunchAttribute()
-            attribute.id = (driver.CUlaunchAttributeID
-                            .CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+            attribute.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
         self.gpu.call("cuLaunchKernelEx", config, self.function, ctypes.addressof(pointers), 0)
@@ -108,8 +113,10 @@ def _plain(parameters: int, body: str, shared: str = "", directives: str = "") -
 def loads_ptx(first: int, second: int) -> str:
     """One thread starts two bulk loads of so many bytes, on a barrier each, and counts how often
     the second's barrier completes before the first's. p0 counts, p1 64 MiB, p2 turns."""
-    load = ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-            "[{place}], [{source}], {size}, [{bar}];\n")
+    load = (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{place}], [{source}], {size}, [{bar}];\n"
+    )
     body = (
         "mov.u32 %i, 0;\nmov.u32 %count, 0;\nmov.u32 %parity, 0;\nld.param.u64 %rd0, [p0];\n"
         "ld.param.u64 %rd1, [p1];\nld.param.u64 %rd2, [p2];\ncvt.u32.u64 %n, %rd2;\n"
@@ -121,8 +128,8 @@ def loads_ptx(first: int, second: int) -> str:
         f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [one], {first};\n"
         f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [two], {second};\n"
         + load.format(place="%r5", source="%rd3", size=first, bar="one")
-        + load.format(place="%r6", source="%rd1", size=second, bar="two") +
-        "POLL:\nmbarrier.test_wait.parity.shared::cta.b64 %two, [two], %parity;\n"
+        + load.format(place="%r6", source="%rd1", size=second, bar="two")
+        + "POLL:\nmbarrier.test_wait.parity.shared::cta.b64 %two, [two], %parity;\n"
         "mbarrier.test_wait.parity.shared::cta.b64 %one, [one], %parity;\n"
         "setp.eq.and.u32 %p0, 0, 0, %two;\n@!%p0 bra FIRST;\n@%one bra BOTH;\n"
         "add.u32 %count, %count, 1;\nWAIT:\n"
@@ -130,8 +137,10 @@ def loads_ptx(first: int, second: int) -> str:
         "bra BOTH;\nFIRST:\nbra POLL;\nBOTH:\nxor.b32 %parity, %parity, 1;\nadd.u32 %i, %i, 1;\n"
         "setp.lt.u32 %more, %i, %n;\n@%more bra TURN;\nred.global.add.u32 [%rd0], %count;\n"
     )
-    shared = (".shared .align 128 .b8 near[16384];\n.shared .align 128 .b8 far[16384];\n"
-              ".shared .align 8 .b64 one;\n.shared .align 8 .b64 two;\n")
+    shared = (
+        ".shared .align 128 .b8 near[16384];\n.shared .align 128 .b8 far[16384];\n"
+        ".shared .align 8 .b64 one;\n.shared .align 8 .b64 two;\n"
+    )
     return _plain(3, body, shared, ".reqntid 1, 1, 1")
 
 
@@ -144,7 +153,9 @@ def order_of_loads(gpu: Gpu, seconds: float) -> dict[str, Any]:
         turns = 20000
         kernel.run(132, 1, out, source, turns)
         found[f"{first} then {second} bytes"] = {
-            "second first": int(fetch(gpu, out, 1)[0]), "turns": 132 * turns}
+            "second first": int(fetch(gpu, out, 1)[0]),
+            "turns": 132 * turns,
+        }
     return found
 
 
@@ -152,8 +163,10 @@ def try_wait(gpu: Gpu, seconds: float) -> dict[str, Any]:
     """Nanoseconds and clocks for which try_wait waits before it says no, by its hint."""
     found, out = {}, zeros(gpu, 16 * 8)
     for hint in ("", ", 0", ", 1000", ", 100000", ", 10000000", ", 0xFFFFFFFF"):
-        lines = ["ld.param.u64 %rd0, [p0];\nmbarrier.init.shared::cta.b64 [one], 1;\n"
-                 f"mov.u32 %r1, {hint[2:] or 0};\n"]
+        lines = [
+            "ld.param.u64 %rd0, [p0];\nmbarrier.init.shared::cta.b64 [one], 1;\n"
+            f"mov.u32 %r1, {hint[2:] or 0};\n"
+        ]
         operand = ", %r1" if hint else ""
         for turn in range(8):
             lines.append(
@@ -165,9 +178,12 @@ def try_wait(gpu: Gpu, seconds: float) -> dict[str, Any]:
                 "selp.u64 %rd5, 1, 0, %done;\nadd.u64 %rd2, %rd2, %rd5;\n"
                 "sub.u64 %rd1, %rd2, %rd1;\nsub.u64 %rd3, %rd4, %rd3;\n"
                 f"st.global.u64 [%rd0+{16 * turn}], %rd1;\nst.global.u64 [%rd0+{16 * turn + 8}], "
-                "%rd3;\n")
-        kernel = Kernel(gpu, _plain(1, "".join(lines), ".shared .align 8 .b64 one;\n"
-                                    ".shared .align 4 .b32 word;\n"))
+                "%rd3;\n"
+            )
+        kernel = Kernel(
+            gpu,
+            _plain(1, "".join(lines), ".shared .align 8 .b64 one;\n.shared .align 4 .b32 word;\n"),
+        )
         kernel.run(1, 1, out)
         times = fetch(gpu, out, 16, np.uint64).reshape(8, 2)
         found[hint[2:] or "none"] = {"ns": times[:, 0].tolist(), "clocks": times[:, 1].tolist()}
@@ -237,8 +253,11 @@ def residence(gpu: Gpu, seconds: float) -> dict[str, Any]:
         counters = zeros(gpu, 8)
         asked = gpu.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", kernel.function, 1, dynamic)
         kernel.run(2 * sms, 1, counters, 2 * sms, counters + 4)
-        found[str(dynamic)] = {"occupancy": int(asked),
-                               "met": int(fetch(gpu, counters, 2)[1]), "of": 2 * sms}
+        found[str(dynamic)] = {
+            "occupancy": int(asked),
+            "met": int(fetch(gpu, counters, 2)[1]),
+            "of": 2 * sms,
+        }
     return found
 
 
@@ -266,41 +285,59 @@ def launches(gpu: Gpu, seconds: float) -> dict[str, Any]:
         attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
         config.attrs, config.numAttrs = [attribute], 1
         found[f"clusters of {size} with {dynamic} bytes"] = int(
-            gpu.call("cuOccupancyMaxActiveClusters", kernel.function, config))
+            gpu.call("cuOccupancyMaxActiveClusters", kernel.function, config)
+        )
     return found
 
 
 def placement(gpu: Gpu, seconds: float) -> dict[str, Any]:
     """Record on which SMs the CTAs of a cluster of two run."""
-    body = ("ld.param.u64 %rd0, [p0];\nmov.u32 %r0, %ctaid.x;\nmul.wide.u32 %rd1, %r0, 8;\n"
-            "add.u64 %rd0, %rd0, %rd1;\nmov.u32 %r1, %smid;\nmov.u32 %r2, %nsmid;\n"
-            "setp.eq.u32 %p0, %t, 0;\n@%p0 st.global.v2.u32 [%rd0], {%r1, %r2};\n"
-            "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n")
+    body = (
+        "ld.param.u64 %rd0, [p0];\nmov.u32 %r0, %ctaid.x;\nmul.wide.u32 %rd1, %r0, 8;\n"
+        "add.u64 %rd0, %rd0, %rd1;\nmov.u32 %r1, %smid;\nmov.u32 %r2, %nsmid;\n"
+        "setp.eq.u32 %p0, %t, 0;\n@%p0 st.global.v2.u32 [%rd0], {%r1, %r2};\n"
+        "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
+    )
     kernel = Kernel(gpu, _plain(1, body, "", ".reqnctapercluster 2, 1, 1"), 200 * 1024)
     out = zeros(gpu, 8 * 132)
     kernel.run(132, 32, out)
     found = fetch(gpu, out, 264).reshape(66, 2, 2)
     pairs = found[:, :, 0]
-    return {"nsmid": int(found[0, 0, 1]), "neighbours": int((pairs[:, 0] ^ 1 == pairs[:, 1]).sum()),
-            "even first": int((pairs[:, 0] % 2 == 0).sum()), "clusters": len(pairs),
-            "distinct SMs": int(np.unique(pairs).size)}
+    return {
+        "nsmid": int(found[0, 0, 1]),
+        "neighbours": int((pairs[:, 0] ^ 1 == pairs[:, 1]).sum()),
+        "even first": int((pairs[:, 0] % 2 == 0).sum()),
+        "clusters": len(pairs),
+        "distinct SMs": int(np.unique(pairs).size),
+    }
 
 
 def dependent_ptx(role: str) -> str:
     """first: each CTA's thread 0 stores p2 to word 0 of its line of p0, starts its dependents, and
     after some 20 us stores it to word 1. "late": the same without starting them. second: adds to
     p1 how many CTAs' word 0, then word 1, are not p2; "waits" first waits for the kernel before."""
-    line = ("mov.u32 %r0, %ctaid.x;\nld.param.u64 %rd0, [p0];\nmul.wide.u32 %rd1, %r0, 128;\n"
-            "add.u64 %rd0, %rd0, %rd1;\nld.param.u64 %rd2, [p2];\ncvt.u32.u64 %n, %rd2;\n"
-            "ld.param.u64 %rd3, [p1];\n")
+    line = (
+        "mov.u32 %r0, %ctaid.x;\nld.param.u64 %rd0, [p0];\nmul.wide.u32 %rd1, %r0, 128;\n"
+        "add.u64 %rd0, %rd0, %rd1;\nld.param.u64 %rd2, [p2];\ncvt.u32.u64 %n, %rd2;\n"
+        "ld.param.u64 %rd3, [p1];\n"
+    )
     if role in ("first", "late"):
         start = "griddepcontrol.launch_dependents;\n" if role == "first" else ""
-        return _plain(3, f"{line}st.global.u32 [%rd0], %n;\n{start}nanosleep.u32 20000;\n"
-                         "nanosleep.u32 20000;\nst.global.u32 [%rd0+4], %n;\n")
+        return _plain(
+            3,
+            f"{line}st.global.u32 [%rd0], %n;\n{start}nanosleep.u32 20000;\n"
+            "nanosleep.u32 20000;\nst.global.u32 [%rd0+4], %n;\n",
+        )
     wait = "griddepcontrol.wait;\n" if role == "waits" else ""
-    return _plain(3, f"{line}{wait}" + "".join(
-        f"ld.relaxed.gpu.global.u32 %seen, [%rd0+{4 * i}];\nsetp.ne.u32 %p0, %seen, %n;\n"
-        f"@%p0 red.global.add.u32 [%rd3+{4 * i}], 1;\n" for i in range(2)))
+    return _plain(
+        3,
+        f"{line}{wait}"
+        + "".join(
+            f"ld.relaxed.gpu.global.u32 %seen, [%rd0+{4 * i}];\nsetp.ne.u32 %p0, %seen, %n;\n"
+            f"@%p0 red.global.add.u32 [%rd3+{4 * i}], 1;\n"
+            for i in range(2)
+        ),
+    )
 
 
 def dependent_launch(gpu: Gpu, seconds: float) -> dict[str, Any]:
@@ -314,13 +351,24 @@ def dependent_launch(gpu: Gpu, seconds: float) -> dict[str, Any]:
             two.start(ctas, 1, lines, counts, turn, after=True)
         gpu.call("cuCtxSynchronize")
         early, late = fetch(gpu, counts, 2).tolist()
-        found[f"{first}, {second}"] = {"stale before the start": early, "stale after it": late,
-                                       "read": turns * ctas}
+        found[f"{first}, {second}"] = {
+            "stale before the start": early,
+            "stale after it": late,
+            "read": turns * ctas,
+        }
     return found
 
 
 PROBES: dict[str, Callable[[Gpu, float], dict[str, Any]]] = {
-    probe.__name__: probe for probe in (
-        launches, placement, residence, try_wait, order_of_loads, dependent_launch, exit_stores,
-        messages)
+    probe.__name__: probe
+    for probe in (
+        launches,
+        placement,
+        residence,
+        try_wait,
+        order_of_loads,
+        dependent_launch,
+        exit_stores,
+        messages,
+    )
 }

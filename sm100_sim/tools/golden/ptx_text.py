@@ -21,8 +21,10 @@ def declare(inputs: int, outputs: int, maps: int = 0) -> str:
 
 def _load(name: str, index: int, width: int, memory: int) -> str:
     size = memory // 8
-    where = f"ld.param.u64 %rd1, [p{index}];\nmul.wide.u32 %rd2, %index, {size};\n" \
-            "add.u64 %rd1, %rd1, %rd2;\n"
+    where = (
+        f"ld.param.u64 %rd1, [p{index}];\nmul.wide.u32 %rd2, %index, {size};\n"
+        "add.u64 %rd1, %rd1, %rd2;\n"
+    )
     if width == 1:
         return f"{where}ld.global.u32 %word, [%rd1];\nsetp.ne.u32 %{name}, %word, 0;\n"
     return f"{where}ld.global.b{memory} %{name}, [%rd1];\n"
@@ -38,15 +40,19 @@ def elementwise_ptx(text: str, sources: tuple[int, ...], results: tuple[int, ...
     lines = [f".reg .{_REGISTERS[w]} %{n};" for n, w in zip(_NAMES, sources)]
     lines += [f".reg .{_REGISTERS[w]} %{n};" for n, w in zip(names, results, strict=True)]
     lines.append(".reg .b32 %index, %word, %number;\n.reg .b64 %rd<4>;")
-    lines.append("mov.u32 %index, %ctaid.x;\nmov.u32 %word, %ntid.x;\nmov.u32 %number, %tid.x;\n"
-                 "mad.lo.u32 %index, %index, %word, %number;")
+    lines.append(
+        "mov.u32 %index, %ctaid.x;\nmov.u32 %word, %ntid.x;\nmov.u32 %number, %tid.x;\n"
+        "mad.lo.u32 %index, %index, %word, %number;"
+    )
     for i, width in enumerate(sources):
         lines.append(_load(_NAMES[i], i, width, max(width, 32) if width == 1 else width))
     lines.append(text if text.rstrip().endswith(("}", ";")) else f"{text};")
     for i, (name, width) in enumerate(zip(names, results, strict=True)):
         memory = 32 if width == 1 else width
-        lines.append(f"ld.param.u64 %rd1, [p{len(sources) + i}];\n"
-                     f"mul.wide.u32 %rd2, %index, {memory // 8};\nadd.u64 %rd1, %rd1, %rd2;")
+        lines.append(
+            f"ld.param.u64 %rd1, [p{len(sources) + i}];\n"
+            f"mul.wide.u32 %rd2, %index, {memory // 8};\nadd.u64 %rd1, %rd1, %rd2;"
+        )
         if width == 1:
             lines.append(f"selp.u32 %word, 1, 0, %{name};\nst.global.u32 [%rd1], %word;")
         else:
@@ -56,8 +62,14 @@ def elementwise_ptx(text: str, sources: tuple[int, ...], results: tuple[int, ...
 
 
 def elementwise(
-    group: str, text: str, inputs: list[np.ndarray], results: tuple[int, ...] = (32,), *,
-    name: str = "", floats: str = "", approximate: bool = False,
+    group: str,
+    text: str,
+    inputs: list[np.ndarray],
+    results: tuple[int, ...] = (32,),
+    *,
+    name: str = "",
+    floats: str = "",
+    approximate: bool = False,
 ) -> Case:
     """A case that applies `text` to each row of `inputs` (uint8 arrays stand for predicates).
 
@@ -65,8 +77,10 @@ def elementwise(
     """
     count = min(len(array) for array in inputs) // BLOCK * BLOCK
     widths = tuple(1 if array.dtype == np.uint8 else array.itemsize * 8 for array in inputs)
-    stored = tuple(array[:count].astype(np.uint32) if width == 1 else array[:count]
-                   for array, width in zip(inputs, widths, strict=True))
+    stored = tuple(
+        array[:count].astype(np.uint32) if width == 1 else array[:count]
+        for array, width in zip(inputs, widths, strict=True)
+    )
     kinds = {1: np.uint32, 16: np.uint16, 32: np.uint32, 64: np.uint64}
     outputs = tuple(np.zeros(count, kinds[width]) for width in results)
     return Case(

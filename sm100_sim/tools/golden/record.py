@@ -71,8 +71,11 @@ class Gpu:
         """Device name, compute capability and driver version."""
         attribute = self.driver.CUdevice_attribute
         major, minor = (
-            self.call("cuDeviceGetAttribute", getattr(
-                attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{which}"), self.device)
+            self.call(
+                "cuDeviceGetAttribute",
+                getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{which}"),
+                self.device,
+            )
             for which in ("MAJOR", "MINOR")
         )
         name = self.call("cuDeviceGetName", 100, self.device)
@@ -111,14 +114,21 @@ class Gpu:
         function = self.call("cuModuleGetFunction", module, KERNEL.encode())
         if case.dynamic_smem:
             attribute = self.driver.CUfunction_attribute
-            self.call("cuFuncSetAttribute", function,
-                      attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, case.dynamic_smem)
+            self.call(
+                "cuFuncSetAttribute",
+                function,
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                case.dynamic_smem,
+            )
         return module, function
 
     def registers(self, function: Any) -> int:
         """Registers that each thread of a function is launched with."""
-        return self.call("cuFuncGetAttribute",
-                         self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)
+        return self.call(
+            "cuFuncGetAttribute",
+            self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS,
+            function,
+        )
 
     def upload(self, case: Case) -> list[Any]:
         """Buffers of a case in device memory, filled."""
@@ -145,7 +155,7 @@ class Gpu:
 
     def _download(self, case: Case, buffers: list[Any], stream: Any) -> list[np.ndarray]:
         results = []
-        for buffer, array in zip(buffers[len(case.inputs):], case.outputs, strict=True):
+        for buffer, array in zip(buffers[len(case.inputs) :], case.outputs, strict=True):
             results.append(np.empty_like(array))
             self.call("cuMemcpyDtoHAsync", results[-1].ctypes.data, buffer, array.nbytes, stream)
         self.call("cuStreamSynchronize", stream)
@@ -191,8 +201,20 @@ class Gpu:
             placed = replace(tensor_map, address=addresses[index] + tensor_map.address)
             values.append(ctypes.create_string_buffer(self.encode(placed), TENSORMAP_BYTES))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        self.call("cuLaunchKernel", function, case.grid, 1, 1, case.block, 1, 1, case.dynamic_smem,
-                  stream, ctypes.addressof(pointers), 0)
+        self.call(
+            "cuLaunchKernel",
+            function,
+            case.grid,
+            1,
+            1,
+            case.block,
+            1,
+            1,
+            case.dynamic_smem,
+            stream,
+            ctypes.addressof(pointers),
+            0,
+        )
 
 
 def _work(connection: Any) -> None:
@@ -316,8 +338,12 @@ class _Recording:
 
     def fields(self) -> dict[str, dict[str, Any]]:
         """Fields of the manifest, by case name."""
-        return {"failed": self.failed, "faults": self.faults, "endings": self.endings,
-                "registers": self.registers}
+        return {
+            "failed": self.failed,
+            "faults": self.faults,
+            "endings": self.endings,
+            "registers": self.registers,
+        }
 
     def run(self) -> None:
         """Run every case."""

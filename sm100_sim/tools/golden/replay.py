@@ -40,13 +40,25 @@ def replay(case: Case, buffers: list[np.ndarray] | None = None, **options) -> li
         address = addresses[index] + tensor_map.address
         values.append(encode(dataclasses.replace(tensor_map, address=address)))
     kernel = parsed_kernel(case.ptx, KERNEL)
-    config = LaunchConfig(KERNEL, (case.grid, 1, 1), (case.block, 1, 1), (case.cluster, 1, 1),
-                          case.dynamic_smem, (), {}, 0, case.ptx, non_portable_cluster=False,
-                          moves_registers=kernel.fixes_registers)
-    ranges = [(address, address + buffer.nbytes, f"p{i}")
-              for i, (address, buffer) in enumerate(zip(addresses, buffers, strict=True))]
+    config = LaunchConfig(
+        KERNEL,
+        (case.grid, 1, 1),
+        (case.block, 1, 1),
+        (case.cluster, 1, 1),
+        case.dynamic_smem,
+        (),
+        {},
+        0,
+        case.ptx,
+        non_portable_cluster=False,
+        moves_registers=kernel.fixes_registers,
+    )
+    ranges = [
+        (address, address + buffer.nbytes, f"p{i}")
+        for i, (address, buffer) in enumerate(zip(addresses, buffers, strict=True))
+    ]
     run_kernel(config, parameter_buffer(kernel, values), sorted(ranges), Options(**options))
-    return buffers[len(case.inputs):]
+    return buffers[len(case.inputs) :]
 
 
 def ending(case: Case, **options) -> tuple[str, list[np.ndarray], str]:
@@ -58,6 +70,6 @@ def ending(case: Case, **options) -> tuple[str, list[np.ndarray], str]:
     try:
         return "done", replay(case, buffers, clusters=case.grid, **options), ""
     except Hang as error:
-        return "hang", buffers[len(case.inputs):], str(error)
+        return "hang", buffers[len(case.inputs) :], str(error)
     except SimulationError as error:
-        return "error", buffers[len(case.inputs):], str(error)
+        return "error", buffers[len(case.inputs) :], str(error)

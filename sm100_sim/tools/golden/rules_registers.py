@@ -25,8 +25,14 @@ def _text(operation: str) -> str:
 
 
 def _case(
-    name: str, rule: str, threads: int, groups: list[list[str]], *, registers: int = 0,
-    undefined: str = "", grid: int = 1,
+    name: str,
+    rule: str,
+    threads: int,
+    groups: list[list[str]],
+    *,
+    registers: int = 0,
+    undefined: str = "",
+    grid: int = 1,
 ) -> Case:
     """groups: what each warpgroup does; of a list of warps where `name` says so."""
     scripts = {
@@ -38,8 +44,15 @@ def _case(
 
 def _of_warps(name, rule, threads, scripts, registers, undefined="", grid=1, limit="") -> Case:
     limit = limit or (f".maxnreg {registers}" if registers else ".minnctapersm 1")
-    return scripted(f"registers/{name}", rule, scripts, block=threads, grid=grid,
-                    directives=f".reqntid {threads}, 1, 1\n{limit}", undefined=undefined)
+    return scripted(
+        f"registers/{name}",
+        rule,
+        scripts,
+        block=threads,
+        grid=grid,
+        directives=f".reqntid {threads}, 1, 1\n{limit}",
+        undefined=undefined,
+    )
 
 
 def _budgets(threads: int, registers: int, launched: int, budgets: list[int]) -> Case:
@@ -52,8 +65,18 @@ def _budgets(threads: int, registers: int, launched: int, budgets: list[int]) ->
 def cases() -> Iterator[Case]:
     """All cases of this module."""
     for threads, registers, launched, *budgets in (
-        (384, 0, 168, [224, 224, 56], [224, 224, 64], [232, 232, 40], [232, 168, 104],
-         [216, 216, 80], [256, 224, 24], [256, 224, 32]),
+        (
+            384,
+            0,
+            168,
+            [224, 224, 56],
+            [224, 224, 64],
+            [232, 232, 40],
+            [232, 168, 104],
+            [216, 216, 80],
+            [256, 224, 24],
+            [256, 224, 32],
+        ),
         (512, 0, 128, [232, 232, 24, 24], [232, 240, 24, 24]),
         (256, 0, 256, [256, 256], [24, 256]),
         (128, 0, 256, [256], [24]),
@@ -68,8 +91,9 @@ def cases() -> Iterator[Case]:
             yield _budgets(threads, registers, launched, budget)
     for name, limit in (("neither", " "), ("two CTAs an SM", ".minnctapersm 2")):
         scripts = {w: [_text("inc 224" if w < 8 else "dec 64")] for w in range(12)}
-        yield _of_warps(f"more than the pool, launch limited by {name}", _KNOWN, 384, scripts, 0,
-                        limit=limit)
+        yield _of_warps(
+            f"more than the pool, launch limited by {name}", _KNOWN, 384, scripts, 0, limit=limit
+        )
     yield from _orders()
     yield from _exits()
     yield from _single_warps()
@@ -78,58 +102,131 @@ def cases() -> Iterator[Case]:
 def _orders() -> Iterator[Case]:
     up = ["inc 224"]
     yield _case("increase before the decrease", _ORDER, 384, [up, up, ["sleep", "dec 56"]])
-    yield _case("increase before too small a decrease", _ORDER, 384,
-                [up, up, ["sleep", "dec 64"]])
-    yield _case("decrease twice", _ORDER, 384,
-                [["inc 232"], ["inc 232"], ["dec 104", "sleep", "dec 40"]])
-    yield _case("decrease twice, too little", _ORDER, 384,
-                [["inc 232"], ["inc 232"], ["dec 104", "sleep", "dec 48"]])
-    yield _case("increase twice", _ORDER, 384,
-                [["inc 200", "meet", "inc 232"], ["inc 200", "meet", "inc 232"],
-                 ["dec 40", "meet"]])
-    yield _case("there and back", _ORDER, 384,
-                [["inc 232", "meet", "dec 40"], ["inc 232", "meet"], ["dec 40", "meet", "inc 232"]])
-    yield _case("there and back, 8 too many", _ORDER, 384,
-                [["inc 232", "meet", "dec 40"], ["inc 232", "meet"], ["dec 40", "meet", "inc 240"]])
+    yield _case("increase before too small a decrease", _ORDER, 384, [up, up, ["sleep", "dec 64"]])
+    yield _case(
+        "decrease twice", _ORDER, 384, [["inc 232"], ["inc 232"], ["dec 104", "sleep", "dec 40"]]
+    )
+    yield _case(
+        "decrease twice, too little",
+        _ORDER,
+        384,
+        [["inc 232"], ["inc 232"], ["dec 104", "sleep", "dec 48"]],
+    )
+    yield _case(
+        "increase twice",
+        _ORDER,
+        384,
+        [["inc 200", "meet", "inc 232"], ["inc 200", "meet", "inc 232"], ["dec 40", "meet"]],
+    )
+    yield _case(
+        "there and back",
+        _ORDER,
+        384,
+        [["inc 232", "meet", "dec 40"], ["inc 232", "meet"], ["dec 40", "meet", "inc 232"]],
+    )
+    yield _case(
+        "there and back, 8 too many",
+        _ORDER,
+        384,
+        [["inc 232", "meet", "dec 40"], ["inc 232", "meet"], ["dec 40", "meet", "inc 240"]],
+    )
     yield _case("to what it has", _ORDER, 384, [["inc 168"], ["dec 168"], ["inc 168", "dec 168"]])
     less = "setmaxnreg.inc to fewer registers than the warp has"
-    yield _case("increase to less frees nothing", _ORDER, 384, [["inc 160"], ["inc 176"], []],
-                undefined=less)
+    yield _case(
+        "increase to less frees nothing",
+        _ORDER,
+        384,
+        [["inc 160"], ["inc 176"], []],
+        undefined=less,
+    )
     for count in (248, 256):
         yield _case(f"down and up to {count} from 255", _ORDER, 128, [["dec 24", f"inc {count}"]])
     more = "setmaxnreg.dec to more registers than the warp has"
     yield _case("decrease to more", _ORDER, 384, [["dec 176"], [], []], undefined=more)
-    yield _case("decrease to more takes nothing", _ORDER, 384,
-                [["sleep", "dec 176"], ["inc 224"], ["dec 112"]], undefined=more)
+    yield _case(
+        "decrease to more takes nothing",
+        _ORDER,
+        384,
+        [["sleep", "dec 176"], ["inc 224"], ["dec 112"]],
+        undefined=more,
+    )
 
 
 def _exits() -> Iterator[Case]:
     rule = "the registers of a warp that has exited"
     yield _case("exited warpgroup", rule, 384, [["sleep", "inc 248"], ["sleep"], ["exit"]])
-    yield _case("exited after a decrease", rule, 384,
-                [["inc 240"], ["inc 240"], ["dec 24", "exit"]])
-    yield _case("exited after a decrease, its rest", rule, 384,
-                [["sleep", "inc 256"], ["sleep", "inc 248"], ["dec 24", "exit"]])
-    yield _case("of another CTA of the SM", rule, 384,
-                [["inc 104"], ["sleep"], ["sleep"]], registers=80, grid=264)
+    yield _case(
+        "exited after a decrease", rule, 384, [["inc 240"], ["inc 240"], ["dec 24", "exit"]]
+    )
+    yield _case(
+        "exited after a decrease, its rest",
+        rule,
+        384,
+        [["sleep", "inc 256"], ["sleep", "inc 248"], ["dec 24", "exit"]],
+    )
+    yield _case(
+        "of another CTA of the SM",
+        rule,
+        384,
+        [["inc 104"], ["sleep"], ["sleep"]],
+        registers=80,
+        grid=264,
+    )
 
 
 def _single_warps() -> Iterator[Case]:
     some = [_text("dec 24")]
-    yield _of_warps("one warp of a group gives", _GROUP, 256,
-                    {**{w: [_text("inc 152")] for w in range(4)}, 4: some}, 128, _GROUP)
-    yield _of_warps("one warp of a group gives too little", _GROUP, 256,
-                    {**{w: [_text("inc 160")] for w in range(4)}, 4: some}, 128, _GROUP)
+    yield _of_warps(
+        "one warp of a group gives",
+        _GROUP,
+        256,
+        {**{w: [_text("inc 152")] for w in range(4)}, 4: some},
+        128,
+        _GROUP,
+    )
+    yield _of_warps(
+        "one warp of a group gives too little",
+        _GROUP,
+        256,
+        {**{w: [_text("inc 160")] for w in range(4)}, 4: some},
+        128,
+        _GROUP,
+    )
     rule = "each quarter of the SM has a pool for the warps of its remainder by four"
     for name, giver in (("of the same quarter", 4), ("of another quarter", 5)):
-        yield _of_warps(f"from a warp {name}", rule, 256, {0: [_text("inc 200")],
-                        giver: [_text("dec 24")]}, 128, _GROUP)
-    yield _of_warps("from the only warp of a group, same quarter", rule, 416,
-                    {8: [_text("inc 208")], 12: [_text("dec 24")]}, 120, _GROUP)
-    yield _of_warps("from the only warp of a group, other quarter", rule, 416,
-                    {9: [_text("inc 208")], 12: [_text("dec 24")]}, 120, _GROUP)
+        yield _of_warps(
+            f"from a warp {name}",
+            rule,
+            256,
+            {0: [_text("inc 200")], giver: [_text("dec 24")]},
+            128,
+            _GROUP,
+        )
+    yield _of_warps(
+        "from the only warp of a group, same quarter",
+        rule,
+        416,
+        {8: [_text("inc 208")], 12: [_text("dec 24")]},
+        120,
+        _GROUP,
+    )
+    yield _of_warps(
+        "from the only warp of a group, other quarter",
+        rule,
+        416,
+        {9: [_text("inc 208")], 12: [_text("dec 24")]},
+        120,
+        _GROUP,
+    )
     given = {w: [_text("dec 104")] for w in range(4, 8)}
-    yield _of_warps("one warp of a group takes", _GROUP, 256, {0: [_text("inc 216")], **given}, 128,
-                    _GROUP)
-    yield _of_warps("one warp of a group takes too much", _GROUP, 256,
-                    {0: [_text("inc 232")], **given}, 128, _GROUP)
+    yield _of_warps(
+        "one warp of a group takes", _GROUP, 256, {0: [_text("inc 216")], **given}, 128, _GROUP
+    )
+    yield _of_warps(
+        "one warp of a group takes too much",
+        _GROUP,
+        256,
+        {0: [_text("inc 232")], **given},
+        128,
+        _GROUP,
+    )

@@ -67,7 +67,8 @@ def _who(kernel: _Kernel) -> Iterator[Case]:
     eight = kernel.head.replace(".reqntid 128", ".reqntid 256").replace(
         "mov.u32 %thread, %tid.x;",
         "mov.u32 %thread, %tid.x;\nadd.u32 %thread, %thread, 64;\nand.b32 %thread, %thread, 127;\n"
-        "mov.u32 %s, %tid.x;\nshr.u32 %wp, %s, 5;")
+        "mov.u32 %s, %tid.x;\nshr.u32 %wp, %s, 5;",
+    )
     middle = ("setp.lt.u32 %sk, %wp, 2;\n@%sk bra SKIP;\nsetp.ge.u32 %sk, %wp, 6;\n@%sk bra SKIP;\n"
               + kernel.middle)  # fmt: skip
     yield kernel.with_(middle, "warps 2 to 5", _GROUP, head=eight, block=256,

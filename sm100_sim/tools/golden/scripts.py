@@ -36,8 +36,7 @@ def when(left: str, comparison: str, right: str | int, body: str) -> str:
     """PTX that executes `body` in the threads for which the comparison (of .u32) holds."""
     label = f"PAST_{zlib.crc32(f'{left} {comparison} {right} {body}'.encode()):08x}"
     opposite = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt"}[comparison]
-    return (f"setp.{opposite}.u32 %skip, {left}, {right};\n@%skip bra {label};\n{body}\n"
-            f"{label}:\n")
+    return f"setp.{opposite}.u32 %skip, {left}, {right};\n@%skip bra {label};\n{body}\n{label}:\n"
 
 
 def store(word: int, register: str) -> str:
@@ -47,8 +46,7 @@ def store(word: int, register: str) -> str:
 
 def peer_address(symbol: str, register: str = "%far") -> str:
     """PTX: the shared address of `symbol` in the other CTA of a cluster of two."""
-    return (f"mov.u32 {register}, {symbol};\n"
-            f"mapa.shared::cluster.u32 {register}, {register}, %peer;")
+    return f"mov.u32 {register}, {symbol};\nmapa.shared::cluster.u32 {register}, {register}, %peer;"
 
 
 def asked(word: int, barrier: str = "bar", parity: int = 0) -> str:
@@ -64,8 +62,15 @@ def asked(word: int, barrier: str = "bar", parity: int = 0) -> str:
 
 
 def script_ptx(
-    scripts: dict[int, list[str]], *, block: int, directives: str = "", shared: str = "",
-    cluster: int = 1, maps: int = 0, start: str = "", end: str = "",
+    scripts: dict[int, list[str]],
+    *,
+    block: int,
+    directives: str = "",
+    shared: str = "",
+    cluster: int = 1,
+    maps: int = 0,
+    start: str = "",
+    end: str = "",
 ) -> str:
     """The module of a kernel whose warp number w of the cluster executes the steps `scripts[w]`.
 
@@ -78,8 +83,10 @@ def script_ptx(
     for warp, steps in sorted(scripts.items()):
         parts = []
         for step, text in enumerate(steps):
-            parts.append(f"{text}\n@%counts red.global.add.u32 "
-                         f"[%out+{4 * (STEPS * (warp % warps) + step)}], 1;")
+            parts.append(
+                f"{text}\n@%counts red.global.add.u32 "
+                f"[%out+{4 * (STEPS * (warp % warps) + step)}], 1;"
+            )
         body.append(when("%who", "eq", warp, "\n".join(parts)))
     cluster_text = f".reqnctapercluster {cluster}, 1, 1" if cluster > 1 else ""
     return (
@@ -93,8 +100,16 @@ def script_ptx(
 
 
 def scripted(
-    name: str, rule: str, scripts: dict[int, list[str]], *, block: int = 128, grid: int = 1,
-    cluster: int = 1, undefined: str = "", dynamic_smem: int = 0, **module,
+    name: str,
+    rule: str,
+    scripts: dict[int, list[str]],
+    *,
+    block: int = 128,
+    grid: int = 1,
+    cluster: int = 1,
+    undefined: str = "",
+    dynamic_smem: int = 0,
+    **module,
 ) -> Case:
     """A case of the group "rules"; `module`: further arguments of `script_ptx`."""
     ptx = script_ptx(scripts, block=block, cluster=cluster, **module)

@@ -57,9 +57,11 @@ class Probe:
             bad = np.argwhere(mine != wanted)
             if len(bad):
                 at = tuple(bad[0])
-                return (f"output {number}, {len(bad)} of {mine.size} words differ, first at "
-                        f"{tuple(map(int, at))}: {int(mine[at]):#x}, expected "
-                        f"{int(wanted[at]):#x}")
+                return (
+                    f"output {number}, {len(bad)} of {mine.size} words differ, first at "
+                    f"{tuple(map(int, at))}: {int(mine[at]):#x}, expected "
+                    f"{int(wanted[at]):#x}"
+                )
         return ""
 
 
@@ -74,7 +76,8 @@ def frame(declarations: str, body: str, group: int, columns: int, parameters: in
     rank = "mov.u32 %rank, %cluster_ctarank;" if group > 1 else "mov.u32 %rank, 0;"
     fill = "".join(
         f"add.u32 %a, %a, 8;\ntcgen05.st.sync.aligned.32x32b.x8.b32 [%a], {{{', '.join(['%f'] * 8)}"
-        "};\n" for _ in range(columns // 8)
+        "};\n"
+        for _ in range(columns // 8)
     )
     return (
         f"{HEADER}{declare(parameters - 1, 1)}\n{cluster}.reqntid {THREADS}, 1, 1\n{{\n"
@@ -106,7 +109,8 @@ def to_shared(size: int, parameter: str, base: str, label: str) -> str:
     """All threads: copy row %ctaid.x of a buffer to `size` bytes of shared memory."""
     text = dump(size, parameter, base).replace("DUMPING", label)
     return text.replace("ld.shared.u32 %r4, [%r5];\n", "").replace(
-        "st.global.u32 [%rd3], %r4;", "ld.global.u32 %r4, [%rd3];\nst.shared.u32 [%r5], %r4;")
+        "st.global.u32 [%rd3], %r4;", "ld.global.u32 %r4, [%rd3];\nst.shared.u32 [%r5], %r4;"
+    )
 
 
 def registers(name: str, count: int) -> str:
@@ -134,8 +138,10 @@ def dump_columns(columns: int, parameter: str) -> str:
 
 def await_barrier(label: str) -> str:
     """All threads wait for phase 0 of `bar`."""
-    return (f"{label}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bar], 0;\n"
-            f"@!%done bra {label};\ntcgen05.fence::after_thread_sync;\n")
+    return (
+        f"{label}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bar], 0;\n"
+        f"@!%done bra {label};\ntcgen05.fence::after_thread_sync;\n"
+    )
 
 
 # ---------------------------------------------------------------- tcgen05.mma
@@ -227,8 +233,11 @@ def _issue(p: Product) -> str:
     a_raw, a_step = _descriptor(p.a == "mn", p.rows)
     b_raw, b_step = _descriptor(p.b_mn, p.n // p.group)
     a = "[%r21]" if p.a == "tmem" else "%da"
-    a_next = f"add.u32 %r21, %r21, {SLICE // 2};\n" if p.a == "tmem" else \
-        f"add.u64 %da, %da, {a_step};\n"
+    a_next = (
+        f"add.u32 %r21, %r21, {SLICE // 2};\n"
+        if p.a == "tmem"
+        else f"add.u64 %da, %da, {a_step};\n"
+    )
     lines = [
         "setp.ne.u32 %more, %thread, 0;\n@%more bra ISSUED;\nsetp.ne.u32 %more, %rank, 0;\n"
         "@%more bra ISSUED;\n",
@@ -245,8 +254,7 @@ def _issue(p: Product) -> str:
         )
     commit = f"tcgen05.commit.cta_group::{p.group}.mbarrier::arrive::one.shared::cluster"
     if p.group == 2:
-        lines.append("mov.b16 %mask, 3;\n"
-                     f"{commit}.multicast::cluster.b64 [bar], %mask;\nISSUED:\n")
+        lines.append(f"mov.b16 %mask, 3;\n{commit}.multicast::cluster.b64 [bar], %mask;\nISSUED:\n")
     else:
         lines.append(f"{commit}.b64 [bar];\nISSUED:\n")
     return "".join(lines)
@@ -268,8 +276,9 @@ def _a_to_tmem(columns: int) -> str:
 
 def _mma_ptx(p: Product) -> str:
     a_bytes, b_bytes = p.rows * K * 2, p.n // p.group * K * 2
-    columns = next(c for c in (32, 64, 128, 256, 512) if c >= p.columns + (
-        K // 2 if p.a == "tmem" else 0))
+    columns = next(
+        c for c in (32, 64, 128, 256, 512) if c >= p.columns + (K // 2 if p.a == "tmem" else 0)
+    )
     sync = SYNC if p.group == 2 else "bar.sync 0;\n"
     shared = f".shared .align 1024 .b8 b[{b_bytes}];\n.reg .b32 %w<{K // 2}>;\n.reg .b16 %mask;\n"
     if p.a == "tmem":
@@ -311,11 +320,13 @@ def _mma(p: Product, number: int) -> Probe:
         halves = _bits(a, p.dtype)
         a_memory = halves.reshape(p.group, LANES, K)
     else:
-        parts = [_packed(a[i * p.rows:(i + 1) * p.rows], p.dtype, p.a == "mn")
-                 for i in range(p.group)]
+        parts = [
+            _packed(a[i * p.rows : (i + 1) * p.rows], p.dtype, p.a == "mn") for i in range(p.group)
+        ]
         a_memory = np.stack(parts)
-    b_memory = np.stack([_packed(b[i * per_cta:(i + 1) * per_cta], p.dtype, p.b_mn)
-                         for i in range(p.group)])
+    b_memory = np.stack(
+        [_packed(b[i * per_cta : (i + 1) * per_cta], p.dtype, p.b_mn) for i in range(p.group)]
+    )
     words = np.full((p.group, LANES, p.columns), FILL, np.uint32)
     words[_cell(p)] = (a @ b.T).astype(np.float32).view(np.uint32)
     case = Case(
@@ -323,8 +334,9 @@ def _mma(p: Product, number: int) -> Probe:
         (np.ascontiguousarray(a_memory).view(np.uint32), b_memory.view(np.uint32)),
         (np.zeros_like(words),), (), p.group, THREADS, p.group,
     )  # fmt: skip
-    return Probe(case, "D = A B^T of small integers against numpy, lanes beside it untouched",
-                 (words,))
+    return Probe(
+        case, "D = A B^T of small integers against numpy, lanes beside it untouched", (words,)
+    )
 
 
 # ---------------------------------------------------------------- tcgen05.ld and tcgen05.st
@@ -355,8 +367,10 @@ def _repeats(shape: str) -> tuple[int, ...]:
 
 def _row_text(width: int) -> str:
     """%rd1 := row of this thread in p0."""
-    return ("ld.param.u64 %rd1, [p0];\n"
-            f"mul.wide.u32 %rd2, %thread, {4 * width};\nadd.u64 %rd1, %rd1, %rd2;\n")
+    return (
+        "ld.param.u64 %rd1, [p0];\n"
+        f"mul.wide.u32 %rd2, %thread, {4 * width};\nadd.u64 %rd1, %rd1, %rd2;\n"
+    )
 
 
 def _load(shape: str, repeat: int) -> Probe:
@@ -442,7 +456,7 @@ def _copy(shape: str) -> Probe:
         row = row_of(lane)
         if row >= 0:
             for half in range(width // 16):
-                expected[lane, 4 * half:4 * half + 4] = rows[half, row]
+                expected[lane, 4 * half : 4 * half + 4] = rows[half, row]
     case = Case(f"tcgen05/cp {shape}", "tcgen05", ptx, (source,), (np.zeros_like(expected),),
                 block=THREADS)  # fmt: skip
     return Probe(case, "which bytes of shared memory each lane and column gets", (expected,))

@@ -105,7 +105,10 @@ def one_instruction(
 
 
 def _with_specials(
-    result: np.ndarray, a: np.ndarray, b: np.ndarray, types: tuple[str, str],
+    result: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    types: tuple[str, str],
     before: np.ndarray | None,
 ) -> np.ndarray:
     """The result where infinities and NaNs take part."""

@@ -25,15 +25,16 @@ _OFFSETS = (0, 1024, 128, 256, 512, 896, 640, 384, 768)
 
 #: Registers and labels that every kernel here uses.
 REGISTERS = (
-    ".reg .b32 %r<16>, %c<6>;\n.reg .b64 %rd<12>, %state;\n"
-    ".reg .pred %more, %first, %done;\n"
+    ".reg .b32 %r<16>, %c<6>;\n.reg .b64 %rd<12>, %state;\n.reg .pred %more, %first, %done;\n"
 )
 
 
 def wait(parity: int, label: str) -> str:
     """Wait for a phase of `bar`; the recorder ends a kernel that waits for ever."""
-    return (f"{label}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bar], {parity};\n"
-            f"@!%done bra {label};\n")
+    return (
+        f"{label}:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bar], {parity};\n"
+        f"@!%done bra {label};\n"
+    )
 
 
 def fill(size: int, base: str = "tile") -> str:
@@ -59,8 +60,10 @@ def dump(size: int, parameter: str, base: str = "tile", row: str = "%ctaid.x") -
 
 def coordinates_text(rank: int, row: str = "%ctaid.x") -> str:
     """Load %c0.. and the tile's address %r8 from row `row` of p0."""
-    lines = [f"ld.param.u64 %rd4, [p0];\nmov.u32 %r7, {row};\nmul.wide.u32 %rd5, %r7, 24;\n"
-             "add.u64 %rd4, %rd4, %rd5;"]
+    lines = [
+        f"ld.param.u64 %rd4, [p0];\nmov.u32 %r7, {row};\nmul.wide.u32 %rd5, %r7, 24;\n"
+        "add.u64 %rd4, %rd4, %rd5;"
+    ]
     lines += [f"ld.global.u32 %c{i}, [%rd4+{4 * i}];" for i in range(rank)]
     lines.append("ld.global.u32 %r8, [%rd4+20];\nmov.u32 %r9, tile;\nadd.u32 %r8, %r8, %r9;\n")
     return "\n".join(lines)
@@ -97,11 +100,19 @@ def load_ptx(t: TensorMap, size: int) -> str:
 def store_ptx(t: TensorMap, size: int, reduction: str) -> str:
     """Module of a store or reduction: p0 places, p1 the tiles, p2 the tensor."""
     place = f"[%rd6, {{{', '.join(f'%c{i}' for i in range(t.rank))}}}]"
-    opcode = f"cp.reduce.async.bulk.tensor.{t.rank}d.global.shared::cta.{reduction}.tile" \
-        if reduction else f"cp.async.bulk.tensor.{t.rank}d.global.shared::cta.tile"
-    copy = dump(size, "p1").replace("DUMPING", "FILLING").replace(
-        "ld.shared.u32 %r4, [%r5];\n", "").replace(
-        "st.global.u32 [%rd3], %r4;", "ld.global.u32 %r4, [%rd3];\nst.shared.u32 [%r5], %r4;")
+    opcode = (
+        f"cp.reduce.async.bulk.tensor.{t.rank}d.global.shared::cta.{reduction}.tile"
+        if reduction
+        else f"cp.async.bulk.tensor.{t.rank}d.global.shared::cta.tile"
+    )
+    copy = (
+        dump(size, "p1")
+        .replace("DUMPING", "FILLING")
+        .replace("ld.shared.u32 %r4, [%r5];\n", "")
+        .replace(
+            "st.global.u32 [%rd3], %r4;", "ld.global.u32 %r4, [%rd3];\nst.shared.u32 [%r5], %r4;"
+        )
+    )
     return (
         f"{HEADER}{declare(2, 1, 1)}\n{{\n{shared(size)}{REGISTERS}{copy}"
         "fence.proxy.async;\nbar.sync 0;\nmov.u32 %r10, %tid.x;\nsetp.ne.u32 %first, %r10, 0;\n"
@@ -125,15 +136,17 @@ class Tensor:
     def describe(self, **fields) -> TensorMap:
         """Descriptor at offset 0; each row is `padding` bytes longer than it must be."""
         bits = {"u8": 8, "u16": 16, "f16": 16, "bf16": 16, "f64": 64, "u64": 64, "s64": 64}.get(
-            self.dtype, 32)
+            self.dtype, 32
+        )
         pitch = -(-self.sizes[0] * bits // 8 // 16) * 16 + self.padding
         strides = []
         for size in self.sizes[1:]:
             strides.append(pitch)
             pitch *= size
         steps = self.steps or (1,) * len(self.sizes)
-        return TensorMap(0, self.dtype, self.sizes, tuple(strides), self.box, steps, version=0,
-                         **fields)
+        return TensorMap(
+            0, self.dtype, self.sizes, tuple(strides), self.box, steps, version=0, **fields
+        )
 
 
 def _places(t: TensorMap, seed: int, is_store: bool) -> np.ndarray:
@@ -145,8 +158,18 @@ def _places(t: TensorMap, seed: int, is_store: bool) -> np.ndarray:
     for d in range(t.rank):
         size, box = t.sizes[d], t.box[d]
         # Inside; across the near edge; across the far edge; outside on both sides.
-        choices = [0, max(0, (size - box) // 2), -(box // 2), size - box // 2, size, -box, 1,
-                   -1, size - 1, -box - 5]
+        choices = [
+            0,
+            max(0, (size - box) // 2),
+            -(box // 2),
+            size - box // 2,
+            size,
+            -box,
+            1,
+            -1,
+            size - 1,
+            -box - 5,
+        ]
         picks = make.scrambled(seed + d, count) % np.uint64(len(choices))
         rows[:, d] = [choices[int(p)] for p in picks]
         rows[0, d], rows[1, d] = 0, max(0, size - box)
@@ -203,7 +226,7 @@ def store_case(name: str, t: TensorMap, seed: int, reduction: str = "") -> Case:
     tiles = _numbered(len(places) * size // 4, seed + 50)
     initial = np.zeros(-(-t.extent()[1] // 128) * 32, np.uint32)
     if reduction:
-        initial = contents(t, seed + 60)[:len(initial)]
+        initial = contents(t, seed + 60)[: len(initial)]
         if t.dtype in ("f16", "bf16"):
             tiles = make.pairs(t.dtype, seed + 50, tiles.size)
         elif t.dtype.startswith("f32"):
@@ -228,8 +251,9 @@ def _loads() -> Iterator[Case]:
         flat = Tensor("u16", (200, 37), (inner // 2, 12), padding=16)
         yield _load(f"2d u16 swizzle {span}", flat.describe(swizzle=span), 300 + span)
         deep = Tensor("bf16", (72, 9, 5, 3), (inner // 2, 4, 3, 2))
-        yield _load(f"4d bf16 swizzle {span} nan", deep.describe(swizzle=span, nan_fill=True),
-                    310 + span)
+        yield _load(
+            f"4d bf16 swizzle {span} nan", deep.describe(swizzle=span, nan_fill=True), 310 + span
+        )
         wide = Tensor("f32", (44, 6, 5, 3, 3), (inner // 4, 3, 2, 2, 2), padding=32)
         yield _load(f"5d f32 swizzle {span}", wide.describe(swizzle=span), 320 + span)
         small = Tensor("u8", (300, 20, 4), (inner, 16, 2))
@@ -262,16 +286,25 @@ def _loads() -> Iterator[Case]:
 def _faults() -> Iterator[Case]:
     """Tiles off a 16-byte boundary of a row or 128 bytes of shared memory; stores before a row."""
     t = Tensor("u16", (200, 37), (64, 12)).describe(swizzle=128)
-    for name, row in (("coordinate", (4, 0, 0, 0, 0, 0)), ("offset", (0, 0, 0, 0, 0, 64)),
-                      ("before", (-8, 0, 0, 0, 0, 0)), ("above", (0, -1, 0, 0, 0, 0))):
+    for name, row in (
+        ("coordinate", (4, 0, 0, 0, 0, 0)),
+        ("offset", (0, 0, 0, 0, 0, 64)),
+        ("before", (-8, 0, 0, 0, 0, 0)),
+        ("above", (0, -1, 0, 0, 0, 0)),
+    ):
         for make_case in (_load, store_case):
             if make_case is _load and min(row) < 0:
                 continue  # filled, as other cases show
             case = make_case("2d u16", t, 390)
             places = np.tile(np.array(row, np.int32), (len(case.inputs[0]), 1))
-            yield replace(case, name=f"{case.name} {name}", inputs=(places, *case.inputs[1:]),
-                          outputs=(case.outputs[0][:1],) if make_case is _load else case.outputs,
-                          grid=1, faults=True)
+            yield replace(
+                case,
+                name=f"{case.name} {name}",
+                inputs=(places, *case.inputs[1:]),
+                outputs=(case.outputs[0][:1],) if make_case is _load else case.outputs,
+                grid=1,
+                faults=True,
+            )
 
 
 def _stores() -> Iterator[Case]:
@@ -300,8 +333,10 @@ def _stores() -> Iterator[Case]:
 
 # Bulk copies: CTA i moves p0[i] = (shared offset, global offset, bytes).
 
-_BULK = np.array([(0, 0, 16), (16, 32, 48), (128, 256, 496), (512, 16, 512), (48, 384, 640),
-                  (0, 0, 1024)], np.uint32)
+_BULK = np.array(
+    [(0, 0, 16), (16, 32, 48), (128, 256, 496), (512, 16, 512), (48, 384, 640), (0, 0, 1024)],
+    np.uint32,
+)
 _BULK_BYTES = 1024
 
 
@@ -321,9 +356,14 @@ def _bulk_ptx(text: str, load: bool) -> str:
             "mbarrier.arrive.expect_tx.shared::cta.b64 %state, [bar], %c1;\n"
             f"{text} [%r8], [%rd6], %c1, [bar];\n{wait(0, 'WAITING')}{dump(size, 'p2')}ret;\n}}\n"
         )
-    copy = dump(size, "p1").replace("DUMPING", "FILLING").replace(
-        "ld.shared.u32 %r4, [%r5];\n", "").replace(
-        "st.global.u32 [%rd3], %r4;", "ld.global.u32 %r4, [%rd3];\nst.shared.u32 [%r5], %r4;")
+    copy = (
+        dump(size, "p1")
+        .replace("DUMPING", "FILLING")
+        .replace("ld.shared.u32 %r4, [%r5];\n", "")
+        .replace(
+            "st.global.u32 [%rd3], %r4;", "ld.global.u32 %r4, [%rd3];\nst.shared.u32 [%r5], %r4;"
+        )
+    )
     # Writes of the CTAs do not overlap: CTA i's part begins at _BULK_BYTES * i.
     apart = f"mul.wide.u32 %rd8, %r7, {size};\nadd.u64 %rd6, %rd6, %rd8;\n"
     return (
@@ -339,18 +379,35 @@ def _bulk() -> Iterator[Case]:
     count = len(_BULK)
     source = make.scrambled(500, 1024).astype(np.uint32)
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-    yield Case(f"tma/{text}", "tma", _bulk_ptx(text, True), (_BULK, source),
-               (np.zeros((count, _BULK_BYTES // 4), np.uint32),), (), count, THREADS)
+    yield Case(
+        f"tma/{text}",
+        "tma",
+        _bulk_ptx(text, True),
+        (_BULK, source),
+        (np.zeros((count, _BULK_BYTES // 4), np.uint32),),
+        (),
+        count,
+        THREADS,
+    )
     forms = [("", "")]
-    forms += [(f".{name}.{kind}", "") for name in ("add", "min", "max", "and", "or", "xor")
-              for kind in (("u32", "s32", "u64") if name in ("add", "min", "max")
-                           else ("b32", "b64"))]
-    forms += [(".add.f32", "f32"), (".add.noftz.f16", "f16"), (".add.noftz.bf16", "bf16"),
-              (".min.f16", "f16"), (".max.f16", "f16"), (".min.bf16", "bf16"),
-              (".max.bf16", "bf16")]
+    forms += [
+        (f".{name}.{kind}", "")
+        for name in ("add", "min", "max", "and", "or", "xor")
+        for kind in (("u32", "s32", "u64") if name in ("add", "min", "max") else ("b32", "b64"))
+    ]
+    forms += [
+        (".add.f32", "f32"),
+        (".add.noftz.f16", "f16"),
+        (".add.noftz.bf16", "bf16"),
+        (".min.f16", "f16"),
+        (".max.f16", "f16"),
+        (".min.bf16", "bf16"),
+        (".max.bf16", "bf16"),
+    ]
     for form, kind in forms:
         words = {"": lambda s, n: make.integers(32, s, n), "f32": make.floats}.get(
-            kind, lambda s, n, kind=kind: make.pairs(kind, s, n))
+            kind, lambda s, n, kind=kind: make.pairs(kind, s, n)
+        )
         yield bulk_case(form, kind, words)
 
 
@@ -363,5 +420,14 @@ def bulk_case(form: str, kind: str, make_words: Callable[[int, int], np.ndarray]
     tiles = make_words(501, count * _BULK_BYTES // 4).reshape(count, -1)
     initial = make_words(502, tiles.size)
     name = f"cp.{'reduce.' if form else ''}async.bulk.global.shared::cta.bulk_group{form}"
-    return Case(f"tma/{name}", "tma", _bulk_ptx(name, False), (_BULK, tiles), (initial,), (),
-                count, THREADS, floats=kind + ("x2" if kind in ("f16", "bf16") else ""))
+    return Case(
+        f"tma/{name}",
+        "tma",
+        _bulk_ptx(name, False),
+        (_BULK, tiles),
+        (initial,),
+        (),
+        count,
+        THREADS,
+        floats=kind + ("x2" if kind in ("f16", "bf16") else ""),
+    )

@@ -34,8 +34,23 @@ def _shuffles() -> Iterator[Case]:
     lanes = make.integers(32, 201, _COUNT)
     uniform = _uniform([0, 1, 2, 4, 8, 16, 31, 5, 17, 32, 33, 63])
     # c: segment mask in bits 8-12, clamp in bits 0-4; the last ones are unusual.
-    clamps = _uniform([0x1F, 0x0, 0x101F, 0x1000, 0x181F, 0x1C03, 0x1E1F, 0x1800, 0x0F, 0x1F1F,
-                       0x10F, 0x1400, 0xFFFFFFFF])
+    clamps = _uniform(
+        [
+            0x1F,
+            0x0,
+            0x101F,
+            0x1000,
+            0x181F,
+            0x1C03,
+            0x1E1F,
+            0x1800,
+            0x0F,
+            0x1F1F,
+            0x10F,
+            0x1400,
+            0xFFFFFFFF,
+        ]
+    )
     for mode in ("up", "down", "bfly", "idx"):
         for name, b in (("uniform", uniform), ("lane", lanes)):
             yield elementwise(
@@ -87,10 +102,15 @@ def _matches() -> Iterator[Case]:
     wide = values.astype(np.uint64) << np.uint64(30)
     for bits, source in ((32, values), (64, wide)):
         yield elementwise("warp", f"match.any.sync.b{bits} %d, %a, 0xffffffff", [source])
-        yield elementwise("warp", f"match.all.sync.b{bits} %d0|%d1, %a, 0xffffffff", [source],
-                          (32, 1))
-        yield elementwise("warp", _halves(f"match.any.sync.b{bits} %d, %a, MASK"), [source],
-                          name=f"match.any.b{bits} halves")
+        yield elementwise(
+            "warp", f"match.all.sync.b{bits} %d0|%d1, %a, 0xffffffff", [source], (32, 1)
+        )
+        yield elementwise(
+            "warp",
+            _halves(f"match.any.sync.b{bits} %d, %a, MASK"),
+            [source],
+            name=f"match.any.b{bits} halves",
+        )
 
 
 def _reductions() -> Iterator[Case]:
@@ -126,16 +146,21 @@ def _matrix_ptx(text: str, count: int, store: bool) -> str:
     if store:
         lines += [f"ld.global.u32 %m{i}, [%rd1+{128 * i}];" for i in range(count)]
     else:
-        lines += [f"ld.global.u32 %r3, [%rd1+{128 * i}];\nshl.b32 %r4, %r1, 2;\n"
-                  f"add.u32 %r4, %r4, %r2;\nst.shared.u32 [%r4+{128 * i}], %r3;" for i in range(8)]
+        lines += [
+            f"ld.global.u32 %r3, [%rd1+{128 * i}];\nshl.b32 %r4, %r1, 2;\n"
+            f"add.u32 %r4, %r4, %r2;\nst.shared.u32 [%r4+{128 * i}], %r3;"
+            for i in range(8)
+        ]
     if store:
         lines += ["shl.b32 %r4, %r1, 2;\nadd.u32 %r4, %r4, %r2;\nmov.u32 %r3, 0xeeeeeeee;"]
         lines += [f"st.shared.u32 [%r4+{128 * i}], %r3;" for i in range(8)]
     lines.append("bar.sync 0;\nld.global.u32 %r5, [%rd2];\nmad.lo.u32 %r5, %r5, 32, %r2;")
     if store:
         lines.append(f"{text} [%r5], {vector};\nbar.sync 0;")
-        lines += [f"ld.shared.u32 %r3, [%r4+{128 * i}];\nst.global.u32 [%rd3+{128 * i}], %r3;"
-                  for i in range(8)]
+        lines += [
+            f"ld.shared.u32 %r3, [%r4+{128 * i}];\nst.global.u32 [%rd3+{128 * i}], %r3;"
+            for i in range(8)
+        ]
     else:
         lines.append(f"{text} {vector}, [%r5];")
         lines += [f"st.global.u32 [%rd3+{128 * i}], %m{i};" for i in range(count)]
@@ -149,6 +174,11 @@ def _matrices() -> Iterator[Case]:
             for name in ("ldmatrix", "stmatrix"):
                 text = f"{name}.sync.aligned.m8n8.x{count}{trans}.shared.b16"
                 size = 256 if name == "stmatrix" else 32 * count
-                yield Case(f"matrix/{text}", "matrix",
-                           _matrix_ptx(text, count, name == "stmatrix"), (words, _ROWS),
-                           (np.zeros(size, np.uint32),), block=32)
+                yield Case(
+                    f"matrix/{text}",
+                    "matrix",
+                    _matrix_ptx(text, count, name == "stmatrix"),
+                    (words, _ROWS),
+                    (np.zeros(size, np.uint32),),
+                    block=32,
+                )

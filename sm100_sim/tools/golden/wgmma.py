@@ -125,8 +125,9 @@ def _near(name: str, seed: int, shape: tuple[int, int]) -> np.ndarray:
     if name == "tf32":
         # The lower 13 bits of the word are no part of the number.
         significand &= np.uint64(0x7FFFFF)
-    return (sign << np.uint64(total - 1) | exponent << np.uint64(fraction)
-            | significand).astype(_RAW[_WIDTH[name]])
+    return (sign << np.uint64(total - 1) | exponent << np.uint64(fraction) | significand).astype(
+        _RAW[_WIDTH[name]]
+    )
 
 
 def _large(name: str, seed: int, shape: tuple[int, int]) -> np.ndarray:
@@ -240,8 +241,10 @@ def _copied(parameter: str, name: str, size: int) -> str:
     ]
     words = "{%w0, %w1, %w2, %w3}"
     for offset in range(0, size, 16 * THREADS):
-        lines.append(f"ld.global.v4.u32 {words}, [%rd1+{offset}];\n"
-                     f"st.shared.v4.u32 [%s+{offset}], {words};\n")
+        lines.append(
+            f"ld.global.v4.u32 {words}, [%rd1+{offset}];\n"
+            f"st.shared.v4.u32 [%s+{offset}], {words};\n"
+        )
     return "".join(lines)
 
 
@@ -251,20 +254,27 @@ def _registers(name: str, first: int, count: int) -> str:
 
 def _moved(parameter: str, name: str, count: int, loads: bool) -> str:
     """Each thread: its `count` words of a buffer to registers, or back."""
-    lines = [f"ld.param.u64 %rd1, [{parameter}];\nmul.wide.u32 %rd2, %thread, {4 * count};\n"
-             "add.u64 %rd1, %rd1, %rd2;\n"]
+    lines = [
+        f"ld.param.u64 %rd1, [{parameter}];\nmul.wide.u32 %rd2, %thread, {4 * count};\n"
+        "add.u64 %rd1, %rd1, %rd2;\n"
+    ]
     for i in range(count):
         where = f"[%rd1+{4 * i}]"
-        lines.append(f"ld.global.u32 %{name}{i}, {where};\n" if loads
-                     else f"st.global.u32 {where}, %{name}{i};\n")
+        lines.append(
+            f"ld.global.u32 %{name}{i}, {where};\n"
+            if loads
+            else f"st.global.u32 {where}, %{name}{i};\n"
+        )
     return "".join(lines)
 
 
 def _described(name: str, at: Image, span: int) -> str:
     """Descriptor of the operand's first instruction."""
     rest = (at.leading >> 4) << 16 | (at.stride >> 4) << 32 | _MODES[span] << 62
-    return (f"mov.u32 %s, {name};\nshr.u32 %s, %s, 4;\nand.b32 %s, %s, 0x3FFF;\n"
-            f"cvt.u64.u32 %{name}, %s;\nor.b64 %{name}, %{name}, {rest:#x};\n")
+    return (
+        f"mov.u32 %s, {name};\nshr.u32 %s, %s, 4;\nand.b32 %s, %s, 0x3FFF;\n"
+        f"cvt.u64.u32 %{name}, %s;\nor.b64 %{name}, %{name}, {rest:#x};\n"
+    )
 
 
 def _instructions(p: Product, a: Image | None, b: Image) -> str:
@@ -274,8 +284,10 @@ def _instructions(p: Product, a: Image | None, b: Image) -> str:
         if p.width == 2:
             immediates += f", {int(p.a == 'mn')}" * (a is not None) + f", {int(p.b_mn)}"
     saturate = ".satfinite" * p.saturate
-    opcode = (f"wgmma.mma_async.sync.aligned.m64n{p.n}k{p.k_of_a_step}{saturate}.{p.d}."
-              f"{'.'.join(p.types)}")
+    opcode = (
+        f"wgmma.mma_async.sync.aligned.m64n{p.n}k{p.k_of_a_step}{saturate}.{p.d}."
+        f"{'.'.join(p.types)}"
+    )
     lines = [f"setp.ne.u32 %sum, {int(p.accumulate)}, 0;\n"]
     for i in range(p.steps):
         left = _registers("a", 4 * i, 4)

@@ -22,9 +22,7 @@ SHAPE = measured.Shape(40, 200)
 def results():
     """Hardware, and a polynomial that is too coarse to hide in the rounding of fp16."""
     coarse = Ex2Pattern(2, 2, 0, last_fragment_hardware=False, degree=2)
-    cases = [
-        measured.Case(pattern, torch.float16, SHAPE) for pattern in (HARDWARE_ONLY, coarse)
-    ]
+    cases = [measured.Case(pattern, torch.float16, SHAPE) for pattern in (HARDWARE_ONLY, coarse)]
     return list(measured.measure_all(cases, jobs=1))
 
 

@@ -52,9 +52,7 @@ def test_one_switch_a_rung():
 def test_gains_and_what_is_ranked():
     seconds = [[10.0, 11.0], [8.0, 9.0], [7.9, 8.9], [7.9, 8.8], [9.0, 10.0]]
     names = of_rungs.rungs()
-    timings = [
-        of_rungs.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)
-    ]
+    timings = [of_rungs.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)]
     timings[-1] = dataclasses.replace(timings[-1], error=of_rungs.Error(3e-3, 2e-3))
     origin = {"basis": "modelled", "machine": "m"}
     rows = ladder.rows(timings, CASE, None, origin)
@@ -67,9 +65,7 @@ def test_gains_and_what_is_ranked():
     assert rows[0]["tflops"] == pytest.approx(CASE.flop("forward") / 10.0 / 1e12)
     # Median, p20 and p80: ahead where slow runs of one are before the fast ones of the other.
     seconds = [[10.0, 9.9, 10.1], [9.8, 9.7, 9.8], [9.0, 8.0, 9.75], [8.0, 7.9, 8.0]]
-    timings = [
-        of_rungs.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)
-    ]
+    timings = [of_rungs.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)]
     measured = ladder.rows(timings, CASE, 20.0, {"basis": "measured", "machine": "g"})
     assert [row["effect"] for row in measured[1:]] == ["not ranked", "not ranked", "not ranked"]
     assert measured[3]["gain_low"] == 8.0 / 8.0 and measured[0]["over_pytorch"] == 2.0

@@ -136,7 +136,9 @@ def test_rows(direction, monkeypatch, capsys):
     )  # fmt: skip
     (row,) = table.rows
     assert {name: one["status"] for name, one in row["details"].items()} == {
-        OURS: "ok", BOUND: "ok", mask_providers.SDPA: "ok"
+        OURS: "ok",
+        BOUND: "ok",
+        mask_providers.SDPA: "ok",
     }
     milliseconds = row["ours_ms"]
     assert row[OURS] == pytest.approx(case.flop(direction) / milliseconds / 1e9)

@@ -54,4 +54,3 @@ def test_wrong_results_are_not_timed(here, monkeypatch):
     row = pages.measured(CASE, CountingTimer(), Sampling(0, 1))
     assert row["pages_16"] is None and row["behind_16"] is None
     assert "ours: wrong: error" in row["refused"]
-

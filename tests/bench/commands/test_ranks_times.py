@@ -35,9 +35,7 @@ def test_rates_are_of_a_gpu_and_over_one():
 
 @pytest.mark.parametrize(("waits", "hidden"), [(0.5, 0.75), (0.0, 1.0), (2.5, 0.0)])
 def test_hidden_is_what_kernels_do_not_wait_for(waits, hidden):
-    first, second = _tables(
-        {RING: (21.0,), KERNELS: (20.0,), TRANSFERS: (2.0,), WAITS: (waits,)}
-    )
+    first, second = _tables({RING: (21.0,), KERNELS: (20.0,), TRANSFERS: (2.0,), WAITS: (waits,)})
     assert second.rows[0]["hidden"] == hidden
     assert [row["tflops"] for row in first.rows][1:] == [None] * 3
 

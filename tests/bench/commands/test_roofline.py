@@ -95,7 +95,11 @@ def test_clocks_of_a_step():
     units |= {name: kept[name] for name in ("dV and dS", "dK and dQ from dS")}
     units["forward"] = demand.totals(case(256, 128), FORWARD)[0].kernel.step
     assert {name: step.mma for name, step in units.items()} == {
-        "forward": 2048, "preprocess": 0, "dQ": 3072, "dK/dV": 4096, "dV and dS": 3072,
+        "forward": 2048,
+        "preprocess": 0,
+        "dQ": 3072,
+        "dK/dV": 4096,
+        "dV and dS": 3072,
         "dK and dQ from dS": 1024,
     }
     # S: 16 instructions of (4 + 2) KiB; PV: 8 of 4 KiB; K and V of 32 KiB each, factors.
@@ -155,8 +159,22 @@ def test_a_window_without_work_does_not_break_the_table():
 
 
 def test_commands(tmp_path, capsys):
-    assert main(["roofline", "--seqlen", "1024", "--heads", "8/4", "--json",
-                 str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.svg")]) == 0
+    assert (
+        main(
+            [
+                "roofline",
+                "--seqlen",
+                "1024",
+                "--heads",
+                "8/4",
+                "--json",
+                str(tmp_path / "r.json"),
+                "--plot",
+                str(tmp_path / "r.svg"),
+            ]
+        )
+        == 0
+    )
     assert "dV and dS" in capsys.readouterr().out
     found = json.loads((tmp_path / "r.json").read_text())["tables"][0]
     assert {row["basis"] for row in found["rows"]} == {"computed"}

@@ -29,7 +29,9 @@ def test_every_kernel_of_every_provider_has_a_row():
         )
 
     predictor = SimpleNamespace(
-        machine=load("b200"), refuses=lambda *given: None, backward=backward,
+        machine=load("b200"),
+        refuses=lambda *given: None,
+        backward=backward,
         forward=lambda provider, case, clc: SimpleNamespace(costs=COSTS),
     )
     found = steps.rows(predictor, ("ours", "FROST"))

@@ -48,7 +48,7 @@ def test_runs_take_turns():
     calls = {name: (lambda n=name: n) for name in calls}
     found = interleave(timer, calls, Sampling(2, 4))
     order = [call() for call in timer.order]
-    assert order == list("abc" "bca" "cab" "cba" "acb" "bac")
+    assert order == list("abcbcacabcbaacbbac")
     assert all(len(samples.seconds) == 4 for samples in found.values())
     # The warm-up's two runs do not count: 3, 4, 5, 6 microseconds above 1 ms.
     assert found["b"].quantile(0.5) == pytest.approx(1.0045e-3)
@@ -59,9 +59,7 @@ def test_runs_take_turns():
 def test_measured_rows_hold_rates_and_reasons():
     shown = [Reference("ours"), Reference("wrong", 0.5), Reference("PyTorch math")]
     jobs = [(DENSE, FORWARD), (DENSE, BACKWARD), (PACKED, FORWARD)]
-    rows = list(
-        measured.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16)
-    )
+    rows = list(measured.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16))
     forward, backward, packed = rows
     assert (forward["basis"], forward["machine"]) == ("measured", "a GPU, driver 1.0")
     assert forward["clock_mhz"] == 2000
@@ -178,7 +176,8 @@ def test_providers_say_why_they_do_not_run():
     ours, theirs, five, divided, frost, cudnn, _, math = providers.default_providers()
     if not torch.cuda.is_available():
         assert {p.name: p.missing() for p in (ours, cudnn)} == {
-            "ours": "no CUDA device", "cuDNN": "no CUDA device"
+            "ours": "no CUDA device",
+            "cuDNN": "no CUDA device",
         }
     windowed = Case("window", ((64, 64),), 2, 1, True, (16, None))
     assert "local attention" in theirs.refuses(windowed, BACKWARD)
@@ -320,7 +319,9 @@ def test_who_is_ahead_is_a_probability(factors, faster, probability, monkeypatch
     assert counted["least_probability"] == row["probability"]
     assert counted["peers"] == "flash-attn-4 1"
     assert [counted[name] for name in ("ours", "open", "theirs")] == [
-        faster == "ours", faster == "open", faster == "flash-attn-4"
+        faster == "ours",
+        faster == "open",
+        faster == "flash-attn-4",
     ]
     assert row["basis"] == "modelled" and "B200 modelled, constants" in row["machine"]
     assert row["details"]["cuDNN"] == {"status": "not modelled"}

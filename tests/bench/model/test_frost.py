@@ -141,9 +141,7 @@ def test_which_published_builds_are_replayed():
             # The plan's order is the case's order here.
             of, heads = row.problem, row.problem.heads
             tiles = of.seqlen_q // 256
-            order = list(
-                frost.forward_order(tiles, 1, heads, of.heads_kv, of.seqlen_k, True)
-            )
+            order = list(frost.forward_order(tiles, 1, heads, of.heads_kv, of.seqlen_k, True))
             by_rows = [(tiles - 1 - n // heads, n % heads, 0) for n in range(tiles * heads)]
             assert plan["SCHED_POLICY"] in ((1, 2) if order == by_rows else (2,))
 

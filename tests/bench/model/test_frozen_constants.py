@@ -1,6 +1,5 @@
 """The constants that docs/timing.md calls frozen are those that predictions use."""
 
-
 import pytest
 from checkout import ROOT
 

@@ -72,8 +72,9 @@ def test_the_clock_of_first_launches():
 def loads_of_the_h200():
     """Return the loads of a product and of cuDNN's attention, as `rows_under_load` writes them."""
     loads = whole_gpu.measurements()[0]["loads"]
-    return [figures(loads[name] | {"count": 1000}) for name in ("product, random",
-                                                               "attention, cuDNN")]
+    return [
+        figures(loads[name] | {"count": 1000}) for name in ("product, random", "attention, cuDNN")
+    ]
 
 
 def test_a_product_tells_what_a_flop_costs_a_gpu():
@@ -131,9 +132,7 @@ def test_q_of_the_next_tile_has_no_buffer_of_its_own():
     tiling = model.forward_variant(problem, MACHINE).tiling(MACHINE)
     clocks = []
     for ahead in (tiling.prefetches, True):
-        kernel = model.Kernel(
-            "test", replace(tiling, prefetches=ahead), MACHINE.sampled(0), costs
-        )
+        kernel = model.Kernel("test", replace(tiling, prefetches=ahead), MACHINE.sampled(0), costs)
         clocks.append(model.times(kernel.calls(problem), MACHINE).clocks)
     tiles = 32 * 16 * 4 / 132
     assert (clocks[0] - clocks[1]) / tiles > 1000

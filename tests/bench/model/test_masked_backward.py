@@ -50,9 +50,7 @@ def chunk(of, head_parts=1, sequences=None):
     sequences = range(of.batch) if sequences is None else sequences
     own = replace(of, lengths=of.lengths[: len(sequences)])
     queries = range(of.seqlen_q)
-    return ListedChunk(
-        own, head_parts, True, whole=of, sequences=sequences, queries=queries
-    )
+    return ListedChunk(own, head_parts, True, whole=of, sequences=sequences, queries=queries)
 
 
 def backward(ds_bytes):

@@ -114,9 +114,7 @@ def test_what_is_kept_is_known_by_what_the_models_code_means(trace, monkeypatch)
     of = Traced.replayed
     monkeypatch.setattr(Traced, "replayed", lambda *given: replayed.append(1) or of(*given))
     for name in digests:
-        monkeypatch.setattr(
-            replays.timing, name, lambda name=name: digests[name], raising=False
-        )
+        monkeypatch.setattr(replays.timing, name, lambda name=name: digests[name], raising=False)
 
     def both():
         monkeypatch.setattr(replays, "_memory", {})

@@ -301,9 +301,7 @@ TILES_OF = {
 }
 
 
-@pytest.mark.parametrize(
-    "which", [*TILES_OF, "dkdv partial", "dv partial", "products partial"]
-)
+@pytest.mark.parametrize("which", [*TILES_OF, "dkdv partial", "dv partial", "products partial"])
 def test_masked_work_of_samples_is_that_of_their_tiles(which):
     for seqlen, heads, left in samples.WINDOW_SAMPLES:
         case = Case("sample", ((seqlen, seqlen),), heads, 1, True, (left, None))

@@ -172,7 +172,8 @@ def test_a_tile_of_a_causal_backward_shares_what_its_rows_see():
     case = replace(LONG_WINDOW, lengths=((1024, 1024),), heads=1, heads_kv=1, window=(None, None))
     backward, quarters = BackwardTiling("static", True, True, ROWS), [256, 512, 768, 1024]
     for tiles, of_row in (
-        (dq_tiles(case, backward), 2 * ROW), (dv_tiles(case, backward, 1), 2 * ROW),
+        (dq_tiles(case, backward), 2 * ROW),
+        (dv_tiles(case, backward, 1), 2 * ROW),
     ):
         assert sorted(tile.shared_bytes for tile in tiles) == [n * of_row for n in quarters]
     pairs = sorted(2 * quarters)

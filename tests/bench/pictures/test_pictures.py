@@ -132,9 +132,7 @@ def test_swizzle_is_that_of_the_tensor_core():
 def test_lanes_are_those_of_the_tensor_core(m, n):
     descriptor = decode_instruction(MmaShape(m, n, True).instruction_descriptor, "f16", 2)
     mma = SimpleNamespace(ctas=(None, None), descriptor=descriptor, d=0)
-    found = [
-        (range(128)[lanes], range(n)[columns]) for columns, _, lanes in destinations(mma)
-    ]
+    found = [(range(128)[lanes], range(n)[columns]) for columns, _, lanes in destinations(mma)]
     parts = accumulator_parts(m, n)
     assert found == [(lanes, columns) for lanes, _, columns in parts]
     assert all(len(lanes) == len(rows) for lanes, rows, _ in parts)

@@ -81,9 +81,7 @@ def test_correction_looks_then_drains():
 
 
 def test_stores_of_a_tile_are_one_span():
-    events = [
-        event(Action.TMA_STORE, clock, done=clock + 30) for clock in (0, 10, 100, 110)
-    ]
+    events = [event(Action.TMA_STORE, clock, done=clock + 30) for clock in (0, 10, 100, 110)]
     assert [(s.tile, s.begin, s.end) for s in spans._stores(events, STEPS, slices=2)] == [
         (0, 0, 40), (1, 100, 140)
     ]  # fmt: skip

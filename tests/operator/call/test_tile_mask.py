@@ -43,8 +43,10 @@ def test_prefix_lm():
 
 
 # More keys than queries, and fewer: queries that see nothing.
-@pytest.mark.parametrize(("lengths", "window", "tokens"),
-                         [((700, 900), 100, 5), ((500, 300), 0, 0), ((300, 300), 400, 130)])
+@pytest.mark.parametrize(
+    ("lengths", "window", "tokens"),
+    [((700, 900), 100, 5), ((500, 300), 0, 0), ((300, 300), 400, 130)],
+)
 def test_sliding_window(lengths, window, tokens):
     level, key = places(*lengths)
     dense = (key <= level) & ((key >= level - window) | (key < tokens))

@@ -268,7 +268,7 @@ def test_combine():
     parts = (scores.softmax(-1)[..., None] * values).sum(-2)
     lse = scores.logsumexp(-1)
     together = scores.permute(1, 2, 3, 0, 4).flatten(3)
-    expected = (together.softmax(-1)[..., None] * values.permute(1, 2, 3, 0, 4, 5).flatten(3, 4))
+    expected = together.softmax(-1)[..., None] * values.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     expected = torch.nan_to_num(expected.sum(-2))
     for module in (flash_attn_3, flash_attn_4):
         out, found = module.flash_attn_combine(parts, lse)

@@ -90,10 +90,15 @@ def test_decoding_steps(use_clc, device):
         used.fill_(seqlen)
         q.normal_()
         graph.replay()
-        scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k[:, :seqlen].float()
-                              .repeat_interleave(8, 2)) / 16
-        wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1),
-                              v[:, :seqlen].float().repeat_interleave(8, 2))
+        scores = (
+            torch.einsum(
+                "bqhd,bkhd->bhqk", q.float(), k[:, :seqlen].float().repeat_interleave(8, 2)
+            )
+            / 16
+        )
+        wanted = torch.einsum(
+            "bhqk,bkhd->bqhd", scores.softmax(-1), v[:, :seqlen].float().repeat_interleave(8, 2)
+        )
         assert (out.float() - wanted).norm() < 8e-3 * wanted.norm(), seqlen
 
 

@@ -78,7 +78,7 @@ def test_packed_sequences_are_right(device):
     found = case.run(tensors)
     ends = [tensors[name].tolist() for name in ("cu_q", "cu_k")]
     for index, lengths in enumerate(case.lengths[:6]):
-        rows, keys = (slice(*side[index:index + 2]) for side in ends)
+        rows, keys = (slice(*side[index : index + 2]) for side in ends)
         if lengths[0] == 0:
             continue
         sides = {"q": rows, "k": keys, "v": keys, "dout": rows, "dq": rows, "dk": keys, "dv": keys,

@@ -140,8 +140,13 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
     monkeypatch.setattr(ForwardConfig, "tuned", tuned)
     options = SimpleNamespace(window=(None, 0))
     problem = SimpleNamespace(
-        options=options, max_seqlen_k=4, problem_class=None, kernels=KERNELS, tiles=TILES,
-        page_size=None, architecture=KERNELS.architecture,
+        options=options,
+        max_seqlen_k=4,
+        problem_class=None,
+        kernels=KERNELS,
+        tiles=TILES,
+        page_size=None,
+        architecture=KERNELS.architecture,
     )
     for name in ("b200", "gb200", "b300", "gb300"):
         forward_spec(problem, gpu(name=name), None)
@@ -207,9 +212,7 @@ def two_gpus(monkeypatch, other: tuple[int, int]) -> None:
         return ((10, 0), other)[index]
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)
-    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(launching, "cuda_gpu", lambda device: gpu())

@@ -68,7 +68,6 @@ def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
     assert flags[shipped] == flags["sm_100a"] & ~one_gpu
 
 
-
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [((), "sm_100f"), (((10, 0),), "sm_100f"), (((10, 3), (10, 3)), "sm_103a"),

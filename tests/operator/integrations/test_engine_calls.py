@@ -361,7 +361,10 @@ def test_sglang_without_a_cache(device, site):
     batch = Batch(device, [7, 23], [7, 23])
     k, v = (batch.both(30, batch.heads_kv, 256) for _ in "kv")
     values = sglang_values(batch) | {
-        "k": k, "v": v, "cu_seqlens_k": offsets(batch.keys, device), "return_softmax_lse": True
+        "k": k,
+        "v": v,
+        "cu_seqlens_k": offsets(batch.keys, device),
+        "return_softmax_lse": True,
     }
     got = sglang.flash_attn_varlen_func(**{n: values[n] for n in names_of(SGLANG[site])})
     out, lse = got if site == "parts of a prefix" else (got, None)

@@ -20,8 +20,7 @@ def tensors(device):
     random = torch.Generator().manual_seed(1)
     shapes = [(HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS), (HEADS, QUERIES)]
     return [
-        torch.randn(2, *shape, 256, generator=random).to(device, torch.bfloat16)
-        for shape in shapes
+        torch.randn(2, *shape, 256, generator=random).to(device, torch.bfloat16) for shape in shapes
     ]
 
 
@@ -53,6 +52,7 @@ def dense(score_mod, tensors, mask):
 def test_results_and_gradients(name, masked, tensors, device):
     score_mod, block_mask, mask = functions(device)[name], None, None
     if masked:
+
         def near(b, h, q, k):
             return (q - k).abs() < 90
 
@@ -82,9 +82,7 @@ def test_results_as_of_pytorch(tensors, device):
     exact = [t.double() for t in tensors[:3]]
     wanted = pytorch.flex_attention(*exact, score_mod=score_mod, **arguments)
     torch.testing.assert_close(found[0].double(), wanted[0], rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(
-        found[1].lse.double(), wanted[1].lse.double(), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(found[1].lse.double(), wanted[1].lse.double(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.sampled
@@ -145,6 +143,7 @@ def test_fewer_heads_must_be_asked_for(tensors):
 def test_a_tensor_that_would_get_no_gradient_is_refused(tensors):
     learnt = torch.ones(HEADS, device=tensors[0].device, requires_grad=True)
     for read in (learnt, learnt.double()):
+
         def biased(s, b, h, q, k, bias=read):
             return s + bias[h]
 
@@ -180,6 +179,7 @@ def test_traced_masks(name, tensors, device):
 @pytest.mark.parametrize("ways", ["flex_attention", "flash_attn_func"])
 def test_a_mask_for_all_heads_whose_function_tells_them_apart(ways, tensors, device):
     """The bits of a mask that has each batch entry and head, forward and backward."""
+
     def seen(b, h, q, k):
         return q + 60 >= k + h * 30 + b * 5
 

@@ -114,8 +114,7 @@ def evaluated(function, arguments):
     ]  # fmt: skip
     sm100_sim.launch(compile_sm100(_evaluate, *given, graphs), *given)
     expected = [
-        torch.stack([f(scores[i], *places[:, i]).float() for i in range(SCORES)])
-        for f in functions
+        torch.stack([f(scores[i], *places[:, i]).float() for i in range(SCORES)]) for f in functions
     ]
     return results, torch.stack(expected)
 

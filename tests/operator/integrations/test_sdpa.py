@@ -105,8 +105,10 @@ def test_packed_sequences_with_a_window(device, adapted):
         first += length
 
 
-@pytest.mark.skipif(adapter_without("_fa4_flash_attention_forward_impl", "num_splits"),
-                    reason="this PyTorch's adapter knows no num_splits")
+@pytest.mark.skipif(
+    adapter_without("_fa4_flash_attention_forward_impl", "num_splits"),
+    reason="this PyTorch's adapter knows no num_splits",
+)
 @pytest.mark.parametrize("num_splits", [None, 4])
 @pytest.mark.sampled
 def test_split_keys(num_splits, device, adapted, combined, monkeypatch):
@@ -128,8 +130,10 @@ def test_split_keys(num_splits, device, adapted, combined, monkeypatch):
     assert (lse - scores.logsumexp(-1)).abs().max() < 1e-4
 
 
-@pytest.mark.skipif(adapter_without("_fa4_flash_attention_forward_no_dropout_inplace_impl"),
-                    reason="this PyTorch's adapter writes to no tensor of its caller's")
+@pytest.mark.skipif(
+    adapter_without("_fa4_flash_attention_forward_no_dropout_inplace_impl"),
+    reason="this PyTorch's adapter writes to no tensor of its caller's",
+)
 def test_out_is_written_in_place(device, adapted):
     q, k, v = (x.transpose(1, 2) for x in inputs(device))
     out = torch.empty_like(q)
@@ -162,8 +166,10 @@ def test_out_that_is_given(device, monkeypatch):
             integration._flash_attn_fwd(q, k, v, out=wrong)
 
 
-@pytest.mark.skipif(adapter_without("_fa4_flash_attention_forward_impl", "block_table"),
-                    reason="this PyTorch's adapter knows neither block_table nor num_splits")
+@pytest.mark.skipif(
+    adapter_without("_fa4_flash_attention_forward_impl", "block_table"),
+    reason="this PyTorch's adapter knows neither block_table nor num_splits",
+)
 def test_what_is_not_offered(device, adapted):
     q, k, v = inputs(device)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)

@@ -180,9 +180,7 @@ def test_another_family(device):
 @pytest.mark.sampled
 def test_softcap_sink_and_no_scale(device):
     """Gemma 2 and gpt-oss pass these beside Gemma 3's arguments."""
-    q, k, v = (
-        torch.randn(1, heads, 5, 256).to(device, torch.bfloat16) for heads in (2, 1, 1)
-    )
+    q, k, v = (torch.randn(1, heads, 5, 256).to(device, torch.bfloat16) for heads in (2, 1, 1))
     sink = torch.randn(2).to(device)
     module = torch.nn.Module()
     turned = [x.transpose(1, 2) for x in (q, k, v)]
@@ -438,9 +436,7 @@ def test_continuous_batching(device, monkeypatch):
 
     model, exact = gemma(device)
     prompts = [tokens(1, count, "cpu")[0].tolist() for count in (5, 19, 3)]
-    options = GenerationConfig(
-        max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+    options = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(
         max_batch_tokens=16, num_blocks=16, page_size=16, return_logprobs=True,
         use_cuda_graph=False,

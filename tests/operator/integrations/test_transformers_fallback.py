@@ -213,8 +213,7 @@ def test_images_in_a_graph():
     def forward(ids, blocks):
         embeddings = model.get_input_embeddings()(ids)
         full, sliding = (
-            make(model.config, embeddings, None, None, block_sequence_ids=blocks)
-            for make in create
+            make(model.config, embeddings, None, None, block_sequence_ids=blocks) for make in create
         )
         masks = {"full_attention": full, "sliding_attention": sliding}
         return model(ids, attention_mask=masks, use_cache=False).logits

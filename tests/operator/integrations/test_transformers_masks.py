@@ -126,9 +126,7 @@ def requests(draw):
     kv_length = offset + q_length + draw(st.sampled_from((0, 0, 2)))
     padding = None
     if draw(st.booleans()):
-        rows = [
-            draw(st.sampled_from(("left", "right", "holes", "none"))) for _ in range(2)
-        ]
+        rows = [draw(st.sampled_from(("left", "right", "holes", "none"))) for _ in range(2)]
         padding = torch.ones(2, offset + q_length, dtype=torch.bool)
         for row, kind in zip(padding, rows):
             count = draw(st.integers(0, len(row) - 1))

@@ -300,8 +300,12 @@ def test_over_a_cache_in_e4m3():
     given = given_call(k_descale=torch.full((2, 1), 0.5), v_descale=torch.full((2, 1), 0.25))
     for name in ("k_cache", "v_cache"):
         given[name] = given[name].to(E4M3)
-    bfloat16 = given | {"k_cache": given["k_cache"].to(torch.bfloat16), "k_descale": None,
-                        "v_cache": given["v_cache"].to(torch.bfloat16), "v_descale": None}
+    bfloat16 = given | {
+        "k_cache": given["k_cache"].to(torch.bfloat16),
+        "k_descale": None,
+        "v_cache": given["v_cache"].to(torch.bfloat16),
+        "v_descale": None,
+    }
     flash_attn_with_kvcache(**given)
     flash_attn_with_kvcache(**bfloat16)
     for page, row in ((3, 3), (3, 4), (2, 1), (2, 2)):

@@ -164,14 +164,21 @@ VARIANTS = {
     "causal, parts": GradientClass(CAUSAL, partial=True),
     "fp16, window, softcap, packed with lengths in use": GradientClass(
         ProblemClass(
-            torch.float16, True, True, softcap=True,
+            torch.float16,
+            True,
+            True,
+            softcap=True,
             ragged=("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
         ),
         partial=True,
     ),
     "fp16, window, softcap, negative scale, varlen": GradientClass(
         ProblemClass(
-            torch.float16, True, True, negative_scale=True, softcap=True,
+            torch.float16,
+            True,
+            True,
+            negative_scale=True,
+            softcap=True,
             ragged=("cu_seqlens_q", "cu_seqlens_k"),
         ),
         partial=True,

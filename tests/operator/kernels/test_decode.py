@@ -93,9 +93,7 @@ def test_padding_of_a_group():
     )  # fmt: skip
     for first, last, keys in ((0, 3, slice(0, 100)), (3, 8, slice(250, 600))):
         given = q.reshape(-1, 12, 256)[first:last], *(t.reshape(-1, 2, 256)[keys] for t in (k, v))
-        alone = flash_attn_func(
-            *(t[None] for t in given), causal=True, num_splits=2, config=config
-        )
+        alone = flash_attn_func(*(t[None] for t in given), causal=True, num_splits=2, config=config)
         assert torch.equal(packed[first:last], alone[0])
 
 

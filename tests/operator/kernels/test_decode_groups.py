@@ -104,9 +104,7 @@ def test_a_step_that_one_group_does_not_see():
     keys that the first group does not see at all; and a tile whose second group has no query."""
     for queries, keys in ((8, 132), (8, 4), (3, 130)):
         given = tensors(queries, keys, (8, 1), batch=1)
-        found = flash_attn_func(
-            *given, causal=True, return_lse=True, num_splits=1, config=CONFIG
-        )
+        found = flash_attn_func(*given, causal=True, return_lse=True, num_splits=1, config=CONFIG)
         accurate(found, given, causal=True)
 
 

@@ -85,6 +85,7 @@ def with_role(steps: StepTable, name: str, change) -> StepTable:
 
 def lacking(action):
     """A role without one of its actions."""
+
     def change(role):
         acts = tuple(
             replace(act, actions=tuple(a for a in act.actions if a != action)) for act in role.acts
@@ -111,9 +112,7 @@ class SkipsFirst(StepTable):
             yield Want(tile + 1)
             for step in range(1, tiles[tile]):
                 for product in self.products:
-                    yield Issue(
-                        product, tile, step - (not product.is_ahead), tiles[tile]
-                    )
+                    yield Issue(product, tile, step - (not product.is_ahead), tiles[tile])
             yield Advance(tile + 1)
             following = yield from self._next_with_steps(tiles, tile + 1)
             for product in self.products:
@@ -464,9 +463,7 @@ class Walk:
         operations += [self.programs[role][1][copy] for role, copy in landed]
         for (_, program), place in zip(self.programs, places):
             operations += [o for o in program[:place] if o.kind is OperationKind.ARRIVE]
-        return sum(
-            o.edge == edge.name and o.number % edge.stages == stage for o in operations
-        )
+        return sum(o.edge == edge.name and o.number % edge.stages == stage for o in operations)
 
     def _count(self, state, kind) -> int:
         return sum(

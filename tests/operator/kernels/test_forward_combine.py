@@ -263,7 +263,12 @@ def test_warps_of_a_row():
     assert [rule.of(64, rows).slices for rows in (1, 32, 33, 64, 65, 512)] == [4, 4, 2, 2, 1, 1]
     found = [rule.of(8, rows) for rows in (128, 129, 512, 1024, 1025, 8192)]
     assert [(c.cta_rows, c.alone) for c in found] == [
-        (1, True), (2, True), (4, True), (8, True), (2, False), (2, False)
+        (1, True),
+        (2, True),
+        (4, True),
+        (8, True),
+        (2, False),
+        (2, False),
     ]
     assert [rule.of(n, 32).lane_parts for n in (32, 33)] == [1, 2]
     for parts in (0, 65):

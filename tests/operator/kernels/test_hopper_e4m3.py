@@ -87,6 +87,7 @@ def _no_barrier(threads):
 
 def _early(real):
     """Buffers of V are given back before they are read."""
+
     def load(self, context, kv):
         context.barriers["kv_loaded"].wait(kv)
         context.barriers["kv_free"].arrive(kv)

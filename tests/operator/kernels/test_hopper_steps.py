@@ -220,6 +220,7 @@ def test_l2_is_asked_for_q_of_the_next_step(use_clc, reports, copied):
 def work_of(seen, config, warpgroup, first):
     """Return the steps of a tile whose first row is `first`, and how many of its first and last
     ones a warpgroup of a CTA leaves out; warpgroup: its number in the cluster."""
+
     def blocks(rows):
         columns = seen[rows].any(0)
         seen_in = [
@@ -345,6 +346,7 @@ def lacking(table, verb):
 
 def waiting_less(table):
     """The table whose last wait for products leaves one more under way."""
+
     def change(action):
         if action.verb is not Verb.DONE:
             return None
@@ -477,6 +479,7 @@ def test_mistakes_are_refused(mistake):
 
 def test_products_in_flight_are_not_given_back():
     """The buffer of dO before the wait for the product that reads it."""
+
     def early(action):
         return None if action != done(0) else ()
 

@@ -91,8 +91,10 @@ def mma_chains(report):
             d, a = entry.operands[:2]
             # Q comes from shared memory by a 64-bit descriptor, P from tensor memory.
             kind = "QK" if a > 0xFFFFFFFF else "PV"
-            if not chains or chains[-1][:2] != (kind, d) or len(chains[-1][2]) == (
-                QK_INSTRUCTIONS if kind == "QK" else PV_INSTRUCTIONS
+            if (
+                not chains
+                or chains[-1][:2] != (kind, d)
+                or len(chains[-1][2]) == (QK_INSTRUCTIONS if kind == "QK" else PV_INSTRUCTIONS)
             ):
                 chains.append((kind, d, []))
             chains[-1][2].append(entry.number)
@@ -101,9 +103,7 @@ def mma_chains(report):
 
 # Whole tiles, a rest, lengths that differ both ways; causal: a tile without any visible key.
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"), [(512, 512), (300, 700), (700, 300), (515, 131)]
-)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(512, 512), (300, 700), (700, 300), (515, 131)])
 @pytest.mark.parametrize("heads", [2, 3])
 @pytest.mark.sampled("2-512-512-full", "2-512-512-causal", "3-512-512-full")
 def test_mma_count_is_the_closed_form(seqlen_q, seqlen_k, causal, heads):
@@ -173,13 +173,15 @@ def test_the_next_tile_is_loaded_and_multiplied_before_this_ones_o_leaves():
     report = run(512, 512, clusters=1, trace=True)
     leader = [entry for entry in report.trace if entry.ctaid[0] == 0]
     stores = [
-        entry.number for entry in leader
+        entry.number
+        for entry in leader
         if entry.opcode.startswith("cp.async.bulk.tensor") and ".global.shared" in entry.opcode
     ]
     loads = [
-        entry.number for entry in leader
-        if entry.opcode.startswith("cp.async.bulk.tensor") and ".shared::cluster.global" in (
-            entry.opcode)
+        entry.number
+        for entry in leader
+        if entry.opcode.startswith("cp.async.bulk.tensor")
+        and ".shared::cluster.global" in (entry.opcode)
     ]
     boxes_q, boxes_k, boxes_v, steps_a_tile = 4, 4, 2, 4
     before_second_q = boxes_q + steps_a_tile * (boxes_k + boxes_v) - boxes_v
@@ -193,7 +195,8 @@ def test_loads_run_two_stages_ahead_of_the_mma():
     report = run(256, 1024, clusters=1, trace=True, schedule="lazy")
     first_mma = next(e.number for e in report.trace if e.opcode.startswith("tcgen05.mma"))
     requested = Counter(
-        entry.ctaid[0] for entry in report.trace
+        entry.ctaid[0]
+        for entry in report.trace
         if entry.number < first_mma and entry.opcode.startswith("cp.async.bulk.tensor")
     )
     # Q in 4 boxes, then K(last) in 4, K in 4, V in 2: the tile in use and two ahead.

@@ -127,9 +127,7 @@ def test_sequences_of_a_batch_and_a_result_that_is_given(few_pairs):
     wide[:, :, 1:2] = tensors[0]
     given = torch.full_like(wide, 7.0)
     (out, lse), forwards = tiles_launched(
-        lambda: flash_attn_func(
-            wide[:, :, 1:2], *tensors[1:], out=given[:, :, 2:], return_lse=True
-        )
+        lambda: flash_attn_func(wide[:, :, 1:2], *tensors[1:], out=given[:, :, 2:], return_lse=True)
     )
     assert forwards == [4, 4] and out.data_ptr() == given[:, :, 2:].data_ptr()
     assert torch.equal(given[:, :, :2], torch.full_like(given[:, :, :2], 7.0))

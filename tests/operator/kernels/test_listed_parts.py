@@ -81,9 +81,7 @@ def check(tensors, used, made_for=None, window=(None, None), **options):
     options.pop("use_clc", None)
     for b, n in enumerate(used):
         seen = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
-        accurate(
-            out[b : b + 1], lse[b : b + 1], seen, causal=True, window_size=window, **options
-        )
+        accurate(out[b : b + 1], lse[b : b + 1], seen, causal=True, window_size=window, **options)
     return out, lse
 
 
@@ -148,9 +146,7 @@ def test_a_cache_with_new_rows(device):
     with pytest.raises(ValueError, match="scheduler_metadata has .* words; accepted here: "):
         flash_attn_with_kvcache(q, *caches, *new, scheduler_metadata=wrong, **options)
     with pytest.raises(ValueError, match="num_splits is given with scheduler_metadata"):
-        flash_attn_with_kvcache(
-            q, *caches, *new, scheduler_metadata=wrong, num_splits=2, **options
-        )
+        flash_attn_with_kvcache(q, *caches, *new, scheduler_metadata=wrong, num_splits=2, **options)
     assert torch.equal(caches[0], k) and torch.equal(caches[1], v)
     listed = get_scheduler_metadata(after, 2, ROWS, *HEADS, True)
     found = flash_attn_with_kvcache(q, *caches, *new, scheduler_metadata=listed, **options)
@@ -182,6 +178,7 @@ def test_planted_bugs_are_noticed(mistake, planted, device):
             PartList, "part", lambda self, n: part(self, n)._replace(is_last=cutlass.Boolean(False))
         )
     else:
+
         def before(self, entry):
             first, count = of_sequence(self, entry)
             return cutlass.max(first - 1, 0), count

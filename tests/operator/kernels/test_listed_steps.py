@@ -85,7 +85,9 @@ def _full_as_partial(self):
 #: Edits of Blackwell's pairs, and of their softmax, which reads bits a step ahead.
 AHEAD = {
     "bits of the other half": (
-        LIST, "bit_tile", lambda self, step, half: TILE(self, step, 1 - half)
+        LIST,
+        "bit_tile",
+        lambda self, step, half: TILE(self, step, 1 - half),
     ),
     "stale bits": (BITS, "next", _stale_bits),
     "a full tile taken as partial": (BITS, "next", _full_as_partial),

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 def renamed(product, ring: str):
     """A product whose B is loaded into a ring of another name, with edges of that name."""
+
     def use(edge_use):
         return replace(edge_use, edge=edge_use.edge.replace("kv_", f"{ring}_"))
 

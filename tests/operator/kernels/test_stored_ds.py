@@ -121,8 +121,7 @@ def test_packed(stored):
     torch.manual_seed(0)
     lengths = ((300, 130), (10, 700), (0, 40), (256, 256))
     cu_q, cu_k = (
-        torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        for n in zip(*lengths)
+        torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in zip(*lengths)
     )
     q, k, v, dout = (
         torch.randn(int(cu[-1]), heads, 256).bfloat16()

@@ -293,6 +293,7 @@ def copy(tmp_path):
     def digest(direction="forward", architecture=ARCHITECTURES[0]):
         sources = keys.compiled_sources(direction, architecture, tmp_path / "fa4_hd256")
         return native_cache.meaning_of(sources)
+
     for direction in keys.OTHER:
         for architecture in ARCHITECTURES:
             here = keys.compiled_sources(direction, architecture)
@@ -343,13 +344,21 @@ def test_edits_that_do(copy, name, before, after):
 @pytest.mark.parametrize(
     ("name", "before", "after", "directions"),
     [
-        ("fa4_hd256/kernels/blackwell/backward/dq.py", "cute.arch", "cute.another",
-         ["backward", "tail"]),
+        (
+            "fa4_hd256/kernels/blackwell/backward/dq.py",
+            "cute.arch",
+            "cute.another",
+            ["backward", "tail"],
+        ),
         ("fa4_hd256/run/backward_arguments.py", "range(4)", "range(5)", ["backward", "tail"]),
         ("fa4_hd256/kernels/forward_combine.py", "cute.arch", "cute.another", ["forward"]),
         ("fa4_hd256/kernels/append_rows.py", "cute.arch", "cute.another", ["append"]),
-        ("fa4_hd256/kernels/masking.py", "cutlass.", "another.",
-         ["append", "backward", "forward", "tail"]),
+        (
+            "fa4_hd256/kernels/masking.py",
+            "cutlass.",
+            "another.",
+            ["append", "backward", "forward", "tail"],
+        ),
         ("fa4_hd256/kernels/tail_rows.py", "cute.arch", "cute.another", ["tail"]),
     ],
 )

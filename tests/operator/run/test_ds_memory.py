@@ -111,9 +111,7 @@ def test_the_transformers_adapter_bounds_it(device, bounds):
 
     transformers.register("fa4_hd256_bounded", ds_bytes=1 << 17)
     attention = AttentionInterface._global_mapping["fa4_hd256_bounded"]
-    leaves = [
-        x.to(device, torch.bfloat16).requires_grad_() for x in torch.randn(3, 1, 2, 256, 256)
-    ]
+    leaves = [x.to(device, torch.bfloat16).requires_grad_() for x in torch.randn(3, 1, 2, 256, 256)]
     out, _ = attention(torch.nn.Module(), *leaves, None)
     torch.autograd.grad(out, leaves, torch.randn_like(out))
     assert bounds == [1 << 17]

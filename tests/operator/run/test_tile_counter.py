@@ -65,9 +65,7 @@ def test_a_launch_that_is_captured_has_its_own(cuda):
     cuda.capturing = False
     assert len({one.data_ptr() for one in (eager, *captured)}) == 3
     assert tile_counter.tile_counter(CUDA, 7) is eager
-    assert tile_counter.tile_counter(CUDA, 8).data_ptr() not in {
-        one.data_ptr() for one in captured
-    }
+    assert tile_counter.tile_counter(CUDA, 8).data_ptr() not in {one.data_ptr() for one in captured}
     assert cuda.sizes == [tile_counter.COUNT]
 
 

@@ -46,8 +46,12 @@ from fa4_hd256.run.tail import class_of, sides_of
 pytestmark = pytest.mark.simulator
 
 TRAINING = Needs(
-    ("training", "decode"), tuple(FORMS), (torch.bfloat16, torch.float16), batch_invariant=True,
-    page_sizes=(16, 128), scheduler_metadata=True,
+    ("training", "decode"),
+    tuple(FORMS),
+    (torch.bfloat16, torch.float16),
+    batch_invariant=True,
+    page_sizes=(16, 128),
+    scheduler_metadata=True,
 )
 #: SMs of a GPU, and of slices of one.
 GPUS = {"sm_100a": ((74, "b200"), (9, "b200")), "sm_90a": ((66, "h200"), (7, "h200"))}
@@ -417,8 +421,18 @@ def test_devices_that_are_none(device):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "heads"), [(1, (16, 2)), (2, (8, 1)), (4, (4, 1)), (8, (2, 1)), (3, None), (0, None),
-                         (2.0, None), (None, None), (True, None)],
+    ("ranks", "heads"),
+    [
+        (1, (16, 2)),
+        (2, (8, 1)),
+        (4, (4, 1)),
+        (8, (2, 1)),
+        (3, None),
+        (0, None),
+        (2.0, None),
+        (None, None),
+        (True, None),
+    ],
 )
 def test_heads_of_ranks(ranks, heads):
     model = MODELS["qwen3-next-80b-a3b"]

@@ -41,7 +41,8 @@ def count_up(target: cute.Tensor, first: cutlass.Int32):
 def scale_at(source: cute.Pointer, target: cute.Pointer, factor: cutlass.Float32 = 2.0):
     layout = cute.make_layout(64)
     scale_kernel(cute.make_tensor(source, layout), cute.make_tensor(target, layout), factor).launch(
-        grid=(2, 1, 1), block=(32, 1, 1))
+        grid=(2, 1, 1), block=(32, 1, 1)
+    )
 
 
 @cute.kernel
@@ -105,8 +106,9 @@ def test_cuda_tensors_lie_in_host_memory():
 def _call(how):
     source = torch.arange(64, device="cuda", dtype=torch.float32)
     target = torch.zeros(64, device="cuda")
-    arguments = [cute.runtime.from_dlpack(t, enable_tvm_ffi=how.startswith("tvm"))
-                 for t in (source, target)]
+    arguments = [
+        cute.runtime.from_dlpack(t, enable_tvm_ffi=how.startswith("tvm")) for t in (source, target)
+    ]
     if how == "direct":
         scale(*arguments, cutlass.Float32(3))
     elif how == "plain":
@@ -147,8 +149,10 @@ class Earlier:
 def test_functions_of_an_earlier_cute_dsl_are_called(options):
     grids = []
     with sm100_sim.attached():
-        arguments = [cute.runtime.from_dlpack(torch.zeros(64), enable_tvm_ffi=bool(options))
-                     for _ in range(2)]
+        arguments = [
+            cute.runtime.from_dlpack(torch.zeros(64), enable_tvm_ffi=bool(options))
+            for _ in range(2)
+        ]
         compiled = cute.compile(scale, *arguments, cutlass.Float32(1), options=options)
         for function in (compiled, Earlier(compiled)):
             program_of(function).run(
@@ -197,8 +201,10 @@ def test_the_function_of_tvm_ffi_takes_addresses_by_position():
     pytest.importorskip("tvm_ffi")
     source, target = torch.randn(64), torch.zeros(64)
     with sm100_sim.attached() as session:
-        pointers = [cute.runtime.make_ptr(cutlass.Float32, 16, cute.AddressSpace.gmem,
-                                          assumed_align=16) for _ in range(2)]
+        pointers = [
+            cute.runtime.make_ptr(cutlass.Float32, 16, cute.AddressSpace.gmem, assumed_align=16)
+            for _ in range(2)
+        ]
         compiled = cute.compile(scale_at, *pointers, cutlass.Float32(1), options="--enable-tvm-ffi")
         compiled.__tvm_ffi_object__()(source.data_ptr(), target.data_ptr(), 3.0)
         assert torch.equal(target, 3 * source) and len(session.reports) == 1
@@ -209,9 +215,16 @@ def test_the_function_of_tvm_ffi_takes_addresses_by_position():
 def test_device_memory_is_aligned_as_on_a_gpu():
     with sm100_sim.attached():
         weight = torch.randn(3, 5, device="cuda", requires_grad=True)
-        made = [weight, torch.empty(7, device=0), torch.ones(9).cuda(), torch.ones(9).to("cuda"),
-                torch.randn(4, 6).t().cuda(), weight.to("cuda", torch.bfloat16),
-                weight.new_zeros(3, device="cuda"), torch.zeros(1 << 20, device="cuda")]
+        made = [
+            weight,
+            torch.empty(7, device=0),
+            torch.ones(9).cuda(),
+            torch.ones(9).to("cuda"),
+            torch.randn(4, 6).t().cuda(),
+            weight.to("cuda", torch.bfloat16),
+            weight.new_zeros(3, device="cuda"),
+            torch.zeros(1 << 20, device="cuda"),
+        ]
         assert [tensor.data_ptr() % 512 for tensor in made] == 8 * [0]
         assert made[4].stride() == (1, 6) and weight.is_leaf and weight.requires_grad
         moved = weight.cuda()
@@ -222,8 +235,10 @@ def test_device_memory_is_aligned_as_on_a_gpu():
 def test_errors_of_a_kernel_come_through_tvm_ffi():
     with sm100_sim.attached():
         source, target = torch.zeros(64, device="cuda"), torch.zeros(40, device="cuda")
-        layouts = [cute.runtime.make_fake_tensor(cutlass.Float32, (cute.sym_int(),), stride=(1,))
-                   for _ in range(2)]
+        layouts = [
+            cute.runtime.make_fake_tensor(cutlass.Float32, (cute.sym_int(),), stride=(1,))
+            for _ in range(2)
+        ]
         compiled = cute.compile(scale, *layouts, 1.0, options="--enable-tvm-ffi")
         with pytest.raises(sm100_sim.SimulationError, match="outside the tensors of the launch"):
             compiled(source, target, 3.0)

@@ -38,24 +38,38 @@ def operand(rows: int, k: int, block: int, kind: torch.dtype, seed: int):
     return packed, scales, values.double() * scales.double().repeat_interleave(block, 1)
 
 
-@pytest.mark.parametrize("kind,scale_kind,block", [
-    (torch.float8_e4m3fn, torch.float8_e8m0fnu, 32),
-    (torch.float4_e2m1fn_x2, torch.float8_e4m3fn, 16),
-    (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, 32)])
+@pytest.mark.parametrize(
+    "kind,scale_kind,block",
+    [
+        (torch.float8_e4m3fn, torch.float8_e8m0fnu, 32),
+        (torch.float4_e2m1fn_x2, torch.float8_e4m3fn, 16),
+        (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, 32),
+    ],
+)
 @pytest.mark.parametrize("m,n,k", [(128, 256, 128), (200, 96, 320)])
 def test_products_of_scaled_blocks(kind, scale_kind, block, m, n, k):
     a, a_scales, a_values = operand(m, k, block, kind, 1)
     b, b_scales, b_values = operand(n, k, block, kind, 2)
     with sm100_sim.attached():
-        found = torch._scaled_mm(a, b.t(), place(a_scales, scale_kind), place(b_scales, scale_kind),
-                                 out_dtype=torch.float32)
-        biased = torch._scaled_mm(a, b.t(), place(a_scales, scale_kind),
-                                  place(b_scales, scale_kind), bias=torch.ones(n),
-                                  out_dtype=torch.bfloat16)
+        found = torch._scaled_mm(
+            a,
+            b.t(),
+            place(a_scales, scale_kind),
+            place(b_scales, scale_kind),
+            out_dtype=torch.float32,
+        )
+        biased = torch._scaled_mm(
+            a,
+            b.t(),
+            place(a_scales, scale_kind),
+            place(b_scales, scale_kind),
+            bias=torch.ones(n),
+            out_dtype=torch.bfloat16,
+        )
     exact = a_values @ b_values.t()
-    bound = 2.0 ** -22 * k * (a_values.abs() @ b_values.abs().t())
+    bound = 2.0**-22 * k * (a_values.abs() @ b_values.abs().t())
     assert ((found - exact).abs() <= bound).all()
-    assert torch.allclose(biased.double(), exact + 1, rtol=2.0 ** -8, atol=1e-3)
+    assert torch.allclose(biased.double(), exact + 1, rtol=2.0**-8, atol=1e-3)
 
 
 def test_scales_of_another_size_are_refused():

@@ -54,8 +54,9 @@ def shape_kernel(target: cute.Tensor):
 
 @cute.jit
 def prefer(target: cute.Tensor):
-    shape_kernel(target).launch(grid=[8, 1, 1], block=[32, 1, 1], cluster=[4, 1, 1],
-                                fallback_cluster=[2, 1, 1])
+    shape_kernel(target).launch(
+        grid=[8, 1, 1], block=[32, 1, 1], cluster=[4, 1, 1], fallback_cluster=[2, 1, 1]
+    )
 
 
 @cute.kernel

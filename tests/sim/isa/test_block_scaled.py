@@ -133,10 +133,12 @@ def test_small_floats(types):
     a_raw = pack(cta.smem, a, types[0], False, A_AT)
     b_raw = pack(cta.smem, b, types[1], False, B_AT)
     descriptor = decode_instruction(plain_descriptor(128, 32, *types), "f8f6f4", 1)
-    tensor_core.execute([
-        Mma(ctas, descriptor, 0, x, y, False, i > 0)
-        for i, (x, y) in enumerate(zip(a_raw, b_raw, strict=True))
-    ])
+    tensor_core.execute(
+        [
+            Mma(ctas, descriptor, 0, x, y, False, i > 0)
+            for i, (x, y) in enumerate(zip(a_raw, b_raw, strict=True))
+        ]
+    )
     assert np.array_equal(result(ctas, 128, 32), values_of(a, types[0]) @ values_of(b, types[1]).T)
 
 

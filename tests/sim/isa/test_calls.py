@@ -45,8 +45,7 @@ def test_every_kind_of_argument_is_printed_lane_by_lane(capsys):
 
 
 def test_unsigned_and_signed_views_of_one_value(capsys):
-    printing("%u %d %#x %i\n", "".join(
-        f"st.local.b32 [%buf+{4 * n}], %i;" for n in range(4)))
+    printing("%u %d %#x %i\n", "".join(f"st.local.b32 [%buf+{4 * n}], %i;" for n in range(4)))
     assert capsys.readouterr().out.splitlines()[0] == "4294967295 -1 0xffffffff -1"
 
 
@@ -60,16 +59,21 @@ def test_arguments_outside_the_stack_and_unknown_conversions_are_errors():
 
 
 def test_a_failed_assertion_ends_the_kernel():
-    head = "".join(constant(name, text) for name, text in (
-        ("message", "x > 0"), ("file", "kernel.py"), ("function", "kernel")))
+    head = "".join(
+        constant(name, text)
+        for name, text in (("message", "x > 0"), ("file", "kernel.py"), ("function", "kernel"))
+    )
     body = """.reg .b64 %m; .reg .pred %p; .reg .b32 %i; setp.ne.u32 %p, %i, 5; @%p bra DONE;
         { .param .b64 p0; .param .b64 p1; .param .b32 p2; .param .b64 p3; .param .b64 p4;
         mov.b64 %m, message; st.param.b64 [p0], %m; mov.b64 %m, file; st.param.b64 [p1], %m;
         st.param.b32 [p2], 42; mov.b64 %m, function; st.param.b64 [p3], %m;
         st.param.b64 [p4], 1; call.uni __assertfail, (p0, p1, p2, p3, p4); }
         DONE:"""
-    with pytest.raises(SimulationError, match=r"kernel.py:42: kernel: assertion 'x > 0' failed in "
-                                              "lane 5"):
+    with pytest.raises(
+        SimulationError,
+        match=r"kernel.py:42: kernel: assertion 'x > 0' failed in "
+        "lane 5",
+    ):
         run_warp(body, {"%i": np.arange(32, dtype=np.uint32)}, head=head)
     run_warp(body, {"%i": np.zeros(32, np.uint32)}, head=head)
 

@@ -178,13 +178,18 @@ def test_red_async_of_two_warps_on_one_word_is_no_race():
     st.global.b32 [%rd0], %r9;
     """
     out = np.zeros(64, np.uint32)
-    report = run_kernel_text(body.replace("STORE", ""), [out], block=(64, 1, 1), sanitize=True,
-                             explicit_cluster=True)
+    report = run_kernel_text(
+        body.replace("STORE", ""), [out], block=(64, 1, 1), sanitize=True, explicit_cluster=True
+    )
     assert report.findings == []
     assert (out == np.tile(2 * np.arange(32) + 32, 2)).all()
-    report = run_kernel_text(body.replace("STORE", "@!%p2 st.shared.b32 [%r4+16], 0;"), [out],
-                             block=(64, 1, 1), sanitize=True,
-                             explicit_cluster=True)
+    report = run_kernel_text(
+        body.replace("STORE", "@!%p2 st.shared.b32 [%r4+16], 0;"),
+        [out],
+        block=(64, 1, 1),
+        sanitize=True,
+        explicit_cluster=True,
+    )
     assert {finding.kind for finding in report.findings} == {"copy-in-flight", "race"}
     with pytest.raises(MemoryFault, match="in a launch without clusters"):
         run_kernel_text(body.replace("STORE", ""), [out], block=(64, 1, 1))

@@ -111,9 +111,7 @@ def test_stepping_k_inside_an_atom():
 
 
 def test_gather_plan_concatenates_k():
-    raws = tuple(
-        encode_matrix(MatrixDescriptor(1024 + 32 * i, 16, 1024, 128)) for i in range(4)
-    )
+    raws = tuple(encode_matrix(MatrixDescriptor(1024 + 32 * i, 16, 1024, 128)) for i in range(4))
     plan = gather_plan(raws, False, 128, 2)
     assert plan.index.shape == (128, 8)
     assert np.array_equal(np.sort(plan.index.ravel()), np.arange(64, 64 + 1024))

@@ -61,16 +61,29 @@ class Rig:
         self.barriers = {}
         cluster = SimpleNamespace(id=0, machine=self, mbarrier=self.barriers.__getitem__)
         cluster.ctas = [
-            SimpleNamespace(rank=i, ctaid=(i, 0, 0), smem=self.smem[i], tmem=Tmem(),
-                            cluster=cluster, bulk_groups={}, require_present=lambda what: None)
+            SimpleNamespace(
+                rank=i,
+                ctaid=(i, 0, 0),
+                smem=self.smem[i],
+                tmem=Tmem(),
+                cluster=cluster,
+                bulk_groups={},
+                require_present=lambda what: None,
+            )
             for i in range(count)
         ]
         for cta in cluster.ctas:
             cta.peer = cluster.ctas[cta.rank ^ 1] if count > cta.rank ^ 1 else None
         self.ctas = cluster.ctas
         self.warps = [
-            SimpleNamespace(cta=cta, index=0, rank=cta.rank, r32=np.zeros((64, 32), np.uint32),
-                            r64=np.zeros((16, 32), np.uint64), preds=np.zeros(4, np.uint32))
+            SimpleNamespace(
+                cta=cta,
+                index=0,
+                rank=cta.rank,
+                r32=np.zeros((64, 32), np.uint32),
+                r64=np.zeros((16, 32), np.uint64),
+                preds=np.zeros(4, np.uint32),
+            )
             for cta in self.ctas
         ]
 
@@ -128,8 +141,10 @@ def tile_at(rig, rank: int, offset: int, rows: int) -> np.ndarray:
     return chunks[rows_index, order].reshape(rows, 128).view(np.uint16)
 
 
-LOAD = ("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{} "
-        "[%r1], [%rd1, {{%r3, %r4}}], [%r2]{};")
+LOAD = (
+    "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{} "
+    "[%r1], [%rd1, {{%r3, %r4}}], [%r2]{};"
+)
 
 
 def test_load_signals_the_whole_box_when_clipped():
@@ -239,8 +254,10 @@ def test_bulk_copies_round_trip():
     warp.r32[1], warp.r32[2], warp.r32[3] = 1 << 24 | 4096, 256, 1 << 24 | 0x80
     barrier = rig.barrier(1 << 24 | 0x80)
     warp.r64[1], warp.r64[2] = source.ctypes.data, target.ctypes.data
-    rig.run("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-            "[%r1], [%rd1], %r2, [%r3];")
+    rig.run(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%r1], [%rd1], %r2, [%r3];"
+    )
     rig.perform()
     assert barrier.transactions == -256
     other = rig.warps[1]
@@ -259,8 +276,10 @@ def test_shared_to_shared_copy():
     warp = rig.warps[0]
     warp.r32[1], warp.r32[2], warp.r32[3], warp.r32[4] = 1 << 24 | 2048, 1024, 64, 1 << 24 | 0x80
     rig.smem[0][1024:1088] = np.arange(64)
-    rig.run("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
-            "[%r1], [%r2], %r3, [%r4];")
+    rig.run(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "[%r1], [%r2], %r3, [%r4];"
+    )
     rig.perform()
     assert np.array_equal(rig.smem[1][2048:2112], np.arange(64)) and barrier.transactions == -64
 
@@ -326,8 +345,17 @@ def test_alloc_blocks_until_room_is_freed():
         rig.run(ALLOC.format(1, 32), lanes=ALL)
 
 
-@pytest.mark.parametrize("shape,lane", [("32x32b.x1", 0), ("32x32b.x1", 64), ("16x64b.x1", 0),
-                                        ("16x64b.x1", 16), ("16x64b.x1", 64), ("16x64b.x1", 80)])
+@pytest.mark.parametrize(
+    "shape,lane",
+    [
+        ("32x32b.x1", 0),
+        ("32x32b.x1", 64),
+        ("16x64b.x1", 0),
+        ("16x64b.x1", 16),
+        ("16x64b.x1", 64),
+        ("16x64b.x1", 80),
+    ],
+)
 def test_a_warp_counts_the_lanes_of_its_quarter_from_zero_or_from_the_first(shape, lane):
     rig = Rig(1)
     rig.ctas[0].tmem.allocate(32, 1)
@@ -374,8 +402,10 @@ def test_load_store_and_their_lanes():
 
 
 MMA = "tcgen05.mma.cta_group::2.kind::f16 [%r1], %rd1, %rd2, %r2, {};"
-COMMIT = ("tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster"
-          ".multicast::cluster.b64 [%r4], %r5;")
+COMMIT = (
+    "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster"
+    ".multicast::cluster.b64 [%r4], %r5;"
+)
 
 
 def mma_rig():

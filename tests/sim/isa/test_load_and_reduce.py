@@ -30,8 +30,10 @@ def module(form, options, waits=True):
         f"tcgen05.st.sync.aligned.32x32b.x{COLUMNS}.b32 [%a], {registers('w', COLUMNS)};\n"
         "tcgen05.wait::st.sync.aligned;\n"
         f"tcgen05.ld.red.sync.aligned.{form}.x{count}.{options} {registers('v', count)}, %w0, "
-        f"[%a]{split};\n" + "tcgen05.wait::ld.sync.aligned;\n" * waits +
-        f"ld.param.u64 %rd1, [p1];\nmul.wide.u32 %rd2, %thread, {4 * width};\n"
+        f"[%a]{split};\n"
+        + "tcgen05.wait::ld.sync.aligned;\n"
+        * waits
+        + f"ld.param.u64 %rd1, [p1];\nmul.wide.u32 %rd2, %thread, {4 * width};\n"
         f"add.u64 %rd1, %rd1, %rd2;\n{stores}st.global.b32 [%rd1+{4 * COLUMNS}], %w0;\n"
     )
     ptx = frame(f".reg .b32 %w<{COLUMNS}>, %v<{COLUMNS}>;\n", body, 1, 2 * COLUMNS, 2)
@@ -157,9 +159,11 @@ def test_its_site_in_the_sass():
     """ptxas 13.1 writes such a site for sm_103a; two loads of different width are never the
     same."""
     sites = {
-        width: sass_kind(SassInstruction(
-            0, "", f"LDTM.STAT.x{width}.MAX.F32", "R69, R4, tmem[UR4]", Control.decode(0)
-        ))  # fmt: skip
+        width: sass_kind(
+            SassInstruction(
+                0, "", f"LDTM.STAT.x{width}.MAX.F32", "R69, R4, tmem[UR4]", Control.decode(0)
+            )
+        )  # fmt: skip
         for width in (32, 64)
     }
     for width, site in sites.items():

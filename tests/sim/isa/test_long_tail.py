@@ -11,8 +11,9 @@ RNG = np.random.default_rng(11)
 A = RNG.integers(0, 1 << 32, 32, dtype=np.uint32)
 B = RNG.integers(0, 1 << 32, 32, dtype=np.uint32)
 C = RNG.integers(0, 1 << 32, 32, dtype=np.uint32)
-SMALL = np.array([0, 1, 5, 8, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 0xFFFFFFFF] * 2,
-                 np.uint32)
+SMALL = np.array(
+    [0, 1, 5, 8, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 0xFFFFFFFF] * 2, np.uint32
+)
 
 
 def compute(opcode: str, *sources: np.ndarray) -> list[int]:
@@ -36,8 +37,10 @@ def test_fields_and_masks(mode):
     want = [signed(a, amount(n)) & 0xFFFFFFFF if amount(n) else 0 for a, n in rows]
     assert compute(f"szext.{mode}.s32", A, SMALL) == want
     other = np.roll(SMALL, 5)
-    want = [((1 << amount(w)) - 1 << amount(p)) & 0xFFFFFFFF
-            for p, w in zip(SMALL.tolist(), other.tolist(), strict=True)]
+    want = [
+        ((1 << amount(w)) - 1 << amount(p)) & 0xFFFFFFFF
+        for p, w in zip(SMALL.tolist(), other.tolist(), strict=True)
+    ]
     assert compute(f"bmsk.{mode}.b32", SMALL, other) == want
 
 
@@ -71,28 +74,45 @@ def test_dot_products(a_type, b_type):
         value = value >> bits * place & (1 << bits) - 1
         return signed(value, bits) if type_name == "s32" else value
 
-    for opcode, bits, count, first in (("dp4a", 8, 4, 0), ("dp2a.lo", 16, 2, 0),
-                                       ("dp2a.hi", 16, 2, 2)):
-        want = [(c + sum(part(a, bits, n, a_type) * part(b, 8, first + n, b_type)
-                         for n in range(count))) & 0xFFFFFFFF
-                for a, b, c in zip(A.tolist(), B.tolist(), C.tolist(), strict=True)]
+    for opcode, bits, count, first in (
+        ("dp4a", 8, 4, 0),
+        ("dp2a.lo", 16, 2, 0),
+        ("dp2a.hi", 16, 2, 2),
+    ):
+        want = [
+            (
+                c
+                + sum(
+                    part(a, bits, n, a_type) * part(b, 8, first + n, b_type) for n in range(count)
+                )
+            )
+            & 0xFFFFFFFF
+            for a, b, c in zip(A.tolist(), B.tolist(), C.tolist(), strict=True)
+        ]
         assert compute(f"{opcode}.{a_type}.{b_type}", A, B, C) == want
 
 
 def test_hints_check_their_address():
     raw = np.zeros(512, np.uint8)
-    line = raw[-raw.__array_interface__["data"][0] % 128:][:128]
-    run_kernel_text("applypriority.global.L2::evict_normal [%rd8], 128; discard.global.L2 "
-                    "[%rd8], 128;", [line])
+    line = raw[-raw.__array_interface__["data"][0] % 128 :][:128]
+    run_kernel_text(
+        "applypriority.global.L2::evict_normal [%rd8], 128; discard.global.L2 [%rd8], 128;", [line]
+    )
     with pytest.raises(Misaligned, match="128-byte"):
         run_kernel_text("discard.L2 [%rd8+64], 128;", [line])
     with pytest.raises(MemoryFault):
         run_kernel_text("applypriority.L2::evict_normal [%rd8+128], 128;", [line])
 
 
-@pytest.mark.parametrize("operation, function", [
-    ("add.u32", np.add), ("min.s32", np.minimum), ("max.u32", np.maximum), ("xor.b32",
-                                                                            np.bitwise_xor)])
+@pytest.mark.parametrize(
+    "operation, function",
+    [
+        ("add.u32", np.add),
+        ("min.s32", np.minimum),
+        ("max.u32", np.maximum),
+        ("xor.b32", np.bitwise_xor),
+    ],
+)
 @pytest.mark.parametrize("options", [{}, {"schedule": "lazy"}, {"sanitize": True}], ids=str)
 def test_a_bulk_reduction_into_the_other_cta_of_a_cluster(operation, function, options):
     source = np.random.default_rng(2).integers(0, 1 << 32, (2, 32), dtype=np.uint32)
@@ -120,13 +140,23 @@ barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"""
     assert not report.findings
 
 
-@pytest.mark.parametrize("line, why", [
-    ("vote.all.pred %p, %p", "use vote.sync"), ("vote.ballot.b32 %a, %p", "use vote.sync"),
-    ("shfl.down.b32 %a, %a, 1, 31", "use shfl.sync"), ("multimem.red.add.u32 [%w], %a", "devices"),
-    ("multimem.ld_reduce.add.u32 %a, [%w]", "devices"), ("dp4a.u32 %a, %a, %a, %a", "s32"),
-    ("discard.global.L2 [%w], 64", "128"),
-    ("cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.f32 "
-     "[%a], [%a], 16, [%a]", "operation or type")])
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("vote.all.pred %p, %p", "use vote.sync"),
+        ("vote.ballot.b32 %a, %p", "use vote.sync"),
+        ("shfl.down.b32 %a, %a, 1, 31", "use shfl.sync"),
+        ("multimem.red.add.u32 [%w], %a", "devices"),
+        ("multimem.ld_reduce.add.u32 %a, [%w]", "devices"),
+        ("dp4a.u32 %a, %a, %a, %a", "s32"),
+        ("discard.global.L2 [%w], 64", "128"),
+        (
+            "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.f32 "
+            "[%a], [%a], 16, [%a]",
+            "operation or type",
+        ),
+    ],
+)
 def test_other_forms_are_errors(line, why):
     with pytest.raises(UnknownInstruction, match=why):
         compile_body(f".reg .pred %p; .reg .b32 %a; .reg .b64 %w; {line};")

@@ -17,9 +17,13 @@ from sm100_sim.state.warp import Environment
 
 LANES = 32
 #: Exponent bits, mantissa bits, bias, codes that are no finite values, code of NaN, bits in memory.
-FORMATS = {"e4m3": (4, 3, 7, 1, 0x7F, 8), "e5m2": (5, 2, 15, 4, 0x7F, 8),
-           "e2m3": (2, 3, 1, 0, 0x1F, 8), "e3m2": (3, 2, 3, 0, 0x1F, 8),
-           "e2m1": (2, 1, 1, 0, 0x7, 4)}
+FORMATS = {
+    "e4m3": (4, 3, 7, 1, 0x7F, 8),
+    "e5m2": (5, 2, 15, 4, 0x7F, 8),
+    "e2m3": (2, 3, 1, 0, 0x1F, 8),
+    "e3m2": (3, 2, 3, 0, 0x1F, 8),
+    "e2m1": (2, 1, 1, 0, 0x7, 4),
+}
 
 
 def magnitudes(name: str) -> np.ndarray:
@@ -40,12 +44,18 @@ def evaluate(instruction: str, declared: str, sources: dict[str, np.ndarray]) ->
     """%d, uint32, after the instruction, for each row of the sources."""
     names = tuple(sources)
     compiled = compile_body(f".reg .b32 %d; {declared}\n{instruction};", ("%d", *names))
-    environment = Environment(np.zeros((1, 64), np.uint8), np.zeros(1, np.uint32),
-                              np.zeros((0, 3), np.uint64), np.zeros(16, np.uint8))
+    environment = Environment(
+        np.zeros((1, 64), np.uint8),
+        np.zeros(1, np.uint32),
+        np.zeros((0, 3), np.uint64),
+        np.zeros(16, np.uint8),
+    )
     count, parts = len(sources[names[0]]), []
     for start in range(0, count, LANES):
-        rows = {name: np.resize(value[start:start + LANES], LANES).astype(np.uint32)
-                for name, value in sources.items()}
+        rows = {
+            name: np.resize(value[start : start + LANES], LANES).astype(np.uint32)
+            for name, value in sources.items()
+        }
         parts.append(run_compiled(compiled, rows, environment, {"%ntid.x": 32})["%d"])
     return np.concatenate(parts)[:count]
 
@@ -90,10 +100,13 @@ def telling_floats(name: str) -> np.ndarray:
     table = magnitudes(name)
     base = np.concatenate((table, (table[1:] + table[:-1]) / 2, [table[-1] * 1.25, 1e30]))
     base = base.astype(np.float32)
-    near = np.concatenate((base, np.nextafter(base, np.float32(np.inf)),
-                           np.nextafter(base, np.float32(0))))
-    special = np.array([0x7F800000, 0x7FC00000, 0x7F800001, 0x00000001, 0x007FFFFF, 0x00800000,
-                        0x7F7FFFFF], np.uint32)
+    near = np.concatenate(
+        (base, np.nextafter(base, np.float32(np.inf)), np.nextafter(base, np.float32(0)))
+    )
+    special = np.array(
+        [0x7F800000, 0x7FC00000, 0x7F800001, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF],
+        np.uint32,
+    )
     bits = np.concatenate((near.view(np.uint32), special))
     return np.concatenate((bits, bits | 0x80000000)).astype(np.uint32)
 
@@ -114,8 +127,11 @@ def test_every_half_precision_value_converts(name, source):
     halves = np.arange(1 << 16, dtype=np.uint32)
     packed = halves[::2] | halves[1::2] << 16
     width = "b8" if name == "e2m1" else "b16"
-    got = evaluate(f"cvt.rn.satfinite.{name}x2.{source}x2 %n, %s; cvt.u32.u{width[1:]} %d, %n",
-                   f".reg .b32 %s; .reg .{width} %n;", {"%s": packed})
+    got = evaluate(
+        f"cvt.rn.satfinite.{name}x2.{source}x2 %n, %s; cvt.u32.u{width[1:]} %d, %n",
+        f".reg .b32 %s; .reg .{width} %n;",
+        {"%s": packed},
+    )
     if source == "f16":
         values = halves.astype(np.uint16).view(np.float16).astype(np.float64)
     else:
@@ -141,8 +157,11 @@ def test_every_narrow_value_widens(name, relu):
     codes = np.arange(2 * sign_bit(name), dtype=np.uint32)
     packed = codes[::-1] << storage | codes
     width = "b8" if name == "e2m1" else "b16"
-    got = evaluate(f"cvt.u{width[1:]}.u32 %n, %s; cvt.rn{relu}.f16x2.{name}x2 %d, %n",
-                   f".reg .b32 %s; .reg .{width} %n;", {"%s": packed})
+    got = evaluate(
+        f"cvt.u{width[1:]}.u32 %n, %s; cvt.rn{relu}.f16x2.{name}x2 %d, %n",
+        f".reg .b32 %s; .reg .{width} %n;",
+        {"%s": packed},
+    )
     table = magnitudes(name)
     table = np.append(table, [np.inf] * (name == "e5m2"))
     table = np.append(table, [np.nan] * (sign_bit(name) - len(table)))
@@ -171,8 +190,11 @@ def test_scales_are_powers_of_two(rounding, satfinite):
     halves = np.arange(1 << 16, dtype=np.uint32)
     values = (halves << 16).view(np.float32)
     want = scale_codes(values, rounding == "rp", bool(satfinite))
-    got = evaluate(f"cvt.{rounding}{satfinite}.ue8m0x2.bf16x2 %n, %s; cvt.u32.u16 %d, %n",
-                   ".reg .b32 %s; .reg .b16 %n;", {"%s": halves[::2] | halves[1::2] << 16})
+    got = evaluate(
+        f"cvt.{rounding}{satfinite}.ue8m0x2.bf16x2 %n, %s; cvt.u32.u16 %d, %n",
+        ".reg .b32 %s; .reg .b16 %n;",
+        {"%s": halves[::2] | halves[1::2] << 16},
+    )
     np.testing.assert_array_equal(got, want[1::2] << 8 | want[::2])
     base = np.arange(1 << 9, dtype=np.uint32) << 23
     near = np.concatenate([base + np.uint32(offset) for offset in (0, 1, 0xFFFFFFFF, 1 << 22)])
@@ -184,22 +206,25 @@ def test_scales_are_powers_of_two(rounding, satfinite):
 
 def test_every_scale_widens():
     codes = np.arange(256, dtype=np.uint32)
-    got = evaluate("cvt.u16.u32 %n, %s; cvt.rn.bf16x2.ue8m0x2 %d, %n",
-                   ".reg .b32 %s; .reg .b16 %n;", {"%s": codes[::-1] << 8 | codes})
+    got = evaluate(
+        "cvt.u16.u32 %n, %s; cvt.rn.bf16x2.ue8m0x2 %d, %n",
+        ".reg .b32 %s; .reg .b16 %n;",
+        {"%s": codes[::-1] << 8 | codes},
+    )
     want = (2.0 ** np.arange(-127, 129)).astype(np.float32).view(np.uint32) >> 16
     want[255] = 0x7FFF
     np.testing.assert_array_equal(got, want[codes[::-1]] << 16 | want[codes])
 
 
 def random_fields(rbits: np.ndarray, name: str) -> list[np.ndarray]:
-    """16-bit random numbers of a, b, e, f by listing the bits of rbits, the most significant first.
-    """
+    """16-bit random numbers of a, b, e, f by listing the bits of rbits, most significant first."""
     high, low = list(range(31, 15, -1)), list(range(15, -1, -1))
     if name == "e2m1":
         high, low = high[:8] + low[:8], high[8:] + low[8:]
     orders = (high[::-1], high, low[::-1], low)
-    return [sum((rbits >> b & 1) << 15 - place for place, b in enumerate(order))
-            for order in orders]
+    return [
+        sum((rbits >> b & 1) << 15 - place for place, b in enumerate(order)) for order in orders
+    ]
 
 
 @pytest.mark.parametrize("relu", ["", ".relu"])
@@ -213,9 +238,11 @@ def test_four_floats_round_stochastically(name, relu):
     inputs = {f"%{letter}": np.roll(x, 3 * n) for n, letter in enumerate("abef")}
     width = "b16" if name == "e2m1" else "b32"
     text = f"cvt.rs{relu}.satfinite.{name}x4.f32 %n, {{%a, %b, %e, %f}}, %r; " + (
-        "cvt.u32.u16 %d, %n" if name == "e2m1" else "mov.b32 %d, %n")
-    got = evaluate(text, f".reg .f32 %a, %b, %e, %f; .reg .b32 %r; .reg .{width} %n;",
-                   {**inputs, "%r": rbits})
+        "cvt.u32.u16 %d, %n" if name == "e2m1" else "mov.b32 %d, %n"
+    )
+    got = evaluate(
+        text, f".reg .f32 %a, %b, %e, %f; .reg .b32 %r; .reg .{width} %n;", {**inputs, "%r": rbits}
+    )
     want = np.zeros(len(x), np.uint32)
     for bits, field in zip(inputs.values(), random_fields(rbits, name), strict=True):
         value = bits.view(np.float32).astype(np.float64)
@@ -232,12 +259,16 @@ def test_two_floats_round_stochastically_to_halves(name, satfinite):
     count, cut = (13, 10) if name == "f16" else (16, 7)
     bias = 15 if name == "f16" else 127
     x = rng.integers(0, 1 << 32, 1024, dtype=np.uint32)
-    x[::2] = (rng.normal(size=512) * 10.0 ** rng.integers(-9, 6, 512)).astype(np.float32).view(
-        np.uint32)
+    x[::2] = (
+        (rng.normal(size=512) * 10.0 ** rng.integers(-9, 6, 512)).astype(np.float32).view(np.uint32)
+    )
     x[:4] = 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF
     y, rbits = np.roll(x, 5), rng.integers(0, 1 << 32, 1024, dtype=np.uint32)
-    got = evaluate(f"cvt.rs{satfinite}.{name}x2.f32 %d, %a, %b, %r",
-                   ".reg .f32 %a, %b; .reg .b32 %r;", {"%a": x, "%b": y, "%r": rbits})
+    got = evaluate(
+        f"cvt.rs{satfinite}.{name}x2.f32 %d, %a, %b, %r",
+        ".reg .f32 %a, %b; .reg .b32 %r;",
+        {"%a": x, "%b": y, "%r": rbits},
+    )
     want = []
     for bits, field in ((x, rbits >> 16), (y, rbits)):
         value = bits.view(np.float32).astype(np.float64)
@@ -261,21 +292,45 @@ def test_two_floats_round_stochastically_to_halves(name, satfinite):
 
 @pytest.mark.parametrize("rounding", ["rn", "rna", "rz"])
 def test_tf32_saturates(rounding):
-    x = np.array([0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FEFFF,
-                  0x3F801000, 0x3F803000, 0xBF801001, 0], np.uint32)
+    x = np.array(
+        [
+            0x7F7FFFFF,
+            0xFF7FFFFF,
+            0x7F800000,
+            0xFF800000,
+            0x7FC00000,
+            0x7F7FEFFF,
+            0x3F801000,
+            0x3F803000,
+            0xBF801001,
+            0,
+        ],
+        np.uint32,
+    )
     got = evaluate(f"cvt.{rounding}.satfinite.tf32.f32 %d, %a", ".reg .f32 %a;", {"%a": x})
     top = 0x7F7FE000
-    ties = {"rn": (0x3F800000, 0x3F804000, 0xBF802000), "rna": (0x3F802000, 0x3F804000, 0xBF802000),
-            "rz": (0x3F800000, 0x3F802000, 0xBF800000)}[rounding]
+    ties = {
+        "rn": (0x3F800000, 0x3F804000, 0xBF802000),
+        "rna": (0x3F802000, 0x3F804000, 0xBF802000),
+        "rz": (0x3F800000, 0x3F802000, 0xBF800000),
+    }[rounding]
     want = [top, top | 1 << 31, top, top | 1 << 31, 0x7FFFE000, top, *ties, 0]
     np.testing.assert_array_equal(got, np.array(want, np.uint32))
 
 
-@pytest.mark.parametrize("opcode, operands", [
-    ("cvt.rn.e4m3x2.f32", "%n, %a, %a"), ("cvt.rz.satfinite.e4m3x2.f32", "%n, %a, %a"),
-    ("cvt.rs.e4m3x4.f32", "%d, {%a, %a, %a, %a}, %d"), ("cvt.rn.ue8m0x2.f32", "%n, %a, %a"),
-    ("cvt.rn.satfinite.e4m3x2.f16x2", "%n, %d, %d"), ("cvt.rn.satfinite.s2f6x2.f32", "%n, %a, %a"),
-    ("cvt.rna.relu.tf32.f32", "%d, %a"), ("cvt.rn.bf16x2.e4m3x2", "%d, %n")])
+@pytest.mark.parametrize(
+    "opcode, operands",
+    [
+        ("cvt.rn.e4m3x2.f32", "%n, %a, %a"),
+        ("cvt.rz.satfinite.e4m3x2.f32", "%n, %a, %a"),
+        ("cvt.rs.e4m3x4.f32", "%d, {%a, %a, %a, %a}, %d"),
+        ("cvt.rn.ue8m0x2.f32", "%n, %a, %a"),
+        ("cvt.rn.satfinite.e4m3x2.f16x2", "%n, %d, %d"),
+        ("cvt.rn.satfinite.s2f6x2.f32", "%n, %a, %a"),
+        ("cvt.rna.relu.tf32.f32", "%d, %a"),
+        ("cvt.rn.bf16x2.e4m3x2", "%d, %n"),
+    ],
+)
 def test_other_forms_are_errors(opcode, operands):
     with pytest.raises(UnknownInstruction, match=opcode):
         compile_body(f".reg .f32 %a; .reg .b32 %d; .reg .b16 %n; {opcode} {operands};")

@@ -75,8 +75,8 @@ def test_a_hole_for_some_modifiers_is_one():
 
 def test_a_module_with_such_a_row_cannot_be_imported(tmp_path, monkeypatch):
     source = "".join(
-        f"from sm100_sim.isa.{module} import {name}\n" for module, name in (
-            ("columns", "Effect, Event, Recorded, Ties"), ("table", "machine_op"))
+        f"from sm100_sim.isa.{module} import {name}\n"
+        for module, name in (("columns", "Effect, Event, Recorded, Ties"), ("table", "machine_op"))
     ) + (
         "@machine_op('planted.row', trace=Recorded.ENTRY, event=Event.NONE, effect=Effect.NONE,\n"
         "            ties=Ties.NEVER)\n"
@@ -119,8 +119,11 @@ def test_a_row_that_contradicts_itself_is_refused(row):
 
 def _used(column: str) -> set:
     cells = [getattr(row, column) for row in rows().values()]
-    return {value for cell in cells
-            for value in (cell.values if isinstance(cell, ByModifier) else (cell,))}
+    return {
+        value
+        for cell in cells
+        for value in (cell.values if isinstance(cell, ByModifier) else (cell,))
+    }
 
 
 @pytest.mark.parametrize(
@@ -207,8 +210,11 @@ ALLOWED = {
 
 def _documentation(tree: ast.Module) -> set[int]:
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    return {id(node.body[0].value) for node in ast.walk(tree)
-            if isinstance(node, holders) and isinstance(node.body[0], ast.Expr)}
+    return {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, holders) and isinstance(node.body[0], ast.Expr)
+    }
 
 
 def _names_opcodes(text: str) -> bool:
@@ -217,13 +223,19 @@ def _names_opcodes(text: str) -> bool:
     text = text.replace("\\", "").rstrip(".")
     if not re.fullmatch(r"[a-z]\w*(\.|::)[\w.:]*", text):
         return False
-    return any(text == name or text.startswith(f"{name}.") or name.startswith((f"{text}.", text))
-               for name in rows())
+    return any(
+        text == name or text.startswith(f"{name}.") or name.startswith((f"{text}.", text))
+        for name in rows()
+    )
 
 
 def _is_opcode(node: ast.expr) -> bool:
-    instruction = isinstance(node, ast.Attribute) and node.attr == "name" and isinstance(
-        node.value, ast.Name) and node.value.id in ("instruction", "i")
+    instruction = (
+        isinstance(node, ast.Attribute)
+        and node.attr == "name"
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("instruction", "i")
+    )
     return instruction or isinstance(node, ast.Attribute) and node.attr == "opcode"
 
 
@@ -242,10 +254,17 @@ def _opcodes_in(source: str) -> Iterator[str]:
             case ast.Call(func=ast.Attribute(value=value, attr="startswith" | "match"), args=args):
                 if any(map(_is_opcode, (value, *args))):
                     yield ast.unparse(node)
-            case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items) | ast.Dict(
-                    keys=items):
-                found = [item.value for item in items
-                         if isinstance(item, ast.Constant) and item.value in names]
+            case (
+                ast.Tuple(elts=items)
+                | ast.List(elts=items)
+                | ast.Set(elts=items)
+                | ast.Dict(keys=items)
+            ):
+                found = [
+                    item.value
+                    for item in items
+                    if isinstance(item, ast.Constant) and item.value in names
+                ]
                 if len(found) > 1:
                     yield ", ".join(found)
 

@@ -33,15 +33,23 @@ SWIZZLES = (0, 32, 64, 128)
 
 @pytest.mark.parametrize("spans", [(0, 32), (32, 64), (64, 128), (128, 128), (128, 0)])
 @pytest.mark.parametrize("majors", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize(("group", "m", "n"), [(1, 64, 64), (1, 128, 256), (2, 128, 128),
-                                               (2, 256, 128)])
+@pytest.mark.parametrize(
+    ("group", "m", "n"), [(1, 64, 64), (1, 128, 256), (2, 128, 128), (2, 256, 128)]
+)
 def test_mma_from_shared(group, m, n, majors, spans):
     rng = np.random.default_rng(1)
     ctas = make_ctas(group)
     a, b = random_values(rng, (m, 64), "bf16"), random_values(rng, (n, 64), "bf16")
     a_raw, b_raw = pack_pair(ctas, a, b, ("bf16", "bf16"), majors, spans)
-    descriptor = descriptor_of("f16", m, n, ("bf16", "bf16", "f32"), group=group,
-                               a_mn_major=majors[0], b_mn_major=majors[1])
+    descriptor = descriptor_of(
+        "f16",
+        m,
+        n,
+        ("bf16", "bf16", "f32"),
+        group=group,
+        a_mn_major=majors[0],
+        b_mn_major=majors[1],
+    )
     tensor_core.execute(issue(ctas, descriptor, a_raw, b_raw))
     want = a.astype(np.float64) @ b.astype(np.float64).T
     assert np.array_equal(read_d(ctas, m, n), want)

@@ -51,8 +51,9 @@ def describe(array: np.ndarray, box, dtype: str, **fields) -> TensorMap:
 def slow_offset(position: int, span: int, base: int) -> int:
     """SMEM address of byte `position` of a dense tile at `base`, swizzled bit by bit."""
     address = base + position
-    for low, high in {0: (), 32: ((4, 7),), 64: ((4, 7), (5, 8)),
-                      128: ((4, 7), (5, 8), (6, 9))}[span]:
+    for low, high in {0: (), 32: ((4, 7),), 64: ((4, 7), (5, 8)), 128: ((4, 7), (5, 8), (6, 9))}[
+        span
+    ]:
         address ^= (address >> high & 1) << low
     return address
 

@@ -205,8 +205,11 @@ def test_mma(shape, a_type, b_type, d_type):
     pair = 2 if d_type == "f16" else 1
 
     def c_place(i, t, j):
-        return (t // 4 + 8 * i, t % 4 * 2 + j) if pair == 2 else (
-            t // 4 + 8 * (i // 2), t % 4 * 2 + i % 2)
+        return (
+            (t // 4 + 8 * i, t % 4 * 2 + j)
+            if pair == 2
+            else (t // 4 + 8 * (i // 2), t % 4 * 2 + i % 2)
+        )
 
     c_regs = spread(c_raw, c_place, m // 4 // pair, pair)
     groups = {"a": a_regs, "b": b_regs, "c": c_regs, "d": c_regs}
@@ -214,8 +217,10 @@ def test_mma(shape, a_type, b_type, d_type):
     names = {g: [f"%{g}{i}" for i in range(len(r))] for g, r in groups.items()}
     declared = ", ".join(name for group in names.values() for name in group)
     operands = ", ".join(f"{{{', '.join(names[g])}}}" for g in "dabc")
-    body = (f".reg .b{width} {declared};\n"
-            f"mma.sync.aligned.{shape}.row.col.{d_type}.{a_type}.{b_type}.{d_type} {operands};")
+    body = (
+        f".reg .b{width} {declared};\n"
+        f"mma.sync.aligned.{shape}.row.col.{d_type}.{a_type}.{b_type}.{d_type} {operands};"
+    )
     inputs = {n: r for g in "abc" for n, r in zip(names[g], groups[g], strict=True)}
     run = run_warp(body, inputs, names["d"])
     want = a @ b + c

@@ -114,8 +114,13 @@ def test_forms_that_do_not_exist(old, new, message):
 def test_lanes_that_stay_away():
     """All lanes of a warp, and all warps, execute a wgmma; one alone has no warpgroup."""
     with pytest.raises(SimulationError, match="all threads of a warpgroup|aligned"):
-        replay(edited(named("k"), "wgmma.commit_group", "setp.lt.u32 %sum, %thread, 100;\n"
-                      "@%sum wgmma.commit_group"))
+        replay(
+            edited(
+                named("k"),
+                "wgmma.commit_group",
+                "setp.lt.u32 %sum, %thread, 100;\n@%sum wgmma.commit_group",
+            )
+        )
     short = replace(edited(named("k"), ".reqntid 128", ".reqntid 64"), block=64)
     with pytest.raises(SimulationError, match="warps 0 to 3, and the CTA has 2 warps"):
         replay(short)

@@ -71,8 +71,12 @@ def test_a_later_fence_may_cover_the_accesses(again):
     last = "tcgen05.fence::before_thread_sync;\nbar.sync 1;\n"
     text = changed(TENSOR, "wait ld", "tcgen05.wait::ld.sync.aligned;\n" + last)
     if not again:
-        text = changed(TENSOR, "end", "bar.sync 0;\ntcgen05.ld.sync.aligned.32x32b.x4.b32 "
-                       "{%r20, %r21, %r22, %r23}, [%r11];\ntcgen05.wait::ld.sync.aligned;\n" + last)
+        text = changed(
+            TENSOR,
+            "end",
+            "bar.sync 0;\ntcgen05.ld.sync.aligned.32x32b.x4.b32 "
+            "{%r20, %r21, %r22, %r23}, [%r11];\ntcgen05.wait::ld.sync.aligned;\n" + last,
+        )
 
     def first(found):
         fences = [i for i in found if i.name.startswith("tcgen05.fence::before")]
@@ -258,8 +262,7 @@ def test_command(tmp_path):
         "kernel_text.run_kernel = launcher.run_kernel\n"
         "kernel_text.run_kernel_text(RING, block=(64, 1, 1))\n"
     )
-    command = [sys.executable, "-m", "sm100_sim", "mutate", "--as-is", "--seeds", "1",
-               str(script)]
+    command = [sys.executable, "-m", "sm100_sim", "mutate", "--as-is", "--seeds", "1", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "5 mutants: caught 5, redundant 0, survived 0; 100.0 %" in result.stdout

@@ -53,8 +53,10 @@ def operands_of(ctas, m, n, k, dtype, majors, spans, a_in_tmem):
 
 def issue_natively(rig, run, group, a_in_tmem, raw) -> list[int]:
     return [
-        rig.call("tensor_mma", operation([mma.d, mma.a, mma.b, raw, int(mma.accumulate)],
-                                         [group, int(a_in_tmem)]))
+        rig.call(
+            "tensor_mma",
+            operation([mma.d, mma.a, mma.b, raw, int(mma.accumulate)], [group, int(a_in_tmem)]),
+        )
         for mma in run
     ]
 
@@ -69,8 +71,15 @@ FORMS += [((0, 1), (128, 128), True), ((0, 0), (128, 64), True)]
 @pytest.mark.parametrize(("majors", "spans", "a_in_tmem"), FORMS)
 def test_products_are_the_same_bits(majors, spans, a_in_tmem, group, dtype):
     m, n, k = 128 * group, 96, 64
-    descriptor = descriptor_of("f16", m, n, (dtype, dtype, "f32"), group=group,
-                               a_mn_major=bool(majors[0]), b_mn_major=bool(majors[1]))
+    descriptor = descriptor_of(
+        "f16",
+        m,
+        n,
+        (dtype, dtype, "f32"),
+        group=group,
+        a_mn_major=bool(majors[0]),
+        b_mn_major=bool(majors[1]),
+    )
     results = []
     for native in (False, True):
         ctas = random_operands(7, group, dtype)
@@ -127,8 +136,9 @@ def test_other_products_are_left_to_python(what, change):
 def test_operands_outside_are_left_to_python(what, d, a, b):
     ctas = make_ctas(1, 256)
     a_raw, b_raw = operands_of(ctas, 128, 64, 16, "bf16", (0, 0), (128, 128), False)
-    a_raw, b_raw = (raw[0] & ~0x3FFF | start if start else raw[0]
-                    for raw, start in ((a_raw, a), (b_raw, b)))
+    a_raw, b_raw = (
+        raw[0] & ~0x3FFF | start if start else raw[0] for raw, start in ((a_raw, a), (b_raw, b))
+    )
     raw = encode_instruction(descriptor_of("f16", 128, 64, ("bf16", "bf16", "f32")))
     rig = Rig(ctas)
     before = ctas[0].tmem.cells.copy()
@@ -150,8 +160,9 @@ def test_what_python_has_issued_is_performed_or_refused_as_a_whole():
             tensor_core.execute(run)
         else:
             rig, raw = Rig(ctas), encode_instruction(descriptor)
-            chain = layout.Chain(d=32, descriptor=raw, group=1, a=tuple(m.a for m in run),
-                                 b=tuple(m.b for m in run))
+            chain = layout.Chain(
+                d=32, descriptor=raw, group=1, a=tuple(m.a for m in run), b=tuple(m.b for m in run)
+            )
             before = ctas[0].tmem.cells.copy()
             for wrong in ({"descriptor": raw | 1 << 13}, {"d": 480}):
                 refused = layout.Chain.from_buffer_copy(chain)

@@ -13,10 +13,18 @@ def parse(body: str, params: str = "", head: str = ""):
 
 
 def test_parameters_are_laid_out_by_alignment():
-    kernel = parse("", """.param .align 4 .b8 p0[12], .param .u64 p1, .param .align 64 .b8 p2[128],
-        .param .f32 p3, .param .u64 .ptr .global .align 16 p4""")
+    kernel = parse(
+        "",
+        """.param .align 4 .b8 p0[12], .param .u64 p1, .param .align 64 .b8 p2[128],
+        .param .f32 p3, .param .u64 .ptr .global .align 16 p4""",
+    )
     assert [(p.offset, p.size) for p in kernel.params] == [
-        (0, 12), (16, 8), (64, 128), (192, 4), (200, 8)]
+        (0, 12),
+        (16, 8),
+        (64, 128),
+        (192, 4),
+        (200, 8),
+    ]
     assert kernel.param_bytes == 208
 
 
@@ -27,11 +35,16 @@ def test_directives_of_the_entry():
 
 
 def test_static_shared_stands_before_dynamic():
-    kernel = parse(".shared .align 8 .b8 inner[24];\n.reg .b32 %r; mov.b32 %r, inner;",
-                   head=".extern .shared .align 128 .b8 dynamic[];\n.shared .b32 outer;")
+    kernel = parse(
+        ".shared .align 8 .b8 inner[24];\n.reg .b32 %r; mov.b32 %r, inner;",
+        head=".extern .shared .align 128 .b8 dynamic[];\n.shared .b32 outer;",
+    )
     offsets = {name: (s.offset, s.size, s.dynamic) for name, s in kernel.shared.items()}
-    assert offsets == {"outer": (1024, 4, False), "inner": (1032, 24, False),
-                       "dynamic": (1152, 0, True)}
+    assert offsets == {
+        "outer": (1024, 4, False),
+        "inner": (1032, 24, False),
+        "dynamic": (1152, 0, True),
+    }
     assert kernel.dynamic_shared_offset == 1152
     only = parse("", head=".extern .shared .align 1024 .b8 dynamic[];")
     assert only.dynamic_shared_offset == 1024
@@ -93,8 +106,13 @@ def test_branch_targets():
 
 
 def test_locations_and_lines():
-    text = kernel_text('.reg .b32 %r<3>;\n.loc 2 41 7\nmov.b32 %r1, 0; // begin inline asm\n'
-                       '/* a\n comment */ mov.b32 %r2, %r1;') + '\n.file 2 "kernel.py"\n'
+    text = (
+        kernel_text(
+            ".reg .b32 %r<3>;\n.loc 2 41 7\nmov.b32 %r1, 0; // begin inline asm\n"
+            "/* a\n comment */ mov.b32 %r2, %r1;"
+        )
+        + '\n.file 2 "kernel.py"\n'
+    )
     first, second, _ = parse_module(text)["test"].instructions
     assert first.source == ("kernel.py", 41) and second.source == ("kernel.py", 41)
     lines = text.split("\n")
@@ -102,22 +120,27 @@ def test_locations_and_lines():
     assert first.text == "mov.b32 %r1, 0"
 
 
-@pytest.mark.parametrize("body,what", [
-    ("mov.b32 %r1, 0;", "'%r1' is not declared"),
-    (".reg .b32 %r<2>; mov.b32 %r2, 0;", "'%r2' is not declared"),
-    ("bra NOWHERE;", "label 'NOWHERE'"),
-    (".reg .b32 %r<2>; mov.b32 %r1, 12x;", "number '12x'"),
-    ("L: L:", "twice"),
-])
+@pytest.mark.parametrize(
+    "body,what",
+    [
+        ("mov.b32 %r1, 0;", "'%r1' is not declared"),
+        (".reg .b32 %r<2>; mov.b32 %r2, 0;", "'%r2' is not declared"),
+        ("bra NOWHERE;", "label 'NOWHERE'"),
+        (".reg .b32 %r<2>; mov.b32 %r1, 12x;", "number '12x'"),
+        ("L: L:", "twice"),
+    ],
+)
 def test_errors_name_the_statement(body, what):
     if body.startswith("mov"):
         # A name with % that nobody declares could be a special register: refused when used.
         from sm100_sim.errors import UnknownInstruction
+
         with pytest.raises(UnknownInstruction, match="%r1"):
             compile_body(body)
         return
     if "%r2" in body:
         from sm100_sim.errors import UnknownInstruction
+
         with pytest.raises(UnknownInstruction, match="%r2"):
             compile_body(body)
         return
@@ -130,16 +153,19 @@ SPINS = {
     "wait then done": "L: " + WAIT.format(p="%p1") + "@%p1 bra.uni D; bra.uni L; D:",
     "direct": "L: " + WAIT.format(p="%p1") + "@!%p1 bra L;",
     "not": "L: " + WAIT.format(p="%p1") + "not.pred %p2, %p1; @%p2 bra L;",
-    "selp and setp": "L: { .reg .pred q; " + WAIT.format(p="q")
-                     + "selp.b32 %r3, 1, 0, q; } setp.eq.b32 %p2, %r3, 0; @%p2 bra L;",
+    "selp and setp": "L: { .reg .pred q; "
+    + WAIT.format(p="q")
+    + "selp.b32 %r3, 1, 0, q; } setp.eq.b32 %p2, %r3, 0; @%p2 bra L;",
     "address again": "L: add.s32 %r1, %r4, 8; " + WAIT.format(p="%p1") + "@!%p1 bra L;",
 }
 PEEKS = {
     "no loop": WAIT.format(p="%p1") + "@!%p1 bra L; mov.b32 %r3, 1; L:",
     "work in the loop": "L: add.s32 %r3, %r3, 1; " + WAIT.format(p="%p1") + "@!%p1 bra L;",
     "loops when true": "L: " + WAIT.format(p="%p1") + "@%p1 bra L;",
-    "other wait": WAIT.format(p="%p1") + "@%p1 bra D; L: " + WAIT.format(p="%p2")
-                  + "@!%p2 bra L; D:",
+    "other wait": WAIT.format(p="%p1")
+    + "@%p1 bra D; L: "
+    + WAIT.format(p="%p2")
+    + "@!%p2 bra L; D:",
 }
 
 

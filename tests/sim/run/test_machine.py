@@ -198,8 +198,10 @@ def test_one_lane_waits_while_the_others_go_on(options):
     assert out.tolist() == [1234 if lane == 7 else 0 for lane in range(32)]
 
 
-@pytest.mark.parametrize("poll", ["ld.volatile.global.b32 %r1, [%rd8];",
-                                  "atom.relaxed.gpu.global.or.b32 %r1, [%rd8], 0;"])
+@pytest.mark.parametrize(
+    "poll",
+    ["ld.volatile.global.b32 %r1, [%rd8];", "atom.relaxed.gpu.global.or.b32 %r1, [%rd8], 0;"],
+)
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_polling_a_flag_in_global_memory(options, poll):
     """CTA 0 spins on a flag that CTA 1 sets: spinning must not starve the one it waits for."""
@@ -451,8 +453,9 @@ def test_reaching_into_a_cta_that_has_exited(access, options):
     """The error says so, not that bytes outside the allocation are accessed, with CTA and rank."""
     body = f".reg .b16 %rs<2>; {LATE} {access}"
     with pytest.raises(CtaExited, match=EXITED) as raised:
-        run_kernel_text(body, [aligned_zeros((16,), np.uint8)], grid=(4, 1, 1), cluster=(2, 1, 1),
-                        **options)
+        run_kernel_text(
+            body, [aligned_zeros((16,), np.uint8)], grid=(4, 1, 1), cluster=(2, 1, 1), **options
+        )
     assert "allocated bytes" not in str(raised.value)
     assert raised.value.cta in ((0, 0, 0), (2, 0, 0)) and raised.value.instruction.text in access
 
@@ -474,16 +477,23 @@ PEER = """
     [
         ("ld.shared.b32 %r5, [%r4+16];", "ld.shared::cluster.b32 %r5, [%r4+16];"),
         ("st.shared::cta.b32 [%r4+16], %r1;", "st.shared::cluster.b32 [%r4+16], %r1;"),
-        ("atom.shared.add.u32 %r5, [%r4+16], 1;",
-         "atom.shared::cluster.add.u32 %r5, [%r4+16], 1;"),
-        ("@%p0 mbarrier.arrive.shared.b64 %rd1, [%r4];",
-         "@%p0 mbarrier.arrive.shared::cluster.b64 _, [%r4];"),
-        ("@%p0 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r4], 16;",
-         "@%p0 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r3], 16;"),
-        ("mbarrier.try_wait.parity.shared.b64 %p1, [%r4], 1;",
-         "mbarrier.try_wait.parity.shared.b64 %p1, [%r3], 1;"),
-        ("mbarrier.test_wait.parity.shared.b64 %p1, [%r4], 1;",
-         "mbarrier.test_wait.parity.shared.b64 %p1, [%r3], 1;"),
+        ("atom.shared.add.u32 %r5, [%r4+16], 1;", "atom.shared::cluster.add.u32 %r5, [%r4+16], 1;"),
+        (
+            "@%p0 mbarrier.arrive.shared.b64 %rd1, [%r4];",
+            "@%p0 mbarrier.arrive.shared::cluster.b64 _, [%r4];",
+        ),
+        (
+            "@%p0 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r4], 16;",
+            "@%p0 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r3], 16;",
+        ),
+        (
+            "mbarrier.try_wait.parity.shared.b64 %p1, [%r4], 1;",
+            "mbarrier.try_wait.parity.shared.b64 %p1, [%r3], 1;",
+        ),
+        (
+            "mbarrier.test_wait.parity.shared.b64 %p1, [%r4], 1;",
+            "mbarrier.test_wait.parity.shared.b64 %p1, [%r3], 1;",
+        ),
     ],
 )
 def test_shared_without_cluster_is_the_own_memory(access, accepted, options):
@@ -613,7 +623,11 @@ def test_guarded_machine_operations_count_executing_lanes():
 def test_one_seed_gives_one_run():
     def order(**options):
         trace = run_kernel_text(
-            PAIR, [np.zeros((6, 32), np.uint32)], grid=(6, 1, 1), cluster=(2, 1, 1), trace=True,
+            PAIR,
+            [np.zeros((6, 32), np.uint32)],
+            grid=(6, 1, 1),
+            cluster=(2, 1, 1),
+            trace=True,
             **options,
         ).trace
         return [(entry.ctaid, entry.line) for entry in trace]

@@ -23,8 +23,9 @@ def test_setmaxnreg_waits_for_the_pool():
     """
     run_kernel_text(body, block=(512, 1, 1))
     with pytest.raises(Hang, match="setmaxnreg.inc to 208 registers a thread; 0 registers are"):
-        run_kernel_text(body.replace("dec.sync.aligned.u32 48", "dec.sync.aligned.u32 128"),
-                        block=(512, 1, 1))
+        run_kernel_text(
+            body.replace("dec.sync.aligned.u32 48", "dec.sync.aligned.u32 128"), block=(512, 1, 1)
+        )
 
 
 # Registers a thread of three warpgroups after setmaxnreg; whether a kernel of 384 threads, launched
@@ -90,8 +91,20 @@ def test_more_registers_than_the_file_has_cannot_be_launched(threads):
 
 @pytest.mark.parametrize(
     ("threads", "ctas", "registers"),
-    [(160, 1, 256), (288, 1, 168), (320, 1, 168), (416, 1, 128), (544, 1, 96), (672, 1, 80),
-     (160, 2, 168), (288, 2, 96), (96, 3, 168), (160, 3, 128), (288, 3, 72), (96, 4, 168)],
+    [
+        (160, 1, 256),
+        (288, 1, 168),
+        (320, 1, 168),
+        (416, 1, 128),
+        (544, 1, 96),
+        (672, 1, 80),
+        (160, 2, 168),
+        (288, 2, 96),
+        (96, 3, 168),
+        (160, 3, 128),
+        (288, 3, 72),
+        (96, 4, 168),
+    ],
 )
 def test_registers_that_fit_a_launch(threads, ctas, registers):
     """ptxas 13.1 gives these registers to a kernel of .reqntid and .minnctapersm whose

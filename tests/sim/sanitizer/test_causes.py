@@ -15,7 +15,9 @@ from sm100_sim.sanitizer.findings import Finding, Site
 pytestmark = pytest.mark.simulator
 
 #: Six times, warp 0 fills 128 bytes of shared memory and both warps read them by four loads.
-FILLED = START + """
+FILLED = (
+    START
+    + """
 shl.b32 %r5, %r2, 2;  add.u32 %r5, %r5, %r3;  mov.u32 %r4, 0;  setp.ne.u32 %p1, %r1, 0;
 NEXT:
 @%p1 bra READ;
@@ -30,6 +32,7 @@ ld.shared.v2.b32 {%r15, %r16}, [%r3+96];
 add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 6;
 @%p3 bra NEXT;
 """
+)
 REFILLED = without(FILLED, "empty")
 #: Behind the loop one warp reads what the other has written, which nothing orders.
 UNORDERED = """
@@ -67,10 +70,13 @@ def test_a_second_missing_edge_is_a_second_cause():
 
 def test_another_rule_is_another_cause():
     """A read of what nobody has written, in the stretch of the racing loads."""
-    text = REFILLED.replace("ld.shared.b32 %r12, [%r3];",
-                            "ld.shared.b32 %r12, [%r3];  ld.shared.b32 %r17, [%r3+256];")
+    text = REFILLED.replace(
+        "ld.shared.b32 %r12, [%r3];", "ld.shared.b32 %r12, [%r3];  ld.shared.b32 %r17, [%r3+256];"
+    )
     assert [cause.kinds for cause in causes_of(findings(text))] == [
-        ("uninitialised-read",), ("race",)]
+        ("uninitialised-read",),
+        ("race",),
+    ]
 
 
 def test_ctas_and_warps_of_all_launches_are_in_it():
@@ -79,8 +85,10 @@ def test_ctas_and_warps_of_all_launches_are_in_it():
     assert len(cause.ctas) == 8 and "8 CTAs from (0, 0, 0) to (3, 1, 0)" in str(cause)
     assert "warps 0-1" in str(cause)
     assert len(cause.findings) == len(found)
-    assert cause.times == sum(finding.times for finding in found) + causes_of(
-        findings(REFILLED))[0].times
+    assert (
+        cause.times
+        == sum(finding.times for finding in found) + causes_of(findings(REFILLED))[0].times
+    )
 
 
 def test_a_cause_shows_one_finding_in_full():
@@ -93,27 +101,37 @@ def test_a_cause_shows_one_finding_in_full():
 
 def test_copies_of_a_loop_body_are_one_cause():
     """Loads of one role, each with a stretch of its own, before one deallocation."""
+
     def freed(load, warp, opcode="tcgen05.ld", stretch=9):
-        sites = (Site(load, load, opcode, (0, 0, 0), warp),
-                 Site(99, 99, "tcgen05.dealloc", (0, 0, 0), 4))
+        sites = (
+            Site(load, load, opcode, (0, 0, 0), warp),
+            Site(99, 99, "tcgen05.dealloc", (0, 0, 0), 4),
+        )
         finding = Finding("freed-in-use", f"at {load}", sites, "tensor memory")
         finding.stretches = (load, stretch)
         return finding
 
-    found = [freed(1, 4), freed(2, 4), freed(3, 8), freed(4, 4), freed(5, 4, "tcgen05.st"),
-             freed(4, 4, stretch=7)]
+    found = [
+        freed(1, 4),
+        freed(2, 4),
+        freed(3, 8),
+        freed(4, 4),
+        freed(5, 4, "tcgen05.st"),
+        freed(4, 4, stretch=7),
+    ]
     assert [cause.lines for cause in causes_of(found)] == [(1, 2, 4, 99), (3, 99), (5, 99)]
 
 
 def test_long_register_lists_are_shortened():
     registers = ", ".join(f"%r{i}" for i in range(32))
-    cause, = causes_of([f"machine: `tcgen05.ld {{{registers}}}, [%r1]`, `cp {{%r1, %r2}}`"])
+    (cause,) = causes_of([f"machine: `tcgen05.ld {{{registers}}}, [%r1]`, `cp {{%r1, %r2}}`"])
     assert str(cause).endswith("`tcgen05.ld {%r0, ..., %r31}, [%r1]`, `cp {%r1, %r2}`")
 
 
 def test_notes_that_differ_in_numbers_alone_are_one_cause():
-    body = ("mov.u32 %r0, %tid.x; setp.eq.u32 %p0, %r0, 0;" + "".join(
-        f"@%p0 mbarrier.init.shared.b64 [smem+{8 * i}], 1;" * 2 for i in range(3)))
+    body = "mov.u32 %r0, %tid.x; setp.eq.u32 %p0, %r0, 0;" + "".join(
+        f"@%p0 mbarrier.init.shared.b64 [smem+{8 * i}], 1;" * 2 for i in range(3)
+    )
     found = run_kernel_text(body).findings
     assert len(found) == 3
     (cause,) = causes_of(found)

@@ -40,8 +40,7 @@ def test_both_layouts_of_a_log_record_are_one():
 
 
 _MMA = "tcgen05.mma.cta_group::1.kind::f16 [%r{d}], [%r12], %rd0, %r16, %p3;\n"
-_STORE = ("tcgen05.st.sync.aligned.32x32b.x8.b32 [%r13], "
-          "{%r0, %r0, %r0, %r0, %r0, %r0, %r0, %r0};\n")
+_STORE = "tcgen05.st.sync.aligned.32x32b.x8.b32 [%r13], {%r0, %r0, %r0, %r0, %r0, %r0, %r0, %r0};\n"
 _COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [smem];"
 
 #: Two tcgen05 instructions of one thread on the same columns: name -> text, finding if the pair
@@ -54,7 +53,8 @@ PAIRS = {
     ),
     "two stores": (changed(TENSOR, "store", 2 * _STORE), "store-in-flight"),
     "two stores, the first waited for": (
-        changed(TENSOR, "store", _STORE + "tcgen05.wait::st.sync.aligned;\n" + _STORE), None
+        changed(TENSOR, "store", _STORE + "tcgen05.wait::st.sync.aligned;\n" + _STORE),
+        None,
     ),
 }
 
@@ -98,8 +98,12 @@ def test_the_document_names_the_kernels():
 def test_findings_name_both_accesses(kernel):
     """Instruction text, PTX line, CTA and warp of each, and the missing edge."""
     bugs = [bug for bug in BUGS if bug.kernel == kernel]
-    texts = [finding for bug in bugs for finding in bug.findings()
-             if finding.kind in bug.expected and finding.kind != "uninitialised-read"]
+    texts = [
+        finding
+        for bug in bugs
+        for finding in bug.findings()
+        if finding.kind in bug.expected and finding.kind != "uninitialised-read"
+    ]
     assert texts
     access = r"`[^`]+` \(PTX line \d+\), CTA \(\d, 0, 0\) warp \d"
     for text in texts:
@@ -116,12 +120,15 @@ def test_tensors_of_size_zero_have_no_map():
 
 def _primed(primer: int, late: int) -> str:
     """Warp 1 fills a slot three times, warp 2 frees it; `primer` frees it first, `late` last."""
-    wait = ("{{ .reg .pred %w; AGAIN: mbarrier.try_wait.parity.shared.b64 %w, [smem+{}], {};"
-            " @!%w bra AGAIN; }}\n")
+    wait = (
+        "{{ .reg .pred %w; AGAIN: mbarrier.try_wait.parity.shared.b64 %w, [smem+{}], {};"
+        " @!%w bra AGAIN; }}\n"
+    )
     arrive = "@%p0 mbarrier.arrive.shared.b64 _, [smem+{}];\n"
     fill = "".join(wait.format(0, i % 2) + arrive.format(8) for i in range(3))
-    free = "".join(wait.format(8, i % 2) + (arrive.format(0) if i < 2 or late == 2 else "")
-                   for i in range(3))
+    free = "".join(
+        wait.format(8, i % 2) + (arrive.format(0) if i < 2 or late == 2 else "") for i in range(3)
+    )
     last = wait.format(8, 0) + wait.format(8, 1) + wait.format(8, 0) + arrive.format(0)
     return f"""
         mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; and.b32 %r2, %r0, 31;
@@ -137,8 +144,10 @@ def _primed(primer: int, late: int) -> str:
         END: bar.sync 0;"""
 
 
-@pytest.mark.parametrize("primer,late,found", [
-    (0, 2, set()), (1, 2, {"arrivals-unbalanced"}), (0, 0, {"arrivals-unbalanced"})])
+@pytest.mark.parametrize(
+    "primer,late,found",
+    [(0, 2, set()), (1, 2, {"arrivals-unbalanced"}), (0, 0, {"arrivals-unbalanced"})],
+)
 def test_who_initialises_a_barrier_of_empty_slots_may_free_them_first(primer, late, found):
     report = run_kernel_text(_primed(primer, late), block=(96, 1, 1), sanitize=True)
     assert {finding.kind for finding in report.findings} == found

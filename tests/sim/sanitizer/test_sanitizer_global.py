@@ -21,8 +21,13 @@ def findings(body: str, arrays: int = 1, warps: int = 1) -> list:
     """Return the findings of two CTAs of a cluster, the same in native code and in Python."""
     found = [
         run_kernel_text(
-            START + body, [np.zeros(1024, np.uint32) for _ in range(arrays)], grid=(2, 1, 1),
-            cluster=(2, 1, 1), block=(32 * warps, 1, 1), sanitize=True, schedule=schedule,
+            START + body,
+            [np.zeros(1024, np.uint32) for _ in range(arrays)],
+            grid=(2, 1, 1),
+            cluster=(2, 1, 1),
+            block=(32 * warps, 1, 1),
+            sanitize=True,
+            schedule=schedule,
         ).findings
         for schedule in ("eager", "lazy")
     ]

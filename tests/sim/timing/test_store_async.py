@@ -56,9 +56,7 @@ def clocks(nbytes):
     # A scoreboard of the test's own holds the waiting warp; the exit waits for it.
     code = instruction_arrays(CODE)
     code.sets[3], code.waits[4] = 0, 1
-    compiled = Compiled(
-        CODE, code, program, [(0, 0), (1, 0)], paths, [None] * 6, {}, []
-    )
+    compiled = Compiled(CODE, code, program, [(0, 0), (1, 0)], paths, [None] * 6, {}, [])
     return replay_program(compiled, VALUES).clocks
 
 

@@ -28,8 +28,15 @@ def program(lines: tuple[str, ...], warps: int = 4, late: int = 0) -> Compiled:
     first = last - np.array([len(path) for path in paths], np.int32)
     nothing = np.full(int(last[-1]), -1, np.int32)
     empty = Program(
-        np.concatenate(paths), nothing, first, last, np.zeros(warps, np.int32),
-        np.zeros((0, 5), np.int64), np.zeros((1, 5), np.int64), 0, 1,
+        np.concatenate(paths),
+        nothing,
+        first,
+        last,
+        np.zeros(warps, np.int32),
+        np.zeros((0, 5), np.int64),
+        np.zeros((1, 5), np.int64),
+        0,
+        1,
     )
     found = [WarpPath(path, np.full(len(path), -1, np.int32)) for path in paths]
     names = [(0, warp) for warp in range(warps)]

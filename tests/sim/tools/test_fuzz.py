@@ -77,7 +77,8 @@ def test_a_program_without_any_one_piece_is_legal(family):
         one = Variant(whole.name, (number,))
         assert len(one.case().ptx) < len(whole.case().ptx)
         assert simulate.outcome_of(one)[1].state in (
-            (ENDED, HANG, VARIES) if whole.may_hang else (ENDED,))
+            (ENDED, HANG, VARIES) if whole.may_hang else (ENDED,)
+        )
 
 
 @pytest.mark.parametrize("family", ["warp", "memory", "shared", "cluster", "copies"])
@@ -86,11 +87,9 @@ def test_the_sanitizer_finds_no_races_in_them(family, monkeypatch):
     left out."""
     reports = []
     run = launcher.run_kernel
-    monkeypatch.setattr(replaying, "run_kernel",
-                        lambda *given: reports.append(run(*given)))
+    monkeypatch.setattr(replaying, "run_kernel", lambda *given: reports.append(run(*given)))
     cases = [program(f"{family}/{seed}").case() for seed in range(30, 38)]
-    cases = [case for case in cases
-             if not re.search(r"\bst(\.shared)?\.[usb](8|16) \[", case.ptx)]
+    cases = [case for case in cases if not re.search(r"\bst(\.shared)?\.[usb](8|16) \[", case.ptx)]
     assert len(cases) > 2
     for case in cases:
         replaying.replay(case, sanitize=True)
@@ -104,8 +103,9 @@ def test_a_planted_bug_is_found_and_shrunk():
 
     def wrong(emitter, instruction):
         first, a, b, *rest = instruction.operands
-        instruction.operands = (first, b, a, *rest) if instruction.modifiers == ("b64",) else (
-            first, a, b, *rest)
+        instruction.operands = (
+            (first, b, a, *rest) if instruction.modifiers == ("b64",) else (first, a, b, *rest)
+        )
         right.emit(emitter, instruction)
 
     def broken(variants):
@@ -117,8 +117,11 @@ def test_a_planted_bug_is_found_and_shrunk():
     assert 0 < len(found) < len(programs)
     (smallest,) = shrink([variant(found[0])], simulated, broken).values()
     whole = program(smallest.name)
-    left = [piece.before for number, piece in enumerate(whole.numbered())
-            if number not in smallest.dropped]
+    left = [
+        piece.before
+        for number, piece in enumerate(whole.numbered())
+        if number not in smallest.dropped
+    ]
     assert len(left) == 1 < len(whole.numbered())
     assert "bfi.b64" in left[0]
     assert command.differences(simulated([smallest]), broken([smallest])) == [smallest.key]
@@ -144,9 +147,11 @@ def test_a_register_pool_of_the_whole_file_is_noticed(monkeypatch):
 def test_kernels_have_the_registers_that_the_driver_gives_them(monkeypatch):
     """The simulator needs no machine code to know registers where setmaxnreg is used."""
     begin, given = barriers.RegisterPool.__init__, []
-    monkeypatch.setattr(barriers.RegisterPool, "__init__",
-                        lambda pool, warps, count, wake: (given.append(count),
-                                                          begin(pool, warps, count, wake))[1])
+    monkeypatch.setattr(
+        barriers.RegisterPool,
+        "__init__",
+        lambda pool, warps, count, wake: (given.append(count), begin(pool, warps, count, wake))[1],
+    )
     keys = [key for key in of_family("pool") if "setmaxnreg" in variant(key).case().ptx]
     assert len(keys) > 8
     for key in keys:
@@ -161,13 +166,17 @@ def test_a_hang_is_shrunk_to_the_warps_that_matter():
     ended = Outcome(ENDED, "")
 
     def never(variants):
-        return {one.key: dataclasses.replace(ended, program=one.case().digest())
-                for one in variants}
+        return {
+            one.key: dataclasses.replace(ended, program=one.case().digest()) for one in variants
+        }
 
     (smallest,) = shrink([variant(name)], simulated, never).values()
     assert simulated([smallest])[smallest.key].state == HANG
-    left = [number for number, piece in enumerate(program(name).numbered())
-            if not piece.fixed and number not in smallest.dropped]
+    left = [
+        number
+        for number, piece in enumerate(program(name).numbered())
+        if not piece.fixed and number not in smallest.dropped
+    ]
     assert len(left) < sum(not piece.fixed for piece in program(name).numbered())
     fewer = [Variant(name, tuple(sorted({*smallest.dropped, number}))) for number in left]
     assert {outcome.state for outcome in simulated(fewer).values()} == {ENDED}
@@ -232,8 +241,11 @@ def test_on_both_machines_what_differs_is_shrunk(monkeypatch, capsys):
     assert [key.split("-")[0] for key in smallest] == wrong
     for key in smallest:
         whole = variant(key)
-        left = [piece for number, piece in enumerate(program(whole.name).numbered())
-                if number not in whole.dropped]
+        left = [
+            piece
+            for number, piece in enumerate(program(whole.name).numbered())
+            if number not in whole.dropped
+        ]
         assert len(left) == 1 and "popc" in left[0].before
 
 

@@ -28,8 +28,9 @@ pytestmark = pytest.mark.simulator
 
 VECTORS = golden.Vectors()
 CASES = golden.all_cases()
-EXACT = [case for case in CASES
-         if not (case.approximate or case.faults or case.rule or case.hashed)]
+EXACT = [
+    case for case in CASES if not (case.approximate or case.faults or case.rule or case.hashed)
+]
 #: Sums of the tensor core have a test of their own (test_golden_wgmma.py).
 APPROXIMATE = [case for case in CASES if case.approximate and not case.hopper]
 
@@ -38,19 +39,22 @@ def chunks() -> list:
     """Up to 64 cases of one group each, so that no test takes long."""
     found = []
     for group, cases in golden.groups(EXACT).items():
-        for number, part in enumerate(itertools.batched(cases, 64)
-                                      if hasattr(itertools, "batched") else _batched(cases)):
+        for number, part in enumerate(
+            itertools.batched(cases, 64) if hasattr(itertools, "batched") else _batched(cases)
+        ):
             found.append(pytest.param(list(part), id=f"{group}-{number}"))
     return found
 
 
 def _batched(cases: list[Case]):
-    return (cases[start:start + 64] for start in range(0, len(cases), 64))
+    return (cases[start : start + 64] for start in range(0, len(cases), 64))
 
 
 def check(cases: list[Case], **options) -> None:
-    wrong = [difference(case, replay(case, **options), VECTORS.outputs(case), late_flush=True)
-             for case in cases]
+    wrong = [
+        difference(case, replay(case, **options), VECTORS.outputs(case), late_flush=True)
+        for case in cases
+    ]
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 
@@ -91,9 +95,11 @@ def test_within_the_bound(case):
         assert not measure.wrong, f"{case.name}, {who}: {measure.wrong}"
         figures[who] = measure.worst
     same = np.mean(comparable(mine, case.floats) == comparable(recorded, case.floats))
-    print(f"{case.name}: bound {bound.text}; largest error "
-          + ", ".join(f"{who} {worst}" for who, worst in figures.items())
-          + f"; {same:.1%} of the results equal")
+    print(
+        f"{case.name}: bound {bound.text}; largest error "
+        + ", ".join(f"{who} {worst}" for who, worst in figures.items())
+        + f"; {same:.1%} of the results equal"
+    )
 
 
 @pytest.mark.parametrize("name", ["sin", "cos"])
@@ -102,7 +108,7 @@ def test_trigonometry_beyond_its_bound(name):
     case = next(case for case in CASES if case.name == f"approximate/{name}.approx.f32")
     mine, recorded = (values(arrays[0], "f32") for arrays in (replay(case), VECTORS.outputs(case)))
     number = ~np.isnan(recorded)
-    assert np.abs(mine - recorded)[number].max() < 2.0 ** -21
+    assert np.abs(mine - recorded)[number].max() < 2.0**-21
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.faults], ids=lambda c: c.name)
@@ -132,21 +138,38 @@ def test_host_code_that_asks_the_driver_for_tensor_maps():
     recorded = VECTORS.file(golden.TENSOR_MAPS)
     encode_tiled = host_code.CALLBACKS["_cuTensorMapEncodeTiled"][0]
     for t, raw, accepted in zip(requests(), recorded["descriptors"], recorded["accepted"]):
-        arrays = [np.array(values, kind) for values, kind in (
-            (t.sizes, np.uint64), (t.strides, np.uint64), (t.box, np.uint32),
-            (t.element_strides, np.uint32))]
+        arrays = [
+            np.array(values, kind)
+            for values, kind in (
+                (t.sizes, np.uint64),
+                (t.strides, np.uint64),
+                (t.box, np.uint32),
+                (t.element_strides, np.uint32),
+            )
+        ]
         kind = f"T{record._TYPES[t.dtype]}" if t.tf32 else record._TYPES[t.dtype]
         numbers = [
-            getattr(driver.CUtensorMapInterleave,
-                    f"CU_TENSOR_MAP_INTERLEAVE_{f'{t.interleave}B' if t.interleave else 'NONE'}"),
-            getattr(driver.CUtensorMapSwizzle,
-                    f"CU_TENSOR_MAP_SWIZZLE_{f'{t.swizzle}B' if t.swizzle else 'NONE'}"),
-            (0, 64, 128, 256).index(t.l2_promotion), t.nan_fill]
+            getattr(
+                driver.CUtensorMapInterleave,
+                f"CU_TENSOR_MAP_INTERLEAVE_{f'{t.interleave}B' if t.interleave else 'NONE'}",
+            ),
+            getattr(
+                driver.CUtensorMapSwizzle,
+                f"CU_TENSOR_MAP_SWIZZLE_{f'{t.swizzle}B' if t.swizzle else 'NONE'}",
+            ),
+            (0, 64, 128, 256).index(t.l2_promotion),
+            t.nan_fill,
+        ]
         found = np.zeros(128, np.uint8)
         types = driver.CUtensorMapDataType
-        arguments = (found.ctypes.data, int(getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{kind}")),
-                     t.rank, t.address, *(array.ctypes.data for array in arrays),
-                     *map(int, numbers))
+        arguments = (
+            found.ctypes.data,
+            int(getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{kind}")),
+            t.rank,
+            t.address,
+            *(array.ctypes.data for array in arrays),
+            *map(int, numbers),
+        )
         if accepted:
             encode_tiled(*arguments)
             assert found[:64].tobytes() == raw.tobytes()[:64]
@@ -169,7 +192,8 @@ def test_some_groups_can_be_recorded_again(tmp_path, capsys):
     assert again.manifest["failed"] == {failed: "why"}
     assert again.manifest["cases"] == {k: v for k, v in before["cases"].items() if k != failed}
     assert again.manifest["faults"] == {
-        k: v for k, v in before["faults"].items() if not k.startswith("found/")}
+        k: v for k, v in before["faults"].items() if not k.startswith("found/")
+    }
     with pytest.raises(SystemExit):
         main(["record", "--groups", "nonsense", "--out", str(tmp_path)])
     assert "accepted are approximate" in capsys.readouterr().err

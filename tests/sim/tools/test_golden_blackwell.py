@@ -24,8 +24,15 @@ def test_the_simulator_agrees_with_numpy(probe):
     assert probe.wrong(replay(probe.case)) == ""
 
 
-@pytest.mark.parametrize("name", ["tcgen05/mma bf16 256x128 group 2 A k B k", "tcgen05/cp 4x256b",
-                                  "pairs/load cluster 2", "tcgen05/ld 16x64b x4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tcgen05/mma bf16 256x128 group 2 A k B k",
+        "tcgen05/cp 4x256b",
+        "pairs/load cluster 2",
+        "tcgen05/ld 16x64b x4",
+    ],
+)
 def test_one_wrong_word_is_seen(name):
     (probe,) = (probe for probe in PROBES if probe.case.name == name)
     found = [array.copy() for array in probe.expected]
@@ -64,8 +71,7 @@ def test_products_cover_the_kernels_shapes():
 
 
 def test_the_assembler_takes_every_case(tmp_path):
-    """ptxas for sm_100a, as the driver of a B200 would; one module, each kernel under its number.
-    """
+    """ptxas for sm_100a, as a B200's driver would; one module, each kernel under its number."""
     found = importlib.util.find_spec("triton")
     home = Path(found.submodule_search_locations[0]) if found else Path("triton")
     tool = home / "backends" / "nvidia" / "bin" / "ptxas-blackwell"

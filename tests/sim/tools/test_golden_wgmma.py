@@ -55,25 +55,32 @@ def test_another_rule_is_noticed(monkeypatch, changed):
     """One bit more or less where numbers are aligned, or where the sum is cut off."""
     original = getattr(tensor_sums, changed)
     if changed == "_aligned":
-        monkeypatch.setattr(tensor_sums, changed, lambda number, unit, least: 2 * original(
-            number, unit, least + 1))
+        monkeypatch.setattr(
+            tensor_sums, changed, lambda number, unit, least: 2 * original(number, unit, least + 1)
+        )
     else:
-        monkeypatch.setattr(tensor_sums, changed, lambda total, least, bits: original(
-            total, least, bits and bits - 1))
+        monkeypatch.setattr(
+            tensor_sums,
+            changed,
+            lambda total, least, bits: original(total, least, bits and bits - 1),
+        )
     product = next(p for p in SUMS if p.values == "near" and p.types[0] == "bf16")
     assert not np.array_equal(by_rule(product), *VECTORS.outputs(named(product)))
 
 
 def scale(product: wgmma.Product) -> np.ndarray:
     """Sum of the sizes of all terms, (64, N)."""
-    a, b = (np.abs(wgmma.values_of(raw, name))
-            for raw, name in zip(wgmma.operands(product), product.types, strict=True))
+    a, b = (
+        np.abs(wgmma.values_of(raw, name))
+        for raw, name in zip(wgmma.operands(product), product.types, strict=True)
+    )
     found = a @ b.T
     return found + np.abs(matrix(product, wgmma.start(product))) if product.accumulate else found
 
 
-@pytest.mark.parametrize("product", [p for p in SUMS if p.values == "near"],
-                         ids=lambda product: product.name)
+@pytest.mark.parametrize(
+    "product", [p for p in SUMS if p.values == "near"], ids=lambda product: product.name
+)
 def test_how_far_the_simulator_is(product):
     """The simulator adds in float32; the H200 cuts each term off, at 2^-25 or 2^-13 of the
     largest."""

@@ -23,10 +23,18 @@ def stale_words(ptx: str, tries: int = TRIES, **options) -> int:
     addresses = [array.__array_interface__["data"][0] for array in (counts, scratch)]
     values = [np.uint64(word).tobytes() for word in (*addresses, tries)]
     config = LaunchConfig(KERNEL, (2 * CLUSTERS, 1, 1), (BLOCK, 1, 1), (2, 1, 1), 0, (), {}, 0, ptx)
-    ranges = [(start, start + array.nbytes, name) for start, array, name in
-              zip(addresses, (counts, scratch), ("counts", "scratch"), strict=True)]
-    run_kernel(config, parameter_buffer(parsed_kernel(ptx, KERNEL), values), sorted(ranges),
-               Options(**options))
+    ranges = [
+        (start, start + array.nbytes, name)
+        for start, array, name in zip(
+            addresses, (counts, scratch), ("counts", "scratch"), strict=True
+        )
+    ]
+    run_kernel(
+        config,
+        parameter_buffer(parsed_kernel(ptx, KERNEL), values),
+        sorted(ranges),
+        Options(**options),
+    )
     return int(counts.sum())
 
 
@@ -45,7 +53,8 @@ def test_a_stale_message_is_counted():
     ptx = message_ptx(MESSAGES[0])
     write = next(line for line in ptx.splitlines() if line.startswith("st.shared::cluster"))
     late = ptx.replace(f"{write}\n", "").replace("WRITER_WAIT:", f"{write}\nWRITER_WAIT:")
-    late = late.replace("mov.u32 %far, full;", "mapa.shared::cluster.u32 %far, %place, %peer;\n"
-                        "mov.u32 %r14, %far;\nmov.u32 %far, full;").replace(
-        f"{write}\nWRITER_WAIT:", "st.shared::cluster.u32 [%r14], %value;\nWRITER_WAIT:")
+    late = late.replace(
+        "mov.u32 %far, full;",
+        "mapa.shared::cluster.u32 %far, %place, %peer;\nmov.u32 %r14, %far;\nmov.u32 %far, full;",
+    ).replace(f"{write}\nWRITER_WAIT:", "st.shared::cluster.u32 [%r14], %value;\nWRITER_WAIT:")
     assert stale_words(late, seed=1) > 0

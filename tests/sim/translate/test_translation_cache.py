@@ -1,5 +1,4 @@
-"""Translated kernels on disk: found again, invalidated by what they depend on, harmless if damaged.
-"""
+"""Translated kernels on disk: found again, stale with what they rest on, harmless when broken."""
 
 import ctypes
 import os
@@ -128,11 +127,16 @@ def test_entries_used_least_recently_go(directory, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "variants"),
-    [([{}], 1), ([{"sanitize": True}], 1), ([{"trace": True}], 1),
-     ([{"sanitize": True}, {"seed": 3}, {"sanitize": "strict"}, {}], 2)],
+    [
+        ([{}], 1),
+        ([{"sanitize": True}], 1),
+        ([{"trace": True}], 1),
+        ([{"sanitize": True}, {"seed": 3}, {"sanitize": "strict"}, {}], 2),
+    ],
 )
-def test_a_launch_translates_what_it_runs_and_nothing_else(directory, monkeypatch, options,
-                                                           variants):
+def test_a_launch_translates_what_it_runs_and_nothing_else(
+    directory, monkeypatch, options, variants
+):
     """The module is parsed once; plain and logged code are translated when one is first run."""
     calls = []
 
@@ -150,8 +154,15 @@ def test_a_launch_translates_what_it_runs_and_nothing_else(directory, monkeypatc
     launcher.forget_kernels()
     out = np.zeros(32, np.uint32)
     pointer = ctypes.c_uint64(out.__array_interface__["data"][0])
-    config = LaunchConfig("test", (1, 1, 1), (32, 1, 1), (1, 1, 1), 0,
-                          (ctypes.addressof(pointer),), ptx=kernel_text(BODY, 1))
+    config = LaunchConfig(
+        "test",
+        (1, 1, 1),
+        (32, 1, 1),
+        (1, 1, 1),
+        0,
+        (ctypes.addressof(pointer),),
+        ptx=kernel_text(BODY, 1),
+    )
     ranges = [(pointer.value, pointer.value + out.nbytes, "out")]
     for choice in options:
         out[:] = 0
@@ -259,8 +270,11 @@ BESIDES = {
 
 def test_translation_imports_nothing_else():
     """A module that takes part in translation and lies elsewhere would leave stale entries."""
-    graph = {module: names for module, names in style.import_graph(ROOT).items()
-             if module.startswith("sm100_sim")}
+    graph = {
+        module: names
+        for module, names in style.import_graph(ROOT).items()
+        if module.startswith("sm100_sim")
+    }
     parts = tuple(f"sm100_sim/{folder}" for folder in translation_cache.TRANSLATING)
     seen = {module for module in graph if f"{module}/".startswith(tuple(f"{p}/" for p in parts))}
     assert len(seen) > 50

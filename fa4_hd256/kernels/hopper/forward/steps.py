@@ -71,9 +71,7 @@ def _q(warpgroup: int) -> str:
     return f"q{warpgroup}"
 
 
-def forward_steps(
-    warpgroups: int, ctas: int, stages: tuple[int, int], skips: bool
-) -> StepTable:
+def forward_steps(warpgroups: int, ctas: int, stages: tuple[int, int], skips: bool) -> StepTable:
     """ctas: of a cluster; two load each tile of K and V for both.  stages: of K, of V.  skips: a
     warpgroup leaves out steps that its rows do not see."""
     q_rings = [_q(w) for w in range(warpgroups)]

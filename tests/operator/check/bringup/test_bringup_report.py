@@ -54,7 +54,7 @@ def test_plots_are_where_the_figures_are():
     """Twice the model's constant lies at the right end of an axis that reaches to 2x."""
     steps = {"TMEM load": {"state": "measured", "values": FIGURE}}
     svg = page._against_model(steps, {"tmem_load": 75.0})
-    drawing = svg[svg.index("<svg"):]
+    drawing = svg[svg.index("<svg") :]
     quoted = re.sub(r"=([^\s\"'>]+)", r'="\1"', drawing)
     (circle,) = ElementTree.fromstring(quoted).iter("circle")
     assert float(circle.get("cx")) == page._LABEL + page._WIDTH

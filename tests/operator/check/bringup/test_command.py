@@ -23,8 +23,12 @@ def report_of(directory) -> dict:
 
 def test_golden_vectors_and_a_kernel(tmp_path):
     """A recorded case of each kind: exact, approximate, one that the hardware refuses."""
-    only = ("golden/cluster/exchange 2", "golden/approximate/ex2.approx.ftz.f32",
-            "golden/tma/load 2d u16 coordinate", "kernels/smallest backward_preprocess")
+    only = (
+        "golden/cluster/exchange 2",
+        "golden/approximate/ex2.approx.ftz.f32",
+        "golden/tma/load 2d u16 coordinate",
+        "kernels/smallest backward_preprocess",
+    )
     status = bringup(tmp_path, "--rungs", "golden", "kernels", *(f"--only={o}" for o in only))
     rungs = report_of(tmp_path)
     assert status == 0

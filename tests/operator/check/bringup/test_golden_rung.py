@@ -43,7 +43,7 @@ def test_the_recorded_cases_assemble_for_blackwell(tmp_path):
         for number, case in enumerate(itertools.islice(cases, start, start + 100)):
             ptx = gpu.retargeted(case.ptx, (10, 0))
             assert ptx.startswith(gpu.head((10, 0)))
-            bodies.append(re.sub(r"\bgolden\b", f"golden{number}", ptx[len(gpu.head((10, 0))):]))
+            bodies.append(re.sub(r"\bgolden\b", f"golden{number}", ptx[len(gpu.head((10, 0))) :]))
         path = tmp_path / "cases.ptx"
         path.write_text(gpu.head((10, 0)) + "\n".join(bodies))
         command = [str(tool), "-arch=sm_100a", "-O0", str(path), "-o", str(tmp_path / "cubin")]

@@ -63,7 +63,11 @@ def test_reports_name_every_failure(planted):
     assert all(f"  {name}: {state}" in text for name, state in FAILURES.items())
     content = report.content(SIMULATOR, results, "")
     assert content["rungs"]["planted"]["counts"] == {
-        "hang": 2, "fault": 2, "failed": 1, "passed": 5}
+        "hang": 2,
+        "fault": 2,
+        "failed": 1,
+        "passed": 5,
+    }
     json.dumps(content, allow_nan=False)
 
 
@@ -143,8 +147,10 @@ def test_what_was_missing_may_come_later(tmp_path):
 
 def test_a_killed_child_takes_its_own_children_along(tmp_path):
     """A process that a step has started (compute-sanitizer, a benchmark) does not outlive it."""
-    child = runner.Child(tmp_path, {
-        "rung": "planted", "items": ["stuck with a child"], "target": SIMULATOR.as_json()})
+    child = runner.Child(
+        tmp_path,
+        {"rung": "planted", "items": ["stuck with a child"], "target": SIMULATOR.as_json()},
+    )
     end = time.monotonic() + 60
     lines = []
     while not any("note" in line for line in lines) and time.monotonic() < end:

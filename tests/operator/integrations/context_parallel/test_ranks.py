@@ -55,7 +55,10 @@ TWO = {
         "all_gather_attention", "zigzag", batch=2, score_mod="places"
     ),
     "heads, by place": Case(
-        "ulysses_attention", heads=(4, 2), documents=(0, 5, 40, 40, 100, 128), score_mod="places",
+        "ulysses_attention",
+        heads=(4, 2),
+        documents=(0, 5, 40, 40, 100, 128),
+        score_mod="places",
         options=CAUSAL,
     ),
     "prefix": Case(batch=2, mask="prefix", sink=True, lse=True),
@@ -90,8 +93,14 @@ TWO = {
         "all_gather_attention", mask="BlockMask", mask_mod=True, score_mod="places"
     ),
     "heads, zigzag, mask_mod": Case(
-        "ulysses_attention", "zigzag", rows=300, batch=2, heads=(2, 2), mask="lists",
-        mask_mod=True, sink=True,
+        "ulysses_attention",
+        "zigzag",
+        rows=300,
+        batch=2,
+        heads=(2, 2),
+        mask="lists",
+        mask_mod=True,
+        sink=True,
     ),
 }
 #: Cases of two ranks that four have, too.
@@ -115,7 +124,10 @@ FOUR = {
     ),
     "gathered, causal": Case("all_gather_attention", options=CAUSAL),
     "heads, documents, by place": Case(
-        "ulysses_attention", heads=(4, 4), documents=(0, 5, 40, 40, 100, 128), score_mod="places",
+        "ulysses_attention",
+        heads=(4, 4),
+        documents=(0, 5, 40, 40, 100, 128),
+        score_mod="places",
         options=CAUSAL,
     ),
     "heads, zigzag, a BlockMask": Case(
