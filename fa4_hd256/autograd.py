@@ -24,7 +24,7 @@ from .call.operator_arguments import (
 from .call.packed_ds import check_begins
 from .call.tile_mask import TileMask
 from .gpus.devices import is_captured
-from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
+from .kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
 from .package_name import NAMESPACE
 from .private_torch import is_batch_of_gradients, nesting_of_batches

@@ -24,8 +24,8 @@ from .call.operator_arguments import (
     ForwardValues,
 )
 from .call.windows import UNBOUNDED
-from .kernels.backward_ds_tiles import count_blocks
-from .kernels.block_mask import FULL, MASK_TILE, NOTHING
+from .kernels.backward.ds_tiles import count_blocks
+from .kernels.mask.block_mask import FULL, MASK_TILE, NOTHING
 from .package_name import NAMESPACE
 
 __all__ = ["register_when_counted"]
@@ -110,8 +110,8 @@ def _numbers(tensor: Any) -> Any:
 
 
 def _listed_pairs(lists: Any, bits: Any, seqlen_q: int, by_queries: bool) -> int:
-    """Return the visible pairs of the tiles in lists (`kernels.block_mask`, of the backward
-    `kernels.backward_block_mask`)."""
+    """Return the visible pairs of the tiles in lists (`kernels.mask.block_mask`, of the backward
+    `kernels.backward.block_mask`)."""
     if lists is None:
         return 0
     tiles = -(-seqlen_q // MASK_TILE)

@@ -10,7 +10,7 @@ import torch
 from .call.checks import are_differentiated
 from .call.function_meaning import digest_of, is_derived_of, note_meaning
 from .call.function_tensors import check_tensors
-from .kernels.user_functions import FunctionKind, Functions
+from .kernels.functions.user_functions import FunctionKind, Functions
 
 __all__ = ["check_function", "key_of", "read_of", "register", "with_tensors"]
 

@@ -35,10 +35,10 @@ from .call.tree_mask import tree_words as words_of
 from .functional import attend_under_transforms
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
-from .kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
+from .kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.problem_class import DESCALES
-from .kernels.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
+from .kernels.rows.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
 from .mask_mods import MaskMod
 from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask

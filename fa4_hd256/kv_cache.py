@@ -36,9 +36,9 @@ from .interface import (
     longest_of,
     read_options,
 )
+from .kernels.functions.score_change import SCORE_MOD
 from .kernels.problem_class import DESCALES
-from .kernels.score_change import SCORE_MOD
-from .kernels.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
+from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
 from .operators import append_rows
 from .run.append import add_append
 from .run.append_arguments import AppendOptions, AppendTensors

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .function_keys import check_function, key_of, read_of, register, with_tensors
-from .kernels.mask_function import MASK_MOD
-from .kernels.part_places import key_in_part
-from .kernels.user_functions import Functions
+from .kernels.functions.mask_function import MASK_MOD
+from .kernels.functions.part_places import key_in_part
+from .kernels.functions.user_functions import Functions
 
 __all__ = ["MaskMod"]
 

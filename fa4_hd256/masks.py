@@ -36,7 +36,7 @@ from .call.tile_mask import (
 from .call.tree_mask import tree_words
 from .function_state import FunctionState, TensorStates
 from .gpus.devices import is_captured
-from .kernels.block_mask import FULL, MASK_TILE
+from .kernels.mask.block_mask import FULL, MASK_TILE
 from .words import shown
 
 __all__ = [

@@ -19,8 +19,8 @@ from .call.memory_checks import check_writable
 from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
 from .call.splits import BY_RULE, check_num_splits
 from .gpus.family import architecture_of
-from .kernels.block_mask import MASK_STEPS
 from .kernels.kernel_set import kernels_of
+from .kernels.mask.block_mask import MASK_STEPS
 from .package_name import NAMESPACE
 from .private_torch import DispatchKey, excluding
 from .run.append import plan_append

@@ -27,10 +27,10 @@ from .call.function_tensors import check_slopes
 from .call.splits import BY_RULE
 from .call.tile_mask import TileMask
 from .gpus.devices import is_captured
-from .kernels.mask_function import MASK_MOD
-from .kernels.row_places import SequenceOfQuery, key_in_row
-from .kernels.score_change import ALIBI, SCORE_MOD
-from .kernels.user_functions import Functions
+from .kernels.functions.mask_function import MASK_MOD
+from .kernels.functions.row_places import SequenceOfQuery, key_in_row
+from .kernels.functions.score_change import ALIBI, SCORE_MOD
+from .kernels.functions.user_functions import Functions
 from .mask_mods import MaskMod
 from .masks import as_tile_mask, in_sequences, keys_of_rows
 from .score_mods import ScoreMod

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .function_keys import check_function, key_of, read_of, register, with_tensors
-from .kernels.part_places import key_in_part
-from .kernels.score_change import ALIBI, SCORE_MOD, Scored
-from .kernels.user_functions import Functions
+from .kernels.functions.part_places import key_in_part
+from .kernels.functions.score_change import ALIBI, SCORE_MOD, Scored
+from .kernels.functions.user_functions import Functions
 
 __all__ = ["ScoreMod", "Scored", "alibi"]
 

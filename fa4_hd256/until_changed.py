@@ -26,8 +26,8 @@ class UntilChanged:
     collectives (`broadcast`, `all_reduce`), by kernels of the user's and by replays of CUDA graphs.
     Tensors on the CPU are therefore compared with a copy, those on a GPU with FA4_HD256_CHECK=1,
     too. Without it a user must not change tensors on a GPU in these ways. Lengths that changed so
-    are noticed by the kernels that use them (`kernels.tail_rows`, NOTE [wrong lengths]); a mask of
-    packed rows is not. Safe for several threads at once.
+    are noticed by the kernels that use them (`kernels.small.tail_rows`, NOTE [wrong lengths]); a
+    mask of packed rows is not. Safe for several threads at once.
     """
 
     def __init__(self, most: int | None = None) -> None:

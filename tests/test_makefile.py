@@ -84,8 +84,11 @@ def test_the_check_runs_its_three_parts(tmp_path):
     lines = make(tmp_path, "-n", "check").stdout.splitlines()
     commands = [line.split("/bin/")[1] for line in lines if line.startswith(str(tmp_path))]
     assert [c for c in commands if "pip install" not in c] == [
-        "ruff check .", "ruff format --check --quiet .", "python -m mypy", "python -m pytest -q -n 2 @tests/check.txt",
-    ]  # fmt: skip
+        "ruff check .",
+        "ruff format --check --quiet .",
+        "python -m mypy",
+        "python -m pytest -q -n 2 @tests/check.txt",
+    ]
 
 
 def test_the_check_has_tests_of_each_room():

@@ -61,7 +61,7 @@ def test_quotes_stand_in_their_files():
 
 
 def test_what_is_wrong_is_told():
-    link = "[`{}`](../fa4_hd256/kernels/edges.py)"
+    link = "[`{}`](../fa4_hd256/kernels/plan/edges.py)"
     text = " ".join(link.format(name) for name in ("Edge.waiter_state", "Edge.forever", "Rim"))
     assert [name.split(": ")[1] for name in unknown_names(text)] == ["Edge.forever", "Rim"]
     quote = "```python schedulers/protocol.py\nwhile work.is_valid:\n{}\n```\n"

@@ -25,7 +25,7 @@ from cutlass import Int32, Int64
 from bench.suite import Case
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.environment import CACHE_DIR, PREBUILT
-from fa4_hd256.kernels.backward_common import BackwardContext, Step
+from fa4_hd256.kernels.backward.common import BackwardContext, Step
 from fa4_hd256.kernels.hopper.backward import dv
 from fa4_hd256.kernels.hopper.backward.dv import STEP_QUERIES, DvKernel
 from fa4_hd256.kernels.operands import LoadTarget

@@ -14,7 +14,7 @@ import torch
 from bench.suite import Case
 from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP
 from fa4_hd256 import flash_attn_func, interface
-from fa4_hd256.kernels.block_mask import MASK_TILE
+from fa4_hd256.kernels.mask.block_mask import MASK_TILE
 
 from .masks import MaskedCase
 from .providers import FlashAttention4, Inputs, Ours, Provider, first_line

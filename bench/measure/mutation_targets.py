@@ -23,7 +23,7 @@ from fa4_hd256 import (
     get_scheduler_metadata,
     masks,
 )
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE
+from fa4_hd256.kernels.backward.ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod

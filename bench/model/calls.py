@@ -22,7 +22,7 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import of_capability
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.sequences import PADDING
+from fa4_hd256.kernels.rows.sequences import PADDING
 from fa4_hd256.schedulers.choice import BACKWARD_PREFERS_CLC, grid_rows, prefers_clc
 
 

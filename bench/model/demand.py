@@ -18,7 +18,7 @@ from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256.call.chunks import visible_keys
 from fa4_hd256.call.forward_problem import packed_heads
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE
+from fa4_hd256.kernels.backward.ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.kernels.blackwell.backward.config import TILE_BYTES, BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, CTAS

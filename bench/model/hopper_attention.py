@@ -26,7 +26,7 @@ from fa4_hd256.call.splits import divided
 from fa4_hd256.environment import ARCHITECTURE
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.steps import CLAIM_STEPS
+from fa4_hd256.kernels.plan.steps import CLAIM_STEPS
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import backward_specs, forward_spec

@@ -26,9 +26,9 @@ from fa4_hd256.call.function_tensors import functions_of_keys
 from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.function_keys import read_of
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.block_mask import FULL, MASK_BITS, MASK_STEPS, MASK_TILE
+from fa4_hd256.kernels.functions.mask_function import MASK_MOD
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.mask_function import MASK_MOD
+from fa4_hd256.kernels.mask.block_mask import FULL, MASK_BITS, MASK_STEPS, MASK_TILE
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.schedulers.choice import prefers_clc
 from sm100_sim import timing

@@ -2,7 +2,7 @@
 
 dS is always stored: a launch of dV and one of the products of dS for each chunk, as the operator
 splits the call, and around them what `backward` has. Costs of a tile are fitted to replays of the
-kernels that read lists (`backward_block_mask`, NOTE [listed blocks]). A case's tiles are the lists
+kernels that read lists (`backward.block_mask`, NOTE [listed blocks]). A case's tiles are the lists
 of its own mask, in the kernels' order.
 
 NOTE [one cost of a step].  In the loop of dV's kernel ptxas branches nowhere around the bits: their
@@ -31,12 +31,12 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.tile_mask import TileMask, blocks_of_queries
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward_block_mask import READ, WRITTEN, least_section
-from fa4_hd256.kernels.backward_ds_tiles import count_blocks
-from fa4_hd256.kernels.backward_product_order import ProductOrder
+from fa4_hd256.kernels.backward.block_mask import READ, WRITTEN, least_section
+from fa4_hd256.kernels.backward.ds_tiles import count_blocks
+from fa4_hd256.kernels.backward.product_order import ProductOrder
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.block_mask import FULL, MASK_BLOCKS, MASK_GRADIENTS, MASK_KEY_BITS
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.mask.block_mask import FULL, MASK_BLOCKS, MASK_GRADIENTS, MASK_KEY_BITS
 from sm100_sim import timing
 from sm100_sim.timing import Machine, Tile, TileCosts, Tiles
 

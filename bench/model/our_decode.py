@@ -20,8 +20,8 @@ from bench.tables.paths import Paths
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.plan.steps import CLAIM_STEPS
 from fa4_hd256.kernels.problem_class import query_rows
-from fa4_hd256.kernels.steps import CLAIM_STEPS
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import empty_results

@@ -11,8 +11,8 @@ import functools
 
 from bench.suite import Case
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward_product_order import ProductOrder
-from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.kernels.backward.product_order import ProductOrder
+from fa4_hd256.kernels.mask.masking import MaskKind
 from sm100_sim.timing import Tile
 
 from .tiles import (

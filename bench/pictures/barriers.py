@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, Signal
 
 from .svg import BLUE, GREEN, GREY, INK, ORANGE, RULE, Drawing, text_width, tint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fa4_hd256.kernels.plans import (
+from fa4_hd256.kernels.plan.budgets import (
     SMEM_CAPACITY,
     TMEM_COLUMNS,
     SmemPlan,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.edges import EdgeTable
+from fa4_hd256.kernels.plan.edges import EdgeTable
 from sm100_sim.timing import Action, Prediction
 
 __all__ = ["LANES", "Span", "forward_spans"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..gpus.devices import Gpu
-from ..kernels.backward_ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
+from ..kernels.backward.ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
+from ..kernels.functions.score_change import ScoreOrigin
 from ..kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
 from ..kernels.problem_class import GradientClass, PreprocessClass
-from ..kernels.score_change import ScoreOrigin
-from ..kernels.sequences import DS_BEGINS
+from ..kernels.rows.sequences import DS_BEGINS
 from .checks import check_gradients
 from .forward_problem import ForwardCall, Options, Problem, is_masked
 from .layouts import without_expanded_heads
@@ -101,7 +101,7 @@ class BackwardProblem:
 
     @property
     def ds_shape(self) -> tuple[int, int, int, int]:
-        """(query heads, units, tiles of a unit, elements of a tile) of dS: `backward_ds_tiles`."""
+        """(query heads, units, tiles of a unit, elements of a tile) of dS: `backward.ds_tiles`."""
         forward = self.forward
         longest = forward.max_seqlen_q, forward.max_seqlen_k
         window = forward.options.window

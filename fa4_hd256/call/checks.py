@@ -17,8 +17,11 @@ import torch
 
 from .. import environment
 from ..gpus.devices import is_captured
-from ..kernels.backward_ds_tiles import DS_BLOCK
-from ..kernels.block_mask import (
+from ..kernels.backward.ds_tiles import DS_BLOCK
+from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
+from ..kernels.kernel_set import ForwardTiles
+from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ..kernels.mask.block_mask import (
     BIT_WORDS,
     MASK_BITS,
     MASK_BLOCKS,
@@ -29,11 +32,9 @@ from ..kernels.block_mask import (
     MASK_TILE,
     STEP_WORDS,
 )
-from ..kernels.kernel_functions import FUNCTION_TENSORS
-from ..kernels.kernel_set import ForwardTiles
-from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ..kernels.mask.windows import Reach, Window
 from ..kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
-from ..kernels.sequences import (
+from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
     DS_BEGINS,
@@ -41,7 +42,6 @@ from ..kernels.sequences import (
     PART_LIST,
     TREE_WORDS,
 )
-from ..kernels.windows import Reach, Window
 from ..words import shown
 from .memory_checks import require_dense
 from .plain_numbers import is_sure, plain

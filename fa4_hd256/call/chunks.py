@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..gpus.devices import Gpu
-from ..kernels.backward_ds_tiles import (
+from ..kernels.backward.ds_tiles import (
     BLOCK_TILES,
     DS_BLOCK,
     DS_TILE_ELEMENTS,
     count_blocks,
     count_tiles,
 )
-from ..kernels.score_change import ScoreOrigin
-from ..kernels.sequences import DS_BEGINS, PADDING
+from ..kernels.functions.score_change import ScoreOrigin
+from ..kernels.rows.sequences import DS_BEGINS, PADDING
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
 from .named_configs import spelled

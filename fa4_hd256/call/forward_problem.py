@@ -10,11 +10,13 @@ import torch
 from ..architectures import Architecture
 from ..gpus.devices import sms_are_shared
 from ..gpus.family import architecture_of
-from ..kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
-from ..kernels.kernel_functions import FUNCTION_KINDS
+from ..kernels.functions.kernel_functions import FUNCTION_KINDS
+from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
+from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
+from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
-from ..kernels.sequences import (
+from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     DS_BEGINS,
     PADDING,
@@ -22,8 +24,6 @@ from ..kernels.sequences import (
     PART_LIST,
     TREE_WORDS,
 )
-from ..kernels.user_functions import FunctionClass
-from ..kernels.windows import Reach
 from ..schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 from . import checks, descales, memory_checks
 from .layouts import without_expanded_heads

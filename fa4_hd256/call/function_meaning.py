@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.user_functions import FunctionKind, SelfDescribed
+from ..kernels.functions.user_functions import FunctionKind, SelfDescribed
 from ..package_name import canonical, loaded
 
 __all__ = ["UnnamedError", "described_meaning", "digest_of", "is_derived_of", "note_meaning"]

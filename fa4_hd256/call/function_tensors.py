@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..kernels.kernel_functions import FUNCTION_KINDS
-from ..kernels.score_change import ALIBI, SCORE_MOD
-from ..kernels.user_functions import FunctionClass, FunctionKind
+from ..kernels.functions.kernel_functions import FUNCTION_KINDS
+from ..kernels.functions.score_change import ALIBI, SCORE_MOD
+from ..kernels.functions.user_functions import FunctionClass, FunctionKind
 
 __all__ = ["check_slopes", "check_tensors", "functions_of_keys"]
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.block_mask import MASK_GRADIENTS, MASK_TABLES
-from ..kernels.kernel_functions import FUNCTION_TENSORS
+from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
+from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_TABLES
 from ..kernels.problem_class import DESCALES
-from ..kernels.sequences import (
+from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
     DS_BEGINS,

@@ -1,7 +1,7 @@
 """Start of dS of packed sequences, by lengths that the host has read.
 
 What a call knows without waiting for the device, the longest sequence and the sum of all, leaves
-room for more than there is (`kernels.backward_ds_tiles`, NOTE [units of dS]).  Lengths that are
+room for more than there is (`kernels.backward.ds_tiles`, NOTE [units of dS]).  Lengths that are
 read once serve all layers of a model.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.backward_ds_tiles import count_tiles
-from ..kernels.sequences import DS_BEGINS
+from ..kernels.backward.ds_tiles import count_tiles
+from ..kernels.rows.sequences import DS_BEGINS
 from .backward_problem import BackwardProblem
 from .checks import reads_contents
 from .forward_problem import Options

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..gpus.devices import Gpu
-from ..kernels.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED
+from ..kernels.rows.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED
 from .forward_problem import Problem
 from .splits import LARGEST, longest_row, room_for_parts, rows_a_step
 
@@ -43,7 +43,7 @@ def marked(words: Any) -> tuple[int, ...] | None:
 
 
 def list_of_parts(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Tensor:
-    """`kernels.part_list` of a call, int32; one word for calls that are not divided.
+    """`kernels.rows.part_list` of a call, int32; one word for calls that are not divided.
 
     lengths: (batch,) int32 keys in use of each sequence. Tried are the longest one in 1 to
     `LARGEST` parts, as far as the list has room for all. Where every part has a cluster, a call

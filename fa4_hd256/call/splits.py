@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..gpus.devices import Gpu
-from ..kernels.combine_config import MOST_PARTS
 from ..kernels.kernel_set import ForwardTiles
 from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
-from ..kernels.sequences import PART_LIST
+from ..kernels.rows.sequences import PART_LIST
+from ..kernels.small.combine_config import MOST_PARTS
 from ..words import shown
 from .forward_problem import Problem
 from .plain_numbers import plain

@@ -1,7 +1,7 @@
 """A mask by tiles of 128 queries x 128 keys: which are empty, which are full, and bits of the rest.
 
-Kernels read it as lists of steps (`kernels.block_mask`), which are made here for the tiles of each
-kernel, once for a mask. All of it happens on the mask's device, without a loop over tiles.
+Kernels read it as lists of steps (`kernels.mask.block_mask`), which are made here for the tiles of
+each kernel, once for a mask. All of it happens on the mask's device, without a loop over tiles.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from ..gpus.devices import is_captured
-from ..kernels.backward_block_mask import FIRST, NUMBER, READ, WRITTEN
-from ..kernels.backward_ds_tiles import BLOCK_TILES, count_blocks
-from ..kernels.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
-from ..kernels.masking import WORD_BITS
+from ..kernels.backward.block_mask import FIRST, NUMBER, READ, WRITTEN
+from ..kernels.backward.ds_tiles import BLOCK_TILES, count_blocks
+from ..kernels.mask.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
+from ..kernels.mask.masking import WORD_BITS
 from .interception import is_lasting
 
 __all__ = [
@@ -70,7 +70,7 @@ class TileMask:
 
     lengths: (seqlen_q, seqlen_k). tiles: (1 or batch, 1 or heads, tiles of queries, tiles of keys)
     int32: `ABSENT`, `FULL`, or the number of a tile of bits. bits: (tiles of bits, 128, 4) int32,
-    see `kernels.block_mask`; None where a mask_mod takes their place, whose tiles are `ASKED`.
+    see `kernels.mask.block_mask`; None where a mask_mod takes their place, whose tiles are `ASKED`.
     of_first: whether these are bits of the first batch entry, and of the first head, alone, and no
     others may read them, although `tiles` has one of these.
 
@@ -207,7 +207,7 @@ class TileMask:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """The lists of dS (`kernels.backward_block_mask`): (1 or batch, 1 or heads, blocks of keys
+        """The lists of dS (`kernels.backward.block_mask`): (1 or batch, 1 or heads, blocks of keys
         and of queries, 1 + most tiles, 4) int32."""
         return self._once(self._made, "blocks", lambda: _blocks(self.tiles))
 
@@ -402,7 +402,7 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
 
 def _firsts(rows: torch.Tensor) -> torch.Tensor:
     """Numbers of the first tiles of dS of all blocks of keys, by how many are written of each half:
-    `backward_block_mask`, NOTE [numbers of listed tiles]. rows: of `TileMask.blocks` those of keys.
+    `backward.block_mask`, NOTE [numbers of listed tiles]. rows: of `TileMask.blocks` those of keys.
     """
     taken = BLOCK_TILES * rows[..., 0, WRITTEN]
     return taken.cumsum(-1) - taken

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.masking import WORD_BITS
-from ..kernels.windows import Window
+from ..kernels.mask.masking import WORD_BITS
+from ..kernels.mask.windows import Window
 
 __all__ = ["MOST_NODES", "WORD_NODES", "check_apart", "check_words", "is_wide", "tree_words"]
 

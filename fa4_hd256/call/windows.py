@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..kernels.windows import Window
+from ..kernels.mask.windows import Window
 from ..words import shown
 from .plain_numbers import plain
 

@@ -19,7 +19,7 @@ import torch
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from ..function_state import FunctionState
-from ..kernels.user_functions import MOST_TENSORS
+from ..kernels.functions.user_functions import MOST_TENSORS
 from ..mask_mods import MaskMod
 from ..run.kept_tensors import made_to_keep
 from ..score_mods import ScoreMod

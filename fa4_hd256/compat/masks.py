@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..call.tile_mask import PARTIAL, WHOLE, TileMask, count_mask_tiles
-from ..kernels.block_mask import MASK_TILE
+from ..kernels.mask.block_mask import MASK_TILE
 from ..masks import kinds_of_blocks
 
 __all__ = ["translate_blocks"]

@@ -11,7 +11,7 @@ from ..call import named_configs
 from ..call.forward_problem import Options, backward_use_clc
 from ..call.operator_arguments import BackwardTensors, BackwardValues
 from ..call.tile_mask import TileMask
-from ..kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
+from ..kernels.mask.block_mask import MASK_BLOCKS, MASK_KEY_BITS
 from ..mask_mods import MaskMod
 from ..mask_mods import read_by as read_by_mask
 from ..score_mods import ScoreMod, read_by

@@ -22,7 +22,7 @@ from cutlass import Boolean, Float32, Int32
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from ..kernels.user_functions import SelfDescribed
+from ..kernels.functions.user_functions import SelfDescribed
 
 __all__ = ["MASK", "OPERATIONS", "SCORE", "ScoreGraph", "TranslationError"]
 

@@ -10,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..schedulers import TileOrder, WorkTile
-from .edges import Barrier, SharedByReference
-from .masking import KvSplit, MaskKind, Visibility
-from .pages import FirstPage
+from .mask.masking import KvSplit, MaskKind, Visibility
+from .plan.edges import Barrier, SharedByReference
+from .rows.pages import FirstPage
+from .rows.sequences import Sequences
 from .scalars import CallScalars
-from .sequences import Sequences
 
 __all__ = ["KernelContext"]
 

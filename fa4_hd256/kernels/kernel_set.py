@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..architectures import ARCHITECTURES, Architecture
-from .combine_config import CombineRule
+from .small.combine_config import CombineRule
 
 __all__ = [
     "BackwardKernel",

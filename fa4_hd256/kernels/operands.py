@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from .limits import SWIZZLE_ALIGNMENT
-from .sequences import TilePlace, tma_tile
+from .rows.sequences import TilePlace, tma_tile
 
 __all__ = [
     "BLOCK_COLUMNS",

@@ -9,11 +9,11 @@ from typing import Any
 import cutlass
 import torch
 
-from .block_mask import MASK_TABLES
+from .functions.user_functions import FunctionClass
 from .limits import HEAD_DIM
-from .masking import MaskKind
-from .sequences import CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
-from .user_functions import FunctionClass
+from .mask.block_mask import MASK_TABLES
+from .mask.masking import MaskKind
+from .rows.sequences import CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
 
 __all__ = [
     "DESCALES",

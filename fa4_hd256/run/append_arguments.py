@@ -4,7 +4,8 @@ two forms.
     caches    K and V, (batch, rows, heads_kv, 256), or in pages; in e4m3 (.., 128) of a 16-bit
               type, two elements in each
     rows      of both, (batch, rows, heads_kv, 256), packed ones with a batch of 1; likewise
-    tables    `kernels.append_rows.AppendTables`, in it `kernels.append_rotary.RotaryTables`
+    tables    `kernels.small.append_rows.AppendTables`, in it
+              `kernels.small.append_rotary.RotaryTables`
     stream    CUDA stream, 0 in the simulator
 """
 
@@ -15,10 +16,10 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 
-from ..kernels.append_rotary import RotaryTables
-from ..kernels.append_rows import AppendTables
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.problem_class import DESCALES, AppendClass, RotaryClass
+from ..kernels.small.append_rotary import RotaryTables
+from ..kernels.small.append_rows import AppendTables
 from .arguments import WORD, dynamic_tensor, stream_argument, tensor_type, vector_type
 
 __all__ = [

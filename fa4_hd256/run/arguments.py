@@ -21,11 +21,11 @@ from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
 from ..call.forward_problem import Problem
 from ..gpus.devices import Gpu
-from ..kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
+from ..kernels.functions.score_change import ScoreOrigin
+from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from ..kernels.problem_class import ProblemClass
+from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
 from ..kernels.scalars import CallScalars
-from ..kernels.score_change import ScoreOrigin
-from ..kernels.sequences import PAGE_TABLE, TREE_WORDS
 from .slots import COUNTER, STREAM, View
 from .tile_counter import tile_counter
 

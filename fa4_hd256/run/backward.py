@@ -26,7 +26,7 @@ from ..call.operator_arguments import BackwardTensors
 from ..call.tile_mask import blocks_of_queries, shape_of_queries
 from ..environment import DS_BYTES
 from ..kernels.kernel_set import BackwardKernel
-from ..kernels.sequences import padded_rows
+from ..kernels.rows.sequences import padded_rows
 from .backward_arguments import (
     TABLE_RANK,
     GradientTensors,

@@ -7,7 +7,7 @@ stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
 dq            like q
 dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1;
               dq, dk, dv: base and strides multiples of `SECTOR_BYTES`
-ds            (heads_q, units, tiles, elements), like k: `kernels.backward_ds_tiles`; None where
+ds            (heads_q, units, tiles, elements), like k: `kernels.backward.ds_tiles`; None where
               it is not stored
 ragged        int32 tensors in the problem class's order, then what functions of the call read;
               None if there are none
@@ -27,11 +27,11 @@ import cutlass
 from ..call.backward_problem import BackwardProblem
 from ..call.chunks import Chunk
 from ..gpus.devices import Gpu
-from ..kernels.backward_preprocess import PreprocessRows
+from ..kernels.functions.score_change import ScoreOrigin
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
 from ..kernels.problem_class import ELEMENT_TYPES, GradientClass, PreprocessClass
-from ..kernels.score_change import ScoreOrigin
-from ..kernels.sequences import padded_rows
+from ..kernels.rows.sequences import padded_rows
+from ..kernels.small.backward_preprocess import PreprocessRows
 from .arguments import (
     WORD,
     call_scalars,

@@ -15,14 +15,14 @@ from ..architectures import ARCHITECTURES, Architecture
 from ..call.backward_problem import BackwardProblem
 from ..call.forward_problem import Problem
 from ..gpus.devices import Gpu
-from ..kernels.append_rows import AppendConfig
-from ..kernels.backward_preprocess import PreprocessConfig
-from ..kernels.backward_sum import SumConfig
-from ..kernels.combine_config import MOST_PARTS
 from ..kernels.kernel_set import ForwardTiles, KernelSet, kernels_of, kinds
 from ..kernels.limits import WARP_SIZE
 from ..kernels.problem_class import AppendClass, CombineClass, ProblemClass
-from ..kernels.tail_rows import TailClass, TailConfig
+from ..kernels.small.append_rows import AppendConfig
+from ..kernels.small.backward_preprocess import PreprocessConfig
+from ..kernels.small.backward_sum import SumConfig
+from ..kernels.small.combine_config import MOST_PARTS
+from ..kernels.small.tail_rows import TailClass, TailConfig
 
 __all__ = [
     "KINDS",
@@ -176,8 +176,8 @@ def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.forward_combine import CombineKernel
     from ..kernels.problem_class import ELEMENT_TYPES
+    from ..kernels.small.forward_combine import CombineKernel
     from .forward_arguments import combine_compile_arguments
 
     element = ELEMENT_TYPES[spec.problem_class]
@@ -185,7 +185,7 @@ def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.forward_combine_ragged import RaggedCombineKernel
+    from ..kernels.small.forward_combine_ragged import RaggedCombineKernel
     from .forward_arguments import ragged_combine_compile_arguments
 
     kernel = RaggedCombineKernel(spec.config, spec.problem_class)
@@ -193,7 +193,7 @@ def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _append_rows(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.append_rows import AppendKernel
+    from ..kernels.small.append_rows import AppendKernel
     from .append_arguments import append_compile_arguments
 
     kernel = AppendKernel(spec.config, spec.problem_class)
@@ -201,7 +201,7 @@ def _append_rows(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.backward_preprocess import PreprocessKernel
+    from ..kernels.small.backward_preprocess import PreprocessKernel
     from .backward_arguments import preprocess_compile_arguments
 
     kernel = PreprocessKernel(spec.config, spec.problem_class)
@@ -209,8 +209,8 @@ def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.backward_sum import SumKernel
     from ..kernels.problem_class import ELEMENT_TYPES
+    from ..kernels.small.backward_sum import SumKernel
     from .backward_arguments import sum_compile_arguments
 
     element = ELEMENT_TYPES[spec.problem_class]
@@ -218,7 +218,7 @@ def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _tail_rows(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.tail_rows import TailKernel
+    from ..kernels.small.tail_rows import TailKernel
     from .tail_arguments import tail_compile_arguments
 
     kernel = TailKernel(spec.config, spec.problem_class)

@@ -19,8 +19,8 @@ from ..call.forward_problem import ForwardCall, Problem
 from ..call.operator_arguments import ForwardTensors
 from ..call.part_lists import marked
 from ..gpus.devices import Gpu
-from ..kernels.part_list import HEADER, list_length
-from ..kernels.sequences import PAGE_TABLE, PART_LIST
+from ..kernels.rows.part_list import HEADER, list_length
+from ..kernels.rows.sequences import PAGE_TABLE, PART_LIST
 from .arguments import LARGEST_LENGTH
 from .catalogue import combine_spec, forward_spec
 from .execute import execute, new_tensor

@@ -7,7 +7,7 @@
                   the row maxima, like lse
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
                   the ragged sequences, vectors but for page_table (batch, pages) and those of
-                  masks (`kernels.sequences.SequenceTensors`), then k_descale and v_descale
+                  masks (`kernels.rows.sequences.SequenceTensors`), then k_descale and v_descale
                   (entries, heads_kv) float32, then what functions of the call read; None if that
                   is nothing
     scalars       `kernels.scalars.CallScalars`

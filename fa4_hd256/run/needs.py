@@ -29,10 +29,11 @@ from ..call.forward_problem import (
 )
 from ..call.operator_arguments import RAGGED
 from ..call.tree_mask import WORD_NODES
-from ..kernels.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
-from ..kernels.combine_config import MOST_PARTS
+from ..kernels.functions.score_change import ALIBI
+from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ..kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
 from ..kernels.problem_class import (
     KV_DTYPES,
     OF_PAGES,
@@ -40,15 +41,14 @@ from ..kernels.problem_class import (
     AppendClass,
     RotaryClass,
 )
-from ..kernels.score_change import ALIBI
-from ..kernels.sequences import (
+from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
     DS_BEGINS,
     PART_LIST,
     TREE_WORDS,
 )
-from ..kernels.user_functions import FunctionClass
+from ..kernels.small.combine_config import MOST_PARTS
 from ..models import FULL, AttentionModel, Mask
 from ..words import shown
 from .catalogue import (

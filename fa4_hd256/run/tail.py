@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..call.forward_problem import Problem
-from ..kernels.masking import MaskKind
-from ..kernels.sequences import DS_BEGINS
-from ..kernels.tail_rows import TailBounds, TailClass, TailTensors
+from ..kernels.mask.masking import MaskKind
+from ..kernels.rows.sequences import DS_BEGINS
+from ..kernels.small.tail_rows import TailBounds, TailClass, TailTensors
 from .arguments import LARGEST_LENGTH, LARGEST_WINDOW
 from .catalogue import tail_spec
 from .plan import PlanBuilder

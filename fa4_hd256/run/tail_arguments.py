@@ -1,7 +1,7 @@
 """The calling convention of the last kernel over packed results, in two forms.
 
-tensors   `kernels.tail_rows.TailTensors`: results by rows, in 32-bit words, and their offsets
-bounds    `kernels.tail_rows.TailBounds`
+tensors   `kernels.small.tail_rows.TailTensors`: results by rows, in 32-bit words, and their offsets
+bounds    `kernels.small.tail_rows.TailBounds`
 stream    CUDA stream, 0 in the simulator
 """
 
@@ -14,7 +14,7 @@ import cutlass
 import torch
 
 from ..kernels.limits import TMA_ALIGNMENT
-from ..kernels.tail_rows import TailBounds, TailClass, TailTensors
+from ..kernels.small.tail_rows import TailBounds, TailClass, TailTensors
 from .arguments import WORD, dynamic_tensor, stream_argument, tensor_type, vector_type
 
 __all__ = ["tail_call_arguments", "tail_compile_arguments"]

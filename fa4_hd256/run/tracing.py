@@ -12,7 +12,7 @@ from typing import Any, get_args
 from .. import environment
 from ..architectures import ARCHITECTURES
 from ..gpus import family
-from ..kernels.kernel_functions import check_unchanged
+from ..kernels.functions.kernel_functions import check_unchanged
 from ..package_name import is_of_package
 from .catalogue import KernelSpec, build
 

@@ -27,7 +27,7 @@ from _pytest.mark.structures import ParameterSet
 
 from fa4_hd256.call.tile_mask import PARTIAL, WHOLE
 from fa4_hd256.compat import flash_attn_3, flash_attn_4
-from fa4_hd256.kernels.block_mask import MASK_TILE
+from fa4_hd256.kernels.mask.block_mask import MASK_TILE
 from fa4_hd256.masks import kinds_of_blocks
 
 SETTINGS = json.loads(Path(os.environ["FA4_HD256_ACCEPTANCE"]).read_text())

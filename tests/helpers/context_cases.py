@@ -24,7 +24,7 @@ from fa4_hd256.integrations.context_parallel.spans import (
     unit,
 )
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.kernels.block_mask import FULL
+from fa4_hd256.kernels.mask.block_mask import FULL
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run import compile
 from fa4_hd256.score_mods import ScoreMod, alibi

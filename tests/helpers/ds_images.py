@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
+from fa4_hd256.kernels.backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
 
 RUN = 8  # queries of a key that lie together
 

@@ -1,7 +1,7 @@
 """The plans of all default configurations; run it to write their fingerprints.
 
 `python tests/helpers/shipped_plans.py` proves every plan and writes
-`fa4_hd256/kernels/proved_plans.json`.
+`fa4_hd256/kernels/plan/proved_plans.json`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import replace
 from unittest import mock
 
 from fa4_hd256.architectures import ARCHITECTURES
-from fa4_hd256.kernels import drain
 from fa4_hd256.kernels.blackwell import pair_plan
-from fa4_hd256.kernels.edges import EdgeTable
 from fa4_hd256.kernels.hopper import checked_plan
 from fa4_hd256.kernels.kernel_set import KernelSet, kernels_of
-from fa4_hd256.kernels.steps import StepTable
+from fa4_hd256.kernels.plan import drain
+from fa4_hd256.kernels.plan.edges import EdgeTable
+from fa4_hd256.kernels.plan.steps import StepTable
 
 Plan = tuple[str, EdgeTable, StepTable]
 

@@ -9,7 +9,7 @@ import torch
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func
-from fa4_hd256.kernels.programs import OperationKind, Programs
+from fa4_hd256.kernels.plan.programs import OperationKind, Programs
 
 ADDRESS_BITS = 0xFFFFFF  # of an address in the cluster: the rest is the CTA
 SMEM_START = 1024  # the first 1 KiB of shared memory is the system's

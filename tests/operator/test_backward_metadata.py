@@ -16,7 +16,7 @@ import sm100_sim
 from fa4_hd256 import autograd, flash_attn_varlen_func, get_backward_metadata, masks
 from fa4_hd256.call import tile_mask
 from fa4_hd256.call.packed_ds import begins_of
-from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES, StoredDs, count_tiles
+from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES, StoredDs, count_tiles
 
 #: Queries and keys of sequences: of one block, of several with rests, none on either side.
 LENGTHS = ((300, 0, 40, 513), (300, 70, 0, 600))

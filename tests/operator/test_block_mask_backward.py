@@ -15,8 +15,8 @@ from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.autograd import listed_tiles_of
 from fa4_hd256.call import tile_mask
 from fa4_hd256.check import reference
-from fa4_hd256.kernels import backward_block_mask
-from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES
+from fa4_hd256.kernels.backward import block_mask as backward_block_mask
+from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES
 
 
 def gradients(tensors, mask, dout, dlse=None, sink=None, **options):

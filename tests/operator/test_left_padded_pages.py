@@ -18,7 +18,7 @@ from replays import forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache, get_scheduler_metadata
 from fa4_hd256.check import reference
-from fa4_hd256.kernels import pages
+from fa4_hd256.kernels.rows import pages
 from fa4_hd256.score_mods import alibi
 
 #: Rows in use and padding of each sequence: none; a part of a page; several pages and a part; up to

@@ -14,7 +14,9 @@ import sm100_sim
 from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.call.tile_mask import ASKED
 from fa4_hd256.check import reference
-from fa4_hd256.kernels import backward_block_mask, block_mask, mask_function, score_change
+from fa4_hd256.kernels.backward import block_mask as backward_block_mask
+from fa4_hd256.kernels.functions import mask_function, score_change
+from fa4_hd256.kernels.mask import block_mask
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run import backward as run_of_backward
 from fa4_hd256.run import compile

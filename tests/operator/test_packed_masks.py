@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks, packed_row
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.row_places import SequenceOfQuery
+from fa4_hd256.kernels.functions.row_places import SequenceOfQuery
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import alibi
 

@@ -25,10 +25,10 @@ from fa4_hd256 import (
 from fa4_hd256.call import function_meaning
 from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options
-from fa4_hd256.kernels.kernel_functions import check_unchanged
+from fa4_hd256.kernels.functions.kernel_functions import check_unchanged
+from fa4_hd256.kernels.functions.score_change import SCORE_MOD
+from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.kernels.score_change import SCORE_MOD
-from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run import compile, keys
 from fa4_hd256.run.catalogue import KernelSpec, backward_specs

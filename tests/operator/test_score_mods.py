@@ -20,7 +20,7 @@ from fa4_hd256 import (
     masks,
 )
 from fa4_hd256.check import reference
-from fa4_hd256.kernels import score_change
+from fa4_hd256.kernels.functions import score_change
 from fa4_hd256.run import compile
 from fa4_hd256.score_mods import ScoreMod, alibi
 from sm100_sim.errors import SimulationError

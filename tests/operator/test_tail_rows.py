@@ -14,8 +14,8 @@ from replays import forget, simulated
 from fa4_hd256 import flash_attn_varlen_func, get_scheduler_metadata
 from fa4_hd256.call import backward_problem, checks
 from fa4_hd256.call.checks import reads_contents
-from fa4_hd256.kernels.masking import MaskKind
-from fa4_hd256.kernels.tail_rows import TailClass, TailConfig
+from fa4_hd256.kernels.mask.masking import MaskKind
+from fa4_hd256.kernels.small.tail_rows import TailClass, TailConfig
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage

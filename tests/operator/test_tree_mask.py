@@ -25,7 +25,8 @@ from fa4_hd256 import (
     masks,
 )
 from fa4_hd256.check import reference
-from fa4_hd256.kernels import context, masking
+from fa4_hd256.kernels import context
+from fa4_hd256.kernels.mask import masking
 from fa4_hd256.score_mods import alibi
 
 

@@ -22,8 +22,8 @@ from ...call.forward_problem import Options
 from ...call.tile_mask import TileMask
 from ...call.windows import ExactWindow
 from ...interface import flash_attn_func, flash_attn_varlen_func
-from ...kernels.block_mask import MASK_TILE
-from ...kernels.score_change import ScoreOrigin
+from ...kernels.functions.score_change import ScoreOrigin
+from ...kernels.mask.block_mask import MASK_TILE
 from ...mask_mods import MaskMod, part_tiles
 from ...mask_mods import in_part as mask_in_part
 from ...run.kept_tensors import made_to_keep

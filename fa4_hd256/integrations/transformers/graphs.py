@@ -18,7 +18,7 @@ from ...call.operator_arguments import BackwardTensors, BackwardValues
 from ...call.packed_ds import BackwardMetadata
 from ...call.tile_mask import TileMask
 from ...interface import flash_attn_func, flash_attn_varlen_func
-from ...kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
+from ...kernels.mask.block_mask import MASK_BLOCKS, MASK_KEY_BITS
 from ...masks import from_dense
 from ...metadata import get_backward_metadata
 from ...package_name import NAMESPACE

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ...architectures import named
-from ..backward_ds_tiles import DS_BLOCK, DS_TILE
+from ..backward.ds_tiles import DS_BLOCK, DS_TILE
 from ..kernel_set import (
     BackwardKernel,
     BackwardSet,
     KernelSet,
     KeyKernel,
 )
-from ..sequences import PADDING
+from ..rows.sequences import PADDING
 from .decode.config import DECODE, DECODE_E4M3
 from .forward.config import TILES
 from .pair_plan import BLOCK_KV, CTAS

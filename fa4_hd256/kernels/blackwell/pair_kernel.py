@@ -15,8 +15,8 @@ from cutlass.memory import SmemAllocator
 from ...schedulers import scheduler_class
 from ..operands import SharedMemory
 from ..problem_class import ProblemClass
+from ..rows.sequences import RaggedKernel, Sequences
 from ..scheduler_role import SchedulerRole
-from ..sequences import RaggedKernel, Sequences
 from .context import PairContext
 from .pair_plan import CTAS
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from ...schedulers import CLUSTER_SIZE
 from ...schedulers.clc import ClcScheduler
-from ..drain import check_drains
-from ..edges import BARRIER_BYTES, EdgeTable
-from ..plans import SmemRegion
-from ..ring_memory import check_memory
+from ..plan.budgets import SmemRegion
+from ..plan.drain import check_drains
+from ..plan.edges import BARRIER_BYTES, EdgeTable
+from ..plan.ring_memory import check_memory
 
 __all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_plan", "check_ring", "common_regions"]
 

@@ -1,8 +1,8 @@
 """The roles that feed the tensor core, load and mma, generated from a kernel's steps.
 
-`kernels.steps` says what a table of MMAs means and in which order it is issued; here are the loops
-that do so.  Both roles run the same ones: for each MMA the load role fetches what it needs, and the
-MMA role issues it.
+`kernels.plan.steps` says what a table of MMAs means and in which order it is issued; here are the
+loops that do so.  Both roles run the same ones: for each MMA the load role fetches what it needs,
+and the MMA role issues it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ..edges import RingStates, SharedByReference, Signal
 from ..operands import LoadTarget, load_tile
+from ..plan.edges import RingStates, SharedByReference, Signal
+from ..plan.steps import CLAIM_STEPS, Load, Operand, Product, StepTable, When
 from ..ranges import traced
-from ..steps import CLAIM_STEPS, Load, Operand, Product, StepTable, When
 from .context import PairContext
 from .instructions import OperandLayout, TmemOperand, fence_after_thread_sync, mma_chain
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...architectures import named
-from ..backward_ds_tiles import DS_BLOCK
+from ..backward.ds_tiles import DS_BLOCK
 from ..kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 from .decode.config import DECODE_E4M3
 from .forward.config import DECODE, MASKED, ForwardConfig

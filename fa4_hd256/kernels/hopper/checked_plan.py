@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..drain import check_drains
-from ..edges import TMA_SIGNALS
-from ..ring_memory import check_memory
-from ..steps import StepTable
+from ..plan.drain import check_drains
+from ..plan.edges import TMA_SIGNALS
+from ..plan.ring_memory import check_memory
+from ..plan.steps import StepTable
 
 __all__ = ["check_plan"]
 

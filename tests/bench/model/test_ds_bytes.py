@@ -11,8 +11,8 @@ from bench.model.calls import backward_problem
 from bench.suite import Case, ragged_lengths
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.packed_ds import begins_of
-from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES, count_blocks, count_tiles
-from fa4_hd256.kernels.sequences import DS_BEGINS
+from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES, count_blocks, count_tiles
+from fa4_hd256.kernels.rows.sequences import DS_BEGINS
 
 PAGE = Path(__file__).parents[3] / "docs" / "backward.md"
 HEADS = 16, 2

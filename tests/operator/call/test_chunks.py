@@ -14,9 +14,9 @@ from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.chunks import Chunk, divide, least_ds_bytes
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_BYTES, count_tiles
+from fa4_hd256.kernels.backward.ds_tiles import DS_BLOCK, DS_TILE_BYTES, count_tiles
 from fa4_hd256.kernels.blackwell.forward.config import TILES
-from fa4_hd256.kernels.block_mask import MASK_GRADIENTS
+from fa4_hd256.kernels.mask.block_mask import MASK_GRADIENTS
 
 GPU = gpu()
 BLACKWELL = named("sm_100a")

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import (
 from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.call import tile_mask
 from fa4_hd256.call.tile_mask import ABSENT, ASKED
-from fa4_hd256.kernels.block_mask import FULL, NOTHING
+from fa4_hd256.kernels.mask.block_mask import FULL, NOTHING
 
 
 def places(seqlen_q, seqlen_k=None):

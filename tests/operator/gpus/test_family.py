@@ -13,8 +13,8 @@ from fa4_hd256 import ForwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.gpus import family
-from fa4_hd256.kernels.combine_config import CombineConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.small.combine_config import CombineConfig
 from fa4_hd256.run import compile
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.forward import empty_results

@@ -13,8 +13,8 @@ from replays import copied, forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.append_rotary import RotaryRows
 from fa4_hd256.kernels.problem_class import OF_PAGES, AppendClass, RotaryClass
+from fa4_hd256.kernels.small.append_rotary import RotaryRows
 from fa4_hd256.run.append import run_append
 from fa4_hd256.run.append_arguments import AppendOptions, AppendTensors
 from fa4_hd256.run.catalogue import append_spec

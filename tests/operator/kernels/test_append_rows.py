@@ -11,8 +11,8 @@ from replays import copied, forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.append_rows import AppendKernel
 from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES, AppendClass
+from fa4_hd256.kernels.small.append_rows import AppendKernel
 from fa4_hd256.run.append import run_append
 from fa4_hd256.run.append_arguments import AppendOptions, AppendTensors
 from fa4_hd256.run.catalogue import append_spec

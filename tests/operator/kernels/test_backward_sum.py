@@ -11,7 +11,7 @@ from single_launch import launch
 
 from fa4_hd256.call import backward_problem
 from fa4_hd256.gpus.family import architecture_of
-from fa4_hd256.kernels.backward_sum import SumConfig
+from fa4_hd256.kernels.small.backward_sum import SumConfig
 from fa4_hd256.run.backward_arguments import sum_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel

@@ -12,7 +12,7 @@ from replays import forget
 
 from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.backward_common import BackwardEntry
+from fa4_hd256.kernels.backward.common import BackwardEntry
 from fa4_hd256.run import compile
 from fa4_hd256.schedulers import PackedBlocks
 

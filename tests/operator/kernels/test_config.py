@@ -11,9 +11,9 @@ from checkout import ROOT
 from fa4_hd256.call import named_configs
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig, DkdvPlan, DvPlan
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig, ForwardWarpPlan
-from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
 from fa4_hd256.kernels.limits import SMEM_CAPACITY
-from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, TmemPlan, TmemRegion
+from fa4_hd256.kernels.plan.budgets import SmemPlan, SmemRegion, TmemPlan, TmemRegion
+from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, Signal
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 DOCS = ROOT / "docs"

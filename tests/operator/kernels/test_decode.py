@@ -18,7 +18,7 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
 from fa4_hd256.kernels.blackwell.decode.kernel import DecodeKernel
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.drain import check_drains
+from fa4_hd256.kernels.plan.drain import check_drains
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]

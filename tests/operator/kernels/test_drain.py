@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from fa4_hd256.kernels import drain, programs
 from fa4_hd256.kernels.blackwell.backward.config import DkdvPlan, DqPlan, DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.drain import check_drains, prove_drains
-from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
-from fa4_hd256.kernels.programs import OperationKind
-from fa4_hd256.kernels.steps import (
+from fa4_hd256.kernels.plan import drain, programs
+from fa4_hd256.kernels.plan.drain import check_drains, prove_drains
+from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.plan.programs import OperationKind
+from fa4_hd256.kernels.plan.steps import (
     Advance,
     Copy,
     EdgeUse,

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from fa4_hd256.kernels.backward_ds_tiles import (
+from fa4_hd256.kernels.backward.ds_tiles import (
     DS_TILE_ELEMENTS,
     DsTiles,
     count_blocks,
@@ -17,8 +17,8 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     first_unit,
     tile_strides,
 )
-from fa4_hd256.kernels.masking import MaskKind
-from fa4_hd256.kernels.windows import Reach
+from fa4_hd256.kernels.mask.masking import MaskKind
+from fa4_hd256.kernels.mask.windows import Reach
 
 #: Around the ends of tiles and of blocks, and more blocks than any bound of `SIDES` has.
 LENGTHS = (1, 255, 256, 257, 512, 700, 1281, 1792)

@@ -16,7 +16,7 @@ from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import FEWEST_KEYS, FIXED_PARTS, LARGEST, divided
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.masking import Visibility
+from fa4_hd256.kernels.mask.masking import Visibility
 
 #: Query heads over KV heads.
 HEADS = (8, 1)

@@ -12,8 +12,8 @@ from cutlass import Float32
 
 from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.combine_config import CombineConfig, CombineRule
 from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.small.combine_config import CombineConfig, CombineRule
 from fa4_hd256.run import forward as run_of_forward
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel

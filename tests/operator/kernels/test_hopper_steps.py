@@ -20,8 +20,6 @@ from step_traces import (
 )
 
 from fa4_hd256 import flash_attn_varlen_func
-from fa4_hd256.kernels.drain import check_drains
-from fa4_hd256.kernels.edges import EdgeTable, Signal
 from fa4_hd256.kernels.hopper.backward.config import (
     BackwardConfig,
     DvPlan,
@@ -31,7 +29,9 @@ from fa4_hd256.kernels.hopper.backward.config import (
 from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
 from fa4_hd256.kernels.hopper.forward.steps import ByWarpgroup
-from fa4_hd256.kernels.steps import Verb, When, again, done
+from fa4_hd256.kernels.plan.drain import check_drains
+from fa4_hd256.kernels.plan.edges import EdgeTable, Signal
+from fa4_hd256.kernels.plan.steps import Verb, When, again, done
 from sm100_sim.isa import tma
 
 STORED, RECOMPUTED = BackwardConfig(), BackwardConfig(ds_bytes=0)

@@ -26,7 +26,7 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.part_lists import list_of_parts
 from fa4_hd256.call.splits import BY_RULE, LARGEST, longest_row, room_for_parts, splits_for
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.part_list import (
+from fa4_hd256.kernels.rows.part_list import (
     HEADER,
     LAST_BIT,
     SEQUENCE_SHIFT,

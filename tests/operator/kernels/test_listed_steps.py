@@ -8,7 +8,7 @@ import torch
 import sm100_sim
 from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.check import reference
-from fa4_hd256.kernels import block_mask
+from fa4_hd256.kernels.mask import block_mask
 
 pytestmark = pytest.mark.simulator
 

@@ -8,7 +8,7 @@ from paged_cases import Paged, attend, check
 
 import sm100_sim
 from fa4_hd256 import flash_attn_varlen_func
-from fa4_hd256.kernels import pages
+from fa4_hd256.kernels.rows import pages
 from sm100_sim.errors import MemoryFault
 
 pytestmark = pytest.mark.simulator

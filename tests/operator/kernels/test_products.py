@@ -15,9 +15,9 @@ from fa4_hd256 import BackwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.backward_product_order import ProductOrder
+from fa4_hd256.kernels.backward.product_order import ProductOrder
 from fa4_hd256.kernels.blackwell.forward.config import TILES
-from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.kernels.mask.masking import MaskKind
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec

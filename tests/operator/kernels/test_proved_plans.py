@@ -8,9 +8,9 @@ import sys
 import pytest
 import shipped_plans
 
-from fa4_hd256.kernels import drain
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.edges import EdgeTable
+from fa4_hd256.kernels.plan import drain
+from fa4_hd256.kernels.plan.edges import EdgeTable
 
 PLANS = shipped_plans.shipped_plans()
 

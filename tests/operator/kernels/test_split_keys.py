@@ -24,7 +24,7 @@ from fa4_hd256.call.splits import BY_RULE, LARGEST, check_num_splits, divided, s
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
-from fa4_hd256.kernels.masking import Visibility
+from fa4_hd256.kernels.mask.masking import Visibility
 from fa4_hd256.run import compile
 from fa4_hd256.run.catalogue import forward_spec
 from fa4_hd256.run.compile import compile_kernel

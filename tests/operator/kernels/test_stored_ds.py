@@ -11,7 +11,7 @@ from ds_images import from_tiles, tile_numbers
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_ELEMENTS
+from fa4_hd256.kernels.backward.ds_tiles import DS_BLOCK, DS_TILE_ELEMENTS
 from fa4_hd256.run import backward
 
 pytestmark = pytest.mark.simulator

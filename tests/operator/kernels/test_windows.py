@@ -10,7 +10,7 @@ import torch
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.call.windows import UNBOUNDED, ExactWindow, window_of
 from fa4_hd256.check.reference import visible
-from fa4_hd256.kernels.windows import ALL_ROWS, Reach
+from fa4_hd256.kernels.mask.windows import ALL_ROWS, Reach
 
 #: Unbounded, the level key, around it, and beyond all lengths, on either side.
 SIDES = (None, 0, 1, 3, 20, -1, -2, -5, -20)

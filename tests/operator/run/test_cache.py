@@ -304,8 +304,8 @@ def copy(tmp_path):
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
-        ("fa4_hd256/kernels/masking.py", '"""', '"""Another first line.\n\n'),
-        ("fa4_hd256/kernels/masking.py", "\nfrom", "\n# A comment, and a line more.\n\nfrom"),
+        ("fa4_hd256/kernels/mask/masking.py", '"""', '"""Another first line.\n\n'),
+        ("fa4_hd256/kernels/mask/masking.py", "\nfrom", "\n# A comment, and a line more.\n\nfrom"),
         ("fa4_hd256/kernels/blackwell/forward/kernel.py", "    def ", "\n    def "),
         ("fa4_hd256/softmax_emu/fit.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
         ("fa4_hd256/softmax_emu/reference_twin.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
@@ -351,15 +351,15 @@ def test_edits_that_do(copy, name, before, after):
             ["backward", "tail"],
         ),
         ("fa4_hd256/run/backward_arguments.py", "range(4)", "range(5)", ["backward", "tail"]),
-        ("fa4_hd256/kernels/forward_combine.py", "cute.arch", "cute.another", ["forward"]),
-        ("fa4_hd256/kernels/append_rows.py", "cute.arch", "cute.another", ["append"]),
+        ("fa4_hd256/kernels/small/forward_combine.py", "cute.arch", "cute.another", ["forward"]),
+        ("fa4_hd256/kernels/small/append_rows.py", "cute.arch", "cute.another", ["append"]),
         (
-            "fa4_hd256/kernels/masking.py",
+            "fa4_hd256/kernels/mask/masking.py",
             "cutlass.",
             "another.",
             ["append", "backward", "forward", "tail"],
         ),
-        ("fa4_hd256/kernels/tail_rows.py", "cute.arch", "cute.another", ["tail"]),
+        ("fa4_hd256/kernels/small/tail_rows.py", "cute.arch", "cute.another", ["tail"]),
     ],
 )
 @pytest.mark.sampled("*dq.py-*")

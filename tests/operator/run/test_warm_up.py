@@ -32,9 +32,9 @@ from fa4_hd256.call.forward_problem import (
     tiles_for_masks,
     tiles_for_max_logits,
 )
+from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.problem_class import AppendClass, RotaryClass
-from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.models import MODELS
 from fa4_hd256.run import compile, launch
 from fa4_hd256.run.build import TARGETS

@@ -12,7 +12,7 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder, WorkTile
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
-from ...backward_common import BackwardEntry, BackwardKernelTensors
+from ...backward.common import BackwardEntry, BackwardKernelTensors
 from ...operands import TmaTensor
 from ...problem_class import GradientClass
 from ...scalars import CallScalars

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ....softmax_emu.pattern import Ex2Pattern
-from ...backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
-from ...edges import Edge, EdgeTable, Signal
+from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plans import (
+from ...plan.budgets import (
     SmemPlan,
     SmemRegion,
     TmemPlan,
@@ -21,7 +20,8 @@ from ...plans import (
     WarpPlan,
     describe_plans,
 )
-from ...steps import StepTable
+from ...plan.edges import Edge, EdgeTable, Signal
+from ...plan.steps import StepTable
 from ..pair_plan import (
     BLOCK_KV,
     BLOCK_Q,

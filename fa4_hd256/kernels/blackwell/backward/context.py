@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...backward_common import BackwardContext
+from ...backward.common import BackwardContext
 from ..context import PairContext
 
 __all__ = ["BlackwellBackwardContext"]

@@ -29,14 +29,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ....schedulers import WorkTile
-from ...backward_common import Step, heads_of_part
-from ...backward_key_tiles import KeyTiles
+from ...backward.common import Step, heads_of_part
+from ...backward.key_tiles import KeyTiles
 from ...limits import HEAD_DIM
-from ...masking import Visibility
+from ...mask.masking import Visibility
 from ...operands import LoadTarget
 from ...ranges import traced
-from ...sequences import Sequence
-from ...views import columns_of
+from ...rows.sequences import Sequence
+from ...rows.views import columns_of
 from ..instructions import (
     MmaShape,
     fence_after_thread_sync,

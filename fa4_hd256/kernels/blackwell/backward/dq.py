@@ -32,11 +32,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...backward_query_tiles import QueryTiles
+from ...backward.query_tiles import QueryTiles
 from ...limits import HEAD_DIM
-from ...masking import Visibility
+from ...mask.masking import Visibility
 from ...ranges import traced
-from ...views import columns_of
+from ...rows.views import columns_of
 from ..instructions import (
     MmaShape,
     TmemOperand,

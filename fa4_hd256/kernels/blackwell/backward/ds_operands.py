@@ -1,10 +1,10 @@
-"""A tile of dS (`backward_ds_tiles`) as TMA copies it, and as an operand of tcgen05.mma."""
+"""A tile of dS (`backward.ds_tiles`) as TMA copies it, and as an operand of tcgen05.mma."""
 
 from __future__ import annotations
 
 import cutlass.cute as cute
 
-from ...backward_ds_tiles import DS_TILE, DS_TILE_ELEMENTS, RUN, RUN_STRIDE
+from ...backward.ds_tiles import DS_TILE, DS_TILE_ELEMENTS, RUN, RUN_STRIDE
 from ...limits import ELEMENT_BYTES
 from ..instructions import OperandLayout
 
@@ -28,7 +28,7 @@ BY_KEYS = OperandLayout(
 
 
 def tma_view(ds: cute.Tensor) -> cute.Tensor:
-    """dS, see `backward_ds_tiles`, as (rows, columns, tiles of a query head, heads) of `BOX`."""
+    """dS, see `backward.ds_tiles`, as (rows, columns, tiles of a query head, heads) of `BOX`."""
     (rows, columns), (heads, units, of_unit, _) = BOX, ds.shape
     layout = cute.make_layout(
         (rows, columns, units * of_unit, heads),

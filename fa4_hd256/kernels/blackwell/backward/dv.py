@@ -37,9 +37,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ....schedulers import WorkTile
-from ...backward_block_mask import WORD_PAIR
-from ...backward_common import Step, heads_of_part
-from ...backward_ds_tiles import (
+from ...backward.block_mask import WORD_PAIR
+from ...backward.common import Step, heads_of_part
+from ...backward.ds_tiles import (
     DS_BLOCK,
     DS_TILE,
     RUN,
@@ -48,13 +48,13 @@ from ...backward_ds_tiles import (
     tiles_of_head,
     within_head,
 )
-from ...backward_key_tiles import KeyTiles, ListedStep
-from ...block_mask import FULL
+from ...backward.key_tiles import KeyTiles, ListedStep
 from ...limits import HEAD_DIM, WARP_SIZE
-from ...masking import WORD_BITS, hide_unseen
+from ...mask.block_mask import FULL
+from ...mask.masking import WORD_BITS, hide_unseen
 from ...operands import LoadTarget
 from ...ranges import traced
-from ...views import columns_of
+from ...rows.views import columns_of
 from ..instructions import (
     MmaShape,
     TmemOperand,
@@ -85,7 +85,7 @@ COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2)
 class DvKernel(KeyTiles, RowResult):
     """The kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`.
 
-    results: (dv,).  ds: see `backward_ds_tiles`.  A tile's head counts parts of KV heads:
+    results: (dv,).  ds: see `backward.ds_tiles`.  A tile's head counts parts of KV heads:
     KV head * head_parts + part.
     """
 
@@ -466,7 +466,7 @@ class DvKernel(KeyTiles, RowResult):
         self, context: BlackwellBackwardContext, work: Any, step: Step, row: Int32
     ):
         """Zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in
-        backward_ds_tiles.py.  row: see `_number_of_ds`."""
+        `backward.ds_tiles`.  row: see `_number_of_ds`."""
         begin, end = step.span
         nothing = cute.make_rmem_tensor(OWN_QUERIES // 2, Float32)
         nothing.fill(0.0)

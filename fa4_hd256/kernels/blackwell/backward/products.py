@@ -3,7 +3,7 @@
 A tile is 256 rows of one result: keys of a part of a KV head's query heads, or queries of one head.
 One step adds the product of 256 x 128 elements of dS, 128 x 128 of each CTA, and 128 rows of Q or
 K, of which each CTA loads half of the columns.  A tile of dS is the same image for both
-(`backward_ds_tiles`); its descriptor says which side is reduced over.
+(`backward.ds_tiles`); its descriptor says which side is reduced over.
 
 Timeline of one CTA (the MMA warp is the leader's); X is Q or K, 0' the next tile's first step::
 
@@ -24,11 +24,11 @@ from cutlass import Boolean
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ....schedulers import WorkTile
-from ...backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
-from ...backward_product_tiles import ProductTiles, Walk
+from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
+from ...backward.product_tiles import ProductTiles, Walk
 from ...limits import HEAD_DIM
 from ...operands import LoadTarget, TmaTensor, load_tile
-from ...sequences import Sequence
+from ...rows.sequences import Sequence
 from ..instructions import MmaShape, mma_chain
 from ..operands import mn_major_operand
 from .context import BlackwellBackwardContext

@@ -11,8 +11,8 @@ from cutlass import Boolean, Int32
 
 from ...limits import HEAD_DIM
 from ...ranges import traced
-from ...sequences import Sequence
-from ...views import columns_of
+from ...rows.sequences import Sequence
+from ...rows.views import columns_of
 from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,

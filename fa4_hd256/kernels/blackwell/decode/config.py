@@ -39,8 +39,8 @@ The parts are rows of one operand, so that N is twice the rows and a tile of K o
 step of 128 keys takes half of the MMAs' clocks, and half of the bytes (docs/tables/fp8.md has the
 errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P by
 `HEADROOM`.  A row takes a warp some 130 clocks, so that a warpgroup of its own does it, where the
-rows have been loaded to (`kernels.decode_e4m3_queries` NOTE [Q in place]): a tile's first MMA waits
-for all of them.  The softmax adds the parts of S, and those of O at the end.
+rows have been loaded to (`kernels.forward.e4m3_queries` NOTE [Q in place]): a tile's first MMA
+waits for all of them.  The softmax adds the parts of S, and those of O at the end.
 
 Converting K and V to bf16 in shared memory instead would read 64 KiB per step and write 128 KiB
 there, beside the 64 KiB that TMA writes and the 128 KiB that the MMAs read: 3,072 clocks of its
@@ -54,10 +54,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ....softmax_emu.pattern import Ex2Pattern
-from ...edges import Edge, EdgeTable, Signal
 from ...kernel_set import ForwardTiles
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plans import (
+from ...plan.budgets import (
     WARPS_PER_WARPGROUP,
     SmemPlan,
     SmemRegion,
@@ -66,7 +65,8 @@ from ...plans import (
     WarpPlan,
     describe_plans,
 )
-from ...steps import StepTable
+from ...plan.edges import Edge, EdgeTable, Signal
+from ...plan.steps import StepTable
 from ..pair_plan import check_plan, check_ring, common_regions
 from .steps import HALVES, decode_steps, e4m3_steps
 

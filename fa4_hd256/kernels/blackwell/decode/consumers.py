@@ -12,11 +12,11 @@ from cutlass import Float32, Int32
 
 from ....schedulers import WorkTile
 from ....softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
-from ...decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
-from ...edges import RingState
+from ...forward.decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
 from ...limits import WARP_SIZE
+from ...plan.edges import RingState
 from ...ranges import traced
-from ...views import columns_of
+from ...rows.views import columns_of
 from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,

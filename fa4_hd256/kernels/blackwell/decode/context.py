@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from cutlass import Int32
 
-from ...decode_softmax import BARRIER
-from ...forward_context import DescaledContext, ForwardContext
+from ...forward.context import DescaledContext, ForwardContext
+from ...forward.decode_softmax import BARRIER
 from ..context import PairContext
 
 __all__ = ["BlackwellDecodeContext", "BlackwellE4m3DecodeContext"]

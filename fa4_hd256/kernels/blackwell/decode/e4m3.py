@@ -1,8 +1,8 @@
 """The decode kernel for K and V in e4m3: `config` NOTE [e4m3].
 
 One warp loads Q's rows, and four write both parts of them where they lie, with a scale per row
-(`kernels.decode_e4m3_queries` NOTE [Q in place]), a tile ahead where there is a buffer.  All else
-is the decode kernel's, with scales (`kernels.decode_e4m3_scales`)::
+(`kernels.forward.e4m3_queries` NOTE [Q in place]), a tile ahead where there is a buffer.  All else
+is the decode kernel's, with scales (`kernels.forward.e4m3_scales`)::
 
     queries, quantise  Q'                       | Q''
     load               K(1) V(0) K(2) V(1) ..   | K(0')  V(last) K(1')  V(0') ..
@@ -20,15 +20,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ....softmax_emu.by_key import KeySoftmax
-from ...decode_e4m3_queries import ScaledRows
-from ...decode_e4m3_scales import KeyScales, ScaledSoftmax
-from ...edges import RingState, RingStates
-from ...forward_context import ForwardKernelTensors
+from ...forward.context import ForwardKernelTensors
+from ...forward.e4m3_queries import ScaledRows
+from ...forward.e4m3_scales import KeyScales, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
+from ...plan.edges import RingState, RingStates
 from ...problem_class import ProblemClass
 from ...ranges import traced
-from ...views import columns_of
+from ...rows.views import columns_of
 from ..instructions import MmaShape, OperandLayout
 from ..operands import E4M3_SLICE, k_major_operand, mn_major_operand
 from ..tmem import tmem_load

@@ -21,7 +21,7 @@ there are two such groups of warps: `config` NOTE [two groups].
 NOTE [O leaves from registers].  A lane has one of the head's columns, a warp 32 of them in a row:
 stores of a row by a warp are whole sectors without an exchange.
 
-NOTE [packed heads] and NOTE [split keys]: `kernels.forward_common`.
+NOTE [packed heads] and NOTE [split keys]: `kernels.forward.common`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder
-from ...decode_softmax import BARRIER
-from ...forward_common import ForwardCommon
-from ...forward_context import ForwardKernelTensors
+from ...forward.common import ForwardCommon
+from ...forward.context import ForwardKernelTensors
+from ...forward.decode_softmax import BARRIER
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
 from ...problem_class import ProblemClass, query_rows

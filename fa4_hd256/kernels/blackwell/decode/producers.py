@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...operands import LoadTarget, load_tile
-from ...sequences import TilePlace
+from ...rows.sequences import TilePlace
 from ..producers import PairProducers
 from .config import BLOCK_KV
 from .context import BlackwellDecodeContext

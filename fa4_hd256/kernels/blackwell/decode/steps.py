@@ -8,7 +8,7 @@ or V, and Q is written by a role of the kernel (`e4m3`).
 from __future__ import annotations
 
 from ...limits import HEAD_DIM
-from ...steps import (
+from ...plan.steps import (
     Act,
     Load,
     Operand,

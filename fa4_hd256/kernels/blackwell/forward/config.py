@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from ....softmax_emu.online import ARITHMETICS
 from ....softmax_emu.pattern import Ex2Pattern
-from ...edges import Edge, EdgeTable, Signal
 from ...kernel_set import ForwardTiles
 from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plans import (
+from ...plan.budgets import (
     SmemPlan,
     SmemRegion,
     TmemPlan,
@@ -18,7 +17,8 @@ from ...plans import (
     WarpPlan,
     describe_plans,
 )
-from ...steps import StepTable
+from ...plan.edges import Edge, EdgeTable, Signal
+from ...plan.steps import StepTable
 from .. import tuning
 from ..pair_plan import (
     BLOCK_KV,

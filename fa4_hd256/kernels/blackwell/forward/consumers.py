@@ -11,12 +11,12 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers import WorkTile
 from ....softmax_emu.pattern import FRAGMENT_COLUMNS
-from ...edges import RingState
+from ...functions.mask_function import times_asked
 from ...limits import HEAD_DIM
-from ...mask_function import times_asked
-from ...masking import Visibility
+from ...mask.masking import Visibility
+from ...plan.edges import RingState
 from ...ranges import traced
-from ...sequences import tma_tile
+from ...rows.sequences import tma_tile
 from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,

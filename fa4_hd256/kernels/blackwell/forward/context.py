@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...forward_context import ForwardContext
+from ...forward.context import ForwardContext
 from ..context import PairContext
 
 __all__ = ["BlackwellForwardContext"]

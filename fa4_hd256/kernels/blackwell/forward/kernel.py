@@ -35,8 +35,8 @@ completed, so have all QK before it, and nobody reads that Q again.  The other Q
 receives the next tile's Q, so the two never wait for each other; q_free is signalled once the TMA
 store has read the staged O.
 
-NOTE [packed heads] and NOTE [split keys]: `kernels.forward_common`; NOTE [listed tiles]:
-`kernels.block_mask`.
+NOTE [packed heads] and NOTE [split keys]: `kernels.forward.common`; NOTE [listed tiles]:
+`kernels.mask.block_mask`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder
 from ....softmax_emu.online import OnlineSoftmax
-from ...forward_common import ForwardCommon
-from ...forward_context import ForwardKernelTensors
+from ...forward.common import ForwardCommon
+from ...forward.context import ForwardKernelTensors
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, TmaTensor
 from ...problem_class import ProblemClass

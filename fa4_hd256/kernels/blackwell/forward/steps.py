@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...steps import (
+from ...plan.steps import (
     Act,
     Load,
     Operand,

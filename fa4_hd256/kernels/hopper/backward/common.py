@@ -12,14 +12,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ....schedulers import WorkTile, scheduler_class
-from ...backward_common import BackwardContext, BackwardEntry
+from ...backward.common import BackwardContext, BackwardEntry
 from ...limits import HEAD_DIM
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
+from ...plan.steps import Copy, Load
 from ...problem_class import GradientClass
 from ...ranges import traced
+from ...rows.sequences import Sequence, Sequences, TilePlace
 from ...scheduler_role import SchedulerRole
-from ...sequences import Sequence, Sequences, TilePlace
-from ...steps import Copy, Load
 from ..instructions import (
     QUAD,
     WgmmaShape,

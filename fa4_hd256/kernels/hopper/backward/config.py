@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ....schedulers.counter import CounterScheduler
-from ...backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
-from ...edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plans import SmemPlan, SmemRegion, WarpPlan
-from ...steps import StepTable
-from ...timeline import describe_roles
+from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan
+from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...plan.steps import StepTable
+from ...plan.timeline import describe_roles
 from ..checked_plan import check_plan
 from .steps import dv_steps, products_steps, single_steps
 

@@ -38,8 +38,8 @@ from cutlass import Float32, Int32, Uint32
 from ....schedulers import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
-from ...backward_common import BackwardContext, Step, heads_of_part
-from ...backward_ds_tiles import (
+from ...backward.common import BackwardContext, Step, heads_of_part
+from ...backward.ds_tiles import (
     DS_TILE,
     RUN,
     RUN_STRIDE,
@@ -75,7 +75,7 @@ BLOCK_STEPS = TILE_KEYS // STEP_QUERIES
 class DvKernel(KeyRows, ScoreGradient):
     """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
-    results: (dv,).  ds: see `backward_ds_tiles`.  Tiles: `KeyTiles`.
+    results: (dv,).  ds: see `backward.ds_tiles`.  Tiles: `KeyTiles`.
     """
 
     boxes = {
@@ -100,7 +100,7 @@ class DvKernel(KeyRows, ScoreGradient):
             },
         }
 
-    # Steps come in whole blocks of dS: NOTE [blocks of dS] in backward_ds_tiles.py.
+    # Steps come in whole blocks of dS: NOTE [blocks of dS] in `backward.ds_tiles`.
 
     def num_steps(self, context: BackwardContext, work: Any) -> Int32:
         """Steps of all query heads of the part in which some key of the tile is seen."""

@@ -9,13 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from ...backward_block_mask import WORD_PAIR, BlockList
-from ...backward_common import BackwardContext
-from ...backward_ds_tiles import RUN
-from ...backward_key_tiles import KeyTiles
-from ...block_mask import FULL
-from ...masking import hide_unseen
-from ...sequences import TilePlace
+from ...backward.block_mask import WORD_PAIR, BlockList
+from ...backward.common import BackwardContext
+from ...backward.ds_tiles import RUN
+from ...backward.key_tiles import KeyTiles
+from ...mask.block_mask import FULL
+from ...mask.masking import hide_unseen
+from ...rows.sequences import TilePlace
 from ..instructions import (
     QUAD,
     ROWS,

@@ -3,8 +3,8 @@
 A tile is 256 rows of one result, 128 of each CTA, 64 of each warpgroup: keys of a part of a KV
 head's query heads, or queries of one head.  One step adds the product of 128 x 128 elements of dS
 of each CTA and 128 rows of Q or K, which both CTAs need: each loads half of their columns for both.
-A tile of dS is the same image for both results (`backward_ds_tiles`); its descriptor says which
-side is reduced over.  Which tile is what: `backward_product_tiles`.
+A tile of dS is the same image for both results (`backward.ds_tiles`); its descriptor says which
+side is reduced over.  Which tile is what: `backward.product_tiles`.
 
 Timeline of one CTA; X is Q or K, in two pieces of 64 rows, 0' the next tile's first step::
 
@@ -25,8 +25,8 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers import WorkTile
-from ...backward_common import BackwardContext
-from ...backward_ds_tiles import (
+from ...backward.common import BackwardContext
+from ...backward.ds_tiles import (
     DS_BLOCK,
     DS_TILE,
     DS_TILE_BYTES,
@@ -37,12 +37,12 @@ from ...backward_ds_tiles import (
     tiles_of_head,
     within_head,
 )
-from ...backward_product_tiles import ProductTiles, Walk
+from ...backward.product_tiles import ProductTiles, Walk
 from ...limits import HEAD_DIM
 from ...operands import LoadTarget
+from ...plan.steps import Copy
 from ...ranges import traced
-from ...sequences import Sequence
-from ...steps import Copy
+from ...rows.sequences import Sequence
 from ..instructions import (
     ROWS,
     WgmmaShape,

@@ -29,12 +29,12 @@ from cutlass import Float32, Int32
 from ....schedulers import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
-from ...backward_common import BackwardContext
-from ...backward_ds_tiles import RUN
-from ...backward_query_tiles import QueryTiles
+from ...backward.common import BackwardContext
+from ...backward.ds_tiles import RUN
+from ...backward.query_tiles import QueryTiles
 from ...limits import HEAD_DIM
 from ...ranges import traced
-from ...sequences import TilePlace
+from ...rows.sequences import TilePlace
 from ..instructions import (
     QUAD,
     ROWS,

@@ -7,7 +7,7 @@ registers is no operand here; `touch` says when its registers are used.
 
 from __future__ import annotations
 
-from ...steps import (
+from ...plan.steps import (
     CLAIM_STEPS,
     Act,
     Action,

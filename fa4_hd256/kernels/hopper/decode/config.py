@@ -29,12 +29,12 @@ import torch
 
 from ....schedulers import CounterScheduler
 from ....softmax_emu.pattern import Ex2Pattern
-from ...edges import BARRIER_BYTES, Edge, EdgeTable, Signal
 from ...kernel_set import ForwardTiles
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plans import SmemPlan, SmemRegion, WarpPlan
-from ...steps import StepTable
-from ...timeline import describe_roles
+from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan
+from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...plan.steps import StepTable
+from ...plan.timeline import describe_roles
 from ..checked_plan import check_plan
 from .steps import QK_PARTS, decode_steps
 

@@ -25,14 +25,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from ....schedulers import WorkTile
-from ...decode_e4m3_scales import KeyScales, ScaledSoftmax
-from ...decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
-from ...edges import RingState
+from ...forward.decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
+from ...forward.e4m3_scales import KeyScales, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
-from ...masking import Visibility
+from ...mask.masking import Visibility
 from ...operands import ROW_BYTES
+from ...plan.edges import RingState
 from ...ranges import traced
-from ...views import columns_of
+from ...rows.views import columns_of
 from ..instructions import (
     QUAD,
     WARPGROUP_THREADS,

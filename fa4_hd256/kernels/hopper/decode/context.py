@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...forward_context import DescaledContext
+from ...forward.context import DescaledContext
 
 __all__ = ["HopperE4m3DecodeContext"]
 

@@ -15,7 +15,7 @@ Q', K(i) and V(i) stand for the conversions; the last runs beside QK; at the bar
 (`consumers` NOTE [barriers of a step]).
 
 The tables of roles, barriers and SMEM: `E4m3Config`.  NOTE [packed heads] and NOTE [split keys]:
-`kernels.forward_common`.
+`kernels.forward.common`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder, scheduler_class
-from ...forward_common import ForwardCommon
-from ...forward_context import ForwardKernelTensors
+from ...forward.common import ForwardCommon
+from ...forward.context import ForwardKernelTensors
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...problem_class import ProblemClass, query_rows
+from ...rows.sequences import Sequences
 from ...scalars import CallScalars
 from ...scheduler_role import SchedulerRole
-from ...sequences import Sequences
 from ..instructions import WgmmaShape
 from .config import BLOCK_KV, E4m3Config
 from .consumers import P_CORE, E4m3Consumer

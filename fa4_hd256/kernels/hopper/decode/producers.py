@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ....schedulers import WorkTile
+from ...plan.steps import CLAIM_STEPS, Load
 from ...ranges import traced
-from ...steps import CLAIM_STEPS, Load
 from .config import BLOCK_KV
 from .context import HopperE4m3DecodeContext
 

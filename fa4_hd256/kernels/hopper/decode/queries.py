@@ -1,5 +1,5 @@
 """Q of a tile: the rows come by TMA, and the consumers bring them to f16 where they lie:
-`kernels.decode_e4m3_queries` NOTE [Q in place].
+`kernels.forward.e4m3_queries` NOTE [Q in place].
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...decode_e4m3_queries import ScaledRows
-from ...decode_softmax import synchronise
+from ...forward.decode_softmax import synchronise
+from ...forward.e4m3_queries import ScaledRows
 from ...ranges import traced
-from ...views import columns_of
+from ...rows.views import columns_of
 from .context import HopperE4m3DecodeContext
 
 __all__ = ["QueryRows"]

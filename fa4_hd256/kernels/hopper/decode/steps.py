@@ -3,12 +3,12 @@
 `tests/operator/kernels/test_hopper_steps.py` holds the kernel to this table.  K and V are read into
 registers and given back before they are multiplied; P is in shared memory and is no operand here:
 the softmax's own barriers stand around it (`consumers` NOTE [barriers of a step]), as one does
-behind Q in f16 (`kernels.decode_e4m3_queries` NOTE [Q in place]).
+behind Q in f16 (`kernels.forward.e4m3_queries` NOTE [Q in place]).
 """
 
 from __future__ import annotations
 
-from ...steps import (
+from ...plan.steps import (
     CLAIM_STEPS,
     Act,
     Action,

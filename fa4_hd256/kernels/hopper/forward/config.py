@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from ....schedulers import CounterScheduler
 from ....softmax_emu.pattern import Ex2Pattern
-from ...edges import BARRIER_BYTES, Edge, EdgeTable, Signal
 from ...kernel_set import ForwardTiles
 from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plans import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan
-from ...steps import StepTable
-from ...timeline import describe_roles
+from ...plan.budgets import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan
+from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...plan.steps import StepTable
+from ...plan.timeline import describe_roles
 from ..checked_plan import check_plan
 from .plan import BLOCK_KV, CTAS, DECODE_SECONDS, SECONDS, SHORT_BLOCK_KV, WARPGROUP_ROWS
 from .steps import ByWarpgroup, forward_steps

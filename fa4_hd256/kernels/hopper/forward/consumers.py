@@ -11,10 +11,10 @@ from cutlass import Boolean, Float32, Int32, Uint32
 
 from ....schedulers import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
-from ...block_mask import FULL
-from ...edges import RingState, SharedByReference
 from ...limits import HEAD_DIM
-from ...masking import TileRange, hide_unseen
+from ...mask.block_mask import FULL
+from ...mask.masking import TileRange, hide_unseen
+from ...plan.edges import RingState, SharedByReference
 from ...ranges import traced
 from ..instructions import (
     QUAD,

@@ -37,14 +37,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder, scheduler_class
-from ...forward_common import ForwardCommon
-from ...forward_context import ForwardKernelTensors
+from ...forward.common import ForwardCommon
+from ...forward.context import ForwardKernelTensors
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...problem_class import ProblemClass, query_rows
+from ...rows.sequences import Sequences
 from ...scalars import CallScalars
 from ...scheduler_role import SchedulerRole
-from ...sequences import Sequences
 from ..instructions import WgmmaShape
 from .config import ForwardConfig
 from .consumers import ForwardConsumer

@@ -10,11 +10,11 @@ from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers import WorkTile
-from ...edges import RingState
 from ...limits import HEAD_DIM
 from ...operands import load_tile
+from ...plan.edges import RingState
+from ...plan.steps import CLAIM_STEPS
 from ...ranges import traced
-from ...steps import CLAIM_STEPS
 from .context import HopperForwardContext
 
 __all__ = ["ForwardProducer"]

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...edges import EdgeTable
-from ...plans import SmemPlan
-from ...steps import (
+from ...plan.budgets import SmemPlan
+from ...plan.edges import EdgeTable
+from ...plan.steps import (
     CLAIM_STEPS,
     Act,
     Copy,

@@ -12,7 +12,7 @@ from simulated_target import SIMULATOR
 
 from fa4_hd256.check.bringup import planted, sanitizer
 from fa4_hd256.check.bringup.outcome import Target
-from fa4_hd256.kernels import backward_key_tiles
+from fa4_hd256.kernels.backward import key_tiles as backward_key_tiles
 from sm100_sim import launcher, report
 from sm100_sim.tools.golden import replay
 

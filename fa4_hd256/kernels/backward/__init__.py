@@ -1,0 +1,1 @@
+"""What backward kernels of every architecture share."""

@@ -1,0 +1,197 @@
+"""Base of the gradient kernels of every architecture.
+
+With s = softmax_scale q k (changed or not), P = exp(s - LSE), dP = dO V^T and delta = rowsum(dO O)
+- dLSE::
+
+    dS = P (dP - delta) * slope of what changes s (`score_change`)
+    dV = P^T dO      dQ = softmax_scale dS K      dK = softmax_scale dS^T Q
+
+P and dS are stored in 16 bits, unscaled, as operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ...schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
+from ..context import KernelContext
+from ..functions.kernel_functions import FunctionsOfKernel
+from ..limits import SECTOR_BYTES
+from ..operands import TmaTensor, smem_layout
+from ..problem_class import ProblemClass
+from ..rows.sequences import RaggedKernel, clipped_view
+from ..rows.views import by_sequence
+from ..scalars import CallScalars
+
+__all__ = [
+    "BackwardContext",
+    "BackwardEntry",
+    "BackwardKernelTensors",
+    "Step",
+    "heads_of_part",
+    "heads_per_part",
+]
+
+
+class BackwardKernelTensors(NamedTuple):
+    """Tensors that a gradient kernel reads and writes.
+
+    loads: TMA tensors in the order of the kernel's `boxes`, of (seqlen, 256, heads, batch) or for
+    ragged sequences of a `clipped_view` of it.  stats: (2, heads, padded rows) float32: -LSE
+    log2(e), then -delta, of each query row (`Sequences.padded_query_offset`). results: (seqlen,
+    256, heads, batch) each.  ds: see `backward.ds_tiles`, None where it is not stored.
+    """
+
+    loads: tuple[TmaTensor, ...]
+    stats: cute.Tensor
+    results: tuple[cute.Tensor, ...]
+    ds: Any
+    ragged: Any
+
+
+@dataclass(frozen=True)
+class BackwardContext(KernelContext):
+    """State that every warp role of one CTA of a gradient kernel shares.
+
+    Buffers in `smem`: those of the kernel's `smem(memory)`, which has their shapes.
+    """
+
+    tensors: BackwardKernelTensors
+
+
+class BackwardEntry(FunctionsOfKernel, RaggedKernel):
+    """Host code of a kernel that makes gradients, whose clusters have two CTAs; mixed into it.
+
+    A kernel has `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
+    `copy_operation(box)`, how one is loaded; `problem(scalars, (q, k), batch)`, its tiles; `warps`,
+    `scheduler`, and `kernel(tensors, sizes, scalars, order)`.  rows_of: "q" or "k" where a tile is
+    `plan.tile_rows` rows of that operand.
+    """
+
+    rows_of: str | None = None
+    plan: Any
+    boxes: dict[str, tuple[int, int, int]]
+    problem_class: ProblemClass
+    scheduler: Any
+    warps: Any
+    problem: Any
+    kernel: Any
+
+    @cute.jit
+    def __call__(
+        self,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
+        stats: cute.Tensor,
+        results: tuple[cute.Tensor, ...],
+        ds: Any,
+        ragged: Any,
+        scalars: CallScalars,
+        stream: Any,
+    ):
+        """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
+        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.
+        stats: see `BackwardKernelTensors`.  results: of dq, dk and dv those that the kernel makes;
+        dk and dv have heads_kv * head_parts heads.  Last stride 1, other strides multiples of 16
+        bytes, of results 32.  ds: see `backward.ds_tiles`, None where it is not stored.  ragged: a
+        tuple of tensors in the order of `problem_class.ragged`, then what functions of the call
+        read, None if there are none.
+        """
+        operands = tuple(by_sequence(tensor) for tensor in operands)
+        results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)
+        q, k, _, _ = operands
+        heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
+        batch = self.sequence_tensors(ragged).num_batches(q)
+        problem = self._in_a_row(self.problem(scalars, (q, k), batch), (q, k), ragged)
+        loads = self.tma_tensors(operands, ds)
+        tensors = BackwardKernelTensors(loads, stats, results, ds, ragged)
+        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
+        sizes = tuple(Int32(size) for size in sizes)
+        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
+            grid=self.scheduler.grid_shape(problem, scalars.clusters),
+            block=(self.warps.num_threads, 1, 1),
+            cluster=(CLUSTER_SIZE, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _in_a_row(
+        self, problem: TileProblem, operands: tuple[cute.Tensor, ...], ragged: Any
+    ) -> TileProblem:
+        """The problem; of packed sequences with blocks in a row, where the kernel's tiles are of
+        rows of one operand."""
+        if self.rows_of is None:
+            return problem
+        side = "qk".index(self.rows_of)
+        tensors = self.sequence_tensors(ragged)
+        offsets = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)[side]
+        if offsets is None:
+            return problem
+        blocks = PackedBlocks(offsets, self.plan.tile_rows)
+        return problem.in_a_row(blocks, cute.size(operands[side], mode=[0]))
+
+    def optional_of(self, tensors: BackwardKernelTensors) -> Any:
+        return tensors.ragged
+
+    def copy_operation(self, box: str) -> Any:
+        """The DSL's TMA load of one of `boxes`."""
+        raise NotImplementedError
+
+    def tma_tensors(self, operands: tuple[cute.Tensor, ...], ds: Any) -> tuple[TmaTensor, ...]:
+        """Make the TMA tensors of `boxes`."""
+        tmas = []
+        for box, (operand, rows, columns) in self.boxes.items():
+            operation, tensor = self.copy_operation(box), operands[operand]
+            view = clipped_view(tensor, rows) if self.problem_class.is_clipped else tensor
+            layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
+            info = cpasync.make_tiled_tma_atom(operation, view, layout, (rows, columns))
+            tmas.append(TmaTensor(info[0], info[1]))
+        return tuple(tmas)
+
+
+class Step:
+    """Queries of one query head that a tile of keys meets: (head, which of them, counted in the
+    kernel's steps); lives across loops.
+
+    span: [begin, end) of the steps of each head, which a loop over them does not change.
+    """
+
+    def __init__(self, head: Int32, index: Int32, span: tuple[Int32, Int32]) -> None:
+        self.head, self.index, self.span = head, index, span
+
+    def following(self) -> Step:
+        """The next step of the head, else the first of the next head."""
+        begin, end = self.span
+        wraps = self.index + 1 == end
+        head = self.head + Int32(wraps)
+        return Step(head, cutlass.select_(wraps, begin, self.index + 1), self.span)
+
+    def __extract_mlir_values__(self) -> list:
+        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.index)]
+
+    def __new_from_mlir_values__(self, values: list) -> Step:
+        head, index = values
+        return Step(
+            cutlass.new_from_mlir_values(self.head, [head]),
+            cutlass.new_from_mlir_values(self.index, [index]),
+            self.span,
+        )
+
+
+def heads_per_part(scalars: CallScalars, heads_per_kv: Any) -> Any:
+    """Query heads of a part of a KV head's group; the last part may have fewer, or none."""
+    return (heads_per_kv + scalars.head_parts - 1) // scalars.head_parts
+
+
+def heads_of_part(context: BackwardContext, head: Int32) -> tuple[Int32, Int32]:
+    """Return (first query head, how many) of a part.  head: KV head * head_parts + part."""
+    per_part = heads_per_part(context.scalars, context.heads_per_kv)
+    kv_head, part = head // context.scalars.head_parts, head % context.scalars.head_parts
+    begin = part * per_part
+    count = cutlass.max(cutlass.min(per_part, context.heads_per_kv - begin), 0)
+    return kv_head * context.heads_per_kv + begin, count

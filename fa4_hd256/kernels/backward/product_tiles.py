@@ -1,0 +1,193 @@
+"""Tiles of the MMAs of a stored dS: dK or dQ, their rows and steps.
+
+One tile is 256 rows of one result: keys of a part of a KV head's query heads, or queries of one
+head; one step a tile of dS and 128 rows of Q or K.
+
+NOTE [dS is read once].  Every element of dS belongs to a tile of dK and to one of dQ.  Both begin
+at the diagonal, dK with rising queries, dQ with falling keys: t steps later keys b meet queries b +
+t in either.  Tiles of the two kinds alternate in the order of the launch, so those of a head run
+side by side, and the second reading finds in L2 what the first brought.  L2 holds what all tiles
+read in some ten steps, so heads alternate only as far as they begin together
+(`ProductOrder.parts_at_once`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ...schedulers import TileProblem
+from ..plan.edges import SharedByReference
+from .block_mask import BlockList, least_section
+from .common import BackwardContext, heads_of_part, heads_per_part
+from .ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs
+from .product_order import ProductOrder
+
+__all__ = ["ProductTiles", "ResultTile", "Walk"]
+
+
+@dataclass(frozen=True)
+class ResultTile(SharedByReference):
+    """Result that a tile of the launch computes.
+
+    of_keys: of dK, else of dQ.  block: of 256 rows.  head: of the result: a part of a KV head, or a
+    query head.  first_head, num_heads: query heads whose dS is summed; none where the last part of
+    a group is short.
+    """
+
+    of_keys: Boolean
+    block: Int32
+    head: Int32
+    first_head: Int32
+    num_heads: Int32
+
+
+class Walk:
+    """The step of a tile: (query head, place); lives across loops.
+
+    Places rise from `start`, and after the last of [begin, end) go on at the first, until they are
+    back at `start`, where the next head begins.  A tile of dQ counts them down: `column`.
+    """
+
+    def __init__(
+        self,
+        head: Int32,
+        place: Int32,
+        tile: ResultTile,
+        limits: tuple[Int32, Int32, Int32],
+        ds: StoredDs,
+        listed: BlockList | None = None,
+    ) -> None:
+        """ds: of the sequence; of listed tiles it begins with those of the CTA's rows.  listed: the
+        tiles at the places, where a block mask names them; `column` otherwise."""
+        self.head, self.place = head, place
+        self.tile, self.limits, self.ds, self.listed = tile, limits, ds, listed
+
+    @property
+    def column(self) -> Int32:
+        """The tile of queries, or of keys, of the step."""
+        if self.listed is not None:
+            return self.listed.tile(self.place)
+        begin, end, _ = self.limits
+        return cutlass.select_(self.tile.of_keys, self.place, begin + end - 1 - self.place)
+
+    def ds_number(self, cta_rank: Int32) -> Int32:
+        """The number of a CTA's tile of dS of the step, in its query head."""
+        if self.listed is not None:
+            of_queries = self.listed.ds_column(self.place)
+            return self.ds.first + cutlass.select_(self.tile.of_keys, self.place, of_queries)
+        own, column = self.tile.block * BLOCK_TILES + cta_rank, self.column
+        kv_tile = cutlass.select_(self.tile.of_keys, own, column)
+        q_tile = cutlass.select_(self.tile.of_keys, column, own)
+        return self.ds.row(kv_tile) + q_tile
+
+    def following(self) -> Walk:
+        begin, end, start = self.limits
+        place = self.place + 1
+        place = cutlass.select_(place == end, begin, place)
+        head = self.head + Int32(place == start)
+        return Walk(head, place, self.tile, self.limits, self.ds, self.listed)
+
+    def __extract_mlir_values__(self) -> list:
+        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.place)]
+
+    def __new_from_mlir_values__(self, values: list) -> Walk:
+        head, place = values
+        return Walk(
+            cutlass.new_from_mlir_values(self.head, [head]),
+            cutlass.new_from_mlir_values(self.place, [place]),
+            self.tile,
+            self.limits,
+            self.ds,
+            self.listed,
+        )
+
+
+class ProductTiles:
+    """Mixed into a kernel of both GEMMs. A tile's head counts parts of KV heads, as in the kernel
+    of dV; its block counts the tiles of dK and of dQ of that part, interleaved as far as there are
+    both.
+    """
+
+    problem_class: Any
+
+    def problem(self, scalars: Any, operands: tuple[cute.Tensor, ...], batch: Any) -> TileProblem:
+        """The tiles: of both results, for each part of a KV head."""
+        q, k = operands
+        heads_kv = cute.size(k, mode=[2])
+        order = self._order(scalars, cute.size(q, mode=[2]) // heads_kv)
+        heads = heads_kv * scalars.head_parts
+        section = cutlass.max(
+            Int32(order.parts_at_once(scalars.clusters)),
+            least_section(self.problem_class, scalars.clusters),
+        )
+        last = order.parts_at_last(scalars.clusters)
+        return TileProblem(order.num_tiles, heads, batch, section, last_heads=last)
+
+    def _order(self, scalars: Any, heads_per_kv: Any) -> ProductOrder:
+        lengths = scalars.max_seqlen_k, scalars.max_seqlen_q
+        heads = heads_per_part(scalars, heads_per_kv)
+        return ProductOrder.of(*lengths, heads, self.problem_class.mask)
+
+    def tile(self, context: BackwardContext, work: Any) -> ResultTile:
+        """Return the result that a tile of the launch computes."""
+        order = self._order(context.scalars, context.heads_per_kv)
+        of_keys, block, nth = order.tile(work.block)
+        first_head, num_heads = heads_of_part(context, work.head)
+        return ResultTile(
+            of_keys,
+            block,
+            cutlass.select_(of_keys, work.head, first_head + nth),
+            cutlass.select_(of_keys, first_head, first_head + nth),
+            cutlass.select_(of_keys, num_heads, Int32(nth < num_heads)),
+        )
+
+    def _limits(self, context: BackwardContext, work: Any, tile: ResultTile) -> tuple[Int32, Int32]:
+        """[begin, end) of the tiles of queries, or of keys, that a tile's rows meet in dS."""
+        visibility, row = context.visibility(work, DS_TILE), tile.block * DS_BLOCK
+        sides = (visibility.transposed(DS_TILE), visibility)
+        count = (side.num_tiles(row, DS_BLOCK) for side in sides)
+        last = (side.last_tile(row, DS_BLOCK) for side in sides)
+        end = cutlass.select_(tile.of_keys, *last) + 1
+        return end - cutlass.select_(tile.of_keys, *count), end
+
+    def _listed(self, context: BackwardContext, work: Any, tile: ResultTile) -> BlockList:
+        """The tiles of dS of a row, where a block mask names them."""
+        of_queries = self._order(context.scalars, context.heads_per_kv).blocks_k + tile.block
+        row = cutlass.select_(tile.of_keys, tile.block, of_queries)
+        return BlockList.of(context.sequences.tensors, work.batch, row)
+
+    def num_steps(self, context: BackwardContext, work: Any) -> Int32:
+        """Pairs of a query head and a tile of dS in a row of them."""
+        tile = self.tile(context, work)
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            return self._listed(context, work, tile).read * tile.num_heads
+        begin, end = self._limits(context, work, tile)
+        return (end - begin) * tile.num_heads
+
+    def first_position(self, context: BackwardContext, work: Any) -> Walk:
+        """Start at the diagonal, NOTE [dS is read once]; of a list at its start."""
+        tile, ds = self.tile(context, work), StoredDs.of(context, work)
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            listed = self._listed(context, work, tile)
+            limits = Int32(0), listed.read, Int32(0)
+            # Read once a tile, not in every step.
+            row = listed.ds_row(context.cta_rank)
+            row = cutlass.select_(tile.of_keys, row, context.cta_rank)
+            ds = replace(ds, first=ds.first + row)
+            return Walk(tile.first_head, Int32(0), tile, limits, ds, listed)
+        begin, end = self._limits(context, work, tile)
+        start = begin
+        if cutlass.const_expr(not self.problem_class.mask.bounded_right):
+            diagonal = tile.block * BLOCK_TILES
+            of_queries = begin + end - BLOCK_TILES - diagonal
+            start = cutlass.select_(tile.of_keys, diagonal, of_queries)
+            start = cutlass.max(cutlass.min(start, end - 1), begin)
+        return Walk(tile.first_head, start, tile, (begin, end, start), ds)
+
+    def next_position(self, position: Walk) -> Walk:
+        return position.following()

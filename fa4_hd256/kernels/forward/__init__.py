@@ -1,0 +1,1 @@
+"""What forward kernels of every architecture share."""

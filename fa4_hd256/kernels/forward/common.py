@@ -1,0 +1,304 @@
+"""Base of the forward kernels of all architectures: their tensors, tiles and results.
+
+NOTE [packed heads].  Where a group of query heads divides a CTA's rows, row r of them is query r //
+group of head r % group: they read the same keys.  Tiles of a few rows take any group, each query as
+many rows as the next power of two.  A causal tile then spans fewer queries, so less of it is
+masked, and a few queries with many heads fill it.  TMA gathers the rows of Q through a tensor with
+one dimension more.
+
+NOTE [split keys].  Where there are fewer tiles than CTAs to work on them, the KV tiles of a query
+tile may be split among several: the scheduler then counts `num_splits` batch entries for each one,
+and each split leaves its own O, in float32 and divided by its own sum, and its own LSE, from which
+`forward_combine` makes the result.  The sink is the first split's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ...schedulers import PackedBlocks, TileProblem, section_heads_for
+from ..functions.kernel_functions import FunctionsOfKernel
+from ..limits import ELEMENT_BYTES, HEAD_DIM
+from ..mask.block_mask import MASK_TILE, StepList
+from ..operands import LoadTarget, TmaTensor, load_tile, smem_layout
+from ..problem_class import DESCALES, query_rows
+from ..rows.pages import PagedKeys, box_rows, load_pages
+from ..rows.sequences import RaggedKernel, TilePlace, clipped_view
+from ..rows.views import by_packed_heads, by_sequence
+from ..scalars import CallScalars
+from .context import ForwardContext, ForwardKernelTensors
+
+__all__ = ["ForwardCommon"]
+
+
+class ForwardCommon(FunctionsOfKernel, RaggedKernel):
+    """Host code of a forward kernel; mixed into it.
+
+    A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
+    tile; `load_keys`, the fewest keys of a load of K or V; `kernel_tensors(operands, lse,
+    optional)`; and `kernel(tensors, sizes, scalars, order)`.  kv_bytes: of an element of K or V;
+    single bytes come in twos, as elements of the type of Q.
+    """
+
+    kv_bytes = ELEMENT_BYTES
+
+    problem_class: Any
+    config: Any
+    tile_queries: int
+    load_keys: int
+    scheduler: Any
+    warps: Any
+    kernel: Any
+
+    def allow_next(self) -> None:
+        """Let the combining kernel begin, with split keys: `forward_combine` NOTE [before the
+        forward ends].  A grid whose clusters may be cancelled does not (docs/silicon.md,
+        `clc-dependents`)."""
+        if self.problem_class.split and not self.scheduler.cancels_clusters:
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        results: tuple[cute.Tensor, ...],
+        optional: Any,
+        scalars: CallScalars,
+        stream: Any,
+    ):
+        """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
+        results: out like q, and lse (batch, heads, seqlen_q) float32; packed sequences have a
+        batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).  With split
+        keys out is float32, and of each batch entry of q the results have one for each part.  With
+        `max_logits` the row maxima, like lse, are the third result.
+
+        optional: a tuple of what the problem class requests, None if that is nothing: the sink,
+        (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales of k and
+        v, (entries, heads_kv) float32, then what functions of the call read.
+        """
+        out, lse = results[:2]
+        columns = HEAD_DIM * self.kv_bytes // ELEMENT_BYTES
+        keys = (by_sequence(t, columns=columns) for t in (k, v))
+        operands = by_sequence(q), *keys, by_sequence(out)
+        sizes, problem = self.tile_problem(operands, optional, scalars)
+        tensors = self.kernel_tensors(operands, lse, optional)
+        if cutlass.const_expr(self.problem_class.max_logits):
+            tensors = tensors._replace(row_maxima=results[2])
+        grid = self.scheduler.grid_shape(problem, scalars.clusters)
+        # No kernel reads what orders the tiles.
+        scalars = scalars._replace(max_seqlen_k=None)
+        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
+            grid=grid,
+            block=(self.warps.num_threads, 1, 1),
+            cluster=(self.config.tiles.cluster, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def kernel_tensors(
+        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
+    ) -> ForwardKernelTensors:
+        """TMA descriptors and the plain tensors.  operands: q, k, v, out by (seqlen, 256, heads,
+        batch)."""
+        raise NotImplementedError
+
+    def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple[cute.Tensor, ...]]:
+        """Return (sink or None, ragged tensors) from what the problem class requests."""
+        given, problem = tuple(optional or ()), self.problem_class
+        sink, ragged = (given[0], given[1:]) if problem.sink else (None, given)
+        return sink, ragged[: len(problem.ragged)]
+
+    def descales(self, optional: Any) -> tuple[Any, Any]:
+        """The scales of k and of v, None where the problem class has none."""
+        if not self.problem_class.descale:
+            return None, None
+        first = self.problem_class.sink + len(self.problem_class.ragged)
+        return tuple(optional)[first : first + len(DESCALES)]
+
+    def optional_of(self, tensors: ForwardKernelTensors) -> Any:
+        return tensors.optional
+
+    def ragged(self, tensors: ForwardKernelTensors) -> tuple[cute.Tensor, ...]:
+        return self.sink_and_ragged(tensors.optional)[1]
+
+    def tile_problem(
+        self, operands: tuple[cute.Tensor, ...], optional: Any, scalars: Any
+    ) -> tuple[tuple[Int32, ...], TileProblem]:
+        """Return (sizes, tiles) of a launch: seqlen_q, seqlen_k, query heads (or groups of them)
+        for each KV head, and with split keys their number.
+
+        operands: q, k, v, out by (seqlen, 256, heads, batch).
+        """
+        q, k, _, out = operands
+        # Heads, or groups of them, that have tiles of their own.
+        heads = cute.size(q, mode=[2]) // self.problem_class.packed_heads
+        heads_per_kv = heads // cute.size(k, mode=[2])
+        _, ragged = self.sink_and_ragged(optional)
+        sequence_tensors = self.sequence_tensors(ragged)
+        batch = sequence_tensors.num_batches(q)
+        seqlen_k = cute.size(k, mode=[0])
+        if cutlass.const_expr(self.is_paged):
+            seqlen_k *= cute.size(sequence_tensors.page_table, mode=[1])
+        sizes = (cute.size(q, mode=[0]), seqlen_k, heads_per_kv)
+        if cutlass.const_expr(self.problem_class.split):
+            num_splits = cute.size(out, mode=[3])
+            if cutlass.const_expr(sequence_tensors.part_list is None):
+                num_splits = num_splits // cute.size(q, mode=[3])
+                batch = batch * num_splits
+            else:
+                batch = num_splits
+            sizes = (*sizes, num_splits)
+        # The tiles at work are of one packed sequence, or of a few shorter ones in a row.
+        longest = cutlass.min(seqlen_k, scalars.max_seqlen_k)
+        section_heads, later_blocks_first = 1, False
+        if cutlass.const_expr(self.config.ordered_tiles):
+            section_heads = section_heads_for(
+                num_heads_per_kv=heads_per_kv,
+                num_pairs=heads * batch,
+                # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
+                kv_bytes_per_head=cutlass.min(longest, 1 << 20) * (2 * HEAD_DIM * self.kv_bytes),
+                l2_bytes=scalars.l2_bytes,
+                unequal_lengths=self.problem_class.has_unequal_tiles,
+            )
+            later_blocks_first = self.problem_class.bounded_right
+        num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
+        problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
+        offsets = sequence_tensors.cu_seqlens_q
+        if cutlass.const_expr(offsets is not None and not self.problem_class.split):
+            blocks = PackedBlocks(offsets, self.tile_queries)
+            problem = problem.in_a_row(blocks, cute.size(q, mode=[0]))
+        return tuple(Int32(size) for size in sizes), problem
+
+    def tma_tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> TmaTensor:
+        """The TMA tensor of an operand, q, k, v or o.  copy: (operation, rows, columns) of a
+        box."""
+        operation, rows, columns = copy
+        packed = self.problem_class.packed_heads
+        if self.is_paged and name in "kv":
+            rows = self.page_box
+        layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
+        box, is_clipped = (rows, columns), self.problem_class.is_clipped
+        if packed > 1 and name in "qo":
+            of_query = query_rows(packed, rows)
+            view = by_packed_heads(view, packed, of_query)
+            box = ((of_query, rows // of_query), columns)
+            is_clipped = "cu_seqlens_q" in self.problem_class.ragged
+            # Rows of a box that are no padding.
+            rows = rows // of_query * packed
+        if is_clipped:
+            within = name in "kv" and self.problem_class.mask.padded_pages > 0
+            view = clipped_view(view, rows, both_ends=within)
+        info = cpasync.make_tiled_tma_atom(operation, view, layout, box)
+        return TmaTensor(info[0], info[1])
+
+    @property
+    def is_paged(self) -> bool:
+        """Return True if keys and values lie in pages."""
+        return self.problem_class.page_size is not None
+
+    @property
+    def page_box(self) -> int:
+        """Rows of a box of K or V in pages."""
+        return box_rows(self.problem_class.page_size, self.load_keys)
+
+    @property
+    def lists_steps(self) -> bool:
+        """Return True if a block mask names the steps."""
+        return self.problem_class.lists_steps
+
+    def step_list(self, context: ForwardContext, work: Any) -> StepList:
+        """The steps of a tile, where a block mask names them."""
+        parts = MASK_TILE // self.config.block_kv
+        return StepList.of(context.sequences.tensors, (work.batch, work.head), work.block, parts)
+
+    def first_kv_tile(
+        self, context: ForwardContext, work: Any, visibility: Any, first_row: Any
+    ) -> Any:
+        """The KV tile that is worked on first, the last one of those that are seen: its number, a
+        `PagedTile` or a `ListedTile`.  first_row: the tile's first query."""
+        if self.lists_steps:
+            return self.step_list(context, work).first()
+        last = visibility.last_tile(first_row, self.tile_queries)
+        if not self.is_paged:
+            return last
+        batch = context.batch(work)
+        table = context.sequences.tensors.page_table[batch, None]
+        sizes = self.problem_class.page_size, self.page_box, self.config.block_kv
+        first_key, first_page = visibility.first(first_row), context.first_page(batch)
+        return PagedKeys(table, visibility.seqlen_k, first_key, sizes, first_page).at(last)
+
+    def next_kv_tile(self, kv_tile: Any) -> Any:
+        """Return the KV tile that is worked on next."""
+        return kv_tile.next() if self.is_paged or self.lists_steps else kv_tile - 1
+
+    def first_key(self, kv_tile: Any) -> Any:
+        """Return the first row of a KV tile in its `keys`."""
+        if self.lists_steps:
+            kv_tile = kv_tile.number
+        return 0 if self.is_paged else kv_tile * self.config.block_kv
+
+    def keys(self, context: ForwardContext, work: Any, kv_tile: Any) -> Any:
+        """Return the rows of a KV tile: a `PagedTile`, or the sequence."""
+        return kv_tile if self.is_paged else context.key(work)
+
+    def load_kv(
+        self,
+        source: TmaTensor,
+        smem: cute.Tensor,
+        place: TilePlace,
+        target: LoadTarget,
+        multicast: Any = None,
+    ) -> None:
+        """One load of K or V.  place: (`keys`, first row in them, column block, head); target:
+        (barrier, buffer); multicast: see `load_tile`."""
+        if self.is_paged:
+            load_pages(source, smem, place, target, multicast)
+        else:
+            load_tile(source, smem, place, *target, multicast=multicast)
+
+    def sink_log2(self, context: ForwardContext, work: Any, head: Int32) -> Any:
+        """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only
+        the first has it."""
+        if cutlass.const_expr(context.sink is None):
+            return None
+        logit = context.sink[head] * math.log2(math.e)
+        if cutlass.const_expr(self.problem_class.split):
+            return cutlass.select_(context.part(work).number == 0, logit, Float32(-math.inf))
+        return logit
+
+    def store_lse(
+        self,
+        context: ForwardContext,
+        work: Any,
+        place: tuple[Int32, Int32],
+        softmax: Any,
+        lse: Float32,
+    ) -> None:
+        """Write the LSE of a row, and its greatest logit where the problem class has `max_logits`.
+
+        place: (query, head).  softmax: `OnlineSoftmax` of the row after its last step.
+        """
+        query, head = place
+        row = context.result_offset(context.query(work)) + query
+        batch, tensors = context.result_batch(work), context.tensors
+        tensors.lse[batch, head, row] = lse
+        if self.problem_class.max_logits:
+            logit = softmax.largest_logit()
+            # max passes a NaN over, a sum does not: the result must show that a score is NaN.
+            is_number = lse == lse
+            tensors.row_maxima[batch, head, row] = cutlass.select_(is_number, logit, lse)
+
+    def result_row(
+        self, context: ForwardContext, work: Any, row: Int32, head: Int32
+    ) -> cute.Tensor:
+        """Return (256,) of `out` in global memory."""
+        place = context.result_offset(context.query(work)) + row
+        return context.tensors.out[place, None, head, context.result_batch(work)]

@@ -1,0 +1,113 @@
+"""Context of the warp roles of a forward kernel, on every architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...schedulers import WorkTile
+from ..context import KernelContext
+from ..mask.masking import KvSplit
+from ..operands import TmaTensor
+from ..rows.part_list import PartList
+from ..rows.sequences import Sequence
+
+__all__ = ["DescaledContext", "ForwardContext", "ForwardKernelTensors"]
+
+
+class ForwardKernelTensors(NamedTuple):
+    """Tensors that a forward kernel reads and writes.
+
+    q, k, v, o: (seqlen, 256, heads, batch), or for ragged sequences a `clipped_view` of it; with
+    packed heads q and o are views by `by_packed_heads`, clipped where packed sequences need it.
+    out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys, and where O is
+    not stored by TMA, there is no o.  With split keys out is float32, and out and lse have
+    `num_splits` batch entries for each one.  optional: what the problem class requests: sink
+    (heads,), then the tensors of the ragged sequences in its order.  row_maxima: like lse, the
+    greatest logit of each query; None unless the problem class has `max_logits`.
+    """
+
+    q: TmaTensor
+    k: TmaTensor
+    v: TmaTensor
+    o: TmaTensor | None
+    out: cute.Tensor
+    lse: cute.Tensor
+    optional: Any
+    row_maxima: cute.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ForwardContext(KernelContext):
+    """State that every warp role of one CTA of a forward kernel shares."""
+
+    tensors: ForwardKernelTensors
+    #: (heads,) float32 logits of the attention sink, as they are given; None without a sink.
+    sink: cute.Tensor | None = None
+    #: KV splits of a tile, None for one; the scheduler's batch entries are then the splits of each
+    #: entry, one after the other.  With scheduler metadata these are its batch entries and the
+    #: results', and num_splits is the number of all.
+    num_splits: Int32 | None = None
+
+    @property
+    def listed(self) -> PartList | None:
+        """The list of all parts, None where each batch entry has as many."""
+        words = self.sequences.tensors.part_list
+        return None if words is None else PartList(words, self.num_splits)
+
+    def batch(self, work: WorkTile) -> Int32:
+        if self.num_splits is None:
+            return work.batch
+        if (listed := self.listed) is not None:
+            return listed.sequence(work.batch)
+        return work.batch // self.num_splits
+
+    def part(self, work: WorkTile) -> KvSplit | None:
+        if self.num_splits is None:
+            return None
+        if (listed := self.listed) is not None:
+            return listed.part(work.batch)
+        number = work.batch % self.num_splits
+        keys = self.scalars.part_keys
+        if cutlass.const_expr(keys is None):
+            return KvSplit(number, self.num_splits)
+        return KvSplit(number, None, keys, number + 1 == self.num_splits)
+
+    def query(self, work: WorkTile) -> Sequence:
+        """Return the query rows of a tile's batch entry."""
+        return self.sequences.query(self.batch(work))
+
+    def key(self, work: WorkTile) -> Sequence:
+        """Return the key rows of a tile's batch entry."""
+        return self.sequences.key(self.batch(work))
+
+    def result_batch(self, work: WorkTile) -> Int32:
+        """Return the batch entry of the results of a tile."""
+        if cutlass.const_expr(self.listed is not None):
+            return work.batch
+        batch, part = self.query(work).batch, self.part(work)
+        return batch if part is None else batch * self.num_splits + part.number
+
+    def result_offset(self, queries: Sequence) -> Int32:
+        """Return the row of the first of a batch entry's queries in the results."""
+        if cutlass.const_expr(self.listed is not None):
+            return Int32(0)
+        return queries.offset
+
+
+@dataclass(frozen=True)
+class DescaledContext(ForwardContext):
+    """Context of a kernel whose keys and values are in e4m3.
+
+    The rows of a scale are sequences, or pages where the problem class says so; a side whose
+    size is 1 has the same scale for all.
+    """
+
+    #: (entries, heads_kv) float32 scales of K, None where the call has none.
+    k_descale: cute.Tensor | None = None
+    #: (entries, heads_kv) float32 scales of V, None where the call has none.
+    v_descale: cute.Tensor | None = None

@@ -1,0 +1,1 @@
+"""Functions of scores and of masks that a user wrote."""

@@ -1,0 +1,1 @@
+"""Plans of kernels as data, and the proof that they end."""

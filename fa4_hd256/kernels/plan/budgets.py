@@ -1,0 +1,267 @@
+"""Registers, shared memory and tensor memory of a CTA: who has what, as data that checks itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..limits import SMEM_CAPACITY, WARP_SIZE
+from .timeline import describe_steps
+
+__all__ = [
+    "TMEM_COLUMNS",
+    "RegisterPlan",
+    "SmemPlan",
+    "SmemRegion",
+    "TmemPlan",
+    "TmemRegion",
+    "WarpPlan",
+    "describe_plans",
+]
+
+# Tensor memory of one SM: 128 lanes of 512 32-bit columns (PTX ISA 9.7.16.1).
+TMEM_COLUMNS = 512
+
+REGISTERS_PER_SM = 65_536
+REGISTER_GRANULE = 8  # registers per thread are allotted in multiples of this
+WARPS_PER_WARPGROUP = 4
+
+
+@dataclass(frozen=True)
+class RegisterPlan:
+    """Registers a thread of each warpgroup once its role has begun, in the order of the warps.
+
+    budgets: (roles, registers per thread) of each warpgroup. setmaxnreg (PTX ISA 9.7.20.5) moves
+    registers between the warpgroups of a CTA and only those that the CTA was launched with: what
+    the SM's register file has left over belongs to nobody, and a warpgroup that requests more than
+    the others give back waits forever (measured on an H200, docs/silicon.md).  Raises ValueError
+    for budgets that the instruction rejects or the launch cannot serve.
+    """
+
+    budgets: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        for roles, budget in self.budgets:
+            if budget % REGISTER_GRANULE or not 24 <= budget <= 256:
+                raise ValueError(
+                    f"register budget {budget} of {roles}; accepted are multiples of 8 from 24 to "
+                    "256"
+                )
+        if self.needed > self.launched:
+            named = ", ".join(f"{roles} {budget}" for roles, budget in self.budgets)
+            raise ValueError(
+                f"register budgets {named}: the CTA's {self.num_threads} threads would need "
+                f"{self.needed} registers, but are launched with {self.launched} "
+                f"({self.at_launch} each), and setmaxnreg moves only those; lower a budget"
+            )
+
+    @property
+    def num_threads(self) -> int:
+        return len(self.budgets) * WARPS_PER_WARPGROUP * WARP_SIZE
+
+    @property
+    def at_launch(self) -> int:
+        """Registers a thread that the kernel is compiled and launched with: all that fit."""
+        return REGISTERS_PER_SM // self.num_threads // REGISTER_GRANULE * REGISTER_GRANULE
+
+    @property
+    def launched(self) -> int:
+        """Registers of the CTA at launch, which is its pool for setmaxnreg."""
+        return self.num_threads * self.at_launch
+
+    @property
+    def needed(self) -> int:
+        """Registers of the CTA when every warpgroup has its budget."""
+        return sum(budget for _, budget in self.budgets) * WARPS_PER_WARPGROUP * WARP_SIZE
+
+    @property
+    def total_row(self) -> str:
+        """The last row of a table of (role, warps, registers per thread)."""
+        return (
+            f"| total | {self.num_threads} threads | {self.needed} of {self.launched}, "
+            f"{self.at_launch} a thread at launch |"
+        )
+
+
+class WarpPlan:
+    """Base of the plans of a kernel's warps: frozen dataclasses with a field for each role, its
+    warps, None where there is no such role, and a field `registers_...` for each budget.
+
+    ROLES: (role, the budget's field), in the order of the table.  Raises ValueError for budgets
+    that the launch cannot serve (`RegisterPlan`).
+    """
+
+    ROLES: ClassVar[tuple[tuple[str, str], ...]]
+
+    def __post_init__(self) -> None:
+        _ = self.registers
+
+    @property
+    def warpgroups(self) -> tuple[tuple[str, str], ...]:
+        """(roles as they are named, the budget's field) of each warpgroup, in order; a plan has its
+        own."""
+        raise NotImplementedError
+
+    @property
+    def registers(self) -> RegisterPlan:
+        return RegisterPlan(
+            tuple((roles, getattr(self, budget)) for roles, budget in self.warpgroups)
+        )
+
+    @property
+    def num_warps(self) -> int:
+        return len(self.warpgroups) * WARPS_PER_WARPGROUP
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_SIZE
+
+    def describe(self) -> str:
+        """The roles as a Markdown table."""
+        rows = ["| role | warps | registers a thread |", "|---|---|---|"]
+        for role, budget in self.ROLES:
+            if getattr(self, role) is not None:
+                rows.append(f"| {role} | {getattr(self, role)} | {getattr(self, budget)} |")
+        rows.append(self.registers.total_row)
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class SmemRegion:
+    """One buffer: `stages` times `stage_bytes`; `note` says what else uses it, and when."""
+
+    name: str
+    stages: int
+    stage_bytes: int
+    alignment: int
+    note: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+
+@dataclass(frozen=True)
+class SmemPlan:
+    """The regions of one CTA, in order; offsets are derived.
+
+    Raises ValueError where they do not fit.
+    """
+
+    regions: tuple[SmemRegion, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_bytes > SMEM_CAPACITY:
+            raise ValueError(
+                f"shared memory: {self.num_bytes} bytes of {SMEM_CAPACITY}\n{self.describe()}"
+            )
+
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each region."""
+        offsets, end = {}, 0
+        for region in self.regions:
+            start = -(-end // region.alignment) * region.alignment
+            offsets[region.name] = start
+            end = start + region.num_bytes
+        return offsets
+
+    @property
+    def num_bytes(self) -> int:
+        last = self.regions[-1]
+        return self.offsets()[last.name] + last.num_bytes
+
+    def describe(self) -> str:
+        """The map as a Markdown table."""
+        head = "| SMEM region | offset | stages | bytes a stage | bytes | note |"
+        rows = [head, "|" + "---|" * 6]
+        offsets = self.offsets()
+        for region in self.regions:
+            rows.append(
+                f"| {region.name} | {offsets[region.name]} | {region.stages} "
+                f"| {region.stage_bytes} | {region.num_bytes} | {region.note} |"
+            )
+        rows.append(f"| total | | | | {self.num_bytes} of {SMEM_CAPACITY} | |")
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class TmemRegion:
+    """Columns [start, start + columns) of all 128 lanes; `alias_of` names a region it lies over."""
+
+    name: str
+    start: int
+    columns: int
+    alias_of: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TmemPlan:
+    """The regions of one CTA's tensor memory.
+
+    Raises ValueError for regions that overlap without saying so, that leave the region they
+    say they lie over, or that do not fit.
+    """
+
+    regions: tuple[TmemRegion, ...]
+
+    def __post_init__(self) -> None:
+        owner: dict[int, str] = {}
+        for region in self.regions:
+            columns = range(region.start, region.start + region.columns)
+            if region.start < 0 or columns.stop > TMEM_COLUMNS:
+                raise ValueError(f"{region.name} leaves the {TMEM_COLUMNS} columns")
+            for column in columns:
+                if region.alias_of is None and column in owner:
+                    raise ValueError(f"{region.name} overlaps {owner[column]} at column {column}")
+                if region.alias_of is not None and owner.get(column) != region.alias_of:
+                    raise ValueError(f"{region.name} does not lie within {region.alias_of}")
+                owner.setdefault(column, region.name)
+
+    def __getitem__(self, name: str) -> TmemRegion:
+        return next(region for region in self.regions if region.name == name)
+
+    def buffers(self, name: str, count: int) -> tuple[int, int]:
+        """Return (first column, distance of the next one) of so many buffers: the region of that
+        name, or the regions of that name with a number, from 0 on.
+
+        Raises ValueError where there are not so many, or they are not evenly spaced.
+        """
+        names = [name] if count == 1 and self._has(name) else [f"{name}{i}" for i in range(count)]
+        missing = ", ".join(name for name in names if not self._has(name))
+        if missing:
+            raise ValueError(f"{name} has {count} buffers; the TMEM plan lacks {missing}")
+        starts = [self[name].start for name in names]
+        distances = {after - before for before, after in zip(starts, starts[1:])} or {0}
+        if len(distances) > 1:
+            raise ValueError(f"{', '.join(names)} are not evenly spaced: columns {starts}")
+        return starts[0], distances.pop()
+
+    def _has(self, name: str) -> bool:
+        return any(region.name == name for region in self.regions)
+
+    @property
+    def allocated_columns(self) -> int:
+        """Return the columns of tcgen05.alloc: a power of two from 32 to 512 (PTX ISA
+        9.7.16.7.1)."""
+        end = max(region.start + region.columns for region in self.regions)
+        return max(32, 1 << (end - 1).bit_length())
+
+    def describe(self) -> str:
+        """The map as a Markdown table."""
+        rows = ["| TMEM region | columns | lies over | note |", "|" + "---|" * 4]
+        for region in self.regions:
+            rows.append(
+                f"| {region.name} | {region.start}..{region.start + region.columns - 1} "
+                f"| {region.alias_of or ''} | {region.note} |"
+            )
+        rows.append(f"| total | {self.allocated_columns} of {TMEM_COLUMNS} | | |")
+        return "\n".join(rows)
+
+
+def describe_plans(head: str, kernel: Any) -> str:
+    """`head`, then all plans of a kernel as Markdown; kernel: has warps, smem, tmem, edges and
+    steps."""
+    parts = (kernel.warps, kernel.smem, kernel.tmem, kernel.edges)
+    steps = describe_steps(kernel.steps, kernel.edges)
+    return "\n\n".join([head, *(part.describe() for part in parts), steps])

@@ -1,0 +1,1 @@
+"""Where rows of keys, queries and results lie in global memory."""

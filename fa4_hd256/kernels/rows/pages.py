@@ -1,0 +1,180 @@
+"""Keys and values in pages: where the rows of a KV tile lie, and their loads.
+
+NOTE [pages].  A page has `page_size` rows of every KV head, one sequence's, and a row of
+`page_table` numbers the pages of a sequence.  A load of a tile is one of boxes, whose rows divide
+those of a page and of the load: a box begins at a multiple of its rows, so it lies in one page, and
+is clipped there like a tile of a sequence (`sequences.clipped_view`, NOTE [empty tiles]).
+
+Each lane of the load warp knows the place of one box of a tile, and hands it over by a shuffle.
+The places of the next tile are found while this one is loaded, so that nobody waits for a page's
+number but at the first step of a query tile.
+
+A box past the end of the sequence takes from its last page what any tile past its end does, a row
+in use and zeros; one before the first key that the query tile sees takes the first rows of the page
+of that key.  Either is masked.  So no other entries of the table are read than those of pages with
+a key that some query sees, and no other pages are.
+
+NOTE [left padding].  With cache_leftpad the first key of a sequence may be any row of its pages.
+KV tiles then count keys from the start of the page of the first key, so that boxes stay within
+pages; the mask hides the rows before the first key.  These rows may hold anything, NaN included,
+and P = 0 does not hide a NaN in V.  So a box that begins before the first key is clipped on that
+side: its coordinate is negative, and TMA fills the rows below 0 with zeros.  A box wholly before
+the first key takes that key into its last row, NOTE [empty tiles].
+
+TMA cannot clip one box on both sides.  That would take a sequence within one page, whose keys are
+therefore counted from its first key on: its boxes begin anywhere, and what of them lies past the
+page lies past the last key.  In all other cases the first page is in use up to its end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..operands import LoadTarget, TmaTensor, load_box
+from ..plan.edges import SharedByReference
+from .sequences import Sequence, clip, clipped_box
+
+__all__ = ["FirstPage", "PagedKeys", "PagedTile", "box_rows", "load_pages"]
+
+#: Bits of a box's clipped rows beside its end, more than any box has.
+ROW_BITS = 8
+#: Rows of a box at most, so that those clipped on either side fit into these bits.
+MOST_ROWS = 1 << (ROW_BITS - 1)
+
+
+def box_rows(page_size: int, rows: int) -> int:
+    """Rows of a box of a load of `rows`."""
+    return math.gcd(page_size, rows)
+
+
+class FirstPage(NamedTuple):
+    """Origin of a sequence's keys in KV tiles, NOTE [left padding].
+
+    row: the row of the sequence's pages that is key 0.  hidden: keys before the first one there is.
+    """
+
+    row: Int32
+    hidden: Int32
+
+    @classmethod
+    def of(cls, first_row: Int32, length: Int32, page_size: int) -> FirstPage:
+        """Return that of `length` keys, the first of which lies in a row of the pages."""
+        begin = first_row // page_size * page_size
+        within = first_row - begin + length <= page_size
+        row = cutlass.select_(within, first_row, begin)
+        return cls(row, first_row - row)
+
+
+class PagedKeys(SharedByReference):
+    """The keys of one batch entry, for the steps of one query tile.
+
+    table: (pages,) of the entry.  length: rows in use.  first_key: the first one that is seen.
+    page_size: rows of a page; box: of a box; tile: of a KV tile.  first_page: where keys are
+    counted from; None for the first row of the first page.
+    """
+
+    def __init__(
+        self,
+        table: cute.Tensor,
+        length: Int32,
+        first_key: Int32,
+        sizes: tuple[int, int, int],
+        first_page: FirstPage | None = None,
+    ) -> None:
+        """sizes: page_size, box, tile."""
+        self.page_size, self.box, self.tile = sizes
+        self.begins_within = first_page is not None
+        if first_page is not None:
+            assert self.box <= MOST_ROWS
+            length, first_key = length + first_page.row, first_key + first_page.row
+        self._table, self._length, self._begin = table, length, first_page
+        self._first_page = first_key // self.page_size
+        self._last_page = (length - 1) // self.page_size
+
+    def places(self, kv_tile: Int32) -> tuple[Int32, Int32]:
+        """Return (page, end and rows left out in one word) of the box of a KV tile that is this
+        lane's; lanes past the boxes repeat them."""
+        box = cute.arch.lane_idx() % (self.tile // self.box)
+        row = kv_tile * self.tile + box * self.box
+        if self._begin is not None:
+            row = row + self._begin.row
+        page = cutlass.max(row // self.page_size, self._first_page)
+        page = cutlass.max(cutlass.min(page, self._last_page), 0)
+        before = page * self.page_size
+        rows = Sequence(Int32(0), self._length - before, self._table[page])
+        first_row = cutlass.max(row - before, 0)
+        end, start = clip(rows, first_row, self.box, least=1)
+        if self._begin is not None:
+            # Of the box those before the first key: NOTE [left padding].
+            first_key = self._begin.row + self._begin.hidden - before
+            hidden = cutlass.min(first_key - first_row, self.box - 1)
+            end = cutlass.select_(hidden > 0, first_key + self.box, end)
+            start = cutlass.select_(hidden > 0, -hidden, start) + self.box
+        return rows.batch, end << ROW_BITS | start
+
+    def at(self, kv_tile: Int32) -> PagedTile:
+        """A KV tile to begin with."""
+        return PagedTile(self, kv_tile, self.places(kv_tile), self.places(kv_tile - 1))
+
+
+class PagedTile:
+    """A KV tile with the places of its boxes and of the next one's, by lane; lives across loops.
+
+    KV tiles are worked on in falling order.
+    """
+
+    def __init__(
+        self,
+        keys: PagedKeys,
+        number: Int32,
+        places: tuple[Int32, Int32],
+        following: tuple[Int32, Int32],
+    ) -> None:
+        self._keys, self._number, self._places, self._following = keys, number, places, following
+
+    @property
+    def box_rows(self) -> int:
+        return self._keys.box
+
+    def next(self) -> PagedTile:
+        """The tile of the next step."""
+        keys, number = self._keys, self._number - 1
+        return PagedTile(keys, number, self._following, keys.places(number - 1))
+
+    def box(self, row: Any) -> tuple[Int32, Int32, Int32]:
+        """Return (page, end, rows left out) of the box at a row of the tile, the same in all lanes;
+        the last one negative where rows at its start are."""
+        page, word = (cute.arch.shuffle_sync(value, row // self.box_rows) for value in self._places)
+        end, start = word >> ROW_BITS, word & ((1 << ROW_BITS) - 1)
+        return page, end, start - self.box_rows if self._keys.begins_within else start
+
+    def __extract_mlir_values__(self) -> list:
+        values = self._number, *self._places, *self._following
+        return [ir for value in values for ir in cutlass.extract_mlir_values(value)]
+
+    def __new_from_mlir_values__(self, values: list) -> PagedTile:
+        number, *places = (cutlass.new_from_mlir_values(Int32(0), [ir]) for ir in values)
+        return PagedTile(self._keys, number, tuple(places[:2]), tuple(places[2:]))
+
+
+def load_pages(
+    source: TmaTensor,
+    smem: cute.Tensor,
+    place: tuple[PagedTile, Any, Any, Int32],
+    target: LoadTarget,
+    multicast: Any = None,
+) -> None:
+    """Load a tile of paged rows by boxes.  place: (`PagedTile`, first row in it, column block,
+    head); target: (barrier, stage)."""
+    (tile, first_row, column_block, head), (barrier, stage) = place, target
+    box, columns = tile.box_rows, cute.size(smem, mode=[1])
+    for row in range(0, cute.size(smem, mode=[0]), box):
+        page, end, start = tile.box(first_row + row)
+        rows = cute.local_tile(smem, (box, columns, cute.size(smem, mode=[2])), (row // box, 0, 0))
+        wanted = clipped_box(source.tensor, (box, columns), (start, column_block, end, head, page))
+        load_box(source, rows, wanted, barrier, stage, multicast=multicast)

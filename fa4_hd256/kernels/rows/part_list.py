@@ -1,0 +1,76 @@
+"""A list of the parts into which the keys of sequences of different lengths are split.
+
+It lies in global memory as int32: a header; a word for each part that the grid has room for; and
+for each sequence, and behind the last one, the number of its first part.  A word is the sequence,
+whether the part is its last one, and the part's number in it; of room that is not used the number
+is past all keys.
+
+NOTE [header of a list].  The header holds the keys of a part, then what the list was made for:
+parts that it has room for, sequences, query heads.  Copies of a list keep it, and the host reads
+none of it.  The combining kernel compares it with the call and writes NaN if they differ.  The
+forward reads any other memory in place of a list without leaving its tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ..mask.masking import KvSplit
+
+__all__ = ["HEADER", "LAST_BIT", "SEQUENCE_SHIFT", "UNUSED", "PartList", "list_length"]
+
+#: Words of the header.
+HEADER = 4
+#: Keys of a part at most, so that products with the number of a part stay in 32 bits.
+MOST_KEYS = 1 << 23
+
+#: Bits of a word: that of a sequence's last split, above the split's number, and the bits below the
+#: sequence.
+LAST_BIT, SEQUENCE_SHIFT = 1 << 7, 8
+#: The number of a part that is none: more than `combine_config.MOST_PARTS`, so that no sequence has
+#: a key left with it.
+UNUSED = LAST_BIT - 1
+
+
+def list_length(num_parts: int, num_sequences: int) -> int:
+    """Words of a list."""
+    return HEADER + num_parts + num_sequences + 1
+
+
+class PartList(NamedTuple):
+    """words: of the list.  num_parts: that the grid has room for."""
+
+    words: cute.Tensor
+    num_parts: Any
+
+    @property
+    def num_sequences(self) -> Any:
+        return cute.size(self.words) - self.num_parts - (HEADER + 1)
+
+    def is_for(self, heads: Any) -> Boolean:
+        """Return True if the list was made for so many parts, sequences and query heads: NOTE
+        [header of a list]."""
+        words, (parts, sequences) = self.words, (self.num_parts, self.num_sequences)
+        return (words[1] == parts) & (words[2] == sequences) & (words[3] == heads)
+
+    def sequence(self, number: Int32) -> Int32:
+        """The sequence that a part belongs to."""
+        sequence = self.words[HEADER + number] >> SEQUENCE_SHIFT
+        return cutlass.max(cutlass.min(sequence, self.num_sequences - 1), 0)
+
+    def part(self, number: Int32) -> KvSplit:
+        """Return the part of its sequence's keys that entry `number` of the list stands for."""
+        word = self.words[HEADER + number]
+        is_last = (word & LAST_BIT) != 0
+        keys = cutlass.max(cutlass.min(self.words[0], MOST_KEYS), 1)
+        return KvSplit(word & (LAST_BIT - 1), None, keys, is_last)
+
+    def of_sequence(self, entry: Int32) -> tuple[Int32, Int32]:
+        """Return (the first part of a sequence, of how many)."""
+        begin = HEADER + self.num_parts + entry
+        first = self.words[begin]
+        return first, self.words[begin + 1] - first

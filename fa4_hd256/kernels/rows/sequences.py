@@ -1,0 +1,315 @@
+"""Row ranges of the batch entries: dense, padded or packed (varlen) sequences.
+
+NOTE [empty tiles].  A TMA load that lies wholly outside its tensor touches the tensor's first byte
+(docs/silicon.md, `outside-load`), and a `clipped_view` begins below the memory of its tensor, where
+nothing need be mapped.  So a half of a tile that is beyond the last row of its sequence loads that
+row, once, and zeros.  It is masked, or nobody stores what comes of it, as with zeros alone: its
+keys lie beyond the sequence's end, its queries have an infinite LSE in the backward.  Without any
+row in the sequence it is the row before, or the tensor's first.  Stores wholly outside touch
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..plan.edges import SharedByReference
+
+__all__ = [
+    "CACHE_BATCH_IDX",
+    "CACHE_LEFTPAD",
+    "DS_BEGINS",
+    "PADDING",
+    "PAGE_TABLE",
+    "PART_LIST",
+    "TREE_WORDS",
+    "Sequence",
+    "SequenceTensors",
+    "Sequences",
+    "TilePlace",
+    "clip",
+    "clipped_box",
+    "clipped_view",
+    "padded_rows",
+    "tma_tile",
+]
+
+#: The rows of each sequence begin at a multiple of this in tensors with padded rows: the query rows
+#: of a CTA pair.
+PADDING = 256
+
+
+#: Fields of `SequenceTensors` that a call with gradients may not have.
+PAGE_TABLE, PART_LIST, TREE_WORDS = "page_table", "part_list", "tree_words"
+#: Field that kernels of gradients alone read.
+DS_BEGINS = "ds_begins"
+#: Fields that say where the keys of a sequence lie in a cache.
+CACHE_BATCH_IDX, CACHE_LEFTPAD = "cache_batch_idx", "cache_leftpad"
+
+
+class SequenceTensors(NamedTuple):
+    """Int32 tensors that describe ragged sequences, and which keys queries meet; those not given
+    are None.
+
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences in (total, heads, 256).
+    seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length. page_table:
+    (batch, most pages of a sequence) numbers of the pages of keys (`pages`). part_list: KV splits
+    of each sequence (`part_list`). mask_steps, mask_bits: of a block mask (`block_mask`), which no
+    others go with: (1 or batch, 1 or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of
+    bits, 128, 4). mask_blocks, mask_key_bits: the same of its gradients (`backward.block_mask`): (1
+    or batch, 1 or heads, blocks of keys and of queries, 1 + most tiles, 4) and (tiles of bits, 128,
+    4). tree_words: (1 or batch, most queries) which of the last keys each query sees, int32, or
+    int64 for trees of more than 32 nodes (`masking`, NOTE [trees]). ds_begins: (batch,) of packed
+    sequences the number of the first tile of dS (`backward.ds_tiles`, NOTE [units of dS]).
+    cache_batch_idx: (batch,) the batch entry of K and V that holds the keys of each sequence.
+    cache_leftpad: (batch,) how many rows of that entry, or of the sequence's pages, lie before the
+    first key; seqused_k counts them, too.
+    """
+
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_q: Any = None
+    seqused_k: Any = None
+    page_table: Any = None
+    part_list: Any = None
+    mask_steps: Any = None
+    mask_bits: Any = None
+    mask_blocks: Any = None
+    mask_key_bits: Any = None
+    tree_words: Any = None
+    ds_begins: Any = None
+    cache_batch_idx: Any = None
+    cache_leftpad: Any = None
+
+    @classmethod
+    def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:
+        """Make it from a tuple of tensors in the order of their names, None if there are none."""
+        return cls(**dict(zip(names, tensors or (), strict=True)))
+
+    @property
+    def are_unequal(self) -> bool:
+        """Return True if sequences have lengths or places of their own."""
+        own = (
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.seqused_q,
+            self.seqused_k,
+            self.cache_batch_idx,
+            self.cache_leftpad,
+        )
+        return any(tensor is not None for tensor in own)
+
+    def num_batches(self, q: cute.Tensor) -> Any:
+        """Batch entries: of q, (seqlen, 256, heads, batch), or as many as packed sequences."""
+        for cu_seqlens in (self.cu_seqlens_q, self.cu_seqlens_k):
+            if cu_seqlens is not None:
+                return cute.size(cu_seqlens) - 1
+        return cute.size(q, mode=[3])
+
+
+class RaggedKernel:
+    """Mixed into a kernel, which has `problem_class`."""
+
+    problem_class: Any
+
+    def sequence_tensors(self, ragged: Any) -> SequenceTensors:
+        """Make the sequence tensors from a tuple in the order of the problem class, None if it has
+        none; what follows is not of these."""
+        names = self.problem_class.ragged
+        return SequenceTensors.given(names, tuple(ragged or ())[: len(names)])
+
+    def cache_entries(self, tensors: Any) -> Any:
+        """Batch entries of K, clipped as in a `clipped_view`, where cache_batch_idx chooses among
+        them; else None."""
+        if CACHE_BATCH_IDX not in self.problem_class.ragged:
+            return None
+        return cute.size(tensors.k.tensor, mode=[4])
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The rows of one batch entry on one side: [offset, offset + length) of `batch`."""
+
+    offset: Int32
+    length: Int32
+    batch: Int32
+
+
+#: Place of a tile for TMA: (its sequence or `PagedTile`, first row in it, column block, head).
+TilePlace = tuple[Any, Any, Any, Any]
+
+
+@dataclass(frozen=True)
+class Sequences(SharedByReference):
+    """All batch entries.  seqlen_q, seqlen_k: Int32 lengths of dense or padded tensors; seqlen_k
+    of keys in pages: of all pages that a sequence may have.  entries: of K and V, where
+    cache_batch_idx chooses among them: an entry that there is not is the nearest one."""
+
+    tensors: SequenceTensors
+    seqlen_q: Int32
+    seqlen_k: Int32
+    entries: Any = field(default=None, kw_only=True)
+
+    def query(self, batch: Int32) -> Sequence:
+        """The query rows of a batch entry."""
+        tensors = self.tensors
+        return self._sequence(batch, tensors.cu_seqlens_q, tensors.seqused_q, self.seqlen_q)
+
+    def key(self, batch: Int32) -> Sequence:
+        """The key rows of a batch entry."""
+        tensors = self.tensors
+        rows = self._sequence(batch, tensors.cu_seqlens_k, tensors.seqused_k, self.seqlen_k)
+        entry, before = rows.batch, Int32(0)
+        if cutlass.const_expr(tensors.cache_batch_idx is not None):
+            entry = cutlass.min(tensors.cache_batch_idx[batch], Int32(self.entries) - 1)
+            entry = cutlass.max(entry, 0)
+        if cutlass.const_expr(tensors.cache_leftpad is not None):
+            before = cutlass.max(cutlass.min(tensors.cache_leftpad[batch], rows.length), 0)
+        return Sequence(rows.offset + before, rows.length - before, entry)
+
+    def padded_query_offset(self, batch: Int32) -> Int32:
+        """Return the first row of a batch entry in tensors with padded query rows (see
+        `padded_rows`)."""
+        cu_seqlens = self.tensors.cu_seqlens_q
+        if cutlass.const_expr(cu_seqlens is None):
+            return batch * ((self.seqlen_q + (PADDING - 1)) // PADDING * PADDING)
+        offset = cutlass.max(cutlass.min(cu_seqlens[batch], self.seqlen_q), 0)
+        return (offset + batch * PADDING) // PADDING * PADDING
+
+    def of_batch(self, batch: Int32) -> Sequences:
+        """Return the sequences for one batch entry, the only one that may be read then: the entry's
+        numbers are read from memory here, once.  Without such memory return `self`."""
+        if not self.tensors.are_unequal:
+            return self
+        rows = self.query(batch), self.key(batch)
+        sizes = self.seqlen_q, self.seqlen_k
+        return _OneSequence(self.tensors, *sizes, rows, self.padded_query_offset(batch))
+
+    @staticmethod
+    def _sequence(batch: Int32, cu_seqlens: Any, used: Any, length: Int32) -> Sequence:
+        offset, in_tensor = Int32(0), batch
+        if cutlass.const_expr(cu_seqlens is not None):
+            # Within the tensor, whatever the offsets are: `tail_rows`, NOTE [wrong lengths].
+            in_tensor = Int32(0)
+            offset = cutlass.max(cutlass.min(cu_seqlens[batch], length), 0)
+            length = cutlass.max(cutlass.min(cu_seqlens[batch + 1], length) - offset, 0)
+        if cutlass.const_expr(used is not None):
+            length = cutlass.max(cutlass.min(used[batch], length), 0)
+        return Sequence(offset, length, in_tensor)
+
+
+@dataclass(frozen=True)
+class _OneSequence(Sequences):
+    """See `Sequences.of_batch`.  rows: of queries, of keys; padded_offset: of the queries."""
+
+    rows: tuple[Sequence, Sequence]
+    padded_offset: Int32
+
+    def query(self, batch: Int32) -> Sequence:
+        return self.rows[0]
+
+    def key(self, batch: Int32) -> Sequence:
+        return self.rows[1]
+
+    def padded_query_offset(self, batch: Int32) -> Int32:
+        return self.padded_offset
+
+
+def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
+    """Rows of a tensor in which every query sequence begins at a multiple of `PADDING` rows and
+    may be written up to one.
+
+    num_rows: of the whole batch if packed, else of each sequence.  Sequence b of a packed batch
+    begins at (cu_seqlens_q[b] + b * PADDING) rounded down to PADDING: one block more for each
+    sequence makes room for its rest, and the host need not know any length.
+    """
+    if packed:
+        num_rows, num_sequences = num_rows + num_sequences * PADDING, 1
+    return num_sequences * (-(-num_rows // PADDING) * PADDING)
+
+
+def clipped_view(tensor: cute.Tensor, rows: int, both_ends: bool = False) -> cute.Tensor:
+    """A view of (seqlen, 256, heads, batch) whose tiles TMA can clip at any row.
+
+    The row dimension appears twice, both with its stride: (rows, 256, end, heads, batch), and the
+    base lies `rows` rows below the tensor's.  The tile at coordinates (rows - n, ., end, ., .)
+    then begins n rows before row `end`, and TMA's bound on the first dimension ends it there:
+    n rows are moved, the others of its box are filled with zeros, or not stored.
+
+    both_ends: tiles may be clipped at their start, too, without packed heads.  The tile at
+    coordinates (n - rows, ., end, ., .) moves n rows, the last of its box.  They begin `rows` rows
+    before row `end`, which may therefore lie up to that many past the last one.
+
+    With packed heads, ((packed, seqlen), 256, heads, batch), the same holds for the queries among
+    the rows: ((packed, rows / packed), 256, end, heads, 1). A descriptor has five dimensions, so
+    the batch must be 1.
+    """
+    seqlen, columns, heads, batch = tensor.shape
+    stride = tensor.stride
+    if cutlass.const_expr(isinstance(seqlen, tuple)):
+        (packed, seqlen), (head, row) = seqlen, stride[0]
+        queries = rows // packed
+        layout = cute.make_layout(
+            ((packed, queries), columns, seqlen + 1, heads, 1),
+            stride=((head, row), stride[1], row, stride[2], 0),
+        )
+        return cute.make_tensor((tensor.iterator - queries * row).align(16), layout)
+    layout = cute.make_layout(
+        (rows, columns, seqlen + (rows if both_ends else 1), heads, batch),
+        stride=(stride[0], stride[1], stride[0], stride[2], stride[3]),
+    )
+    return cute.make_tensor((tensor.iterator - rows * stride[0]).align(16), layout)
+
+
+def tma_tile(
+    tensor: cute.Tensor, shape: tuple[int, int], place: TilePlace, packed: int = 1, least: int = 0
+) -> cute.Tensor:
+    """The coordinate tensor of one tile for TMA.
+
+    tensor: TMA coordinates of (seqlen, 256, heads, batch) or of a `clipped_view` with shape[0]
+    rows.  shape: rows and columns of the tile.  place: (sequence, first row in it, column block,
+    head).  packed: heads of which the tensor's and the tile's rows consist; the first row and the
+    head are then the first query and the group of heads.  least: rows of a `clipped_view` that a
+    tile has at least, 0 or 1 (NOTE [empty tiles]).
+    """
+    sequence, first_row, column_block, head = place
+    rows, columns = shape
+    rows //= packed
+    if cutlass.const_expr(cute.rank(tensor) == 4):
+        plane, start = tensor[None, None, head, sequence.batch], first_row
+    else:
+        end, start = clip(sequence, first_row, rows, least)
+        plane = tensor[None, None, end, head, sequence.batch]
+    if cutlass.const_expr(packed > 1):
+        moved = cute.domain_offset(((0, start), 0), plane)
+        return cute.local_tile(moved, ((packed, rows), columns), (0, column_block))
+    return cute.local_tile(cute.domain_offset((start, 0), plane), shape, (0, column_block))
+
+
+def clip(sequence: Sequence, first_row: Any, rows: int, least: int = 0) -> tuple[Any, Any]:
+    """Return (end, start) of a tile of `rows` in a `clipped_view`: its coordinates in the third and
+    first dimension, those of the row behind its last one and of how many rows of it are left out.
+
+    first_row: in the sequence; least: see `tma_tile`.
+    """
+    count = cutlass.max(cutlass.min(sequence.length - first_row, rows), least)
+    end = sequence.offset + first_row + count
+    if cutlass.const_expr(least > 0):
+        last = sequence.offset + cutlass.min(first_row + count, sequence.length)
+        end = cutlass.max(last, 1)
+    return end, rows - count
+
+
+def clipped_box(
+    tensor: cute.Tensor, shape: tuple[int, int], place: tuple[Any, Any, Any, Int32, Int32]
+) -> cute.Tensor:
+    """The coordinate tensor of a tile of a `clipped_view`.  place: (start, column block, end, head,
+    batch), start and end by `clip`."""
+    start, column_block, end, head, batch = place
+    plane = tensor[None, None, end, head, batch]
+    return cute.local_tile(cute.domain_offset((start, 0), plane), shape, (0, column_block))

@@ -1,0 +1,1 @@
+"""Kernels without tensor cores."""

@@ -1,0 +1,192 @@
+"""The backward's first kernel: what every row of dO, O and LSE comes down to, two floats.
+
+stats[0]: -LSE * log2(e), so that the probabilities are exp2(score + stats[0]).
+stats[1]: -delta, where delta = sum over the columns of dO * O, less the gradient of LSE.  With P
+the probabilities and dP = dO V^T, the gradient of the scores is P * (dP - delta): the softmax's
+part is P * (dP - rowsum(P * dP)), where rowsum(P * dP) = rowsum(dO * O), and dLSE/dS = P
+(FlashAttention, arXiv 2205.14135, appendix B; arXiv 2307.08691, 3.1.2).  Both are negated, ready
+to be added two at a time.
+
+A row that sees no key, and every row with which a sequence is filled up to a multiple of
+`PADDING`, gets -inf and 0: its probabilities and its gradients vanish without a mask.
+
+The kernel is bound by memory, 1 KiB per row: a warp reads a row with 16 bytes per lane, and each
+lane keeps the sum of one row, so that LSE and the results move as whole sectors.  At 36 registers
+per thread, allocated as 40, six CTAs of 8 warps share an SM, with 1 KiB or more in flight for each
+warp.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ..limits import WARP_SIZE
+from ..plan.edges import SharedByReference
+from ..problem_class import PreprocessClass
+from ..rows.sequences import PADDING, Sequence, Sequences, SequenceTensors
+from ..rows.views import by_sequence, load_lane_columns
+
+__all__ = ["PreprocessConfig", "PreprocessKernel", "PreprocessRows"]
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """num_warps: warps of a CTA. rows_per_warp: rows of one warp, one per lane at most.
+    rows_at_once: rows of one iteration of the loop, whose loads depend on nothing in it.
+
+    Raises ValueError where the rows of a CTA do not divide `PADDING`.
+    """
+
+    num_warps: int = 8
+    rows_per_warp: int = 16
+    rows_at_once: int = 4
+
+    def __post_init__(self) -> None:
+        if PADDING % self.tile_rows or self.rows_per_warp > WARP_SIZE:
+            raise ValueError(
+                f"{self.num_warps} warps of {self.rows_per_warp} rows; accepted: at most "
+                f"{WARP_SIZE} rows a warp, and warps * rows a divisor of {PADDING}"
+            )
+        if self.rows_per_warp % self.rows_at_once:
+            raise ValueError(
+                f"rows_at_once is {self.rows_at_once}; accepted: a divisor of {self.rows_per_warp}"
+            )
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of one CTA."""
+        return self.num_warps * self.rows_per_warp
+
+
+class PreprocessRows(NamedTuple):
+    """Tensors that the preprocess kernel reads: out, dout (batch, seqlen_q, heads, 256); lse, and
+    dlse where the problem class has it, else None: (batch, heads, seqlen_q) float32, any
+    strides."""
+
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+
+
+@dataclass(frozen=True)
+class _Context(SharedByReference):
+    rows: PreprocessRows
+    stats: Any
+    head: Int32
+
+
+class PreprocessKernel:
+    """Launch with `__call__`, under `cute.compile`."""
+
+    def __init__(self, config: PreprocessConfig, problem_class: PreprocessClass) -> None:
+        self.config = config
+        self.problem_class = problem_class
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: PreprocessRows,
+        stats: cute.Tensor,
+        ragged: Any,
+        max_seqlen_q: Int32,
+        stream: Any,
+    ):
+        """rows: last stride 1 and other strides multiples of 16 bytes for out and dout; packed
+        sequences have a batch of 1.  stats: (2, heads, `padded_rows`) float32.
+
+        ragged: a tuple of int32 tensors in the order of the problem class, None if there are none.
+        max_seqlen_q: the longest query sequence.
+        """
+        sequences = SequenceTensors.given(self.problem_class.ragged, ragged)
+        out, dout = (by_sequence(tensor) for tensor in (rows.out, rows.dout))
+        batch = sequences.num_batches(out)
+        seqlen_q, _, heads, _ = out.shape
+        tile_rows = self.config.tile_rows
+        blocks = (max_seqlen_q + (PADDING - 1)) // PADDING * (PADDING // tile_rows)
+        sizes = tuple(Int32(size) for size in (seqlen_q, heads, blocks))
+        rows = PreprocessRows(out, dout, rows.lse, rows.dlse)
+        self.kernel(rows, stats, sequences, sizes).launch(
+            grid=(heads * blocks * batch, 1, 1),
+            block=(self.config.num_warps * WARP_SIZE, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        rows: PreprocessRows,
+        stats: cute.Tensor,
+        tensors: SequenceTensors,
+        sizes: tuple[Int32, Int32, Int32],
+    ):
+        """One CTA: `tile_rows` rows of one head; neighbouring CTAs read neighbouring heads."""
+        config = self.config
+        seqlen_q, heads, blocks = sizes
+        index, _, _ = cute.arch.block_idx()
+        head = index % heads
+        block = index // heads % blocks
+        batch = index // heads // blocks
+        sequences = Sequences(tensors, seqlen_q, Int32(0))
+        sequence = sequences.query(batch)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        first = block * config.tile_rows + warp * config.rows_per_warp
+        if first < (sequence.length + (PADDING - 1)) // PADDING * PADDING:
+            context = _Context(rows, stats, head)
+            delta = self._row_sums(context, sequence, first)
+            lane = cute.arch.lane_idx()
+            if lane < config.rows_per_warp:
+                to = sequences.padded_query_offset(batch) + first + lane
+                self._store(context, sequence, first + lane, (delta, to))
+
+    @cute.jit
+    def _row_sums(self, context: _Context, sequence: Sequence, first: Int32) -> Float32:
+        """rowsum(dO * O) of row first + lane, in the lanes below `rows_per_warp`."""
+        config, lane = self.config, cute.arch.lane_idx()
+        last = cutlass.max(sequence.length - 1, 0)
+        mine = Float32(0.0)
+        for start in cutlass.range(0, config.rows_per_warp, config.rows_at_once, unroll=1):
+            # A row past the end is replaced by the last one: no branch parts the loads.
+            indices = [
+                sequence.offset + cutlass.min(first + start + i, last)
+                for i in range(config.rows_at_once)
+            ]
+            pairs = [
+                tuple(
+                    load_lane_columns(tensor[row, None, context.head, sequence.batch], lane)
+                    for tensor in (context.rows.out, context.rows.dout)
+                )
+                for row in indices
+            ]
+            for i, (out, dout) in enumerate(pairs):
+                product = out.load().to(Float32) * dout.load().to(Float32)
+                total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), reduction_profile=0)
+                mine = cutlass.select_(lane == start + i, cute.arch.warp_reduction_sum(total), mine)
+        return mine
+
+    @cute.jit
+    def _store(
+        self, context: _Context, sequence: Sequence, row: Int32, result: tuple[Float32, Int32]
+    ):
+        """Both values of one row; (delta, where to)."""
+        delta, to = result
+        rows, head = context.rows, context.head
+        negative_lse, negative_delta = Float32(-math.inf), Float32(0.0)
+        if row < sequence.length:
+            batch, place = sequence.batch, sequence.offset + row
+            lse = rows.lse[batch, head, place, 0]
+            if lse != -math.inf:
+                negative_lse = lse * -LOG2_E
+                negative_delta = -delta
+                if cutlass.const_expr(self.problem_class.lse_gradient):
+                    negative_delta = rows.dlse[batch, head, place, 0] - delta
+        context.stats[0, head, to] = negative_lse
+        context.stats[1, head, to] = negative_delta
