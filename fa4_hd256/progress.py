@@ -1,8 +1,8 @@
 """Progress of the package, for people who wait: one logger, one line on a terminal.
 
 Every step is a record of level INFO of the logger `fa4_hd256`, to which Python's logging attaches
-nothing.  A step that takes longer than `LATER` seconds is shown on stderr with its time, where
-`environment.progress_wanted` says so.
+nothing.  A step that takes longer than `waiting.LATER` seconds is shown on stderr with its time,
+where `environment.progress_wanted` says so.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ import threading
 from collections.abc import Iterator
 
 from . import environment
+from .waiting import waiting_line
 
-__all__ = ["LATER", "is_under_way", "logger", "step"]
+__all__ = ["is_under_way", "logger", "step"]
 
 logger = logging.getLogger("fa4_hd256")
 logger.addHandler(logging.NullHandler())
-
-#: Seconds after which a step is shown.
-LATER = 0.5
-_REFRESH = 1.0
 
 #: Steps of this thread, the innermost last.
 _steps = threading.local()
@@ -38,32 +35,7 @@ def step(what: str) -> Iterator[None]:
     logger.info(what)
     _steps.all = (*getattr(_steps, "all", ()), what)
     try:
-        with _on_terminal(what):
+        with waiting_line(what) if environment.progress_wanted() else contextlib.nullcontext():
             yield
     finally:
         _steps.all = _steps.all[:-1]
-
-
-@contextlib.contextmanager
-def _on_terminal(what: str) -> Iterator[None]:
-    if not environment.progress_wanted():
-        yield
-        return
-    done = threading.Event()
-    shown = threading.Thread(target=_show, args=(what, done), daemon=True)
-    shown.start()
-    try:
-        yield
-    finally:
-        done.set()
-        shown.join()
-
-
-def _show(what: str, done: threading.Event) -> None:
-    if done.wait(LATER):
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False, initial=LATER) as line:
-        while not done.wait(_REFRESH):
-            line.refresh()

@@ -1,7 +1,6 @@
 """Ctrl-C ends a command within seconds and with one line, whatever its processes are doing.
 
-fa4_hd256 and sm100_sim import nothing of each other, so each has this file; a test holds the two
-equal.
+sm100_sim and fa4_hd256 share this file by a link.
 
 NOTE [who ends what].  `command` says "interrupted" and kills the worker processes at the first
 SIGINT, then raises KeyboardInterrupt, so that the command can clean up.  Native code that does not

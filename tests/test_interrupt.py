@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-SOURCE = ROOT / "fa4_hd256" / "interrupt.py"
-
 #: Scripts that print "ready" and then would take for ever; the pool's workers say so themselves.
 SCRIPTS = {
     "a pool": """
@@ -55,11 +53,6 @@ def work(item):
 sys.exit(command(main))
 """,
 }
-
-
-def test_the_copies_are_equal():
-    """Neither package imports the other: one file, twice."""
-    assert (ROOT / "sm100_sim" / SOURCE.name).read_bytes() == SOURCE.read_bytes()
 
 
 def group_is_empty(group: int) -> bool:

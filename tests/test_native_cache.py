@@ -56,12 +56,6 @@ def files(cache):
     return sorted(path.name for path in cache.directory.iterdir() if path.suffix != ".lock")
 
 
-def test_the_copies_are_equal():
-    """Neither package imports the other: one file, twice."""
-    other = SOURCE.parents[2] / "sm100_sim" / "jit" / SOURCE.name
-    assert other.read_bytes() == SOURCE.read_bytes()
-
-
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_what_is_made_is_found_and_belongs_to_its_owner_alone(cache, umask):
     before = os.umask(umask)

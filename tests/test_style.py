@@ -60,6 +60,11 @@ def test_class_names():
     assert not offences, say(offences)
 
 
+def test_no_file_stands_twice():
+    offences = style.copies(ROOT)
+    assert not offences, say(offences)
+
+
 def test_module_names():
     offences = style.module_names(ROOT)
     assert not offences, say(offences)

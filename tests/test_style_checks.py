@@ -29,7 +29,7 @@ def checkout(tmp_path):
 CHECKS = (
     style.sizes, style.imports, style.bare_imports, style.absolute_imports, style.module_names,
     style.machine_paths, style.openings, style.words, style.annotations,
-    style.class_names,
+    style.class_names, style.copies,
 )  # fmt: skip
 
 
@@ -116,6 +116,15 @@ def test_a_name_of_several_classes_is_named(checkout, paths, is_named):
     where = ", ".join(sorted(f"fa4_hd256/{path}" for path in paths))
     expected = [f"{len(paths)} classes are called Part: {where}"] if is_named else []
     assert style.class_names(checkout) == expected
+
+
+def test_a_copy_of_a_file_is_named(checkout):
+    text = "a = 1\n" * 6
+    (checkout / "bench/a.py").write_text(text)
+    (checkout / "bench/link.py").symlink_to("a.py")
+    assert style.copies(checkout) == []
+    (checkout / "sm100_sim/a.py").write_text(text)
+    assert style.copies(checkout) == ["bench/a.py and sm100_sim/a.py are equal"]
 
 
 @pytest.mark.parametrize("opening", [

@@ -40,7 +40,9 @@ def site(tmp_path_factory) -> Path:
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     for name in listed:
-        kept = name.startswith(("fa4_hd256/", "schedulers/", "softmax_emu/", "bench/"))
+        kept = name.startswith(
+            ("fa4_hd256/", "schedulers/", "softmax_emu/", "bench/", "sm100_sim/")
+        )
         if (kept or "/" not in name) and (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
@@ -63,6 +65,14 @@ def test_it_installs_one_package(site):
     assert {"fa4_hd256/schedulers/clc.py", "fa4_hd256/softmax_emu/online.py",
             "fa4_hd256/kernels/plan/proved_plans.json", "fa4_hd256/py.typed",
             "fa4_hd256/kernels/blackwell/tuning.json"} <= files  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["interrupt.py", "run/native_cache.py", "waiting.py"])
+def test_it_holds_what_it_shares_with_the_simulator(site, name):
+    """A link of the checkout is a file of the wheel, which needs no simulator."""
+    place = site / "fa4_hd256" / name
+    assert (ROOT / "fa4_hd256" / name).is_symlink() and not place.is_symlink()
+    assert place.read_bytes() == (ROOT / "fa4_hd256" / name).read_bytes()
 
 
 def test_it_works_beside_packages_of_these_names(site, tmp_path):

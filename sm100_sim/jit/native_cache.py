@@ -1,7 +1,6 @@
 """Files of native code in a cache directory: whom to trust, how to write them, who makes them.
 
-fa4_hd256 and sm100_sim import nothing of each other, so each has this file; a test holds the two
-equal.
+sm100_sim and fa4_hd256 share this file by a link.
 
 An entry is one file: the SHA-256 of all that follows; the length of a JSON header (eight bytes,
 little-endian); the header, with the entry's name, what the caller adds, and the sizes of the parts;

@@ -47,7 +47,8 @@ _KERNELS = (*_SETTINGS, *_LIBRARIES)
 _SHARED = ("fa4_hd256/kernels", *_KERNELS)
 _CALL = ("fa4_hd256/gpus", "fa4_hd256/private_torch", "fa4_hd256/words", *_SHARED)
 _RUN = (
-    "fa4_hd256/call", "fa4_hd256/interrupt", "fa4_hd256/models", "fa4_hd256/progress", *_CALL,
+    "fa4_hd256/call", "fa4_hd256/interrupt", "fa4_hd256/models", "fa4_hd256/progress",
+    "fa4_hd256/waiting", *_CALL,
 )  # fmt: skip
 _OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/simulated", *_RUN)
 _FOLDERS = ("blackwell", "hopper")
@@ -74,7 +75,8 @@ PACKAGES = {
     "fa4_hd256/interrupt": (),
     "fa4_hd256/package_name": (),
     "fa4_hd256/private_torch": (),
-    "fa4_hd256/progress": ("fa4_hd256/environment",),
+    "fa4_hd256/progress": ("fa4_hd256/environment", "fa4_hd256/waiting"),
+    "fa4_hd256/waiting": (),
     "fa4_hd256/models": ("fa4_hd256/words",),
     "fa4_hd256/words": (),
     "fa4_hd256/gpus": _SETTINGS,
@@ -122,6 +124,7 @@ PACKAGES = {
 }
 #: Packages of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
+    ("waiting",),
     ("causes", "devices", "interrupt", "progress", "ptx", "settings"),
     ("jit",),
     ("native",),
@@ -448,6 +451,16 @@ def _are_counterparts(where: list[str]) -> bool:
     """Return True for two modules of different architectures."""
     folders = [folder for module in where for folder in COUNTERPARTS if module.startswith(folder)]
     return len(where) == len(folders) == len(set(folders))
+
+
+def copies(root: Path) -> list[str]:
+    """Source files of the same content: one is a link to the other (CONTRIBUTING.md)."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for name in sources(root):
+        text = (root / name).read_text()
+        if text.count("\n") > 5 and not (root / name).is_symlink():
+            places[text].append(name)
+    return [f"{' and '.join(names)} are equal" for names in places.values() if len(names) > 1]
 
 
 def module_names(root: Path) -> list[str]:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bench.processes import each
-from fa4_hd256 import progress
+from fa4_hd256 import progress, waiting
 from fa4_hd256.run import compile
 
 
@@ -17,7 +17,7 @@ from fa4_hd256.run import compile
 ])  # fmt: skip
 def test_a_line_where_somebody_waits(wanted, seconds, shown, monkeypatch, capsys, caplog):
     monkeypatch.setenv("FA4_HD256_PROGRESS", wanted)
-    monkeypatch.setattr(progress, "LATER", 0.05)
+    monkeypatch.setattr(waiting, "LATER", 0.05)
     with caplog.at_level(logging.INFO, "fa4_hd256"), progress.step("compiling forward (sm_90a)"):
         time.sleep(seconds)
     out, err = capsys.readouterr()

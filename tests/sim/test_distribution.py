@@ -19,7 +19,7 @@ from checkout import ROOT
 from published import private_imports
 
 import sm100_sim
-from sm100_sim import progress, timing
+from sm100_sim import progress, timing, waiting
 from sm100_sim.__main__ import COMMANDS, main
 
 PACKAGE = ROOT / "sm100_sim"
@@ -277,7 +277,7 @@ def test_a_script_without_a_kernel_is_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_is_done_is_shown_on_a_terminal(is_terminal, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_LATER", 0.05)
+    monkeypatch.setattr(waiting, "LATER", 0.05)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     with progress.step("replaying attention"):
         time.sleep(0.2)

@@ -1,0 +1,1 @@
+../sm100_sim/waiting.py
