@@ -13,7 +13,6 @@ from .call import named_configs
 from .call.backward_problem import BackwardCall
 from .call.forward_problem import Options
 from .call.function_tensors import functions_of_keys
-from .call.interception import is_intercepted
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
@@ -22,6 +21,7 @@ from .call.operator_arguments import (
     schema_of,
 )
 from .call.packed_ds import check_begins
+from .call.process import is_intercepted
 from .call.tile_mask import TileMask
 from .gpus.devices import is_captured
 from .kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .call.interception import without_modes
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
     ForwardTensors,
     ForwardValues,
 )
+from .call.process import without_modes
 from .call.windows import UNBOUNDED
 from .kernels.backward.ds_tiles import count_blocks
 from .kernels.mask.block_mask import FULL, MASK_TILE, NOTHING

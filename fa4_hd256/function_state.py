@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from .call.interception import is_wrapped, without_modes
+from .call.process import is_wrapped, without_modes
 
 __all__ = ["FunctionState", "TensorStates"]
 

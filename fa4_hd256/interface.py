@@ -9,7 +9,7 @@ import torch
 
 from . import plans
 from .autograd import check_differentiable, gradients_of, listed_tiles_of, save
-from .call import interception, named_configs
+from .call import named_configs, process
 from .call.autocast import autocast, is_autocasting
 from .call.checks import (
     are_differentiated,
@@ -22,18 +22,23 @@ from .call.checks import (
 )
 from .call.descales import refuse_gradients
 from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
-from .call.interception import constant_in_graphs, is_intercepted, is_transformed, refuse_tangents
 from .call.memory_checks import check_out, check_writable, check_writable_again
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
 from .call.plain_numbers import plain
+from .call.process import (
+    constant_in_graphs,
+    is_intercepted,
+    is_transformed,
+    refuse_tangents,
+    sms_are_shared,
+)
 from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
 from .functional import attend_under_transforms
-from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
 from .kernels.kernel_set import kernels_of
 from .kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
@@ -370,7 +375,7 @@ def _read_masks(
     asked, key = (NO_TENSORS, None) if mask_mod is None else read_by_mask(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
-    has_gradients = are_differentiated(tensors) or interception.may_have_gradients(tensors)
+    has_gradients = are_differentiated(tensors) or process.may_have_gradients(tensors)
     mask, masks = mask_tables(block_mask, q, k, has_gradients, mask_mod is None)
     return {**masks, **asked}, key, listed_tiles_of(mask) if has_gradients else 0
 

@@ -15,10 +15,10 @@ from .call.autocast import autocast, is_autocasting
 from .call.descales import descale_of
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.function_tensors import functions_of_keys
-from .call.interception import is_intercepted, refuse_tangents
 from .call.new_rows import NewRows
 from .call.operator_arguments import ForwardTensors
 from .call.part_lists import marked
+from .call.process import is_intercepted, refuse_tangents
 from .call.splits import (
     BY_RULE,
     FIXED_PARTS,

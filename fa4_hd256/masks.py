@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .call.interception import is_lasting
 from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
 from .call.plain_numbers import plain
+from .call.process import is_lasting
 from .call.tile_mask import (
     ABSENT,
     EMPTY,

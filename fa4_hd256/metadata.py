@@ -10,7 +10,6 @@ import torch
 from .call.cache_checks import check_int32, check_lengths, check_whole, of_batch
 from .call.checks import DTYPES
 from .call.forward_problem import Options, Problem
-from .call.interception import is_intercepted
 from .call.packed_ds import (
     BackwardMetadata,
     begins_of,
@@ -18,6 +17,7 @@ from .call.packed_ds import (
     read_offsets,
 )
 from .call.part_lists import list_of_parts, mark, marked
+from .call.process import is_intercepted
 from .gpus.devices import is_captured
 from .kernels.problem_class import KV_DTYPES
 from .run.launch import gpu_of

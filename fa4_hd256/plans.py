@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from . import environment
-from .call.interception import is_intercepted
+from .call.process import is_intercepted
 from .package_name import NAMESPACE
 from .private_torch import is_profiled, tensor_guard
 from .run.execute import Execution, addresses_of

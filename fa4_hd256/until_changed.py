@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import environment
-from .call.interception import is_stood_in, without_modes
+from .call.process import is_stood_in, without_modes
 
 __all__ = ["UntilChanged"]
 

@@ -262,7 +262,9 @@ LONG_WAY = {
         "fa4_hd256.kv_cache:_plan",
     ),
     "compiled kernel": ("fa4_hd256.run.execute:compile_kernel",),
-    "packing": ("fa4_hd256.run.execute:Template", "fa4_hd256.run.execute:check_convention"),
+    "packing": (
+        "fa4_hd256.run.execute:PackedArguments.__init__", "fa4_hd256.run.execute:check_convention",
+    ),
     "workspaces": ("fa4_hd256.run.execute:_maker",),
 }  # fmt: skip
 

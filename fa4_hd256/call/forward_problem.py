@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..architectures import Architecture
-from ..gpus.devices import sms_are_shared
 from ..gpus.family import architecture_of
 from ..kernels.functions.kernel_functions import FUNCTION_KINDS
 from ..kernels.functions.user_functions import FunctionClass
@@ -29,6 +28,7 @@ from . import checks, descales, memory_checks
 from .layouts import without_expanded_heads
 from .operator_arguments import RAGGED, BackwardValues, ForwardValues
 from .plain_numbers import is_unknown, plain
+from .process import sms_are_shared
 from .tree_mask import check_words, is_wide
 from .windows import UNBOUNDED, bounds_of_operator, window_of
 

@@ -17,7 +17,7 @@ from ..kernels.backward.block_mask import FIRST, NUMBER, READ, WRITTEN
 from ..kernels.backward.ds_tiles import BLOCK_TILES, count_blocks
 from ..kernels.mask.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
 from ..kernels.mask.masking import WORD_BITS
-from .interception import is_lasting
+from .process import is_lasting
 
 __all__ = [
     "EMPTY",

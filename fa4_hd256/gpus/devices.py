@@ -11,14 +11,10 @@ import warnings
 
 import torch
 
-from .. import environment
 from . import driver
 from .gpu import Gpu, of_capability
 
-__all__ = ["Gpu", "cuda_gpu", "is_captured", "sms_are_shared"]
-
-#: True if this PyTorch has torch.distributed.
-_IS_DISTRIBUTED = torch.distributed.is_available()
+__all__ = ["Gpu", "cuda_gpu", "is_captured"]
 
 
 def cuda_gpu(device: torch.device) -> Gpu:
@@ -54,16 +50,3 @@ def _cuda_gpu(index: int) -> Gpu:
 def is_captured(device: torch.device) -> bool:
     """Return True if this thread's calls on a device go into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def sms_are_shared() -> bool:
-    """Return True if kernels of other streams may hold SMs while ours run: in a process that is one
-    of several of torch.distributed, whose communication (NCCL) overlaps with computing, unless SMs
-    are left to them (RESERVED_SMS). It selects a scheduler, never a result."""
-    group = torch.distributed
-    return (
-        _IS_DISTRIBUTED
-        and group.is_initialized()
-        and group.get_world_size() > 1
-        and not environment.reserved_sms()
-    )

@@ -14,7 +14,7 @@ process whose GPUs of the architecture are all such compiles for sm_103a.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -85,6 +85,5 @@ def as_if_seen(*capabilities: tuple[int, int]) -> Iterator[None]:
         _as_if.reset(before)
 
 
-def as_seen() -> frozenset[tuple[int, int]] | None:
-    """Compute capabilities that `as_if_seen` gives this thread; None outside of it."""
-    return _as_if.get()
+#: Compute capabilities that `as_if_seen` gives this thread; None outside of it. Each call asks.
+as_seen: Callable[[], frozenset[tuple[int, int]] | None] = _as_if.get

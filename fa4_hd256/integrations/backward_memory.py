@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..call.interception import constant_in_graphs
+from ..call.process import constant_in_graphs
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..words import shown

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..call.interception import is_intercepted
 from ..call.layouts import tma_can_take
 from ..call.memory_checks import check_out
+from ..call.process import is_intercepted
 
 __all__ = ["written_to"]
 

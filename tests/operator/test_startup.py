@@ -14,7 +14,7 @@ import torch
 
 import fa4_hd256
 import sm100_sim
-from fa4_hd256.call.interception import constant_in_graphs
+from fa4_hd256.call.process import constant_in_graphs
 
 #: Runs a command and prints, last, which slow packages it has loaded.
 COMMAND = """
@@ -32,7 +32,7 @@ import sys
 import torch, cutlass
 import fa4_hd256
 fa4_hd256.flash_attn_func, fa4_hd256.flash_attn_varlen_func, fa4_hd256.flash_attn_with_kvcache
-from fa4_hd256.kernels import drain
+from fa4_hd256.kernels.plan import drain
 print(sorted({"torch._dynamo", "torch._inductor", "sympy", "sm100_sim"} & set(sys.modules)))
 print(drain.counters["proved"])
 """

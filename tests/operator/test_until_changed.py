@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fa4_hd256.call.interception import is_lasting
+from fa4_hd256.call.process import is_lasting
 from fa4_hd256.until_changed import UntilChanged
 
 

@@ -1,5 +1,6 @@
-"""Detection of what stands between a call and what it runs: torch.compile, tracing, modes,
-torch.func, forward-mode gradients."""
+"""State of the process that calls depend on: torch.compile, tracing, modes, torch.func and
+forward-mode gradients, which stand between a call and what it runs; communication, which holds
+SMs."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from .. import environment
 from ..gpus.devices import is_captured
 from ..gpus.family import as_seen
 from ..private_torch import (
@@ -31,6 +33,7 @@ __all__ = [
     "is_wrapped",
     "may_have_gradients",
     "refuse_tangents",
+    "sms_are_shared",
     "without_modes",
 ]
 
@@ -38,6 +41,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Bound once: each call asks.
 _is_compiling = torch.compiler.is_compiling
+
+#: True if this PyTorch has torch.distributed.
+_IS_DISTRIBUTED = torch.distributed.is_available()
 
 
 def is_intercepted() -> bool:
@@ -120,3 +126,16 @@ def refuse_tangents(tensors: Iterable[Any]) -> None:
                 "forward-mode gradients (torch.func.jvp, jacfwd, torch.autograd.forward_ad) are "
                 "not offered; accepted: backward, torch.autograd.grad, torch.func.grad, vjp"
             )
+
+
+def sms_are_shared() -> bool:
+    """Return True if kernels of other streams may hold SMs while ours run: in a process that is one
+    of several of torch.distributed, whose communication (NCCL) overlaps with computing, unless SMs
+    are left to them (RESERVED_SMS). It selects a scheduler, never a result."""
+    group = torch.distributed
+    return (
+        _IS_DISTRIBUTED
+        and group.is_initialized()
+        and group.get_world_size() > 1
+        and not environment.reserved_sms()
+    )
