@@ -11,6 +11,7 @@ from .call.checks import are_differentiated
 from .call.function_meaning import digest_of, is_derived_of, note_meaning
 from .call.function_tensors import check_tensors
 from .kernels.functions.user_functions import FunctionKind, Functions
+from .words import shown
 
 __all__ = ["check_function", "key_of", "read_of", "register", "with_tensors"]
 
@@ -19,7 +20,7 @@ def check_function(kind: FunctionKind, key: Any, function: Any, tensors: Any) ->
     """Check the key, function and tensors of a user's function. Raises TypeError for another kind;
     as `check_tensors`."""
     if not isinstance(key, str) or not key:
-        raise TypeError(f"key of a {kind.title} is {key!r}; accepted: a str that is not empty")
+        raise TypeError(f"key of a {kind.title} is {shown(key)}; accepted: a str that is not empty")
     if not callable(function):
         raise TypeError(
             f"function of a {kind.title} is {type(function).__name__}; accepted: a function of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["shown"]
+__all__ = ["one_of", "shown"]
 
 #: Types whose values are told as Python writes them.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -33,5 +33,9 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} of shape {tuple(shape)} and {dtype}"
     if type(value).__module__ == "torch":
         return str(value)
-    kind = type(value).__name__
-    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+    return one_of(type(value))
+
+
+def one_of(kind: type) -> str:
+    """Return the name of a class with its article."""
+    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"

@@ -43,11 +43,11 @@ class Ex2Pattern:
         for name in ("ex2_emu_freq", "ex2_emu_res", "ex2_emu_start_frg", "degree"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
+                found = type(value).__name__
+                raise TypeError(f"{name} must be an int, got a value of type {found}")
         if not isinstance(self.last_fragment_hardware, bool):
-            raise TypeError(
-                f"last_fragment_hardware must be a bool, got {self.last_fragment_hardware!r}"
-            )
+            found = type(self.last_fragment_hardware).__name__
+            raise TypeError(f"last_fragment_hardware must be a bool, got a value of type {found}")
         freq, res = self.ex2_emu_freq, self.ex2_emu_res
         if freq < 0 or freq % 2 or freq > FRAGMENT_COLUMNS:
             raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def rows(
             "over_pytorch": NOT_RUNNABLE if pytorch is None else pytorch / seconds[0],
             "correct": timing.error.correct, "max_error": timing.error.error,
             "tolerance": timing.error.tolerance, "lse_max_error": timing.error.lse_error,
-            "config": repr(timing.rung.config), "use_clc": timing.rung.use_clc,
+            "config": asdict(timing.rung.config), "use_clc": timing.rung.use_clc,
             **path_figures(timing.paths), **origin,
         })  # fmt: skip
         before = timing

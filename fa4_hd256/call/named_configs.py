@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-import numbers
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
@@ -50,8 +48,8 @@ def _encode(config: Any) -> str:
 
 def _canonical(hint: Any, value: Any) -> Any:
     """A value as its field's type has it. Configurations are equal whose fields are 3, 3.0 or a
-    NumPy integer, and calls are known by them: equal ones need one name, which kernels can be made
-    of. Numbers that are not of that type, 2.5 for an int, stay as they are."""
+    NumPy integer (`check_fields`), and calls are known by them: equal ones need one name, which
+    kernels can be made of."""
     if isinstance(hint, type) and is_dataclass(hint):
         hints = get_type_hints(hint)
         names = (field.name for field in fields_of(hint))
@@ -59,10 +57,7 @@ def _canonical(hint: Any, value: Any) -> Any:
     if isinstance(value, tuple):
         own, *_ = get_args(hint) or (None,)
         return [_canonical(own, part) for part in value]
-    if hint in (bool, int, float) and isinstance(value, numbers.Real) and math.isfinite(value):
-        converted = hint(value)
-        return converted if converted == value else value
-    return value
+    return hint(value) if hint in (bool, int, float) else value
 
 
 @functools.lru_cache

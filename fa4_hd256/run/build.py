@@ -17,6 +17,7 @@ from typing import Any
 from .. import environment
 from ..gpus import family
 from ..interrupt import end_with_parent, starting_workers
+from ..words import shown
 from .catalogue import KernelSpec
 from .compile import jit_entry
 from .kernel_names import kernel_named, name_of
@@ -64,7 +65,7 @@ def build(
     be written, and what the compiler raises.
     """
     if isinstance(jobs, bool) or not isinstance(jobs, int):
-        raise TypeError(f"jobs is {jobs!r}; accepted: an int, 1 or more")
+        raise TypeError(f"jobs is {shown(jobs)}; accepted: an int, 1 or more")
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; accepted: 1 or more")
     place = path_of(directory)

@@ -43,9 +43,9 @@ MORE_LINES = {
 
 _LIBRARIES = ("schedulers", "softmax_emu")
 _SETTINGS = ("fa4_hd256/architectures", "fa4_hd256/environment", "fa4_hd256/package_name")
-_KERNELS = (*_SETTINGS, *_LIBRARIES)
+_KERNELS = ("fa4_hd256/words", *_SETTINGS, *_LIBRARIES)
 _SHARED = ("fa4_hd256/kernels", *_KERNELS)
-_CALL = ("fa4_hd256/gpus", "fa4_hd256/private_torch", "fa4_hd256/words", *_SHARED)
+_CALL = ("fa4_hd256/gpus", "fa4_hd256/private_torch", *_SHARED)
 _RUN = (
     "fa4_hd256/call", "fa4_hd256/interrupt", "fa4_hd256/models", "fa4_hd256/progress",
     "fa4_hd256/waiting", *_CALL,

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ...words import shown
+
 __all__ = [
     "ORDERS",
     "PositionMask",
@@ -39,7 +41,7 @@ def placed(order: str, ranks: int, rows: int) -> tuple[Rows, ...]:
     if order == "contiguous":
         return tuple((range(rank * rows, (rank + 1) * rows),) for rank in range(ranks))
     if order != "zigzag":
-        raise ValueError(f"order is {order!r}; accepted: {', '.join(map(repr, ORDERS))}")
+        raise ValueError(f"order is {shown(order)}; accepted: {', '.join(map(repr, ORDERS))}")
     if rows % 2:
         raise ValueError(
             f"a rank has {rows} rows; order 'zigzag' gives it two spans of the same length: give "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..limits import SMEM_CAPACITY, WARP_SIZE
+from .fields import check_fields
 from .timeline import describe_steps
 
 __all__ = [
@@ -94,6 +95,7 @@ class WarpPlan:
     ROLES: ClassVar[tuple[tuple[str, str], ...]]
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _ = self.registers
 
     @property

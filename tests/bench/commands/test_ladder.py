@@ -137,6 +137,8 @@ def test_command(tmp_path, monkeypatch, capsys):
     rows = {row["step"]: row for row in table["rows"]}
     assert rows["double-buffered S"]["step_clocks"] == 1.5 * 2048
     assert rows["double-buffered S"]["effect"] == "faster"
+    assert rows["double-buffered S"]["config"]["s_stages"] == 2
+    assert rows["double-buffered S"]["config"]["ex2_pattern"]["ex2_emu_freq"] == 0
     found = [rows[step][name] for step in ("packed f32x2", "double-buffered S")
              for name in ("unmatched", "ambiguous")]  # fmt: skip
     assert found == [0, 8, 0, 9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -108,11 +109,10 @@ def test_equal_configurations_have_one_name(equal):
     assert repr(named_configs.decode(names[0], BackwardConfig)) == repr(plain)
 
 
-def test_numbers_of_another_kind_stay_as_they_are():
-    """A number of another kind is no other configuration's."""
-    odd = BackwardConfig(ds_bytes=0.5)
-    name = named_configs.encode(odd, BackwardConfig)
-    assert named_configs.decode(name, BackwardConfig).ds_bytes == 0.5
+@pytest.mark.parametrize("number", [0.5, math.inf, math.nan, True, "8"])
+def test_numbers_of_another_kind_are_refused(number):
+    with pytest.raises(TypeError, match="ds_bytes is .*; accepted: an int"):
+        BackwardConfig(ds_bytes=number)
 
 
 @pytest.mark.parametrize("name", ["default", "[]", '{"q_stages": 3}', '{"stages": 2}'])

@@ -394,6 +394,8 @@ BESIDES = {
     "fa4_hd256/run/tile_counter", "fa4_hd256/run/slots",
     # Names alone.
     "softmax_emu",
+    # Texts of errors.
+    "fa4_hd256/words",
 }  # fmt: skip
 #: Imports of `call` and `gpus`: types of calls, a name of a tensor that problem classes have, and
 #: the target, which is in the key.

@@ -21,6 +21,7 @@ from ...plan.budgets import (
     describe_plans,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
+from ...plan.fields import check_fields
 from ...plan.steps import StepTable
 from ..pair_plan import (
     BLOCK_KV,
@@ -97,6 +98,7 @@ class DqPlan:
     step_columns: ClassVar[int] = BLOCK_KV
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_ring("ring_stages", self.ring_stages)
         check_plan("the kernel of dQ", self)
 
@@ -218,6 +220,7 @@ class DkdvPlan:
     step_columns: ClassVar[int] = TILE_Q
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_ring("ring_stages", self.ring_stages)
         check_plan("the kernel of dK/dV", self)
 
@@ -318,6 +321,7 @@ class DvPlan:
     step_columns: ClassVar[int] = DS_TILE
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_ring("ring_stages", self.ring_stages)
         check_plan("the kernel of dV and dS", self)
 
@@ -408,6 +412,7 @@ class ProductsPlan:
     step_columns: ClassVar[int] = DS_TILE
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.stages < 2:
             raise ValueError(
                 f"stages is {self.stages}; at least 2 are needed: the step in use and the next"
@@ -497,6 +502,7 @@ class BackwardConfig:
     ds_bytes: int = 8 << 30
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.ds_bytes < 0:
             raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
 

@@ -66,6 +66,7 @@ from ...plan.budgets import (
     describe_plans,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
+from ...plan.fields import check_fields
 from ...plan.steps import StepTable
 from ..pair_plan import check_plan, check_ring, common_regions
 from .steps import HALVES, decode_steps, e4m3_steps
@@ -192,6 +193,7 @@ class DecodeConfig:
     s_stages = 2
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.rows not in ROWS:
             accepted = ", ".join(map(str, ROWS))
             raise ValueError(f"rows is {self.rows}; accepted are {accepted}")

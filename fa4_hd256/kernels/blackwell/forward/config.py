@@ -18,6 +18,7 @@ from ...plan.budgets import (
     describe_plans,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
+from ...plan.fields import check_fields
 from ...plan.steps import StepTable
 from .. import tuning
 from ..pair_plan import (
@@ -115,6 +116,7 @@ class ForwardConfig:
     o_slice = 64  # columns of O that one TMA store moves: 128 bytes, the swizzle's width
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.q_stages != 2:
             raise ValueError(
                 f"q_stages is {self.q_stages}; the kernel needs 2: O is staged in its tile's own "

@@ -13,6 +13,7 @@ from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...plan.fields import check_fields
 from ...plan.steps import StepTable
 from ...plan.timeline import describe_roles
 from ..checked_plan import check_plan
@@ -118,6 +119,7 @@ class DvPlan(StepPlan):
     step_columns: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.q_stages < 1 or self.dout_stages < 2:
             raise ValueError(
                 f"q_stages is {self.q_stages} and dout_stages {self.dout_stages}; at least 1 and 2 "
@@ -202,6 +204,7 @@ class ProductsPlan(StepPlan):
         return self.checked("the kernel of dK and dQ from stored dS", products_steps())
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.ds_stages < 2 or self.rows_stages < 3:
             raise ValueError(
                 f"ds_stages is {self.ds_stages} and rows_stages {self.rows_stages}; at least 2 and "
@@ -265,6 +268,7 @@ class SinglePlan(StepPlan):
     step_columns: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.result not in ("dq", "dk", "dv"):
             raise ValueError(f"result is {self.result!r}; accepted are dq, dk and dv")
         if self.x_stages < 2 or self.y_stages < 1:
@@ -372,6 +376,7 @@ class BackwardConfig:
     ds_bytes: int = 9 << 30
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.ds_bytes < 0:
             raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
 

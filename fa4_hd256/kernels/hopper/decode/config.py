@@ -33,6 +33,7 @@ from ...kernel_set import ForwardTiles
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...plan.fields import check_fields
 from ...plan.steps import StepTable
 from ...plan.timeline import describe_roles
 from ..checked_plan import check_plan
@@ -127,6 +128,7 @@ class E4m3Config:
     block_kv = BLOCK_KV
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.rows not in ROWS:
             accepted = ", ".join(map(str, ROWS))
             raise ValueError(f"rows is {self.rows}; accepted are {accepted}")

@@ -16,6 +16,7 @@ from ...kernel_set import ForwardTiles
 from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from ...plan.budgets import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...plan.fields import check_fields
 from ...plan.steps import StepTable
 from ...plan.timeline import describe_roles
 from ..checked_plan import check_plan
@@ -89,6 +90,7 @@ class ForwardConfig:
     skips: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.block_kv % 16 or not 16 <= self.block_kv <= 128:
             raise ValueError(
                 f"block_kv is {self.block_kv}; accepted are multiples of 16 from 16 to 128"
