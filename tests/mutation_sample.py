@@ -3,10 +3,15 @@
     python tests/mutation_sample.py --seed 1 --count 40 fa4_hd256/call fa4_hd256/run sm100_sim/isa
 
 Each mutant is one change of one statement: an operator, a constant, a condition, or a statement
-left out. It is made in a copy of the checkout. The tests of a mutant are up to three files: those
-that are named as its module and those that import it, or else those of the folder that mirrors its
-own. They run with the default cases; for a mutant that survives them, the same files run with
-`--all-cases`. Each mutant prints a line, and the two counts so far.
+left out. It is made in a copy of the checkout, with copies of the caches. Three runs at most decide
+on it, each of which ends with the first failure:
+
+1. the three test files nearest to it, with the default cases;
+2. for a mutant that survives these, the same files with `--all-cases`;
+3. for one that all cases kill, other files with the default cases, since any of the default set
+   may notice it: those that import it by way of other modules, the nearest first.
+
+Each mutant prints a line, and the two counts so far.
 
 Mutants of files that are compiled into kernels compile these again, which takes minutes each.
 """
@@ -15,19 +20,26 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import os
 import random
-import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Seconds of CPU time after which a run counts as killed: a mutant that never ends.
-LONGEST = 900
-#: Test files of one mutant at most.
+#: The packages whose sources are mutated or imported, by their first folder.
+PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
+#: Seconds of CPU time of one run. A run that takes longer decides nothing, and does not count.
+LONGEST = 240
+#: Seconds of CPU time that other files of the default set get together.
+LONGEST_OF_OTHERS = 240
+#: Files nearest to a mutant, at most.
 MOST_FILES = 3
 
 COMPARED = {
@@ -90,28 +102,86 @@ def mutant(path: Path, pick: random.Random) -> tuple[int, str, str] | None:
     return None
 
 
-def tests_of(module: Path) -> list[str]:
-    """Return the test files of a source file, those that are named as it first."""
-    package, name = ".".join(module.parts[:-1]), module.stem
-    wanted = re.compile(
-        rf"from {package}\.{name} import|import {package}\.{name}\b"
-        rf"|from {package} import [^#\n]*\b{name}\b"
-    )
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    importing = [file for file in files if wanted.search(file.read_text())]
+@functools.cache
+def imported_by(file: Path) -> frozenset[Path]:
+    """Return the modules of the packages that a file imports by name, relative to the checkout."""
+    package = file.relative_to(ROOT).parent.parts
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {module_of(*alias.name.split(".")) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base = (*base, *(node.module or "").split(".")) if node.module else base
+            found |= {module_of(*base, alias.name) for alias in node.names}
+    return frozenset(found - {None})
+
+
+@functools.cache
+def module_of(*names: str) -> Path | None:
+    """Return the file of a module, or of the module that a name is imported from; None outside the
+    packages."""
+    if names[:1] == ("fa4_hd256",) and names[1:2] in (("schedulers",), ("softmax_emu",)):
+        names = names[1:]  # links in fa4_hd256
+    if not names or names[0] not in PACKAGES:
+        return None
+    for path in (Path(*names).with_suffix(".py"), Path(*names, "__init__.py")):
+        if (ROOT / path).is_file():
+            return path
+    return module_of(*names[:-1])
+
+
+@functools.cache
+def importers() -> dict[Path, set[Path]]:
+    """Return for each module of the packages the modules and test files that import it."""
+    found: dict[Path, set[Path]] = {}
+    for folder in (*PACKAGES, "tests"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for module in imported_by(file):
+                found.setdefault(module, set()).add(file.relative_to(ROOT))
+    return found
+
+
+def by_distance(module: Path) -> list[list[Path]]:
+    """Return the test files that import a module, by the number of modules in between; of equally
+    many those that import the fewest others come first, and those for a GPU last."""
+    seen, layer, found = {module}, {module}, []
+    while layer:
+        layer = {file for one in layer for file in importers().get(one, ())} - seen
+        seen |= layer
+        tests = [file for file in layer if file.name.startswith("test_")]
+        found.append(
+            sorted(tests, key=lambda f: ("cuda" in f.parts, len(imported_by(ROOT / f)), f))
+        )
+        layer -= set(tests)
+    return found
+
+
+def tests_of(module: Path) -> tuple[list[str], list[str]]:
+    """Return the test files nearest to a source file, and the others that import it in any way.
+
+    Nearest are files named as it, then those that import it or import what imports it, then those
+    of the folder that mirrors its own.
+    """
     folder = {"fa4_hd256": "operator", "sm100_sim": "sim"}.get(module.parts[0], module.parts[0])
-    mirror = ROOT.joinpath("tests", folder, *module.parts[1:-1])
-    named = [file for file in files if file.parent == mirror and name in file.stem]
-    beside = [file for file in files if file.parent == mirror]
-    chosen = list(dict.fromkeys([*named, *importing] or beside))[:MOST_FILES]
-    return [file.relative_to(ROOT).as_posix() for file in chosen]
+    tests, mirror = ROOT / "tests" / folder, ROOT.joinpath("tests", folder, *module.parts[1:-1])
+    beside = [file.relative_to(ROOT) for file in sorted(mirror.glob("test_*.py"))]
+    named = [file for file in beside if module.stem in file.stem]
+    named += [file.relative_to(ROOT) for file in sorted(tests.rglob(f"test_{module.stem}*.py"))]
+    direct, second, *others = [*by_distance(module), [], []]
+    direct.sort(key=lambda file: file not in beside)
+    every = [*named, *direct, *second, *beside, *(file for layer in others for file in layer)]
+    files = [file.as_posix() for file in dict.fromkeys(every)]
+    return files[:MOST_FILES], files[MOST_FILES:]
 
 
-def fails(copy: Path, files: list[str], *options: str) -> bool:
-    """Return True if pytest fails, or does not end, on these files of a copy of the checkout."""
+def result(copy: Path, files: list[str], longest: int, *options: str) -> str:
+    """Run pytest on these files of a copy of the checkout. Returns "passes", "fails", or "too long"
+    after so many seconds of CPU time, or ten times as many of any."""
     child = os.fork()
     if child == 0:
-        resource.setrlimit(resource.RLIMIT_CPU, (LONGEST, LONGEST))
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (longest, longest + 5))
         os.chdir(copy)
         with open(copy / "log", "w") as log:
             os.dup2(log.fileno(), 1)
@@ -121,7 +191,47 @@ def fails(copy: Path, files: list[str], *options: str) -> bool:
         import pytest
 
         os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *options, *files]))
-    return os.waitpid(child, 0)[1] != 0
+    end = time.monotonic() + 10 * longest
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        time.sleep(0.2)
+        if time.monotonic() > end:
+            os.killpg(child, signal.SIGKILL)
+    if os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) in (signal.SIGXCPU, signal.SIGKILL):
+        return "too long"
+    # 5: no case is left to run, as in a file of which all are sampled out.
+    return "passes" if os.waitstatus_to_exitcode(ended[1]) in (0, 5) else "fails"
+
+
+def failure(copy: Path) -> str:
+    """Return the summary of the last run that failed, in one line."""
+    lines = (copy / "log").read_text(errors="replace").splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return (failed or lines[-1:] or [""])[-1][:160]
+
+
+def verdict(copy: Path, module: Path) -> str:
+    """Return which tests kill the mutant in a copy: "default", "all cases", "survives", or
+    "unknown"."""
+    near, others = tests_of(module)
+    found = result(copy, near, LONGEST)
+    if found != "passes":
+        return "default" if found == "fails" else "unknown"
+    found = result(copy, near, LONGEST, "--all-cases")
+    if found != "fails":
+        return "survives" if found == "passes" else "unknown"
+    noticed, end = failure(copy), spent() + LONGEST_OF_OTHERS
+    for file in others:
+        left = int(end - spent())
+        if left > 0 and result(copy, [file], left) == "fails":
+            return "default"
+    (copy / "log").write_text(noticed)
+    return "all cases"
+
+
+def spent() -> float:
+    """Return the CPU seconds of the children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def sample(folders: list[str], seed: int, count: int) -> list[tuple[Path, tuple[int, str, str]]]:
@@ -138,16 +248,23 @@ def sample(folders: list[str], seed: int, count: int) -> list[tuple[Path, tuple[
         for path in files:
             if len(found) < count:
                 module, one = path.relative_to(ROOT), mutant(path, pick)
-                if one is not None and tests_of(module):
+                if one is not None and tests_of(module)[0]:
                     found.append((module, one))
         rounds += 1
     return found
 
 
 def copied(place: Path) -> Path:
-    """Return a copy of the checkout in `place`, without caches."""
+    """Return a copy of the checkout in `place`. Caches are copied, too, and become those of this
+    process: what a mutant leaves in them must not reach anyone else."""
     left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
-    return Path(shutil.copytree(ROOT, place / "checkout", ignore=left_out))
+    for name in ("fa4_hd256", "sm100_sim"):
+        variable = f"{name.upper()}_CACHE_DIR"
+        cache = Path(os.environ.get(variable, ROOT / ".cache" / name))
+        os.environ[variable] = str(place / "caches" / name)
+        if cache.is_dir():
+            shutil.copytree(cache, place / "caches" / name)
+    return Path(shutil.copytree(ROOT, place / "checkout", ignore=left_out, symlinks=True))
 
 
 def main() -> None:
@@ -156,24 +273,27 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("folders", nargs="+", help="folders or files of the sources")
     asked = parser.parse_args()
-    import torch  # noqa: F401  # before the forks, which then start in a second
+    # Before the forks, which then start sooner.
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch  # noqa: F401
 
-    by_default = by_all = 0
+    counts = Counter()
     with tempfile.TemporaryDirectory() as place:
         copy = copied(Path(place))
         for number, (module, (line, text, source)) in enumerate(
             sample(asked.folders, asked.seed, asked.count), 1
         ):
-            original, files = (copy / module).read_text(), tests_of(module)
+            original, before = (copy / module).read_text(), spent()
             (copy / module).write_text(source)
-            killed = "default" if fails(copy, files) else None
-            if killed is None and fails(copy, files, "--all-cases"):
-                killed = "all cases"
+            killed = verdict(copy, module)
             (copy / module).write_text(original)
-            by_default += killed == "default"
-            by_all += killed is not None
-            print(f"{killed or 'survives'}: {module}:{line}: {text}", flush=True)
-            print(f"  {number} mutants: default cases {by_default}, all {by_all}", flush=True)
+            counts[killed] += 1
+            by_all = counts["default"] + counts["all cases"]
+            print(f"{killed}: {module}:{line}: {text}  ({spent() - before:.0f} s)", flush=True)
+            if killed in ("default", "all cases"):
+                print(f"  {failure(copy)}")
+            print(f"  {number} mutants: default {counts['default']}, all {by_all}", flush=True)
 
 
 if __name__ == "__main__":
