@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Hashable
 from dataclasses import fields
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -22,7 +21,8 @@ def check_fields(config: Any) -> None:
     Numbers of another type pass where they are equal to one of it: 3.0 and NumPy's 3 for an int,
     but not True.
     """
-    hints = _hints(type(config))
+    kind: Any = type(config)
+    hints = _hints(kind)
     for field in fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
         if not _fits(hint, value):
@@ -33,7 +33,7 @@ def check_fields(config: Any) -> None:
 
 
 @functools.cache
-def _hints(kind: Hashable) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
