@@ -16,7 +16,7 @@ from bench.measure.timer import COLD, L2_STATES, Sampling
 from bench.measure.training_shape import Shape
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS, FORWARD
-from bench.tables.comparison import OURS, YARDSTICK
+from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP, YARDSTICK
 from bench.tables.documents import FOLDER as TABLES
 from bench.tables.results import add_output_options
 from bench.tables.shape_options import add_shape_options
@@ -43,8 +43,17 @@ WAYS = (
     "ring, static scheduler", "gathered keys", "heads over ranks", "PyTorch over ours",
     "PyTorch over cuDNN", "PyTorch over FlashAttention-2",
 )  # fmt: skip
-#: Providers of `steps`.
+#: Providers of `steps`, of `throughput` and of `masks`.
 STEP_PROVIDERS = (OURS, "flash-attn-4", "FROST")
+PROVIDERS = (
+    OURS, "flash-attn-4", "flash-attn-4, five products", "flash-attn-4, num_splits=0", "FROST",
+    "cuDNN", "FlashAttention-2", YARDSTICK,
+)  # fmt: skip
+MASK_PROVIDERS = (
+    OURS, FUNCTION, SOFTCAP, BOUND, "SDPA, dense mask", "FlexAttention", "flash-attn-4",
+)  # fmt: skip
+#: Machines of the timing model that have a name.
+MACHINES = ("b200", "b300", "gb200", "gb300", "h100", "h200")
 #: Attentions of `training`: the reference, and all.
 REFERENCE = "SDPA float32"
 ATTENTIONS = (REFERENCE, "ours", "flash-attn-4", "SDPA bf16", "float32, rounded as kernels do")
@@ -52,11 +61,28 @@ ATTENTIONS = (REFERENCE, "ours", "flash-attn-4", "SDPA bf16", "float32, rounded 
 DTYPES = ("bf16", "fp16")
 
 
+def machine(text: str) -> str:
+    """Return the name of a machine, or of a file. Raises ArgumentTypeError for another one."""
+    if text not in MACHINES and not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(
+            f"machine {text!r} is not known; there are {', '.join(MACHINES)}, and files whose name "
+            "ends in .json, such as the report of `python -m fa4_hd256 bringup`"
+        )
+    return text
+
+
+def _choice(text: str) -> str:
+    if text not in CHOICES:
+        raise argparse.ArgumentTypeError(f"no choice {text!r}; there are: {'; '.join(CHOICES)}")
+    return text
+
+
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
     """Add the options of the model: used where there is a GPU or not, settings. draws: default."""
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
     parser.add_argument(
         "--machine",
+        type=machine,
         default="b200",
         help="of the model: b200, b300, h200, h100, or a file such as the report of a bringup",
     )
@@ -105,7 +131,9 @@ def contention(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("choice", nargs="*", help=f"of {'; '.join(CHOICES)}; all without one")
+    parser.add_argument(
+        "choice", nargs="*", type=_choice, help=f"of {'; '.join(CHOICES)}; all without one"
+    )
     parser.add_argument(
         "--every", type=int, default=1, metavar="N", help="of each choice's cases one in N"
     )
@@ -142,12 +170,12 @@ def ex2_sweep(parser: argparse.ArgumentParser) -> None:
 def fences(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen", type=int, default=1024)
     parser.add_argument("--kernel", default="", help="only those with this in their names")
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
     add_output_options(parser)
 
 
 def fp8(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
     add_output_options(parser)
 
 
@@ -170,7 +198,7 @@ def host(parser: argparse.ArgumentParser) -> None:
 def intensity(parser: argparse.ArgumentParser) -> None:
     add_shape_options(parser)
     parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
     add_output_options(parser)
 
 
@@ -197,7 +225,11 @@ def masks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line has TEXT")
     parser.add_argument(
-        "--provider", action="append", metavar="NAME", help="repeatable; all unless chosen"
+        "--provider",
+        action="append",
+        choices=MASK_PROVIDERS,
+        metavar="NAME",
+        help=f"of {'; '.join(MASK_PROVIDERS)}; repeatable, all unless chosen",
     )
     parser.add_argument(
         "--seconds",
@@ -332,7 +364,7 @@ def roofline(parser: argparse.ArgumentParser) -> None:
     add_shape_options(parser, seqlen=8192)
     parser.add_argument("--freq", type=int, help="ex2_emu_freq; with --res, default: as configured")
     parser.add_argument("--res", type=int, help="ex2_emu_res")
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
     parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
     add_output_options(parser)
 
@@ -374,7 +406,9 @@ def static(parser: argparse.ArgumentParser) -> None:
 
 
 def steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--machine", default="b200", help="b200, gb200, gb300, or a file")
+    parser.add_argument(
+        "--machine", type=machine, default="b200", help="b200, gb200, gb300, or a file"
+    )
     parser.add_argument("--draws", type=int, default=32, help="sets of its constants")
     parser.add_argument(
         "--provider",
@@ -423,8 +457,9 @@ def throughput(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--provider",
         action="append",
+        choices=PROVIDERS,
         metavar="NAME",
-        help=f"repeatable; all unless chosen, measured without {YARDSTICK}",
+        help=f"of {'; '.join(PROVIDERS)}; repeatable, all unless chosen, measured without the last",
     )
     suite.add_selection(parser)
     add_output_options(parser)
@@ -433,7 +468,7 @@ def throughput(parser: argparse.ArgumentParser) -> None:
 def timing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
     parser.add_argument(
         "--freq", type=int, nargs="+", default=(), help="of exp2 emulated by flash-attn-4, 0: none"
     )
@@ -460,7 +495,10 @@ def training(parser: argparse.ArgumentParser) -> None:
 
 def validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--machine", default="b200", help="of the replays beside rates: b200, b300, a file"
+        "--machine",
+        type=machine,
+        default="b200",
+        help="of the replays beside rates: b200, b300, a file",
     )
     parser.add_argument("--no-hopper", action="store_true", help="leave `bench hopper` out")
     add_output_options(parser)
@@ -468,6 +506,6 @@ def validate(parser: argparse.ArgumentParser) -> None:
 
 def whole_gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--machine", default="h200", help="h200, or a file such as a bringup's report"
+        "--machine", type=machine, default="h200", help="h200, or a file such as a bringup's report"
     )
     add_output_options(parser)

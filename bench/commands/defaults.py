@@ -168,9 +168,6 @@ class Deciding:
 
 def main(arguments: argparse.Namespace) -> int:
     names = arguments.choice or list(CHOICES)
-    unknown = [name for name in names if name not in CHOICES]
-    if unknown:
-        raise ValueError(f"no choice {unknown[0]!r}; there are: {'; '.join(CHOICES)}")
     if arguments.every < 1:
         raise ValueError(f"--every {arguments.every}; accepted is 1 or more")
     deciding = Deciding(arguments.machine, arguments.draws, arguments.every)

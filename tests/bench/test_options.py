@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+
+from checkout import ROOT
 
 from bench import options
 from bench.__main__ import COMMANDS
 from bench.commands import steps, throughput
-from bench.measure import ladder, nsight, ranks, training
+from bench.measure import ladder, mask_providers, nsight, providers, ranks, training
 from bench.model import defaults
 from fa4_hd256 import build_options, warm
 from fa4_hd256.run import needs
+from sm100_sim.timing import machines
 
 
 def test_every_command_has_options():
@@ -27,6 +32,36 @@ def test_names_are_those_of_the_modules():
     assert options.STEP_PROVIDERS == tuple(dict.fromkeys(name for name, _ in steps.KERNELS))
     assert options.ATTENTIONS == tuple(training.IMPLEMENTATIONS)
     assert options.DTYPES == tuple(throughput.DTYPES)
+    assert options.PROVIDERS == tuple(p.name for p in providers.default_providers())
+    assert options.MASK_PROVIDERS == tuple(p.name for p in mask_providers.mask_providers())
+    assert set(options.MACHINES) == set(machines())
+
+
+#: Values that there are not, of options and arguments, and of each a name that is told instead.
+REFUSED = {
+    ("throughput", "--provider", "nope"): "flash-attn-4, five products",
+    ("masks", "--provider", "flex"): "SDPA, dense mask",
+    ("throughput", "--modelled", "--machine", "b400"): "gb300",
+    ("roofline", "--machine", "b400"): "files whose name ends in .json",
+    ("defaults", "colours"): "no choice 'colours'; there are: order, forward;",
+}
+
+
+def test_names_that_there_are_not_are_refused_at_once():
+    """With exit status 2 and the accepted names, and before anything that takes long is loaded."""
+    code = (
+        "import sys\n"
+        "from bench.__main__ import main\n"
+        f"for given in {list(REFUSED)!r}:\n"
+        "    try:\n"
+        "        status = main(list(given))\n"
+        "    except SystemExit as error:\n"
+        "        status = error.code\n"
+        "    print(status, {'torch', 'cutlass', 'llvmlite'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["2 set()"] * len(REFUSED), done.stdout + done.stderr
+    assert all(name in done.stderr for name in REFUSED.values()), done.stderr
 
 
 def test_names_of_build_are_those_of_needs():

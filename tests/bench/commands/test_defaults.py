@@ -204,10 +204,3 @@ def test_one_case_in_so_many_is_replayed_and_said(monkeypatch, capsys):
     assert "was replayed" not in capsys.readouterr().out
     assert main(["defaults", "--every", "0"]) == 2
     assert "accepted is 1 or more" in capsys.readouterr().err
-
-
-def test_an_unknown_choice_is_refused(capsys):
-    from bench.__main__ import main
-
-    assert main(["defaults", "colours"]) == 2
-    assert "no choice 'colours'; there are: order, forward;" in capsys.readouterr().err

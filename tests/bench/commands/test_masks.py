@@ -213,12 +213,9 @@ def test_what_is_not_accepted(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["masks", "--machine", "h200"]) == 2
     assert "accepted: a machine of Blackwell" in capsys.readouterr().err
-    for given, message in (
-        (["--only", "chess"], "no case has 'chess' in its line; there are masks: 4x4096"),
-        (["--provider", "flex"], "provider 'flex'; accepted are ours; ours, mask_mod; ours, s"),
-    ):
-        assert main(["masks", *given]) == 2
-        assert message in capsys.readouterr().err
+    assert main(["masks", "--only", "chess"]) == 2
+    message = "no case has 'chess' in its line; there are masks: 4x4096"
+    assert message in capsys.readouterr().err
     cases, chosen = command.chosen("documents", [OURS])
     assert [case.mask for case in cases] == ["documents"]
     assert [provider.name for provider in chosen] == [OURS]

@@ -205,8 +205,6 @@ def test_providers_by_name():
     assert [p.name for p in throughput.chosen_providers(None, True)] == names[:-1]
     assert names[-1] == "PyTorch math"
     assert [p.name for p in throughput.chosen_providers(["cuDNN", "ours"])] == ["ours", "cuDNN"]
-    with pytest.raises(ValueError, match="provider 'cudnn'; accepted are: ours; flash-attn-4"):
-        throughput.chosen_providers(["cudnn"])
 
 
 def test_the_suite():
