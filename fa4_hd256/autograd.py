@@ -11,7 +11,6 @@ import torch
 from . import environment, plans
 from .call import named_configs
 from .call.backward_problem import BackwardCall
-from .call.forward_problem import Options
 from .call.function_tensors import functions_of_keys
 from .call.operator_arguments import (
     BackwardTensors,
@@ -20,6 +19,7 @@ from .call.operator_arguments import (
     ForwardValues,
     schema_of,
 )
+from .call.options import Options
 from .call.packed_ds import check_begins
 from .call.process import is_intercepted
 from .call.tile_mask import TileMask

@@ -22,8 +22,8 @@ from .call.operator_arguments import (
     ForwardTensors,
     ForwardValues,
 )
+from .call.options import UNBOUNDED
 from .call.process import without_modes
-from .call.windows import UNBOUNDED
 from .kernels.backward.ds_tiles import count_blocks
 from .kernels.mask.block_mask import FULL, MASK_TILE, NOTHING
 from .package_name import NAMESPACE

@@ -21,12 +21,13 @@ from .call.checks import (
     check_mask_options,
 )
 from .call.descales import refuse_gradients
-from .call.forward_problem import Options, backward_use_clc, tiles_for_masks
-from .call.memory_checks import check_out, check_writable, check_writable_again
+from .call.division import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
+from .call.forward_problem import tiles_for_masks
+from .call.memory import check_out, check_writable, check_writable_again
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
+from .call.options import Options, backward_use_clc, plain
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
-from .call.plain_numbers import plain
 from .call.process import (
     constant_in_graphs,
     is_intercepted,
@@ -34,7 +35,6 @@ from .call.process import (
     refuse_tangents,
     sms_are_shared,
 )
-from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
@@ -110,7 +110,7 @@ def flash_attn_func(
     softcap: scores become softcap * tanh(score / softcap), up to 1e4; 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     num_splits: KV splits of each query tile, for calls of few tiles;
-        1 to 64, or 0 for the operator's choice (`call.splits.splits_for`, `call.last_wave`).
+        1 to 64, or 0 for the operator's choice (`call.division`).
         Results differ by rounding; the parts take num_splits times out in float32.
     batch_invariant: out and lse of a sequence have the same bits in every batch of the same
         seqlen_q and seqlen_k (of packed sequences max_seqlen_q and max_seqlen_k).

@@ -10,22 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from . import environment, plans
-from .call import cache_checks, checks, memory_checks
+from .call import cache_checks, checks, memory
 from .call.autocast import autocast, is_autocasting
 from .call.descales import descale_of
-from .call.forward_problem import ForwardCall, Options, check_call
+from .call.division import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list, check_num_splits
+from .call.forward_problem import ForwardCall, check_call
 from .call.function_tensors import functions_of_keys
 from .call.new_rows import NewRows
-from .call.operator_arguments import ForwardTensors
+from .call.operator_arguments import ForwardTensors, with_batch
+from .call.options import Options
 from .call.part_lists import marked
 from .call.process import is_intercepted, refuse_tangents
-from .call.splits import (
-    BY_RULE,
-    FIXED_PARTS,
-    asked_splits,
-    check_beside_list,
-    check_num_splits,
-)
 from .call.tree_mask import tree_words
 from .interface import (
     NO_TENSORS,
@@ -355,7 +350,7 @@ class _Attention(NamedTuple):
         self._check_out(places, (*read, sink, *ragged.values()))
         longest = longest_of(ragged, asked.max_seqlen_q, asked.max_seqlen_k)
         if places.cu_seqlens_q is not None:
-            q = checks.with_batch("q", q)
+            q = with_batch("q", q)
         config_names(q, asked.config, None)
         rows = 1 if places.cu_seqlens_q is None else q.shape[1]
         options = options.scheduled(asked.use_clc, rows, places.cu_seqlens_q, longest[0])
@@ -371,10 +366,10 @@ class _Attention(NamedTuple):
         """read: tensors that the attention reads beside q and the caches."""
         if self.out is None:
             return
-        memory_checks.check_out(self.out, places.q)
+        memory.check_out(self.out, places.q)
         if not is_intercepted():
             inputs = places.q, places.k_cache, places.v_cache, *read
-            memory_checks.check_writable(self.out, inputs)
+            memory.check_writable(self.out, inputs)
 
 
 #: Names of `_Places.sequences`.
@@ -419,7 +414,7 @@ class _NewRows(NamedTuple):
                     # Addresses and modes are no part of a key.
                     _check_memory(tensors)
                     if attention.out is not None:
-                        memory_checks.check_writable_again(attention.out, tensors[:-1])
+                        memory.check_writable_again(attention.out, tensors[:-1])
                 out, lse = plans.run(found[0], tensors, found[1], not wants_lse)
                 return places, (out, lse)
         refuse_tangents(tensors)

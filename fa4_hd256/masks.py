@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
-from .call.plain_numbers import plain
+from .call.options import plain
 from .call.process import is_lasting
 from .call.tile_mask import (
     ABSENT,

@@ -9,7 +9,8 @@ import torch
 
 from .call.cache_checks import check_int32, check_lengths, check_whole, of_batch
 from .call.checks import DTYPES
-from .call.forward_problem import Options, Problem
+from .call.forward_problem import Problem
+from .call.options import Options
 from .call.packed_ds import (
     BackwardMetadata,
     begins_of,

@@ -13,11 +13,12 @@ from . import plans
 from .autograd import gradients, save_for_backward
 from .call import named_configs
 from .call.autocast import autocast
-from .call.forward_problem import ForwardCall, Options, check_call
+from .call.division import BY_RULE, check_num_splits
+from .call.forward_problem import ForwardCall, check_call
 from .call.function_tensors import functions_of_keys
-from .call.memory_checks import check_writable
+from .call.memory import check_writable
 from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
-from .call.splits import BY_RULE, check_num_splits
+from .call.options import Options
 from .gpus.family import architecture_of
 from .kernels.kernel_set import kernels_of
 from .kernels.mask.block_mask import MASK_STEPS

@@ -21,10 +21,10 @@ from .call.checks import (
     check_mask_of,
     check_ragged,
     count_sequences,
-    with_batch,
 )
+from .call.division import BY_RULE
 from .call.function_tensors import check_slopes
-from .call.splits import BY_RULE
+from .call.operator_arguments import with_batch
 from .call.tile_mask import TileMask
 from .gpus.devices import is_captured
 from .kernels.functions.mask_function import MASK_MOD

@@ -31,12 +31,12 @@ from typing import Any
 import torch
 
 from . import environment
+from .call.memory import ALIGNMENT
 from .call.process import is_intercepted
 from .package_name import NAMESPACE
 from .private_torch import is_profiled, tensor_guard
 from .run.execute import Execution, addresses_of
 from .run.plan import LaunchPlan
-from .run.slots import ALIGNMENT
 
 __all__ = [
     "LARGEST", "Entry", "Kind", "find", "forget_plans", "key_of", "launched_by", "leading",

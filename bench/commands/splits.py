@@ -43,7 +43,7 @@ from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.call.chunks import visible_keys
-from fa4_hd256.call.splits import LARGEST
+from fa4_hd256.call.division import LARGEST
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.launch import gpu_of as device_gpu

@@ -16,8 +16,9 @@ from bench.suite import BACKWARD, Case
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.call import chunks
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
-from fa4_hd256.call.splits import splits_for
+from fa4_hd256.call.division import splits_for
+from fa4_hd256.call.forward_problem import Problem, choose_tiles
+from fa4_hd256.call.options import Options
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import of_capability
 from fa4_hd256.kernels.kernel_set import kernels_of

@@ -18,7 +18,7 @@ from bench.peers import flash_attn_4
 from fa4_hd256 import BackwardConfig, flash_attn_func
 from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.chunks import divide
-from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.backward import Wanted, run_backward
 from fa4_hd256.run.catalogue import backward_specs

@@ -19,7 +19,7 @@ import numpy as np
 from bench.suite import BACKWARD, FORWARD, Case, ragged_lengths
 from bench.tables.comparison import OURS
 from fa4_hd256 import BackwardConfig, progress
-from fa4_hd256.call.splits import LARGEST, splits_for
+from fa4_hd256.call.division import LARGEST, splits_for
 from fa4_hd256.kernels.blackwell.architecture import STORED
 from fa4_hd256.kernels.blackwell.backward.config import DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig

@@ -21,18 +21,19 @@ import torch
 from bench.peaks import FLOP_PER_CLOCK, SM100_FLOP_PER_CLOCK
 from bench.suite import FORWARD, Case
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.splits import divided
+from fa4_hd256.call.division import divided
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.environment import ARCHITECTURE
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.plan.steps import CLAIM_STEPS
+from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import backward_specs, forward_spec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import empty_results
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from sm100_sim import timing
 from sm100_sim.timing import Call, Late, Machine, TileCosts, Values, load
 

@@ -28,7 +28,8 @@ from bench.suite import BACKWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.call import chunks
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.call.tile_mask import TileMask, blocks_of_queries
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward.block_mask import READ, WRITTEN, least_section

@@ -17,15 +17,16 @@ from bench.peaks import SM100_FLOP_PER_CLOCK
 from bench.suite import Case
 from bench.tables.comparison import OURS
 from bench.tables.paths import Paths
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.plan.steps import CLAIM_STEPS
 from fa4_hd256.kernels.problem_class import query_rows
+from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import empty_results
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from sm100_sim import timing
 from sm100_sim.timing import Late, Machine
 

@@ -17,20 +17,20 @@ from bench.tables.comparison import OURS
 from bench.tables.paths import Paths
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.last_wave import last_wave
-from fa4_hd256.call.splits import BY_RULE, divided
+from fa4_hd256.call.division import BY_RULE, divided, last_wave
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.plan.steps import CLAIM_STEPS
+from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.bug_report import versions
 from fa4_hd256.run.catalogue import KernelSpec, backward_specs
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import empty_results
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from sm100_sim import timing
 from sm100_sim.timing import Late, Machine, TileCosts
 

@@ -14,8 +14,9 @@ from ..kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
 from ..kernels.problem_class import GradientClass, PreprocessClass
 from ..kernels.rows.sequences import DS_BEGINS
 from .checks import check_gradients
-from .forward_problem import ForwardCall, Options, Problem, is_masked
-from .layouts import without_expanded_heads
+from .forward_problem import ForwardCall, Problem, is_masked
+from .memory import without_expanded_heads
+from .options import Options
 
 __all__ = [
     "BackwardCall",

@@ -15,9 +15,9 @@ import torch
 from ..kernels.limits import HEAD_DIM
 from ..kernels.problem_class import KV_DTYPES
 from ..words import shown
-from . import checks, memory_checks
-from .overlap import memory_span
-from .plain_numbers import is_sure, plain
+from . import checks, memory
+from .memory import memory_span
+from .options import is_sure, plain
 
 #: Arguments of the field's function that are not offered, and why or what serves instead.
 NOT_OFFERED = {
@@ -133,7 +133,7 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
     for name, cache in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(cache, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(cache).__name__}")
-        memory_checks.require_dense(name, cache)
+        memory.require_dense(name, cache)
         if name == "q" and not cache.ndim:
             raise ValueError("q has no dimension; accepted: (batch, seqlen_q, heads, 256)")
         if name != "q" and cache.ndim != 4:
@@ -179,19 +179,19 @@ def check_in_place(caches: dict[str, torch.Tensor]) -> None:
             "are written to"
         )
     for name, cache in caches.items():
-        memory_checks.check_not_overlapping(name, cache)
-    memory_checks.check_in_place(caches, "k and v, which are written in place")
+        memory.check_not_overlapping(name, cache)
+    memory.check_in_place(caches, "k and v, which are written in place")
 
 
 def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
     """Raise ValueError unless PyTorch may write to caches now, and new rows do not lie in them."""
     spans = [(given, rows, memory_span(rows)) for given, rows in new.items()]
     for name, cache in caches.items():
-        memory_checks.check_changeable(name, cache)
+        memory.check_changeable(name, cache)
         begin, end = memory_span(cache)
         for given, rows, (first, last) in spans:
             if first < end and begin < last:
-                memory_checks.check_apart(cache, [rows], f"{name} lies in the memory of {given}")
+                memory.check_apart(cache, [rows], f"{name} lies in the memory of {given}")
 
 
 def check_new_rows(
@@ -207,7 +207,7 @@ def check_new_rows(
         if not isinstance(tensor, torch.Tensor):
             kind = "None" if tensor is None else type(tensor).__name__
             raise TypeError(f"{name} is {kind}; accepted: k and v, both tensors or both None")
-        memory_checks.require_dense(name, tensor)
+        memory.require_dense(name, tensor)
     wanted: tuple[int | None, ...] = (batch, None)
     if offsets is not None:
         wanted = (None,)

@@ -8,8 +8,6 @@ the rest, ranges of options, tensors and their contents.
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +41,9 @@ from ..kernels.rows.sequences import (
     TREE_WORDS,
 )
 from ..words import shown
-from .memory_checks import require_dense
-from .plain_numbers import is_sure, plain
+from .memory import require_dense
+from .operator_arguments import wrong_rank
+from .options import is_sure
 
 DTYPES = tuple(ELEMENT_TYPES)
 
@@ -80,58 +79,6 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
 def _carried(name: str, value: int | torch.SymInt) -> None:
     if is_sure(value < -_CARRIED) or is_sure(value >= _CARRIED):
         raise ValueError(f"{name} is {value}; accepted: a number that fits into 64 bits")
-
-
-def causal_of(causal: Any) -> bool:
-    """Return causal as a bool. Raises TypeError for another type."""
-    causal = plain(causal)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {shown(causal)}")
-    return causal
-
-
-def scale_of(softmax_scale: Any) -> float:
-    """A Python float; 1 / sqrt(256) for None."""
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(HEAD_DIM)
-    return _real("softmax_scale", softmax_scale, "a real number or None")
-
-
-def softcap_of(softcap: Any) -> float:
-    """A Python float, 0 for none."""
-    return _real("softcap", softcap, "a real number")
-
-
-def _real(name: str, value: Any, accepted: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(
-            f"{name} is too large for a float; accepted: {accepted} that is finite in float32"
-        ) from None
-
-
-#: Scores come out of softcap with an error of some 1e-7 of it: beyond, weights would be off. Below,
-#: all weights are alike, and scores over softcap are no finite number of float32.
-LARGEST_SOFTCAP, LEAST_SOFTCAP = 1e4, 1e-6
-#: Of softmax_scale: beyond, float32 rounds scores by more than a weight, a power of two, can bear.
-LARGEST_SCALE = 1e6
-
-
-def check_options(softmax_scale: float, softcap: float) -> None:
-    """Raise ValueError for a number out of range."""
-    if not abs(softmax_scale) <= LARGEST_SCALE:
-        raise ValueError(
-            f"softmax_scale is {softmax_scale}; accepted: any number of up to {LARGEST_SCALE:g}, "
-            "negative ones and 0 too"
-        )
-    if softcap != 0 and not LEAST_SOFTCAP <= softcap <= LARGEST_SOFTCAP:
-        raise ValueError(
-            f"softcap is {softcap}; accepted: 0 (none) or a number from {LEAST_SOFTCAP:g} to "
-            f"{LARGEST_SOFTCAP:g}, since a larger one caps nothing"
-        )
 
 
 def are_differentiated(tensors: Iterable[Any]) -> bool:
@@ -189,20 +136,6 @@ def _said(name: str) -> str:
     return {PART_LIST: "scheduler_metadata", TREE_WORDS: "tree_mask"}.get(name, name)
 
 
-def with_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Packed sequences, (total, heads, 256), with a batch of 1."""
-    if tensor.ndim != 3:
-        raise ValueError(_wrong_rank(name, tensor, 3, f"(total, heads, {HEAD_DIM})"))
-    return tensor.unsqueeze(0)
-
-
-def _wrong_rank(name: str, tensor: torch.Tensor, accepted: int, form: str) -> str:
-    return (
-        f"{name} has {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; accepted: {accepted}, "
-        f"{form}"
-    )
-
-
 def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> None:
     """Each (batch, seqlen, heads, 256), all of one accepted dtype, or k and v of one of
     `KV_DTYPES`, and on one device.
@@ -216,7 +149,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
             accepted = " or ".join(map(str, dtypes))
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {accepted}")
         if tensor.ndim != 4:
-            raise ValueError(_wrong_rank(name, tensor, 4, f"(batch, seqlen, heads, {HEAD_DIM})"))
+            raise ValueError(wrong_rank(name, tensor, 4, f"(batch, seqlen, heads, {HEAD_DIM})"))
         if tensor.shape[-1] != HEAD_DIM:
             shape = tensor.shape[1:] if packed[name] else tensor.shape
             raise ValueError(

@@ -8,7 +8,7 @@ import torch
 
 from ..kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SEQUENCES
 from .checks import are_differentiated
-from .memory_checks import require_dense
+from .memory import require_dense
 
 __all__ = [
     "check_given",

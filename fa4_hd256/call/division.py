@@ -1,16 +1,290 @@
-"""Division of a forward into launches: the keys of query tiles into splits (`splits`), the queries
-of the last wave by themselves (`last_wave`)."""
+"""Division of a forward into launches: the keys of query tiles into KV splits, and the queries of
+the last wave by themselves.
+
+Where a call has fewer query tiles than the device holds clusters, as a decoding step with few
+sequences has, the others stand idle. With KV splits, each split of a tile's keys is a tile of its
+own, and a second kernel makes one result of the splits (`forward_combine`).
+
+NOTE [fixed parts].  How many splits are best follows from all tiles of a call, so that a sequence's
+bits depend on the batch that it is in.  Where they must not, each split has as many keys as follow
+from max_seqlen_k and the window alone, and a sequence fills as many splits as it can.
+
+NOTE [last wave].  Where all tiles take equally long, a GPU works on them in waves of as many as it
+holds clusters, and the last wave may have few: 1,024 tiles on 76 clusters are thirteen waves and a
+half, and take fourteen. No order of whole tiles avoids that. The last blocks of queries of every
+sequence and head are then a launch of their own, in KV splits: half waves, or shorter ones.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..gpus.devices import Gpu
+from ..kernels.kernel_set import ForwardTiles
+from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
+from ..kernels.rows.sequences import PART_LIST
+from ..kernels.small.combine_config import MOST_PARTS
+from ..words import shown
 from .forward_problem import Problem
-from .last_wave import last_wave
-from .splits import divided
+from .options import plain
 
-__all__ = ["ForwardPart", "divide_forward"]
+__all__ = [
+    "BY_RULE",
+    "FIXED_PARTS",
+    "LARGEST",
+    "ForwardPart",
+    "LastWave",
+    "asked_splits",
+    "check_beside_list",
+    "check_num_splits",
+    "divide_forward",
+    "divided",
+    "last_wave",
+    "longest_row",
+    "room_for_parts",
+    "rows_a_step",
+    "splits_for",
+]
+
+# ---------------------------------------------------------------- KV splits
+
+#: What a caller passes who leaves the choice to `splits_for`.
+BY_RULE = 0
+#: What the operator gets in place of a number of parts for NOTE [fixed parts].
+FIXED_PARTS = -1
+#: The fewest keys of a fixed part: of less, the combining kernel takes longer than the part.
+FEWEST_KEYS = 512
+#: Of which a fixed part's keys are a multiple: of the keys of most steps.
+PART_MULTIPLE = 128
+#: Listed parts of each cluster at most, beside one for each sequence.
+WAVES = 2
+#: The most parts of a tile that a call can request.
+LARGEST = MOST_PARTS
+#: That HBM takes in and gives back for a row of a part, in float32.
+ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
+#: Parts for each SM up to which they are spread evenly over pairs of SMs.
+EVEN_SHARE = 0.36
+#: How sharply the slower of two things that overlap hides the other: of a sum of powers.
+SHARPNESS = 8
+
+
+def asked_splits(num_splits: Any, batch_invariant: Any) -> Any:
+    """Return the operator's argument for these two of a user: `FIXED_PARTS`, or num_splits as it
+    was given.
+
+    Raises TypeError for a batch_invariant that is no bool, and ValueError for a number of splits
+    beside it.
+    """
+    num_splits, batch_invariant = plain(num_splits), plain(batch_invariant)
+    if batch_invariant is True:
+        if type(num_splits) is not int or num_splits != BY_RULE:
+            raise ValueError(
+                f"num_splits is {shown(num_splits)} with batch_invariant=True, which divides "
+                f"keys by itself; accepted: {BY_RULE}. Results of a given number of parts do not "
+                "depend on the batch in any case"
+            )
+        return FIXED_PARTS
+    if batch_invariant is not False:
+        raise TypeError(f"batch_invariant must be True or False, got {shown(batch_invariant)}")
+    if type(num_splits) is int and num_splits == FIXED_PARTS:
+        raise _refusal(num_splits)
+    return num_splits
+
+
+def check_beside_list(num_splits: int) -> None:
+    """Raise ValueError unless the operator's number of parts is left to scheduler metadata."""
+    if num_splits != BY_RULE:
+        raise ValueError(
+            f"{'batch_invariant' if num_splits == FIXED_PARTS else 'num_splits'} is given with "
+            "scheduler_metadata, which has the KV splits; accepted: one of them"
+        )
+
+
+def check_num_splits(num_splits: int) -> int:
+    """The operator's number as it was given; ValueError if it is not accepted."""
+    if not 0 <= num_splits <= LARGEST and num_splits != FIXED_PARTS:
+        raise _refusal(num_splits)
+    return num_splits
+
+
+def _refusal(num_splits: int) -> ValueError:
+    return ValueError(
+        f"num_splits is {num_splits}; accepted: 1 (none) to {LARGEST}, or {BY_RULE} to leave "
+        "the choice to the operator"
+    )
+
+
+def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
+    """The problem with so many parts, or where `num_splits` is `BY_RULE` with `splits_for`, or
+    where it is `FIXED_PARTS` with such; where parts are listed with as many as the list has room
+    for.
+
+    Raises as `check_num_splits` does.
+    """
+    if problem.lists_parts:
+        return _in_listed_parts(problem, gpu)
+    if num_splits == FIXED_PARTS:
+        return _in_fixed_parts(problem)
+    chosen = check_num_splits(num_splits) or splits_for(problem, gpu)
+    return replace(problem, num_splits=chosen)
+
+
+def _in_fixed_parts(problem: Problem) -> Problem:
+    """NOTE [fixed parts]; undivided where queries have several tiles, which fill a GPU sooner."""
+    if problem.max_seqlen_q > problem.tile_queries:
+        return problem
+    keys = longest_row(problem)
+    part = max(FEWEST_KEYS, -(-keys // (LARGEST * PART_MULTIPLE)) * PART_MULTIPLE)
+    count = -(-keys // part)
+    return replace(problem, num_splits=count, part_keys=part if count > 1 else None)
+
+
+def _in_listed_parts(problem: Problem, gpu: Gpu) -> Problem:
+    """Return the problem with room for all splits; unsplit, without the list, where queries have
+    several tiles."""
+    room = room_for_parts(problem, gpu)
+    if room is None:
+        return replace(problem, ragged=tuple(n for n in problem.ragged if n != PART_LIST))
+    return replace(problem, num_splits=room)
+
+
+def room_for_parts(problem: Problem, gpu: Gpu) -> int | None:
+    """Return the splits that the scheduler metadata has room for: one for each sequence, and as
+    many that every cluster has `WAVES` splits. None where queries have several tiles, which are not
+    split, and where there is no sequence. Follows from the bounds of a call alone."""
+    if problem.max_seqlen_q > problem.tile_queries or not problem.sequences:
+        return None
+    tiles = problem.num_tiles // problem.sequences
+    return problem.sequences + -(-WAVES * gpu.clusters(problem.tiles.cluster) // tiles)
+
+
+def longest_row(problem: Problem) -> int:
+    """Keys that the queries of a tile see at most, 1 or more."""
+    reach = problem.options.reach
+    queries, keys = reach.lengths(problem.max_seqlen_q, problem.max_seqlen_k)
+    left, right = reach.window
+    if left is not None and right is not None:
+        keys = min(keys, left + right + min(problem.tile_queries, queries))
+    return max(keys, 1)
+
+
+def rows_a_step(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> float:
+    """Rows of parts that HBM takes in and gives back in the time of a step."""
+    return gpu.hbm_bytes_per_second * (kernel or problem.tiles).step_seconds / ROW_BYTES
+
+
+def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> int:
+    """The number of parts with which a call is done first, the fewest of several; 1 where tiles of
+    several blocks of queries leave no cluster idle, or less than `least_saved` steps are saved.
+    kernel: what is known of the tiles, None for `problem.tiles`.
+
+    The same for every call of the same shapes and bounds on such a GPU, whatever the tensors
+    hold.
+    """
+    keys = longest_row(problem)
+    rows = math.prod(problem.lse_shape)
+    kernel, tiles = kernel or problem.tiles, problem.num_tiles
+    steps, clusters = -(-keys // kernel.keys), gpu.clusters(kernel.cluster)
+    # With more blocks of queries tiles may differ by the mask, and need no parts to be shared out.
+    if tiles >= clusters and problem.max_seqlen_q > problem.tile_queries:
+        return 1
+
+    # Of all tiles from HBM, in steps of one.
+    all_loads = tiles * steps * kernel.step_bytes / (gpu.hbm_bytes_per_second * kernel.step_seconds)
+
+    def span(parts: int) -> float:
+        """Steps of the cluster with the most parts and what each of these takes beside, together
+        with what HBM takes for all; and what the results of all parts take."""
+        waves = -(-tiles * parts // clusters)
+        busy = waves * (-(-steps // parts) + kernel.part_steps)
+        results = parts * rows / rows_a_step(problem, gpu, kernel) if parts > 1 else 0.0
+        if not all_loads:
+            return busy + results
+        loads = all_loads * _unevenness(tiles * parts, clusters)
+        return (busy**SHARPNESS + loads**SHARPNESS) ** (1 / SHARPNESS) + results
+
+    best = min(range(1, min(steps, kernel.most_parts) + 1), key=span)
+    return best if span(1) - span(best) >= kernel.least_saved else 1
+
+
+def _unevenness(parts: int, sms: int) -> float:
+    """Time from HBM where some pairs of SMs have two parts and some have one or none, over that
+    where all are alike: a pair shares a port, so that those with two are behind.
+
+    parts: of all tiles. Fitted to an H100 and an H200, 48 to 128 parts on 132 SMs: 7 % at 64 and
+    0 % at 112 on the first, 4 % at 66 and 11 % at 88 on the second (docs/hopper.md). Four idle SMs
+    did not show.
+    """
+    if parts >= sms - sms // 32:
+        return 1.0
+    share = max((parts / sms - EVEN_SHARE) / (1 - EVEN_SHARE), 0.0)
+    return 1 + share * (1 - share) ** 2
+
+
+# ---------------------------------------------------------------- the last wave
+
+#: The most KV splits of a tile of the last wave.
+MOST_WAVE_PARTS = 8
+
+
+class LastWave(NamedTuple):
+    """Last wave of a call, NOTE [last wave]. queries: of each sequence, in whole tiles, before
+    those of the wave. parts: KV splits of the wave."""
+
+    queries: int
+    parts: int
+
+    def problems(self, problem: Problem) -> tuple[Problem, Problem]:
+        """Return (problem of the queries before, problem of the last wave's)."""
+        batch, rows, *others = problem.q_shape
+        first, rest = (
+            replace(problem, q_shape=(batch, count, *others), max_seqlen_q=count)
+            for count in (self.queries, rows - self.queries)
+        )
+        return first, replace(rest, num_splits=self.parts)
+
+
+def last_wave(problem: Problem, num_splits: int, gpu: Gpu) -> LastWave | None:
+    """Return how a call is split that leaves the number of splits to the operator; None where all
+    of its tiles are done at once soonest, or less than `least_saved` steps are saved.
+
+    Tiles must take equally long, and queries must not know which rows they are: no bound on the
+    keys of a query, one length of all sequences, no score_mod. The greatest logits have one tensor
+    of one launch. The result is equal for all calls of the same shapes on such a GPU.
+    """
+    kernel, options = problem.tiles, problem.options
+    is_equal = options.window == (None, None) and not problem.tables
+    is_plain = options.score_mod is None and options.mask_mod is None and not options.max_logits
+    launch = kernel.launch_steps
+    if num_splits != BY_RULE or launch is None or not (is_equal and is_plain):
+        return None
+    blocks = -(-problem.max_seqlen_q // problem.tile_queries)
+    columns, clusters = problem.num_tiles // blocks, gpu.clusters(kernel.cluster)
+    steps, full = -(-problem.max_seqlen_k // kernel.keys), problem.num_tiles // clusters
+    part_rows = kernel.rows / rows_a_step(problem, gpu)
+
+    def span(tiles: int, parts: int = 1) -> float:
+        """Steps of a launch, and those in which HBM takes in and gives back the parts."""
+        waves = -(-tiles * parts // clusters)
+        results = parts * tiles * part_rows if parts > 1 else 0.0
+        return waves * (-(-steps // parts) + kernel.part_steps) + results
+
+    def in_two(first: int, parts: int) -> float:
+        return span(first * columns) + span((blocks - first) * columns, parts) + launch
+
+    # One wave more is divided where the last one alone is too full to gain by it.
+    firsts = (waves * clusters // columns for waves in (full, full - 1))
+    counts = range(2, min(steps, MOST_WAVE_PARTS) + 1)
+    choices = [(first, parts) for first in firsts if 0 < first < blocks for parts in counts]
+    best = min(choices, key=lambda choice: in_two(*choice), default=None)
+    if best is None or span(problem.num_tiles) - in_two(*best) < kernel.least_saved:
+        return None
+    return LastWave(best[0] * problem.tile_queries, best[1])
+
+
+# ---------------------------------------------------------------- launches
 
 
 class ForwardPart(NamedTuple):
@@ -26,7 +300,7 @@ class ForwardPart(NamedTuple):
 
 def divide_forward(problem: Problem, num_splits: int, gpu: Gpu) -> tuple[ForwardPart, ...]:
     """Return the parts of a forward in the order of their launches; keys of the last one alone are
-    split. num_splits: see `splits.divided`, whose errors this raises."""
+    split. num_splits: see `divided`, whose errors this raises."""
     last = last_wave(problem, num_splits, gpu)
     if last is None:
         return (ForwardPart(divided(problem, num_splits, gpu)),)

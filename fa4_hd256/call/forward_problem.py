@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,108 +10,21 @@ import torch
 from ..architectures import Architecture
 from ..gpus.family import architecture_of
 from ..kernels.functions.kernel_functions import FUNCTION_KINDS
-from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
-from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     DS_BEGINS,
-    PADDING,
     PAGE_TABLE,
     PART_LIST,
     TREE_WORDS,
 )
-from ..schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
-from . import checks, descales, memory_checks
-from .layouts import without_expanded_heads
-from .operator_arguments import RAGGED, BackwardValues, ForwardValues
-from .plain_numbers import is_unknown, plain
-from .process import sms_are_shared
+from . import checks, descales, memory
+from .memory import without_expanded_heads
+from .operator_arguments import RAGGED
+from .options import Options, check_options
 from .tree_mask import check_words, is_wide
-from .windows import UNBOUNDED, bounds_of_operator, window_of
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a call beside q, k and v.
-
-    softmax_scale: finite. window: keys visible to the left and right of the diagonal, of either
-    sign, None for unbounded; causal is (., 0). softcap: 0 for none. score_mod, mask_mod: None for
-    none. max_logits: the greatest logit of each head is a result, too.
-    """
-
-    softmax_scale: float
-    window: tuple[int | None, int | None] = (None, None)
-    softcap: float = 0.0
-    use_clc: bool = False
-    score_mod: FunctionClass | None = None
-    mask_mod: FunctionClass | None = None
-    max_logits: bool = False
-
-    @classmethod
-    def check(
-        cls, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, use_clc: bool = False
-    ) -> Options:
-        """The options as users give them.
-
-        Raises TypeError, or ValueError for a window that is no pair; see `checks` for what is
-        accepted. Their ranges are checked with the tensors (`Problem.describe`).
-        """
-        is_causal = checks.causal_of(causal)
-        window = window_of(window_size, is_causal)
-        scale, softcap = checks.scale_of(softmax_scale), checks.softcap_of(softcap)
-        return cls(scale, window, softcap, use_clc)
-
-    @classmethod
-    def of_operator(
-        cls, values: ForwardValues | BackwardValues, functions: tuple[FunctionClass | None, ...]
-    ) -> Options:
-        """Make the options from an operator's arguments, whose window is `bounds`; functions:
-        score_mod and mask_mod."""
-        sides = values.window_left, values.window_right
-        left, right = (None if side == UNBOUNDED else side for side in sides)
-        score_mod, mask_mod = functions
-        return cls(
-            values.softmax_scale, (left, right), values.softcap, values.use_clc, score_mod, mask_mod
-        )
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The window as an operator's schema takes it."""
-        return bounds_of_operator(self.window)
-
-    @property
-    def reach(self) -> Reach:
-        """Return the rows and bounds that the window leaves."""
-        return Reach.of(self.window)
-
-    def scheduled(
-        self,
-        use_clc: bool | None,
-        rows: int = 1,
-        offsets: torch.Tensor | None = None,
-        longest: int | None = None,
-        masked: bool = False,
-    ) -> Options:
-        """Return the options with the tile scheduler that a user who passes `use_clc` gets.
-
-        rows: of queries. offsets, longest: cu_seqlens_q and max_seqlen_q where these are packed.
-        masked: whether there is a block mask. Raises as `clc_requested` does.
-        """
-        filling = (1, 1)
-        if offsets is not None and longest is not None and not is_unknown(longest):
-            filling = rows, grid_rows(rows, offsets.numel() - 1, longest, PADDING)
-        bounded = masked or self.window != (None, None)
-        default = prefers_clc(bounded, *filling, sms_are_shared())
-        return replace(self, use_clc=clc_requested(plain(use_clc), default))
-
-
-def backward_use_clc(use_clc: bool | None) -> bool:
-    """Return True if the backward of a user who passes `use_clc` takes the dynamic tile scheduler.
-    Raises as `clc_requested` does."""
-    return clc_requested(plain(use_clc), BACKWARD_PREFERS_CLC)
 
 
 @dataclass(frozen=True)
@@ -120,7 +33,7 @@ class Problem:
 
     Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
     bounds on the longest sequence, which grids follow. num_splits: parts into which the forward
-    divides the keys of each query tile (see `splits`), of all sequences where parts are listed;
+    divides the keys of each query tile (see `division`), of all sequences where parts are listed;
     part_keys: of each part, None where parts are equal or listed. architecture: that the tensors
     are on. tiles: of its kernel. page_size: rows of a page where k and v are (pages, page_size,
     heads_kv, 256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
@@ -167,7 +80,7 @@ class Problem:
         architecture that has no forward.
         """
         (q, k, v), ragged = tensors, ragged or {}
-        checks.check_options(options.softmax_scale, options.softcap)
+        check_options(options.softmax_scale, options.softcap)
         checks.check_functions((options.score_mod, options.mask_mod), options.softcap, k, ragged)
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
@@ -317,7 +230,7 @@ def _check_contents(
         checks.check_contents(q, k, ragged)
     for name in (PAGE_TABLE, CACHE_BATCH_IDX):
         if name in ragged:
-            memory_checks.check_in_place({"k": k, "v": v}, f"{name}, where nothing is copied")
+            memory.check_in_place({"k": k, "v": v}, f"{name}, where nothing is copied")
     if PAGE_TABLE in ragged:
         if is_read:
             pages = checks.check_page_numbers(q, k, ragged, options.window)

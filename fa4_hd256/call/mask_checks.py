@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..words import shown
-from .plain_numbers import plain
+from .options import plain
 
 __all__ = ["LARGEST", "check_integers", "check_offsets", "check_whole"]
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
+from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_TABLES
 from ..kernels.problem_class import DESCALES
 from ..kernels.rows.sequences import (
@@ -25,7 +26,6 @@ from ..kernels.rows.sequences import (
     TREE_WORDS,
     SequenceTensors,
 )
-from .checks import with_batch
 
 __all__ = [
     "LENGTHS",
@@ -36,6 +36,8 @@ __all__ = [
     "ForwardTensors",
     "ForwardValues",
     "schema_of",
+    "with_batch",
+    "wrong_rank",
 ]
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
@@ -154,7 +156,7 @@ class BackwardTensors(NamedTuple):
 
 
 class ForwardValues(NamedTuple):
-    """window_left, window_right: `windows.UNBOUNDED` without a bound. config, backward_config: see
+    """window_left, window_right: `options.UNBOUNDED` without a bound. config, backward_config: see
     `named_configs`; what is the backward's is used by autograd alone. score_mod, mask_mod: the key
     of one, None for none. listed_tiles: as of `BackwardProblem`."""
 
@@ -234,4 +236,18 @@ def schema_of(*kinds: type) -> str:
         f"{_TYPES[hint]} {name}"
         for kind in kinds
         for name, hint in typing.get_type_hints(kind).items()
+    )
+
+
+def with_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Packed sequences, (total, heads, 256), with a batch of 1."""
+    if tensor.ndim != 3:
+        raise ValueError(wrong_rank(name, tensor, 3, f"(total, heads, {HEAD_DIM})"))
+    return tensor.unsqueeze(0)
+
+
+def wrong_rank(name: str, tensor: torch.Tensor, accepted: int, form: str) -> str:
+    return (
+        f"{name} has {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; accepted: {accepted}, "
+        f"{form}"
     )

@@ -17,7 +17,7 @@ from ..kernels.backward.ds_tiles import count_tiles
 from ..kernels.rows.sequences import DS_BEGINS
 from .backward_problem import BackwardProblem
 from .checks import reads_contents
-from .forward_problem import Options
+from .options import Options
 from .tile_mask import rounded_tiles
 
 __all__ = [

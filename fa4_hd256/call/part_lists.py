@@ -1,12 +1,11 @@
 """Scheduler metadata of a call, made of the sequences' lengths where these lie.
 
-`splits` divides all sequences into equally many parts by the bounds of a call: of one long sequence
-among short ones a part is then as long as all that the others have, and a grid for the longest
-sequence that could come is mostly empty.  In a list all parts have as many keys, each sequence as
-many parts as it fills, and the grid has room for little more than there can be.  What is best
-follows from the lengths, by operations on their device alone: nothing waits for it, and a CUDA
-graph makes the list at each replay.  A list serves all calls of such bounds, every layer of a
-model.
+`division` divides all sequences into equally many parts by the bounds of a call: of one long
+sequence among short ones a part is then as long as all that the others have, and a grid for the
+longest sequence that could come is mostly empty. In a list all parts have as many keys, each
+sequence as many parts as it fills, and the grid has room for little more than there can be. What is
+best follows from the lengths, by operations on their device alone: nothing waits for it, and a CUDA
+graph makes the list at each replay. A list serves all calls of such bounds, every layer of a model.
 
 A list decides who works on what, never what comes of it, beyond rounding: the last part of a
 sequence has all keys that are left, also of a sequence that has grown since.
@@ -20,8 +19,8 @@ import torch
 
 from ..gpus.devices import Gpu
 from ..kernels.rows.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED
+from .division import LARGEST, longest_row, room_for_parts, rows_a_step
 from .forward_problem import Problem
-from .splits import LARGEST, longest_row, room_for_parts, rows_a_step
 
 __all__ = ["list_of_parts", "mark", "marked"]
 

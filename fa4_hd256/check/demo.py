@@ -13,7 +13,8 @@ import torch
 from .. import progress
 from ..call.backward_problem import BackwardCall
 from ..call.chunks import divide
-from ..call.forward_problem import Options, Problem
+from ..call.forward_problem import Problem
+from ..call.options import Options
 from ..gpus.family import architecture_of, target
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM

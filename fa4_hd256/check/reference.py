@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..call.windows import ExactWindow
+from ..call.options import ExactWindow
 
 #: Rows of scores held at once, so that long sequences do not need seqlen_q * seqlen_k doubles.
 _ROWS = 4096

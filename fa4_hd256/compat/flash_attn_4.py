@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import interface
-from ..call.windows import ExactWindow
+from ..call.options import ExactWindow
 from .arguments import FLASH_ATTN_4, other_head_dim
 from .combine import combine
 from .functions import translate_mask_mod, translate_score_mod

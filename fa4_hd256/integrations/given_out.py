@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..call.layouts import tma_can_take
-from ..call.memory_checks import check_out
+from ..call.memory import check_out, tma_can_take
 from ..call.process import is_intercepted
 
 __all__ = ["written_to"]

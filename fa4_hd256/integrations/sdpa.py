@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..call import named_configs
-from ..call.forward_problem import Options
+from ..call.options import Options
 from ..interface import flash_attn_varlen_func
 from ..until_changed import UntilChanged
 from . import other_dims

@@ -43,7 +43,7 @@ class ForwardTiles:
     splits where the call requests no number.  pads: query heads of any group share tiles, each
     query with rows of padding up to a power of two.  takes_lists: a block mask may name its steps.
     launch_steps: what one launch more takes, in steps, where the last wave of equal tiles may be
-    one (`call.last_wave`); None where it is not.  kind: of the kernel.  kv_dtype: of K and V, of
+    one (`call.division`); None where it is not.  kind: of the kernel.  kv_dtype: of K and V, of
     `problem_class.KV_DTYPES`; None for that of Q.
     """
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from ..call.memory import View
 from ..gpus.family import architecture_of
 from ..kernels.problem_class import DESCALES, KV_DTYPES, AppendClass
 from .append_arguments import AFTER, ROTATED, AppendOptions, AppendTensors, append_call_arguments
 from .catalogue import append_spec
 from .execute import execute
 from .plan import LaunchPlan, PlanBuilder
-from .slots import View
 
 __all__ = ["add_append", "plan_append", "run_append"]
 

@@ -2,15 +2,39 @@
 
 For compiling they are described by type only, so that compiling needs no tensor and the binary
 holds no length: every size and stride is dynamic except the innermost stride, which is 1. For a
-plan they are views of the tensors that it names (`plan.View`), and neither stream nor counter has
-an address. From tensors they carry CuTe DSL's own values, for who launches a kernel by itself.
-`forward_arguments` and `backward_arguments` have the lists.
+plan they are slots: views of the tensors that it names (`call.memory.View`), numbers, and the
+stream; neither stream nor counter has an address. From tensors they carry CuTe DSL's own values,
+for who launches a kernel by itself. Kernels of the forward have their lists here, others in
+`backward_arguments`, `append_arguments` and `tail_arguments`.
+
+NOTE [arguments of the forward].  One list, in two forms:
+
+    q             (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
+    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16; in pages (pages, page_size, ..);
+                  in e4m3 (.., 128) of q's type, two elements in each
+    results       out like q; lse (batch, heads_q, seqlen_q) float32, natural log; with max_logits
+                  the row maxima, like lse
+    optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
+                  the ragged sequences, vectors but for page_table (batch, pages) and those of
+                  masks (`kernels.rows.sequences.SequenceTensors`), then k_descale and v_descale
+                  (entries, heads_kv) float32, then what functions of the call read; None if that
+                  is nothing
+    scalars       `kernels.scalars.CallScalars`
+    stream        CUDA stream, 0 in the simulator
+
+With split keys the results are (batch * splits, seqlen_q, heads_q, 256) and (batch * splits,
+heads_q, seqlen_q), both float32, and the arguments of the combining kernel are these, the results
+proper, and the stream. With listed parts they are (parts, max_seqlen_q, heads_q, 256) and (parts,
+heads_q, max_seqlen_q), and the combining kernel gets the list and cu_seqlens_q, if there is one,
+before the stream.
 """
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -20,20 +44,36 @@ import torch
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
 from ..call.forward_problem import Problem
+from ..call.memory import View
 from ..gpus.devices import Gpu
 from ..kernels.functions.score_change import ScoreOrigin
+from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
-from ..kernels.problem_class import ProblemClass
+from ..kernels.problem_class import DESCALES, CombineClass, ProblemClass
 from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
 from ..kernels.scalars import CallScalars
-from .slots import COUNTER, STREAM, View
 from .tile_counter import tile_counter
 
 __all__ = [
+    "COUNTER",
+    "LARGEST_LENGTH",
+    "LARGEST_WINDOW",
+    "STREAM",
     "WORD",
+    "CallTensors",
+    "Number",
+    "Slot",
+    "call_arguments",
     "call_scalars",
+    "combine_call_arguments",
+    "combine_compile_arguments",
+    "compile_arguments",
     "dynamic_tensor",
     "function_types",
+    "leaves",
+    "mapped",
+    "plain_arguments",
+    "ragged_combine_compile_arguments",
     "ragged_types",
     "ragged_values",
     "row_alignment",
@@ -42,6 +82,66 @@ __all__ = [
     "tensor_type",
     "vector_type",
 ]
+
+# ---------------------------------------------------------------- slots
+
+#: Name of the dynamic scheduler's counter.
+COUNTER = "tile_counter"
+
+
+@dataclass(frozen=True)
+class Number:
+    """A scalar of 32 bits. kind: "Int32" or "Float32"."""
+
+    value: int | float
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" if self.kind == "Float32" else str(self.value)
+
+
+class _Stream(enum.Enum):
+    """The slot of the CUDA stream."""
+
+    STREAM = "stream"
+
+
+STREAM = _Stream.STREAM
+
+#: An argument of a kernel.
+Slot = View | Number | _Stream
+
+
+def leaves(arguments: Any) -> Iterator[Any]:
+    """Arguments in the order in which CuTe DSL packs them, which leaves out None."""
+    if isinstance(arguments, (tuple, list)):
+        for part in arguments:
+            yield from leaves(part)
+    elif arguments is not None:
+        yield arguments
+
+
+def mapped(arguments: Any, function: Callable[[Slot], Any]) -> Any:
+    """Return the nested arguments with `function` of each, in their order. Tuples keep their type,
+    and None stays."""
+    if isinstance(arguments, tuple):
+        parts = [mapped(part, function) for part in arguments]
+        return type(arguments)(*parts) if hasattr(arguments, "_fields") else tuple(parts)
+    return None if arguments is None else function(arguments)
+
+
+def plain_arguments(arguments: Any) -> Any:
+    """Return the nested arguments with CuTe DSL's numbers as `Number`s."""
+
+    def plain(argument: Any) -> Slot:
+        if isinstance(argument, (View, _Stream)):
+            return argument
+        return Number(argument.value, type(argument).__name__)
+
+    return mapped(arguments, plain)
+
+
+# ---------------------------------------------------------------- types and values
 
 #: The largest window passed on, and the largest bound of lengths, which may be any number.
 LARGEST_WINDOW = 1 << 29
@@ -193,3 +293,86 @@ def call_scalars(
         part_keys=None if problem.part_keys is None else cutlass.Int32(problem.part_keys),
         tile_counter=counter,
     )
+
+
+# ---------------------------------------------------------------- kernels of the forward
+
+
+def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tuple:
+    """Return the arguments of `cute.compile`: types and alignments, no data; counter: with that of
+    the tiles."""
+    element = problem_class.element_type
+    q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
+    results = _result_types(cutlass.Float32 if problem_class.split else element)
+    if problem_class.max_logits:
+        results = (*results, results[1])
+    optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
+    optional += ragged_types(problem_class.ragged, problem_class.wide_tree)
+    if problem_class.descale:
+        optional += [tensor_type(cutlass.Float32, 2, 4) for _ in DESCALES]
+    optional += function_types(problem_class)
+    scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
+    return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
+
+
+def combine_compile_arguments(element_type: Any) -> tuple:
+    """Return the arguments of `cute.compile` for the combining kernel; element_type: of out."""
+    return _result_types(cutlass.Float32), _result_types(element_type), cuda.CUstream(0)
+
+
+def ragged_combine_compile_arguments(problem_class: CombineClass) -> tuple:
+    """Return the arguments of `cute.compile` for the kernel that combines listed splits."""
+    *results, stream = combine_compile_arguments(problem_class.element_type)
+    lists = tuple(vector_type(cutlass.Int32) for _ in range(1 + problem_class.packed))
+    return *results, lists, stream
+
+
+def _result_types(element_type: Any) -> tuple:
+    """Return (out, lse)."""
+    out = tensor_type(element_type, 4, row_alignment(element_type.width))
+    return out, tensor_type(cutlass.Float32, 3, alignment=4)
+
+
+@dataclass(frozen=True)
+class CallTensors:
+    """The tensors of one call, or views of those of a plan, as the kernel may read them; see NOTE
+    [arguments of the forward]."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    optional: tuple[Any, ...] = ()
+    row_maxima: Any = None
+
+
+def call_arguments(
+    tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int | None
+) -> tuple[Any, ...]:
+    """The arguments of one call on a GPU. stream: None for those of a plan, from its views."""
+    q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
+    results: tuple[Any, ...] = _results((tensors.out, tensors.lse))
+    if tensors.row_maxima is not None:
+        results = (*results, dynamic_tensor(tensors.row_maxima, 4))
+    names = (*(("sink",) if problem.sink else ()), *problem.tables)
+    optional = tuple(ragged_values(names, tensors.optional)) or None
+    scalars = call_scalars(problem, gpu, stream)
+    return q, k, v, results, optional, scalars, stream_argument(stream)
+
+
+def combine_call_arguments(
+    parts: tuple[Any, Any],
+    results: tuple[Any, Any],
+    stream: int | None,
+    lists: tuple[Any, ...] = (),
+) -> tuple[Any, ...]:
+    """The arguments of one call of the combining kernel, as of `call_arguments`; each (out, lse).
+    lists: those of listed parts."""
+    listed = (tuple(dynamic_tensor(t, 4) for t in lists),) if lists else ()
+    return _results(parts), _results(results), *listed, stream_argument(stream)
+
+
+def _results(tensors: tuple[Any, Any]) -> tuple[Any, Any]:
+    out, lse = tensors
+    return dynamic_tensor(out, row_alignment(8 * out.element_size())), dynamic_tensor(lse, 4)

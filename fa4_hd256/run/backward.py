@@ -20,7 +20,7 @@ import torch
 from ..call.backward_problem import BackwardCall, BackwardProblem
 from ..call.chunks import Chunk, Division, divide, least_ds_bytes
 from ..call.forward_problem import is_masked
-from ..call.layouts import without_expanded_heads
+from ..call.memory import View, without_expanded_heads
 from ..call.named_configs import spelled
 from ..call.operator_arguments import BackwardTensors
 from ..call.tile_mask import blocks_of_queries, shape_of_queries
@@ -40,7 +40,6 @@ from .catalogue import KernelSpec, backward_specs, preprocess_spec, sum_spec
 from .execute import execute, new_tensor
 from .launch import gpu_of
 from .plan import LaunchPlan, PlanBuilder
-from .slots import View
 from .tail import add_tail
 
 __all__ = [

@@ -169,7 +169,7 @@ def build(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
-    from .forward_arguments import compile_arguments
+    from .arguments import compile_arguments
 
     kernel = spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class)
     return kernel, compile_arguments(spec.problem_class, spec.counts_tiles(spec.problem_class))
@@ -178,7 +178,7 @@ def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
 def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
     from ..kernels.problem_class import ELEMENT_TYPES
     from ..kernels.small.forward_combine import CombineKernel
-    from .forward_arguments import combine_compile_arguments
+    from .arguments import combine_compile_arguments
 
     element = ELEMENT_TYPES[spec.problem_class]
     return CombineKernel(spec.config, element), combine_compile_arguments(element)
@@ -186,7 +186,7 @@ def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
 
 def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
     from ..kernels.small.forward_combine_ragged import RaggedCombineKernel
-    from .forward_arguments import ragged_combine_compile_arguments
+    from .arguments import ragged_combine_compile_arguments
 
     kernel = RaggedCombineKernel(spec.config, spec.problem_class)
     return kernel, ragged_combine_compile_arguments(spec.problem_class)

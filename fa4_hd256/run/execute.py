@@ -19,14 +19,15 @@ import cutlass
 import torch
 from cutlass.cute.runtime import from_dlpack
 
+from ..call.memory import View
 from ..private_torch import current_device, current_stream
 from . import launch
+from .arguments import COUNTER, STREAM, Number, Slot, leaves, mapped
 from .catalogue import KernelSpec
 from .compile import CompiledKernel, compile_kernel
 from .kept_tensors import made_to_keep
 from .new_tensors import maker
 from .plan import Allocation, Launch, LaunchPlan, Lifetime, Operation
-from .slots import COUNTER, STREAM, Number, Slot, View, leaves, mapped
 from .tile_counter import tile_counter
 
 __all__ = ["Execution", "addresses_of", "check_convention", "execute", "new_tensor"]

@@ -16,18 +16,17 @@ from .. import environment
 from ..call.checks import check_page_numbers, reads_contents
 from ..call.division import ForwardPart, divide_forward
 from ..call.forward_problem import ForwardCall, Problem
+from ..call.memory import View
 from ..call.operator_arguments import ForwardTensors
 from ..call.part_lists import marked
 from ..gpus.devices import Gpu
 from ..kernels.rows.part_list import HEADER, list_length
 from ..kernels.rows.sequences import PAGE_TABLE, PART_LIST
-from .arguments import LARGEST_LENGTH
+from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
 from .catalogue import combine_spec, forward_spec
 from .execute import execute, new_tensor
-from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
 from .launch import gpu_of
 from .plan import LaunchPlan, Lifetime, PlanBuilder
-from .slots import View
 from .tail import add_tail
 
 __all__ = [

@@ -51,7 +51,6 @@ COMPILED_IN = (
     "run/arguments.py",
     "run/backward_arguments.py",
     "run/catalogue.py",
-    "run/forward_arguments.py",
     "run/tail_arguments.py",
     "run/tracing.py",
     "schedulers",

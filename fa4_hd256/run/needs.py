@@ -18,9 +18,8 @@ import torch
 
 from ..architectures import Architecture
 from ..call.backward_problem import BackwardProblem
-from ..call.checks import DTYPES, PAGE_TABLE, check_options
+from ..call.checks import DTYPES, PAGE_TABLE
 from ..call.forward_problem import (
-    Options,
     Problem,
     choose_tiles,
     is_masked,
@@ -28,6 +27,7 @@ from ..call.forward_problem import (
     tiles_for_max_logits,
 )
 from ..call.operator_arguments import RAGGED
+from ..call.options import Options, check_options
 from ..call.tree_mask import WORD_NODES
 from ..kernels.functions.score_change import ALIBI
 from ..kernels.functions.user_functions import FunctionClass

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ..call.descales import scale_layout
-from ..call.layouts import tma_can_take, without_loose_strides
+from ..call.memory import View, contiguous_strides, tma_can_take, without_loose_strides
+from .arguments import COUNTER, Number, Slot, leaves, plain_arguments
 from .catalogue import KernelSpec
-from .slots import COUNTER, Number, Slot, View, contiguous_strides, leaves, plain_arguments
 
 __all__ = ["Allocation", "Launch", "LaunchPlan", "Lifetime", "Operation", "PlanBuilder"]
 

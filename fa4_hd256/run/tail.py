@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..call.forward_problem import Problem
+from ..call.memory import View
 from ..kernels.mask.masking import MaskKind
 from ..kernels.rows.sequences import DS_BEGINS
 from ..kernels.small.tail_rows import TailBounds, TailClass, TailTensors
 from .arguments import LARGEST_LENGTH, LARGEST_WINDOW
 from .catalogue import tail_spec
 from .plan import PlanBuilder
-from .slots import View
 from .tail_arguments import tail_call_arguments
 
 __all__ = ["add_tail", "class_of", "sides_of"]

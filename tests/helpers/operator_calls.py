@@ -10,7 +10,7 @@ from fa4_hd256.call.operator_arguments import (
     ForwardTensors,
     ForwardValues,
 )
-from fa4_hd256.call.windows import UNBOUNDED
+from fa4_hd256.call.options import UNBOUNDED
 
 #: Values of a call of dense sequences without a mask, on the static scheduler, without KV splits.
 _PLAIN: dict[str, Any] = {

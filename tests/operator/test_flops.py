@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flops, masks
 from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors
-from fa4_hd256.call.windows import UNBOUNDED
+from fa4_hd256.call.options import UNBOUNDED
 
 OF_PAIR = 2 * 256
 

@@ -13,7 +13,7 @@ from paged_cases import NO_PAGE, Paged, accurate, offsets
 from paged_cases import check as check_paged
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.windows import ExactWindow
+from fa4_hd256.call.options import ExactWindow
 from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES
 
 # Keys behind; keys before; both sides of one sign; tiles without steps first and last; windows

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata, masks
-from fa4_hd256.call.forward_problem import Options
-from fa4_hd256.call.splits import asked_splits
+from fa4_hd256.call.division import asked_splits
+from fa4_hd256.call.options import Options
 
 
 def packed(device):

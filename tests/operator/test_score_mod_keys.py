@@ -24,7 +24,7 @@ from fa4_hd256 import (
 )
 from fa4_hd256.call import function_meaning
 from fa4_hd256.call.backward_problem import BackwardCall
-from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.functions.kernel_functions import check_unchanged
 from fa4_hd256.kernels.functions.score_change import SCORE_MOD
 from fa4_hd256.kernels.functions.user_functions import FunctionClass

@@ -7,7 +7,7 @@ import torch
 from operator_calls import forward_arguments
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.splits import BY_RULE, FIXED_PARTS, LARGEST
+from fa4_hd256.call.division import BY_RULE, FIXED_PARTS, LARGEST
 
 
 def inputs(device, heads=2):

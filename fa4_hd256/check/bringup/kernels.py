@@ -176,7 +176,7 @@ def _forward(call: Call, target: Target, **more: Any) -> Outcome:
 def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
     """Gradients from the reference's out and lse. wanted: fields of `backward.Wanted`."""
     from ...call.backward_problem import BackwardCall
-    from ...call.forward_problem import Options
+    from ...call.options import Options
     from ...run.backward import Wanted, run_backward
     from .. import reference
 
@@ -281,7 +281,7 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     import torch
 
     from ...call.backward_problem import BackwardCall
-    from ...call.forward_problem import Options
+    from ...call.options import Options
     from ...run import backward
     from ...run.backward_arguments import PreprocessTensors
     from .. import reference

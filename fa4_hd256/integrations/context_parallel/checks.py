@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...call import named_configs
-from ...call.checks import check_kinds, check_lists, check_mask_options, with_batch
-from ...call.forward_problem import ForwardCall, Options
+from ...call.checks import check_kinds, check_lists, check_mask_options
+from ...call.division import BY_RULE
+from ...call.forward_problem import ForwardCall
 from ...call.function_tensors import functions_of_keys
-from ...call.splits import BY_RULE
+from ...call.operator_arguments import with_batch
+from ...call.options import Options
 from ...call.tile_mask import TileMask
 from ...gpus.family import architecture_of
 from ...kernels.kernel_set import kernels_of

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...call.forward_problem import Options
+from ...call.options import ExactWindow, Options
 from ...call.tile_mask import TileMask
-from ...call.windows import ExactWindow
 from ...interface import flash_attn_func, flash_attn_varlen_func
 from ...kernels.functions.score_change import ScoreOrigin
 from ...kernels.mask.block_mask import MASK_TILE

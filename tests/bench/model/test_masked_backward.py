@@ -21,7 +21,7 @@ from bench.suite import BACKWARD, Case
 from fa4_hd256 import masks
 from fa4_hd256.call import tile_mask
 from fa4_hd256.call.backward_problem import BackwardCall
-from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.backward.block_mask import TILES_OF_A_HEAD
 from sm100_sim import timing
 from sm100_sim.timing import TileCosts, load

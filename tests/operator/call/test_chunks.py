@@ -13,7 +13,8 @@ from gpus import gpu
 from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.chunks import Chunk, divide, least_ds_bytes
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.backward.ds_tiles import DS_BLOCK, DS_TILE_BYTES, count_tiles
 from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.kernels.mask.block_mask import MASK_GRADIENTS

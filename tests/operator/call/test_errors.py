@@ -18,7 +18,7 @@ from fa4_hd256 import (
     interface,
 )
 from fa4_hd256.call import checks
-from fa4_hd256.call.splits import LARGEST
+from fa4_hd256.call.division import LARGEST
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.run import compile
 

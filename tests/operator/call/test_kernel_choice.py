@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fa4_hd256.call import forward_problem
-from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
+from fa4_hd256.call.forward_problem import Problem, choose_tiles
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.architecture import KERNELS
 from fa4_hd256.kernels.blackwell.decode.config import DECODE
 from fa4_hd256.kernels.blackwell.forward.config import TILES

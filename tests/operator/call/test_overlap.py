@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa4_hd256.call import overlap
-from fa4_hd256.call.overlap import share_memory
+from fa4_hd256.call import memory
+from fa4_hd256.call.memory import share_memory
 
 BUFFER = torch.empty(64, dtype=torch.int16)
 
@@ -45,10 +45,10 @@ def test_it_agrees_with_a_list_of_all_bytes(one, other):
 
 
 def test_slices_of_large_buffers_take_few_steps(monkeypatch):
-    monkeypatch.setattr(overlap, "MOST_STEPS", 200)
-    overlap._meet.cache_clear()
+    monkeypatch.setattr(memory, "MOST_STEPS", 200)
+    memory._meet.cache_clear()
     buffer = torch.empty(4, 1 << 20, 24, 256, dtype=torch.bfloat16, device="meta")
-    monkeypatch.setattr(overlap, "memory_span", lambda view: _span(view))
+    monkeypatch.setattr(memory, "memory_span", lambda view: _span(view))
     for last, found in ((8, False), (9, True)):
         assert share_memory(buffer[:, :, :last], buffer[:, :, 8:16]) is found
 
@@ -59,12 +59,12 @@ def _span(view):
 
 
 def test_what_takes_too_long_counts_as_shared(monkeypatch):
-    monkeypatch.setattr(overlap, "MOST_STEPS", 0)
-    overlap._meet.cache_clear()
+    monkeypatch.setattr(memory, "MOST_STEPS", 0)
+    memory._meet.cache_clear()
     try:
         assert share_memory(BUFFER[0::2], BUFFER[1::2])
     finally:
-        overlap._meet.cache_clear()
+        memory._meet.cache_clear()
     monkeypatch.undo()
     assert not share_memory(BUFFER[0::2], BUFFER[1::2])
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.layouts import tma_can_take
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.memory import tma_can_take
+from fa4_hd256.call.options import Options
 from fa4_hd256.run.execute import execute
 from fa4_hd256.run.plan import PlanBuilder
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fa4_hd256 import interface, kv_cache
-from fa4_hd256.call.windows import ExactWindow
+from fa4_hd256.call.options import ExactWindow
 from fa4_hd256.compat import arguments, flash_attn_2, flash_attn_3, flash_attn_4
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,8 +11,9 @@ from gpus import gpu
 
 from fa4_hd256 import ForwardConfig, flash_attn_func
 from fa4_hd256.call.backward_problem import choose_head_parts
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.splits import splits_for
+from fa4_hd256.call.division import splits_for
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.gpus import devices, driver
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.kernels.blackwell.architecture import KERNELS, RECOMPUTED

@@ -15,7 +15,7 @@ from torch.nn.attention import _fa4 as adapter
 
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.autograd import call_backward
-from fa4_hd256.call.splits import LARGEST
+from fa4_hd256.call.division import LARGEST
 from fa4_hd256.integrations import given_results
 from fa4_hd256.integrations import sdpa as integration
 

@@ -14,7 +14,8 @@ from paged_cases import check as check_pages
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
 from fa4_hd256.kernels.blackwell.decode.kernel import DecodeKernel
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig

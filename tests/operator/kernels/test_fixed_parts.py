@@ -13,8 +13,9 @@ from backward_cases import inputs
 from gpus import gpu
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.splits import FEWEST_KEYS, FIXED_PARTS, LARGEST, divided
+from fa4_hd256.call.division import FEWEST_KEYS, FIXED_PARTS, LARGEST, divided
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.mask.masking import Visibility
 

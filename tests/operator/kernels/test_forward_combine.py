@@ -11,7 +11,8 @@ import torch
 from cutlass import Float32
 
 from fa4_hd256.architectures import named
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.small.combine_config import CombineConfig, CombineRule
 from fa4_hd256.run import forward as run_of_forward

@@ -11,12 +11,13 @@ import torch
 from gpus import gpu
 
 import sm100_sim
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from fa4_hd256.run.resources import resource_usage
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 

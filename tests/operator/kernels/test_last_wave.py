@@ -12,8 +12,7 @@ from test_split_keys import accurate, describe
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func
-from fa4_hd256.call.last_wave import last_wave
-from fa4_hd256.call.splits import BY_RULE, FIXED_PARTS
+from fa4_hd256.call.division import BY_RULE, FIXED_PARTS, last_wave
 
 pytestmark = pytest.mark.architecture("sm_100a")
 

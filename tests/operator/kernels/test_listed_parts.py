@@ -22,9 +22,10 @@ from fa4_hd256 import (
     metadata,
 )
 from fa4_hd256.call import checks
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.division import BY_RULE, LARGEST, longest_row, room_for_parts, splits_for
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.call.part_lists import list_of_parts
-from fa4_hd256.call.splits import BY_RULE, LARGEST, longest_row, room_for_parts, splits_for
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.rows.part_list import (
     HEADER,

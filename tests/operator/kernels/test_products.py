@@ -14,7 +14,8 @@ import sm100_sim
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.backward.product_order import ProductOrder
 from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.kernels.mask.masking import MaskKind

@@ -11,16 +11,13 @@ from gpus import gpu
 from paged_cases import offsets
 
 import sm100_sim
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
+from fa4_hd256.run.arguments import CallTensors, call_arguments, compile_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.forward_arguments import (
-    CallTensors,
-    call_arguments,
-    compile_arguments,
-)
 from fa4_hd256.schedulers import ClcScheduler, StaticPersistentScheduler, StaticSingleTileScheduler
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]

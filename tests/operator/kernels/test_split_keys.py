@@ -19,8 +19,9 @@ from paged_cases import offsets
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.architectures import named
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.splits import BY_RULE, LARGEST, check_num_splits, divided, splits_for
+from fa4_hd256.call.division import BY_RULE, LARGEST, check_num_splits, divided, splits_for
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel

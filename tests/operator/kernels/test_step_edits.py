@@ -13,13 +13,14 @@ from step_traces import assert_as_declared
 
 import sm100_sim
 from fa4_hd256 import ForwardConfig
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 from fa4_hd256.kernels.plan.budgets import SmemPlan
 from fa4_hd256.kernels.plan.edges import EdgeTable
 from fa4_hd256.kernels.plan.steps import Operand, Ring, StepTable, arrive, each, write
 from fa4_hd256.run import catalogue
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments, compile_arguments
+from fa4_hd256.run.arguments import CallTensors, call_arguments, compile_arguments
 from fa4_hd256.run.tracing import trace_and_compile
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]

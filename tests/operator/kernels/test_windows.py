@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from fa4_hd256.call.forward_problem import Options
-from fa4_hd256.call.windows import UNBOUNDED, ExactWindow, window_of
+from fa4_hd256.call.options import UNBOUNDED, ExactWindow, Options, window_of
 from fa4_hd256.check.reference import visible
 from fa4_hd256.kernels.mask.windows import ALL_ROWS, Reach
 

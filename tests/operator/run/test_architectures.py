@@ -37,7 +37,7 @@ for one in (folder, module, config):
     sys.modules[one.__name__] = one
 
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.splits import splits_for
+from fa4_hd256.call.division import splits_for
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.run import catalogue, keys
 q, k = torch.zeros(1, 1, 12, 256).bfloat16(), torch.zeros(1, 640, 1, 256).bfloat16()

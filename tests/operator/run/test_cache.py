@@ -328,7 +328,7 @@ def test_edits_that_compile_nothing_again(copy, name, before, after):
     [
         ("fa4_hd256/kernels/limits.py", "TMA_ALIGNMENT = 16", "TMA_ALIGNMENT = 32"),
         ("fa4_hd256/kernels/blackwell/forward/consumers.py", "cute.arch", "cute.another"),
-        ("fa4_hd256/run/forward_arguments.py", "range(3)", "range(4)"),
+        ("fa4_hd256/run/arguments.py", "range(3)", "range(4)"),
         ("fa4_hd256/schedulers/order.py", "divmod(first + in_block", "divmod(first - in_block"),
         ("fa4_hd256/softmax_emu/coefficients.py", "0x1.54f8d6p-1", "0x1.54f8d8p-1"),
     ],
@@ -391,7 +391,7 @@ BESIDES = {
     # Storage of entries; FORMAT is in the key.
     "fa4_hd256/run", "fa4_hd256/run/native_cache",
     # Memory that a call hands over.
-    "fa4_hd256/run/tile_counter", "fa4_hd256/run/slots",
+    "fa4_hd256/run/tile_counter",
     # Names alone.
     "softmax_emu",
     # Texts of errors.
@@ -399,7 +399,7 @@ BESIDES = {
 }  # fmt: skip
 #: Imports of `call` and `gpus`: types of calls, a name of a tensor that problem classes have, and
 #: the target, which is in the key.
-TYPES = {"BackwardProblem", "Gpu", "PAGE_TABLE", "Chunk", "Problem", "family"}
+TYPES = {"BackwardProblem", "Gpu", "PAGE_TABLE", "Chunk", "Problem", "View", "family"}
 
 
 #: Modules that name every kernel, of either direction; what they say of one is in its own modules.

@@ -16,10 +16,10 @@ import torch
 from checkout import ROOT
 
 from fa4_hd256.run import execute, launch
+from fa4_hd256.run.arguments import STREAM
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import CompiledKernel
 from fa4_hd256.run.plan import Launch, LaunchPlan
-from fa4_hd256.run.slots import STREAM
 
 
 class Module:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.splits import divided
+from fa4_hd256.call.division import divided
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.run import forward
 from fa4_hd256.run.new_tensors import maker
 

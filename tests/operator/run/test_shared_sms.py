@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
-from fa4_hd256.call.forward_problem import Options, backward_use_clc
+from fa4_hd256.call.options import Options, backward_use_clc
 from fa4_hd256.call.process import sms_are_shared
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass, ProblemClass
 from fa4_hd256.kernels.small.backward_preprocess import PreprocessConfig

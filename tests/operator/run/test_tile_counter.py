@@ -10,10 +10,11 @@ import pytest
 import torch
 from gpus import gpu
 
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet
 from fa4_hd256.run import arguments, tile_counter
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments, compile_arguments
+from fa4_hd256.run.arguments import CallTensors, call_arguments, compile_arguments
 
 CUDA = torch.device("cuda", 0)
 

@@ -22,7 +22,7 @@ from fa4_hd256 import (
     warm_up,
 )
 from fa4_hd256.architectures import ARCHITECTURES
-from fa4_hd256.call import splits
+from fa4_hd256.call import division
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.chunks import divide
 from fa4_hd256.call.forward_problem import (
@@ -89,7 +89,7 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
     known = set(specs_of(model, TRAINING, target.architecture, target.gpu))
     found, pick = set(), random.Random(7)
     for problem, where in calls(model, target.architecture, random.Random(name), 120):
-        chosen = splits.divided(problem, pick.choice((0, 0, 64, splits.FIXED_PARTS)), where)
+        chosen = division.divided(problem, pick.choice((0, 0, 64, division.FIXED_PARTS)), where)
         found.add(forward_spec(chosen, where))
         if chosen.num_splits > 1:
             found.add(combine_spec(chosen))
@@ -97,7 +97,7 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
             found.add(tail_spec(class_of(problem, "q", lse=True), problem))
         if "seqused_k" in problem.ragged and "seqused_q" not in problem.ragged:
             listed = replace(problem, ragged=(*problem.ragged, "part_list"))
-            listed = splits.divided(listed, splits.BY_RULE, where)
+            listed = division.divided(listed, division.BY_RULE, where)
             found.add(forward_spec(listed, where))
             found |= {combine_spec(listed)} if listed.lists_parts else set()
         if problem.page_size is not None:

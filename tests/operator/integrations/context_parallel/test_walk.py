@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa4_hd256.call.forward_problem import Options
-from fa4_hd256.call.windows import ExactWindow, window_of
+from fa4_hd256.call.options import ExactWindow, Options, window_of
 from fa4_hd256.integrations.context_parallel import local, ring
 from fa4_hd256.integrations.context_parallel.exchange import Transfer
 from fa4_hd256.integrations.context_parallel.local import OwnRows, Settings
