@@ -11,7 +11,8 @@ on it, each of which ends with the first failure:
 3. for one that all cases kill, other files with the default cases, since any of the default set
    may notice it: those that import it by way of other modules, the nearest first.
 
-Each mutant prints a line, and the two counts so far.
+A run of more than `--longest` seconds of CPU time, together for the other files, decides nothing:
+such a mutant is unknown, and not counted. Each mutant prints a line, and the two counts so far.
 
 Mutants of files that are compiled into kernels compile these again, which takes minutes each.
 """
@@ -36,10 +37,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: The packages whose sources are mutated or imported, by their first folder.
 PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
-#: Seconds of CPU time of one run. A run that takes longer decides nothing, and does not count.
-LONGEST = 240
-#: Seconds of CPU time that other files of the default set get together.
-LONGEST_OF_OTHERS = 240
 #: Files nearest to a mutant, at most.
 MOST_FILES = 3
 
@@ -221,17 +218,17 @@ def failure(copy: Path) -> str:
     return (failed or lines[-1:] or [""])[-1][:160]
 
 
-def verdict(copy: Path, module: Path) -> str:
+def verdict(copy: Path, module: Path, longest: int) -> str:
     """Return which tests kill the mutant in a copy: "default", "all cases", "survives", or
     "unknown"."""
     near, others = tests_of(module)
-    found = result(copy, near, LONGEST)
+    found = result(copy, near, longest)
     if found != "passes":
         return "default" if found == "fails" else "unknown"
-    found = result(copy, near, LONGEST, left_out=True)
+    found = result(copy, near, longest, left_out=True)
     if found != "fails":
         return "survives" if found == "passes" else "unknown"
-    noticed, end = failure(copy), spent() + LONGEST_OF_OTHERS
+    noticed, end = failure(copy), spent() + longest
     for file in others:
         left = int(end - spent())
         if left > 0 and result(copy, [file], left) == "fails":
@@ -283,6 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--longest", type=int, default=240, help="seconds of CPU time of a run")
     parser.add_argument("folders", nargs="+", help="folders or files of the sources")
     asked = parser.parse_args()
     for module in ("torch", "cutlass.cute", "hypothesis", "numba", "pytest"):
@@ -296,7 +294,7 @@ def main() -> None:
         ):
             original, before = (copy / module).read_text(), spent()
             (copy / module).write_text(source)
-            killed = verdict(copy, module)
+            killed = verdict(copy, module, asked.longest)
             (copy / module).write_text(original)
             counts[killed] += 1
             by_all = counts["default"] + counts["all cases"]
