@@ -1,16 +1,21 @@
-"""Decoding over K and V in e4m3 beside bf16 as it is measured, with ours in the simulator and a
-timer that counts, and as it is modelled."""
+"""Decoding over K and V in e4m3 beside bf16 as it is measured, with ours in the simulator or in
+PyTorch and a timer that counts, and as it is modelled."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from fake_timer import CountingTimer
+from in_torch import in_torch
 
 from bench.__main__ import main
 from bench.commands import kv_types
 from bench.measure.timer import Sampling
+from bench.model.predictor import OURS_E4M3, Predicted
 from bench.suite import Case
+from bench.tables.comparison import OURS
+from sm100_sim.timing import load
 
 CASE = Case("kv types", ((2, 140),) * 2, 4, 2, True)
 
@@ -22,9 +27,11 @@ class Timer(CountingTimer):
         return (2 - self.prepared.index(call)) * 1e-6
 
 
-@pytest.fixture
-def here(monkeypatch):
+@pytest.fixture(params=["PyTorch", "simulator"])
+def here(monkeypatch, request):
     """Let ours run where there is no GPU."""
+    if request.param == "PyTorch":
+        in_torch(monkeypatch)
     monkeypatch.setattr(kv_types.Ours, "missing", lambda self: None)
 
 
@@ -37,17 +44,21 @@ def test_both_caches_hold_the_same_numbers():
 
 
 @pytest.mark.simulator
-@pytest.mark.sampled
+@pytest.mark.sampled("PyTorch")
 def test_a_row(here):
     row = kv_types.measured(CASE, Timer(), Sampling(0, 3))
     assert (row["bf16"], row["e4m3"], row["ratio"]) == pytest.approx((2, 1, 2))
     assert row["rate_e4m3"] == pytest.approx(row["rate_bf16"])
+    # 2 sequences of 140 keys and values of two heads, 1 byte an element, in a microsecond.
+    assert row["rate_e4m3"] == pytest.approx(2 * 140 * 2 * 2 * 256 / 1e-6 / 1e12)
+    assert (row["range_bf16"], row["range_e4m3"]) == ("2.0..2.0", "1.0..1.0")
+    assert (row["clock_mhz"], row["power_watts"]) == (2000, 600)
     assert row["refused"] == ""
     assert "2x(2, 140)" in kv_types.measured_table([row]).as_markdown()
 
 
 @pytest.mark.simulator
-@pytest.mark.sampled
+@pytest.mark.sampled("PyTorch")
 def test_wrong_results_are_not_timed(here, monkeypatch):
     call = kv_types.Ours.call
     monkeypatch.setattr(
@@ -57,6 +68,39 @@ def test_wrong_results_are_not_timed(here, monkeypatch):
     row = kv_types.measured(CASE, Timer(), Sampling(0, 1))
     assert row["e4m3"] is None and row["ratio"] is None
     assert row["refused"].startswith("e4m3: wrong: error")
+
+
+class FakePredictor:
+    """Ours takes 30 and 20 microseconds, over e4m3 20 and 16, under two sets of constants."""
+
+    machine = load("b200")
+
+    class Provider:
+        def __init__(self, parts):
+            self.parts = parts
+
+        def default(self, case, direction, machine):
+            return "kernel", self.parts
+
+    providers = {OURS: Provider(3), OURS_E4M3.name: Provider(5)}
+
+    def predict(self, provider, case, direction):
+        seconds = {OURS: [30.0, 20.0], OURS_E4M3.name: [20.0, 16.0]}[provider]
+        return Predicted(*[np.array(seconds) * 1e-6] * 2, None)
+
+
+def test_a_row_of_a_prediction():
+    row = kv_types.modelled(CASE, FakePredictor())
+    assert (row["bf16"], row["e4m3"]) == pytest.approx((30, 20))
+    assert (row["ratio"], row["least"], row["most"]) == pytest.approx((1.5, 1.25, 1.5))
+    assert (row["parts_bf16"], row["parts_e4m3"]) == (3, 5) and row["rows"] == 16
+    # 2 sequences of 140 keys and values of two heads over 8 TB/s.
+    least = 2 * 140 * 2 * 2 * 256 / 8e12
+    assert row["hbm_e4m3"] == pytest.approx(least / 20e-6)
+    assert row["hbm_bf16"] == pytest.approx(2 * least / 30e-6)
+    assert (row["basis"], row["shape"], row["heads"]) == ("modelled", CASE.shape, "4/2")
+    text = kv_types.table([row]).as_markdown()
+    assert "2x(2, 140)" in text and "parts, e4m3" in text
 
 
 @pytest.mark.simulator

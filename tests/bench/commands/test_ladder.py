@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from in_torch import in_torch
 
 pytest.importorskip("cutlass")
 
@@ -94,9 +95,12 @@ class Clock:
 
 
 @pytest.mark.simulator
-@pytest.mark.sampled
-def test_measured():
+@pytest.mark.parametrize("where", ["PyTorch", "simulator"])
+@pytest.mark.sampled("PyTorch")
+def test_measured(where, monkeypatch):
     """Correctness is checked on the inputs that are timed; PyTorch is timed with them."""
+    if where == "PyTorch":
+        in_torch(monkeypatch, of_rungs)
     rung = of_rungs.Rung("default", ForwardConfig())
     pytorch = (PyTorchSdpa("math", "MATH"), PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"))
     timings, others = of_rungs.measure_all([rung], CASE, Clock(), Sampling(1, 3), pytorch)

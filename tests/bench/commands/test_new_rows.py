@@ -1,9 +1,10 @@
-"""A decoding step with new rows as it is measured, with ours in the simulator and a timer that
-counts."""
+"""A decoding step with new rows as it is measured, with ours in the simulator or in PyTorch,
+and a timer that counts."""
 
 import pytest
 import torch
 from fake_timer import CountingTimer
+from in_torch import in_torch
 
 from bench.__main__ import main
 from bench.commands import new_rows
@@ -12,9 +13,15 @@ from bench.measure.timer import Sampling
 SHAPE = 2, 32
 
 
+@pytest.fixture(params=["PyTorch", "simulator"])
+def here(monkeypatch, request):
+    if request.param == "PyTorch":
+        in_torch(monkeypatch, new_rows)
+
+
 @pytest.mark.simulator
-@pytest.mark.sampled
-def test_calls_write_where_they_say():
+@pytest.mark.sampled("PyTorch")
+def test_calls_write_where_they_say(here):
     """All kinds have a result; with new rows the last of the keys is another one."""
     calls = new_rows.calls_of(*SHAPE, torch.device("cpu"))
     found = {kind: call() for kind, call in calls.items()}

@@ -1,9 +1,10 @@
-"""Keys in pages as they are measured: what a row holds, with ours in the simulator and a timer that
-counts."""
+"""Keys in pages as they are measured: what a row holds, with ours in the simulator or in PyTorch,
+and a timer that counts."""
 
 import pytest
 import torch
 from fake_timer import CountingTimer
+from in_torch import in_torch
 
 from bench.commands import pages
 from bench.measure import pages as measure
@@ -14,9 +15,11 @@ from bench.suite import Case
 CASE = Case("pages", ((2, 300),) * 2, 4, 2, True)
 
 
-@pytest.fixture
-def here(monkeypatch):
+@pytest.fixture(params=["PyTorch", "simulator"])
+def here(monkeypatch, request):
     """Let ours run where there is no GPU; flash-attn-4 does not."""
+    if request.param == "PyTorch":
+        in_torch(monkeypatch)
     monkeypatch.setattr(measure.Ours, "missing", lambda self: None)
     monkeypatch.setattr(measure.FlashAttention4, "missing", lambda self: "no CUDA device")
 
@@ -33,18 +36,23 @@ def test_pages_hold_the_rows(size):
     assert found.lengths.tolist() == [300, 300]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("PyTorch")
 def test_a_row(here):
     row = pages.measured(CASE, CountingTimer(), Sampling(0, 3))
     assert [row[name] for name in ("none", "pages_128", "pages_16")] == pytest.approx([1, 2, 3])
-    assert row["behind_16"] == pytest.approx(2)
+    assert row["behind_16"] == pytest.approx(2) and row["behind_128"] == pytest.approx(1)
+    assert row["range_pages_128"] == "2.0..2.0" and row["range_none"] == "1.0..1.0"
+    # K and V once, in bf16, in the microsecond without pages.
+    assert row["rate"] == pytest.approx(2 * 300 * 2 * 2 * 256 * 2 / 1e-6 / 1e12)
+    assert (row["clock_mhz"], row["power_watts"]) == (2000, 600)
+    assert (row["shape"], row["heads"], row["basis"]) == (CASE.shape, "4/2", "measured")
     assert row["theirs_none"] is None
     assert row["refused"] == "flash-attn-4: no CUDA device"
     text = pages.measured_table([row]).as_markdown()
     assert "2x(2, 300)" in text and "Not run: flash-attn-4: no CUDA device." in text
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("PyTorch")
 def test_wrong_results_are_not_timed(here, monkeypatch):
     call = measure.Ours.call
     monkeypatch.setattr(
