@@ -31,6 +31,11 @@ def flash_attn_func(
 ) -> Any:
     """(batch, seqlen, heads, 256) in float64, rounded to the inputs' dtype."""
     chosen = {name: value for name, value in options.items() if name not in _IGNORED}
+    scales = [chosen.pop(name, None) for name in ("k_descale", "v_descale")]
+    k, v = (
+        tensor if scale is None else reference.dequantised(tensor, scale)
+        for tensor, scale in zip((k, v), scales, strict=True)
+    )  # fmt: skip
     out, lse = reference.attention(q, k, v, **chosen)
     return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
 
@@ -55,7 +60,7 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor:  # fmt: skip
     """(batch, seqlen, heads, 256) over caches in pages; new: k and v of one row per sequence."""
     tables = [options.pop(name, None) for name in ("rotary_cos", "rotary_sin")]
-    scales = [options.pop(name, None) for name in ("k_descale", "v_descale")]
+    scales = {name: options.pop(name, None) for name in ("k_descale", "v_descale")}
     outs = []
     for b, (length, pages) in enumerate(zip(cache_seqlens.tolist(), page_table.long())):
         query = q[b : b + 1]
@@ -67,11 +72,9 @@ def flash_attn_with_kvcache(
             k_cache[pages[page], row] = key[0].to(k_cache.dtype)
             v_cache[pages[page], row] = value[0].to(v_cache.dtype)
             length += 1
-        rows = [cache[pages].flatten(0, 1)[None, :length].float() for cache in (k_cache, v_cache)]
-        for tensor, scale in zip(rows, scales, strict=True):
-            if scale is not None:
-                tensor *= scale[b][:, None]
-        outs.append(flash_attn_func(query, *rows, **options))
+        rows = [reference.gathered(cache, pages, length)[None] for cache in (k_cache, v_cache)]
+        own = {name: None if scale is None else scale[b : b + 1] for name, scale in scales.items()}
+        outs.append(flash_attn_func(query, *rows, **own, **options))
     return torch.cat(outs)
 
 

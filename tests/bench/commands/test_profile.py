@@ -14,6 +14,15 @@ from bench.__main__ import main
 from bench.measure import nsight
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256 import flash_attn_func
+from fa4_hd256.kernels.blackwell.backward.dkdv import DkdvKernel
+from fa4_hd256.kernels.blackwell.backward.dq import DqKernel
+from fa4_hd256.kernels.blackwell.backward.dv import DvKernel
+from fa4_hd256.kernels.blackwell.backward.products import ProductsKernel
+from fa4_hd256.kernels.blackwell.decode.e4m3 import DecodeE4m3Kernel
+from fa4_hd256.kernels.blackwell.decode.kernel import DecodeKernel
+from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
+from fa4_hd256.kernels.small.backward_preprocess import PreprocessKernel
+from fa4_hd256.kernels.small.forward_combine import CombineKernel
 
 CASE = Case("chosen", ((300, 400),) * 2, 8, 4, True)
 
@@ -95,6 +104,21 @@ def test_command_line():
         nsight.Sampling(interval=32)
     with pytest.raises(ValueError, match="1 MiB"):
         nsight.Sampling(buffer_bytes=1)
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_classes_of_the_kernels_match_the_filter(direction):
+    """The name of a compiled kernel holds its class's."""
+    specs = {
+        FORWARD: (ForwardKernel, DecodeKernel, DecodeE4m3Kernel, CombineKernel),
+        BACKWARD: (PreprocessKernel, ProductsKernel, DqKernel, DvKernel, DkdvKernel),
+    }
+    for of_direction, classes in specs.items():
+        for one in classes:
+            name = LAUNCH[2].replace("ForwardKernel", one.__name__)
+            assert (re.search(nsight.KERNELS[direction], name) is not None) == (
+                of_direction == direction
+            ), one
 
 
 @pytest.mark.simulator

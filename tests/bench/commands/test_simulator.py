@@ -1,6 +1,7 @@
 """`python -m bench simulator` on a small shape."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +46,33 @@ def noted(function, done):
 def test_wrong_numbers_of_runs(capsys):
     assert main(["simulator", "--seqlen", "300", "--runs", "-1"]) == 2
     assert "accepted: whole numbers from 0 on" in capsys.readouterr().err
+
+
+def test_kernels_whose_translation_is_timed():
+    kinds = {name: spec.kind for name, spec in simulator.kernels().items()}
+    assert sorted(kinds.values()) == [
+        "backward_dkdv", "backward_dq", "backward_dv", "forward", "forward", "forward",
+    ]  # fmt: skip
+    plain, *others = simulator.kernels().values()
+    assert not plain.problem_class.ragged
+    for spec in others:
+        problem_class = spec.problem_class
+        forward = getattr(problem_class, "problem", problem_class)
+        assert forward.softcap and forward.bounded_left and len(forward.ragged) == 2
+
+
+def test_a_table_of_translations(monkeypatch):
+    """Each kernel by its name, with the PTX of its own specification."""
+    monkeypatch.setattr(simulator, "compile_kernel", lambda spec: SimpleNamespace(ptx=spec))
+    monkeypatch.setattr(
+        simulator.speed, "translation",
+        lambda ptx: [speed.Translation("in the PTX", len(ptx), 1.0, 2.0, 3.0, 0.5)],
+    )  # fmt: skip
+    rows = simulator.translation_table({"first": "a", "second": "bb"}).rows
+    assert [(row["kernel"], row["instructions"]) for row in rows] == [("first", 1), ("second", 2)]
+    names = ("parse_seconds", "seconds", "sanitized_seconds", "cached_seconds")
+    assert {tuple(row[name] for name in names) for row in rows} == {(1.0, 2.0, 3.0, 0.5)}
+    assert {row["basis"] for row in rows} == {"measured"}
 
 
 @pytest.mark.sampled

@@ -351,6 +351,30 @@ def test_cudnn_stands_as_published_beside_the_modelled(monkeypatch, capsys):
     assert name not in {column["name"] for column in table["columns"]}
 
 
+def test_kinds_are_predicted_together(monkeypatch):
+    """Each row has the number of its case, in one process and in others; one group needs one."""
+    rows = lambda cases, names, predictor: [(case, names, predictor) for case in cases]  # noqa: E731
+    monkeypatch.setattr(modelled, "modelled_rows", rows)
+    monkeypatch.setattr(modelled, "predictor_of", lambda machine, draws: (machine, draws))
+    parts = []
+
+    def stream(function, items, jobs):
+        parts.append((items, jobs))
+        return map(function, items)
+
+    monkeypatch.setattr(modelled, "stream", stream)
+    wanted = modelled.Predictions(("PyTorch math",), "b200", 3)
+    cases = [(CAUSAL, FORWARD), (DENSE, FORWARD), (CAUSAL, BACKWARD), (CAUSAL, FORWARD)]
+    expected = [(case, ("PyTorch math",), ("b200", 3)) for case in cases]
+    together = [0, 3, 1, 2]
+    for jobs in (1, 2, 3):
+        found = list(wanted.all(cases, jobs))
+        assert found == [(index, expected[index]) for index in together]
+    groups = [[cases[0], cases[3]], [cases[1]], [cases[2]]]
+    assert parts == [(groups, 2), (groups, 3)]
+    assert list(wanted.all(cases[:1], 4)) == [(0, expected[0])] and len(parts) == 2
+
+
 @pytest.mark.sampled
 def test_several_processes_give_the_rows_of_one():
     """Rows come in the order of the cases; a provider that has no model needs no replay."""
