@@ -18,26 +18,14 @@ def main(arguments: list[str] | None = None) -> int:
     fitting = commands.add_parser("fit", help="fit a minimax polynomial for 2^f on [0, 1]")
     fitting.add_argument("--degree", type=int, choices=DEGREES, default=3)
     fitting.add_argument("--json", action="store_true", help="print one JSON object")
-    fitting.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="image file of the error curve; exp2_degree_N.png, with --json none",
-    )
+    fitting.add_argument("--plot", metavar="FILE", help="draw the error curve, a PNG or SVG say")
     options = parser.parse_args(arguments)
     try:
         result = fit(options.degree)
     except ModuleNotFoundError as error:
         parser.error(str(error))
-    if options.json:
-        print(json.dumps(result.as_dict()))
-        return _plot(result, options.plot) if options.plot else 0
-    print(_text(result))
-    path = options.plot or f"exp2_degree_{options.degree}.png"
-    status = _plot(result, path)
-    if status == 0:
-        print(f"error curve: {path}")
-    # A curve that was not requested by name is no reason to fail.
-    return status if options.plot else 0
+    print(json.dumps(result.as_dict()) if options.json else _text(result))
+    return _plot(result, options.plot) if options.plot else 0
 
 
 def _version() -> str:
@@ -68,6 +56,7 @@ def _text(result: Fit) -> str:
 
 
 def _plot(result: Fit, path: str) -> int:
+    """Draw the error curve and say where; the exit status."""
     try:
         import matplotlib
     except ImportError:
@@ -89,7 +78,12 @@ def _plot(result: Fit, path: str) -> int:
         f"degree {result.degree}: largest relative error {result.max_relative_error:.3e}"
     )
     figure.tight_layout()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        print(f"no error curve: {error}", file=sys.stderr)
+        return 2
+    print(f"error curve: {path}", file=sys.stderr)
     return 0
 
 
