@@ -82,6 +82,11 @@ FORMS: dict[str, tuple[str, ...]] = {
 _LISTS_OF = "seqused_k"
 #: With which none is accepted.
 _LISTLESS = "seqused_q"
+#: Calls that have kernels of their own and no form: the length of all rows means the same.
+_WITHOUT_LENGTHS = (
+    ". Calls without cache_seqlens have no form: give them that of all rows, "
+    "cache_seqlens=k_cache.shape[1], which takes the kernels of these"
+)
 
 #: ALiBi as it is compiled in.
 _SLOPES = tuple(FunctionClass(ALIBI, (f"float32 {dimensions}",)) for dimensions in (1, 2))
@@ -130,7 +135,8 @@ class Needs:
     dtype, have that as their score_mod, too. rotary: whether calls of flash_attn_with_kvcache give
     rotary_cos and rotary_sin, too. max_logits: calls with return_max_logits=True, too; k and v have
     q's dtype. cache_batch_idx, cache_leftpad: whether calls of flash_attn_with_kvcache with
-    cache_seqlens give these, too, each by itself and both.
+    cache_seqlens give these, too, each by itself and both; a call without cache_seqlens takes the
+    same kernels if it is given that of all rows, k_cache.shape[1].
 
     Lists become tuples. Raises ValueError for what is none of these.
     """
@@ -207,6 +213,7 @@ class Needs:
                 raise ValueError(
                     f"forms are {self.forms} with {name}; accepted: one of those with {_LISTS_OF}, "
                     f"as of a cache, and without {_LISTLESS}: {listed}"
+                    + (_WITHOUT_LENGTHS if name in (CACHE_BATCH_IDX, CACHE_LEFTPAD) else "")
                 )
         if TRAINING in self.uses and all(PAGE_TABLE in FORMS[form] for form in self.forms):
             raise ValueError(

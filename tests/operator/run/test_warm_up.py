@@ -17,6 +17,7 @@ from fa4_hd256 import (
     Mask,
     flash_attn_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     masks,
     warm,
     warm_up,
@@ -242,8 +243,11 @@ def test_places_in_a_cache(arch):
     appends = {spec.problem_class.paged for spec in known if spec.kind == "append_rows"}
     assert appends == {False, True}
     for name in ("cache_batch_idx", "cache_leftpad"):
-        with pytest.raises(ValueError, match=f"with {name}; accepted: one of those with seqused_k"):
+        with pytest.raises(
+            ValueError, match=f"with {name}; accepted: one of those with seqused_k"
+        ) as refused:
             Needs(forms=("dense", "padded"), **{name: True})
+        assert "give them that of all rows, cache_seqlens=k_cache.shape[1]" in str(refused.value)
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
@@ -526,6 +530,25 @@ def test_padded_calls_and_those_with_a_block_mask(monkeypatch, architecture):
     compiled_in = str([spec.problem_class for spec in asked])
     assert "seqused_q" in compiled_in and "mask_key_bits" in compiled_in
     assert set(asked) <= set(known)
+
+
+def test_calls_of_whole_caches_take_kernels_of_lengths(monkeypatch, architecture):
+    """The advice of `Needs`: the length of all rows means what a call without lengths does."""
+    target, model = TARGETS[architecture], AttentionModel("of this test", 2, 1, (Mask(True),))
+    needs = Needs(("decode",), ("cache",), cache_batch_idx=True, cache_leftpad=True)
+    known = specs_of(model, needs, target.architecture, target.gpu)
+    q, k = torch.randn(2, 1, 2, 256).bfloat16(), torch.randn(3, 64, 1, 256).bfloat16()
+    places = {
+        "cache_batch_idx": torch.tensor([2, 0], dtype=torch.int32),
+        "cache_leftpad": torch.tensor([5, 0], dtype=torch.int32),
+    }
+    whole = flash_attn_with_kvcache(q, k, k, causal=True, **places)
+    compile.forget()
+    asked, obtain = [], compile._obtain
+    monkeypatch.setattr(compile, "_obtain", lambda spec: asked.append(spec) or obtain(spec))
+    given = flash_attn_with_kvcache(q, k, k, cache_seqlens=k.shape[1], causal=True, **places)
+    compile.forget()
+    assert asked and set(asked) <= set(known) and torch.equal(whole, given)
 
 
 def test_what_launches_need_is_made_before(monkeypatch):
