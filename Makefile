@@ -28,7 +28,7 @@ HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS) tests/operator/test_block_mask.py \
 # What is imported is compiled then; compiling all of it would take half of the installation's time.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo check check-tests test test-all test-static test-clc test-hopper lint types clean \
+.PHONY: demo check check-tests test test-all test-lab test-static test-clc test-hopper lint types clean \
     test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
 demo: $(DEMO_STAMP)
@@ -50,6 +50,10 @@ test: $(STAMP)
 # Every test, with all cases of those that are marked sampled.
 test-all:
 	@$(MAKE) --no-print-directory test CASES=--all-cases NAMES="$(ALL_NAMES)"
+
+# Tests of the lab, which `make test` leaves out.
+test-lab: $(STAMP)
+	$(BIN)/python -m pytest lab/tests
 
 # Everything under the static scheduler, and a part of it under the dynamic one.
 test-static: $(STAMP)
@@ -78,7 +82,7 @@ test-cuda-memory: $(STAMP)
 	$(BIN)/python -m pytest --device cuda tests/operator/cuda/test_cuda_memory.py
 
 test-cuda-sanitizers: $(STAMP)
-	$(BIN)/python -m fa4_hd256 bringup --rungs sanitizer
+	$(BIN)/python -m fa4_hd256 bringup --stages sanitizer
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -54,7 +54,7 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bringup_options(parser: argparse.ArgumentParser) -> None:
-    from .check.bringup import options
+    from .bringup import options
 
     parser.description = options.__doc__
     options.add_arguments(parser)
@@ -95,7 +95,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _bringup(arguments: argparse.Namespace) -> int:
-    return _loaded("check.bringup.command").main(arguments)
+    return _loaded("bringup.command").main(arguments)
 
 
 def _loaded(module: str) -> Any:

@@ -37,6 +37,7 @@ def make(tmp_path, *arguments, **environment):
 #: Goal -> what runs, in order, and under which scheduler or for which architecture.
 PARTS = {
     "test": ["pytest static", "pytest 1", "pytest sm_90a", "mypy static"],
+    "test-lab": ["pytest static"],
     "test-cuda": ["pytest static", "pytest 1", "pytest static", "fa4_hd256 static"],
 }
 
@@ -44,6 +45,7 @@ PARTS = {
 @pytest.mark.parametrize(("goal", "red"), [
     *(("test", red) for red in ("none", "static", "1", "sm_90a")),
     *(("test-cuda", red) for red in ("none", "static", "1")),
+    *(("test-lab", red) for red in ("none", "static")),
 ])  # fmt: skip
 def test_every_part_of_the_tests_runs(tmp_path, goal, red):
     """The goal fails if a part does."""

@@ -7,10 +7,10 @@ import re
 import pytest
 from checkout import ROOT
 
-from fa4_hd256.check.bringup import rungs as bringup
+from fa4_hd256.bringup.stages import STAGES
 from sm100_sim.tools import golden
 
-RUNGS = {rung.name for rung in bringup.RUNGS}
+NAMES = {stage.name for stage in STAGES}
 STATES = ("checked on silicon", "two independent sources", "unverified")
 COLUMNS = ["rule", "if false", "source", "simulator", "relied on by", "check", "state"]
 #: In the order of the table.
@@ -63,10 +63,10 @@ def _row_problems(row: dict[str, str]) -> list[str]:
         found.append("names no golden vector and no measurement of docs/facts.md")
     if state == "two independent sources" and ";" not in row["source"]:
         found.append("names one source")
-    rungs = re.findall(r"rung `([a-z0-9-]+)`", check)
-    if state == "unverified" and not rungs and not re.search(r"no rung: \w", check):
-        found.append("names no rung of bringup and does not say what would settle it")
-    found += [f"no rung is called {rung!r}" for rung in rungs if rung not in RUNGS]
+    stages = re.findall(r"stage `([a-z0-9-]+)`", check)
+    if state == "unverified" and not stages and not re.search(r"no stage: \w", check):
+        found.append("names no stage of bringup and does not say what would settle it")
+    found += [f"no stage is called {stage!r}" for stage in stages if stage not in NAMES]
     for path, name in re.findall(
         r"`((?:tests|bench|sm100_sim|fa4_hd256)/[\w/]+\.py)(?:::(\w+))?`", row["simulator"] + check
     ):
@@ -94,8 +94,8 @@ def test_the_page():
         ("golden `tma/`", "golden `no such case/`", "no golden case"),
         ("docs/facts.md; ", "", "names no golden vector and no measurement"),
         ("tests/sim/isa/test_tma.py", "tests/sim/test_none.py", "does not exist"),
-        ("rung `micro`", "", "names no rung"),
-        ("rung `micro`", "rung `macro`", "no rung is called"),
+        ("stage `micro`", "", "names no stage"),
+        ("stage `micro`", "stage `macro`", "no stage is called"),
         ("| slow: dK/dV", "| quick: dK/dV", "sorted"),
         ("| `m128-rate`", "| `mma-order`", "name of its own"),
     ],

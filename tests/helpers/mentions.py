@@ -12,7 +12,7 @@ from pathlib import Path
 
 from checkout import ROOT
 
-PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
+PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench", "lab")
 _ROOMS = (*PACKAGES, "tests", "examples", "docs")
 
 #: Pages about other projects' files and names, which they tell of by these names.

@@ -106,8 +106,9 @@ PACKAGES = {
     # flash-attention's functions, on ours.
     "fa4_hd256/compat": ("fa4_hd256", *_OPERATOR),
     "fa4_hd256/check": _CHECK,
+    "fa4_hd256/bringup": ("fa4_hd256/check", *_CHECK),
     # The commands: above all packages, and imported by none.
-    "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
+    "fa4_hd256/__main__": ("fa4_hd256/bringup", "fa4_hd256/check", *_CHECK),
     # Modules of commands are imported when these are called.
     "bench/__main__": ("bench/options", "fa4_hd256", *_OPERATOR),
     "bench/options": (*_BENCH, *_KNOWN),
@@ -121,6 +122,8 @@ PACKAGES = {
     "bench/pictures": ("bench/__main__", *_BENCH, *_KNOWN),
     "bench/commands": (*_BENCH, "bench/options", "bench/pictures", *_KNOWN),
     "bench": (*_BENCH, "bench/options", "bench/pictures", "bench/commands", *_KNOWN),
+    # Imported by nothing.
+    "lab": ("bench", *_BENCH, "fa4_hd256/bringup", *_KNOWN),
 }
 #: Packages of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
@@ -139,7 +142,8 @@ SIMULATOR = (
     ("ptx_launcher",),
     ("attach",),
     ("mutation",),
-    ("timing", "tools"),
+    ("timing",),
+    ("tools",),
     ("__main__",),
 )
 #: Packages -> docstrings that may begin with a fragment: at most 3 % of them. Only ever lower it.
@@ -149,6 +153,7 @@ FRAGMENTS = {
     "softmax_emu": 0,
     "sm100_sim": 5,
     "bench": 5,
+    "lab": 0,
     "tests": 5,
     "examples": 0,
 }

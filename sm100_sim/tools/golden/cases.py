@@ -29,6 +29,27 @@ KERNEL = "golden"
 HEADER = ".version 8.6\n.target sm_90a\n.address_size 64\n"
 
 
+def head(capability: tuple[int, int]) -> str:
+    """Return version, target and address size of a module for a GPU.
+
+    Architecture-specific features (tcgen05, TMA of pairs, setmaxnreg) exist for one compute
+    capability alone: hence the `a` of the target, which exists from 9.0 on. The version is the
+    oldest that has the target: drivers refuse versions newer than their own, and the first drivers
+    for a B200 know 8.7.
+    """
+    major, minor = capability
+    version = "8.6" if capability <= (10, 0) else "8.8"
+    target = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    return f".version {version}\n.target {target}\n.address_size 64\n"
+
+
+def retargeted(ptx: str, capability: tuple[int, int]) -> str:
+    """Return the module with the head for another GPU."""
+    lines = ptx.splitlines(keepends=True)
+    last = next(i for i, line in enumerate(lines) if line.startswith(".address_size"))
+    return head(capability) + "".join(lines[last + 1 :])
+
+
 @dataclass(frozen=True)
 class Case:
     """One kernel and its buffers.

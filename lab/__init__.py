@@ -1,0 +1,1 @@
+"""Programs that read measurements and compare them with models; not installed."""

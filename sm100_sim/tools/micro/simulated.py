@@ -1,0 +1,35 @@
+"""Runs kernels that time themselves in the simulator, which gives no times."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sm100_sim.launcher import Options
+from sm100_sim.ptx_launcher import launch_ptx
+from sm100_sim.report import Report
+from sm100_sim.tools.golden.cases import head
+from sm100_sim.tools.golden.replay import placed
+
+from .timed import ENTRY, RESULTS, Timed
+
+_LANES = 32
+
+
+def ptx_for_blackwell(kernel: Timed) -> str:
+    """Return the module of a kernel for compute capability 10.0."""
+    return head((10, 0)) + kernel.ptx
+
+
+def simulate(kernel: Timed, trace: bool = False) -> Report:
+    """Run a kernel on zeros and return the launch's report."""
+    buffers = [placed(np.zeros(RESULTS, np.uint64)), placed(np.zeros(kernel.buffer, np.uint8))]
+    return launch_ptx(
+        ptx_for_blackwell(kernel),
+        ENTRY,
+        [*buffers, 0],
+        grid=kernel.grid,
+        block=_LANES * kernel.warps,
+        cluster=kernel.cluster,
+        dynamic_smem=kernel.shared,
+        options=Options(trace=trace),
+    )

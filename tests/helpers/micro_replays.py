@@ -1,0 +1,55 @@
+"""The timing model's clocks for kernels that time themselves: run, assemble, replay."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from sm100_sim import timing
+from sm100_sim.tools.micro.simulated import ptx_for_blackwell, simulate
+from sm100_sim.tools.micro.table import Micro
+from sm100_sim.tools.micro.timed import ENTRY, Timed
+
+MACHINE = "b200"
+
+
+def missing() -> str:
+    """Return why kernels cannot be replayed here, or ""."""
+    for module in ("numba", "triton"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed"
+    return "" if _assembler().exists() else f"triton has no {_assembler().name}"
+
+
+def _assembler() -> Path:
+    (home,) = importlib.util.find_spec("triton").submodule_search_locations
+    return Path(home, "backends", "nvidia", "bin", "ptxas-blackwell")
+
+
+def _cubin(ptx: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
+        source, target = Path(directory, "kernel.ptx"), Path(directory, "kernel.cubin")
+        source.write_text(ptx)
+        command = [str(_assembler()), "-arch=sm_100a", "-O3", str(source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return target.read_bytes()
+
+
+@lru_cache(maxsize=64)
+def clocks(kernel: Timed) -> float:
+    """Clocks of a round by the timing model."""
+    report, ptx = simulate(kernel, trace=True), ptx_for_blackwell(kernel)
+    compiled = timing.traced_program(report, ptx, timing.disassemble(_cubin(ptx))[ENTRY])
+    # One CTA or pair has L2 to itself.
+    run = timing.replay_program(compiled, timing.load(MACHINE).values()._replace(sms=1.0))
+    return timing.clocks_measured(compiled, run) / kernel.rounds
+
+
+def figure(micro: Micro) -> float:
+    """The figure that a GPU with the model's clocks would give."""
+    wake = timing.load(MACHINE).values().barrier_wake if micro.wakes else 0.0
+    return micro.figure(*map(clocks, micro.kernels), wake=wake)
