@@ -25,6 +25,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 __all__ = [
+    "COLUMN_GROUP",
     "QUAD",
     "ROWS",
     "WARPGROUP_THREADS",

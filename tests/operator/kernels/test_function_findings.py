@@ -10,7 +10,7 @@ import sm100_sim
 from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.kernels.blackwell.forward import kernel as blackwell_forward
 from fa4_hd256.kernels.hopper.backward import dv as hopper_dv
-from fa4_hd256.kernels.hopper.forward import consumers as hopper_consumers
+from fa4_hd256.kernels.hopper.forward import kernel as hopper_forward
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod
 
@@ -91,7 +91,7 @@ def test_planted_bugs_are_found(kind, of_architecture, planted, sanitize):
     """Scores that are changed, or hidden, while they may still be written or read."""
     sanitize(None, device=ARCHITECTURES[of_architecture])
     if of_architecture == "sm_90a":
-        for module in (hopper_consumers, hopper_dv):
+        for module in (hopper_forward, hopper_dv):
             original = module.wait
             planted.setattr(module, "wait", lambda pending, wait=original: wait(pending + 1))
         kinds = "registers-in-flight", "registers-in-flight"

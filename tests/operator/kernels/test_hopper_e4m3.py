@@ -13,7 +13,8 @@ from machine_code import nothing_is_spilled, roles_have_their_registers
 import sm100_sim
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.hopper.decode import consumers, queries
+from fa4_hd256.kernels.hopper.decode import e4m3_fragments
+from fa4_hd256.kernels.hopper.decode import kernel as decode_kernel
 from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3, E4m3WarpPlan
 from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
@@ -102,12 +103,12 @@ def test_the_sanitizer_finds_what_is_missing(bug, planted, hopper, sanitize):
     """A barrier of the softmax; the fence behind P and Q; a buffer given back too early."""
     sanitize(1, clusters=2)
     if bug == "barrier":
-        planted.setattr(consumers, "synchronise", _no_barrier)
+        planted.setattr(decode_kernel, "synchronise", _no_barrier)
     if bug == "fence":
-        planted.setattr(consumers.cute.arch, "fence_view_async_shared", lambda: None)
+        planted.setattr(decode_kernel.cute.arch, "fence_view_async_shared", lambda: None)
     if bug == "free":
-        real = consumers.E4m3Consumer._load_values
-        planted.setattr(consumers.E4m3Consumer, "_load_values", _early(real))
+        kernel = decode_kernel.DecodeE4m3Kernel
+        planted.setattr(kernel, "_load_values", _early(kernel._load_values))
     try:
         call()
     except Exception as error:
@@ -126,7 +127,7 @@ def _other_slices(self, context, row, elements, stage):
     return REAL_ROW(self, context, row, elements[2:] + elements[:2], stage)
 
 
-REAL_PAIRS, REAL_ROW = consumers.pair_of, queries.QueryRows._store_row
+REAL_PAIRS, REAL_ROW = e4m3_fragments.pair_of, decode_kernel.DecodeE4m3Kernel._store_row
 
 
 @pytest.mark.parametrize("bug", ["pairs", "columns", None])
@@ -134,9 +135,9 @@ REAL_PAIRS, REAL_ROW = consumers.pair_of, queries.QueryRows._store_row
 def test_results_notice_another_order(bug, planted, hopper):
     """Pairs of keys of V, or columns of Q, that are not those of P and of K."""
     if bug == "pairs":
-        planted.setattr(consumers, "pair_of", _pairs_of_others)
+        planted.setattr(e4m3_fragments, "pair_of", _pairs_of_others)
     if bug == "columns":
-        planted.setattr(queries.QueryRows, "_store_row", _other_slices)
+        planted.setattr(decode_kernel.DecodeE4m3Kernel, "_store_row", _other_slices)
     found, q, values = call()
     if bug is None:
         accurate(found, q, values, causal=True)

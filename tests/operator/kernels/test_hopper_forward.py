@@ -18,7 +18,7 @@ from machine_code import (
 import sm100_sim
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.hopper.forward import consumers
+from fa4_hd256.kernels.hopper.forward import kernel as forward_kernel
 from fa4_hd256.kernels.hopper.forward.config import ForwardConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
@@ -146,8 +146,8 @@ def test_no_findings(sanitized, config, use_clc):
 @pytest.mark.sampled
 def test_products_that_are_not_waited_for_are_found(sanitized, planted):
     """Scores are read, and K given back, while QK may still run."""
-    original = consumers.wait
-    planted.setattr(consumers, "wait", lambda pending: original(pending + 1))
+    original = forward_kernel.wait
+    planted.setattr(forward_kernel, "wait", lambda pending: original(pending + 1))
     _, findings = sanitized(SHORT)
     assert any("registers-in-flight" in str(finding) for finding in findings)
 

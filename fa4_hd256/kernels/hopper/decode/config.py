@@ -16,9 +16,9 @@ to f16: an element as small as 2^-31 of its row's largest keeps all bits of a bf
 
 NOTE [order of columns].  A sum may take its terms in any order: a thread reads 16 bytes of a row of
 K at once, which are 4 elements each of 4 slices of QK, and Q lies in shared memory in that order
-(`queries.QueryRows`).  Of V a thread reads the same 4 columns of its keys, two rows of O^T of
-each half of a warpgroup's; pairs of keys, which a register of A holds, are brought together by
-PRMT.
+(`DecodeE4m3Kernel._store_row`).  Of V a thread reads the same 4 columns of its keys, two rows of
+O^T of each half of a warpgroup's; pairs of keys, which a register of A holds, are brought together
+by PRMT.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from ...plan.fields import check_fields
 from ...plan.steps import StepTable
 from ...plan.timeline import describe_roles
 from ..checked_plan import check_plan
-from .steps import QK_PARTS, decode_steps
+from .steps import decode_steps
 
-__all__ = ["BLOCK_KV", "DECODE_E4M3", "ROWS", "E4m3Config", "E4m3WarpPlan"]
+__all__ = ["BLOCK_KV", "DECODE_E4M3", "QK_PARTS", "ROWS", "E4m3Config", "E4m3WarpPlan"]
 
 BLOCK_KV = 128  # keys of a step, 64 a warpgroup
+QK_PARTS = 4  # of the columns, by which K becomes f16 and is multiplied
 
 CONSUMERS = tuple(range(8))  # warps of both warpgroups
 OTHER_WARPS = (8, 9, 10, 11)
@@ -220,7 +221,7 @@ class E4m3Config:
 
     @property
     def steps(self) -> StepTable:
-        return decode_steps(self.kv_stages, self.q_stages, self.part_buffers)
+        return decode_steps(self.kv_stages, self.q_stages, QK_PARTS, self.part_buffers)
 
     @classmethod
     def tuned(

@@ -12,7 +12,11 @@ Timeline of a CTA; two warpgroups have 64 keys of S^T each, and 128 columns of O
                    |       V(0)   |            |              V(1)   |            |
 
 Q', K(i) and V(i) stand for the conversions; the last runs beside QK; at the bars all threads meet
-(`consumers` NOTE [barriers of a step]).
+(NOTE [barriers of a step]).  The roles follow in this order: set-up, load, queries, consume (a
+tile, a step, the softmax), results.
+
+NOTE [barriers of a step].  All threads meet twice: to test whether a maximum moves, when each has
+seen its last PV done, which read P; and when P is written.
 
 The tables of roles, barriers and SMEM: `E4m3Config`.  NOTE [packed heads] and NOTE [split keys]:
 `kernels.forward.common`.
@@ -20,7 +24,9 @@ The tables of roles, barriers and SMEM: `E4m3Config`.  NOTE [packed heads] and N
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -28,27 +34,81 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ....schedulers import TileOrder, scheduler_class
+from ....schedulers import TileOrder, WorkTile, scheduler_class
 from ...forward.common import ForwardCommon
-from ...forward.context import ForwardKernelTensors
-from ...limits import HEAD_DIM
+from ...forward.context import ForwardContext, ForwardKernelTensors
+from ...forward.decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
+from ...forward.e4m3_queries import ScaledRows
+from ...forward.e4m3_scales import KeyScales, ScaledSoftmax
+from ...limits import HEAD_DIM, WARP_SIZE
+from ...mask.masking import Visibility
 from ...operands import SharedMemory
+from ...plan.edges import RingState
+from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass, query_rows
+from ...ranges import traced
 from ...rows.sequences import Sequences
+from ...rows.views import columns_of
 from ...scalars import CallScalars
 from ...scheduler_role import SchedulerRole
-from ..instructions import WgmmaShape
-from .config import BLOCK_KV, E4m3Config
-from .consumers import P_CORE, E4m3Consumer
+from ..instructions import (
+    COLUMN_GROUP,
+    QUAD,
+    WgmmaShape,
+    commit,
+    fence,
+    multiply,
+    pack,
+    rows_of,
+    wait,
+)
+from .config import BLOCK_KV, QK_PARTS, E4m3Config
 from .context import HopperE4m3DecodeContext
-from .producers import E4m3Producer
+from .e4m3_fragments import (
+    KEY_STEPS,
+    convert_keys,
+    convert_values,
+    own_key,
+    read_keys,
+    read_values,
+)
 
 __all__ = ["DecodeE4m3Kernel"]
 
 TILE_COLUMNS = HEAD_DIM // 2  # of K or V, whose bytes come in twos
+KEYS = len(KEY_STEPS)  # of a thread
+#: P^T lies by core matrices of 8 keys x 8 rows, 16 bytes per key.
+P_CORE = 8
 
 
-class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer):
+class KeyFragments(ScaledSoftmax):
+    """The softmax of a thread's keys and rows, and what else it works on in registers.
+
+    keys, values: A of the parts of QK and of both PV.  o: both accumulators, 64 of the columns x
+    rows each.  stage: (1,) Q's buffer.  k_scale: (1,) of K of the tile, and the sign of the scale.
+    """
+
+    keys: list[cute.Tensor]
+    values: list[cute.Tensor]
+    o: list[cute.Tensor]
+    stage: cute.Tensor
+    k_scale: cute.Tensor
+
+
+class DecodeStep(NamedTuple):
+    """Keys of a step.
+
+    first: this thread's first key.  is_masked: static, some key may be invisible.  nodes: words of
+    this thread's rows in a masked step with a tree mask, None in others.
+    """
+
+    work: WorkTile
+    first: Int32
+    is_masked: bool
+    nodes: list[Any] | None
+
+
+class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, ScaledRows, KeyScales, DecodeSoftmax):
     """The decode kernel for one configuration.
 
     config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
@@ -58,6 +118,11 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
     """
 
     kv_bytes = 1
+    key_steps = KEY_STEPS
+    # How Q comes to f16: `ScaledRows`.
+    top_exponent = 14
+    rows_at_once = 4  # more take registers that a warp has not
+    rows_memory, rows_edge = "q", "q_loaded"
 
     def __init__(
         self, config: E4m3Config, problem_class: ProblemClass, scheduler: Any = None
@@ -66,6 +131,7 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         self.dtype = problem_class.element_type
         self.scheduler = scheduler or scheduler_class(problem_class.use_clc, 1, counts=True)
         self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
+        self.softmax_warps = len(config.warps.consumers)
         # Rows of a query, those of padding among them, and queries of a tile.
         self.of_query = query_rows(problem_class.packed_heads, config.rows)
         self.tile_queries = config.rows // self.of_query
@@ -74,18 +140,27 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         self.qk = WgmmaShape(half, config.rows, a_in_registers=True)
         self.pv = WgmmaShape(half, config.rows, a_in_registers=True, b_mn_major=True)
 
+    @property
+    def row_warps(self) -> tuple[int, ...]:
+        return self.warps.consumers
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of a thread, two of every eight: `_row`."""
+        return self.config.rows // QUAD
+
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         keys = load, BLOCK_KV, TILE_COLUMNS
-        boxes = {"q": (load, self.config.rows, HEAD_DIM), "k": keys, "v": keys}
-        tmas = [
-            self.tma_tensor(name, view, boxes[name])
-            for name, view in zip("qkv", operands[:3], strict=True)
-        ]
-        return ForwardKernelTensors(*tmas, None, operands[3], lse, optional)
+        boxes = (load, self.config.rows, HEAD_DIM), keys, keys
+        q, k, v = (
+            self.tma_tensor(name, view, box)
+            for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
+        )
+        return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
 
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple[Int32, ...], scalars: Any, order: Any):
@@ -100,7 +175,7 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
         cute.arch.sync_threads()
         if warp < len(self.warps.consumers):
             cute.arch.setmaxregister_increase(self.warps.registers_consumers)
-            self.softmax(context)
+            self.consume(context)
         else:
             cute.arch.setmaxregister_decrease(self.warps.registers_other)
             if warp == self.warps.load:
@@ -174,3 +249,438 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer)
             for name, shape in shapes.items()
         }
         return found, cute.make_tensor(memory.region("p", half, 128), p_layout)
+
+    # ------------------------------------------------------------------------------------- load
+
+    @cute.jit
+    def load(self, context: HopperE4m3DecodeContext):
+        """K and V of each step; one warp."""
+        state = self.edges["kv_free"].waiter_state()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            own_context = context.of_tile(work)
+            num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            if num_steps > 0:
+                visibility = own_context.visibility(work, BLOCK_KV)
+                first_query = self.queries(work)[0]
+                position = self.first_kv_tile(own_context, work, visibility, first_query)
+                for step in cutlass.range(num_steps, unroll=1):
+                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    state = self._load_kv(own_context, "k", work, position, state)
+                    state = self._load_kv(own_context, "v", work, position, state)
+                    position = self.next_kv_tile(position)
+            work = scheduler.advance_to_next_work()
+        # Every buffer must be free before this CTA may exit: its barriers are still signalled.
+        for _ in range(self.config.kv_stages):
+            context.barriers["kv_free"].wait(state)
+            state.advance()
+
+    @traced("load")
+    @cute.jit
+    def _load_kv(
+        self,
+        context: HopperE4m3DecodeContext,
+        name: str,
+        work: WorkTile,
+        position: Any,
+        state: RingState,
+    ):
+        """A tile of K or V to the next buffer, once it is free.  position: the KV tile, as
+        `first_kv_tile` counts them."""
+        loaded = context.barriers["kv_loaded"]
+        context.barriers["kv_free"].wait(state)
+        loaded.expect_bytes(state)
+        keys, first_key = self.keys(context, work, position), self.first_key(position)
+        place = keys, first_key, Int32(0), work.head // context.heads_per_kv
+        target = loaded.pointer(state), state.index
+        self.load_kv(getattr(context.tensors, name), context.smem["kv"], place, target)
+        state.advance()
+        return state
+
+    # ---------------------------------------------------------------------------------- queries
+
+    # `load_queries`, of a warp of its own, and how the consumers scale rows: `ScaledRows`.
+
+    @traced("Q to f16")
+    @cute.jit
+    def _bring_queries(self, context: HopperE4m3DecodeContext, stage: Int32):
+        """Bring the rows to f16 in their buffer, with their scales; by the consumers."""
+        self._bring_rows(context, stage)
+        synchronise(self.softmax_threads)
+
+    def _store_row(
+        self,
+        context: HopperE4m3DecodeContext,
+        row: tuple[int, Int32],
+        elements: list[Float32],
+        stage: Int32,
+    ) -> None:
+        """Store this lane's 8 elements of a row: half of a piece of 16, thus of two slices;
+        `config` NOTE [order of columns]."""
+        lane = cute.arch.lane_idx()
+        piece, half = lane // 2, lane % 2
+        thread, first_slice = piece % 8 // 2, (piece // 8 * 2 + piece % 2) * 4 + 2 * half
+        target = context.smem["q_halves"][row, None, stage]
+        for number in range(0, len(elements), 2):
+            pair = cute.make_rmem_tensor(2, Float32)
+            pair[0], pair[1] = elements[number], elements[number + 1]
+            rounded = cute.make_rmem_tensor(2, cutlass.Float16)
+            rounded.store(pair.load().to(cutlass.Float16))
+            of_slice, upper = divmod(number // 2, 2)
+            column = (first_slice + of_slice) * 16 + 8 * upper + 2 * thread
+            cute.autovec_copy(rounded, columns_of(target, column, 2))
+
+    # ------------------------------------------------------------------------------------- tiles
+
+    @cute.jit
+    def consume(self, context: HopperE4m3DecodeContext):
+        """S^T = K Q^T, softmax and O^T += V^T P^T; O and LSE at the tile's end."""
+        kv = self.edges["kv_loaded"].waiter_state()
+        q_loaded = self.edges["q_loaded"].waiter_state()
+        softmax = self._create(context)
+        own = own_key()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            own_context = context.of_tile(work)
+            visibility = own_context.visibility(work, BLOCK_KV)
+            num_steps = self.num_steps(own_context, work)
+            tile = self.queries(work)
+            tiles = visibility.tile_range(tile, tile)
+            softmax.reset()
+            if num_steps > 0:
+                key = (tiles.end - 1) * BLOCK_KV + own
+                q_loaded = self._begin_tile(own_context, softmax, work, key, q_loaded)
+                for _ in cutlass.range(tiles.num_masked_first, unroll=1):
+                    kv = self._step(own_context, softmax, work, key, True, kv)
+                    key -= BLOCK_KV
+                for _ in cutlass.range(tiles.num_unmasked, unroll=1):
+                    kv = self._step(own_context, softmax, work, key, False, kv)
+                    if cutlass.const_expr(self.change.by_place):
+                        key -= BLOCK_KV
+                if cutlass.const_expr(self.problem_class.mask.hides_first):
+                    if cutlass.const_expr(not self.change.by_place):
+                        key -= tiles.num_unmasked * BLOCK_KV
+                    for _ in cutlass.range(tiles.num_masked_last, unroll=1):
+                        kv = self._step(own_context, softmax, work, key, True, kv)
+                        key -= BLOCK_KV
+                context.barriers["q_free"].arrive(RingState(1, softmax.stage[0], Int32(0)))
+            inverses = self._finish(own_context, softmax, work)
+            if num_steps > 0:
+                self._store_sums(own_context, softmax, work, inverses)
+            else:
+                self._store_zeros(own_context, work)
+            work = scheduler.advance_to_next_work()
+
+    def _create(self, context: HopperE4m3DecodeContext) -> KeyFragments:
+        config = self.config
+        created = KeyFragments.create(
+            self.softmax_scale(context),
+            config.ex2_pattern,
+            config.rescale_threshold,
+            cutlass.Float16,
+            self.own_rows,
+            config.headroom,
+            "scalar",
+        )
+        softmax = cast(KeyFragments, created)
+        self._make_room(softmax)
+        buffers = range(config.part_buffers)
+        softmax.keys = [self.qk.a_fragment(HEAD_DIM // QK_PARTS) for _ in buffers]
+        softmax.values = [self.pv.a_fragment(BLOCK_KV) for _ in range(2)]
+        softmax.o = [self.pv.accumulator() for _ in range(2)]
+        softmax.stage = cute.make_rmem_tensor(1, Int32)
+        softmax.k_scale = cute.make_rmem_tensor(1, Float32)
+        return softmax
+
+    def _row(self, number: int) -> Int32:
+        """Return which row of the tile a thread's is."""
+        run, own = divmod(number, 2)
+        return cute.arch.thread_idx()[0] % QUAD * 2 + (run * COLUMN_GROUP + own)
+
+    @cute.jit
+    def _begin_tile(
+        self,
+        context: HopperE4m3DecodeContext,
+        softmax: KeyFragments,
+        work: WorkTile,
+        key: Int32,
+        state: RingState,
+    ):
+        """Q in f16, and the scales of the tile, or of the first step's keys."""
+        context.barriers["q_loaded"].wait(state)
+        self._bring_queries(context, state.index)
+        softmax.stage[0] = state.index
+        softmax.k_scale[0] = Float32(-1.0 if self.problem_class.negative_scale else 1.0)
+        self._enter_scales(context, softmax, work, key)
+        for accumulator in softmax.o:
+            accumulator.fill(0.0)
+        state.advance()
+        return state
+
+    # ------------------------------------------------------------------------------------- steps
+
+    @traced("step")
+    @cute.jit
+    def _step(
+        self,
+        context: HopperE4m3DecodeContext,
+        softmax: KeyFragments,
+        work: WorkTile,
+        key: Int32,
+        is_masked: bool,
+        kv: RingState,
+    ):
+        """QK, softmax and PV of a step.  key, is_masked: see `DecodeStep`; key is right where it is
+        used."""
+        keys = DecodeStep(work, key, is_masked, self._nodes(context, work, is_masked))
+        scores, kv = self._issue_qk(context, softmax, kv)
+        words, kv = self._load_values(context, kv)
+        if self.config.is_roomy:
+            convert_values(words, softmax.values)
+        wait(0)
+        self._exponentiate(context, softmax, scores, keys)
+        if not self.config.is_roomy:
+            convert_values(words, softmax.values)
+        fence()
+        for values, result in zip(softmax.values, softmax.o, strict=True):
+            multiply(self.pv, result, values, context.p, True)
+        commit()
+        wait(0)
+        return kv
+
+    def _issue_qk(
+        self, context: HopperE4m3DecodeContext, softmax: KeyFragments, kv: RingState
+    ) -> tuple[cute.Tensor, RingState]:
+        """Issue S^T = K Q^T, part by part as K becomes f16; S."""
+        context.barriers["kv_loaded"].wait(kv)
+        words = read_keys(context.smem["kv_words"], kv.index)
+        context.barriers["kv_free"].arrive(kv)
+        kv.advance()
+        scores = self.qk.accumulator()
+        queries = context.q[None, None, None, softmax.stage[0]]
+        slices = HEAD_DIM // QK_PARTS // 16
+        buffers = len(softmax.keys)
+        for part, of_rows in enumerate(words):
+            buffer = softmax.keys[part % buffers]
+            if part >= buffers:
+                wait(buffers - 1)
+            convert_keys(of_rows, buffer)
+            fence()
+            multiply(self.qk, scores, buffer, queries, part > 0, part * slices)
+            if part == QK_PARTS - 1 or buffers < QK_PARTS:
+                commit()
+        return scores, kv
+
+    def _load_values(
+        self, context: HopperE4m3DecodeContext, kv: RingState
+    ) -> tuple[list[list[Uint32]], RingState]:
+        """A tile of V in registers."""
+        context.barriers["kv_loaded"].wait(kv)
+        words = read_values(context.smem["kv_words"], kv.index)
+        context.barriers["kv_free"].arrive(kv)
+        kv.advance()
+        return words, kv
+
+    # ----------------------------------------------------------------------------------- softmax
+
+    @traced("softmax")
+    @cute.jit
+    def _exponentiate(
+        self,
+        context: HopperE4m3DecodeContext,
+        softmax: KeyFragments,
+        scores: cute.Tensor,
+        step: DecodeStep,
+    ):
+        """S -> P in shared memory; maxima where they move, sums."""
+        keys = rows_of(scores)
+        self._scale(context, softmax, keys, step.work)
+        if cutlass.const_expr(self.change.exists):
+            self.change.apply(scores, context.scalars.cap_scale, None, packed=False)
+        self._weigh(context, softmax, keys)
+        if cutlass.const_expr(step.is_masked):
+            self._mask(context.visibility(step.work, BLOCK_KV), keys, step)
+        exceeds = softmax.exceeds(keys[0]) | softmax.exceeds(keys[1])
+        if any_of_softmax(exceeds, self.softmax_threads):
+            self._raise_maxima(context, softmax, keys)
+        for number, values in enumerate(keys):
+            softmax.exponentiate(values, None, softmax.weights[number])
+        self._store_probabilities(context, scores)
+        # The tensor core reads through the async proxy what was written here.
+        cute.arch.fence_view_async_shared()
+        synchronise(self.softmax_threads)
+
+    def _scale(
+        self,
+        context: HopperE4m3DecodeContext,
+        softmax: KeyFragments,
+        keys: tuple[cute.Tensor, ...],
+        work: WorkTile,
+    ) -> None:
+        """Scores of the rows as they were: by their scales, which K's scale of the tile is among,
+        those of a key by its page's scale."""
+        factors = self._read(context.smem["factors"], softmax.stage[0])
+        if self.problem_class.descale or self.problem_class.negative_scale:
+            self._multiply_all(factors, softmax.k_scale[0])
+        k_scales: list = [None] * KEYS
+        if self.of_pages:
+            k_scales = self._take_scales(context, softmax, work)
+        for values, k_scale in zip(keys, k_scales, strict=True):
+            for row in range(self.own_rows):
+                values[row] = values[row] * factors[row]
+            if k_scale is not None:
+                self._multiply_all(values, k_scale)
+
+    def _weigh(
+        self, context: HopperE4m3DecodeContext, softmax: KeyFragments, keys: tuple[cute.Tensor, ...]
+    ) -> None:
+        """A key's own scale of V, into the exponents of 2."""
+        if not self.of_pages:
+            return
+        scale = context.scalars.scale_log2
+        for values, logarithm in zip(keys, softmax.log2_v, strict=True):
+            for row in range(self.own_rows):
+                values[row] = cute.math.fma(values[row], scale, logarithm)
+
+    def _query_of(self, work: WorkTile, number: int) -> Int32:
+        """The query of one of a thread's rows."""
+        return self.queries(work)[0] + self._row(number) // self.of_query
+
+    def _nodes(
+        self, context: HopperE4m3DecodeContext, work: WorkTile, is_masked: bool
+    ) -> list[Any] | None:
+        """Return `DecodeStep.nodes`."""
+        if not (is_masked and context.mask.tree):
+            return None
+        return [context.nodes(work, self._query_of(work, row)) for row in range(self.own_rows)]
+
+    def _mask(
+        self,
+        visibility: Visibility,
+        keys: tuple[cute.Tensor, ...],
+        step: DecodeStep,
+    ) -> None:
+        """The scores of rows that do not see a key, -inf."""
+        nodes = step.nodes
+        for number in range(self.own_rows):
+            row = self._query_of(step.work, number)
+            first, limit = visibility.first(row), visibility.limit(row)
+            for values, distance in zip(keys, KEY_STEPS, strict=True):
+                key = step.first + distance
+                is_visible = (key >= first) & (key < limit)
+                if nodes is not None:
+                    is_visible = is_visible & visibility.sees_node(key, nodes[number])
+                values[number] = cutlass.select_(is_visible, values[number], Float32(-math.inf))
+
+    @traced("maxima")
+    def _raise_maxima(
+        self, context: HopperE4m3DecodeContext, softmax: KeyFragments, keys: tuple[cute.Tensor, ...]
+    ):
+        """Maxima over all keys of the step; O and sums rescaled."""
+        largest = cute.make_rmem_tensor(self.own_rows, Float32)
+        for row in range(self.own_rows):
+            largest[row] = cute.arch.fmax(keys[0][row], keys[1][row])
+        self._share(context, "maxima", largest, cute.arch.fmax)
+        synchronise(self.softmax_threads)
+        maxima = self._combined(context.smem["maxima"], cute.arch.fmax)
+        factors = cute.make_rmem_tensor(self.own_rows, Float32)
+        softmax.raise_maxima(maxima, factors)
+        for accumulator in softmax.o:
+            self._multiply_columns(accumulator, factors)
+
+    def _multiply_columns(self, accumulator: cute.Tensor, factors: cute.Tensor) -> None:
+        """O^T *= factor, by column: a thread's rows of the tile."""
+        for values in rows_of(accumulator):
+            for row in range(self.own_rows):
+                values[row] = values[row] * factors[row]
+
+    def _share(
+        self,
+        context: HopperE4m3DecodeContext,
+        name: str,
+        values: cute.Tensor,
+        operation: Callable[[Float32, Float32], Float32],
+    ) -> None:
+        """Each warp's values, combined over the lanes that have the same rows, to shared memory."""
+        shared, warp = context.smem[name], cute.arch.thread_idx()[0] // WARP_SIZE
+        for number in range(self.own_rows):
+            value = values[number]
+            for distance in (4, 8, 16):
+                value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
+            # Lanes that have the same row write the same.
+            shared[self._row(number), warp] = value
+
+    @cute.jit
+    def _share_sums(self, context: HopperE4m3DecodeContext, softmax: KeyFragments):
+        self._share(context, "sums", softmax.sums, lambda a, b: a + b)
+        if cute.arch.thread_idx()[0] < WARP_SIZE:
+            # Alike in all warps.
+            for number in cutlass.range_constexpr(self.own_rows):
+                context.smem["offsets"][self._row(number), 0] = softmax.offsets[number]
+        synchronise(self.softmax_threads)
+
+    def _offset_of(self, context: ForwardContext, softmax: Any, row: Int32) -> Float32:
+        return context.smem["offsets"][row, 0]
+
+    def _read(self, shared: cute.Tensor, column: Any) -> cute.Tensor:
+        found = cute.make_rmem_tensor(self.own_rows, Float32)
+        for number in range(self.own_rows):
+            found[number] = shared[self._row(number), column]
+        return found
+
+    def _store_probabilities(self, context: HopperE4m3DecodeContext, scores: cute.Tensor) -> None:
+        """P to shared memory: a key of two neighbouring rows per word."""
+        rounded = cute.make_rmem_tensor(cute.size(scores), cutlass.Float16)
+        pack(scores, rounded)
+        words, target = cute.recast_tensor(rounded, Uint32), context.smem["p_words"]
+        lane = cute.arch.thread_idx()[0] % QUAD
+        for number in range(cute.size(words)):
+            run, own = divmod(number, KEYS)
+            target[lane, own_key() + KEY_STEPS[own], run] = words[number]
+
+    def _multiply_all(self, values: cute.Tensor, factor: Float32) -> None:
+        for i in range(cute.size(values)):
+            values[i] = values[i] * factor
+
+    # ----------------------------------------------------------------------------------- results
+
+    @traced("store O")
+    def _store_sums(
+        self,
+        context: HopperE4m3DecodeContext,
+        softmax: KeyFragments,
+        work: WorkTile,
+        inverses: cute.Tensor,
+    ):
+        """O / sum to global memory, in the type of `out`."""
+        for accumulator in softmax.o:
+            self._multiply_columns(accumulator, inverses)
+        columns = [values for accumulator in softmax.o for values in rows_of(accumulator)]
+        self._store(context, work, columns)
+
+    def _store_zeros(self, context: HopperE4m3DecodeContext, work: WorkTile):
+        """Store out = 0 for the rows of a tile that sees no key."""
+        zeros = cute.make_rmem_tensor(self.own_rows, Float32)
+        zeros.fill(0.0)
+        self._store(context, work, [zeros] * 4)
+
+    @cute.jit
+    def _store(self, context: HopperE4m3DecodeContext, work: WorkTile, columns: list):
+        """Four neighbouring columns of this thread's rows.  columns: their values by row."""
+        packed, length = self.problem_class.packed_heads, context.query(work).length
+        thread = cute.arch.thread_idx()[0]
+        first = thread // WARP_SIZE * WARP_SIZE + thread % WARP_SIZE // QUAD * 4
+        for number in cutlass.range_constexpr(self.own_rows):
+            row, query = self._row(number), self._query_of(work, number)
+            in_group = row % self.of_query
+            if (query < length) & (in_group < packed):
+                out = self.result_row(context, work, query, work.head * packed + in_group)
+                values = cute.make_rmem_tensor(4, Float32)
+                for i in cutlass.range_constexpr(4):
+                    values[i] = columns[i][number]
+                rounded = cute.make_rmem_tensor(4, out.element_type)
+                rounded.store(values.load().to(out.element_type))
+                cute.autovec_copy(rounded, columns_of(out, first, 4))

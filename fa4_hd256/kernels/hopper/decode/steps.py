@@ -1,9 +1,9 @@
-"""The steps of the decode kernel as data, for the check of the plan (`drain`), and its loads.
+"""The steps of the decode kernel as data: the proof that a configuration drains (`checked_plan`).
 
-`tests/operator/kernels/test_hopper_steps.py` holds the kernel to this table.  K and V are read into
-registers and given back before they are multiplied; P is in shared memory and is no operand here:
-the softmax's own barriers stand around it (`consumers` NOTE [barriers of a step]), as one does
-behind Q in f16 (`kernels.forward.e4m3_queries` NOTE [Q in place]).
+Nothing is compiled from this table; `tests/operator/kernels/test_hopper_steps.py` holds the kernel
+to it.  K and V are read into registers and given back before they are multiplied; P is in shared
+memory and is no operand here: the softmax's own barriers stand around it (`kernel` NOTE [barriers
+of a step]), as one does behind Q in f16 (`kernels.forward.e4m3_queries` NOTE [Q in place]).
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from ...plan.steps import (
     wait,
 )
 
-__all__ = ["QK_PARTS", "decode_steps"]
-
-#: Parts of the columns by which K becomes f16 and is multiplied.
-QK_PARTS = 4
+__all__ = ["decode_steps"]
 
 
-def decode_steps(kv_stages: int, q_stages: int, part_buffers: int) -> StepTable:
-    """kv_stages: buffers of K and V together; q_stages: of Q; part_buffers: parts of K in
-    registers, whose MMAs are one group where there is room for all."""
+def decode_steps(kv_stages: int, q_stages: int, parts: int, part_buffers: int) -> StepTable:
+    """Return the table.  kv_stages: buffers of K and V together; q_stages: of Q; parts: of K, each
+    converted and multiplied by itself; part_buffers: those in registers, whose MMAs are one group
+    where there is room for all."""
     rings = (Ring("kv", "kv_loaded", "kv_free"), Ring("q", "q_loaded", "q_free"))
     loads = tuple(fill(Load.one(name, name.lower(), "kv", "kv")) for name in "KV")
     load = Role("load", (Act(loads),), end=(wait("kv_free"),) * kv_stages, claims=CLAIM_STEPS)
@@ -43,7 +41,7 @@ def decode_steps(kv_stages: int, q_stages: int, part_buffers: int) -> StepTable:
         (Act((fill(Load.one("Q", "q", "q", "q")),), When.FIRST),),
         end=(wait("q_free"),) * q_stages,
     )
-    products, uses = _products_of_k(part_buffers)
+    products, uses = _products_of_k(parts, part_buffers)
     scores = (*_take("K"), *products)
     values = (*_take("V"), done(0), *uses, multiply("PV"), done(0), touch("PV"))
     consumers = Role(
@@ -57,13 +55,13 @@ def decode_steps(kv_stages: int, q_stages: int, part_buffers: int) -> StepTable:
     return StepTable(rings, roles=(load, queries, consumers))
 
 
-def _products_of_k(buffers: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+def _products_of_k(parts: int, buffers: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
     """Return (QK, what uses the results of those that have not been waited for).  A part's
     registers are written again when its MMA is done."""
     queries = read("q", "Q")
-    if buffers == QK_PARTS:
+    if buffers == parts:
         return (multiply("QK", queries),), (touch("QK"),)
-    names = [f"QK{part}" for part in range(QK_PARTS)]
+    names = [f"QK{part}" for part in range(parts)]
     found: list[Action] = []
     for part, name in enumerate(names):
         if part >= buffers:

@@ -1,12 +1,19 @@
-"""Context of the warp roles of the Hopper forward kernel."""
+"""Context of the warp roles of the Hopper forward, and records of its consumers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ....schedulers import WorkTile
+from ....softmax_emu.online import OnlineSoftmax
 from ...forward.context import ForwardContext
+from ...plan.edges import RingState, SharedByReference
 
-__all__ = ["HopperForwardContext"]
+__all__ = ["Fragments", "HopperForwardContext", "OwnTile", "RowSoftmax", "Running", "StepKeys"]
 
 
 @dataclass(frozen=True)
@@ -17,3 +24,53 @@ class HopperForwardContext(ForwardContext):
     "k" and "v" (block_kv, 256 / ctas, stages * ctas), as this CTA loads them; "k_tiles" and
     "v_tiles" (block_kv, 256, stages), the same memory as it is multiplied.
     """
+
+
+@dataclass(frozen=True)
+class Fragments(SharedByReference):
+    """Registers and descriptors that a thread of a warpgroup works on, tile after tile.
+
+    p, o: P and O in registers.  q, k, v: descriptors of the operands.
+    """
+
+    p: cute.Tensor
+    o: cute.Tensor
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+
+
+#: Softmax of both rows of a thread.
+RowSoftmax = tuple[OnlineSoftmax, OnlineSoftmax]
+
+
+class Running(NamedTuple):
+    """State that a step of a warpgroup hands to the next one.
+
+    k, v: states of the next tile of K, and of V.
+    """
+
+    softmax: RowSoftmax
+    k: RingState
+    v: RingState
+
+
+class OwnTile(NamedTuple):
+    """A tile as a warpgroup sees it: with the first of its queries, and the state of its Q."""
+
+    work: WorkTile
+    first_row: Int32
+    q_loaded: RingState
+
+
+class StepKeys(NamedTuple):
+    """Keys of a step.
+
+    first: the first key.  mask: None where every row sees all of them; else the words of both rows
+    of a thread (`ForwardKernel._nodes`); of a listed step its `ListedBits`, or the number of its
+    tile where a mask_mod says what is seen.  left: steps behind this one.
+    """
+
+    first: Int32
+    mask: Any
+    left: Int32

@@ -1,0 +1,52 @@
+"""Bits of a block mask for the scores of a fragment."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ...mask.block_mask import FULL, StepList
+from ...mask.masking import hide_unseen
+from ..instructions import QUAD, fragment_columns, row_of_fragment
+from .plan import WARPGROUP_ROWS
+
+__all__ = ["ListedBits", "hide_by_bits", "listed_bits"]
+
+#: Words of a row's bits that a step of 64 keys has.
+STEP_WORDS = 2
+ROWS = 2  # of a thread
+
+
+class ListedBits(NamedTuple):
+    """Bits of a listed step of a block mask.
+
+    is_partial: there may be keys that a row does not see.  words: for each row of the thread the
+    bits of the step, whose first one is of the thread's first key.
+    """
+
+    is_partial: Boolean
+    words: tuple[tuple[Int32, ...], ...]
+
+
+def listed_bits(steps: StepList, step: Int32, warpgroup: Int32) -> ListedBits:
+    """Return the bits of a listed step of 64 keys, half of a listed tile."""
+    number, part = steps.bit_tile(step, Int32(0)), steps.part(step)
+    lane, found = cute.arch.thread_idx()[0] % QUAD, []
+    for row in range(ROWS):
+        words = steps.words(number, warpgroup * WARPGROUP_ROWS + row_of_fragment(row))
+        own = (
+            cutlass.select_(part == 0, words[i], words[i + STEP_WORDS]) for i in range(STEP_WORDS)
+        )
+        found.append(tuple(word >> 2 * lane for word in own))
+    return ListedBits(number != FULL, tuple(found))
+
+
+@cute.jit
+def hide_by_bits(row: cute.Tensor, number: int, bits: ListedBits, columns: int):
+    """Scores of a thread's row of that number, of keys without a bit := -inf.  columns: of the
+    fragment."""
+    if bits.is_partial:
+        hide_unseen(row, bits.words[number], fragment_columns(columns))

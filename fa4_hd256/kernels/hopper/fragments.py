@@ -1,0 +1,92 @@
+"""Fragments of a warpgroup's results: rescaled, and brought from registers to global memory.
+
+Their layout: `instructions` NOTE [accumulator layout].
+
+NOTE [results leave from registers].  A quad of lanes exchanges the words of a row until each lane
+has 16 bytes in a row, and stores 64 bytes of a row at a time.  No buffer is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Uint32
+
+from ..limits import HEAD_DIM
+from .instructions import COLUMN_GROUP, QUAD, rows_of, transpose_quad
+
+__all__ = ["exchanged_words", "rescale", "store_exchanged", "store_float32", "store_row"]
+
+
+@cute.jit
+def rescale(o: cute.Tensor, factors: tuple[Float32, Float32]):
+    """O *= factor, row by row, where any of the warp's maxima moved."""
+    if cute.arch.vote_any_sync((factors[0] < Float32(1.0)) | (factors[1] < Float32(1.0))):
+        for row, factor in zip(rows_of(o), factors, strict=True):
+            row.store(row.load() * factor)
+
+
+def store_float32(values: cute.Tensor, out: cute.Tensor) -> None:
+    """Store a row of 256: a quad stores eight columns, 32 bytes, at a time."""
+    lane = cute.arch.thread_idx()[0] % QUAD
+    pairs = cute.logical_divide(out, cute.make_layout(2))
+    for group in range(HEAD_DIM // COLUMN_GROUP):
+        pair = cute.make_rmem_tensor(2, Float32)
+        pair[0], pair[1] = values[2 * group], values[2 * group + 1]
+        cute.autovec_copy(pair, pairs[None, group * QUAD + lane])
+
+
+def exchanged_words(values: cute.Tensor, dtype: Any) -> list[cute.Tensor]:
+    """Return a row of 256, rounded to a type of 16 bits, eight neighbouring columns per lane.
+
+    The lanes hold two columns each of every eight; they exchange words so that lane l has all of
+    the eight with number 4 g + l, for each g.
+    """
+    rounded = cute.make_rmem_tensor(cute.size(values), dtype)
+    rounded.store(values.load().to(dtype))
+    words = cute.recast_tensor(rounded, Uint32)
+    lane, found = cute.arch.thread_idx()[0] % QUAD, []
+    for start in range(0, HEAD_DIM // COLUMN_GROUP, QUAD):
+        group = cute.make_rmem_tensor(QUAD, Uint32)
+        exchanged = transpose_quad([words[start + i] for i in range(QUAD)], lane)
+        for i, word in enumerate(exchanged):
+            group[i] = word
+        found.append(group)
+    return found
+
+
+def store_exchanged(words: list[cute.Tensor], out: cute.Tensor, dtype: Any) -> None:
+    """Store what `exchanged_words` returns: a quad stores 32 columns, 64 bytes, at a time."""
+    lane = cute.arch.thread_idx()[0] % QUAD
+    groups = cute.logical_divide(out, cute.make_layout(COLUMN_GROUP))
+    for number, group in enumerate(words):
+        cute.autovec_copy(cute.recast_tensor(group, dtype), groups[None, number * QUAD + lane])
+
+
+@cute.jit
+def store_row(values: cute.Tensor, target: cute.Tensor, exists: Boolean):
+    """Store a row of 256, if it exists, in the type of the target, of 16 or 32 bits.
+
+    The quad exchanges words, so that a lane has all of every fourth run of eight columns: 16 bytes
+    in a row, or 32 of float32.
+    """
+    lane = cute.arch.lane_idx() % QUAD
+    words = 2 * target.element_type.width // 32  # of a lane's two columns
+    for first in cutlass.range_constexpr(0, HEAD_DIM // COLUMN_GROUP, QUAD):
+        rounded = cute.make_rmem_tensor((2, QUAD), target.element_type)
+        part = cute.make_rmem_tensor((2, QUAD), Float32)
+        for i in cutlass.range_constexpr(2 * QUAD):
+            part[i] = values[2 * first + i]
+        rounded.store(part.load().to(target.element_type))
+        bits = cute.recast_tensor(rounded, Uint32)
+        exchanged = cute.make_rmem_tensor((words, QUAD), Uint32)
+        for word in cutlass.range_constexpr(words):
+            column = [bits[word + words * run] for run in range(QUAD)]
+            for i, value in enumerate(transpose_quad(column, lane)):
+                exchanged[word, i] = value
+        place = (target.iterator + (first + lane) * COLUMN_GROUP).align(16)
+        place = cute.recast_ptr(place, dtype=Uint32)
+        if exists:
+            cute.autovec_copy(exchanged, cute.make_tensor(place, exchanged.layout))
