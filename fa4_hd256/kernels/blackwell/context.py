@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 
 from ..context import KernelContext
+from ..operands import LoadTarget
+from ..plan.edges import RingState, Signal
 
-__all__ = ["PairContext"]
+__all__ = ["PairContext", "claim_buffer"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,19 @@ class PairContext(KernelContext):
     tmem: Any = None
     #: Like `tmem`, from the first of the 32 lanes that this warp reaches: differs between warps.
     own_lanes: Any = None
+
+
+@cute.jit
+def claim_buffer(context: PairContext, ring: str, state: RingState) -> LoadTarget:
+    """Wait until the next buffer of a ring is free, and expect its bytes; return what loads take.
+
+    Of bytes of both CTAs, which complete on the leader's barrier, the leader alone expects all.
+    """
+    loaded = context.barriers[f"{ring}_loaded"]
+    context.barriers[f"{ring}_free"].wait(state)
+    if cutlass.const_expr(loaded.edge.signal is Signal.TMA_CTA):
+        loaded.expect_bytes(state)
+    else:
+        if context.cta_rank == 0:
+            loaded.expect_bytes(state)
+    return loaded.pointer(state), state.index

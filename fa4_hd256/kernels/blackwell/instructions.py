@@ -13,6 +13,7 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 __all__ = [
+    "Mma",
     "MmaShape",
     "OperandLayout",
     "TmemOperand",
@@ -200,6 +201,25 @@ def mma_chain(
         loc=loc,
         ip=ip,
     )
+
+
+@dataclass(frozen=True)
+class Mma:
+    """An MMA of a kernel: its shape, and where the slices of its operands lie in their buffers."""
+
+    shape: MmaShape
+    a: OperandLayout | TmemOperand
+    b: OperandLayout
+
+    def issue(
+        self, result: Int32, a: cute.Pointer | Int32, b: cute.Pointer, accumulate: Boolean | bool
+    ) -> None:
+        """Issue `mma_chain`.  result: address in tensor memory.  a, b: addresses of the buffers in
+        shared memory; a in tensor memory where its layout says so."""
+        if isinstance(self.a, OperandLayout):
+            a = self.a.lower_word(a)
+        b_word = self.b.lower_word(b)
+        mma_chain(self.shape, result, (a, self.a), (b_word, self.b), accumulate)
 
 
 @dsl_user_op

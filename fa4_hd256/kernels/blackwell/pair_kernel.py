@@ -143,6 +143,16 @@ class PairKernel(RaggedKernel, SchedulerRole):
         return scheduler, work
 
     @cute.jit
+    def skip_empty_tiles(self, context: PairContext, scheduler: Any, work: Any, requests: bool):
+        """Skip tiles without any step: nothing is loaded or multiplied for them.  requests: the
+        role is the one that lets the scheduler request each next tile."""
+        while work.is_valid & ~self.has_steps(context, work):
+            if cutlass.const_expr(requests):
+                scheduler.want_next_work()
+            work = scheduler.advance_to_next_work()
+        return scheduler, work
+
+    @cute.jit
     def has_steps(self, context: PairContext, work: Any):
         """Return True if a tile is valid and has any step."""
         # The batch entry of an invalid tile must not be looked up.

@@ -16,10 +16,14 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.cute.typing import AddressSpace
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from ..plan.budgets import TmemPlan
+from ..plan.edges import RingState
+
 __all__ = [
     "QUAD_COLUMNS",
     "multiply",
     "quad_fragment",
+    "tmem_buffer",
     "tmem_load",
     "tmem_load_quads",
     "tmem_store",
@@ -30,6 +34,14 @@ LANES = 128
 
 # Columns of the widest load used: more in one instruction only delays the first use.
 LOAD_COLUMNS = 32
+
+
+def tmem_buffer(tmem: Any, plan: TmemPlan, name: str, state: RingState) -> Int32:
+    """Return the address of a ring's buffer that is in use.  tmem: first lane and column of the
+    allocated tensor memory.  name: see `TmemPlan.buffers`."""
+    start, distance = plan.buffers(name, state.stages)
+    # The index of the only buffer is 0.
+    return tmem.toint() + start + (state.index * distance if state.stages > 1 else 0)
 
 
 def tmem_load(address: Any, values: cute.Tensor, each: int = LOAD_COLUMNS) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -26,6 +26,7 @@ __all__ = [
     "Barrier",
     "Edge",
     "EdgeTable",
+    "RingRecord",
     "RingState",
     "RingStates",
     "SharedByReference",
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 BARRIER_BYTES = 8
+
+#: Class of a role's own record.
+Record = TypeVar("Record", bound="RingRecord")
 
 LEADER_RANK = 0
 BOTH_CTAS_MASK = 0b11
@@ -138,6 +142,29 @@ class RingStates:
                 for (name, state), pair in zip(self._states.items(), pairs, strict=True)
             }
         )
+
+
+class RingRecord:
+    """Base of the record of a role's rings, a `RingState` each; lives across dynamic loops.
+
+    Subclasses are dataclasses that are not frozen: CuTe DSL takes a frozen one for a constant.
+    """
+
+    @classmethod
+    def waiting(cls: type[Record], edges: EdgeTable, *names: str) -> Record:
+        """Return the record of a role that waits on these edges, one for each field."""
+        return cls(*(edges[name].waiter_state() for name in names))
+
+    def __extract_mlir_values__(self) -> list:
+        return [v for state in vars(self).values() for v in cutlass.extract_mlir_values(state)]
+
+    def __new_from_mlir_values__(self, values: list) -> RingRecord:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        states = (
+            cutlass.new_from_mlir_values(state, list(pair))
+            for state, pair in zip(vars(self).values(), pairs, strict=True)
+        )
+        return type(self)(*states)
 
 
 @dataclass(frozen=True)
@@ -262,6 +289,13 @@ class Barrier(SharedByReference):
     def wait(self, state: Any) -> None:
         """Block until the phase of `state` is complete."""
         self._array.wait(state.index, state.phase)
+
+    def wait_for_all(self, state: RingState) -> None:
+        """Block until the last phase of every stage is complete, and advance past them: a role's
+        end, where signals on their way to this CTA's barriers must arrive before it exits."""
+        for _ in range(self.edge.stages):
+            self.wait(state)
+            state.advance()
 
     def expect_bytes(self, state: Any) -> None:
         """Arrive, expecting the transaction bytes of one stage; by a warp of the barrier's CTA."""
