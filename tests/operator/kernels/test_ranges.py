@@ -15,7 +15,6 @@ pytest.importorskip("cutlass")
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels import ranges
-from fa4_hd256.kernels.blackwell import producers
 from fa4_hd256.kernels.blackwell.backward.dq import DqKernel
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
@@ -91,8 +90,6 @@ def test_the_default_kernel_is_the_one_without_ranges(monkeypatch):
     ]
     assert (DqKernel, "_probabilities") in {(kernel, name) for kernel, name, _ in removed}
     expected = compile_kernel(KERNELS["dQ"]).ptx
-    # Ranges of load and mma, which are generated.
-    monkeypatch.setattr(producers, "traced", lambda name: lambda method: method)
     for kernel, name, method in removed:
         monkeypatch.setattr(kernel, name, method)
     found = trace_and_compile(KERNELS["dQ"]).artifacts.PTX

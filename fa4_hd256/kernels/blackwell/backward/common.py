@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder, WorkTile
+from ....softmax_emu.pattern import Ex2Pattern
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 from ...backward.common import BackwardEntry, BackwardKernelTensors
 from ...operands import TmaTensor
@@ -21,7 +22,6 @@ from ..instructions import (
     fence_before_thread_sync,
 )
 from ..pair_kernel import PairKernel
-from ..producers import PairProducers
 from .config import GradientConfig
 from .context import BlackwellBackwardContext
 
@@ -31,17 +31,17 @@ __all__ = [
     "multiply_by",
     "score_gradients",
     "store_row",
+    "warpgroup",
     "zeros",
 ]
 
 FRAGMENT = 32  # columns that one tensor-memory load moves
 
 
-class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
+class BlackwellBackward(BackwardEntry, PairKernel):
     """Base of these kernels: host code, set-up, dispatch, and P from S.
 
-    A kernel adds `boxes` and `problem(...)`, see `BackwardEntry`; `smem(memory)`; what
-    `PairProducers` needs; and the role `gradient`.
+    A kernel adds `boxes` and `problem(...)`, see `BackwardEntry`; `smem(memory)`; and its roles.
     """
 
     def __init__(
@@ -74,6 +74,18 @@ class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
         """The TMA tensor of one of `boxes`."""
         return context.tensors.loads[list(self.boxes).index(box)]
 
+    def load(self, context: BlackwellBackwardContext) -> None:
+        """Role of one warp of each CTA: fetch what the MMAs need."""
+        raise NotImplementedError
+
+    def mma(self, context: BlackwellBackwardContext) -> None:
+        """Role of one warp of the leader CTA: issue the MMAs of both."""
+        raise NotImplementedError
+
+    def gradient(self, context: BlackwellBackwardContext) -> None:
+        """Role of two warpgroups of each CTA: everything else."""
+        raise NotImplementedError
+
     @cute.jit
     def run_role(self, context: BlackwellBackwardContext, warp: Int32):
         """The role of this warp, with its register budget."""
@@ -93,13 +105,8 @@ class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
 
     def own_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Any:
         """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
-        start = self.tmem_plan[name].start + self.warpgroup() * columns
+        start = self.tmem_plan[name].start + warpgroup() * columns
         return context.own_lanes + start
-
-    @staticmethod
-    def warpgroup() -> Int32:
-        """0 or 1: which of the two warpgroups of gradient warps."""
-        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
 
     def no_work(self) -> WorkTile:
         """An invalid tile."""
@@ -156,7 +163,8 @@ class BlackwellBackward(BackwardEntry, PairKernel, PairProducers):
         """scores := P, in place.  place: (first column, columns of the thread)."""
         scale_log2 = scale_for_masking(context.scalars.scale_log2)
         first, columns = (count // FRAGMENT for count in place)
-        probabilities_from_lse(scores, scale_log2, negative_lse, (self.ex2_pattern, first, columns))
+        pattern = cast(Ex2Pattern, self.ex2_pattern)
+        probabilities_from_lse(scores, scale_log2, negative_lse, (pattern, first, columns))
 
 
 def score_gradients(dp: cute.Tensor, factors: cute.Tensor, negative_delta: Any) -> None:
@@ -185,6 +193,11 @@ def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:
     rounded = cute.make_rmem_tensor(cute.size(values), destination.element_type)
     rounded.store(values.load().to(destination.element_type))
     cute.autovec_copy(rounded, destination)
+
+
+def warpgroup() -> Int32:
+    """Return which of the two warpgroups of gradient warps this thread is in, 0 or 1."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
 
 
 def zeros(columns: int) -> cute.Tensor:

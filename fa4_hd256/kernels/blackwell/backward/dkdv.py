@@ -21,7 +21,7 @@ exp2 of a unit has the time of dV and dP before P is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -33,11 +33,15 @@ from ...backward.common import Step, heads_of_part
 from ...backward.key_tiles import KeyTiles
 from ...limits import HEAD_DIM
 from ...mask.masking import Visibility
-from ...operands import LoadTarget
+from ...operands import load_tile
+from ...plan.edges import RingRecord, RingState
+from ...plan.steps import CLAIM_STEPS
 from ...ranges import traced
-from ...rows.sequences import Sequence
+from ...rows.sequences import Sequence, TilePlace
 from ...rows.views import columns_of
+from ..context import claim_buffer
 from ..instructions import (
+    Mma,
     MmaShape,
     fence_after_thread_sync,
     fence_before_thread_sync,
@@ -47,8 +51,16 @@ from ..operands import (
     mn_major_operand,
 )
 from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
-from ..tmem import multiply, tmem_load
-from .common import FRAGMENT, BlackwellBackward, multiply_by, score_gradients, store_row, zeros
+from ..tmem import multiply, tmem_buffer, tmem_load
+from .common import (
+    FRAGMENT,
+    BlackwellBackward,
+    multiply_by,
+    score_gradients,
+    store_row,
+    warpgroup,
+    zeros,
+)
 from .context import BlackwellBackwardContext
 
 __all__ = ["DkdvKernel"]
@@ -56,6 +68,30 @@ __all__ = ["DkdvKernel"]
 UNIT_Q = TILE_Q
 OWN_KEYS = BLOCK_KV // 2  # keys of a CTA
 OWN_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
+
+
+@dataclass
+class DkdvLoadRings(RingRecord):
+    """Buffers that the load warp fills next: of K, V, the ring of Q and dO, LSE, delta."""
+
+    k: RingState
+    v: RingState
+    ring: RingState
+    lse: RingState
+    delta: RingState
+
+
+@dataclass
+class DkdvMmaRings(RingRecord):
+    """Buffers that the MMA warp uses next: of K, V, Q and dO, S, dP, P or dS, dV with dK."""
+
+    k: RingState
+    v: RingState
+    ring: RingState
+    s: RingState
+    dp: RingState
+    weights: RingState
+    sums: RingState
 
 
 class DkdvKernel(KeyTiles, BlackwellBackward):
@@ -74,17 +110,15 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
-        self.shapes = {
-            "S": MmaShape(BLOCK_KV, UNIT_Q, is_bf16, negate_a=negate),
-            "dP": MmaShape(BLOCK_KV, UNIT_Q, is_bf16),
-            **dict.fromkeys(("dV", "dK"), MmaShape(BLOCK_KV, HEAD_DIM, is_bf16, b_mn_major=True)),
-        }
-        self.layouts = {
-            **dict.fromkeys(("K", "V"), k_major_operand(OWN_KEYS)),
-            **dict.fromkeys(("P", "dS"), k_major_operand(OWN_KEYS, UNIT_Q)),
-            **dict.fromkeys(("Q", "dO"), k_major_operand(BLOCK_Q, HEAD_DIM // 2)),
-            **dict.fromkeys(("Qc", "dOc"), mn_major_operand(BLOCK_Q)),
-        }
+        keys, weights = k_major_operand(OWN_KEYS), k_major_operand(OWN_KEYS, UNIT_Q)
+        queries, columns = k_major_operand(BLOCK_Q, HEAD_DIM // 2), mn_major_operand(BLOCK_Q)
+        s = MmaShape(BLOCK_KV, UNIT_Q, is_bf16, negate_a=negate)
+        dp = MmaShape(BLOCK_KV, UNIT_Q, is_bf16)
+        sum_of_keys = MmaShape(BLOCK_KV, HEAD_DIM, is_bf16, b_mn_major=True)
+        # Each by halves of what is reduced over, as Q and dO come.
+        self.mma_s = [Mma(s, keys.part(half, 2), queries) for half in range(2)]
+        self.mma_dp = [Mma(dp, keys.part(half, 2), queries) for half in range(2)]
+        self.mma_sum = [Mma(sum_of_keys, weights.part(half, 2), columns) for half in range(2)]
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         stats = cute.make_layout(UNIT_Q)
@@ -97,38 +131,317 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
         }
 
-    def places(
-        self, context: BlackwellBackwardContext, content: str, work: Any, unit: Step
-    ) -> Iterable:
-        """See `tma_tile`: this CTA's 64 keys of K and V; its 128 rows of Q and dO, in two halves of
-        the columns; its 128 columns, in two halves of the rows.  (tile, unit) for LSE and delta."""
-        rank = context.cta_rank
-        if content in ("LSE", "delta"):
-            return (((work, unit),),)
-        if content in ("K", "V"):
-            row = work.block * BLOCK_KV + rank * OWN_KEYS
-            head = work.head // context.scalars.head_parts
-            return (((context.sequences.key(work.batch), row, 0, head),),)
-        sequence, row = context.sequences.query(work.batch), unit.index * UNIT_Q
-        if content in ("Q", "dO"):
-            row += rank * BLOCK_Q
-            return (((sequence, row, half, unit.head),) for half in range(2))
-        return (((sequence, row + half * BLOCK_Q, rank, unit.head),) for half in range(2))
+    # ------------------------------------------------------------ load
 
-    def copy(
+    @cute.jit
+    def load(self, context: BlackwellBackwardContext):
+        """Fetch what the MMAs need, in the order in which `mma` issues them.
+
+        Each CTA loads its own share of every tile.
+        """
+        freed = "k_free", "v_free", "ring_free", "lse_free", "delta_free"
+        rings = DkdvLoadRings.waiting(self.edges, *freed)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+        if work.is_valid:
+            rings = self._load_first_s(context, work, rings)
+            rings = self._load_first_dp(context, work, rings)
+        while work.is_valid:
+            # A look-up of the sequence in each step would take longer than the step's MMAs.
+            own_context = context.of_tile(work)
+            unit = self.first_position(own_context, work)
+            num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            for number in cutlass.range(1, num_steps, unroll=1):
+                self.want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
+                following_unit = unit.following()
+                rings = self._load_q(own_context, work, following_unit, rings)
+                rings = self._load_dout_columns(own_context, work, unit, rings)
+                rings = self._load_dout(own_context, work, following_unit, rings)
+                rings = self._load_q_columns(own_context, work, unit, rings)
+                unit = following_unit
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._load_first_s(context, following, rings)
+            rings = self._load_dout_columns(own_context, work, unit, rings)
+            if is_ahead:
+                rings = self._load_first_dp(context, following, rings)
+            rings = self._load_q_columns(own_context, work, unit, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+                if work.is_valid:
+                    rings = self._load_first_s(context, work, rings)
+                    rings = self._load_first_dp(context, work, rings)
+        context.barriers["k_free"].wait_for_all(rings.k)
+        context.barriers["v_free"].wait_for_all(rings.v)
+        context.barriers["ring_free"].wait_for_all(rings.ring)
+        context.barriers["lse_free"].wait_for_all(rings.lse)
+        context.barriers["delta_free"].wait_for_all(rings.delta)
+
+    def _load_first_s(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvLoadRings
+    ) -> DkdvLoadRings:
+        """Load K, then LSE and Q of a tile's first unit."""
+        unit = self.first_position(context, work)
+        rings = self._load_keys(context, work, "k", rings)
+        return self._load_q(context, work, unit, rings)
+
+    def _load_first_dp(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvLoadRings
+    ) -> DkdvLoadRings:
+        """Load V, then delta and dO of a tile's first unit."""
+        unit = self.first_position(context, work)
+        rings = self._load_keys(context, work, "v", rings)
+        return self._load_dout(context, work, unit, rings)
+
+    @traced("load")
+    def _load_keys(
+        self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DkdvLoadRings
+    ) -> DkdvLoadRings:
+        """Load this CTA's 64 keys of K or V, for the whole tile."""
+        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
+        head = work.head // context.scalars.head_parts
+        place = context.sequences.key(work.batch), row, 0, head
+        ring = rings.k if name == "k" else rings.v
+        target = claim_buffer(context, name, ring)
+        load_tile(self.tma_tensor(context, name), context.smem[name], place, *target)
+        ring.advance()
+        return rings
+
+    def _load_q(
+        self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
+    ) -> DkdvLoadRings:
+        """Load LSE of a unit, then this CTA's 128 rows of Q: B of S."""
+        self._load_row_stats(context, "lse", (work, unit), rings.lse)
+        return self._load_rows(context, work, "q", unit, rings)
+
+    def _load_dout(
+        self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
+    ) -> DkdvLoadRings:
+        """Load delta of a unit, then this CTA's 128 rows of dO: B of dP."""
+        self._load_row_stats(context, "delta", (work, unit), rings.delta)
+        return self._load_rows(context, work, "dout", unit, rings)
+
+    def _load_q_columns(
+        self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
+    ) -> DkdvLoadRings:
+        """Load this CTA's half of the columns of Q: B of dK."""
+        return self._load_columns(context, work, "q", unit, rings)
+
+    def _load_dout_columns(
+        self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
+    ) -> DkdvLoadRings:
+        """Load this CTA's half of the columns of dO: B of dV."""
+        return self._load_columns(context, work, "dout", unit, rings)
+
+    def _load_rows(
         self,
         context: BlackwellBackwardContext,
-        copy: Any,
-        place: tuple[Any, ...],
-        target: LoadTarget,
-    ) -> None:
-        if copy.content in ("LSE", "delta"):
-            destination = context.smem[copy.memory]
-            self.load_stats(context, copy.memory, place, (target[0], destination))
-        else:
-            super().copy(context, copy, place, target)
+        work: WorkTile,
+        box: str,
+        unit: Step,
+        rings: DkdvLoadRings,
+    ) -> DkdvLoadRings:
+        """Load this CTA's 128 rows of Q or dO, half of the columns after the other."""
+        sequence, row = context.sequences.query(work.batch), unit.index * UNIT_Q
+        row += context.cta_rank * BLOCK_Q
+        for half in range(2):
+            rings = self._load_ring(context, box, (sequence, row, half, unit.head), rings)
+        return rings
 
-    # --------------------------------------------------------------------------------- gradient
+    def _load_columns(
+        self,
+        context: BlackwellBackwardContext,
+        work: WorkTile,
+        box: str,
+        unit: Step,
+        rings: DkdvLoadRings,
+    ) -> DkdvLoadRings:
+        """Load this CTA's half of the columns of Q or dO, half of the rows after the other."""
+        sequence, row = context.sequences.query(work.batch), unit.index * UNIT_Q
+        for half in range(2):
+            place = sequence, row + half * BLOCK_Q, context.cta_rank, unit.head
+            rings = self._load_ring(context, box, place, rings)
+        return rings
+
+    @traced("load")
+    def _load_ring(
+        self, context: BlackwellBackwardContext, box: str, place: TilePlace, rings: DkdvLoadRings
+    ) -> DkdvLoadRings:
+        """Load a piece of Q or dO into the next buffer of the ring that they share."""
+        target = claim_buffer(context, "ring", rings.ring)
+        load_tile(self.tma_tensor(context, box), context.smem["ring"], place, *target)
+        rings.ring.advance()
+        return rings
+
+    @traced("load")
+    def _load_row_stats(
+        self,
+        context: BlackwellBackwardContext,
+        name: str,
+        place: tuple[WorkTile, Step],
+        ring: RingState,
+    ) -> None:
+        """Load LSE or delta of a unit.  place: (tile, unit)."""
+        barrier, _ = claim_buffer(context, name, ring)
+        self.load_stats(context, name, place, (barrier, context.smem[name]))
+        ring.advance()
+
+    # ------------------------------------------------------------ mma
+
+    @cute.jit
+    def mma(self, context: BlackwellBackwardContext):
+        """Issue S(0) and dP(0), then S(u), dV(u - 1), dP(u), dK(u - 1); S(0) and dP(0) of the next
+        tile before the last dV and dK of this one.  One warp of the leader CTA.
+
+        Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
+        taken the one before, and some of them wait for the last MMA of this tile.  So tiles without
+        steps are skipped after it.
+        """
+        waited = (
+            "k_loaded",
+            "v_loaded",
+            "ring_loaded",
+            "s_free",
+            "dp_free",
+            "weights_done",
+            "sums_free",
+        )
+        rings = DkdvMmaRings.waiting(self.edges, *waited)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+        if work.is_valid:
+            rings = self._first_s(context, work, rings)
+            rings = self._first_dp(context, work, rings)
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            for step in cutlass.range(1, num_steps, unroll=1):
+                is_last = step + 1 == num_steps
+                rings = self._s(context, is_last, rings)
+                rings = self._dv(context, step, rings)
+                rings = self._dp(context, is_last, rings)
+                rings = self._dk(context, step, False, rings)
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._first_s(context, following, rings)
+            rings = self._dv(context, num_steps, rings)
+            if is_ahead:
+                rings = self._first_dp(context, following, rings)
+            rings = self._dk(context, num_steps, True, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+                if work.is_valid:
+                    rings = self._first_s(context, work, rings)
+                    rings = self._first_dp(context, work, rings)
+        context.barriers["s_free"].wait_for_all(rings.s)
+        context.barriers["dp_free"].wait_for_all(rings.dp)
+        context.barriers["sums_free"].wait_for_all(rings.sums)
+
+    def _first_s(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvMmaRings
+    ) -> DkdvMmaRings:
+        """S of a tile's first unit, which waits for the tile's K."""
+        context.barriers["k_loaded"].wait(rings.k)
+        rings.k.advance()
+        return self._s(context, self.num_steps(context, work) == 1, rings)
+
+    def _first_dp(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvMmaRings
+    ) -> DkdvMmaRings:
+        """dP of a tile's first unit, which waits for the tile's V."""
+        context.barriers["v_loaded"].wait(rings.v)
+        rings.v.advance()
+        return self._dp(context, self.num_steps(context, work) == 1, rings)
+
+    @traced("S")
+    @cute.jit
+    def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DkdvMmaRings):
+        """S^T = K Q^T of a unit; the tile's last one is done with K."""
+        barriers, smem = context.barriers, context.smem
+        barriers["s_free"].wait(rings.s)
+        for half in cutlass.range_constexpr(2):
+            barriers["ring_loaded"].wait(rings.ring)
+            fence_after_thread_sync()
+            k = smem["k"][None, None, 0].iterator
+            q = smem["ring"][None, None, rings.ring.index].iterator
+            s = tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s)
+            self.mma_s[half].issue(s, k, q, half > 0)
+            barriers["ring_free"].commit(rings.ring)
+            rings.ring.advance()
+        barriers["s_done"].commit(rings.s)
+        rings.s.advance()
+        if is_last:
+            barriers["k_free"].commit(rings.k)
+        return rings
+
+    @traced("dV")
+    @cute.jit
+    def _dv(self, context: BlackwellBackwardContext, number: Int32, rings: DkdvMmaRings):
+        """dV += P^T dO of a unit.  number: of the unit, from 1 on; the first one waits until dK and
+        dV of the tile before are in registers, and overwrites dV."""
+        is_first, adds = number == 1, number > 1
+        if is_first:
+            context.barriers["sums_free"].wait(rings.sums)
+            rings.sums.advance()
+        return self._add_weighted(context, "dv", adds, rings)
+
+    @traced("dP")
+    @cute.jit
+    def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DkdvMmaRings):
+        """dP^T = V dO^T of a unit; the tile's last one is done with V."""
+        barriers, smem = context.barriers, context.smem
+        barriers["dp_free"].wait(rings.dp)
+        for half in cutlass.range_constexpr(2):
+            barriers["ring_loaded"].wait(rings.ring)
+            fence_after_thread_sync()
+            v = smem["v"][None, None, 0].iterator
+            dout = smem["ring"][None, None, rings.ring.index].iterator
+            dp = tmem_buffer(context.tmem, self.tmem_plan, "dp", rings.dp)
+            self.mma_dp[half].issue(dp, v, dout, half > 0)
+            barriers["ring_free"].commit(rings.ring)
+            rings.ring.advance()
+        barriers["dp_done"].commit(rings.dp)
+        rings.dp.advance()
+        if is_last:
+            barriers["v_free"].commit(rings.v)
+        return rings
+
+    @traced("dK")
+    def _dk(
+        self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DkdvMmaRings
+    ) -> DkdvMmaRings:
+        """dK += dS^T Q of a unit.  number: of the unit, from 1 on; the first one overwrites dK."""
+        rings = self._add_weighted(context, "dk", number > 1, rings)
+        if is_last:
+            context.barriers["sums_done"].commit(rings.sums)
+        return rings
+
+    def _add_weighted(
+        self, context: BlackwellBackwardContext, name: str, adds: Boolean, rings: DkdvMmaRings
+    ) -> DkdvMmaRings:
+        """Add a unit's P^T dO to dV, or its dS^T Q to dK."""
+        barriers, smem = context.barriers, context.smem
+        barriers["weights_done"].wait(rings.weights)
+        for half in range(2):
+            barriers["ring_loaded"].wait(rings.ring)
+            fence_after_thread_sync()
+            weights = smem["weights"][None, None, 0].iterator
+            columns = smem["ring"][None, None, rings.ring.index].iterator
+            result = tmem_buffer(context.tmem, self.tmem_plan, name, rings.sums)
+            self.mma_sum[half].issue(result, weights, columns, adds if half == 0 else True)
+            barriers["ring_free"].commit(rings.ring)
+            rings.ring.advance()
+        barriers["weights_free"].commit(rings.weights)
+        rings.weights.advance()
+        return rings
+
+    # ------------------------------------------------------------ gradient
 
     @cute.jit
     def gradient(self, context: BlackwellBackwardContext):
@@ -193,7 +506,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
 
     def _first_query(self) -> Int32:
         """The first of this thread's 64 queries, among the unit's 256."""
-        return self._half() * BLOCK_Q + self.warpgroup() * OWN_QUERIES
+        return self._half() * BLOCK_Q + warpgroup() * OWN_QUERIES
 
     def _own_stats(self, context: BlackwellBackwardContext, name: str, start: int) -> cute.Tensor:
         """-LSE or -delta of a fragment of this thread's queries, in registers."""
@@ -296,7 +609,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         fence_after_thread_sync()
         sequence = context.sequences.key(work.batch)
         row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
-        is_dk = self.warpgroup() == 1
+        is_dk = warpgroup() == 1
         factor = cutlass.select_(is_dk, context.scalars.softmax_scale, Float32(1.0))
         address = self.own_columns(context, "dv", self.tmem_plan["dv"].columns)
         columns = HEAD_DIM // 2
@@ -326,7 +639,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         column = self._half() * (HEAD_DIM // 2) + start
         for which in cutlass.range_constexpr(2):
             # The results are (dk, dv); the first warpgroup has dV.
-            if self.warpgroup() == 1 - which:
+            if warpgroup() == 1 - which:
                 result = context.tensors.results[which]
                 destination = result[sequence.offset + row, None, head, sequence.batch]
                 store_row(values, columns_of(destination, column, FRAGMENT))

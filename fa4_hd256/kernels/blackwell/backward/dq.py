@@ -26,18 +26,26 @@ dQ(i), which reads them, by the same thread, and the MMAs of a pair execute in i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ....schedulers import WorkTile
 from ...backward.query_tiles import QueryTiles
 from ...limits import HEAD_DIM
 from ...mask.masking import Visibility
+from ...operands import load_tile
+from ...plan.edges import RingRecord, RingState
+from ...plan.steps import CLAIM_STEPS
 from ...ranges import traced
+from ...rows.sequences import Sequence, TilePlace
 from ...rows.views import columns_of
+from ..context import claim_buffer
 from ..instructions import (
+    Mma,
     MmaShape,
     TmemOperand,
     fence_after_thread_sync,
@@ -45,21 +53,47 @@ from ..instructions import (
 )
 from ..operands import k_major_operand, mn_major_operand
 from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
-from ..tmem import tmem_load, tmem_store
-from .common import FRAGMENT, multiply_by, score_gradients
+from ..tmem import tmem_buffer, tmem_load, tmem_store
+from .common import (
+    FRAGMENT,
+    BlackwellBackward,
+    multiply_by,
+    score_gradients,
+    warpgroup,
+)
 from .context import BlackwellBackwardContext
-from .row_result import RowResult
+from .row_result import ResultPlace, RowResult, first_row, lane
 
 __all__ = ["DqKernel"]
 
 OWN_KEYS = BLOCK_KV // 2  # keys of a step that one warpgroup works on, and that a CTA loads for S
 
 
-class DqKernel(QueryTiles, RowResult):
+@dataclass
+class DqLoadRings(RingRecord):
+    """Buffers that the load warp fills next: of Q, of dO, and of the ring of K and V."""
+
+    q: RingState
+    dout: RingState
+    ring: RingState
+
+
+@dataclass
+class DqMmaRings(RingRecord):
+    """Buffers that the MMA warp uses next: those of the load warp, S, dP with dS over it, dQ."""
+
+    q: RingState
+    dout: RingState
+    ring: RingState
+    s: RingState
+    dp: RingState
+    ds: RingState
+    dq: RingState
+
+
+class DqKernel(QueryTiles, BlackwellBackward):
     """The dQ kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`."""
 
-    result = "dQ"
-    is_scaled = True
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM),
         "k": (1, OWN_KEYS, HEAD_DIM),
@@ -70,18 +104,16 @@ class DqKernel(QueryTiles, RowResult):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.result = RowResult("dQ", self.tmem_plan, is_scaled=True)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
-        self.shapes = {
-            "S": MmaShape(TILE_Q, BLOCK_KV, is_bf16, negate_a=negate),
-            "dP": MmaShape(TILE_Q, BLOCK_KV, is_bf16),
-            "dQ": MmaShape(TILE_Q, HEAD_DIM, is_bf16, b_mn_major=True),
-        }
         rows, keys = k_major_operand(BLOCK_Q), k_major_operand(OWN_KEYS)
         # dS of the two warpgroups lies at either half of dP.
         half = TmemOperand.contiguous(OWN_KEYS).step_columns
         ds = TmemOperand((*half, *(OWN_KEYS + column for column in half)))
-        columns = mn_major_operand(BLOCK_KV)
-        self.layouts = {"Q": rows, "dO": rows, "K": keys, "V": keys, "Kc": columns, "dS": ds}
+        self.mma_s = Mma(MmaShape(TILE_Q, BLOCK_KV, is_bf16, negate_a=negate), rows, keys)
+        self.mma_dp = Mma(MmaShape(TILE_Q, BLOCK_KV, is_bf16), rows, keys)
+        dq = MmaShape(TILE_Q, HEAD_DIM, is_bf16, b_mn_major=True)
+        self.mma_dq = Mma(dq, ds, mn_major_operand(BLOCK_KV))
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
@@ -92,22 +124,254 @@ class DqKernel(QueryTiles, RowResult):
             "columns": memory.operand("ring", BLOCK_KV, HEAD_DIM // 2, stages),
         }
 
-    def places(
-        self, context: BlackwellBackwardContext, content: str, work: Any, kv_tile: Int32
-    ) -> tuple[Any, ...]:
-        """See `tma_tile`: this CTA's rows of Q and dO, its 64 keys of K and V, its half of the
-        columns of K."""
-        if content in ("Q", "dO"):
-            sequence = context.sequences.query(work.batch)
-            return (((sequence, self.first_row(context, work), 0, work.head),),)
-        rank, row = context.cta_rank, kv_tile * BLOCK_KV
-        head = work.head // context.heads_per_kv
-        keys = context.sequences.key(work.batch)
-        if content == "Kc":
-            return (((keys, row, rank, head),),)
-        return (((keys, row + rank * OWN_KEYS, 0, head),),)
+    def _result(self, context: BlackwellBackwardContext, work: WorkTile) -> ResultPlace:
+        """Return the place of a tile's dQ."""
+        result, queries = context.tensors.results[0], context.sequences.query(work.batch)
+        return ResultPlace(result, queries, first_row(context, work), work.head)
 
-    # --------------------------------------------------------------------------------- gradient
+    # ------------------------------------------------------------ load
+
+    @cute.jit
+    def load(self, context: BlackwellBackwardContext):
+        """Fetch what the MMAs need, in the order in which `mma` issues them.
+
+        Each CTA loads its own share of every tile.
+        """
+        rings = DqLoadRings.waiting(self.edges, "q_free", "dout_free", "ring_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+        if work.is_valid:
+            rings = self._load_first_s(context, work, rings)
+            rings = self._load_first_dp(context, work, rings)
+        while work.is_valid:
+            # A look-up of the sequence in each step would take longer than the step's MMAs.
+            own_context = context.of_tile(work)
+            kv_tile = self.first_position(own_context, work)
+            num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            for step in cutlass.range(1, num_steps, unroll=1):
+                self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                following_kv_tile = self.next_position(kv_tile)
+                rings = self._load_keys(own_context, work, "k", following_kv_tile, rings)
+                rings = self._load_k_columns(own_context, work, kv_tile, rings)
+                rings = self._load_keys(own_context, work, "v", following_kv_tile, rings)
+                kv_tile = following_kv_tile
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._load_first_s(context, following, rings)
+            rings = self._load_k_columns(own_context, work, kv_tile, rings)
+            if is_ahead:
+                rings = self._load_first_dp(context, following, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+                if work.is_valid:
+                    rings = self._load_first_s(context, work, rings)
+                    rings = self._load_first_dp(context, work, rings)
+        context.barriers["q_free"].wait_for_all(rings.q)
+        context.barriers["dout_free"].wait_for_all(rings.dout)
+        context.barriers["ring_free"].wait_for_all(rings.ring)
+
+    def _load_first_s(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DqLoadRings
+    ) -> DqLoadRings:
+        """Load Q, and K of a tile's first step."""
+        kv_tile = self.first_position(context, work)
+        rings = self._load_rows(context, work, "q", rings)
+        return self._load_keys(context, work, "k", kv_tile, rings)
+
+    def _load_first_dp(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DqLoadRings
+    ) -> DqLoadRings:
+        """Load dO, and V of a tile's first step."""
+        kv_tile = self.first_position(context, work)
+        rings = self._load_rows(context, work, "dout", rings)
+        return self._load_keys(context, work, "v", kv_tile, rings)
+
+    @traced("load")
+    def _load_rows(
+        self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DqLoadRings
+    ) -> DqLoadRings:
+        """Load this CTA's 128 rows of Q or dO, for the whole tile."""
+        place = context.sequences.query(work.batch), first_row(context, work), 0, work.head
+        ring = rings.q if name == "q" else rings.dout
+        target = claim_buffer(context, name, ring)
+        load_tile(self.tma_tensor(context, name), context.smem[name], place, *target)
+        ring.advance()
+        return rings
+
+    def _load_keys(
+        self,
+        context: BlackwellBackwardContext,
+        work: WorkTile,
+        box: str,
+        kv_tile: Int32,
+        rings: DqLoadRings,
+    ) -> DqLoadRings:
+        """Load this CTA's 64 keys of K or V, all columns: B of S, or of dP."""
+        rank, row = context.cta_rank, kv_tile * BLOCK_KV
+        head, keys = self._keys(context, work)
+        return self._load_ring(context, box, (keys, row + rank * OWN_KEYS, 0, head), rings)
+
+    def _load_k_columns(
+        self, context: BlackwellBackwardContext, work: WorkTile, kv_tile: Int32, rings: DqLoadRings
+    ) -> DqLoadRings:
+        """Load this CTA's half of the columns of K, all keys: B of dQ."""
+        rank, row = context.cta_rank, kv_tile * BLOCK_KV
+        head, keys = self._keys(context, work)
+        return self._load_ring(context, "k_columns", (keys, row, rank, head), rings)
+
+    @staticmethod
+    def _keys(context: BlackwellBackwardContext, work: WorkTile) -> tuple[Int32, Sequence]:
+        """Return (KV head, sequence) of a tile's keys."""
+        head = work.head // context.heads_per_kv
+        return head, context.sequences.key(work.batch)
+
+    @traced("load")
+    def _load_ring(
+        self, context: BlackwellBackwardContext, box: str, place: TilePlace, rings: DqLoadRings
+    ) -> DqLoadRings:
+        """Load K or V into the next buffer of the ring that they share."""
+        target = claim_buffer(context, "ring", rings.ring)
+        smem = context.smem["columns" if box == "k_columns" else "keys"]
+        load_tile(self.tma_tensor(context, box), smem, place, *target)
+        rings.ring.advance()
+        return rings
+
+    # ------------------------------------------------------------ mma
+
+    @cute.jit
+    def mma(self, context: BlackwellBackwardContext):
+        """Issue S(0) and dP(0), then S(i), dQ(i - 1), dP(i); S(0) and dP(0) of the next tile around
+        the last dQ of this one.  One warp of the leader CTA.
+
+        Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
+        taken the one before, and some of them wait for the last MMA of this tile.  So tiles without
+        steps are skipped after it.
+        """
+        waited = (
+            "q_loaded",
+            "dout_loaded",
+            "ring_loaded",
+            "s_free",
+            "dp_done",
+            "ds_done",
+            "dq_free",
+        )
+        rings = DqMmaRings.waiting(self.edges, *waited)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+        if work.is_valid:
+            rings = self._first_s(context, work, rings)
+            rings = self._first_dp(context, work, rings)
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            for step in cutlass.range(1, num_steps, unroll=1):
+                is_last = step + 1 == num_steps
+                rings = self._s(context, is_last, rings)
+                rings = self._dq(context, step, False, rings)
+                rings = self._dp(context, is_last, rings)
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._first_s(context, following, rings)
+            rings = self._dq(context, num_steps, True, rings)
+            if is_ahead:
+                rings = self._first_dp(context, following, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+                if work.is_valid:
+                    rings = self._first_s(context, work, rings)
+                    rings = self._first_dp(context, work, rings)
+        context.barriers["s_free"].wait_for_all(rings.s)
+        context.barriers["dq_free"].wait_for_all(rings.dq)
+
+    def _first_s(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DqMmaRings
+    ) -> DqMmaRings:
+        """S of a tile's first step, which waits for the tile's Q."""
+        context.barriers["q_loaded"].wait(rings.q)
+        rings.q.advance()
+        return self._s(context, self.num_steps(context, work) == 1, rings)
+
+    def _first_dp(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DqMmaRings
+    ) -> DqMmaRings:
+        """dP of a tile's first step, which waits for the tile's dO."""
+        context.barriers["dout_loaded"].wait(rings.dout)
+        rings.dout.advance()
+        return self._dp(context, self.num_steps(context, work) == 1, rings)
+
+    @traced("S")
+    @cute.jit
+    def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DqMmaRings):
+        """S = Q K^T of a step; the tile's last one is done with Q."""
+        barriers, smem = context.barriers, context.smem
+        barriers["s_free"].wait(rings.s)
+        barriers["ring_loaded"].wait(rings.ring)
+        fence_after_thread_sync()
+        q = smem["q"][None, None, 0].iterator
+        k = smem["keys"][None, None, rings.ring.index].iterator
+        s = tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s)
+        self.mma_s.issue(s, q, k, False)
+        barriers["ring_free"].commit(rings.ring)
+        rings.ring.advance()
+        barriers["s_done"].commit(rings.s)
+        rings.s.advance()
+        if is_last:
+            barriers["q_free"].commit(rings.q)
+        return rings
+
+    @traced("dQ")
+    @cute.jit
+    def _dq(
+        self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DqMmaRings
+    ):
+        """dQ += dS K of a step.  number: of the step, from 1 on; the first one waits until dQ of
+        the tile before is in registers, and overwrites it."""
+        barriers = context.barriers
+        is_first, adds = number == 1, number > 1
+        if is_first:
+            barriers["dq_free"].wait(rings.dq)
+            rings.dq.advance()
+        barriers["ring_loaded"].wait(rings.ring)
+        barriers["ds_done"].wait(rings.ds)
+        fence_after_thread_sync()
+        ds = tmem_buffer(context.tmem, self.tmem_plan, "dp", rings.ds)
+        k = context.smem["columns"][None, None, rings.ring.index].iterator
+        dq = tmem_buffer(context.tmem, self.tmem_plan, "dq", rings.dq)
+        self.mma_dq.issue(dq, ds, k, adds)
+        barriers["ring_free"].commit(rings.ring)
+        rings.ring.advance()
+        rings.ds.advance()
+        if cutlass.const_expr(is_last):
+            barriers["dq_done"].commit(rings.dq)
+        return rings
+
+    @traced("dP")
+    @cute.jit
+    def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DqMmaRings):
+        """dP = dO V^T of a step, NOTE [dS over dP]; the tile's last one is done with dO."""
+        barriers, smem = context.barriers, context.smem
+        barriers["ring_loaded"].wait(rings.ring)
+        fence_after_thread_sync()
+        dout = smem["dout"][None, None, 0].iterator
+        v = smem["keys"][None, None, rings.ring.index].iterator
+        dp = tmem_buffer(context.tmem, self.tmem_plan, "dp", rings.dp)
+        self.mma_dp.issue(dp, dout, v, False)
+        barriers["ring_free"].commit(rings.ring)
+        rings.ring.advance()
+        barriers["dp_done"].commit(rings.dp)
+        rings.dp.advance()
+        if is_last:
+            barriers["dout_free"].commit(rings.dout)
+        return rings
+
+    # ------------------------------------------------------------ gradient
 
     @cute.jit
     def gradient(self, context: BlackwellBackwardContext):
@@ -119,18 +383,18 @@ class DqKernel(QueryTiles, RowResult):
         while work.is_valid:
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
-                first_row = self.first_row(context, work)
-                row = first_row + self.lane()
+                cta_row = first_row(context, work)
+                row = cta_row + lane()
                 stats_row = context.sequences.padded_query_offset(work.batch) + row
                 negative_lse = context.tensors.stats[0, work.head, stats_row]
                 negative_delta = context.tensors.stats[1, work.head, stats_row]
                 visibility = context.visibility(work, BLOCK_KV)
-                tiles = visibility.tile_range((work.block * TILE_Q, TILE_Q), (first_row, BLOCK_Q))
-                key = (tiles.end - 1) * BLOCK_KV + self.warpgroup() * OWN_KEYS
+                tiles = visibility.tile_range((work.block * TILE_Q, TILE_Q), (cta_row, BLOCK_Q))
+                key = (tiles.end - 1) * BLOCK_KV + warpgroup() * OWN_KEYS
                 mask = (Boolean(True), visibility, row, key)
                 states = self._probabilities(context, factors, negative_lse, mask, states, work)
                 if undrained.is_valid:
-                    states = self.drain(context, undrained, states)
+                    states = self.result.drain(context, self._result(context, undrained), states)
                 masked_again = tiles.num_masked_first + tiles.num_unmasked
                 for step in cutlass.range(1, num_steps, unroll=1):
                     states = self._score_gradients(context, factors, negative_delta, states)
@@ -141,10 +405,10 @@ class DqKernel(QueryTiles, RowResult):
                 states = self._score_gradients(context, factors, negative_delta, states)
                 undrained = work
             else:
-                self.store_zeros(context, work)
+                self.result.store_zeros(self._result(context, work))
             work = scheduler.advance_to_next_work()
         if undrained.is_valid:
-            states = self.drain(context, undrained, states)
+            states = self.result.drain(context, self._result(context, undrained), states)
 
     @traced("P")
     @cute.jit

@@ -30,6 +30,7 @@ and the MMAs of a pair execute in issue order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -38,24 +39,21 @@ from cutlass import Boolean, Float32, Int32
 
 from ....schedulers import WorkTile
 from ...backward.block_mask import WORD_PAIR
-from ...backward.common import Step, heads_of_part
-from ...backward.ds_tiles import (
-    DS_BLOCK,
-    DS_TILE,
-    RUN,
-    RUN_STRIDE,
-    tile_of,
-    tiles_of_head,
-    within_head,
-)
+from ...backward.common import BackwardContext, Step
+from ...backward.ds_tiles import DS_BLOCK, DS_TILE, RUN
 from ...backward.key_tiles import KeyTiles, ListedStep
-from ...limits import HEAD_DIM, WARP_SIZE
+from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL
 from ...mask.masking import WORD_BITS, hide_unseen
-from ...operands import LoadTarget
+from ...operands import load_tile
+from ...plan.edges import RingRecord, RingState
+from ...plan.steps import CLAIM_STEPS
 from ...ranges import traced
+from ...rows.sequences import TilePlace
 from ...rows.views import columns_of
+from ..context import claim_buffer
 from ..instructions import (
+    Mma,
     MmaShape,
     TmemOperand,
     fence_after_thread_sync,
@@ -64,35 +62,62 @@ from ..instructions import (
 from ..operands import k_major_operand, mn_major_operand
 from ..tmem import (
     quad_fragment,
+    tmem_buffer,
     tmem_load_quads,
     tmem_store_quads,
 )
-from .common import FRAGMENT, multiply_by, score_gradients
+from .common import (
+    FRAGMENT,
+    BlackwellBackward,
+    multiply_by,
+    score_gradients,
+    warpgroup,
+)
 from .context import BlackwellBackwardContext
-from .row_result import OWN_COLUMNS, OWN_ROWS, RowResult
+from .ds_store import OWN_QUERIES, QUAD, DsStore, StepDs, first_key, quad
+from .row_result import OWN_COLUMNS, OWN_ROWS, ResultPlace, RowResult, first_row
 
 __all__ = ["DvKernel"]
 
 TILE_KEYS = DS_BLOCK
 STEP_QUERIES = DS_TILE
-OWN_QUERIES = STEP_QUERIES // 2  # of a step: those of a warpgroup, and those a CTA loads for S
 BEYOND = 1 << 30  # a query that no key sees
-QUAD = 4  # threads that share keys
 #: Queries of the scores that a thread has of a key, from the first of them on.
 COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2))
 
 
-class DvKernel(KeyTiles, RowResult):
+@dataclass
+class DvLoadRings(RingRecord):
+    """Buffers that the load warp fills next: of K, V, the ring of Q and dO, LSE and delta."""
+
+    k: RingState
+    v: RingState
+    ring: RingState
+    stats: RingState
+
+
+@dataclass
+class DvMmaRings(RingRecord):
+    """Buffers that the MMA warp uses next: of K, V, Q and dO, S, dP with P over it, dV."""
+
+    k: RingState
+    v: RingState
+    ring: RingState
+    s: RingState
+    dp: RingState
+    p: RingState
+    dv: RingState
+
+
+class DvKernel(KeyTiles, BlackwellBackward):
     """The kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`.
 
     results: (dv,).  ds: see `backward.ds_tiles`.  A tile's head counts parts of KV heads:
     KV head * head_parts + part.
     """
 
-    result = "dV"
     # Looking up the sequence of a block in a row takes registers that are not there.
     rows_of = None
-    is_scaled = False
     boxes = {
         "q": (0, OWN_QUERIES, HEAD_DIM // 2),
         "k": (1, OWN_ROWS, HEAD_DIM),
@@ -102,24 +127,26 @@ class DvKernel(KeyTiles, RowResult):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.result = RowResult("dV", self.tmem_plan, is_scaled=False)
+        counts_tiles = not (self.problem_class.ragged or self.change.exists)
+        self.ds_store = DsStore(self.dtype, counts_tiles)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         # A warpgroup's columns of dV from here on leave when the next tile's first P is stored;
         # with slopes or places of scores, which take the registers, all leave before.
         is_plain = not self.change.exists and not self.mask_function.exists
         self.later_columns = OWN_COLUMNS // 2 if is_plain else OWN_COLUMNS
-        self.shapes = {
-            "S": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16, negate_a=negate),
-            "dP": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16),
-            "dV": MmaShape(TILE_KEYS, HEAD_DIM, is_bf16, b_mn_major=True),
-        }
+        keys, queries = k_major_operand(OWN_ROWS), k_major_operand(OWN_QUERIES, HEAD_DIM // 2)
         # P of the two warpgroups lies at either half of dP.
         half = TmemOperand.contiguous(OWN_QUERIES).step_columns
-        self.layouts = {
-            **dict.fromkeys(("K", "V"), k_major_operand(OWN_ROWS)),
-            **dict.fromkeys(("Q", "dO"), k_major_operand(OWN_QUERIES, HEAD_DIM // 2)),
-            "dOc": mn_major_operand(OWN_QUERIES),
-            "P": TmemOperand((*half, *(OWN_QUERIES + column for column in half))),
-        }
+        p = TmemOperand((*half, *(OWN_QUERIES + column for column in half)))
+        dv = MmaShape(TILE_KEYS, HEAD_DIM, is_bf16, b_mn_major=True)
+        s = MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16, negate_a=negate)
+        dp = MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16)
+        # Each by halves of what is reduced over, as Q and dO come.
+        self.mma_s = [Mma(s, keys.part(half, 2), queries) for half in range(2)]
+        self.mma_dp = [Mma(dp, keys.part(half, 2), queries) for half in range(2)]
+        columns = mn_major_operand(OWN_QUERIES)
+        self.mma_dv = [Mma(dv, p.part(half, 2), columns) for half in range(2)]
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
@@ -132,49 +159,278 @@ class DvKernel(KeyTiles, RowResult):
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
         }
 
-    def result_rows(self, context: BlackwellBackwardContext, work: Any) -> Any:
-        return context.sequences.key(work.batch)
+    def _result(self, context: BlackwellBackwardContext, work: WorkTile) -> ResultPlace:
+        """Return the place of a tile's dV."""
+        result, keys = context.tensors.results[0], context.sequences.key(work.batch)
+        return ResultPlace(result, keys, first_row(context, work), work.head)
 
-    def first_position(self, context: BlackwellBackwardContext, work: Any) -> Step:
+    def first_position(self, context: BackwardContext, work: WorkTile) -> Step:
         step = super().first_position(context, work)
         if not self.problem_class.lists_steps:
             return step
         return ListedStep.first(step, self.block_list(context, work))
 
-    def places(
-        self, context: BlackwellBackwardContext, content: str, work: Any, step: Step
-    ) -> tuple[Any, ...]:
-        """See `tma_tile`: this CTA's 128 keys of K and V; its 64 rows of Q and dO; its half of the
-        columns of dO.  (tile, step) for LSE and delta."""
-        rank = context.cta_rank
-        if content == "LSE delta":
-            return (((work, step), (work, step)),)
-        if content in ("K", "V"):
-            head = work.head // context.scalars.head_parts
-            keys = context.sequences.key(work.batch)
-            return (((keys, self.first_row(context, work), 0, head),),)
-        queries = context.sequences.query(work.batch)
-        row = self.query_tile(context, work, step) * STEP_QUERIES
-        if content == "dOc":
-            return (((queries, row + half * OWN_QUERIES, rank, step.head),) for half in range(2))
-        row += rank * OWN_QUERIES
-        return (((queries, row, half, step.head),) for half in range(2))
+    # ------------------------------------------------------------ load
 
-    def copy(
+    @cute.jit
+    def load(self, context: BlackwellBackwardContext):
+        """Fetch what the MMAs need, in the order in which `mma` issues them.
+
+        Each CTA loads its own share of every tile.
+        """
+        freed = "k_free", "v_free", "ring_free", "stats_free"
+        rings = DvLoadRings.waiting(self.edges, *freed)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+        if work.is_valid:
+            rings = self._load_first_s(context, work, rings)
+            rings = self._load_first_dp(context, work, rings)
+        while work.is_valid:
+            # A look-up of the sequence in each step would take longer than the step's MMAs.
+            own_context = context.of_tile(work)
+            step = self.first_position(own_context, work)
+            num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            for number in cutlass.range(1, num_steps, unroll=1):
+                self.want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
+                following_step = step.following()
+                rings = self._load_q(own_context, work, following_step, rings)
+                rings = self._load_dout_columns(own_context, work, step, rings)
+                rings = self._load_rows(own_context, work, "dout", following_step, rings)
+                step = following_step
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._load_first_s(context, following, rings)
+            rings = self._load_dout_columns(own_context, work, step, rings)
+            if is_ahead:
+                rings = self._load_first_dp(context, following, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+                if work.is_valid:
+                    rings = self._load_first_s(context, work, rings)
+                    rings = self._load_first_dp(context, work, rings)
+        context.barriers["k_free"].wait_for_all(rings.k)
+        context.barriers["v_free"].wait_for_all(rings.v)
+        context.barriers["ring_free"].wait_for_all(rings.ring)
+        context.barriers["stats_free"].wait_for_all(rings.stats)
+
+    def _load_first_s(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DvLoadRings
+    ) -> DvLoadRings:
+        """Load K, and Q of a tile's first step."""
+        step = self.first_position(context, work)
+        rings = self._load_keys(context, work, "k", rings)
+        return self._load_q(context, work, step, rings)
+
+    def _load_first_dp(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DvLoadRings
+    ) -> DvLoadRings:
+        """Load V, and dO of a tile's first step."""
+        step = self.first_position(context, work)
+        rings = self._load_keys(context, work, "v", rings)
+        return self._load_rows(context, work, "dout", step, rings)
+
+    @traced("load")
+    def _load_keys(
+        self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DvLoadRings
+    ) -> DvLoadRings:
+        """Load this CTA's 128 keys of K or V, for the whole tile."""
+        head = work.head // context.scalars.head_parts
+        place = context.sequences.key(work.batch), first_row(context, work), 0, head
+        ring = rings.k if name == "k" else rings.v
+        target = claim_buffer(context, name, ring)
+        load_tile(self.tma_tensor(context, name), context.smem[name], place, *target)
+        ring.advance()
+        return rings
+
+    def _load_q(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+    ) -> DvLoadRings:
+        """Load this CTA's 64 rows of Q, half of the columns after the other, then LSE and delta of
+        all rows of the step."""
+        rings = self._load_rows(context, work, "q", step, rings)
+        return self._load_row_stats(context, work, step, rings)
+
+    def _load_rows(
         self,
         context: BlackwellBackwardContext,
-        copy: Any,
-        place: tuple[Any, ...],
-        target: LoadTarget,
-    ) -> None:
-        if copy.content in ("LSE", "delta"):
-            barrier, index = target
-            destination = context.smem[copy.memory][None, index]
-            self.load_stats(context, copy.memory, place, (barrier, destination))
-        else:
-            super().copy(context, copy, place, target)
+        work: WorkTile,
+        box: str,
+        step: Step,
+        rings: DvLoadRings,
+    ) -> DvLoadRings:
+        """Load this CTA's 64 rows of Q or dO, half of the columns after the other: B of S or dP."""
+        queries = context.sequences.query(work.batch)
+        row = self.query_tile(context, work, step) * STEP_QUERIES
+        row += context.cta_rank * OWN_QUERIES
+        for half in range(2):
+            rings = self._load_ring(context, box, (queries, row, half, step.head), rings)
+        return rings
 
-    # --------------------------------------------------------------------------------- gradient
+    def _load_dout_columns(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+    ) -> DvLoadRings:
+        """Load this CTA's half of the columns of dO, half of the rows after the other: B of dV."""
+        queries, rank = context.sequences.query(work.batch), context.cta_rank
+        row = self.query_tile(context, work, step) * STEP_QUERIES
+        for half in range(2):
+            place = queries, row + half * OWN_QUERIES, rank, step.head
+            rings = self._load_ring(context, "dout", place, rings)
+        return rings
+
+    @traced("load")
+    def _load_ring(
+        self, context: BlackwellBackwardContext, box: str, place: TilePlace, rings: DvLoadRings
+    ) -> DvLoadRings:
+        """Load a piece of Q or dO into the next buffer of the ring that they share."""
+        target = claim_buffer(context, "ring", rings.ring)
+        load_tile(self.tma_tensor(context, box), context.smem["ring"], place, *target)
+        rings.ring.advance()
+        return rings
+
+    @traced("load")
+    def _load_row_stats(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
+    ) -> DvLoadRings:
+        """Load LSE and delta of a step's rows, whose bytes complete on one barrier."""
+        barrier, buffer = claim_buffer(context, "stats", rings.stats)
+        for name in ("lse", "delta"):
+            target = barrier, context.smem[name][None, buffer]
+            self.load_stats(context, name, (work, step), target)
+        rings.stats.advance()
+        return rings
+
+    # ------------------------------------------------------------ mma
+
+    @cute.jit
+    def mma(self, context: BlackwellBackwardContext):
+        """Issue S(0) and dP(0), then S(i), dV(i - 1), dP(i); S(0) and dP(0) of the next tile around
+        the last dV of this one.  One warp of the leader CTA.
+
+        Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
+        taken the one before, and some of them wait for the last MMA of this tile.  So tiles without
+        steps are skipped after it.
+        """
+        waited = ("k_loaded", "v_loaded", "ring_loaded", "s_free", "dp_done", "p_done", "dv_free")
+        rings = DvMmaRings.waiting(self.edges, *waited)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+        if work.is_valid:
+            rings = self._first_s(context, work, rings)
+            rings = self._first_dp(context, work, rings)
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            for step in cutlass.range(1, num_steps, unroll=1):
+                is_last = step + 1 == num_steps
+                rings = self._s(context, is_last, rings)
+                rings = self._dv(context, step, False, rings)
+                rings = self._dp(context, is_last, rings)
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._first_s(context, following, rings)
+            rings = self._dv(context, num_steps, True, rings)
+            if is_ahead:
+                rings = self._first_dp(context, following, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+                if work.is_valid:
+                    rings = self._first_s(context, work, rings)
+                    rings = self._first_dp(context, work, rings)
+        context.barriers["s_free"].wait_for_all(rings.s)
+        context.barriers["dv_free"].wait_for_all(rings.dv)
+
+    def _first_s(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DvMmaRings
+    ) -> DvMmaRings:
+        """S of a tile's first step, which waits for the tile's K."""
+        context.barriers["k_loaded"].wait(rings.k)
+        rings.k.advance()
+        return self._s(context, self.num_steps(context, work) == 1, rings)
+
+    def _first_dp(
+        self, context: BlackwellBackwardContext, work: WorkTile, rings: DvMmaRings
+    ) -> DvMmaRings:
+        """dP of a tile's first step, which waits for the tile's V."""
+        context.barriers["v_loaded"].wait(rings.v)
+        rings.v.advance()
+        return self._dp(context, self.num_steps(context, work) == 1, rings)
+
+    @traced("S")
+    @cute.jit
+    def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DvMmaRings):
+        """S^T = K Q^T of a step; the tile's last one is done with K."""
+        barriers, smem = context.barriers, context.smem
+        barriers["s_free"].wait(rings.s)
+        for half in cutlass.range_constexpr(2):
+            barriers["ring_loaded"].wait(rings.ring)
+            fence_after_thread_sync()
+            k = smem["k"][None, None, 0].iterator
+            q = smem["ring"][None, None, rings.ring.index].iterator
+            s = tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s)
+            self.mma_s[half].issue(s, k, q, half > 0)
+            barriers["ring_free"].commit(rings.ring)
+            rings.ring.advance()
+        barriers["s_done"].commit(rings.s)
+        rings.s.advance()
+        if is_last:
+            barriers["k_free"].commit(rings.k)
+        return rings
+
+    @traced("dV")
+    @cute.jit
+    def _dv(
+        self, context: BlackwellBackwardContext, number: Int32, is_last: bool, rings: DvMmaRings
+    ):
+        """dV += P^T dO of a step.  number: of the step, from 1 on; the first one waits until dV of
+        the tile before is in registers, and overwrites it."""
+        barriers = context.barriers
+        is_first, adds = number == 1, number > 1
+        if is_first:
+            barriers["dv_free"].wait(rings.dv)
+            rings.dv.advance()
+        for half in cutlass.range_constexpr(2):
+            barriers["ring_loaded"].wait(rings.ring)
+            if cutlass.const_expr(half == 0):
+                barriers["p_done"].wait(rings.p)
+            fence_after_thread_sync()
+            p = tmem_buffer(context.tmem, self.tmem_plan, "dp", rings.p)
+            dout = context.smem["ring"][None, None, rings.ring.index].iterator
+            dv = tmem_buffer(context.tmem, self.tmem_plan, "dv", rings.dv)
+            self.mma_dv[half].issue(dv, p, dout, adds if half == 0 else True)
+            barriers["ring_free"].commit(rings.ring)
+            rings.ring.advance()
+        rings.p.advance()
+        if cutlass.const_expr(is_last):
+            barriers["dv_done"].commit(rings.dv)
+        return rings
+
+    @traced("dP")
+    @cute.jit
+    def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DvMmaRings):
+        """dP^T = V dO^T of a step, NOTE [P over dP]; the tile's last one is done with V."""
+        barriers, smem = context.barriers, context.smem
+        for half in cutlass.range_constexpr(2):
+            barriers["ring_loaded"].wait(rings.ring)
+            fence_after_thread_sync()
+            v = smem["v"][None, None, 0].iterator
+            dout = smem["ring"][None, None, rings.ring.index].iterator
+            dp = tmem_buffer(context.tmem, self.tmem_plan, "dp", rings.dp)
+            self.mma_dp[half].issue(dp, v, dout, half > 0)
+            barriers["ring_free"].commit(rings.ring)
+            rings.ring.advance()
+        barriers["dp_done"].commit(rings.dp)
+        rings.dp.advance()
+        if is_last:
+            barriers["v_free"].commit(rings.v)
+        return rings
+
+    # ------------------------------------------------------------ gradient
 
     @cute.jit
     def gradient(self, context: BlackwellBackwardContext):
@@ -188,18 +444,18 @@ class DvKernel(KeyTiles, RowResult):
         while work.is_valid:
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
-                first_key = self.first_row(context, work)
+                cta_key = first_row(context, work)
                 visibility = self.transposed(context, work)
                 tile = (work.block * TILE_KEYS, TILE_KEYS)
-                tiles = visibility.tile_range(tile, (first_key, OWN_ROWS))
-                has_rest = first_key + OWN_ROWS > visibility.seqlen_q
+                tiles = visibility.tile_range(tile, (cta_key, OWN_ROWS))
+                has_rest = cta_key + OWN_ROWS > visibility.seqlen_q
                 # Without what the list says, for which there are no registers.
                 step = super().first_position(context, work)
                 row = self.row_of_ds(context, work)
-                number = self._number_of_ds(context, step, row)
+                number = self.ds_store.number(context, step, row)
                 if cutlass.const_expr(not self.problem_class.lists_steps):
-                    self._complete_blocks(context, work, step, row)
-                key = first_key + self._first_key()
+                    self.ds_store.complete_blocks(context, work, step, row)
+                key = cta_key + first_key()
                 if cutlass.const_expr(self.problem_class.lists_steps):
                     mask = self._listed_mask(context, work, step)
                 else:
@@ -207,7 +463,8 @@ class DvKernel(KeyTiles, RowResult):
                 where = work, step
                 states = self._probabilities(context, (factors, p), mask, None, states, where)
                 if undrained.is_valid:
-                    states = self.drain(context, undrained, states, (0, self.later_columns))
+                    place = self._result(context, undrained)
+                    states = self.result.drain(context, place, states, (0, self.later_columns))
                 for _ in cutlass.range(1, num_steps, unroll=1):
                     if cutlass.const_expr(self.problem_class.lists_steps):
                         # Two loads, the second where the first says, beside dS of this step.
@@ -215,53 +472,42 @@ class DvKernel(KeyTiles, RowResult):
                     states = self._publish(context, (factors, p, ds), undrained, states)
                     if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
                         undrained = self.no_work()
-                    tile_of_ds = self._tile_of_step(context, step, (row, number))
-                    if cutlass.const_expr(self.counts_tiles):
-                        number = self._following_number(context, step, number)
+                    tile_of_ds = self.ds_store.tile(context, step, row, number)
+                    if cutlass.const_expr(self.ds_store.counts_tiles):
+                        number = self.ds_store.following_number(context, step, number)
                     step = step.following()
                     if cutlass.const_expr(not self.problem_class.lists_steps):
                         index = step.index
                         is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
                         mask = (is_masked | has_rest, visibility, key, index)
                     states = self._probabilities(
-                        context, (factors, p), mask, (tile_of_ds, ds), states, (work, step)
+                        context, (factors, p), mask, StepDs(tile_of_ds, ds), states, (work, step)
                     )
                 states = self._publish(context, (factors, p, ds), undrained, states)
-                tile_of_ds = self._tile_of_step(context, step, (row, number))
+                tile_of_ds = self.ds_store.tile(context, step, row, number)
                 for half in cutlass.range_constexpr(2):
-                    self._store_ds(tile_of_ds, ds, half)
+                    self.ds_store.store(StepDs(tile_of_ds, ds), half)
                 undrained = work
             else:
-                self.store_zeros(context, work)
+                self.result.store_zeros(self._result(context, work))
             work = scheduler.advance_to_next_work()
         if undrained.is_valid:
-            states = self.drain(context, undrained, states)
-
-    @staticmethod
-    def _quad() -> tuple[Int32, Int32]:
-        """Return (quad of the warp, thread of the quad) of this thread."""
-        lane = cute.arch.lane_idx()
-        return lane // QUAD, lane % QUAD
-
-    def _first_key(self) -> Int32:
-        """The first of this thread's four keys, among the CTA's 128."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        return warp * WARP_SIZE + self._quad()[0]
+            states = self.result.drain(context, self._result(context, undrained), states)
 
     def _own_stats(self, context: BlackwellBackwardContext, name: str, buffer: Any) -> cute.Tensor:
         """-LSE or -delta of this thread's 16 queries, for each of 32 scores of `quad_fragment`."""
         flat = context.smem[name]
         shape = (2, QUAD, OWN_QUERIES // RUN, 2, self.plan.stats_stages)
         by_thread = cute.make_tensor(flat.iterator, cute.make_layout(shape))
-        own = by_thread[None, self._quad()[1], None, self.warpgroup(), buffer]
+        own = by_thread[None, quad()[1], None, warpgroup(), buffer]
         values = cute.make_rmem_tensor((2, OWN_QUERIES // RUN), Float32)
         cute.autovec_copy(own, values)
         layout = cute.make_layout((2, 2, OWN_QUERIES // RUN), stride=(1, 0, 2))
         return cute.make_tensor(values.iterator, layout)
 
     def _listed_mask(
-        self, context: BlackwellBackwardContext, work: Any, step: Step
-    ) -> tuple[Boolean, Any]:
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step
+    ) -> tuple[Any, ...]:
         """Return what `change_and_mask` takes for a step that a block mask names: (whether to apply
         it, two words for each of this thread's four keys, whose first bit is its first query's), or
         the number of a tile of which a function says what is seen."""
@@ -269,8 +515,8 @@ class DvKernel(KeyTiles, RowResult):
             place = step.head, step.index
             number = self.block_list(context, work).bit_tile(place, context.cta_rank)
             return number != FULL, number
-        keys = [self._first_key() + 8 * i for i in range(4)]
-        words = self.warpgroup() * (OWN_QUERIES // WORD_BITS), self._quad()[1] * 2
+        keys = [first_key() + 8 * i for i in range(4)]
+        words = warpgroup() * (OWN_QUERIES // WORD_BITS), quad()[1] * 2
         listed = self.block_list(context, work)
         return listed.key_bits((step.head, step.index), context.cta_rank, keys, words)
 
@@ -293,11 +539,11 @@ class DvKernel(KeyTiles, RowResult):
         elif cutlass.const_expr(self.problem_class.lists_steps):
             self._hide(scores, *mask)
         else:
-            visibility, first_key, index, halves = mask
-            queries = index * STEP_QUERIES + self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2
+            visibility, own_key, index, halves = mask
+            queries = index * STEP_QUERIES + warpgroup() * OWN_QUERIES + quad()[1] * 2
             for number, half in enumerate(halves):
                 for group in cutlass.range_constexpr(2):
-                    key = first_key + (16 * half + 8 * group)
+                    key = own_key + (16 * half + 8 * group)
                     first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
                     own = quad_fragment(scores, number)[None, group, None]
                     visibility.apply(own, key, first, COLUMNS)
@@ -332,8 +578,8 @@ class DvKernel(KeyTiles, RowResult):
         on. where: (tile, step)."""
         work, step = where
         query = self.query_tile(context, work, step) * STEP_QUERIES
-        query += self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2
-        key = self.first_row(context, work) + self._first_key()
+        query += warpgroup() * OWN_QUERIES + quad()[1] * 2
+        key = first_row(context, work) + first_key()
 
         def locate(number: int) -> tuple[Int32, Int32, Int32]:
             group = number // FRAGMENT + half
@@ -349,12 +595,12 @@ class DvKernel(KeyTiles, RowResult):
         context: BlackwellBackwardContext,
         results: tuple[cute.Tensor, cute.Tensor],
         mask: tuple[Any, ...],
-        before: tuple[WorkTile, cute.Tensor] | None,
+        before: StepDs | None,
         states: Any,
         where: tuple[WorkTile, Step],
     ):
         """P of one step.  results: (P times the slope of its score in float32, P in 16 bits).
-        before: (tile, values) of the step before, whose dS leaves meanwhile.  where: (tile, step).
+        before: dS of the step before, which leaves meanwhile.  where: (tile, step).
         """
         factors, p = results
         states = self.take_scores(context, factors, tmem_load_quads, states)
@@ -372,8 +618,7 @@ class DvKernel(KeyTiles, RowResult):
                 places = self._places(context, where)
                 own = self._mask(context, where, mask, (0, 1))
                 slopes = self.change_and_mask(context, factors, places, own)
-            if cutlass.const_expr(before is not None):
-                self._store_ds(*before, half)
+            self.ds_store.store(before, half)
             self.exponentiate(context, part, negative_lse, (half * FRAGMENT, OWN_QUERIES))
             columns_of(rounded, half * FRAGMENT, FRAGMENT).store(part.load().to(self.dtype))
             if cutlass.const_expr(slopes is not None):
@@ -410,7 +655,8 @@ class DvKernel(KeyTiles, RowResult):
         if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
             if undrained.is_valid:
                 part = self.later_columns, OWN_COLUMNS
-                states = self.drain(context, undrained, states, part)
+                place = self._result(context, undrained)
+                states = self.result.drain(context, place, states, part)
         delta = self._own_stats(context, "delta", states["stats_loaded"].index)
         rounded = cute.recast_tensor(ds, self.dtype)
         for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
@@ -420,63 +666,3 @@ class DvKernel(KeyTiles, RowResult):
         context.barriers["stats_free"].arrive(states["stats_loaded"])
         states.advance("stats_loaded")
         return states
-
-    def _number_of_ds(self, context: BlackwellBackwardContext, step: Step, row: Int32) -> Int32:
-        """The number of this CTA's tile of dS of a step."""
-        ds = context.tensors.ds
-        number = within_head(ds, row + step.index, context.sequences.tensors)
-        return number + step.head * tiles_of_head(ds)
-
-    @property
-    def counts_tiles(self) -> bool:
-        """Return True if the number of a step's tile is counted on from the step before, which
-        leaves no use of the head and so a register more.  With what changes scores, whose slopes or
-        places are in the way, or sequences of unequal lengths it takes more instead.  A list names
-        any tile."""
-        return not (self.problem_class.ragged or self.change.exists)
-
-    def _tile_of_step(
-        self, context: BlackwellBackwardContext, step: Step, places: tuple[Int32, Any]
-    ) -> cute.Tensor:
-        """Return this CTA's tile of dS of a step.  places: (row, number of the tile if it is
-        counted)."""
-        row, number = places
-        if not self.counts_tiles:
-            number = self._number_of_ds(context, step, row)
-        return tile_of(context.tensors.ds, number)
-
-    @staticmethod
-    def _following_number(context: BlackwellBackwardContext, step: Step, number: Int32) -> Int32:
-        """The number of the tile behind that of a step."""
-        begin, end = step.span
-        to_next_head = tiles_of_head(context.tensors.ds) - (end - begin)
-        return number + 1 + cutlass.select_(step.index + 1 == end, to_next_head, Int32(0))
-
-    def _store_ds(self, tile: cute.Tensor, ds: cute.Tensor, half: int) -> None:
-        """Half of this thread's dS of a step to global memory: a quad has 16 bytes, the quads of a
-        warp 128 consecutive ones."""
-        runs = OWN_QUERIES // RUN
-        first = tile[self._first_key() + half * 16, self.warpgroup() * runs, None]
-        layout = cute.make_layout((2, 2, runs), stride=(1, 8 * RUN, RUN_STRIDE))
-        target = cute.make_tensor((first.iterator + self._quad()[1] * 2).align(4), layout)
-        cute.autovec_copy(quad_fragment(cute.recast_tensor(ds, self.dtype), half), target)
-
-    @cute.jit
-    def _complete_blocks(
-        self, context: BlackwellBackwardContext, work: Any, step: Step, row: Int32
-    ):
-        """Zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in
-        `backward.ds_tiles`.  row: see `_number_of_ds`."""
-        begin, end = step.span
-        nothing = cute.make_rmem_tensor(OWN_QUERIES // 2, Float32)
-        nothing.fill(0.0)
-        ds, tensors = context.tensors.ds, context.sequences.tensors
-        before, behind = (within_head(ds, row + i, tensors) for i in (begin - 1, end))
-        first = step.head * tiles_of_head(ds)
-        for _ in cutlass.range(heads_of_part(context, work.head)[1], unroll=1):
-            for half in cutlass.range_constexpr(2):
-                if begin % 2 == 1:
-                    self._store_ds(tile_of(ds, first + before), nothing, half)
-                if end % 2 == 1:
-                    self._store_ds(tile_of(ds, first + behind), nothing, half)
-            first += tiles_of_head(ds)

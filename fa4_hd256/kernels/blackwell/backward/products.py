@@ -16,9 +16,10 @@ Accumulators alternate between tiles, so a tile's result leaves while the next o
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean
 from cutlass.cute.nvgpu import cpasync, tcgen05
@@ -28,22 +29,36 @@ from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
 from ...backward.product_tiles import ProductTiles, Walk
 from ...limits import HEAD_DIM
 from ...operands import LoadTarget, TmaTensor, load_tile
+from ...plan.edges import RingRecord, RingState
+from ...plan.steps import CLAIM_STEPS
+from ...ranges import traced
 from ...rows.sequences import Sequence
-from ..instructions import MmaShape, mma_chain
+from ..context import claim_buffer
+from ..instructions import MmaShape, fence_after_thread_sync, mma_chain
 from ..operands import mn_major_operand
+from ..tmem import tmem_buffer
+from .common import BlackwellBackward
 from .context import BlackwellBackwardContext
 from .ds_operands import BOX, BY_KEYS, BY_QUERIES, tma_view
-from .row_result import RowResult
+from .row_result import ResultPlace, RowResult
 
 __all__ = ["ProductsKernel"]
 
+BY_ROWS = mn_major_operand(DS_TILE)  # 128 rows of Q or K, reduced over
 
-class ProductsKernel(ProductTiles, RowResult):
+
+@dataclass
+class SumRings(RingRecord):
+    """Buffers that the MMA warp uses next: of dS and rows, and of the sum."""
+
+    step: RingState
+    sum: RingState
+
+
+class ProductsKernel(ProductTiles, BlackwellBackward):
     """Both GEMMs for one configuration; arguments of a call: `BlackwellBackward.__call__`. Tiles:
     `ProductTiles`."""
 
-    result = "sum"
-    is_scaled = True
     boxes = {
         "q": (0, DS_TILE, HEAD_DIM // 2),
         "k": (1, DS_TILE, HEAD_DIM // 2),
@@ -51,11 +66,11 @@ class ProductsKernel(ProductTiles, RowResult):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        shape = MmaShape(DS_BLOCK, HEAD_DIM, self.is_bf16, b_mn_major=True)
-        self.shapes = {"sum": shape}
-        self.layouts = {"dS": BY_QUERIES, "X": mn_major_operand(DS_TILE)}
-        #: Shape of dQ; its A is `BY_KEYS`.
-        self.shape_by_keys = replace(shape, a_mn_major=True)
+        stages = self.plan.accumulators
+        self.result = RowResult("sum", self.tmem_plan, is_scaled=True, stages=stages)
+        # dS is reduced over queries for dK, over keys for dQ.
+        self.shape_of_dk = MmaShape(DS_BLOCK, HEAD_DIM, self.is_bf16, b_mn_major=True)
+        self.shape_of_dq = replace(self.shape_of_dk, a_mn_major=True)
 
     def tma_tensors(self, operands: tuple[cute.Tensor, ...], ds: Any) -> tuple[TmaTensor, ...]:
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
@@ -71,29 +86,45 @@ class ProductsKernel(ProductTiles, RowResult):
             "rows": memory.operand("rows", DS_TILE, HEAD_DIM // 2, stages),
         }
 
-    def places(
-        self, context: BlackwellBackwardContext, content: str, work: Any, position: Walk
-    ) -> tuple[tuple[tuple[WorkTile, Walk], ...], ...]:
-        """Return (work, position) for either copy, see `copy`."""
-        return (((work, position),) * len(content.split()),)
+    # ------------------------------------------------------------ load
 
-    def copy(
-        self,
-        context: BlackwellBackwardContext,
-        copy: Any,
-        place: tuple[WorkTile, Walk],
-        target: LoadTarget,
-    ) -> None:
-        """Load this CTA's 128 x 128 of dS, or its half of the columns of 128 rows of Q or K."""
-        if copy.content == "dS":
-            self._load_ds(context, place, target)
-        else:
-            self._load_rows(context, place, target)
+    @cute.jit
+    def load(self, context: BlackwellBackwardContext):
+        """Fetch dS and rows of Q or K for each step; each CTA loads its own share of both."""
+        free = self.edges["step_free"].waiter_state()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            # A look-up of the sequence in each step would take longer than the step's MMAs.
+            own_context = context.of_tile(work)
+            num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            if num_steps > 0:
+                position = self.first_position(own_context, work)
+                for step in cutlass.range(num_steps, unroll=1):
+                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    free = self._load_step(own_context, work, position, free)
+                    position = position.following()
+            work = scheduler.advance_to_next_work()
+        context.barriers["step_free"].wait_for_all(free)
+
+    @traced("load")
+    @cute.jit
+    def _load_step(
+        self, context: BlackwellBackwardContext, work: WorkTile, position: Walk, free: RingState
+    ):
+        """Load dS and rows into the next buffers, whose bytes complete on one barrier."""
+        target = claim_buffer(context, "step", free)
+        self._load_ds(context, position, target)
+        self._load_rows(context, work, position, target)
+        free.advance()
+        return free
 
     def _load_ds(
-        self, context: BlackwellBackwardContext, place: tuple[WorkTile, Walk], target: LoadTarget
+        self, context: BlackwellBackwardContext, position: Walk, target: LoadTarget
     ) -> None:
-        (_, position), (barrier, stage) = place, target
+        """Load this CTA's 128 x 128 of dS."""
+        barrier, stage = target
         number, source = position.ds_number(context.cta_rank), context.tensors.loads[-1]
         to_smem, from_global = cpasync.tma_partition(
             source.atom,
@@ -106,46 +137,65 @@ class ProductsKernel(ProductTiles, RowResult):
 
     @cute.jit
     def _load_rows(
-        self, context: BlackwellBackwardContext, place: tuple[WorkTile, Walk], target: LoadTarget
+        self,
+        context: BlackwellBackwardContext,
+        work: WorkTile,
+        position: Walk,
+        target: LoadTarget,
     ):
-        (work, position), (barrier, stage) = place, target
+        """Load this CTA's half of the columns of 128 rows of Q or K."""
         smem, row, rank = context.smem["rows"], position.column * DS_TILE, context.cta_rank
         if position.tile.of_keys:
             source = context.sequences.query(work.batch), row, rank, position.head
-            load_tile(self.tma_tensor(context, "q"), smem, source, barrier, stage)
+            load_tile(self.tma_tensor(context, "q"), smem, source, *target)
         else:
             head = position.head // context.heads_per_kv
             source = context.sequences.key(work.batch), row, rank, head
-            load_tile(self.tma_tensor(context, "k"), smem, source, barrier, stage)
+            load_tile(self.tma_tensor(context, "k"), smem, source, *target)
 
-    def multiply(
-        self,
-        context: BlackwellBackwardContext,
-        work: Any,
-        chain: tuple[Any, Any, Any, Any],
-        accumulate: Boolean,
-    ) -> None:
-        """See `PairProducers.multiply`: dS reduced over queries for dK, over keys for dQ."""
-        _, result, (ds, _), (rows, _) = chain
-        self._multiply(context, work, (result, ds, rows), accumulate)
+    # ------------------------------------------------------------ mma
 
     @cute.jit
-    def _multiply(
-        self,
-        context: BlackwellBackwardContext,
-        work: Any,
-        places: tuple[Any, Any, Any],
-        accumulate: Boolean,
+    def mma(self, context: BlackwellBackwardContext):
+        """Issue sum(0) to sum(n - 1) of each tile; one warp of the leader CTA."""
+        sum_free, sum_done = context.barriers["sum_free"], context.barriers["sum_done"]
+        rings = SumRings.waiting(self.edges, "step_loaded", "sum_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            if num_steps > 0:
+                sum_free.wait(rings.sum)
+                for step in cutlass.range(num_steps, unroll=1):
+                    rings = self._sum(context, work, step > 0, rings)
+                sum_done.commit(rings.sum)
+                rings.sum.advance()
+            work = scheduler.advance_to_next_work()
+        sum_free.wait_for_all(rings.sum)
+
+    @traced("sum")
+    @cute.jit
+    def _sum(
+        self, context: BlackwellBackwardContext, work: WorkTile, adds: Boolean, rings: SumRings
     ):
-        result, ds, rows = places
-        layout = self.layouts["X"]
-        b = layout.lower_word(rows), layout
+        """Issue sum += dS^T Q for dK, or dS K for dQ, of a step; a tile's first one overwrites."""
+        context.barriers["step_loaded"].wait(rings.step)
+        fence_after_thread_sync()
+        ds = context.smem["ds"][None, None, rings.step.index].iterator
+        rows = context.smem["rows"][None, None, rings.step.index].iterator
+        result = tmem_buffer(context.tmem, self.tmem_plan, "sum", rings.sum)
+        b = BY_ROWS.lower_word(rows), BY_ROWS
         if self.tile(context, work).of_keys:
             a = BY_QUERIES.lower_word(ds), BY_QUERIES
-            mma_chain(self.shapes["sum"], result, a, b, accumulate)
+            mma_chain(self.shape_of_dk, result, a, b, adds)
         else:
             a = BY_KEYS.lower_word(ds), BY_KEYS
-            mma_chain(self.shape_by_keys, result, a, b, accumulate)
+            mma_chain(self.shape_of_dq, result, a, b, adds)
+        context.barriers["step_free"].commit(rings.step)
+        rings.step.advance()
+        return rings
+
+    # ------------------------------------------------------------ gradient
 
     @cute.jit
     def gradient(self, context: BlackwellBackwardContext):
@@ -175,12 +225,12 @@ class ProductsKernel(ProductTiles, RowResult):
         """result: (tensor, `Sequence` of its rows, tile)."""
         tensor, rows, tile = result
         first_row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE
-        place = tensor, rows, first_row, tile.head
+        place = ResultPlace(tensor, rows, first_row, tile.head)
         if has_steps:
-            states = self.drain_to(context, place, states)
+            states = self.result.drain(context, place, states)
         else:
             # The last part of a group may have fewer heads than others: of those it has not there
             # is no dQ.
             if tile.of_keys | (tile.num_heads > 0):
-                self.zero(place)
+                self.result.store_zeros(place)
         return states

@@ -1,15 +1,19 @@
-"""Kernels with one result whose tile is 256 rows: 128 of a CTA, a row per thread, half of the
-columns per warpgroup."""
+"""Results whose tile is 256 rows: 128 of a CTA, a row per thread, half of the columns per
+warpgroup."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
+from ....schedulers import WorkTile
 from ...limits import HEAD_DIM
+from ...plan.budgets import TmemPlan
+from ...plan.edges import RingStates, SharedByReference
 from ...ranges import traced
 from ...rows.sequences import Sequence
 from ...rows.views import columns_of
@@ -19,87 +23,90 @@ from ..instructions import (
 )
 from ..pair_plan import CTAS
 from ..tmem import multiply, tmem_load
-from .common import FRAGMENT, BlackwellBackward, store_row, zeros
+from .common import FRAGMENT, store_row, warpgroup, zeros
 from .context import BlackwellBackwardContext
 
-__all__ = ["OWN_COLUMNS", "OWN_ROWS", "RowResult"]
+__all__ = ["OWN_COLUMNS", "OWN_ROWS", "ResultPlace", "RowResult", "first_row", "lane"]
 
 OWN_ROWS = 128  # rows of a tile that a CTA has, one per lane of tensor memory
 TILE_ROWS = CTAS * OWN_ROWS
 OWN_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup drains
 WHOLE = (0, OWN_COLUMNS)
 
-#: Place of a tile's result: (tensor, sequence of its rows, first row of this CTA, head).
-ResultPlace = tuple[cute.Tensor, Sequence, Int32, Int32]
+
+def first_row(context: BlackwellBackwardContext, work: WorkTile) -> Int32:
+    """Return the first row of this CTA's half of a tile."""
+    return work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
 
 
-class RowResult(BlackwellBackward):
-    """Base of such a kernel: how its result leaves.
+def lane() -> Int32:
+    """Return the lane of tensor memory, and the row of the CTA, of this thread."""
+    return cute.arch.thread_idx()[0] % OWN_ROWS
 
-    A kernel adds `result`, its content in the steps, the ring and the region of tensor memory being
-    the same in small letters; `is_scaled`, whether it is softmax_scale times what lies there; and
-    `result_rows(context, work)`, the `Sequence` of its rows.
+
+class ResultPlace(NamedTuple):
+    """Place of a tile's result: its tensor, the sequence of its rows, the first row of this CTA,
+    its head."""
+
+    result: cute.Tensor
+    rows: Sequence
+    first_row: Int32
+    head: Int32
+
+    def has_row(self) -> Boolean:
+        """Return True if this thread's row exists."""
+        return self.first_row + lane() < self.rows.length
+
+    def row(self) -> cute.Tensor:
+        """Return the 256 elements of this thread's row."""
+        row = self.rows.offset + self.first_row + lane()
+        return self.result[row, None, self.head, self.rows.batch]
+
+
+@dataclass(frozen=True)
+class RowResult(SharedByReference):
+    """How the result of such a tile leaves tensor memory.
+
+    name: of the result, as "dV"; its edges and its region have that name in small letters.  stages:
+    accumulators, which tiles take in turn.  is_scaled: the result is softmax_scale times what lies
+    there.
     """
 
-    result: str
+    name: str
+    tmem_plan: TmemPlan
     is_scaled: bool
-    result_rows: Any
-
-    def first_row(self, context: BlackwellBackwardContext, work: Any) -> Int32:
-        """The first row of this CTA's half of a tile."""
-        return work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
-
-    @staticmethod
-    def lane() -> Int32:
-        """The lane of tensor memory, and the row of the CTA, of this thread."""
-        return cute.arch.thread_idx()[0] % OWN_ROWS
-
-    def place(self, context: BlackwellBackwardContext, work: Any) -> ResultPlace:
-        """Return (tensor, `Sequence` of its rows, first row of this CTA, head) of a tile's
-        result."""
-        result, rows = context.tensors.results[0], self.result_rows(context, work)
-        return result, rows, self.first_row(context, work), work.head
+    stages: int = 1
 
     def drain(
         self,
         context: BlackwellBackwardContext,
-        work: Any,
-        states: Any,
-        part: tuple[int, int] = WHOLE,
-    ) -> Any:
-        """The result of a tile to global memory.  part: [begin, end) of a warpgroup's columns; such
-        parts, one after the other, make the whole."""
-        return self.drain_to(context, self.place(context, work), states, part)
-
-    def drain_to(
-        self,
-        context: BlackwellBackwardContext,
         place: ResultPlace,
-        states: Any,
+        states: RingStates,
         part: tuple[int, int] = WHOLE,
-    ) -> Any:
-        """Drain the result to its place, as a traced event."""
-        return traced(f"drain {self.result}")(self._drain)(context, place, states, part)
+    ) -> RingStates:
+        """Store the result of a tile to global memory.  part: [begin, end) of a warpgroup's
+        columns; such parts, one after the other, make the whole."""
+        return traced(f"drain {self.name}")(self._drain)(context, place, states, part)
 
     @cute.jit
     def _drain(
         self,
         context: BlackwellBackwardContext,
         place: ResultPlace,
-        states: Any,
+        states: RingStates,
         part: tuple[int, int],
     ):
-        name, (begin, end) = self.result.lower(), part
+        name, (begin, end) = self.name.lower(), part
         done, free = f"{name}_done", f"{name}_free"
         if cutlass.const_expr(begin == 0):
             context.barriers[done].wait(states[done])
             fence_after_thread_sync()
-        exists = self._has_row(place)
-        start, stride = self.tmem_plan.buffers(name, self.edges[done].stages)
-        address = context.own_lanes + (start + self.warpgroup() * OWN_COLUMNS)
+        exists = place.has_row()
+        start, stride = self.tmem_plan.buffers(name, self.stages)
+        address = context.own_lanes + (start + warpgroup() * OWN_COLUMNS)
         address += states[done].index * stride
         for start in cutlass.range_constexpr(begin, end, FRAGMENT):
-            values = cute.make_rmem_tensor(FRAGMENT, cutlass.Float32)
+            values = cute.make_rmem_tensor(FRAGMENT, Float32)
             tmem_load(address + start, values)
             cute.arch.fence_view_async_tmem_load()
             if cutlass.const_expr(start + FRAGMENT == OWN_COLUMNS):
@@ -108,32 +115,18 @@ class RowResult(BlackwellBackward):
             if cutlass.const_expr(self.is_scaled):
                 multiply(values, context.scalars.softmax_scale)
             if exists:
-                destination = self._destination(place)
-                column = self.warpgroup() * OWN_COLUMNS + start
-                store_row(values, columns_of(destination, column, FRAGMENT))
+                column = warpgroup() * OWN_COLUMNS + start
+                store_row(values, columns_of(place.row(), column, FRAGMENT))
         if cutlass.const_expr(end == OWN_COLUMNS):
             states.advance(done)
         return states
 
-    def _has_row(self, place: ResultPlace) -> Boolean:
-        """Return True if this thread's row exists."""
-        _, sequence, first_row, _ = place
-        return first_row + self.lane() < sequence.length
-
-    def _destination(self, place: ResultPlace) -> cute.Tensor:
-        """The 256 elements of this thread's row of the result."""
-        result, sequence, first_row, head = place
-        return result[sequence.offset + first_row + self.lane(), None, head, sequence.batch]
-
-    def store_zeros(self, context: BlackwellBackwardContext, work: Any) -> None:
-        """A result of 0 for the rows of a tile without steps."""
-        self.zero(self.place(context, work))
-
+    @staticmethod
     @cute.jit
-    def zero(self, place: ResultPlace):
-        """Store 0 to the rows of a place."""
-        if self._has_row(place):
-            destination = self._destination(place)
+    def store_zeros(place: ResultPlace):
+        """Store 0 to the rows of a place: of a tile without steps."""
+        if place.has_row():
+            destination = place.row()
             for start in cutlass.range(0, OWN_COLUMNS, FRAGMENT, unroll=1):
-                column = self.warpgroup() * OWN_COLUMNS + start
+                column = warpgroup() * OWN_COLUMNS + start
                 store_row(zeros(FRAGMENT), columns_of(destination, column, FRAGMENT))
