@@ -17,7 +17,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -70,8 +69,8 @@ def _is_unread() -> bool:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print("interrupted", file=sys.stderr, flush=True)
-    # Threads of a pool whose workers are gone would print what they think of it.
-    threading.excepthook = lambda _: None
+    # Threads of a pool whose workers are gone, and of its queues, would print errors.
+    sys.stderr = open(os.devnull, "w")
     if "multiprocessing" in sys.modules:
         import multiprocessing
 

@@ -52,6 +52,23 @@ def work(item):
 
 sys.exit(command(main))
 """,
+    "a queue that breaks": """
+import multiprocessing, os, sys, time
+from fa4_hd256.interrupt import command
+
+def main():
+    queue = multiprocessing.get_context("fork").Queue()
+    try:
+        os.write(1, b"ready\\nready\\n")
+        time.sleep(600)
+    finally:  # as a pool does whose last worker dies while it tells them to end
+        queue._reader.close()
+        queue.put(None)
+        queue.close()
+        queue.join_thread()
+
+sys.exit(command(main))
+""",
 }
 
 
