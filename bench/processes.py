@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from typing import TypeVar
 
-from fa4_hd256.environment import PROGRESS, progress_wanted
 from fa4_hd256.interrupt import end_with_parent, starting_workers
+from fa4_hd256.progress import be_quiet, counted
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -62,31 +62,9 @@ def stream(
 
 def _quiet(initializer: Callable[[], None] | None) -> None:
     """Begin a process whose parent has the one line on the terminal."""
-    os.environ[PROGRESS.name] = "0"
+    be_quiet()
     if initializer is not None:
         initializer()
-
-
-def counted(
-    found: Iterable[Result], total: int | None, doing: str, unit: str = "row"
-) -> Iterator[Result]:
-    """Yield the results, with a bar on a terminal that says how many are left.
-
-    total: how many there are, None if nobody knows.
-    """
-    from tqdm import tqdm
-
-    def left(done: int) -> str:
-        return "" if total is None else f"{total - done} left"
-
-    with tqdm(
-        total=total, desc=doing, unit=unit, leave=False, disable=not progress_wanted(),
-        postfix=left(0),
-    ) as bar:  # fmt: skip
-        for number, one in enumerate(found, 1):
-            bar.set_postfix_str(left(number), refresh=False)
-            bar.update()
-            yield one
 
 
 def one_simulator_thread() -> None:

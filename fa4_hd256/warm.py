@@ -13,7 +13,7 @@ import torch
 from .build_options import OF_Q
 from .gpus.family import architecture_of
 from .models import AttentionModel, Mask, model_named
-from .run.build import TARGETS, build, report, unique
+from .run.build import TARGETS, build, unique
 from .run.catalogue import KernelSpec
 from .run.compile import compile_kernel, counters
 from .run.kernel_names import kernel_named
@@ -124,7 +124,7 @@ def main(arguments: argparse.Namespace) -> int:
     needs = _needs(arguments)
     models = [model.sharded(arguments.tensor_parallel) for model in models]
     specs = {name: _of_target(name, models, needs, named) for name in arguments.arch}
-    made = build(specs, arguments.out, arguments.jobs, report)
+    made = build(specs, arguments.out, arguments.jobs)
     place = shlex.quote(str(made.directory))
     print(
         f"{made.added} kernels built, {made.kernels} in {place}, "

@@ -34,9 +34,9 @@ from bench.model.published.flash_attention import FORWARD_256
 from bench.model.published.nvidia import INFERENCE, TRAINING
 from bench.model.published.rows import FIT, TEST
 from bench.tables.origin import modelled_machine
-from bench.tables.ready import say
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
+from fa4_hd256.progress import say
 from sm100_sim.timing import SETS, load
 
 #: Machine whose constants they are; similar machines take the sets, too.

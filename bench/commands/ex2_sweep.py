@@ -31,6 +31,7 @@ from bench.suite import FORWARD
 from bench.tables.comparison import RESOLUTION
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
+from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.blackwell import tuning
@@ -52,32 +53,40 @@ def rows_of(
     """
     rows = []
     for (pattern, name), found in times.items():
-        seconds, hardware = found.seconds, times[HARDWARE_ONLY, name].seconds[0]
         of_class = [t.seconds for (_, other), t in times.items() if other == name]
-        fastest = min(of_class, key=lambda s: s[0])
+        fastest = min(of_class, key=lambda s: float(s[0]))
         # Predictions under the same constants; the fast runs of one against the slow of the other.
-        behind = seconds / (fastest[[0, 2, 1]] if origin[BASIS] == "measured" else fastest) - 1
-        flop = case_of(SEQLENS[name], causal).flop(FORWARD)
-        rows.append(
-            {
-                "gpu": origin["gpu"], "mask": "causal" if causal else "full",
-                "seqlen_class": name, "seqlen": SEQLENS[name],
-                "mix": label(pattern), "pattern": asdict(pattern),
-                "degree": pattern.degree if pattern.true_share(BLOCK) else None,
-                "true_share": float(pattern.true_share(BLOCK)),
-                "exp2_error": errors[pattern].exp2, "out_error": errors[pattern].out,
-                "ms": seconds[0] * 1e3, "low_ms": seconds.min() * 1e3,
-                "high_ms": seconds.max() * 1e3, "tflops": flop / seconds[0] / 1e12,
-                "step_clocks": found.step_clocks, "bound": found.bound,
-                "gain": hardware / seconds[0] - 1, **path_figures(found.paths),
-                "tied": bool(behind[0] <= RESOLUTION or behind.min() <= 0), "chosen": False,
-                BASIS: origin[BASIS], MACHINE: origin[MACHINE],
-            }
-        )  # fmt: skip
+        nearest = fastest[[0, 2, 1]] if origin[BASIS] == "measured" else fastest
+        behind = found.seconds / nearest - 1
+        is_tied = bool(behind[0] <= RESOLUTION or behind.min() <= 0)
+        row = row_of((pattern, name), times, errors[pattern], causal) | origin
+        rows.append(row | {"tied": is_tied, "chosen": False})
     for name in SEQLENS:
         tied = [row for row in rows if row["seqlen_class"] == name and row["tied"]]
         min(tied, key=_preference)["chosen"] = True
     return rows
+
+
+def row_of(
+    job: tuple[Ex2Pattern, str],
+    times: dict[tuple[Ex2Pattern, str], Times],
+    error: Error,
+    causal: bool,
+) -> dict[str, Any]:
+    """Return the row of a mix and class, beside hardware alone."""
+    (pattern, name), found = job, times[job]
+    seconds, hardware = found.seconds, times[HARDWARE_ONLY, name].seconds[0]
+    flop = case_of(SEQLENS[name], causal).flop(FORWARD)
+    return {
+        "mask": "causal" if causal else "full", "seqlen_class": name, "seqlen": SEQLENS[name],
+        "mix": label(pattern), "pattern": asdict(pattern),
+        "degree": pattern.degree if pattern.true_share(BLOCK) else None,
+        "true_share": float(pattern.true_share(BLOCK)), "exp2_error": error.exp2,
+        "out_error": error.out, "ms": seconds[0] * 1e3, "low_ms": seconds.min() * 1e3,
+        "high_ms": seconds.max() * 1e3, "tflops": flop / seconds[0] / 1e12,
+        "step_clocks": found.step_clocks, "bound": found.bound, "gain": hardware / seconds[0] - 1,
+        **path_figures(found.paths),
+    }  # fmt: skip
 
 
 def _preference(row: dict[str, Any]) -> tuple:
@@ -154,17 +163,37 @@ def main(arguments: argparse.Namespace) -> int:
         if on_gpu:
             timer = CudaTimer()
             sampling = Sampling(arguments.warmup, arguments.runs)
-            times = measured_times(patterns, mask == "causal", timer, sampling)
+            timed = measured_times(patterns, mask == "causal", timer, sampling)
             origin = {"gpu": "B200", BASIS: "measured", MACHINE: timer.gpu.name}
         else:
             name = arguments.machine
             draws, jobs = arguments.draws, arguments.jobs
-            times = modelled_times(patterns, mask == "causal", name, draws, jobs)
+            timed = modelled_times(patterns, mask == "causal", name, draws, jobs)
             machine = modelled_machine(load(name))
             origin = {"gpu": name.upper(), BASIS: "modelled", MACHINE: machine}
+        times = _shown(timed, errors, mask == "causal", origin)
         rows += rows_of(times, errors, mask == "causal", origin)
     emit(tables(rows), arguments)
     if arguments.write:
         tuning.write(entries(rows), Path(arguments.write))
         print(f"tuning table: {arguments.write}", file=sys.stderr)
     return 0
+
+
+def _shown(
+    timed: Iterable[tuple[tuple[Ex2Pattern, str], Times]],
+    errors: dict[Ex2Pattern, Error],
+    causal: bool,
+    origin: dict[str, str],
+) -> dict[tuple[Ex2Pattern, str], Times]:
+    """Return the times of a mask's mixes and classes, the row of each printed as it is there."""
+    times: dict[tuple[Ex2Pattern, str], Times] = {}
+
+    def heard(one: tuple[tuple[Ex2Pattern, str], Times]) -> list[dict[str, Any]]:
+        times.update([one])
+        return [row_of(one[0], times, errors[one[0][0]], causal) | origin]
+
+    doing = "measuring" if origin[BASIS] == "measured" else "replaying"
+    for _ in results(timed, len(errors) * len(SEQLENS), (*_CLASS, *_MIX, *_TIME), heard, doing):
+        pass
+    return times

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.measure.parallel_block import DIVISIONS, Attention, Block, BlockShape, causal_attention
-from bench.measure.rank_processes import ONE_GPU, Times, each_job, figures, rank_count, say
+from bench.measure.rank_processes import ONE_GPU, Times, each_job, figures, rank_count
 from bench.measure.ranks import sampled
 from bench.measure.time_limit import TimeLimit
 from bench.tables.comparison import OURS
+from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
@@ -72,17 +73,18 @@ def timed(job: Job, sampling: tuple[int, int]) -> Times:
 
 def table(found: Mapping[Job, Times | str], ranks: int, machine: str) -> Table:
     """found: times of every job, or why there are none."""
-    rows: list[dict[str, Any]] = []
-    for (shape, attention, division), times in found.items():
-        row: dict[str, Any] = dict.fromkeys(column.name for column in COLUMNS)
-        row |= {
-            "block": str(shape), "attention": attention, "division": division,
-            BASIS: "measured", MACHINE: machine,
-        }  # fmt: skip
-        one = None if division == ONE_GPU else found.get((shape, attention, ONE_GPU))
-        rows.append(row | figures(times, one))
+    rows = [_row(job, found) | {BASIS: "measured", MACHINE: machine} for job in found]
     note = "Forward and backward of one block, from a barrier to the end of the slowest rank."
     return Table("parallel", f"Training steps over {ranks} GPUs", COLUMNS, rows, (note,))
+
+
+def _row(job: Job, found: Mapping[Job, Times | str]) -> dict[str, Any]:
+    """Columns of a job, beside what is found for one GPU."""
+    shape, attention, division = job
+    row: dict[str, Any] = dict.fromkeys(column.name for column in COLUMNS)
+    row |= {"block": str(shape), "attention": attention, "division": division}
+    one = None if division == ONE_GPU else found.get((shape, attention, ONE_GPU))
+    return row | figures(found[job], one)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -92,12 +94,14 @@ def main(arguments: argparse.Namespace) -> int:
     jobs = [(s, name, division) for s in SHAPES for division in DIVISIONS for name in ATTENTIONS]
     found: dict[Job, Times | str] = {}
 
-    def heard(job: Job, times: Times | str) -> None:
-        found[job] = times
-        say(job, times)
+    def heard(one: tuple[Job, Times | str]) -> list[dict[str, Any]]:
+        found.update([one])
+        return [_row(one[0], found)]
 
     timing = partial(timed, sampling=(arguments.warmup, arguments.runs))
-    each_job(timing, limit.begun(jobs), ranks, heard)
+    each = each_job(timing, limit.begun(jobs), ranks)
+    for _ in results(each, len(jobs), COLUMNS, heard, "measuring"):
+        pass
     machine = f"{ranks} x {torch.cuda.get_device_name(0)}"
     emit(limit.noted(table(found, ranks, machine)), arguments)
     return int(any(isinstance(t, str) for (_, name, _), t in found.items() if name == OURS))

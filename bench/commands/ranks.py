@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.measure.rank_processes import ONE_GPU, Times, each_job, figures, rank_count, say
+from bench.measure.rank_processes import ONE_GPU, Times, each_job, figures, rank_count
 from bench.measure.ranks import (
     KERNELS,
     RING,
@@ -29,6 +29,7 @@ from bench.measure.ranks import (
 )
 from bench.measure.time_limit import TimeLimit
 from bench.suite import DIRECTIONS
+from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 
@@ -68,12 +69,9 @@ def tables(found: Mapping[tuple[Row, str], Times | str], ranks: int, machine: st
     rows, hidden = [], []
     for case, direction in dict.fromkeys(row for row, _ in found):
         of_row = {way: times for (row, way), times in found.items() if row == (case, direction)}
-        place = {
-            "sequence": str(case), "direction": direction, BASIS: "measured", MACHINE: machine,
-        }  # fmt: skip
-        rows += [
-            place | {"way": way} | _figures(case, direction, way, of_row, ranks) for way in of_row
-        ]
+        origin = {BASIS: "measured", MACHINE: machine}
+        place = {"sequence": str(case), "direction": direction} | origin
+        rows += [_row((case, direction, way), of_row, ranks) | origin for way in of_row]
         medians = {w: float(np.median(t)) for w, t in of_row.items() if not isinstance(t, str)}
         if set(_OF_HIDING) <= set(medians):
             hidden.append(place | _hidden(*(medians[way] for way in _OF_HIDING)))
@@ -92,6 +90,13 @@ def tables(found: Mapping[tuple[Row, str], Times | str], ranks: int, machine: st
         Table("ranks", f"One sequence over {ranks} GPUs", COLUMNS, rows, notes, plot),
         Table("hidden", "Transfers of the ring", HIDDEN_COLUMNS, hidden, hiding),
     ]
+
+
+def _row(job: Job, of_row: Mapping[str, Times | str], ranks: int) -> dict[str, Any]:
+    """Columns of a job. of_row: what is found for the ways of its row."""
+    case, direction, way = job
+    place = {"sequence": str(case), "direction": direction, "way": way}
+    return place | _figures(case, direction, way, of_row, ranks)
 
 
 def _figures(
@@ -137,13 +142,17 @@ def main(arguments: argparse.Namespace) -> int:
     ranks = rank_count(arguments.ranks, "ranks")
     found: dict[tuple[Row, str], Times | str] = {}
 
-    def heard(job: Job, times: Times | str) -> None:
+    def heard(one: tuple[Job, Times | str]) -> list[dict[str, Any]]:
+        job, times = one
         case, direction, way = job
         found[(case, direction), way] = times
-        say(job, times)
+        of_row = {way: times for (row, way), times in found.items() if row == (case, direction)}
+        return [_row(job, of_row, ranks)]
 
     timing = partial(timed, sampling=(arguments.warmup, arguments.runs))
-    each_job(timing, limit.begun(chosen), ranks, heard)
+    each = each_job(timing, limit.begun(chosen), ranks)
+    for _ in results(each, len(chosen), COLUMNS, heard, "measuring"):
+        pass
     machine = f"{ranks} x {torch.cuda.get_device_name(0)}"
     emit([limit.noted(table) for table in tables(found, ranks, machine)], arguments)
     return int(any(isinstance(times, str) for (_, way), times in found.items() if way == RING))

@@ -126,6 +126,8 @@ def main(arguments: argparse.Namespace) -> int:
                         lambda report: [_row(report)], "compiling")  # fmt: skip
         tables.append(forward_table(list(found)))
     if arguments.direction != "forward":
-        tables.append(backward_table(compiled_backward.measure()))
+        backwards = results(compiled_backward.measure(), compiled_backward.count(),
+                            BACKWARD_COLUMNS, lambda one: [asdict(one)], "simulating")  # fmt: skip
+        tables.append(backward_table(compiled_backward.in_order(backwards)))
     emit(tables, arguments)
     return 0

@@ -23,6 +23,7 @@ from bench.measure.time_limit import TimeLimit
 from bench.measure.training import IMPLEMENTATIONS, SMOOTHED, Run, Shape, smoothed
 from bench.options import REFERENCE
 from bench.tables.comparison import OURS
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import progress
@@ -40,28 +41,40 @@ def table(
     found: dict[int, dict[str, Run | str]], steps: int, origin: dict[str, str], text: str
 ) -> Table:
     """found: by seed, of each implementation its run, or why it has none.  origin: of the rows."""
-    shown = sorted({max(1, round(share * steps)) for share in SHOWN})
-    columns = (
-        Column("seed"), Column("attention"), Column("status"),
-        *(Column(f"step_{n}", format=".3f", title=f"loss at {n}") for n in shown),
-        Column("apart", format="+.4f", title=f"farthest from {REFERENCE}"),
-        Column("at", title="at step"), Column("end", format="+.4f", title="from it at the end"),
-        Column("equal", title="bits of the run again"),
-        Column("milliseconds", "ms", ".1f", "step"),
-    )  # fmt: skip
-    rows: list[dict[str, Any]] = []
+    columns, rows = columns_of(steps), []
     for seed, of_seed in found.items():
-        for name, run in of_seed.items():
-            row: dict[str, Any] = dict.fromkeys(column.name for column in columns)
-            row |= {"seed": seed, "attention": name} | origin
-            rows.append(row | (_figures(name, of_seed, shown) if isinstance(run, Run) else {
-                "status": run
-            }))  # fmt: skip
+        rows += [_row(seed, name, of_seed, steps) | origin for name in of_seed]
     note = (
         f"{text}. Losses in nats a token, means over {SMOOTHED} steps; a step's time is that of "
         "the whole model, whose products are float32."
     )
     return Table("training", "Training with each attention", columns, rows, (note,))
+
+
+def columns_of(steps: int) -> tuple[Column, ...]:
+    """Return the columns of a run of so many steps."""
+    return (
+        Column("seed"), Column("attention"), Column("status"),
+        *(Column(f"step_{n}", format=".3f", title=f"loss at {n}") for n in _shown(steps)),
+        Column("apart", format="+.4f", title=f"farthest from {REFERENCE}"),
+        Column("at", title="at step"), Column("end", format="+.4f", title="from it at the end"),
+        Column("equal", title="bits of the run again"),
+        Column("milliseconds", "ms", ".1f", "step"),
+    )  # fmt: skip
+
+
+def _shown(steps: int) -> list[int]:
+    """Return the steps whose loss is shown."""
+    return sorted({max(1, round(share * steps)) for share in SHOWN})
+
+
+def _row(seed: int, name: str, of_seed: dict[str, Run | str], steps: int) -> dict[str, Any]:
+    """Columns of an attention, beside the others of its seed that are known."""
+    row: dict[str, Any] = dict.fromkeys(column.name for column in columns_of(steps))
+    run = of_seed[name]
+    is_known = isinstance(run, Run)
+    own = _figures(name, of_seed, _shown(steps)) if is_known else {"status": run}
+    return row | {"seed": seed, "attention": name} | own
 
 
 def _figures(name: str, found: dict[str, Run | str], shown: Sequence[int]) -> dict[str, Any]:
@@ -99,13 +112,19 @@ def main(arguments: argparse.Namespace) -> int:
     device = torch.device("cuda" if is_measured else "cpu")
     found: dict[int, dict[str, Run | str]] = {seed: {} for seed in arguments.seed or (0,)}
     jobs = [(seed, name) for seed in found for name in names]
-    for seed, name in limit.begun(jobs):
+
+    def trained(job: tuple[int, str]) -> dict[str, Any]:
+        seed, name = job
         attention = IMPLEMENTATIONS[name.removesuffix(AGAIN)]
         with progress.step(f"training with {name}, seed {seed}"):
             run, reason = attempt(
                 partial(training.train, attention, shape, arguments.steps, device, seed=seed)
             )
         found[seed][name] = reason or run
+        return _row(seed, name, found[seed], arguments.steps)
+
+    columns = columns_of(arguments.steps)
+    ready(map(trained, limit.begun(jobs)), len(jobs), columns, "training")
     for seed, name in limit.left_out:
         found[seed][name] = limit.reason
     origin = {BASIS: "computed", MACHINE: "CPU"}

@@ -6,7 +6,7 @@ Errors are of the numpy twin; `accuracy` has those of the compiled forward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,12 +112,11 @@ def case_of(seqlen: int, causal: bool) -> Case:
 
 def measured_times(
     patterns: Sequence[Ex2Pattern], causal: bool, timer: CudaTimer, sampling: Sampling
-) -> dict[tuple[Ex2Pattern, str], Times]:
-    """Time every mix and class, interleaved.
+) -> Iterator[tuple[tuple[Ex2Pattern, str], Times]]:
+    """Time every mix and class, the mixes of a class interleaved, and yield each.
 
     Raises RuntimeError if a result is wrong.
     """
-    found = {}
     for name, seqlen in SEQLENS.items():
         inputs = Inputs.random(case_of(seqlen, causal), timer.device, torch.bfloat16)
         calls: dict[Any, Callable[[], Any]] = {}
@@ -131,5 +130,4 @@ def measured_times(
         timed: dict[Any, Any] = interleave(timer, calls, sampling)
         for pattern, samples in timed.items():
             quantiles = [samples.quantile(share) for share in (0.5, 0.2, 0.8)]
-            found[pattern, name] = Times(np.array(quantiles))
-    return found
+            yield (pattern, name), Times(np.array(quantiles))

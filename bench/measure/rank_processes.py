@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.tables import ready
 from fa4_hd256.interrupt import starting_workers
 
 from .providers import attempt
 
-__all__ = ["LONGEST", "ONE_GPU", "Times", "each_job", "figures", "rank_count", "say"]
+__all__ = ["LONGEST", "ONE_GPU", "Times", "each_job", "figures", "rank_count"]
 
 #: Times of runs in milliseconds, each the slowest rank's.
 Times = tuple[float, ...]
@@ -58,20 +57,13 @@ def figures(times: Times | str, one: Times | str | None = None) -> dict[str, Any
     return found
 
 
-def say(job: tuple, times: Times | str) -> None:
-    """A line of a job's result, as soon as it is known."""
-    shown = times if isinstance(times, str) else f"{np.median(times):.2f} ms"
-    ready.say(f"  {', '.join(map(str, job))}: {shown}")
-
-
 def each_job(
-    function: Callable[[Job], Found], jobs: Iterable[Job], ranks: int,
-    heard: Callable[[Job, Found | str], None],
-) -> None:  # fmt: skip
+    function: Callable[[Job], Found], jobs: Iterable[Job], ranks: int
+) -> Iterator[tuple[Job, Found | str]]:
     """Call function(job) on the first `ranks` GPUs, job by job, NCCL being initialised.
 
-    heard: called with a job and what rank 0's function returned, or why a rank's raised. A process
-    that ends, or says nothing for `LONGEST` seconds, is the reason of its job, and the last one.
+    Yields each job with what rank 0's function returned, or why a rank's raised. A process that
+    ends, or says nothing for `LONGEST` seconds, is the reason of its job, and the last one.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as folder:
@@ -91,9 +83,9 @@ def each_job(
                     pipe.send(job)
                 answers = [_answer(pipe, rank) for rank, pipe in enumerate(pipes)]
                 failed = [answer for answer in answers if isinstance(answer, str)]
-                heard(job, failed[0] if failed else answers[0])
+                yield job, failed[0] if failed else answers[0]
         except _RankLost as error:
-            heard(job, str(error))
+            yield job, str(error)
         finally:
             for process in processes:
                 process.kill()

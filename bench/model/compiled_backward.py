@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,8 @@ UNIT_Q, UNIT_KV = 256, 128
 SEQLEN = 1024
 #: The last two are the first choice of ours: dS is stored, and dK and dQ are products of it.
 KERNELS = ("preprocess", "dQ", "dK/dV", "dV and dS", "dK and dQ from dS")
+#: Those that flash-attn-4 has, too.
+THEIRS = KERNELS[:3]
 _ALLOC = re.compile(r"tcgen05\.alloc[^;]*,\s*(%\w+|\d+);")
 
 
@@ -114,23 +117,26 @@ def _units(seqlen: int) -> float:
     return -(-seqlen // UNIT_Q) * -(-seqlen // UNIT_KV)
 
 
-def our_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
-    """Our kernels, by the static scheduler: where dS is stored, and where it is not."""
+def our_reports(seqlen: int = SEQLEN) -> Iterator[BackwardReport]:
+    """Yield our kernels, each once, by the static scheduler: where dS is not stored, and where it
+    is."""
     q, k, v, dout = (torch.randn(1, seqlen, 1, HEAD_DIM).bfloat16() for _ in range(4))
     out, lse = flash_attn_func(q, k, v, return_lse=True)
     call = BackwardCall(q, k, v, out, lse, dout, None, None, {})
     problem = call.describe(Options.check(None, False, (None, None), 0.0, False), None, None)
-    found = {}
+    known = set()
     for config in (BackwardConfig(ds_bytes=0), BackwardConfig()):
         run_backward(call, problem, Wanted(), config)
         kept = divide(problem, config.ds_bytes, gpu_of(q.device)).problem
         specs = backward_specs(kept, config).values()
         reports = sm100_sim.last_reports()[-len(specs) :]
         for spec, report in zip(specs, reports, strict=True):
+            if kernel_of(report) in known:
+                continue
+            known.add(kernel_of(report))
             kernel = compile_kernel(spec)
             code = kernel.ptx, kernel.cubin, report.kernel
-            found[kernel_of(report)] = _describe(OURS, code, report, _units(seqlen))
-    return list(found.values())
+            yield _describe(OURS, code, report, _units(seqlen))
 
 
 def their_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
@@ -158,7 +164,20 @@ def their_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
     return found
 
 
-def measure(seqlen: int = SEQLEN) -> list[BackwardReport]:
-    """Both projects' kernels; flash-attn-4's are left out if it is not installed."""
-    theirs = [] if flash_attn_4.unavailable() else their_reports(seqlen)
-    return sorted(our_reports(seqlen) + theirs, key=lambda r: KERNELS.index(r.kernel))
+def measure(seqlen: int = SEQLEN) -> Iterator[BackwardReport]:
+    """Yield both projects' kernels; flash-attn-4's are left out if it is not installed."""
+    yield from our_reports(seqlen)
+    if not flash_attn_4.unavailable():
+        yield from their_reports(seqlen)
+
+
+def count() -> int:
+    """Return how many kernels `measure` yields."""
+    return len(KERNELS) + (0 if flash_attn_4.unavailable() else len(THEIRS))
+
+
+def in_order(reports: Iterable[BackwardReport]) -> list[BackwardReport]:
+    """Return the reports in the order of `KERNELS`, of each kernel ours first."""
+    return sorted(
+        reports, key=lambda report: (KERNELS.index(report.kernel), report.project != OURS)
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,10 @@ from bench.measure.exp2 import (
     Times,
     case_of,
 )
-from bench.processes import each
+from bench.processes import stream
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.timing import Machine, load
 
 from . import ours
@@ -53,18 +54,16 @@ def _replayed(job: tuple[Ex2Pattern, bool, str, int]) -> Replayed:
 
 def modelled_times(
     patterns: Sequence[Ex2Pattern], causal: bool, machine: str, draws: int, jobs: int
-) -> dict[tuple[Ex2Pattern, str], Times]:
-    """Every mix and class, as `with_mix` says."""
+) -> Iterator[tuple[tuple[Ex2Pattern, str], Times]]:
+    """Yield every mix and class, as `with_mix` says. The first of the patterns is hardware only."""
     todo = [(pattern, causal, machine, draws) for pattern in patterns]
-    replays = each(_replayed, todo, jobs)
     base = ours.Ours().forward(ours.Variant(Kind(causal)), load(machine), draws)
-    hardware = replays[patterns.index(HARDWARE_ONLY)]
-    found = {}
-    for pattern, run in zip(patterns, replays, strict=True):
+    hardware: Any = None
+    for pattern, run in zip(patterns, stream(_replayed, todo, jobs), strict=True):
+        hardware = hardware or run
         kernel = with_mix(base, run, hardware)
         clocks = STEP_WORK * kernel.costs[0].rate
         for name, seqlen in SEQLENS.items():
             schedules = kernel.run(case_of(seqlen, causal))
             seconds = np.array([schedule.seconds for schedule in schedules])
-            found[pattern, name] = Times(seconds, schedules[0].bound, clocks, kernel.paths)
-    return found
+            yield (pattern, name), Times(seconds, schedules[0].bound, clocks, kernel.paths)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.processes import counted
+from bench.tables.ready import results
+from bench.tables.table import Column
 from fa4_hd256 import progress
 from fa4_hd256.run.kernel_names import in_words
 from sm100_sim.timing import Conditions, TileCosts, load
@@ -24,6 +25,11 @@ from .stated_errors import lengths_of
 from .tiles import KEYS, ROWS
 
 DRAWS = 4
+REPLAYED_COLUMNS = (
+    Column("kernel"), Column("gpu", title="GPU"), Column("case"),
+    Column("published", "TFLOPS", ".0f"), Column("modelled", "TFLOPS", ".0f"),
+    Column("error", "", "+.1%"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,17 +117,28 @@ def effective_clock(rows: Sequence[tuple[Published, Kernel | Backward]]) -> floa
     return clock
 
 
+def _at_own_clock(replayed: tuple[Published, Kernel | Backward]) -> list[dict[str, Any]]:
+    """Return the row that is printed when a kernel has been replayed."""
+    row, kernel = replayed
+    one = Found(row, _seconds(kernel, row, None), float(kernel.values[0].clock_ghz), row.seconds)
+    return [{
+        "kernel": str(row.build), "gpu": row.gpu, "case": f"{row.direction}, {row.case}",
+        "published": row.tflops, "modelled": one.tflops, "error": one.error,
+    }]  # fmt: skip
+
+
 def judged(
     published: Iterable[Published], machines: Sequence[str], draws: int = DRAWS
 ) -> list[Found]:
-    """Judge the rows whose very kernel is replayed, on the machines named. The clock of a session
-    is fitted to its unthrottled rows of the fit half."""
+    """Judge the rows whose very kernel is replayed, on the machines named, each printed at the
+    machine's clock as soon as it is replayed. The clock of a session is fitted to its unthrottled
+    rows of the fit half."""
     chosen = [
         row for row in published
         if row.machine in machines and row.role in (FIT, TEST) and replayable(row)
     ]  # fmt: skip
     replayed = ((row, _kernel(row, draws)) for row in chosen)
-    kernels = list(counted(replayed, len(chosen), "replaying"))
+    kernels = list(results(replayed, len(chosen), REPLAYED_COLUMNS, _at_own_clock))
     clocks = {}
     for session in dict.fromkeys(row.session for row, _ in kernels):
         fit = [(row, kernel) for row, kernel in kernels

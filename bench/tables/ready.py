@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from bench.processes import counted
-from fa4_hd256.environment import rows_wanted
+from fa4_hd256.progress import counted, say
 
 from .table import Column, plain_line
 
@@ -45,15 +43,6 @@ def results(
         for row in rows_of(one):
             lines.add(row)
         yield one
-
-
-def say(line: str) -> None:
-    """Print a line on stderr, above what is drawn there."""
-    if rows_wanted():
-        from tqdm import tqdm
-
-        tqdm.write(line, file=sys.stderr)
-        sys.stderr.flush()
 
 
 class _Lines:

@@ -6,22 +6,22 @@ import contextlib
 import multiprocessing
 import os
 import shlex
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import environment
 from ..gpus import family
 from ..interrupt import end_with_parent, starting_workers
+from ..progress import be_quiet, counted, say
 from ..words import shown
 from .catalogue import KernelSpec
 from .compile import jit_entry
 from .kernel_names import kernel_named, name_of
 from .keys import cpu_features, direction_of, prebuilt_key
+from .native_cache import NativeCache
 from .prebuilt import (
     MANIFEST,
     Prebuilt,
@@ -52,13 +52,11 @@ def build(
     specs: Mapping[str, Sequence[KernelSpec]],
     directory: str | os.PathLike,
     jobs: int = 1,
-    progress: Callable[[int, int, KernelSpec], None] = lambda done, total, spec: None,
 ) -> Build:
     """Put kernels into a prebuilt directory, which is made if it is not there.
 
     specs: name in `TARGETS` -> kernels. What the directory has stays where it was made by the same
-    versions and sources, and goes otherwise. jobs: processes that compile. progress: called after
-    each kernel.
+    versions and sources, and goes otherwise. jobs: processes that compile.
 
     Raises TypeError for a directory that is no path and jobs that are no int, ValueError for no
     jobs, and a directory that cannot be made or that others may write, RuntimeError where it cannot
@@ -71,24 +69,34 @@ def build(
     place = path_of(directory)
     _make(place)
     read_manifest(place)  # refuses a directory that must not be used
-    cache, described, done = storage(place), {}, 0
+    cache, described = storage(place), {}
     total = sum(map(len, specs.values()))
+    for key, kernel in counted(_written(specs, cache, jobs), total, "compiling", "kernel"):
+        described[key] = kernel
+        say(f"{len(described)}/{total} {kernel['kind']} ({kernel['target']})")
+    return _finish(place, described)
+
+
+def _written(
+    specs: Mapping[str, Sequence[KernelSpec]], cache: NativeCache, jobs: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (key, description for the manifest) of each kernel, once its file is there."""
     for target, wanted in specs.items():
         capability = TARGETS[target].capability
         with family.as_if_seen(capability):
             for spec, (header, parts) in zip(wanted, _entries(wanted, capability, jobs)):
                 key = prebuilt_key(spec)
                 cache.write(f"{key}.kernel", header, parts)
-                described[key] = {
-                    "kind": spec.kind,
-                    "target": family.target(spec.architecture),
-                    "sources": f"{direction_of(spec)} {spec.architecture.name}",
-                    "kernel": name_of(spec),
-                    "bytes": sum(map(len, parts)),
-                }
-                done += 1
-                progress(done, total, spec)
-    return _finish(place, described)
+                yield (
+                    key,
+                    {
+                        "kind": spec.kind,
+                        "target": family.target(spec.architecture),
+                        "sources": f"{direction_of(spec)} {spec.architecture.name}",
+                        "kernel": name_of(spec),
+                        "bytes": sum(map(len, parts)),
+                    },
+                )
 
 
 def _make(place: Path) -> None:
@@ -178,7 +186,9 @@ def _entries(
         yield from map(jit_entry, specs)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(specs)), context, end_with_parent) as pool:
+    # A worker's own lines would be drawn over this process's.
+    begin = end_with_parent, (be_quiet,)
+    with ProcessPoolExecutor(min(jobs, len(specs)), context, *begin) as pool:
         with starting_workers():
             found = pool.map(_entry_named, map(name_of, specs), [capability] * len(specs))
         yield from found
@@ -188,12 +198,6 @@ def _entry_named(name: str, capability: tuple[int, int]) -> tuple[dict[str, Any]
     """`jit_entry` in a process of its own."""
     with family.as_if_seen(capability):
         return jit_entry(kernel_named(name))
-
-
-def report(done: int, total: int, spec: KernelSpec) -> None:
-    """A line on stderr for each kernel."""
-    if environment.progress_wanted():
-        print(f"{done}/{total} {spec.kind}", file=sys.stderr)
 
 
 def unique(specs: Iterable[KernelSpec]) -> list[KernelSpec]:

@@ -145,10 +145,10 @@ def planted(monkeypatch):
 def test_what_a_mix_changes_is_put_down_to_the_steps(monkeypatch):
     """Of each machine by itself, per clock of the replay's work; the rest of the kernel stays."""
     calls = planted(monkeypatch)
-    found = modelled.modelled_times([HARDWARE_ONLY, HALF], True, "b200", 1, 1)
+    found = dict(modelled.modelled_times([HARDWARE_ONLY, HALF], True, "b200", 1, 1))
     kind, machine = Kind(True), load("b200")
     assert calls == [
-        (HARDWARE_ONLY, kind, "b200", 1), (HALF, kind, "b200", 1), (kind, "b200", 1),
+        (kind, "b200", 1), (HARDWARE_ONLY, kind, "b200", 1), (HALF, kind, "b200", 1),
     ]  # fmt: skip
     assert list(found) == [(p, name) for p in (HARDWARE_ONLY, HALF) for name in measured.SEQLENS]
     base = Ours().forward(modelled.ours.Variant(kind), machine, 1)

@@ -467,6 +467,22 @@ def test_a_relative_directory_stays_where_it_is(copied, given, tmp_path, monkeyp
 
 
 @pytest.mark.usefixtures("instant")
+@pytest.mark.parametrize("wanted", [None, "1", "0"])
+def test_kernels_are_told_as_each_is_built(wanted, spec, tmp_path, monkeypatch, capfd):
+    """On a pipe by a line each; on a terminal a bar counts those that are left, too."""
+    monkeypatch.delenv("FA4_HD256_PROGRESS", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("FA4_HD256_PROGRESS", wanted)
+    kernels = [spec, replace(spec, config=replace(spec.config, rescale_threshold=4.0))]
+    build({"sm_100a": kernels}, tmp_path / "kernels")
+    told = capfd.readouterr().err
+    lines = ["1/2 forward (sm_100f)", "2/2 forward (sm_100f)"]
+    assert all((line in told) == (wanted != "0") for line in lines), told
+    assert ("compiling" in told and "1 left" in told) == (wanted == "1")
+    assert wanted is not None or told.splitlines() == lines
+
+
+@pytest.mark.usefixtures("instant")
 def test_commands_quote_paths(spec, tmp_path, capsys):
     place = tmp_path / "of a model"
     command = ["build", "--kernel", name_of(spec), "--arch", "sm_100a", "--out", str(place)]

@@ -1,0 +1,102 @@
+"""Long commands print each row as it is ready, on a pipe too, where no bar is drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bench.__main__ import main
+from bench.commands import ex2_sweep, parallel, ranks, static, training, validate
+from bench.measure.exp2 import SEQLENS, Times
+from bench.measure.rank_processes import ONE_GPU
+from bench.measure.training import Run
+from bench.model import compiled_backward, predictor, validation
+from bench.model.compiled_backward import KERNELS, BackwardReport
+from bench.model.published import flash_attention
+from bench.tables import ready
+
+
+@pytest.fixture
+def seen(monkeypatch, capfd):
+    """Function that yields what it is given, and notes what is on stderr before each."""
+    monkeypatch.delenv("FA4_HD256_PROGRESS", raising=False)
+    monkeypatch.setattr(ready, "LATER", 0.0)
+    texts = [""]
+
+    def noted(found):
+        for one in found:
+            texts[0] += capfd.readouterr().err
+            noted.before.append(texts[0])
+            yield one
+
+    noted.before = []
+    return noted
+
+
+def rows_in(text):
+    """Rows below their heading; nothing else may be on stderr."""
+    lines = text.splitlines()
+    assert all(line.startswith("| ") for line in lines), text
+    return max(0, len(lines) - 1)
+
+
+def test_training(monkeypatch, seen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runs = seen(Run([3.0, 2.0], 5.0) for _ in range(4))
+    monkeypatch.setattr(training.training, "train", lambda *given, **more: next(runs))
+    assert main(["training", "--steps", "2", "--seed", "1", "--seed", "2"]) == 0
+    assert [rows_in(text) for text in seen.before] == [0, 1, 2, 3]
+    assert "| 1 " in seen.before[1] and training.REFERENCE in seen.before[1]
+
+
+@pytest.mark.parametrize("command", [parallel, ranks], ids=["parallel", "ranks"])
+def test_ranks_of_processes(command, monkeypatch, seen):
+    def each_job(function, jobs, count):
+        yield from seen((job, "no GPU" if job[-1] == "FSDP2" else (20.0,)) for job in jobs)
+
+    monkeypatch.setattr(command, "each_job", each_job)
+    monkeypatch.setattr(command, "rank_count", lambda asked, name: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    main([command.__name__.rpartition(".")[2]])
+    assert len(seen.before) > 8
+    assert [rows_in(text) for text in seen.before] == list(range(len(seen.before)))
+    assert ONE_GPU in seen.before[1] and "20.00" in seen.before[1]
+
+
+def test_static(monkeypatch, seen, capfd):
+    names = reversed(KERNELS)
+    reports = (BackwardReport("ours", name, *[1] * 7, *[2.0] * 4) for name in names)
+    monkeypatch.setattr(compiled_backward, "measure", lambda: seen(reports))
+    assert main(["static", "--direction", "backward"]) == 0
+    assert [rows_in(text) for text in seen.before] == list(range(len(KERNELS)))
+    out = capfd.readouterr().out
+    assert out.index("| preprocess") < out.index("| dQ") < out.index("| dK and dQ from dS")
+    monkeypatch.setattr(static.flash_attn_4, "unavailable", lambda: "not installed")
+    assert compiled_backward.count() == len(KERNELS)
+
+
+def test_ex2_sweep(monkeypatch, seen):
+    def modelled_times(patterns, causal, *given):
+        jobs = [(pattern, name) for pattern in patterns for name in SEQLENS]
+        yield from seen((job, Times(np.array([1e-3, 1e-3]), "MMA", 9.0)) for job in jobs)
+
+    monkeypatch.setattr(ex2_sweep, "modelled_times", modelled_times)
+    given = ["ex2-sweep", "--modelled", "--mask", "causal", "--freq", "4", "--start", "0"]
+    assert main(given) == 0
+    assert len(seen.before) == 9
+    assert [rows_in(text) for text in seen.before] == list(range(9))
+    assert "hardware" in seen.before[1] and "causal" in seen.before[1]
+
+
+def test_validate(monkeypatch, seen):
+    """Each rate at the machine's clock when its kernel is replayed, before clocks are fitted."""
+    rows = [row for row in flash_attention.FORWARD_256 if row.machine == "b200"][:4]
+    kernel = type("Kernel", (), {"values": [validate.load().values()]})()
+    replays = seen(kernel for _ in rows)
+    monkeypatch.setattr(validation, "_kernel", lambda row, draws: next(replays))
+    monkeypatch.setattr(validation, "replayable", lambda row: predictor)
+    monkeypatch.setattr(validation, "_seconds", lambda kernel, row, clock: np.array([row.seconds]))
+    assert len(validation.judged(rows, ["b200"])) == 4
+    assert [rows_in(text) for text in seen.before] == [0, 1, 2, 3]
+    assert str(rows[0].build) in seen.before[1] and "+0.0%" in seen.before[1]
