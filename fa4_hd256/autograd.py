@@ -169,7 +169,9 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
 _RANK = 4
 
 
-def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def save_for_backward(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     """setup_context of `forward`: what `gradients` needs, and no more."""
     count = len(ForwardTensors._fields)
     tensors, values = ForwardTensors(*inputs[:count]), ForwardValues(*inputs[count:])

@@ -163,7 +163,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, scheduler_metadata,
         cache_batch_idx, cache_leftpad,
     )  # fmt: skip
-    attention = _Attention(learnable_sink, others, asked, out)
+    attention = _RequestedAttention(learnable_sink, others, asked, out)
     # Engines write their caches themselves: a call without new rows is one of the attention.
     are_read = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
     if not are_read or not _are_plain(cache_seqlens):
@@ -295,8 +295,8 @@ class _Places(NamedTuple):
         )
 
 
-class _Attention(NamedTuple):
-    """Attention that a call requests, whichever rows there are. others: tensors by name."""
+class _RequestedAttention(NamedTuple):
+    """Attention of a call, whichever rows the cache has. others: tensors by name."""
 
     sink: Any
     others: dict[str, torch.Tensor]
@@ -314,7 +314,7 @@ class _Attention(NamedTuple):
             (self.out, return_lse, False),
         )
 
-    def bounded(self, q: torch.Tensor) -> _Attention:
+    def bounded(self, q: torch.Tensor) -> _RequestedAttention:
         """Return it with numbers for max_seqlen_q and max_seqlen_k."""
         asked = self.asked
         given = asked.max_seqlen_q, asked.max_seqlen_k
@@ -388,7 +388,7 @@ class _NewRows(NamedTuple):
     rotary_seqlens: Any = None
 
     def written(
-        self, places: _Places, attention: _Attention, wants_lse: bool
+        self, places: _Places, attention: _RequestedAttention, wants_lse: bool
     ) -> tuple[_Places, tuple[torch.Tensor, torch.Tensor] | None]:
         """Write the rows, if there are any, and attend to them: (.., (out, lse)). None in place of
         these where the attention is left to be called, with the places that are returned: without
@@ -511,7 +511,7 @@ _APPENDED = len(AppendTensors._fields)
 _place_of = {name: place for place, name in enumerate(_NAMES)}
 
 
-def _tensors_of(places: _Places, rows: _NewRows, attention: _Attention) -> tuple[Any, ...]:
+def _tensors_of(places: _Places, rows: _NewRows, attention: _RequestedAttention) -> tuple[Any, ...]:
     """The tensors of a call, None where not given."""
     others = attention.others
     k_descale = v_descale = None
@@ -570,7 +570,7 @@ def _resolved(
         with_rows = places._replace(lengths=rows.counted(places.lengths))
     names = TREE_WORDS, *DESCALES, *SCORE_MOD.tensors
     others = {name: given[name] for name in names if given[name] is not None}
-    attention = _Attention(given["sink"], others, asked, given["out"])
+    attention = _RequestedAttention(given["sink"], others, asked, given["out"])
     descale, work = attention.described(with_rows, (call.k, call.v))
     window = Options.check(
         asked.softmax_scale, asked.causal, asked.window_size, asked.softcap

@@ -152,7 +152,9 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return out, lse, lse.new_empty(lse.shape[1])
 
 
-def _save_beside_maxima(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
+def _save_beside_maxima(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]
+) -> None:
     out, lse, max_logits = output
     save_for_backward(ctx, inputs, (out, lse))
     ctx.mark_non_differentiable(max_logits)

@@ -269,7 +269,7 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | 
     return entry, addresses
 
 
-def _entry(key: tuple, facts: tuple[Any, ...], tensors: Tensors) -> Entry:
+def _entry(key: tuple[Any, ...], facts: tuple[Any, ...], tensors: Tensors) -> Entry:
     kind = facts[0]
     try:
         found = _kept.entries.get(key)

@@ -180,7 +180,7 @@ def test_a_private_word_is_named(checkout, monkeypatch, text, phrase):
     ("def role(self, context: Any): ...", 1), ("def role(self, context: Context): ...", 0),
 ])  # fmt: skip
 def test_annotations_that_say_too_little_are_counted(checkout, monkeypatch, text, count):
-    table = dict.fromkeys(style.ANNOTATIONS, ("better", 0))
+    table = dict.fromkeys(style.ANNOTATIONS, ("better", 0, 0))
     monkeypatch.setattr(style, "ANNOTATIONS", table)
     (checkout / "fa4_hd256/a.py").write_text(f"{text}\n")
     offences = style.annotations(checkout)

@@ -87,7 +87,7 @@ class AppendTensors(NamedTuple):
         )
 
 
-def append_compile_arguments(own: AppendClass) -> tuple:
+def append_compile_arguments(own: AppendClass) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile`."""
     element = own.element_type
     caches, rows = (tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in "kv") for _ in range(2))

@@ -298,7 +298,7 @@ def call_scalars(
 # ---------------------------------------------------------------- kernels of the forward
 
 
-def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tuple:
+def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile`: types and alignments, no data; counter: with that of
     the tiles."""
     element = problem_class.element_type
@@ -315,19 +315,19 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 
 
-def combine_compile_arguments(element_type: Any) -> tuple:
+def combine_compile_arguments(element_type: Any) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile` for the combining kernel; element_type: of out."""
     return _result_types(cutlass.Float32), _result_types(element_type), cuda.CUstream(0)
 
 
-def ragged_combine_compile_arguments(problem_class: CombineClass) -> tuple:
+def ragged_combine_compile_arguments(problem_class: CombineClass) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile` for the kernel that combines listed splits."""
     *results, stream = combine_compile_arguments(problem_class.element_type)
     lists = tuple(vector_type(cutlass.Int32) for _ in range(1 + problem_class.packed))
     return *results, lists, stream
 
 
-def _result_types(element_type: Any) -> tuple:
+def _result_types(element_type: Any) -> tuple[Any, ...]:
     """Return (out, lse)."""
     out = tensor_type(element_type, 4, row_alignment(element_type.width))
     return out, tensor_type(cutlass.Float32, 3, alignment=4)

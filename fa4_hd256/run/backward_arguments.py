@@ -62,7 +62,7 @@ class PreprocessTensors:
     ragged: tuple[Any, ...] = ()
 
 
-def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple:
+def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile` for the preprocess kernel."""
     element = ELEMENT_TYPES[problem_class.dtype]
     out, dout = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(2))
@@ -89,7 +89,7 @@ def preprocess_call_arguments(
     return rows, stats, ragged, longest, stream_argument(stream)
 
 
-def sum_compile_arguments(element_type: Any) -> tuple:
+def sum_compile_arguments(element_type: Any) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile` for the kernel that adds up parts of dK and dV."""
     parts, results = (
         tuple(tensor_type(kind, 4, SECTOR_BYTES) for _ in range(2))
@@ -186,7 +186,7 @@ def gradient_compile_arguments(
     results: tuple[str, ...],
     has_ds: bool = False,
     counter: bool = False,
-) -> tuple:
+) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile` for a kernel that makes gradients. results: which of
     "dq", "dk" and "dv", in its order. has_ds: it writes or reads a stored dS. counter: with that of
     the tiles."""

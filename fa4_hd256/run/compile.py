@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +52,7 @@ _SCRATCH_BYTES = 16 << 20
 counters: Counter[str] = Counter()
 
 #: By the spec, its target and CuTe DSL's settings; all else in a key is fixed.
-_memory: dict[tuple[KernelSpec, str, tuple], CompiledKernel] = {}
+_memory: dict[tuple[KernelSpec, str, tuple[Any, ...]], CompiledKernel] = {}
 _lock = threading.RLock()
 _files_lock = threading.RLock()
 _linking_lock = threading.RLock()
@@ -67,6 +67,15 @@ class Linked:
 
     module: Any
     function: Any
+
+
+@dataclass
+class InProcess:
+    """State of a kernel in this process: its linked host object, and what has been done with it."""
+
+    linked: Linked | None = None
+    is_loaded: bool = False
+    is_checked: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +96,7 @@ class CompiledKernel:
     compile_seconds: float
     from_disk: bool
     seconds: float
+    in_process: InProcess = field(default_factory=InProcess, repr=False)
 
     @property
     def function(self) -> Any:
@@ -100,12 +110,12 @@ class CompiledKernel:
         `functools.cached_property` has no lock from Python 3.12 on.  Two threads would link twice,
         and one library would be unloaded under the launch that uses it.
         """
-        found = self.__dict__.get("_linked")
+        found = self.in_process.linked
         if found is None:
             with _linking_lock:
-                found = self.__dict__.get("_linked")
+                found = self.in_process.linked
                 if found is None:
-                    found = self.__dict__["_linked"] = self._link()
+                    found = self.in_process.linked = self._link()
         return found
 
     def _link(self) -> Linked:
@@ -121,13 +131,13 @@ class CompiledKernel:
     def load(self) -> None:
         """Load it into the process's GPUs."""
         self.function.to(None)
-        self.__dict__["is_loaded"] = True
+        self.in_process.is_loaded = True
 
     def refuse_to_load_in_a_graph(self) -> None:
         """Raise RuntimeError where a graph is captured and the kernel has not been loaded."""
-        if "is_loaded" not in self.__dict__:
+        if not self.in_process.is_loaded:
             _refuse_capture(self.function_name)
-            self.__dict__["is_loaded"] = True
+            self.in_process.is_loaded = True
 
     @property
     def execution_args(self) -> Any:
@@ -190,7 +200,7 @@ class MissingKernelError(RuntimeError):
             f"({environment.JIT.name}=1, or use_prebuilt(..., jit=True))"
         )
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_of
 
 

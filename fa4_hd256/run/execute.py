@@ -131,9 +131,9 @@ class Execution:
 
 
 def _check_once(compiled: CompiledKernel, first: Launch) -> None:
-    if "is_checked" not in compiled.__dict__:
+    if not compiled.in_process.is_checked:
         check_convention(compiled, first)
-        compiled.__dict__["is_checked"] = True
+        compiled.in_process.is_checked = True
 
 
 # ---------------------------------------------------------------- packed arguments
@@ -299,7 +299,7 @@ class _LaunchStep(PackedArguments):
     def __init__(self, function: Callable[[int], Any], step: Launch, of: Execution) -> None:
         super().__init__(step, of.numbers)
         self._function, self._device = function, of.plan.device
-        self._counts = any(view.name == COUNTER for view in step.views)
+        self._counts = _counts_tiles(step)
         # The code belongs to the linked module, which the kernel keeps.
         self._kept = of._kernels[step.spec]
 
@@ -318,13 +318,21 @@ class _SimulatedStep(PackedArguments):
         super().__init__(step, of.numbers)
         self._compiled, self._device = compiled, of.plan.device
         self._views = [(view, of.numbers[view.name]) for view in step.views]
+        self._counts = _counts_tiles(step)
 
     def run(self, where: list[int], stream: int, found: list[Any]) -> None:
-        counter = tile_counter(self._device, stream)
-        where[-1] = counter.data_ptr()
+        counter = None  # one that is made for a launch lives until it is done
+        if self._counts:
+            counter = tile_counter(self._device, stream)
+            where[-1] = counter.data_ptr()
         self.write(where, stream)
         memory = [_extent(view, where[number]) for view, number in self._views if view.numel()]
         launch.simulate(self._compiled, self.addresses, sorted(memory))
+
+
+def _counts_tiles(step: Launch) -> bool:
+    """Return True for a kernel that takes a counter of tiles."""
+    return any(view.name == COUNTER for view in step.views)
 
 
 def _extent(view: View, address: int) -> tuple[int, int, str]:

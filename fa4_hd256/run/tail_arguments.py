@@ -20,7 +20,7 @@ from .arguments import WORD, dynamic_tensor, stream_argument, tensor_type, vecto
 __all__ = ["tail_call_arguments", "tail_compile_arguments"]
 
 
-def tail_compile_arguments(own: TailClass) -> tuple:
+def tail_compile_arguments(own: TailClass) -> tuple[Any, ...]:
     """Return the arguments of `cute.compile`."""
     offsets = {f"cu_seqlens_{side}": vector_type(cutlass.Int32) for side in own.sides}
     tensors = TailTensors(

@@ -219,7 +219,9 @@ def _operands(
 
 
 @functools.lru_cache(maxsize=256)
-def _lengths_of(documents: tuple[int, ...] | None, device: torch.device) -> tuple[tuple, tuple]:
+def _lengths_of(
+    documents: tuple[int, ...] | None, device: torch.device
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """cu_seqlens and the longest sequence on a device, made once, each of q and of k; None for
     all where there are no documents."""
     if documents is None:

@@ -281,11 +281,11 @@ class Run:
         self.last: dict = dict.fromkeys(self.programs)
         #: For each event (role, operation), and the set of all that is before it in every run, as
         #: bits.
-        self.events: list[tuple] = []
+        self.events: list[tuple[Any, ...]] = []
         self.before: list[int] = []
-        self.stages: dict[tuple, Stage] = {}
+        self.stages: dict[tuple[str, int, int], Stage] = {}
         #: Content of each buffer, by name.
-        self.buffers: dict[tuple, dict[str, Held]] = defaultdict(dict)
+        self.buffers: dict[tuple[str, int, int], dict[str, Held]] = defaultdict(dict)
         #: Contents that were overwritten before anybody had read them.
         self.unread: list[Held] = []
         #: The last of each tensor core, by the CTA that issues.
@@ -615,7 +615,7 @@ class Run:
     def _counts(self, edge: str, cta: int) -> set[int]:
         """Return how often the roles have arrived on an edge, on the barriers of a CTA."""
         cta = self._home(self.edges[edge], cta)
-        counts: dict[tuple, int] = defaultdict(int)
+        counts: dict[tuple[str, int], int] = defaultdict(int)
         for (name, where, _), stage in self.stages.items():
             for arriver in stage.arrivers if (name, where) == (edge, cta) else ():
                 counts[arriver] += len(stage.arrivals[arriver])

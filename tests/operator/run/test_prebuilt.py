@@ -615,6 +615,6 @@ def test_loading_while_a_graph_is_captured_is_refused(inputs, monkeypatch, spec)
     with pytest.raises(RuntimeError, match="a CUDA graph is being captured.*not loaded"):
         found.refuse_to_load_in_a_graph()
     loaded = SimpleNamespace(to=lambda device: None)
-    monkeypatch.setitem(found.__dict__, "_linked", compile.Linked(None, loaded))
+    monkeypatch.setattr(found.in_process, "linked", compile.Linked(None, loaded))
     found.load()
     found.refuse_to_load_in_a_graph()
