@@ -40,6 +40,11 @@ PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
 #: Files nearest to a mutant, at most.
 MOST_FILES = 3
 
+#: Line, the mutated line, the whole source.
+Mutant = tuple[int, str, str]
+#: The test files nearest to a source file, and the others.
+Tests = tuple[list[str], list[str]]
+
 COMPARED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -72,9 +77,8 @@ def changed(node: ast.AST) -> str | None:
     return None
 
 
-def mutant(path: Path, pick: random.Random) -> tuple[int, str, str] | None:
-    """Return (line, the mutated line, the whole source) of one mutant inside a function, drawn at
-    random; None where there is none."""
+def mutant(path: Path, pick: random.Random) -> Mutant | None:
+    """Return one mutant inside a function, drawn at random; None where there is none."""
     text = path.read_text()
     lines, tree = text.splitlines(keepends=True), ast.parse(text)
     statements = [
@@ -155,7 +159,7 @@ def by_distance(module: Path) -> list[list[Path]]:
     return found
 
 
-def tests_of(module: Path) -> tuple[list[str], list[str]]:
+def tests_of(module: Path) -> Tests:
     """Return the test files nearest to a source file, and the others that import it in any way.
 
     Nearest are files named as it, then those that import it or import what imports it, then those
@@ -218,10 +222,10 @@ def failure(copy: Path) -> str:
     return (failed or lines[-1:] or [""])[-1][:160]
 
 
-def verdict(copy: Path, module: Path, longest: int) -> str:
+def verdict(copy: Path, files: Tests, longest: int) -> str:
     """Return which tests kill the mutant in a copy: "default", "all cases", "survives", or
-    "unknown"."""
-    near, others = tests_of(module)
+    "unknown". files: see `tests_of`."""
+    near, others = files
     found = result(copy, near, longest)
     if found != "passes":
         return "default" if found == "fails" else "unknown"
@@ -243,8 +247,9 @@ def spent() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def sample(folders: list[str], seed: int, count: int) -> list[tuple[Path, tuple[int, str, str]]]:
-    """Return `count` mutants of files drawn at random, one of each file before a second of any."""
+def sample(folders: list[str], seed: int, count: int) -> list[tuple[Path, Mutant, Tests]]:
+    """Return `count` mutants of files drawn at random, one of each file before a second of any, and
+    the tests of each."""
     pick = random.Random(seed)
     files = sorted(
         path
@@ -257,8 +262,8 @@ def sample(folders: list[str], seed: int, count: int) -> list[tuple[Path, tuple[
         for path in files:
             if len(found) < count:
                 module, one = path.relative_to(ROOT), mutant(path, pick)
-                if one is not None and tests_of(module)[0]:
-                    found.append((module, one))
+                if one is not None and (files := tests_of(module))[0]:
+                    found.append((module, one, files))
         rounds += 1
     return found
 
@@ -289,12 +294,11 @@ def main() -> None:
     counts = Counter()
     with tempfile.TemporaryDirectory() as place:
         copy = copied(Path(place))
-        for number, (module, (line, text, source)) in enumerate(
-            sample(asked.folders, asked.seed, asked.count), 1
-        ):
+        chosen = sample(asked.folders, asked.seed, asked.count)
+        for number, (module, (line, text, source), files) in enumerate(chosen, 1):
             original, before = (copy / module).read_text(), spent()
             (copy / module).write_text(source)
-            killed = verdict(copy, module, asked.longest)
+            killed = verdict(copy, files, asked.longest)
             (copy / module).write_text(original)
             counts[killed] += 1
             by_all = counts["default"] + counts["all cases"]
