@@ -162,6 +162,11 @@ CAUSAL = ProblemClass(BF16, bounded_right=True)
 VARIANTS = {
     "causal": GradientClass(CAUSAL),
     "causal, parts": GradientClass(CAUSAL, partial=True),
+    # Packed sequences with few KV heads, whose gradients test_backward_varlen.py compares.
+    "packed, parts": GradientClass(
+        ProblemClass(BF16, bounded_right=True, ragged=("cu_seqlens_q", "cu_seqlens_k")),
+        partial=True,
+    ),
     "fp16, window, softcap, packed with lengths in use": GradientClass(
         ProblemClass(
             torch.float16,
@@ -194,7 +199,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
-@pytest.mark.sampled("products-fp16, window, softcap, packed with lengths in use")
+@pytest.mark.sampled("dv-packed, parts", "products-packed, parts")
 def test_no_spills_and_no_local_memory(result, variant):
     """The compiler's own report is clean for every kind of kernel."""
     kind = f"backward_{result}"

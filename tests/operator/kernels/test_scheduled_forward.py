@@ -26,10 +26,18 @@ SCHEDULERS = (StaticPersistentScheduler, StaticSingleTileScheduler, ClcScheduler
 LENGTHS_Q, LENGTHS_K = (300, 0, 5, 700, 1, 64), (200, 9, 0, 700, 300, 64)
 
 
+def default_kernel():
+    """Return the causal varlen kernel of calls without use_clc."""
+    return compile_kernel(KernelSpec("forward", ForwardConfig(), call()[0].problem_class))
+
+
 @pytest.fixture(scope="module", params=SCHEDULERS, ids=lambda s: s.__name__)
 def kernel(request):
     """(scheduler, compiled causal varlen kernel)."""
     problem_class = call()[0].problem_class
+    assert not problem_class.use_clc
+    if request.param is StaticPersistentScheduler:
+        return request.param, default_kernel()
     traced = ForwardKernel(ForwardConfig(), problem_class, request.param)
     return request.param, compile_sm100(traced, *compile_arguments(problem_class))
 
@@ -55,9 +63,7 @@ def call():
 def expected():
     """Results under the default scheduler."""
     problem, tensors = call()
-    spec = KernelSpec("forward", ForwardConfig(), problem.problem_class)
-    compiled = compile_kernel(spec)
-    sm100_sim.launch(compiled, *call_arguments(tensors, problem, gpu(), 0))
+    sm100_sim.launch(default_kernel(), *call_arguments(tensors, problem, gpu(), 0))
     assert not tensors.out.isnan().any() and not tensors.lse.isnan().any()
     return tensors.out, tensors.lse
 
