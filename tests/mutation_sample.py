@@ -163,7 +163,9 @@ def tests_of(module: Path) -> Tests:
     """Return the test files nearest to a source file, and the others that import it in any way.
 
     Nearest are files named as it, then those that import it or import what imports it, then those
-    of the folder that mirrors its own.
+    of the folder that mirrors its own. The last of the others are those of calls, which find their
+    kernels by name: no import leads to these. Of them the first are named as a folder or a file
+    between the source and the call.
     """
     folder = {"fa4_hd256": "operator", "sm100_sim": "sim"}.get(module.parts[0], module.parts[0])
     tests, mirror = ROOT / "tests" / folder, ROOT.joinpath("tests", folder, *module.parts[1:-1])
@@ -172,7 +174,12 @@ def tests_of(module: Path) -> Tests:
     named += [file.relative_to(ROOT) for file in sorted(tests.rglob(f"test_{module.stem}*.py"))]
     direct, second, *others = [*by_distance(module), [], []]
     direct.sort(key=lambda file: file not in beside)
-    every = [*named, *direct, *second, *beside, *(file for layer in others for file in layer)]
+    between = {part for one in (module, *importers().get(module, ())) for part in one.parts}
+    calls = [file.relative_to(ROOT) for file in sorted((ROOT / "tests/operator").glob("test_*.py"))]
+    calls.sort(key=lambda file: file.stem.removeprefix("test_") not in between)
+    of_calls = calls if module.parts[0] in ("fa4_hd256", "schedulers", "softmax_emu") else []
+    further = [file for layer in others for file in layer]
+    every = [*named, *direct, *second, *beside, *further, *of_calls]
     files = [file.as_posix() for file in dict.fromkeys(every)]
     return files[:MOST_FILES], files[MOST_FILES:]
 
