@@ -210,7 +210,9 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("window", [(None, None), (1023, 0)], ids=["all keys", "window"])
+@pytest.mark.parametrize(
+    "window", [(None, None), (None, 0), (1023, 0)], ids=["all keys", "causal", "window"]
+)
 def test_every_key_is_in_one_part(lengths, window):
     one = problem(131072, len(lengths), window=window)
     room = room_for_parts(one, gpu())
