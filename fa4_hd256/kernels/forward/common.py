@@ -281,14 +281,17 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         place: tuple[Int32, Int32],
         softmax: Any,
         lse: Float32,
+        batch: Int32 | None = None,
     ) -> None:
         """Write the LSE of a row, and its greatest logit where the problem class has `max_logits`.
 
         place: (query, head).  softmax: `OnlineSoftmax` of the row after its last step.
+        batch: `result_batch` of the tile, where a caller has it.
         """
         query, head = place
         row = context.result_offset(context.query(work)) + query
-        batch, tensors = context.result_batch(work), context.tensors
+        batch = context.result_batch(work) if batch is None else batch
+        tensors = context.tensors
         tensors.lse[batch, head, row] = lse
         if self.problem_class.max_logits:
             logit = softmax.largest_logit()

@@ -152,6 +152,15 @@ def test_products_that_are_not_waited_for_are_found(sanitized, planted):
     assert any("registers-in-flight" in str(finding) for finding in findings)
 
 
+@pytest.mark.sampled
+def test_no_row_of_a_result_divides():
+    """With KV splits the consumers divide a tile's batch entry by their number once, not for each
+    row and result.  The load warp has two divisions: of the batch entry, and of the head."""
+    problem_class = replace(FULL, bounded_right=True, split=True, fixed_parts=True)
+    kernel = compile_kernel(KernelSpec("forward", SHORT, problem_class, named("sm_90a")))
+    assert len(re.findall(r"\bdiv\.[su]32\b", kernel.ptx)) == 3
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.sampled
 def test_the_same_bits_under_both_schedulers(num_splits, monkeypatch):

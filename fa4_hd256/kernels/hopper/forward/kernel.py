@@ -661,6 +661,8 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
     ):
         """O / sum and LSE of both rows of a thread to global memory."""
         query_rows = context.query(work)
+        # Once: with KV splits it is a division, which the branches below would repeat.
+        batch = context.result_batch(work)
         packed, of_query = self.problem_class.packed_heads, self.query_rows
         rows = rows_of(fragments.o)
         for number in cutlass.range_constexpr(ROWS):
@@ -679,7 +681,7 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
                 is_row = is_row & (in_part % of_query < packed)
             if is_row:
                 if cute.arch.thread_idx()[0] % QUAD == 0:
-                    self.store_lse(context, work, (row, head), softmax[number], lse)
+                    self.store_lse(context, work, (row, head), softmax[number], lse, batch)
             if cutlass.const_expr(self.problem_class.split):
                 if is_row:
                     store_float32(values, self.result_row(context, work, row, head))
