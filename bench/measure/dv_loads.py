@@ -59,22 +59,17 @@ class _Watched(DvKernel):
 
     log = 0
 
-    def copy(
-        self,
-        context: BackwardContext,
-        copy: Any,
-        which: tuple[WorkTile, Step, int],
-        target: LoadTarget,
+    def _copy_queries(
+        self, context: BackwardContext, name: str, work: WorkTile, step: Step, target: LoadTarget
     ) -> None:
-        if copy.box in ASKED:
-            _note(self.log, ASKED[copy.box], which[1].index)
-        super().copy(context, copy, which, target)
+        _note(self.log, ASKED[name], step.index)
+        super()._copy_queries(context, name, work, step, target)
 
     @cute.jit
     def schedule(self, context: BackwardContext) -> None:
         """Wait for each load and note the clock, in place of the scheduler warp, which the static
         scheduler leaves idle."""
-        states = self.edges.waiter_states(*(ring.full for ring in self.steps.rings))
+        states = self.edges.waiter_states("q_loaded", "dout_loaded")
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
@@ -88,7 +83,7 @@ class _Watched(DvKernel):
                     context.barriers["dout_loaded"].wait(states["dout_loaded"])
                     _note(self.log, HAS_DOUT, step.index)
                     states.advance("dout_loaded")
-                    step = self.next_position(step)
+                    step = step.following()
             work = scheduler.advance_to_next_work()
 
 

@@ -111,7 +111,8 @@ def load_box(
     """Load a tile, by its coordinates; otherwise as `load_tile`.
 
     multicast: a bit for each CTA of the cluster that gets it, at the same address and on the same
-    barrier of its own, for an operation that can; None for this CTA alone.  is_kept: as in `Copy`.
+    barrier of its own, for an operation that can; None for this CTA alone.  is_kept: L2 gives it
+    up after what else it has (evict_last, PTX ISA 9.7.9.2).
     """
     to_smem, from_global = _partition(source, smem, tile)
     options = {} if multicast is None else {"mcast_mask": multicast}

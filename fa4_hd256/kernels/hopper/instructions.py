@@ -34,6 +34,7 @@ __all__ = [
     "fence",
     "fragment_columns",
     "multiply",
+    "own_warpgroup",
     "pack",
     "row_of_fragment",
     "rows_of",
@@ -168,6 +169,11 @@ def pack(values: cute.Tensor, fragment: cute.Tensor) -> None:
             write_only_types=[Uint32],
             read_only_args=[values[2 * i], values[2 * i + 1]],
         )
+
+
+def own_warpgroup() -> Int32:
+    """Return which warpgroup of the CTA this thread is of."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
 
 
 def row_of_fragment(number: int) -> Int32:

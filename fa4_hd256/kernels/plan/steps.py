@@ -137,15 +137,13 @@ class Copy:
 
     content: what it brings, in the words of the timeline.  box: the kernel's TMA tensor.  memory:
     the kernel's view of shared memory that it goes to.  is_shared: it goes to both CTAs, each of
-    which copies a part.  is_kept: L2 gives it up after what else it has (evict_last, PTX ISA
-    9.7.9.2).
+    which copies a part.
     """
 
     content: str
     box: str
     memory: str
     is_shared: bool = False
-    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,15 +151,13 @@ class Load:
     """Copies that fill one buffer of a ring together.
 
     when: in every step, or in a tile's first one.  pieces: buffers that are filled so, one after
-    the other, with as many parts of the content.  asked_ahead: behind the loads of a step, what the
-    TMA tensors of this one bring in the next is prefetched into L2.
+    the other, with as many parts of the content.
     """
 
     ring: str
     copies: tuple[Copy, ...]
     when: When = When.EACH
     pieces: int = 1
-    asked_ahead: bool = False
 
     @classmethod
     def one(

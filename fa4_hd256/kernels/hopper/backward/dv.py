@@ -29,11 +29,12 @@ registers more than there are beside dV, S, dP and the P that is being multiplie
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 from ....schedulers import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
@@ -48,21 +49,28 @@ from ...backward.ds_tiles import (
     within_head,
 )
 from ...limits import HEAD_DIM
+from ...mask.masking import Visibility
+from ...operands import LoadTarget, SharedMemory
+from ...plan.edges import RingStates, SharedByReference
+from ...plan.steps import CLAIM_STEPS
+from ...problem_class import GradientClass
 from ...ranges import traced
 from ..instructions import (
     QUAD,
     ROWS,
+    WgmmaShape,
     commit,
     fence,
     multiply,
+    own_warpgroup,
     pack,
     row_of_fragment,
     transposed,
     wait,
 )
-from .common import ScoreGradient
-from .config import CTAS, DvPlan
-from .key_rows import KeyRows
+from .common import HopperBackward
+from .config import CTAS, DvPlan, GradientConfig
+from .key_rows import KeyMask, KeyRows, ListedKeyMask
 
 __all__ = ["DvKernel"]
 
@@ -70,13 +78,41 @@ TILE_KEYS, STEP_QUERIES = DvPlan.tile_rows, DvPlan.step_columns
 OWN_KEYS = TILE_KEYS // CTAS
 RUNS = STEP_QUERIES // RUN
 BLOCK_STEPS = TILE_KEYS // STEP_QUERIES
+#: What is loaded beside Q, and beside dO.
+STATS = {"q": "lse", "dout": "delta"}
 
 
-class DvKernel(KeyRows, ScoreGradient):
+@dataclass(frozen=True)
+class DvOperands(SharedByReference):
+    """Descriptors of operands in shared memory: k, v of this warpgroup's keys; dout_columns: dO as
+    B of dV."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    dout: cute.Tensor
+    dout_columns: cute.Tensor
+
+
+class DvTile(NamedTuple):
+    """A tile as a warpgroup works on it.
+
+    mask: what hides its scores.  ds_row: see `KeyTiles.row_of_ds`.
+    """
+
+    work: WorkTile
+    mask: KeyMask | ListedKeyMask
+    ds_row: Int32
+
+
+class DvKernel(HopperBackward):
     """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
-    results: (dv,).  ds: see `backward.ds_tiles`.  Tiles: `KeyTiles`.
+    results: (dv,).  ds: see `backward.ds_tiles`.  Tiles: `KeyRows`.
     """
+
+    rows_of = "k"
+    shared_boxes = ("q", "dout")
 
     boxes = {
         "q": (0, STEP_QUERIES, HEAD_DIM // 2),
@@ -85,7 +121,15 @@ class DvKernel(KeyRows, ScoreGradient):
         "dout": (3, STEP_QUERIES, HEAD_DIM // 2),
     }
 
-    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+    def __init__(
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+    ) -> None:
+        super().__init__(config, gradient_class, scheduler)
+        self.tiles = KeyRows(self.plan, self)
+        self.score = WgmmaShape(self.dtype, STEP_QUERIES)
+        self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
+
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stages = {"lse": self.plan.q_stages, "delta": self.plan.dout_stages}
         return {
             "k": memory.operand("k", OWN_KEYS, HEAD_DIM, 1),
@@ -102,55 +146,137 @@ class DvKernel(KeyRows, ScoreGradient):
 
     # Steps come in whole blocks of dS: NOTE [blocks of dS] in `backward.ds_tiles`.
 
-    def num_steps(self, context: BackwardContext, work: Any) -> Int32:
+    def num_steps(self, context: BackwardContext, work: WorkTile) -> Int32:
         """Steps of all query heads of the part in which some key of the tile is seen."""
         if cutlass.const_expr(self.problem_class.lists_steps):
-            return super().num_steps(context, work)
+            return self.tiles.num_steps(context, work)
         blocks = self._by_blocks(context, work).num_tiles(work.block * TILE_KEYS, TILE_KEYS)
         return blocks * BLOCK_STEPS * heads_of_part(context, work.head)[1]
 
-    def first_position(self, context: BackwardContext, work: Any) -> Step:
+    def first_position(self, context: BackwardContext, work: WorkTile) -> Step:
         """The first step of a tile."""
         if cutlass.const_expr(self.problem_class.lists_steps):
-            return super().first_position(context, work)
+            return self.tiles.first_position(context, work)
         tile = (work.block * TILE_KEYS, TILE_KEYS)
         blocks = self._by_blocks(context, work).tile_range(tile, tile)
         span = blocks.begin * BLOCK_STEPS, blocks.end * BLOCK_STEPS
         return Step(heads_of_part(context, work.head)[0], span[0], span)
 
     @staticmethod
-    def _by_blocks(context: BackwardContext, work: Any) -> Any:
+    def _by_blocks(context: BackwardContext, work: WorkTile) -> Visibility:
         return context.visibility(work, TILE_KEYS).transposed(TILE_KEYS)
+
+    # ------------------------------------------------------------------------------------- load
+
+    @cute.jit
+    def load(self, context: BackwardContext):
+        """K and V of a tile, Q and dO of each step with their LSE and delta; one warp of each CTA.
+        With each Q that of the next step is prefetched into L2."""
+        states = self.edges.waiter_states("k_free", "v_free", "q_free", "dout_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            own_context = context.of_tile(work)
+            num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS + 1)
+            if num_steps > 0:
+                position = self.first_position(own_context, work)
+                states = self._load_keys(own_context, "k", work, states)
+                states = self._load_queries(own_context, "q", work, position, states)
+                states = self._load_keys(own_context, "v", work, states)
+                states = self._load_queries(own_context, "dout", work, position, states)
+                self._prefetch_q(own_context, work, position, num_steps > 1)
+                for step in cutlass.range(1, num_steps, unroll=1):
+                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    position = self.tiles.next_position(position)
+                    states = self._load_queries(own_context, "q", work, position, states)
+                    states = self._load_queries(own_context, "dout", work, position, states)
+                    self._prefetch_q(own_context, work, position, step + 1 < num_steps)
+            work = scheduler.advance_to_next_work()
+
+    @traced("load")
+    def _load_keys(
+        self, context: BackwardContext, name: str, work: WorkTile, states: RingStates
+    ) -> RingStates:
+        """Load this CTA's keys of K or V."""
+        barrier, _ = self.next_buffer(context, name, states)
+        place = self.tiles.place_of_keys(context, work)
+        self.load_box(context, name, place, barrier, context.smem[name][None, None, 0])
+        states.advance(f"{name}_free")
+        return states
+
+    @traced("load")
+    def _load_queries(
+        self, context: BackwardContext, name: str, work: WorkTile, step: Step, states: RingStates
+    ) -> RingStates:
+        """Load Q with its LSE, or dO with its delta, of a step, for both CTAs."""
+        target = self.next_buffer(context, name, states)
+        self._copy_queries(context, name, work, step, target)
+        states.advance(f"{name}_free")
+        return states
+
+    def _copy_queries(
+        self, context: BackwardContext, name: str, work: WorkTile, step: Step, target: LoadTarget
+    ) -> None:
+        """Issue these copies into a free buffer."""
+        (barrier, buffer), stats = target, STATS[name]
+        place = self.tiles.place_of_queries(context, work, step)
+        self.load_box(context, name, place, barrier, context.smem[name][None, None, buffer])
+        own = barrier, context.smem[stats][None, buffer]
+        self.tiles.load_stats(context, stats, (work, step), own)
+
+    @cute.jit
+    def _prefetch_q(self, context: BackwardContext, work: WorkTile, step: Step, exists: Boolean):
+        """Prefetch into L2 Q of the step behind this one, if it exists."""
+        if exists:
+            following = self.tiles.next_position(step)
+            place = self.tiles.place_of_queries(context, work, following)
+            self.prefetch_box(context, "q", place, context.smem["q"][None, None, 0])
 
     # --------------------------------------------------------------------------------- gradient
 
-    def _operands(self, context: BackwardContext) -> dict[str, cute.Tensor]:
-        """Operands in shared memory: "k", "v" of this warpgroup's keys; "dout_columns" as B of
-        dV."""
-        smem, own = context.smem, (ROWS, HEAD_DIM)
-        place = (self.warpgroup(), 0)
-        return {
-            **{
-                name: self.score.a_operand(cute.local_tile(smem[name][None, None, 0], own, place))
-                for name in ("k", "v")
-            },
-            "q": self.score.b_operand(smem["q"]),
-            "dout": self.score.b_operand(smem["dout"]),
-            "dout_columns": self.sum.b_operand(transposed(smem["dout"])),
-        }
+    @cute.jit
+    def gradient(self, context: BackwardContext):
+        """One warpgroup: dV of its 64 keys of every tile, and their dS."""
+        states = self.edges.waiter_states("k_loaded", "v_loaded", "q_loaded", "dout_loaded")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        operands, dv = self._operands(context), self.sum.accumulator()
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            dv.fill(0.0)
+            if num_steps > 0:
+                states = self._steps(context, operands, dv, work, num_steps, states)
+            self._finish(context, work, dv)
+            work = scheduler.advance_to_next_work()
+
+    def _operands(self, context: BackwardContext) -> DvOperands:
+        smem, own, place = context.smem, (ROWS, HEAD_DIM), (own_warpgroup(), 0)
+        k, v = (
+            self.score.a_operand(cute.local_tile(smem[name][None, None, 0], own, place))
+            for name in ("k", "v")
+        )
+        return DvOperands(
+            k,
+            v,
+            self.score.b_operand(smem["q"]),
+            self.score.b_operand(smem["dout"]),
+            self.sum.b_operand(transposed(smem["dout"])),
+        )
 
     @cute.jit
     def _steps(
         self,
         context: BackwardContext,
-        which: tuple[WorkTile, Any],
-        tensors: tuple[Any, cute.Tensor],
-        states: Any,
+        operands: DvOperands,
+        dv: cute.Tensor,
+        work: WorkTile,
+        num_steps: Int32,
+        states: RingStates,
     ):
-        """Compute dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
-        (work, num_steps), (operands, dv) = which, tensors
+        """Compute dV of one tile, and its dS."""
         barriers, step = context.barriers, self.first_position(context, work)
-        mask, row = self.mask(context, work), self.row_of_ds(context, work)
+        tile = DvTile(work, self.tiles.mask(context, work), self.tiles.row_of_ds(context, work))
         # P times the slope of its score, which is P where there is none.
         p = factors = self.sum.a_fragment(STEP_QUERIES)
         if cutlass.const_expr(self.capped):
@@ -159,7 +285,7 @@ class DvKernel(KeyRows, ScoreGradient):
         barriers["k_loaded"].wait(states["k_loaded"])
         self._issue_scores(context, operands, s, states)
         wait(0)
-        states = self._probabilities(context, (s, factors), (work, mask, step), states)
+        states = self._probabilities(context, s, factors, tile, step, states)
         pack(s, p)
         barriers["v_loaded"].wait(states["v_loaded"])
         for _ in cutlass.range(1, num_steps, unroll=1):
@@ -169,16 +295,16 @@ class DvKernel(KeyRows, ScoreGradient):
             self._issue_gradient(context, operands, dp, states)
             if cutlass.const_expr(not self.capped):
                 self._issue_scores(context, operands, s, states)
-            self._issue_sum(operands, (dv, p), states)
+            self._issue_sum(operands, dv, p, states)
             wait(1 if self.capped else 2)
-            place = self._place_of_ds(context, step, row)
-            self._store_ds(context, (dp, factors), states["dout_loaded"].index, place)
-            step = self.next_position(step)
+            place = self._place_of_ds(context, step, tile.ds_row)
+            self._store_ds(context, dp, factors, states["dout_loaded"].index, place)
+            step = self.tiles.next_position(step)
             barriers["v_loaded"].wait(states["v_loaded"])
             if cutlass.const_expr(self.capped):
                 self._issue_scores(context, operands, s, states)
             wait(0 if self.capped else 1)
-            states = self._probabilities(context, (s, factors), (work, mask, step), states)
+            states = self._probabilities(context, s, factors, tile, step, states)
             barriers["v_loaded"].wait(states["v_loaded"])
             wait(0)
             # The MMA has read P.
@@ -189,45 +315,44 @@ class DvKernel(KeyRows, ScoreGradient):
         states.advance("k_loaded")
         dp = self.score.accumulator()
         self._issue_gradient(context, operands, dp, states)
-        self._issue_sum(operands, (dv, p), states)
+        self._issue_sum(operands, dv, p, states)
         wait(1)
         barriers["v_free"].arrive(states["v_loaded"])
         states.advance("v_loaded")
-        place = self._place_of_ds(context, step, row)
-        self._store_ds(context, (dp, factors), states["dout_loaded"].index, place)
+        place = self._place_of_ds(context, step, tile.ds_row)
+        self._store_ds(context, dp, factors, states["dout_loaded"].index, place)
         wait(0)
         barriers["dout_free"].arrive(states["dout_loaded"])
         states.advance("dout_loaded")
         return states
 
     def _issue_scores(
-        self, context: BackwardContext, operands: dict, s: cute.Tensor, states: Any
+        self, context: BackwardContext, operands: DvOperands, s: cute.Tensor, states: RingStates
     ) -> None:
         """S^T of a step."""
         state = states["q_loaded"]
         context.barriers["q_loaded"].wait(state)
         fence()
-        q = operands["q"][None, None, None, state.index]
-        multiply(self.score, s, operands["k"], q, False)
+        q = operands.q[None, None, None, state.index]
+        multiply(self.score, s, operands.k, q, False)
         commit()
 
     def _issue_gradient(
-        self, context: BackwardContext, operands: dict, dp: cute.Tensor, states: Any
+        self, context: BackwardContext, operands: DvOperands, dp: cute.Tensor, states: RingStates
     ) -> None:
         """Issue dP^T of a step."""
         state = states["dout_loaded"]
         context.barriers["dout_loaded"].wait(state)
         fence()
-        dout = operands["dout"][None, None, None, state.index]
-        multiply(self.score, dp, operands["v"], dout, False)
+        dout = operands.dout[None, None, None, state.index]
+        multiply(self.score, dp, operands.v, dout, False)
         commit()
 
     def _issue_sum(
-        self, operands: dict, registers: tuple[cute.Tensor, cute.Tensor], states: Any
+        self, operands: DvOperands, dv: cute.Tensor, p: cute.Tensor, states: RingStates
     ) -> None:
-        """Issue dV += P^T dO of a step.  registers: (dV, P)."""
-        dv, p = registers
-        columns = operands["dout_columns"][None, None, None, states["dout_loaded"].index]
+        """Issue dV += P^T dO of a step."""
+        columns = operands.dout_columns[None, None, None, states["dout_loaded"].index]
         fence()
         multiply(self.sum, dv, p, columns, True)
         commit()
@@ -237,23 +362,21 @@ class DvKernel(KeyRows, ScoreGradient):
     def _probabilities(
         self,
         context: BackwardContext,
-        results: tuple[cute.Tensor, cute.Tensor],
-        where: tuple[WorkTile, tuple[Any, ...], Step],
-        states: Any,
+        s: cute.Tensor,
+        factors: cute.Tensor,
+        tile: DvTile,
+        step: Step,
+        states: RingStates,
     ):
-        """P of one step in place of its scores, which are done; gives Q and LSE back.
-
-        results: (scores, with slopes of these P times them in 16 bits).  where: (tile, mask, step).
-        """
-        s, factors = results
+        """P of one step in place of its scores, which are done; gives Q and LSE back.  factors:
+        with slopes of the scores P times them, in 16 bits."""
         negative_lse = cute.make_rmem_tensor((2, RUNS), Float32)
         stage = states["q_loaded"].index
-        cute.autovec_copy(self.passing_stats(context, "lse", stage), negative_lse)
+        cute.autovec_copy(self.tiles.passing_stats(context, "lse", stage), negative_lse)
         context.barriers["q_free"].arrive(states["q_loaded"])
         states.advance("q_loaded")
-        work, mask, step = where
-        slope_of = self.change_scores(context, s, work, step)
-        self.apply_mask(s, mask, step)
+        slope_of = self.change_scores(context, s, tile.work, step)
+        self.tiles.apply_mask(s, tile.mask, step)
         scale = scale_for_masking(context.scalars.scale_log2)
         for run in cutlass.range_constexpr(RUNS):
             sloped = cute.make_rmem_tensor(4, Float32)
@@ -270,7 +393,7 @@ class DvKernel(KeyRows, ScoreGradient):
     def _place_of_ds(self, context: BackwardContext, step: Step, row: Int32) -> cute.Pointer:
         """Return the address of this thread's first element of dS of a step."""
         steps = DS_TILE // STEP_QUERIES
-        key = self.warpgroup() * ROWS + row_of_fragment(0)
+        key = own_warpgroup() * ROWS + row_of_fragment(0)
         ds = context.tensors.ds
         number = within_head(ds, row + step.index // steps, context.sequences.tensors)
         of_step = tile_of(ds, number + step.head * tiles_of_head(ds))
@@ -282,14 +405,14 @@ class DvKernel(KeyRows, ScoreGradient):
     def _store_ds(
         self,
         context: BackwardContext,
-        values: tuple[cute.Tensor, cute.Tensor],
-        stage: Any,
+        dp: cute.Tensor,
+        factors: cute.Tensor,
+        stage: Int32,
         place: cute.Pointer,
     ):
         """Store dS = factors (dP - delta) in 16 bits, to global memory: a quad has 16 bytes, the
-        quads of a warp 128 consecutive ones.  values: (dP, factors)."""
-        dp, factors = values
-        delta = self.passing_stats(context, "delta", stage)
+        quads of a warp 128 consecutive ones."""
+        delta = self.tiles.passing_stats(context, "delta", stage)
         for run in cutlass.range_constexpr(RUNS):
             own, ds = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(delta[None, run], own)
@@ -310,11 +433,10 @@ class DvKernel(KeyRows, ScoreGradient):
 
     @traced("drain dV")
     @cute.jit
-    def _finish(self, context: BackwardContext, work: Any, dv: cute.Tensor):
+    def _finish(self, context: BackwardContext, work: WorkTile, dv: cute.Tensor):
         """The tile's dV to global memory."""
-        rows, first = self.result_rows(context, work), self.first_row(context, work)
-        place = context.tensors.results[0], rows, first, work.head
-        self.store(dv, place)
+        rows, first = self.tiles.result_rows(context, work), self.tiles.first_row(context, work)
+        self.store(dv, context.tensors.results[0], rows, first, work.head)
 
 
 def _run_of(fragment: cute.Tensor, run: int) -> cute.Tensor:

@@ -1,76 +1,107 @@
-"""Kernels whose rows are keys: where a warpgroup's 64 of them lie, which queries they are seen by,
-and LSE and delta of the queries that pass, which belong to columns here."""
+"""Keys as rows of a kernel's tiles: where a warpgroup's 64 of them lie, which queries they are seen
+by, and LSE and delta of the queries that pass, which belong to columns here."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
+from ....schedulers import WorkTile
 from ...backward.block_mask import WORD_PAIR, BlockList
-from ...backward.common import BackwardContext
+from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import RUN
 from ...backward.key_tiles import KeyTiles
+from ...functions.kernel_functions import FunctionsOfKernel
+from ...functions.score_change import Locate
 from ...mask.block_mask import FULL
-from ...mask.masking import hide_unseen
-from ...rows.sequences import TilePlace
-from ..instructions import (
-    QUAD,
-    ROWS,
-    fragment_columns,
-    row_of_fragment,
-    rows_of,
-)
+from ...mask.masking import Visibility, hide_unseen
+from ...rows.sequences import Sequence, TilePlace
+from ..instructions import QUAD, ROWS, fragment_columns, own_warpgroup, row_of_fragment, rows_of
+from .config import DvPlan, SinglePlan
 
-__all__ = ["KeyRows"]
+__all__ = ["KeyMask", "KeyRows", "ListedKeyMask", "StatOf"]
 
 BEYOND = 1 << 30  # a query that no key sees
 
+#: -LSE, or -delta, of an element of a fragment, by its number.
+StatOf = Callable[[int], Float32]
+
+
+class KeyMask(NamedTuple):
+    """Facts that hide scores of a tile: `KeyRows.mask` makes them.
+
+    visibility: which queries a key is seen by.  first_key: of the warpgroup.  unmasked: [begin,
+    end) of the steps that need no mask.  has_rest: some keys do not exist.
+    """
+
+    visibility: Visibility
+    first_key: Int32
+    unmasked: tuple[Int32, Int32]
+    has_rest: Boolean
+
+
+class ListedKeyMask(NamedTuple):
+    """Facts that hide scores of a tile with a block mask: `KeyRows.mask` makes them."""
+
+    listed: BlockList
+    rank: Int32
+    context: BackwardContext
+    work: WorkTile
+
 
 class KeyRows(KeyTiles):
-    """Mixed into a kernel, before its base.  Tiles: `KeyTiles`."""
+    """Keys of the tiles of a kernel, which owns it.  Tiles: `KeyTiles`.
 
-    def first_row(self, context: BackwardContext, work: Any) -> Int32:
+    functions: the kernel's score_mod and mask_mod.
+    """
+
+    def __init__(self, plan: DvPlan | SinglePlan, functions: FunctionsOfKernel) -> None:
+        self.plan, self.problem_class = plan, functions.problem_class
+        self.functions = functions
+
+    def first_row(self, context: BackwardContext, work: WorkTile) -> Int32:
         """The first key of this warpgroup."""
         plan = self.plan
         first = work.block * plan.tile_rows + context.cta_rank * plan.own_rows
-        return first + self.warpgroup() * ROWS
+        return first + own_warpgroup() * ROWS
 
-    def result_rows(self, context: BackwardContext, work: Any) -> Any:
+    def result_rows(self, context: BackwardContext, work: WorkTile) -> Sequence:
+        """Return the rows of the result."""
         return context.sequences.key(work.batch)
 
-    def places(self, context: BackwardContext, box: str, work: Any, step: Any) -> TilePlace:
+    def places(self, context: BackwardContext, box: str, work: WorkTile, step: Step) -> TilePlace:
         """Return the place of a box of keys or queries; see `tma_tile`."""
         if box in ("k", "v"):
             return self.place_of_keys(context, work)
         return self.place_of_queries(context, work, step)
 
-    def place_of_keys(self, context: BackwardContext, work: Any) -> TilePlace:
+    def place_of_keys(self, context: BackwardContext, work: WorkTile) -> TilePlace:
         """Return the place of a CTA's keys of K or V; see `tma_tile`."""
         first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.own_rows
         head = work.head // context.scalars.head_parts
         return context.sequences.key(work.batch), first, 0, head
 
-    def place_of_queries(self, context: BackwardContext, work: Any, step: Any) -> TilePlace:
+    def place_of_queries(self, context: BackwardContext, work: WorkTile, step: Step) -> TilePlace:
         """Return the place of a CTA's half of the columns of Q or dO of a step; see `tma_tile`."""
         row = self.query_tile(context, work, step) * self.plan.step_columns
         return context.sequences.query(work.batch), row, context.cta_rank, step.head
 
-    def mask(self, context: BackwardContext, work: Any) -> tuple[Any, ...]:
-        """Return (which queries a key is seen by, first key of the warpgroup, steps that need no
-        mask, whether some keys do not exist) of a tile; with a block mask (its list, rank of the
-        CTA, what `locator` takes before the step)."""
+    def mask(self, context: BackwardContext, work: WorkTile) -> KeyMask | ListedKeyMask:
+        """Return what hides scores of a tile."""
         if cutlass.const_expr(self.problem_class.lists_steps):
-            return self.block_list(context, work), context.cta_rank, (context, work)
+            listed = self.block_list(context, work)
+            return ListedKeyMask(listed, context.cta_rank, context, work)
         first, visibility = self.first_row(context, work), self.transposed(context, work)
         rows = self.plan.tile_rows
         steps = visibility.tile_range((work.block * rows, rows), (first, ROWS))
         unmasked = steps.unmasked_begin, steps.unmasked_end
-        return visibility, first, unmasked, first + ROWS > visibility.seqlen_q
+        return KeyMask(visibility, first, unmasked, first + ROWS > visibility.seqlen_q)
 
-    def locator(self, context: BackwardContext, work: Any, step: Any) -> Any:
+    def locator(self, context: BackwardContext, work: WorkTile, step: Step) -> Locate:
         """Return the function from a score's number to its (query head, query, key)."""
         columns, first = self.plan.step_columns, self.first_row(context, work)
         query = self.query_tile(context, work, step) * columns + cute.arch.lane_idx() % QUAD * 2
@@ -82,30 +113,33 @@ class KeyRows(KeyTiles):
 
         return locate
 
-    @cute.jit
-    def apply_mask(self, s: cute.Tensor, mask: tuple[Any, ...], step: Any):
+    def apply_mask(self, s: cute.Tensor, mask: KeyMask | ListedKeyMask, step: Step) -> None:
         """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
         for their dS has to be 0."""
-        if cutlass.const_expr(self.mask_function.exists):
+        if isinstance(mask, KeyMask):
+            self._apply_range(s, mask, step)
+        elif self.functions.mask_function.exists:
             self._apply_function(s, mask, step)
-        elif cutlass.const_expr(self.problem_class.lists_steps):
-            self._apply_bits(s, mask, step)
         else:
-            visibility, first_key, unmasked, has_rest = mask
-            columns = self.plan.step_columns
-            if (step.index < unmasked[0]) | (step.index >= unmasked[1]) | has_rest:
-                queries = step.index * columns + cute.arch.lane_idx() % QUAD * 2
-                for row in cutlass.range_constexpr(2):
-                    key = first_key + row_of_fragment(row)
-                    first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
-                    visibility.apply(rows_of(s)[row], key, first, fragment_columns(columns))
+            self._apply_bits(s, mask, step)
 
     @cute.jit
-    def _apply_bits(self, s: cute.Tensor, mask: tuple[BlockList, Int32, Any], step: Any):
+    def _apply_range(self, s: cute.Tensor, mask: KeyMask, step: Step):
+        visibility, first_key, unmasked, has_rest = mask
+        columns = self.plan.step_columns
+        if (step.index < unmasked[0]) | (step.index >= unmasked[1]) | has_rest:
+            queries = step.index * columns + cute.arch.lane_idx() % QUAD * 2
+            for row in cutlass.range_constexpr(2):
+                key = first_key + row_of_fragment(row)
+                first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
+                visibility.apply(rows_of(s)[row], key, first, fragment_columns(columns))
+
+    @cute.jit
+    def _apply_bits(self, s: cute.Tensor, mask: ListedKeyMask, step: Step):
         """Mask a step that a block mask names, by its bits."""
-        listed, rank, _ = mask
+        listed, rank, _, _ = mask
         parts = self.tile_steps
-        keys = [self.warpgroup() * ROWS + row_of_fragment(row) for row in range(2)]
+        keys = [own_warpgroup() * ROWS + row_of_fragment(row) for row in range(2)]
         words = step.index % parts * WORD_PAIR, cute.arch.lane_idx() % QUAD * 2
         place = step.head, step.index // parts
         is_partial, bits = listed.key_bits(place, rank, keys, words)
@@ -113,14 +147,13 @@ class KeyRows(KeyTiles):
             self._hide(s, bits)
 
     @cute.jit
-    def _apply_function(self, s: cute.Tensor, mask: tuple[BlockList, Int32, Any], step: Any):
+    def _apply_function(self, s: cute.Tensor, mask: ListedKeyMask, step: Step):
         """Mask a step by the function that says what is seen."""
-        listed, rank, where = mask
+        listed, rank, context, work = mask
         number = listed.bit_tile((step.head, step.index // self.tile_steps), rank)
         if number != FULL:
-            context, work = where
-            places = self.mask_places(context, work, self.locator(context, work, step))
-            self.mask_function.hide(s, places, number)
+            places = self.functions.mask_places(context, work, self.locator(context, work, step))
+            self.functions.mask_function.hide(s, places, number)
 
     def _hide(self, s: cute.Tensor, bits: tuple[Uint32, ...]) -> None:
         """Scores of queries without a bit := -inf.  bits: two words of each of the two keys."""
@@ -128,9 +161,30 @@ class KeyRows(KeyTiles):
             words = bits[WORD_PAIR * number : WORD_PAIR * (number + 1)]
             hide_unseen(row, words, fragment_columns(self.plan.step_columns))
 
-    def passing_stats(self, context: BackwardContext, name: str, stage: Any) -> cute.Tensor:
+    def passing_stats(self, context: BackwardContext, name: str, stage: Int32) -> cute.Tensor:
         """-LSE ("lse") or -delta of this thread's queries, in shared memory: (2, runs of eight)."""
         columns = self.plan.step_columns
         layout = cute.make_layout((2, QUAD, columns // RUN), stride=(1, 2, RUN))
         by_lane = cute.make_tensor(context.smem[name].iterator + stage * columns, layout)
         return by_lane[None, cute.arch.lane_idx() % QUAD, None]
+
+    def stats_of(
+        self,
+        context: BackwardContext,
+        mask: KeyMask | ListedKeyMask,
+        stages: tuple[Int32, Int32],
+    ) -> tuple[StatOf | None, ...]:
+        """Return -LSE and -delta by element of a fragment, None where the kernel has no use of it;
+        both belong to columns.  stages: buffers of x and y."""
+        found: list[StatOf | None] = []
+        for name, stage in zip(("lse", "delta"), stages):
+            if name in self.plan.passing_stats:
+                found.append(_by_column(self.passing_stats(context, name, stage)))
+            else:
+                found.append(None)
+        return tuple(found)
+
+
+def _by_column(values: cute.Tensor) -> StatOf:
+    """values: (2, runs of eight)."""
+    return lambda i: values[i % 2, i // 4]

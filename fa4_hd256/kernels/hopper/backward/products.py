@@ -16,12 +16,12 @@ A warpgroup issues the GEMM of a piece before it waits for that of the piece bef
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers import WorkTile
@@ -39,8 +39,10 @@ from ...backward.ds_tiles import (
 )
 from ...backward.product_tiles import ProductTiles, Walk
 from ...limits import HEAD_DIM
-from ...operands import LoadTarget
-from ...plan.steps import Copy
+from ...operands import SharedMemory
+from ...plan.edges import RingStates
+from ...plan.steps import CLAIM_STEPS
+from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
 from ..instructions import (
@@ -49,73 +51,85 @@ from ..instructions import (
     commit,
     fence,
     multiply,
+    own_warpgroup,
     transposed,
     wait,
 )
 from .common import HopperBackward
-from .config import PIECE_ROWS, PIECES
+from .config import PIECE_ROWS, PIECES, GradientConfig
 
 __all__ = ["ProductsKernel"]
 
 SLICES = PIECE_ROWS // 16  # of K = 16
 
 
-class ProductsKernel(ProductTiles, HopperBackward):
+@dataclass(frozen=True)
+class LaunchTiles(ProductTiles):
+    """Tiles of the launch, which the kernel owns."""
+
+    problem_class: ProblemClass
+
+
+class Gemm(NamedTuple):
+    """A GEMM: its sum in registers, and the descriptors of dS and of the rows."""
+
+    sums: cute.Tensor
+    ds: cute.Tensor
+    rows: cute.Tensor
+    shape: WgmmaShape
+
+
+class ProductsKernel(HopperBackward):
     """Both GEMMs for one configuration; arguments of a call: `BackwardEntry.__call__`. Tiles:
     `ProductTiles`."""
+
+    #: X is one of them.
+    shared_boxes = ("q", "k")
 
     boxes = {
         "q": (0, PIECE_ROWS, HEAD_DIM // 2),
         "k": (1, PIECE_ROWS, HEAD_DIM // 2),
     }
 
-    def shared_boxes(self) -> set[str]:
-        """Both: X is one of them."""
-        return set(self.boxes)
+    def __init__(
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+    ) -> None:
+        super().__init__(config, gradient_class, scheduler)
+        self.tiles = LaunchTiles(self.problem_class)
 
-    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         plan, ds = self.plan, memory.region("ds", self.dtype, 1024)
         return {
             "rows": memory.operand("rows", PIECE_ROWS, HEAD_DIM, plan.rows_stages),
             "ds": cute.make_tensor(ds, cute.make_layout((DS_TILE_ELEMENTS, plan.ds_stages))),
         }
 
-    def copy(
-        self,
-        context: BackwardContext,
-        copy: Copy,
-        which: tuple[WorkTile, Walk, Int32],
-        target: LoadTarget,
-    ) -> None:
-        """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
-        if copy.box == "ds":
-            self._load_ds(context, which[1], target)
-        else:
-            self._load_rows(context, copy, which, target)
+    # ------------------------------------------------------------------------------------- load
 
     @cute.jit
-    def _load_rows(
-        self,
-        context: BackwardContext,
-        copy: Copy,
-        which: tuple[WorkTile, Walk, Int32],
-        target: LoadTarget,
-    ):
-        """Load this CTA's half of the columns of 64 rows of Q or K, for both."""
-        (work, position, piece), (barrier, index), rank = which, target, context.cta_rank
-        smem = context.smem["rows"][None, None, index]
-        row = position.column * DS_TILE + piece * PIECE_ROWS
-        if position.tile.of_keys:
-            place = context.sequences.query(work.batch), row, rank, position.head
-            self.load_box(context, replace(copy, box="q"), place, (barrier, smem))
-        else:
-            head = position.head // context.heads_per_kv
-            place = context.sequences.key(work.batch), row, rank, head
-            self.load_box(context, replace(copy, box="k"), place, (barrier, smem))
+    def load(self, context: BackwardContext):
+        """Each step's dS, and its rows of Q or K in pieces; one warp of each CTA."""
+        states = self.edges.waiter_states("ds_free", "rows_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            own_context = context.of_tile(work)
+            num_steps = self.tiles.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            if num_steps > 0:
+                position = self.tiles.first_position(own_context, work)
+                for step in cutlass.range(0, num_steps, unroll=1):
+                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    states = self._load_ds(own_context, position, states)
+                    for piece in cutlass.range_constexpr(PIECES):
+                        states = self._load_rows(own_context, work, position, piece, states)
+                    position = position.following()
+            work = scheduler.advance_to_next_work()
 
-    def _load_ds(self, context: BackwardContext, position: Walk, target: LoadTarget) -> None:
+    @traced("load")
+    def _load_ds(self, context: BackwardContext, position: Walk, states: RingStates) -> RingStates:
         """Load this CTA's 128 x 128 of dS: 32 KiB as they lie."""
-        barrier, stage = target
+        barrier, buffer = self.next_buffer(context, "ds", states)
         ds, number = context.tensors.ds, position.ds_number(context.cta_rank)
         number = within_head(ds, number, context.sequences.tensors)
         first = tile_of(ds, number + position.head * tiles_of_head(ds)).iterator
@@ -124,7 +138,33 @@ class ProductsKernel(ProductTiles, HopperBackward):
             cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=8 * DS_TILE_BYTES
         )
         with cute.arch.elect_one():
-            cute.copy(atom, source, context.smem["ds"][None, stage], mbar_ptr=barrier)
+            cute.copy(atom, source, context.smem["ds"][None, buffer], mbar_ptr=barrier)
+        states.advance("ds_free")
+        return states
+
+    @traced("load")
+    @cute.jit
+    def _load_rows(
+        self,
+        context: BackwardContext,
+        work: WorkTile,
+        position: Walk,
+        piece: int,
+        states: RingStates,
+    ):
+        """Load this CTA's half of the columns of 64 rows of Q or K, for both."""
+        barrier, buffer = self.next_buffer(context, "rows", states)
+        smem, rank = context.smem["rows"][None, None, buffer], context.cta_rank
+        row = position.column * DS_TILE + piece * PIECE_ROWS
+        if position.tile.of_keys:
+            place = context.sequences.query(work.batch), row, rank, position.head
+            self.load_box(context, "q", place, barrier, smem, is_kept=True)
+        else:
+            head = position.head // context.heads_per_kv
+            place = context.sequences.key(work.batch), row, rank, head
+            self.load_box(context, "k", place, barrier, smem, is_kept=True)
+        states.advance("rows_free")
+        return states
 
     # --------------------------------------------------------------------------------- gradient
 
@@ -137,19 +177,19 @@ class ProductsKernel(ProductTiles, HopperBackward):
         dk, dq = context.tensors.results
         sums = self._shape(True).accumulator()
         while work.is_valid:
-            tile, num_steps = self.tile(context, work), self.num_steps(context, work)
-            row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE + self.warpgroup() * ROWS
+            tile, num_steps = self.tiles.tile(context, work), self.tiles.num_steps(context, work)
+            row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE + own_warpgroup() * ROWS
             if tile.of_keys:
-                states = self._sum(context, num_steps, (sums, True), states)
-                place = dk, context.sequences.key(work.batch), row, tile.head
-                self._finish(context, sums, place)
+                states = self._sum(context, num_steps, sums, True, states)
+                keys = context.sequences.key(work.batch)
+                self._finish(context, sums, dk, keys, row, tile.head)
             else:
-                states = self._sum(context, num_steps, (sums, False), states)
+                states = self._sum(context, num_steps, sums, False, states)
                 # The last part of a group may have fewer heads than others: of those it has not
                 # there is no dQ.
                 if tile.num_heads > 0:
-                    place = dq, context.sequences.query(work.batch), row, tile.head
-                    self._finish(context, sums, place)
+                    queries = context.sequences.query(work.batch)
+                    self._finish(context, sums, dq, queries, row, tile.head)
             work = scheduler.advance_to_next_work()
 
     def _shape(self, of_keys: bool) -> WgmmaShape:
@@ -163,7 +203,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
         strides: tuple[Any, Any] = (RUN, (1, RUN_STRIDE))
         if not of_keys:
             sizes, strides = ((RUN, ROWS // RUN), DS_TILE), ((1, RUN_STRIDE), RUN)
-        first = self.warpgroup() * (ROWS * RUN if of_keys else ROWS // RUN * RUN_STRIDE)
+        first = own_warpgroup() * (ROWS * RUN if of_keys else ROWS // RUN * RUN_STRIDE)
         layout = cute.make_layout(
             (*sizes, self.plan.ds_stages), stride=(*strides, DS_TILE_ELEMENTS)
         )
@@ -175,22 +215,22 @@ class ProductsKernel(ProductTiles, HopperBackward):
         self,
         context: BackwardContext,
         num_steps: Int32,
-        result: tuple[cute.Tensor, Boolean],
-        states: Any,
+        sums: cute.Tensor,
+        of_keys: bool,
+        states: RingStates,
     ):
-        """The GEMM of a tile.  result: (registers, whether it is of dK)."""
-        sums, of_keys = result
-        operands = (sums, *self._operands(context, of_keys), self._shape(of_keys))
+        """The GEMM of a tile, of dK or else of dQ."""
+        gemm = Gemm(sums, *self._operands(context, of_keys), self._shape(of_keys))
         if num_steps > 0:
-            states = self._issue(context, operands, 0, states, False)
+            states = self._issue(context, gemm, 0, states, False)
             for _ in cutlass.range(1, num_steps, unroll=1):
-                states = self._issue(context, operands, 1, states)
+                states = self._issue(context, gemm, 1, states)
                 wait(1)
                 states = self._release(context, ("rows",), states)
-                states = self._issue(context, operands, 0, states)
+                states = self._issue(context, gemm, 0, states)
                 wait(1)
                 states = self._release(context, ("rows", "ds"), states)
-            states = self._issue(context, operands, 1, states)
+            states = self._issue(context, gemm, 1, states)
             wait(1)
             states = self._release(context, ("rows",), states)
             wait(0)
@@ -203,13 +243,13 @@ class ProductsKernel(ProductTiles, HopperBackward):
     def _issue(
         self,
         context: BackwardContext,
-        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, WgmmaShape],
+        gemm: Gemm,
         piece: int,
-        states: Any,
+        states: RingStates,
         accumulate: bool = True,
     ):
         """The MMA of a piece, as a group of its own."""
-        sums, ds, rows, shape = operands
+        sums, ds, rows, shape = gemm
         if cutlass.const_expr(piece == 0):
             context.barriers["ds_loaded"].wait(states["ds_loaded"])
         context.barriers["rows_loaded"].wait(states["rows_loaded"])
@@ -224,7 +264,9 @@ class ProductsKernel(ProductTiles, HopperBackward):
         return states
 
     @staticmethod
-    def _release(context: BackwardContext, names: tuple[str, ...], states: Any) -> Any:
+    def _release(
+        context: BackwardContext, names: tuple[str, ...], states: RingStates
+    ) -> RingStates:
         """The oldest buffers that this warp holds."""
         for name in names:
             context.barriers[f"{name}_free"].arrive(states[f"{name}_free"])
@@ -237,8 +279,11 @@ class ProductsKernel(ProductTiles, HopperBackward):
         self,
         context: BackwardContext,
         sums: cute.Tensor,
-        place: tuple[cute.Tensor, Sequence, Int32, Int32],
+        result: cute.Tensor,
+        sequence: Sequence,
+        first_row: Int32,
+        head: Int32,
     ):
-        """Store softmax_scale times the sums to global memory; place: see `store`."""
+        """Store softmax_scale times the sums to global memory; see `store`."""
         sums.store(sums.load() * context.scalars.softmax_scale)
-        self.store(sums, place)
+        self.store(sums, result, sequence, first_row, head)

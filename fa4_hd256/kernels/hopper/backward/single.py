@@ -20,7 +20,8 @@ A warpgroup computes the dS of a step while the sum of the step before runs.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -29,28 +30,29 @@ from cutlass import Float32, Int32
 from ....schedulers import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
-from ...backward.common import BackwardContext
+from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import RUN
-from ...backward.query_tiles import QueryTiles
 from ...limits import HEAD_DIM
+from ...operands import SharedMemory
+from ...plan.edges import RingStates, SharedByReference
+from ...plan.steps import CLAIM_STEPS
+from ...problem_class import GradientClass
 from ...ranges import traced
-from ...rows.sequences import TilePlace
 from ..instructions import (
-    QUAD,
     ROWS,
+    WgmmaShape,
     commit,
     fence,
-    fragment_columns,
     multiply,
+    own_warpgroup,
     pack,
-    row_of_fragment,
-    rows_of,
     transposed,
     wait,
 )
-from .common import ScoreGradient
-from .config import CTAS, SinglePlan
-from .key_rows import KeyRows
+from .common import HopperBackward
+from .config import CTAS, GradientConfig, SinglePlan
+from .key_rows import KeyMask, KeyRows, ListedKeyMask
+from .query_rows import QueryMask, QueryRows
 
 __all__ = ["DkKernel", "DqKernel", "SingleDvKernel"]
 
@@ -58,30 +60,61 @@ TILE_ROWS, STEP_COLUMNS = SinglePlan.tile_rows, SinglePlan.step_columns
 OWN_ROWS = TILE_ROWS // CTAS
 RUNS = STEP_COLUMNS // RUN
 OPERANDS = ("q", "k", "v", "dout")
+#: What passes beside x, and beside y, where the plan says so.
+STATS = {"x": "lse", "y": "delta"}
 
 
-class SingleKernel(ScoreGradient):
-    """Base of the three; a kernel adds its tiles, `places`, `stats_of(context, work, stage)`, and
-    `mask(context, work)` with `apply_mask`.
+@dataclass(frozen=True)
+class SingleOperands(SharedByReference):
+    """Descriptors of operands in shared memory: a, g of this warpgroup's rows; columns: x or y as B
+    of the sum."""
 
-    stays, passes: names of a and g, and of x and y.  of_ds: the sum is of dS, else of P.
-    is_scaled: the result is softmax_scale times the sum.
+    a: cute.Tensor
+    g: cute.Tensor
+    x: cute.Tensor
+    y: cute.Tensor
+    columns: cute.Tensor
+
+
+class SingleTile(NamedTuple):
+    """A tile as a warpgroup works on it.
+
+    weights: A of the sum, dS or P of a step in 16 bits.  mask: what hides scores.
+    """
+
+    work: WorkTile
+    operands: SingleOperands
+    weights: cute.Tensor
+    mask: KeyMask | ListedKeyMask | QueryMask
+
+
+class SingleKernel(HopperBackward):
+    """Base of the three, which say what differs.
+
+    stays, passes: names of a and g, and of x and y.  rows: class of the tiles.  of_ds: the sum is
+    of dS, else of P.  is_scaled: the result is softmax_scale times the sum.
     """
 
     stays: tuple[str, ...]
     passes: tuple[str, str]
-    holds = ("x_free", "y_free")
+    rows: type[KeyRows] | type[QueryRows]
     of_ds = True
     is_scaled = True
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+    ) -> None:
+        super().__init__(config, gradient_class, scheduler)
+        self.tiles = self.rows(self.plan, self)
         self.boxes = {
             **{n: (OPERANDS.index(n), OWN_ROWS, HEAD_DIM) for n in self.stays},
             **{n: (OPERANDS.index(n), STEP_COLUMNS, HEAD_DIM // 2) for n in self.passes},
         }
+        self.shared_boxes = self.passes
+        self.score = WgmmaShape(self.dtype, STEP_COLUMNS)
+        self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
-    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         plan = self.plan
         found = {
             "a": memory.operand("a", OWN_ROWS, HEAD_DIM, 1),
@@ -95,77 +128,138 @@ class SingleKernel(ScoreGradient):
                 found[name] = cute.make_tensor(memory.region(name, Float32, 128), layout)
         return found
 
+    # ------------------------------------------------------------------------------------- load
+
+    @cute.jit
+    def load(self, context: BackwardContext):
+        """a and g of a tile, x and y of each step with their LSE and delta; one warp of each
+        CTA."""
+        states = self.edges.waiter_states("a_free", "x_free", "y_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            own_context = context.of_tile(work)
+            num_steps = self.tiles.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            if num_steps > 0:
+                position = self.tiles.first_position(own_context, work)
+                states = self._load_stays(own_context, work, position, states)
+                for step in cutlass.range(0, num_steps, unroll=1):
+                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    states = self._load_passing(own_context, "x", work, position, states)
+                    states = self._load_passing(own_context, "y", work, position, states)
+                    position = self.tiles.next_position(position)
+            work = scheduler.advance_to_next_work()
+
+    @traced("load")
+    def _load_stays(
+        self, context: BackwardContext, work: WorkTile, position: Int32 | Step, states: RingStates
+    ) -> RingStates:
+        """Load this CTA's rows of a and g."""
+        barrier, _ = self.next_buffer(context, "a", states)
+        for box, name in zip(self.stays, "ag"):
+            place = self.tiles.places(context, box, work, position)
+            self.load_box(context, box, place, barrier, context.smem[name][None, None, 0])
+        states.advance("a_free")
+        return states
+
+    @traced("load")
+    def _load_passing(
+        self,
+        context: BackwardContext,
+        name: str,
+        work: WorkTile,
+        position: Int32 | Step,
+        states: RingStates,
+    ) -> RingStates:
+        """Load x, or y, of a step, for both CTAs, with what passes beside it."""
+        barrier, buffer = self.next_buffer(context, name, states)
+        box, stats = self.passes["xy".index(name)], STATS[name]
+        place = self.tiles.places(context, box, work, position)
+        self.load_box(context, box, place, barrier, context.smem[name][None, None, buffer])
+        if stats in self.plan.passing_stats:
+            own = barrier, context.smem[stats][None, buffer]
+            self.tiles.load_stats(context, stats, (work, position), own)
+        states.advance(f"{name}_free")
+        return states
+
     # --------------------------------------------------------------------------------- gradient
 
-    def _operands(self, context: BackwardContext) -> dict[str, cute.Tensor]:
-        """Operands in shared memory: "a", "g" of this warpgroup's rows; "columns" as B of the
-        sum."""
-        smem, own, place = context.smem, (ROWS, HEAD_DIM), (self.warpgroup(), 0)
-        return {
-            **{
-                name: self.score.a_operand(cute.local_tile(smem[name][None, None, 0], own, place))
-                for name in ("a", "g")
-            },
-            **{name: self.score.b_operand(smem[name]) for name in ("x", "y")},
-            "columns": self.sum.b_operand(transposed(smem["x" if self.of_ds else "y"])),
-        }
+    @cute.jit
+    def gradient(self, context: BackwardContext):
+        """One warpgroup: its 64 rows of every tile."""
+        states = self.edges.waiter_states("a_loaded", "x_loaded", "y_loaded", "x_free", "y_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        operands, sums = self._operands(context), self.sum.accumulator()
+        while work.is_valid:
+            num_steps = self.tiles.num_steps(context, work)
+            sums.fill(0.0)
+            if num_steps > 0:
+                states = self._steps(context, operands, sums, work, num_steps, states)
+            self._finish(context, work, sums)
+            work = scheduler.advance_to_next_work()
+
+    def _operands(self, context: BackwardContext) -> SingleOperands:
+        smem, own, place = context.smem, (ROWS, HEAD_DIM), (own_warpgroup(), 0)
+        a, g = (
+            self.score.a_operand(cute.local_tile(smem[name][None, None, 0], own, place))
+            for name in "ag"
+        )
+        x, y = (self.score.b_operand(smem[name]) for name in "xy")
+        columns = self.sum.b_operand(transposed(smem["x" if self.of_ds else "y"]))
+        return SingleOperands(a, g, x, y, columns)
 
     @cute.jit
     def _steps(
         self,
         context: BackwardContext,
-        which: tuple[WorkTile, Any],
-        tensors: tuple[Any, cute.Tensor],
-        states: Any,
+        operands: SingleOperands,
+        sums: cute.Tensor,
+        work: WorkTile,
+        num_steps: Int32,
+        states: RingStates,
     ):
-        """The sum of one tile.  which: (tile, steps).  tensors: (operands, sum)."""
-        (work, num_steps), (operands, sums) = which, tensors
-        position, mask = self.first_position(context, work), self.mask(context, work)
-        weights = self.sum.a_fragment(STEP_COLUMNS)
+        """The sum of one tile."""
+        position, mask = self.tiles.first_position(context, work), self.tiles.mask(context, work)
+        tile = SingleTile(work, operands, self.sum.a_fragment(STEP_COLUMNS), mask)
         context.barriers["a_loaded"].wait(states["a_loaded"])
-        where = work, position, mask
-        states = self._scores(context, where, (operands, None, weights), states)
+        states = self._step(context, tile, position, None, states)
         for _ in cutlass.range(1, num_steps, unroll=1):
-            position = self.next_position(position)
-            where = work, position, mask
-            states = self._scores(context, where, (operands, sums, weights), states)
+            position = self.tiles.next_position(position)
+            states = self._step(context, tile, position, sums, states)
         context.barriers["a_free"].arrive(states["a_loaded"])
         states.advance("a_loaded")
-        states = self._issue_sum(context, operands, (sums, weights), states)
+        states = self._issue_sum(context, tile, sums, states)
         wait(0)
         return self._release_sum(context, states)
 
     @cute.jit
-    def _scores(
+    def _step(
         self,
         context: BackwardContext,
-        where: tuple[WorkTile, Any, tuple[Any, ...]],
-        tensors: tuple[Any, Any, Any],
-        states: Any,
+        tile: SingleTile,
+        position: Int32 | Step,
+        sums: cute.Tensor | None,
+        states: RingStates,
     ):
-        """dS, or P, of a step, beside the sum of the step before.
-
-        where: (tile, position, mask).  tensors: (operands, the sum or None before its first step,
-        its A).
-        """
-        operands, sums, weights = tensors
+        """dS, or P, of a step, beside the sum of the step before.  sums: None in the first step."""
+        operands = tile.operands
         # Registers of their own for every step: an MMA takes what it overwrites as an operand.
-        s, dp = self.score.accumulator(), None
+        s, dp = self.score.accumulator(), self.score.accumulator()
         stages = states["x_loaded"].index, states["y_loaded"].index
-        states = self._issue(context, ("x", operands["a"], operands["x"], s), states)
+        states = self._issue(context, "x", operands.a, operands.x, s, states)
         if cutlass.const_expr(self.of_ds and not self.capped):
-            dp = self.score.accumulator()
-            states = self._issue(context, ("y", operands["g"], operands["y"], dp), states)
+            states = self._issue(context, "y", operands.g, operands.y, dp, states)
         if cutlass.const_expr(sums is not None):
-            states = self._issue_sum(context, operands, (sums, weights), states)
+            states = self._issue_sum(context, tile, sums, states)
         wait(0 if self.capped or sums is None else 1)
-        self._probabilities(context, s, where, stages)
+        self._probabilities(context, s, tile, position, stages)
         if cutlass.const_expr(self.of_ds and self.capped):
-            dp = self.score.accumulator()
-            states = self._issue(context, ("y", operands["g"], operands["y"], dp), states)
+            states = self._issue(context, "y", operands.g, operands.y, dp, states)
             wait(0)
         if cutlass.const_expr(self.of_ds):
-            _, negative_delta = self.stats_of(context, where[2], stages)
+            _, negative_delta = self.tiles.stats_of(context, tile.mask, stages)
             for i in cutlass.range_constexpr(4 * RUNS):
                 s[i] = s[i] * (dp[i] + negative_delta(i))
         # NOTE [arithmetic before the wait] in dv.py.
@@ -179,17 +273,19 @@ class SingleKernel(ScoreGradient):
             wait(0)
             states = self._release_sum(context, states)
         # The sum of the step before has read its own.
-        pack(s, weights)
+        pack(s, tile.weights)
         return states
 
     def _issue(
         self,
         context: BackwardContext,
-        product: tuple[str, cute.Tensor, cute.Tensor, cute.Tensor],
-        states: Any,
-    ) -> Any:
-        """S or dP.  product: (ring of B, A, B, result)."""
-        ring, a, b, result = product
+        ring: str,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        result: cute.Tensor,
+        states: RingStates,
+    ) -> RingStates:
+        """Issue S or dP.  ring: of B."""
         state = states[f"{ring}_loaded"]
         context.barriers[f"{ring}_loaded"].wait(state)
         fence()
@@ -201,12 +297,11 @@ class SingleKernel(ScoreGradient):
     def _issue_sum(
         self,
         context: BackwardContext,
-        operands: dict,
-        registers: tuple[cute.Tensor, cute.Tensor],
-        states: Any,
-    ) -> Any:
-        """The oldest step's part of the sum.  registers: (sum, its A)."""
-        sums, weights = registers
+        tile: SingleTile,
+        sums: cute.Tensor,
+        states: RingStates,
+    ) -> RingStates:
+        """Issue the oldest step's part of the sum."""
         if self.of_ds:
             index = states["x_free"].index
         else:
@@ -214,15 +309,16 @@ class SingleKernel(ScoreGradient):
             index = states["y_loaded"].index
             states.advance("y_loaded")
         fence()
-        multiply(self.sum, sums, weights, operands["columns"][None, None, None, index], True)
+        columns = tile.operands.columns[None, None, None, index]
+        multiply(self.sum, sums, tile.weights, columns, True)
         commit()
         return states
 
-    def _release_sum(self, context: BackwardContext, states: Any) -> Any:
+    def _release_sum(self, context: BackwardContext, states: RingStates) -> RingStates:
         return self._release(context, "x" if self.of_ds else "y", states)
 
     @staticmethod
-    def _release(context: BackwardContext, ring: str, states: Any) -> Any:
+    def _release(context: BackwardContext, ring: str, states: RingStates) -> RingStates:
         """The oldest buffer of a ring that this warp holds."""
         context.barriers[f"{ring}_free"].arrive(states[f"{ring}_free"])
         states.advance(f"{ring}_free")
@@ -234,15 +330,16 @@ class SingleKernel(ScoreGradient):
         self,
         context: BackwardContext,
         s: cute.Tensor,
-        where: tuple[WorkTile, Any, tuple[Any, ...]],
-        stages: tuple[Any, ...],
+        tile: SingleTile,
+        position: Int32 | Step,
+        stages: tuple[Int32, Int32],
     ):
-        """P of one step in place of its scores; for dS times the slope of each."""
-        work, position, mask = where
-        slope_of = self.change_scores(context, s, work, position)
+        """P of one step in place of its scores; for dS times the slope of each.  stages: buffers of
+        x and y."""
+        slope_of = self.change_scores(context, s, tile.work, position)
         scale = scale_for_masking(context.scalars.scale_log2)
-        negative_lse, _ = self.stats_of(context, mask, stages)
-        self.apply_mask(s, mask, position)
+        negative_lse, _ = self.tiles.stats_of(context, tile.mask, stages)
+        self.tiles.apply_mask(s, tile.mask, position)
         for i in cutlass.range_constexpr(4 * RUNS):
             p = exp2_hardware(cute.math.fma(s[i], scale, negative_lse(i)))
             if cutlass.const_expr(self.capped and self.of_ds):
@@ -251,103 +348,35 @@ class SingleKernel(ScoreGradient):
 
     @traced("drain")
     @cute.jit
-    def _finish(self, context: BackwardContext, work: Any, sums: cute.Tensor):
+    def _finish(self, context: BackwardContext, work: WorkTile, sums: cute.Tensor):
         """The tile's result to global memory."""
         if cutlass.const_expr(self.is_scaled):
             sums.store(sums.load() * context.scalars.softmax_scale)
-        rows, first = self.result_rows(context, work), self.first_row(context, work)
-        self.store(sums, (context.tensors.results[0], rows, first, work.head))
+        rows, first = self.tiles.result_rows(context, work), self.tiles.first_row(context, work)
+        self.store(sums, context.tensors.results[0], rows, first, work.head)
 
 
-class KeyGradient(KeyRows, SingleKernel):
-    """Kernel of dK or dV: 256 keys of a part of a KV head."""
+class DkKernel(SingleKernel):
+    """Kernel of dK: 256 keys of a part of a KV head.  results: (dk,)."""
 
+    rows, rows_of = KeyRows, "k"
     stays = ("k", "v")
     passes = ("q", "dout")
 
-    def stats_of(
-        self, context: BackwardContext, mask: tuple[Any, ...], stages: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """-LSE and -delta by element of a fragment, None where the kernel has no use of it; both
-        belong to columns."""
-        found = []
-        for name, stage in zip(("lse", "delta"), stages):
-            if name in self.plan.passing_stats:
-                values = self.passing_stats(context, name, stage)
-                found.append(lambda i, values=values: values[i % 2, i // 4])
-            else:
-                found.append(None)
-        return tuple(found)
 
+class SingleDvKernel(SingleKernel):
+    """Kernel of dV: 256 keys of a part of a KV head.  results: (dv,)."""
 
-class DkKernel(KeyGradient):
-    """Kernel of dK.  results: (dk,)."""
-
-
-class SingleDvKernel(KeyGradient):
-    """Kernel of dV.  results: (dv,)."""
-
+    rows, rows_of = KeyRows, "k"
     stays = ("k",)
+    passes = ("q", "dout")
     of_ds = False
     is_scaled = False
 
 
-class DqKernel(QueryTiles, SingleKernel):
+class DqKernel(SingleKernel):
     """Kernel of dQ: 256 queries of a head, which meet the keys from the last one they see."""
 
+    rows, rows_of = QueryRows, "q"
     stays = ("q", "dout")
     passes = ("k", "v")
-
-    def first_row(self, context: BackwardContext, work: Any) -> Int32:
-        """The first row of this warpgroup."""
-        rank, group = context.cta_rank, self.warpgroup()
-        return work.block * TILE_ROWS + rank * OWN_ROWS + group * ROWS
-
-    def places(self, context: BackwardContext, box: str, work: Any, position: Int32) -> TilePlace:
-        """Return the place of a box of the tile or of a step; see `tma_tile`."""
-        if box in self.stays:
-            first = work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
-            return context.sequences.query(work.batch), first, 0, work.head
-        row, head = position * STEP_COLUMNS, work.head // context.heads_per_kv
-        return context.sequences.key(work.batch), row, context.cta_rank, head
-
-    def mask(self, context: BackwardContext, work: Any) -> tuple[Any, ...]:
-        """Return (which keys a query sees, first query of the warpgroup, steps that need no mask,
-        -LSE and -delta of both rows of this thread) of a tile."""
-        first, visibility = self.first_row(context, work), context.visibility(work, STEP_COLUMNS)
-        steps = visibility.tile_range((work.block * TILE_ROWS, TILE_ROWS), (first, ROWS))
-        unmasked = steps.unmasked_begin, steps.unmasked_end
-        row = context.sequences.padded_query_offset(work.batch) + first
-        stats = [
-            [context.tensors.stats[which, work.head, row + row_of_fragment(i)] for i in range(2)]
-            for which in range(2)
-        ]
-        return visibility, first, unmasked, stats
-
-    def locator(self, context: BackwardContext, work: Any, position: Int32) -> Any:
-        """Return the function from a score's number to its (query head, query, key)."""
-        first, columns = self.first_row(context, work), fragment_columns(STEP_COLUMNS)
-        key = position * STEP_COLUMNS + cute.arch.lane_idx() % QUAD * 2
-
-        def locate(number: int) -> tuple[Int32, Int32, Int32]:
-            query = first + row_of_fragment(number // 2 % 2)
-            return work.head, query, key + columns[number // 4 * 2 + number % 2]
-
-        return locate
-
-    @cute.jit
-    def apply_mask(self, s: cute.Tensor, mask: tuple[Any, ...], position: Int32):
-        """Scores of keys that a query does not see := -inf."""
-        visibility, first_query, unmasked, _ = mask
-        if (position < unmasked[0]) | (position >= unmasked[1]):
-            key = position * STEP_COLUMNS + cute.arch.lane_idx() % QUAD * 2
-            for row in cutlass.range_constexpr(2):
-                query = first_query + row_of_fragment(row)
-                visibility.apply(rows_of(s)[row], query, key, fragment_columns(STEP_COLUMNS))
-
-    def stats_of(
-        self, context: BackwardContext, mask: tuple[Any, ...], stages: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """-LSE and -delta by element of a fragment; both belong to rows."""
-        lse, delta = mask[3]
-        return lambda i: lse[i // 2 % 2], lambda i: delta[i // 2 % 2]

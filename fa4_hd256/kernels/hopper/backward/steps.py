@@ -1,8 +1,8 @@
-"""The steps of the backward's kernels as data: the loads, which are made from them, and what each
-warpgroup does, for the check of the plan (`drain`).
+"""The steps of the backward's kernels as data: the proof that a plan drains (`checked_plan`).
 
-`tests/operator/kernels/test_hopper_steps.py` holds the kernels to these tables. An MMA's A in
-registers is no operand here; `touch` says when its registers are used.
+Nothing is compiled from these tables; `tests/operator/kernels/test_hopper_steps.py` holds the
+kernels to them.  An MMA's A in registers is no operand here; `touch` says when its registers are
+used.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def _here(when: When, *actions: Action) -> Act:
     return Act(actions, when)
 
 
-def _passing(content: str, ring: str, *stats: str, asked_ahead: bool = False) -> Load:
+def _passing(content: str, ring: str, *stats: str) -> Load:
     """Rows that pass, half of the columns by each CTA; stats: of the same rows."""
     copies = (Copy(name, name.lower(), name.lower()) for name in stats)
     rows = Copy(content, _box(content), ring, is_shared=True)
-    return Load(ring, (rows, *copies), asked_ahead=asked_ahead)
+    return Load(ring, (rows, *copies))
 
 
 def _box(content: str) -> str:
@@ -84,7 +84,7 @@ def dv_steps(capped: bool) -> StepTable:
         (_ring("k"), _ring("v"), _ring("q", "q", "lse"), _ring("dout", "dout", "delta")),
         (
             _here(FIRST, fill(Load.one("K", "k", "k", "k"))),
-            _here(When.EACH, fill(_passing("Q", "q", "LSE", asked_ahead=True))),
+            _here(When.EACH, fill(_passing("Q", "q", "LSE"))),
             _here(FIRST, fill(Load.one("V", "v", "v", "v"))),
             _here(When.EACH, fill(_passing("dO", "dout", "delta"))),
         ),
@@ -122,7 +122,7 @@ def products_steps() -> StepTable:
     )
     first = wait("ds_loaded"), *begin
     end = arrive("rows_free"), arrive("ds_free")
-    rows = Load("rows", (Copy("X", "rows", "rows", is_shared=True, is_kept=True),), pieces=PIECES)
+    rows = Load("rows", (Copy("X", "rows", "rows", is_shared=True),), pieces=PIECES)
     return _table(
         (_ring("ds"), _ring("rows")),
         (_here(When.EACH, fill(Load.one("dS", "ds", "ds", "ds")), fill(rows)),),
