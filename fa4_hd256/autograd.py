@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from . import environment, plans
-from .call import named_configs
-from .call.backward_problem import BackwardCall
-from .call.function_tensors import functions_of_keys
+from . import plans
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
@@ -19,8 +15,6 @@ from .call.operator_arguments import (
     ForwardValues,
     schema_of,
 )
-from .call.options import Options
-from .call.packed_ds import check_begins
 from .call.process import is_intercepted
 from .call.tile_mask import TileMask
 from .gpus.devices import is_captured
@@ -28,10 +22,11 @@ from .kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
 from .package_name import NAMESPACE
 from .private_torch import is_batch_of_gradients, nesting_of_batches
-from .run.backward import BackwardWork, Wanted, or_empty, plan_backward, smaller_plan
-from .run.plan import LaunchPlan
+from .run.backward import or_empty, plan_call, smaller_plan
 
 __all__ = [
+    "attend",
+    "attend_for_maxima",
     "backward",
     "call_backward",
     "check_differentiable",
@@ -62,45 +57,8 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     return or_empty(plans.within(_BACKWARD, tensors, values), tensors)
 
 
-def _work_of(given: Sequence[Any], values: BackwardValues) -> BackwardWork:
-    """Describe a backward. given: the fields of `BackwardTensors`. Raises as
-    `BackwardCall.describe` does."""
-    tensors = _with_batches(BackwardTensors(*given))
-    ragged = tensors.others()
-    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
-    call = BackwardCall(
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        tensors.out,
-        tensors.lse,
-        tensors.dout,
-        tensors.dlse,
-        tensors.sink,
-        ragged,
-    )
-    options = Options.of_operator(values, functions)
-    problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k)
-    problem = replace(problem, listed_tiles=values.listed_tiles)
-    check_begins(problem, ragged)
-    kind = problem.forward.kernels.config("backward")
-    config = named_configs.decode(values.config, kind)
-    if values.config == named_configs.DEFAULT:
-        ds_bytes = environment.ds_bytes()
-        config = config if ds_bytes is None else replace(config, ds_bytes=ds_bytes)
-    return BackwardWork(call, problem, Wanted(*values.wanted), config)
-
-
-def _plan(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
-    return plan_backward(_work_of(given, values), BackwardTensors(*given))
-
-
-def _smaller(given: Sequence[Any], values: BackwardValues, plan: LaunchPlan) -> LaunchPlan | None:
-    return smaller_plan(_work_of(given, values), BackwardTensors(*given), plan)
-
-
 #: Packed sequences with or without a batch of 1: in the operator's body, and past it.
-_BACKWARD = plans.Kind("backward", plans.leading(BackwardValues), _plan, smaller=_smaller)
+_BACKWARD = plans.Kind("backward", plans.leading(BackwardValues), plan_call, smaller=smaller_plan)
 
 
 def _named(given: tuple[Any, ...]) -> tuple[BackwardTensors, BackwardValues]:
@@ -130,21 +88,6 @@ def refuse_second_order(context: Any, *gradients: Any) -> None:
 backward.register_autograd(refuse_second_order)
 
 
-#: Tensors of the operator that have a batch, by their dimensions then.
-_BATCHED = {4: ("dout", "out", "q", "k", "v"), 3: ("lse", "dlse")}
-
-
-def _with_batches(tensors: BackwardTensors) -> BackwardTensors:
-    """Packed sequences with a batch of 1."""
-    with_batch = {}
-    for dimensions, names in _BATCHED.items():
-        for name in names:
-            tensor = getattr(tensors, name)
-            if tensor is not None and tensor.ndim < dimensions:
-                with_batch[name] = tensor.unsqueeze(0)
-    return tensors._replace(**with_batch)
-
-
 def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
     """Return (dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch;
     what is not requested may be None or anything.
@@ -157,7 +100,7 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
         found = plans.find(facts, tensors)
         if found is not None:
             return plans.run(found[0], tensors, found[1])
-    batched = _with_batches(tensors)
+    batched = tensors.with_batches()
     *of_rows, dsink = backward(*batched, *values._replace(wanted=list(values.wanted)))
     return *(
         made.squeeze(0) if given.ndim < _RANK == made.ndim else made
@@ -304,3 +247,59 @@ def gradients(
     needed = ctx.needs_input_grad[:_DIFFERENTIABLE]
     others = len(ctx.needs_input_grad) - _DIFFERENTIABLE
     return *gradients_of(ctx, needed, dout, dlse), *[None] * others
+
+
+# ---------------------------------------------------------------- calls past the dispatcher
+
+
+class _Attention(torch.autograd.Function):
+    """The operator with its gradients, for calls past the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        found: tuple[plans.Entry, list[int], Sequence[Any]],
+        *differentiable: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """found: of the call its entry, the addresses by `key_of`, all tensors; differentiable:
+        those that gradients flow to."""
+        entry, addresses, tensors = found
+        tensors = (*differentiable, *tensors[len(differentiable) :])
+        out, lse = plans.run(entry, tensors, addresses)
+        save(ctx, ForwardTensors(*tensors[:-1]), entry.values, (out, lse))
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:5]
+        return None, *gradients_of(ctx, needed, dout, dlse)
+
+
+#: `_Attention.apply` without what it does for torch.func, which such calls are none of.
+attend: Any = super(torch.autograd.Function, _Attention).apply
+
+
+class _AttentionAndMaxima(torch.autograd.Function):
+    """`_Attention` of calls with return_max_logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, found: tuple[plans.Entry, list[int], Sequence[Any]], *differentiable: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        entry, addresses, tensors = found
+        tensors = (*differentiable, *tensors[len(differentiable) :])
+        out, lse, max_logits = plans.run(entry, tensors, addresses)
+        save(ctx, ForwardTensors(*tensors[:-1]), entry.values, (out, lse))
+        ctx.mark_non_differentiable(max_logits)
+        return out, lse, max_logits
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        return _Attention.backward(ctx, dout, dlse)
+
+
+attend_for_maxima: Any = _AttentionAndMaxima.apply

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from . import plans
-from .autograd import check_differentiable, gradients_of, listed_tiles_of, save
+from .autograd import attend, attend_for_maxima, check_differentiable, listed_tiles_of
 from .call import named_configs, process
 from .call.autocast import autocast, is_autocasting
 from .call.checks import (
@@ -49,13 +50,12 @@ from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask
 from .operators import (
     OUT,
-    ForwardRequest,
     forward,
     forward_max_logits,
     forward_out,
-    plan_call,
 )
 from .packed_row import packed_row
+from .run.forward import plan_call
 from .score_mods import ScoreMod, read_by
 
 #: window_size of calls without one, as most are.
@@ -459,7 +459,7 @@ def _attend(
         or (sink is not None and sink.requires_grad)
     ):
         check_differentiable(ForwardTensors(*tensors[:-1]))
-        return _apply((entry, addresses, tensors), q, k, v, sink)
+        return attend((entry, addresses, tensors), q, k, v, sink)
     return plans.run(entry, tensors, addresses, not wants_lse)
 
 
@@ -498,7 +498,7 @@ def _attend_for_maxima(
         out, lse = _without_batch(inputs, out, lse)
     elif are_differentiated(tensors[:4]):
         check_differentiable(ForwardTensors(*inputs))
-        out, lse, max_logits = _AttentionAndMaxima.apply((*found, tensors), *tensors[:4])
+        out, lse, max_logits = attend_for_maxima((*found, tensors), *tensors[:4])
     else:
         out, lse, max_logits = plans.run(found[0], tensors, found[1])
     return (out, lse, max_logits) if return_lse else (out, max_logits)
@@ -576,71 +576,19 @@ def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     )  # fmt: skip
 
 
-class _Attention(torch.autograd.Function):
-    """The operator with its gradients, for calls past the dispatcher."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        found: tuple[plans.Entry, list[int], Sequence[Any]],
-        *differentiable: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """found: of the call its entry, the addresses by `key_of`, all tensors; differentiable:
-        those that gradients flow to."""
-        entry, addresses, tensors = found
-        tensors = (*differentiable, *tensors[len(differentiable) :])
-        out, lse = plans.run(entry, tensors, addresses)
-        save(ctx, ForwardTensors(*tensors[:-1]), entry.values.values, (out, lse))
-        return out, lse
-
-    @staticmethod
-    def backward(
-        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:5]
-        return None, *gradients_of(ctx, needed, dout, dlse)
-
-
-#: `_Attention.apply` without what it does for torch.func, which such calls are none of.
-_apply: Any = super(torch.autograd.Function, _Attention).apply
-
-
-class _AttentionAndMaxima(torch.autograd.Function):
-    """`_Attention` of calls with return_max_logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, found: tuple[plans.Entry, list[int], Sequence[Any]], *differentiable: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        entry, addresses, tensors = found
-        tensors = (*differentiable, *tensors[len(differentiable) :])
-        out, lse, max_logits = plans.run(entry, tensors, addresses)
-        save(ctx, ForwardTensors(*tensors[:-1]), entry.values.values, (out, lse))
-        ctx.mark_non_differentiable(max_logits)
-        return out, lse, max_logits
-
-    @staticmethod
-    def backward(
-        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None
-    ) -> tuple[torch.Tensor | None, ...]:
-        return _Attention.backward(ctx, dout, dlse)
-
-
-def _request(max_logits: bool) -> Any:
+def _checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     """`Kind.resolve` of calls as users make them. tensors: out behind the others."""
-
-    def resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardRequest:
-        *inputs, out = tensors
-        values = _resolve(inputs, facts)
-        if out is not None:
-            check_out(out, inputs[0])
-        return ForwardRequest(values, max_logits, has_batch=False)
-
-    return resolve
+    *inputs, out = tensors
+    values = _resolve(inputs, facts)
+    if out is not None:
+        check_out(out, inputs[0])
+    return values
 
 
-_FORWARD = plans.Kind("forward", _request(False), plan_call, (OUT,))
-_MAXIMA = plans.Kind("forward_max_logits", _request(True), plan_call)
+_FORWARD = plans.Kind("forward", _checked, partial(plan_call, has_batch=False), (OUT,))
+_MAXIMA = plans.Kind(
+    "forward_max_logits", _checked, partial(plan_call, has_batch=False, max_logits=True)
+)
 
 
 def longest_of(

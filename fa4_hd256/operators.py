@@ -3,41 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from . import plans
 from .autograd import gradients, save_for_backward
-from .call import named_configs
 from .call.autocast import autocast
-from .call.division import BY_RULE, check_num_splits
-from .call.forward_problem import ForwardCall, check_call
+from .call.division import check_num_splits
+from .call.forward_problem import check_call
 from .call.function_tensors import functions_of_keys
 from .call.memory import check_writable
 from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
-from .call.options import Options
-from .gpus.family import architecture_of
-from .kernels.kernel_set import kernels_of
-from .kernels.mask.block_mask import MASK_STEPS
 from .package_name import NAMESPACE
 from .private_torch import DispatchKey, excluding
 from .run.append import plan_append
 from .run.append_arguments import AppendOptions, AppendTensors
-from .run.forward import ForwardWork, plan_forward
-from .run.plan import LaunchPlan
+from .run.forward import plan_call
 
 __all__ = [
     "OUT",
-    "ForwardRequest",
     "append_rows",
     "forward",
     "forward_max_logits",
     "forward_out",
-    "plan_call",
-    "work_of",
 ]
 
 _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
@@ -60,57 +50,11 @@ def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-class ForwardRequest(NamedTuple):
-    """Request of a forward: all that is no tensor. has_batch: whether packed sequences have a batch
-    of 1, as the operators take them."""
-
-    values: ForwardValues
-    max_logits: bool = False
-    has_batch: bool = True
-
-
-def work_of(
-    tensors: ForwardTensors, values: ForwardValues, max_logits: bool = False
-) -> ForwardWork:
-    """Describe a forward. tensors: with batches. Raises TypeError or ValueError for what is not
-    accepted, NotImplementedError for what the architecture does not offer."""
-    (q, k, v, sink, *_), ragged = tensors, tensors.others()
-    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
-    options = replace(Options.of_operator(values, functions), max_logits=max_logits)
-    call = ForwardCall(q, k, v, sink, ragged)
-    config = None
-    if values.config != named_configs.DEFAULT:
-        kinds = kernels_of(architecture_of(q.device)).configs("forward")
-        config = named_configs.decode(values.config, *kinds)
-    problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k, config)
-    num_splits = values.num_splits
-    if num_splits == BY_RULE and "cu_seqlens_k" in ragged and values.max_seqlen_k is None:
-        # The length of a tile is not known.
-        num_splits = 1
-    if MASK_STEPS in ragged:
-        num_splits = 1
-    return ForwardWork(call, problem, num_splits, config)
-
-
-def plan_call(tensors: Sequence[Any], request: ForwardRequest) -> LaunchPlan:
-    """Return the plan of a forward. tensors: the fields of `ForwardTensors`, then out. Raises as
-    `work_of` and `plan_forward` do."""
-    *given, out = tensors
-    inputs = ForwardTensors(*given)
-    batched = inputs if request.has_batch else inputs.with_batches()
-    return plan_forward(work_of(batched, request.values, request.max_logits), inputs, out)
-
-
-def _resolved(max_logits: bool) -> Any:
-    """`Kind.resolve` of operators of forwards."""
-    return lambda tensors, facts: ForwardRequest(_values(tensors, facts), max_logits)
-
-
 _values = plans.leading(ForwardValues)
 #: Places of out, and of the caches of `append_rows`.
 OUT = len(ForwardTensors._fields)
-_FORWARD = plans.Kind("forward", _resolved(False), plan_call, (OUT,))
-_MAXIMA = plans.Kind("forward_max_logits", _resolved(True), plan_call)
+_FORWARD = plans.Kind("forward", _values, plan_call, (OUT,))
+_MAXIMA = plans.Kind("forward_max_logits", _values, partial(plan_call, max_logits=True))
 _APPEND = plans.Kind(
     "append_rows",
     plans.leading(AppendOptions),

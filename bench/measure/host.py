@@ -258,7 +258,7 @@ LONG_WAY = {
         "fa4_hd256.kv_cache:_resolved",
     ),
     "plan": (
-        "fa4_hd256.operators:plan_forward", "fa4_hd256.autograd:plan_backward",
+        "fa4_hd256.run.forward:plan_forward", "fa4_hd256.run.backward:plan_backward",
         "fa4_hd256.kv_cache:_plan",
     ),
     "compiled kernel": ("fa4_hd256.run.execute:compile_kernel",),

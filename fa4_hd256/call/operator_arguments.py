@@ -149,6 +149,16 @@ class BackwardTensors(NamedTuple):
         """All of them behind dlse, of a forward."""
         return *tensors[:_DIFFERENTIABLE], out, lse, *_of_gradients(tensors)
 
+    def with_batches(self) -> BackwardTensors:
+        """Return packed sequences with a batch of 1."""
+        with_batch = {}
+        for dimensions, names in _BATCHED.items():
+            for name in names:
+                tensor = getattr(self, name)
+                if tensor is not None and tensor.ndim < dimensions:
+                    with_batch[name] = tensor.unsqueeze(0)
+        return self._replace(**with_batch)
+
     def others(self) -> dict[str, torch.Tensor]:
         """Return the tensors of `OTHERS` that are given, by name."""
         given = zip(BackwardTensors._fields, self)
@@ -202,6 +212,8 @@ class BackwardValues(NamedTuple):
     wanted: Sequence[bool]
 
 
+#: Tensors of a backward that have a batch, by their dimensions then.
+_BATCHED = {4: ("dout", "out", "q", "k", "v"), 3: ("lse", "dlse")}
 #: q, k, v; and behind the sink.
 _DIFFERENTIABLE, _FIRST_OTHER = 3, 4
 _of_gradients = operator.itemgetter(

@@ -17,14 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import environment
+from ..call import named_configs
 from ..call.backward_problem import BackwardCall, BackwardProblem
 from ..call.chunks import Chunk, Division, divide, least_ds_bytes
 from ..call.forward_problem import is_masked
+from ..call.function_tensors import functions_of_keys
 from ..call.memory import View, without_expanded_heads
-from ..call.named_configs import spelled
-from ..call.operator_arguments import BackwardTensors
+from ..call.operator_arguments import BackwardTensors, BackwardValues
+from ..call.options import Options
+from ..call.packed_ds import check_begins
 from ..call.tile_mask import blocks_of_queries, shape_of_queries
-from ..environment import DS_BYTES
 from ..kernels.kernel_set import BackwardKernel
 from ..kernels.rows.sequences import padded_rows
 from .backward_arguments import (
@@ -44,7 +47,7 @@ from .tail import add_tail
 
 __all__ = [
     "BackwardWork", "Wanted", "add_preprocess", "empty_stats", "or_empty", "plan_backward",
-    "run_backward", "run_preprocess", "smaller_plan",
+    "plan_call", "run_backward", "run_preprocess", "smaller_plan", "work_of",
 ]  # fmt: skip
 
 #: What one kernel makes, and the sum of parts is of.
@@ -95,6 +98,41 @@ class BackwardWork:
             "dlse": call.dlse, "sink": call.sink, **call.ragged,
         }  # fmt: skip
         return {name: View.of(name, tensor) for name, tensor in given.items() if tensor is not None}
+
+
+def work_of(tensors: BackwardTensors, values: BackwardValues) -> BackwardWork:
+    """Describe a backward. Raises as `BackwardCall.describe` does."""
+    tensors = tensors.with_batches()
+    ragged = tensors.others()
+    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
+    call = BackwardCall(
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        tensors.out,
+        tensors.lse,
+        tensors.dout,
+        tensors.dlse,
+        tensors.sink,
+        ragged,
+    )
+    options = Options.of_operator(values, functions)
+    problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k)
+    problem = replace(problem, listed_tiles=values.listed_tiles)
+    check_begins(problem, ragged)
+    kind = problem.forward.kernels.config("backward")
+    config = named_configs.decode(values.config, kind)
+    if values.config == named_configs.DEFAULT:
+        ds_bytes = environment.ds_bytes()
+        config = config if ds_bytes is None else replace(config, ds_bytes=ds_bytes)
+    return BackwardWork(call, problem, Wanted(*values.wanted), config)
+
+
+def plan_call(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
+    """Return the plan of a backward. given: the fields of `BackwardTensors`, packed sequences with
+    or without a batch of 1. Raises as `work_of` and `plan_backward` do."""
+    tensors = BackwardTensors(*given)
+    return plan_backward(work_of(tensors, values), tensors)
 
 
 def run_backward(
@@ -153,19 +191,21 @@ def plan_backward(
 
 
 def smaller_plan(
-    work: BackwardWork, tensors: BackwardTensors, plan: LaunchPlan
+    given: Sequence[Any], values: BackwardValues, plan: LaunchPlan
 ) -> LaunchPlan | None:
     """Return the plan of the same backward with half of the dS at a time, and say so; None where
     the call does not go with less. plan: that memory is too short for."""
-    ds = plan.allocation(DS)
+    tensors = BackwardTensors(*given)
+    work, ds = work_of(tensors, values), plan.allocation(DS)
     taken = 0 if ds is None else math.prod(ds.shape) * ds.dtype.itemsize
     if not taken or taken // 2 < least_ds_bytes(work.problem):
         return None
     bound = taken // 2
     warnings.warn(
         f"the {taken >> 20} MiB of dS that this backward stores at a time are not to be had; "
-        f"it tries {bound >> 20} MiB, which takes longer. {DS_BYTES.name} or backward_config="
-        f"{spelled(type(work.config))}(ds_bytes=...) requests less from the start",
+        f"it tries {bound >> 20} MiB, which takes longer. {environment.DS_BYTES.name} or "
+        f"backward_config={named_configs.spelled(type(work.config))}(ds_bytes=...) requests less "
+        "from the start",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .. import environment
+from ..call import named_configs
 from ..call.checks import check_page_numbers, reads_contents
-from ..call.division import ForwardPart, divide_forward
+from ..call.division import BY_RULE, ForwardPart, divide_forward
 from ..call.forward_problem import ForwardCall, Problem
+from ..call.function_tensors import functions_of_keys
 from ..call.memory import View
-from ..call.operator_arguments import ForwardTensors
+from ..call.operator_arguments import ForwardTensors, ForwardValues
+from ..call.options import Options
 from ..call.part_lists import marked
 from ..gpus.devices import Gpu
+from ..gpus.family import architecture_of
+from ..kernels.kernel_set import kernels_of
+from ..kernels.mask.block_mask import MASK_STEPS
 from ..kernels.rows.part_list import HEADER, list_length
 from ..kernels.rows.sequences import PAGE_TABLE, PART_LIST
 from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
@@ -35,8 +41,10 @@ __all__ = [
     "add_forward",
     "empty_results",
     "launch_forward",
+    "plan_call",
     "plan_forward",
     "run_forward",
+    "work_of",
 ]
 
 #: CTAs of a grid, which kernels count in 32 bits.
@@ -66,6 +74,41 @@ class ForwardWork:
         if self.call.sink is not None:
             given["sink"] = self.call.sink
         return {name: View.of(name, tensor) for name, tensor in given.items()}
+
+
+def work_of(
+    tensors: ForwardTensors, values: ForwardValues, max_logits: bool = False
+) -> ForwardWork:
+    """Describe a forward. tensors: with batches. Raises TypeError or ValueError for what is not
+    accepted, NotImplementedError for what the architecture does not offer."""
+    (q, k, v, sink, *_), ragged = tensors, tensors.others()
+    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
+    options = replace(Options.of_operator(values, functions), max_logits=max_logits)
+    call = ForwardCall(q, k, v, sink, ragged)
+    config = None
+    if values.config != named_configs.DEFAULT:
+        kinds = kernels_of(architecture_of(q.device)).configs("forward")
+        config = named_configs.decode(values.config, *kinds)
+    problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k, config)
+    num_splits = values.num_splits
+    if num_splits == BY_RULE and "cu_seqlens_k" in ragged and values.max_seqlen_k is None:
+        # The length of a tile is not known.
+        num_splits = 1
+    if MASK_STEPS in ragged:
+        num_splits = 1
+    return ForwardWork(call, problem, num_splits, config)
+
+
+def plan_call(
+    tensors: Sequence[Any], values: ForwardValues, max_logits: bool = False, has_batch: bool = True
+) -> LaunchPlan:
+    """Return the plan of a forward. tensors: the fields of `ForwardTensors`, then out. has_batch:
+    whether packed sequences have a batch of 1, as the operators take them. Raises as `work_of` and
+    `plan_forward` do."""
+    *given, out = tensors
+    inputs = ForwardTensors(*given)
+    batched = inputs if has_batch else inputs.with_batches()
+    return plan_forward(work_of(batched, values, max_logits), inputs, out)
 
 
 def launch_forward(

@@ -13,10 +13,11 @@ from operator_calls import backward_arguments
 from paged_cases import offsets
 
 import sm100_sim
-from fa4_hd256 import autograd, flash_attn_varlen_func, get_backward_metadata, masks
+from fa4_hd256 import flash_attn_varlen_func, get_backward_metadata, masks
 from fa4_hd256.call import tile_mask
 from fa4_hd256.call.packed_ds import begins_of
 from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES, StoredDs, count_tiles
+from fa4_hd256.run import backward
 
 #: Queries and keys of sequences: of one block, of several with rests, none on either side.
 LENGTHS = ((300, 0, 40, 513), (300, 70, 0, 600))
@@ -200,7 +201,7 @@ def test_no_findings(seed, sanitize, exact_room):
 
 def wrong(monkeypatch, change):
     """Return (a batch, metadata that nobody compares with its lengths)."""
-    monkeypatch.setattr(autograd, "check_begins", lambda *given: None)
+    monkeypatch.setattr(backward, "check_begins", lambda *given: None)
     batch = Packed(LENGTHS, "cpu")
     return batch, change(batch.metadata(causal=True))
 
