@@ -597,7 +597,7 @@ def _plan(tensors: Sequence[Any], values: tuple[Given, Any]) -> LaunchPlan:
     assert work is not None, "a plan is made in a graph"
     builder = PlanBuilder.for_tensors(work.problem.device, _NAMES, tensors)
     appended, views = _append_tensors(tensors), dict(builder.inputs)
-    after, rotated = add_append(builder, appended, options, views)
+    after, rotated = add_append(builder, (appended, options, work.problem.architecture), views)
     # Under the names that the attention has for them.
     views |= {"k": views["k_cache"], "v": views["v_cache"], "seqused_k": after}
     if _READ_PAGES in views:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..architectures import Architecture
 from ..call.memory import View
 from ..gpus.family import architecture_of
 from ..kernels.problem_class import DESCALES, KV_DTYPES, AppendClass
@@ -30,18 +31,22 @@ def plan_append(tensors: AppendTensors, options: AppendOptions) -> LaunchPlan:
     """Return the plan of new rows by themselves, whose results are those of `add_append`, None for
     queries that are not rotated."""
     builder = PlanBuilder.for_tensors(tensors.k.device, AppendTensors._fields, tensors)
-    after, rotated = add_append(builder, tensors, options, builder.inputs)
+    given = tensors, options, architecture_of(builder.device)
+    after, rotated = add_append(builder, given, builder.inputs)
     return builder.plan(after, rotated)
 
 
 def add_append(
-    builder: PlanBuilder, tensors: AppendTensors, options: AppendOptions, views: Mapping[str, View]
+    builder: PlanBuilder,
+    given: tuple[AppendTensors, AppendOptions, Architecture],
+    views: Mapping[str, View],
 ) -> tuple[View, View | None]:
     """Add the launch that writes new rows; return (batch,) int32, the rows in use with them, and
     with rotary embedding the queries, rotated, as a contiguous tensor.
 
-    views: of the tensors that are given, by name.
+    given: tensors, or views of these; options; whose kernel it is. views: of the tensors, by name.
     """
+    tensors, options, architecture = given
     lengths, q = views["lengths"], views.get("q")
     is_rotary = tensors.rotary_cos is not None
     if not lengths.numel() or not tensors.k.numel() and not (is_rotary and tensors.q.numel()):
@@ -55,7 +60,7 @@ def add_append(
     if is_rotary:
         made[ROTATED] = builder.allocate(ROTATED, tensors.q.shape, tensors.q.dtype)
     operands = _operands(builder, views, made, own)
-    spec = append_spec(own, architecture_of(builder.device))
+    spec = append_spec(own, architecture)
     builder.launch(spec, append_call_arguments(operands, None))
     return made[AFTER], made.get(ROTATED)
 

@@ -79,6 +79,7 @@ __all__ = [
     "row_alignment",
     "scalar_types",
     "stream_argument",
+    "table_rank",
     "tensor_type",
     "vector_type",
 ]
@@ -184,6 +185,11 @@ _TABLES = {
     MASK_BLOCKS: (5, 16),
     MASK_KEY_BITS: (3, 16),
 }
+
+
+def table_rank(name: str) -> int:
+    """Return the dimensions of a ragged tensor."""
+    return _TABLES[name][0] if name in _TABLES else 1
 
 
 def ragged_types(names: Sequence[str], wide_tree: bool = False) -> list[Any]:

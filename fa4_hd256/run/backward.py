@@ -28,6 +28,7 @@ from ..call.operator_arguments import BackwardTensors, BackwardValues
 from ..call.options import Options
 from ..call.packed_ds import check_begins
 from ..call.tile_mask import blocks_of_queries, shape_of_queries
+from ..gpus.devices import Gpu
 from ..kernels.kernel_set import BackwardKernel
 from ..kernels.rows.sequences import padded_rows
 from .backward_arguments import (
@@ -46,8 +47,8 @@ from .plan import LaunchPlan, PlanBuilder
 from .tail import add_tail
 
 __all__ = [
-    "BackwardWork", "Wanted", "add_preprocess", "empty_stats", "or_empty", "plan_backward",
-    "plan_call", "run_backward", "run_preprocess", "smaller_plan", "work_of",
+    "BackwardWork", "Wanted", "add_division", "add_preprocess", "empty_stats", "or_empty",
+    "plan_backward", "plan_call", "run_backward", "run_preprocess", "smaller_plan", "work_of",
 ]  # fmt: skip
 
 #: What one kernel makes, and the sum of parts is of.
@@ -171,9 +172,25 @@ def plan_backward(
     device = work.problem.forward.device
     builder = PlanBuilder.for_tensors(device, BackwardTensors._fields, tensors)
     division = work.divided(ds_bytes)
-    problem, views = division.problem, work.views()
+    views = work.views()
     has_batch = {name: getattr(tensors, name).ndim == views[name].ndim for name in "qkv"}
-    made = _memory(builder, division, work.computed, has_batch)
+    chosen = work.config, gpu_of(device)
+    made = add_division(builder, division, (work.computed, has_batch), views, chosen)
+    return builder.plan(*_results(builder, work, made, views))
+
+
+def add_division(
+    builder: PlanBuilder,
+    division: Division,
+    results: tuple[Wanted, Mapping[str, bool]],
+    views: Mapping[str, View],
+    chosen: tuple[Any, Gpu],
+) -> dict[str, View]:
+    """Add the launches of a divided backward; return what they write, by name. results: gradients
+    that kernels make, and whether those of q, k and v have the batch of packed sequences. views: as
+    of `BackwardWork.views`. chosen: configuration and GPU."""
+    problem, (wanted, has_batch) = division.problem, results
+    made = _memory(builder, division, wanted, has_batch)
     operands = {name: builder.operand(views[name]) for name in ("q", "k", "v", "dout")}
     if not problem.has_no_queries:
         rows = PreprocessTensors(
@@ -186,8 +203,8 @@ def plan_backward(
         )
         add_preprocess(builder, problem, rows)
     if not problem.has_no_queries and not problem.has_no_keys:
-        _add_gradients(builder, division, work.config, (operands, views, made))
-    return builder.plan(*_results(builder, work, made, views))
+        _add_gradients(builder, division, chosen, (operands, views, made))
+    return made
 
 
 def smaller_plan(
@@ -340,11 +357,11 @@ def add_preprocess(
 def _add_gradients(
     builder: PlanBuilder,
     division: Division,
-    config: Any,
+    chosen: tuple[Any, Gpu],
     tensors: tuple[Mapping[str, View], Mapping[str, View], Mapping[str, View]],
 ) -> None:
     """Fill the gradients. tensors: operands, all views of the call, what is made."""
-    operands, views, made = tensors
+    (config, gpu), (operands, views, made) = chosen, tensors
     whole = division.problem
     specs = backward_specs(whole, config)
     results = {name: made[_written(whole, name)] for name in ("dq", *OF_KEYS) if name in made}
@@ -366,7 +383,8 @@ def _add_gradients(
             if set(kernel.results) <= set(results):
                 written = tuple(results[name] for name in kernel.results)
                 own = replace(of_chunk, results=written).of(chunk, kernel.results)
-                _add_kernel(builder, (kernel, specs[kernel.name]), chunk.problem, own, rooms)
+                row = kernel, specs[kernel.name]
+                _add_kernel(builder, row, (chunk.problem, gpu), own, rooms)
     tables = dict(zip(whole.forward.ragged, ragged, strict=True))
     packed = [("q" if name == "dq" else "k", view) for name, view in results.items()]
     lengths = whole.k_shape[1], whole.forward.max_seqlen_k, whole.listed_tiles
@@ -413,21 +431,20 @@ def _lists(builder: PlanBuilder, chunk: Chunk, number: int, table: View) -> View
 def _add_kernel(
     builder: PlanBuilder,
     kernel: tuple[BackwardKernel, KernelSpec],
-    problem: BackwardProblem,
+    of: tuple[BackwardProblem, Gpu],
     tensors: GradientTensors,
     rooms: list[View],
 ) -> None:
     """Launch a kernel of a chunk. rooms: for the dK and dV of its own, which are added to those
     of `tensors.results`; without them it writes to these."""
-    (row, spec), given, left = kernel, list(tensors.results), list(rooms)
-    problem, sums = problem.of_kernel(row), []
+    (row, spec), (whole, gpu), given, left = kernel, of, list(tensors.results), list(rooms)
+    problem, sums = whole.of_kernel(row), []
     for index, name in enumerate(row.results):
         if name != "dq" and left:
             given[index] = begin_of(left.pop(), problem.dkdv_shape)
             sums.append((tensors.results[index], given[index]))
     read = tensors.of_functions if row.computes_scores else ()
     own = replace(tensors, results=tuple(given), of_functions=read)
-    gpu = gpu_of(builder.device)
     builder.launch(spec, gradient_call_arguments(own, problem, gpu, None))
     for total, part in sums:
         _add_sum(builder, total, part)

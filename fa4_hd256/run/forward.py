@@ -39,6 +39,7 @@ __all__ = [
     "ForwardWork",
     "add_combine",
     "add_forward",
+    "add_parts",
     "empty_results",
     "launch_forward",
     "plan_call",
@@ -161,6 +162,20 @@ def add_forward(
     _check_list(work.call, last)
     _check_grid(problem if len(parts) > 1 else last)
     _check_pages(work.call, problem)
+    return add_parts(builder, parts, views, (work.config, gpu), has_batch)
+
+
+def add_parts(
+    builder: PlanBuilder,
+    parts: Sequence[ForwardPart],
+    views: Mapping[str, View],
+    chosen: tuple[Any, Gpu],
+    has_batch: bool = True,
+) -> tuple[View, ...]:
+    """Add the launches of a divided forward; return its results. parts: as of `divide_forward`.
+    chosen: configuration, None for the default one, and GPU. views, has_batch: as of
+    `add_forward`."""
+    last = parts[-1].problem
     results = _results(builder, parts, views, has_batch)
     operands = {name: builder.operand(views[name]) for name in "qkv"}
     if operands["k"].shape[1] == 0:
@@ -170,17 +185,17 @@ def add_forward(
         none = builder.allocate("no_keys", empty, operands["k"].dtype, _all_of(empty, 0.0))
         operands["k"] = operands["v"] = none
     rows_k = operands["k"].shape[1]
-    if problem.kv_dtype is not None:
+    if last.kv_dtype is not None:
         # Bytes in twos: CuTe DSL takes no tensor of single ones from PyTorch.
-        operands |= {name: operands[name].view(problem.dtype) for name in "kv"}
+        operands |= {name: operands[name].view(last.dtype) for name in "kv"}
     tables = _tables(builder, last, views)
-    optional = (_sink(builder, views["sink"]),) if problem.sink else ()
+    optional = (_sink(builder, views["sink"]),) if last.sink else ()
     for part in parts:
-        _add_part(builder, part, (work.config, gpu), operands, results, (optional, tables))
+        _add_part(builder, part, chosen, operands, results, (optional, tables))
     named = [("q", results["out"])]
     offsets = dict(zip(last.tables, tables, strict=True))
     add_tail(builder, last, named, results["lse"], offsets, (rows_k, LARGEST_LENGTH, 0))
-    return _finished(builder, problem, results)
+    return _finished(builder, last, results)
 
 
 def _add_part(

@@ -1,9 +1,10 @@
 """Kernels that the calls of a model take, of any batch and any lengths.
 
-What a call compiles follows from its problem class and configuration, so all that it can be is
-counted up here from the very rules that calls go by: tiles by the longest queries, configurations
-by the keys, both schedulers, keys split or not. More may be counted up than a model ever takes
-(keys split where they never are), never less.
+One call of each kind that a model has is described here by its shapes, without a tensor, and
+planned by what plans calls: its plan names the kernels. Kinds are tiles by the longest queries,
+configurations by the keys, both schedulers, one KV split and several, chunks of the backward with
+dS and without. More may be counted up than a model ever takes (KV splits where it has none), never
+less.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from ..architectures import Architecture
 from ..call.backward_problem import BackwardProblem
 from ..call.checks import DTYPES, PAGE_TABLE
+from ..call.chunks import Chunk, Division
+from ..call.division import ForwardPart
 from ..call.forward_problem import (
     Problem,
     choose_tiles,
@@ -26,21 +29,17 @@ from ..call.forward_problem import (
     tiles_for_masks,
     tiles_for_max_logits,
 )
+from ..call.memory import View
 from ..call.operator_arguments import RAGGED
 from ..call.options import Options, check_options
 from ..call.tree_mask import WORD_NODES
+from ..gpus.gpu import Gpu
 from ..kernels.functions.score_change import ALIBI
 from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from ..kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
-from ..kernels.problem_class import (
-    KV_DTYPES,
-    OF_PAGES,
-    OF_SEQUENCES,
-    AppendClass,
-    RotaryClass,
-)
+from ..kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SEQUENCES, RotaryClass
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
@@ -51,17 +50,13 @@ from ..kernels.rows.sequences import (
 from ..kernels.small.combine_config import MOST_PARTS
 from ..models import FULL, AttentionModel, Mask
 from ..words import shown
-from .catalogue import (
-    KernelSpec,
-    TuningKey,
-    append_spec,
-    backward_specs,
-    combine_spec,
-    configured,
-    tail_spec,
-    tuning_key,
-)
-from .tail import class_of, sides_of
+from .append import add_append
+from .append_arguments import AppendOptions, AppendTensors
+from .arguments import table_rank
+from .backward import Wanted, add_division
+from .catalogue import KernelSpec, TuningKey, tuning_key
+from .forward import add_combine, add_parts
+from .plan import PlanBuilder
 
 __all__ = ["FORMS", "USES", "Needs", "specs_of"]
 
@@ -256,21 +251,26 @@ def specs_of(
         raise ValueError(
             f"softcap is {model.softcap} with alibi; accepted: one of them, as calls take one"
         )
-    found: dict[KernelSpec, None] = {}
+    where, found = _gpu_named(architecture, gpu), dict[KernelSpec, None]()
     for problem in _forward_problems(model, needs, architecture):
-        found |= dict.fromkeys(_forwards(problem, gpu, needs.batch_invariant))
-        found |= dict.fromkeys(_tails(problem, trained=False))
-        if needs.scheduler_metadata and _takes_list(problem.ragged):
-            found |= dict.fromkeys(_listed(problem, gpu))
+        for call in _divided(problem, where, needs):
+            found |= dict.fromkeys(_of_forward(call, model.heads_kv, where))
     for dtype in needs.dtypes:
         found |= dict.fromkeys(_combines(dtype, architecture))
-    found |= dict.fromkeys(_appends(model, needs, architecture))
+    for append in _appends(model, needs):
+        found |= dict.fromkeys(append.kernels(architecture))
     if TRAINING in needs.uses:
-        for problem in _changed(_trained(model, needs, architecture), needs):
-            if is_masked(problem.ragged):
-                problem = replace(problem, ragged=MASK_GRADIENTS)
-            found |= dict.fromkeys(_backwards(problem, model))
+        trained = map(_of_one_row, _changed(_trained(model, needs, architecture), needs))
+        for problem in dict.fromkeys(trained):
+            found |= dict.fromkeys(_backwards(problem, model.heads_kv, where))
     return list(found)
+
+
+def _gpu_named(architecture: Architecture, name: str) -> Gpu:
+    """A GPU of these rows of the tuning table, larger than any: no kernel follows from its
+    figures."""
+    capability = next(c for c, names in architecture.gpus.items() if name in names)
+    return Gpu(capability, 1 << 20, 1 << 19, 1 << 30, 1e12)
 
 
 def _forward_problems(
@@ -395,77 +395,140 @@ def _options(model: AttentionModel, mask: Mask, use_clc: bool) -> Options:
     return options
 
 
-def _forwards(problem: Problem, gpu: str, fixed: bool) -> Iterator[KernelSpec]:
-    """Undivided and divided, also into `fixed` parts, in each configuration that a number of keys
-    gets."""
-    configs = _configs(tuning_key(problem, gpu))
-    for parts, part_keys in ((1, None), (2, None), *([(2, 1)] if fixed else [])):
-        divided = replace(problem, num_splits=parts, part_keys=part_keys)
-        for config in configs:
-            yield configured(divided, config)
+# ---------------------------------------------------------------- plans of described calls
 
 
-def _listed(problem: Problem, gpu: str) -> Iterator[KernelSpec]:
-    """Yield the kernels with scheduler metadata, and the kernel that combines the splits; without
-    where it is ignored."""
-    listed = replace(problem, ragged=_with(problem.ragged, PART_LIST), num_splits=2)
-    for config in _configs(tuning_key(listed, gpu)):
-        yield configured(listed, config)
-    yield combine_spec(listed)
+def _divided(problem: Problem, gpu: Gpu, needs: Needs) -> Iterator[Problem]:
+    """Yield the divisions of a forward: with one KV split, with several, also of fixed lengths and
+    listed, in each configuration that a number of keys gets."""
+    parts: list[dict[str, Any]] = [{"num_splits": 1}, {"num_splits": 2}]
+    if needs.batch_invariant:
+        parts.append({"num_splits": 2, "part_keys": 1})
+    if needs.scheduler_metadata and _takes_list(problem.ragged):
+        parts.append({"ragged": _with(problem.ragged, PART_LIST), "num_splits": 2})
+    for keys in _configured(tuning_key(problem, gpu.tuning_name)):
+        for division in parts:
+            yield replace(problem, max_seqlen_k=keys, **division)
 
 
 @functools.cache
-def _configs(key: TuningKey) -> tuple[Any, ...]:
-    """Return the configurations that calls get by their number of keys, each once."""
-    return tuple(dict.fromkeys(key.config(keys) for keys in _LENGTHS))
+def _configured(key: TuningKey) -> tuple[int, ...]:
+    """Return numbers of keys, one for each configuration that calls get."""
+    return tuple({key.config(keys): keys for keys in _LENGTHS}.values())
 
 
-def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[KernelSpec]:
-    """Yield the combining kernels of any number of splits and rows."""
-    rule = kernels_of(architecture).combine
+def _of_forward(problem: Problem, heads_kv: int, gpu: Gpu) -> Sequence[KernelSpec]:
+    """Return the kernels of a divided forward."""
+    builder = PlanBuilder(problem.device, {})
+    k_shape = 1, problem.page_size or 1, heads_kv, HEAD_DIM
+    add_parts(builder, (ForwardPart(problem),), _views(problem, k_shape), (None, gpu))
+    return builder.plan().specs
+
+
+def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
+    """Views of the tensors of a described call, by name."""
+    of_keys = problem.kv_dtype or problem.dtype
+    found = {
+        "q": View.contiguous("q", problem.q_shape, problem.dtype),
+        "k": View.contiguous("k", k_shape, of_keys),
+        "v": View.contiguous("v", k_shape, of_keys),
+        "sink": View.contiguous("sink", problem.q_shape[2:3], torch.float32),
+    }
+    functions = problem.options.score_mod, problem.options.mask_mod
+    forms = [form.split() for own in functions if own is not None for form in own.tensors]
+    for name, (kind, rank) in zip(problem.function_tensors, forms, strict=True):
+        found[name] = View.contiguous(name, (1,) * int(rank), getattr(torch, kind))
+    for name in problem.scales:
+        found[name] = View.contiguous(name, (1, k_shape[2]), torch.float32)
+    for name in problem.ragged:
+        is_wide = name == TREE_WORDS and problem.wide_tree
+        dtype = torch.int64 if is_wide else torch.int32
+        found[name] = View.contiguous(name, (1,) * table_rank(name), dtype)
+    return found
+
+
+@functools.cache
+def _combines(dtype: torch.dtype, architecture: Architecture) -> tuple[KernelSpec, ...]:
+    """Return the combining kernels of any number of splits and rows."""
+    kernels = kernels_of(architecture)
+    rule = kernels.combine
     bounds = sorted(
         {max(1, (rule.ctas << i) // n + one) for i in range(6) for n in (1, 2, 4) for one in (0, 1)}
         | {1}
     )
-    rows = [*bounds, bounds[-1] << 8]
-    configs = {rule.of(parts, n): None for parts in range(2, MOST_PARTS + 1) for n in rows}
-    for config in configs:
-        yield KernelSpec("forward_combine", config, dtype, architecture)
+    builder = PlanBuilder(torch.device("cpu"), {})
+    whole = Problem(
+        (1, 1, 1, HEAD_DIM), 1, 1, 1, dtype, builder.device, Options(1.0), False, (), architecture,
+        kernels.forward_tiles()[0],
+    )  # fmt: skip
+    results = (
+        View.contiguous("out", whole.q_shape, torch.float32),
+        View.contiguous("lse", whole.lse_shape, torch.float32),
+    )
+    for parts in range(2, MOST_PARTS + 1):
+        for rows in (*bounds, bounds[-1] << 8):
+            problem = replace(whole, q_shape=(1, rows, 1, HEAD_DIM), num_splits=parts)
+            add_combine(builder, problem, results, results, {})
+    return builder.plan().specs
 
 
-def _appends(
-    model: AttentionModel, needs: Needs, architecture: Architecture
-) -> Iterator[KernelSpec]:
-    """Yield the kernels that write new rows to caches, as calls with lengths of the keys may
-    request."""
+@dataclass(frozen=True)
+class _Append:
+    """New rows of a cache. dtype: of the rows. of_cache: its dtype. descale: see `ProblemClass`."""
+
+    dtype: torch.dtype
+    of_cache: torch.dtype
+    packed: bool
+    paged: bool
+    descale: str = ""
+    rotary: RotaryClass | None = None
+
+    def kernels(self, architecture: Architecture) -> Sequence[KernelSpec]:
+        """Return the kernels of their plan."""
+
+        def view(name: str, rank: int, dtype: torch.dtype = torch.int32) -> View:
+            return View.contiguous(name, (*(1,) * (rank - 1), HEAD_DIM), dtype)
+
+        given = {name: view(name, 4 - self.packed, self.dtype) for name in "kv"}
+        given |= {name: view(name, 4, self.of_cache) for name in ("k_cache", "v_cache")}
+        given["lengths"] = view("lengths", 1)
+        if self.packed:
+            given["cu_seqlens_k_new"] = view("cu_seqlens_k_new", 1)
+        if self.paged:
+            given["page_table"] = view("page_table", 2)
+        for name in DESCALES if self.descale else ():
+            given[name] = View.contiguous(name, (1, 1), torch.float32)
+        options, rotary = AppendOptions(self.descale), self.rotary
+        if rotary is not None:
+            options = AppendOptions(self.descale, rotary.interleaved, rotary.ordered)
+            given["q"] = view("q", 4 - rotary.packed, self.dtype)
+            for name in ("rotary_cos", "rotary_sin"):
+                given[name] = view(name, 2, rotary.table_dtype)
+            if rotary.packed:
+                given["cu_seqlens_q"] = view("cu_seqlens_q", 1)
+        builder = PlanBuilder(torch.device("cpu"), given)
+        add_append(builder, (AppendTensors(**given), options, architecture), given)
+        return builder.plan().specs
+
+
+def _appends(model: AttentionModel, needs: Needs) -> Iterator[_Append]:
+    """Yield new rows as calls with lengths of the keys may have them."""
     forms = [FORMS[form] for form in needs.forms if _takes_list(FORMS[form])]
     choices = itertools.product(forms, needs.dtypes, needs.kv_dtypes, (False, True))
     for ragged, dtype, kv_dtype, packed in choices:
-        paged = PAGE_TABLE in ragged
-        found = [AppendClass(kv_dtype or dtype, packed, paged)]
+        paged, of_cache = PAGE_TABLE in ragged, kv_dtype or dtype
+        found = [_Append(of_cache, of_cache, packed, paged)]
         for descale in () if kv_dtype is None else _descales(kv_dtype, paged):
-            found.append(AppendClass(dtype, packed, paged, kv_dtype, descale))
+            found.append(_Append(dtype, of_cache, packed, paged, descale))
         if needs.cache_batch_idx and not paged:
             # An entry of the cache is a page of all its rows.
             found += [replace(own, paged=True) for own in found]
         for own in found:
-            yield append_spec(own, architecture)
+            yield own
             # Rows that are in e4m3 already are rotated in no call.
             rotated = needs.rotary and own.dtype == dtype
             for rotary in _rotaries(model, dtype, ragged) if rotated else ():
-                yield append_spec(replace(own, rotary=rotary), architecture)
-
-
-def _tails(problem: Problem, trained: bool) -> Iterator[KernelSpec]:
-    """The last kernels over packed results: of out, and of any of dQ, dK and dV."""
-    sides = sides_of(problem.ragged)
-    if "q" in sides:
-        yield tail_spec(class_of(problem, "q", lse=True), problem)
-    if trained:
-        for results in ("q", "kk", "qkk"):
-            of_sides = [side for side in results if side in sides]
-            if of_sides:
-                yield tail_spec(class_of(problem, of_sides), problem)
+                yield replace(own, rotary=rotary)
 
 
 def _rotaries(
@@ -478,18 +541,58 @@ def _rotaries(
         yield RotaryClass(*choice, packed="cu_seqlens_q" in ragged)
 
 
-def _backwards(forward: Problem, model: AttentionModel) -> Iterator[KernelSpec]:
+#: Gradients of calls whose kernels store no dS: those of q, of k and v, or all.
+_WANTED = Wanted(dkdv=False), Wanted(dq=False), Wanted()
+
+
+def _of_one_row(forward: Problem) -> Problem:
+    """Return a forward as its gradients have it, which know nothing of its tiles."""
+    return replace(
+        forward,
+        q_shape=(1, 1, *forward.q_shape[2:]),
+        max_seqlen_q=1,
+        max_seqlen_k=1,
+        ragged=MASK_GRADIENTS if is_masked(forward.ragged) else forward.ragged,
+        tiles=forward.kernels.forward_tiles()[0],
+        packed_heads=1,
+    )
+
+
+@functools.cache
+def _backward_config(architecture: Architecture) -> Any:
+    return kernels_of(architecture).config("backward")()
+
+
+def _backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec]:
     """Yield the kernels with a stored dS and without, where a block mask does not require one, that
     of packed sequences by lengths that are known, too; dK and dV in parts and not, the LSE's
     gradient given or not."""
-    k_shape = (1, forward.max_seqlen_k, model.heads_kv, HEAD_DIM)
-    config = forward.kernels.config("backward")()
+    heads, k_shape = forward.q_shape[2], (1, 1, heads_kv, HEAD_DIM)
+    config = _backward_config(forward.architecture)
     stored = (True,) if is_masked(forward.ragged) else (True, False)
     choices = itertools.product(stored, (1, 2), (False, True))
     for keeps_ds, head_parts, lse_gradient in choices:
         of_lengths = (DS_BEGINS,) if keeps_ds and forward.ragged == FORMS["packed"] else ()
         for more in dict.fromkeys(((), of_lengths)):
             own = replace(forward, ragged=(*forward.ragged, *more))
-            problem = BackwardProblem(own, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds)
-            yield from backward_specs(problem, config).values()
-            yield from _tails(own, trained=True)
+            problem = BackwardProblem(
+                own, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds, listed_tiles=1
+            )
+            one = range(1)
+            chunk = Chunk(problem, range(heads), range(heads_kv), one, one, one)
+            for wanted in (Wanted(),) if keeps_ds else _WANTED:
+                builder = PlanBuilder(forward.device, {})
+                results = wanted, dict.fromkeys("qkv", True)
+                views = _views(own, k_shape) | _of_gradients(problem)
+                add_division(builder, Division(problem, (chunk,)), results, views, (config, gpu))
+                yield from builder.plan().specs
+
+
+def _of_gradients(problem: BackwardProblem) -> dict[str, View]:
+    """Views of the tensors that gradients take beside those of the forward, by name."""
+    forward = problem.forward
+    of_rows = "out", "dout"
+    found = {name: View.contiguous(name, forward.q_shape, forward.dtype) for name in of_rows}
+    for name in ("lse", "dlse") if problem.lse_gradient else ("lse",):
+        found[name] = View.contiguous(name, forward.lse_shape, torch.float32)
+    return found

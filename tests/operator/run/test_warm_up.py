@@ -33,11 +33,12 @@ from fa4_hd256.call.forward_problem import (
     tiles_for_masks,
     tiles_for_max_logits,
 )
+from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors, ForwardValues
 from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.problem_class import AppendClass, RotaryClass
 from fa4_hd256.models import MODELS
-from fa4_hd256.run import compile, launch
+from fa4_hd256.run import backward, compile, forward, launch
 from fa4_hd256.run.build import TARGETS
 from fa4_hd256.run.catalogue import backward_specs, combine_spec, forward_spec, tail_spec
 from fa4_hd256.run.kernel_names import kernel_named, name_of
@@ -118,7 +119,9 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
             found |= set(backward_specs(divided, config).values())
             sides = sides_of(divided.forward.ragged)
             if sides:
-                wanted = [side for side in pick.choice(("q", "kk", "qkk")) if side in sides]
+                # One gradient by itself takes no stored dS.
+                some = ("qkk",) if divided.keeps_ds else ("q", "kk", "qkk")
+                wanted = [side for side in pick.choice(some) if side in sides]
                 own = class_of(divided.forward, wanted or sides)
                 found.add(tail_spec(own, divided.forward))
     assert len({spec.kind for spec in found}) >= 6
@@ -310,7 +313,8 @@ def test_every_combining_kernel(architecture):
     """Kernels for any number of splits and rows are known."""
     rule = kernels_of(architecture).combine
     needs = Needs(("decode",), ("dense",))
-    specs = specs_of(MODELS["glm-5-tp8"], needs, architecture, "B200")
+    rows, *_ = next(iter(architecture.gpus.values()))
+    specs = specs_of(MODELS["glm-5-tp8"], needs, architecture, rows)
     known = {spec.config for spec in specs if spec.kind == "forward_combine"}
     found = {rule.of(parts, rows) for parts in range(2, 65) for rows in range(1, 5000)}
     assert found == known
@@ -561,3 +565,40 @@ def test_what_launches_need_is_made_before(monkeypatch):
     launch.prepare(SimpleNamespace(load=lambda: done.append("loaded")), torch.device("cuda", 0))
     assert done == ["loaded", 5]
     launch.prepare(None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("arch", sorted(GPUS))
+@pytest.mark.parametrize("packed", [False, True])
+def test_plans_of_calls_name_kernels_that_are_known(arch, packed, monkeypatch):
+    """Planned, not run: few and many queries, with one KV split and several, and the gradients of
+    each tensor alone and of all."""
+    monkeypatch.setenv("FA4_HD256_ARCH", arch)
+    target = TARGETS[arch]
+    model = AttentionModel("of this test", 8, 2, (Mask(True),))
+    needs = Needs(("decode", "training"), ("dense", "packed"))
+    known, found = set(specs_of(model, needs, target.architecture, target.gpu)), set()
+    values = ForwardValues(
+        1.0, -(1 << 40), 0, 0.0, None, None, False, "", "", 1, True, None, None, 0
+    )
+    shape = (1, 40) if packed else (2, 20)
+    q, out, dout = (torch.zeros(*shape, 8, 256).bfloat16() for _ in range(3))
+    k, v = (torch.zeros(*shape, 2, 256).bfloat16() for _ in "kv")
+    lse, ragged = torch.zeros(shape[0], 8, shape[1]), ()
+    if packed:
+        ragged = tuple(torch.tensor([0, 13, 40], dtype=torch.int32) for _ in "qk")
+        values = values._replace(max_seqlen_q=27, max_seqlen_k=27)
+    for splits, use_clc in itertools.product((1, 3), (False, True)):
+        own = values._replace(num_splits=splits, use_clc=use_clc)
+        tensors = ForwardTensors(q, k, v, None, *ragged)
+        found |= set(forward.plan_call((*tensors, None), own).specs)
+    given = BackwardTensors(dout, None, q, k, v, out, lse, None, *ragged)
+    for wanted in ((True, False), (False, True), (True, True)):
+        asked = values.of_backward((*wanted, False))
+        found |= set(backward.plan_call(given, asked).specs)
+    kinds = {spec.kind for spec in found}
+    assert {"forward_combine", "backward_preprocess"} < kinds and len(kinds) > 5
+    assert ("tail_rows" in kinds) == packed
+    assert found <= known
+    # No call has gradients of one tensor alone beside a dS by lengths that are known.
+    tails = [spec.problem_class for spec in known if spec.kind == "tail_rows"]
+    assert all(own.results == ("q", "k", "k") for own in tails if own.ds is not None)
