@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -10,11 +11,14 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
-from ....schedulers import TileOrder, WorkTile
+from ....schedulers import TileOrder, TileProblem, WorkTile
 from ....softmax_emu.pattern import Ex2Pattern
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 from ...backward.common import BackwardEntry, BackwardKernelTensors
+from ...functions.score_change import ScorePlaces
+from ...mask.masking import Visibility
 from ...operands import TmaTensor
+from ...plan.edges import RingStates
 from ...problem_class import GradientClass
 from ...scalars import CallScalars
 from ..instructions import (
@@ -28,6 +32,9 @@ from .context import BlackwellBackwardContext
 __all__ = [
     "BlackwellBackward",
     "FRAGMENT",
+    "KernelTiles",
+    "RowMask",
+    "ScoreMask",
     "multiply_by",
     "score_gradients",
     "store_row",
@@ -38,11 +45,54 @@ __all__ = [
 FRAGMENT = 32  # columns that one tensor-memory load moves
 
 
+class ScoreMask(Protocol):
+    """Mask of the scores that a thread has of a step."""
+
+    @property
+    def applies(self) -> Boolean:
+        """Return True if it may hide any of them."""
+
+    def hide(self, scores: cute.Tensor) -> None:
+        """Scores that are not seen := -inf."""
+
+
+def _hide(mask: ScoreMask, scores: cute.Tensor) -> None:
+    # Outside of traced code, where an object that is called must live across branches.
+    mask.hide(scores)
+
+
+class RowMask(NamedTuple):
+    """Mask of scores of one row, in columns one after the other from the first one on."""
+
+    applies: Boolean
+    visibility: Visibility
+    row: Int32
+    column: Int32
+
+    def hide(self, scores: cute.Tensor) -> None:
+        """Scores that are not visible := -inf."""
+        self.visibility.apply(scores, self.row, self.column)
+
+
+class KernelTiles(Protocol):
+    """Tiles of a launch and their steps, which a kernel owns."""
+
+    def problem(
+        self, scalars: CallScalars, operands: tuple[cute.Tensor, ...], batch: Int32
+    ) -> TileProblem:
+        """Return the tiles of a launch.  operands: q, k."""
+
+    def num_steps(self, context: BlackwellBackwardContext, work: WorkTile) -> Int32:
+        """Return the number of steps of a tile."""
+
+
 class BlackwellBackward(BackwardEntry, PairKernel):
     """Base of these kernels: host code, set-up, dispatch, and P from S.
 
-    A kernel adds `boxes` and `problem(...)`, see `BackwardEntry`; `smem(memory)`; and its roles.
+    A kernel adds `boxes`, see `BackwardEntry`; `tiles`; `smem(memory)`; and its roles.
     """
+
+    tiles: KernelTiles
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
@@ -62,6 +112,16 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         """`PairKernel.set_up`."""
         common = super().set_up(allocator, tensors, sizes, scalars, order)
         return BlackwellBackwardContext(**vars(common))
+
+    def problem(
+        self, scalars: CallScalars, operands: tuple[cute.Tensor, ...], batch: Int32
+    ) -> TileProblem:
+        """Return the tiles of a launch."""
+        return self.tiles.problem(scalars, operands, batch)
+
+    def num_steps(self, context: BlackwellBackwardContext, work: WorkTile) -> Int32:
+        """Return the number of steps of a tile, the same in all roles."""
+        return self.tiles.num_steps(context, work)
 
     def copy_operation(self, box: str) -> Any:
         """The DSL's TMA load of one of `boxes`, whose bytes complete on the leader's barrier."""
@@ -103,7 +163,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
             if warp == warps.scheduler:
                 self.schedule(context)
 
-    def own_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Any:
+    def own_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Int32:
         """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
         start = self.tmem_plan[name].start + warpgroup() * columns
         return context.own_lanes + start
@@ -113,8 +173,12 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
 
     def take_scores(
-        self, context: BlackwellBackwardContext, scores: cute.Tensor, load: Any, states: Any
-    ) -> Any:
+        self,
+        context: BlackwellBackwardContext,
+        scores: cute.Tensor,
+        load: Callable[[Int32, cute.Tensor], None],
+        states: RingStates,
+    ) -> RingStates:
         """S of one step to registers; its buffer goes back to the MMA warp.
 
         scores: as many as a thread has columns of its warpgroup.  load: of `blackwell.tmem`.
@@ -133,41 +197,39 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         self,
         context: BlackwellBackwardContext,
         scores: cute.Tensor,
-        places: Any,
-        mask: tuple[Any, ...],
+        places: ScorePlaces | None,
+        mask: ScoreMask,
     ):
         """Change the scores, and mask them, in place; return the slope of each score, None where
         that is 1.
 
-        places: see `ScoreChange.apply`.  mask: (whether to apply it, what `mask_scores` takes).
+        places: see `ScoreChange.apply`.
         """
         slopes = None
         if cutlass.const_expr(self.change.exists):
             slopes = self.change.apply_with_slopes(scores, context.scalars.cap_scale, places)
-        if mask[0]:
-            self.mask_scores(scores, mask[1:])
+        if mask.applies:
+            _hide(mask, scores)
         return slopes
-
-    def mask_scores(self, scores: cute.Tensor, mask: tuple[Any, ...]) -> None:
-        """Scores that are not visible := -inf.  mask: (Visibility, row, first column)."""
-        visibility, row, column = mask
-        visibility.apply(scores, row, column)
 
     def exponentiate(
         self,
         context: BlackwellBackwardContext,
         scores: cute.Tensor,
-        negative_lse: Any,
-        place: tuple[int, int],
+        negative_lse: Float32 | cute.Tensor,
+        start: int,
+        columns: int,
     ) -> None:
-        """scores := P, in place.  place: (first column, columns of the thread)."""
+        """scores := P, in place.  start: first of the thread's `columns` columns."""
         scale_log2 = scale_for_masking(context.scalars.scale_log2)
-        first, columns = (count // FRAGMENT for count in place)
+        first, columns = start // FRAGMENT, columns // FRAGMENT
         pattern = cast(Ex2Pattern, self.ex2_pattern)
         probabilities_from_lse(scores, scale_log2, negative_lse, (pattern, first, columns))
 
 
-def score_gradients(dp: cute.Tensor, factors: cute.Tensor, negative_delta: Any) -> None:
+def score_gradients(
+    dp: cute.Tensor, factors: cute.Tensor, negative_delta: Float32 | cute.Tensor
+) -> None:
     """dp := factors * (dp - delta), dS in float32; factors: P, times the slope of the score.
 
     negative_delta: one Float32, or a register tensor with one for each column.

@@ -32,10 +32,10 @@ from ....schedulers import WorkTile
 from ...backward.common import Step, heads_of_part
 from ...backward.key_tiles import KeyTiles
 from ...limits import HEAD_DIM
-from ...mask.masking import Visibility
-from ...operands import load_tile
-from ...plan.edges import RingRecord, RingState
+from ...operands import SharedMemory, load_tile
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...plan.steps import CLAIM_STEPS
+from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, TilePlace
 from ...rows.views import columns_of
@@ -55,12 +55,14 @@ from ..tmem import multiply, tmem_buffer, tmem_load
 from .common import (
     FRAGMENT,
     BlackwellBackward,
+    RowMask,
     multiply_by,
     score_gradients,
     store_row,
     warpgroup,
     zeros,
 )
+from .config import DkdvPlan, GradientConfig
 from .context import BlackwellBackwardContext
 
 __all__ = ["DkdvKernel"]
@@ -94,12 +96,22 @@ class DkdvMmaRings(RingRecord):
     sums: RingState
 
 
-class DkdvKernel(KeyTiles, BlackwellBackward):
+@dataclass(frozen=True)
+class DkdvTiles(KeyTiles):
+    """Tiles of the launch, which the kernel owns."""
+
+    plan: DkdvPlan
+    problem_class: ProblemClass
+
+
+class DkdvKernel(BlackwellBackward):
     """The dK/dV kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`.
 
     A tile's head counts parts of KV heads: KV head * head_parts + part.
     """
 
+    tiles: DkdvTiles
+    rows_of = "k"
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM // 2),
         "k": (1, OWN_KEYS, HEAD_DIM),
@@ -107,8 +119,11 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         "dout": (3, BLOCK_Q, HEAD_DIM // 2),
     }
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+    ) -> None:
+        super().__init__(config, gradient_class, scheduler)
+        self.tiles = DkdvTiles(self.plan, self.problem_class)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         keys, weights = k_major_operand(OWN_KEYS), k_major_operand(OWN_KEYS, UNIT_Q)
         queries, columns = k_major_operand(BLOCK_Q, HEAD_DIM // 2), mn_major_operand(BLOCK_Q)
@@ -120,7 +135,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         self.mma_dp = [Mma(dp, keys.part(half, 2), queries) for half in range(2)]
         self.mma_sum = [Mma(sum_of_keys, weights.part(half, 2), columns) for half in range(2)]
 
-    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stats = cute.make_layout(UNIT_Q)
         return {
             "k": memory.operand("k", OWN_KEYS, HEAD_DIM, 1),
@@ -150,7 +165,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         while work.is_valid:
             # A look-up of the sequence in each step would take longer than the step's MMAs.
             own_context = context.of_tile(work)
-            unit = self.first_position(own_context, work)
+            unit = self.tiles.first_position(own_context, work)
             num_steps = self.num_steps(own_context, work)
             self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for number in cutlass.range(1, num_steps, unroll=1):
@@ -185,7 +200,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load K, then LSE and Q of a tile's first unit."""
-        unit = self.first_position(context, work)
+        unit = self.tiles.first_position(context, work)
         rings = self._load_keys(context, work, "k", rings)
         return self._load_q(context, work, unit, rings)
 
@@ -193,7 +208,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         self, context: BlackwellBackwardContext, work: WorkTile, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load V, then delta and dO of a tile's first unit."""
-        unit = self.first_position(context, work)
+        unit = self.tiles.first_position(context, work)
         rings = self._load_keys(context, work, "v", rings)
         return self._load_dout(context, work, unit, rings)
 
@@ -215,14 +230,14 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load LSE of a unit, then this CTA's 128 rows of Q: B of S."""
-        self._load_row_stats(context, "lse", (work, unit), rings.lse)
+        self._load_row_stats(context, "lse", work, unit, rings.lse)
         return self._load_rows(context, work, "q", unit, rings)
 
     def _load_dout(
         self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load delta of a unit, then this CTA's 128 rows of dO: B of dP."""
-        self._load_row_stats(context, "delta", (work, unit), rings.delta)
+        self._load_row_stats(context, "delta", work, unit, rings.delta)
         return self._load_rows(context, work, "dout", unit, rings)
 
     def _load_q_columns(
@@ -282,12 +297,13 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         self,
         context: BlackwellBackwardContext,
         name: str,
-        place: tuple[WorkTile, Step],
+        work: WorkTile,
+        unit: Step,
         ring: RingState,
     ) -> None:
-        """Load LSE or delta of a unit.  place: (tile, unit)."""
+        """Load LSE or delta of a unit."""
         barrier, _ = claim_buffer(context, name, ring)
-        self.load_stats(context, name, place, (barrier, context.smem[name]))
+        self.tiles.load_stats(context, name, (work, unit), (barrier, context.smem[name]))
         ring.advance()
 
     # ------------------------------------------------------------ mma
@@ -457,14 +473,14 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
                 key = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
-                visibility = self.transposed(context, work)
+                visibility = self.tiles.transposed(context, work)
                 tile = (work.block * BLOCK_KV, BLOCK_KV)
                 tiles = visibility.tile_range(tile, (key, OWN_KEYS))
                 row = key + self._own_key()
                 index, head = tiles.begin, heads_of_part(context, work.head)[0]
-                mask = (Boolean(True), visibility, row, index * UNIT_Q + self._first_query())
-                where = work, head
-                states = self._probabilities(context, (factors, p), mask, states, where)
+                query = index * UNIT_Q + self._first_query()
+                mask = RowMask(Boolean(True), visibility, row, query)
+                states = self._probabilities(context, factors, p, mask, states, work, head)
                 for step in cutlass.range(num_steps, unroll=1):
                     states = self._publish_p(context, p, states)
                     states = self._score_gradients(context, factors, ds, states)
@@ -479,10 +495,12 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
                         query = index * UNIT_Q + self._first_query()
                         states = self._probabilities(
                             context,
-                            (factors, p),
-                            (is_masked, visibility, row, query),
+                            factors,
+                            p,
+                            RowMask(is_masked, visibility, row, query),
                             states,
-                            (work, head),
+                            work,
+                            head,
                         )
                     else:
                         # Known not to outlive the loop, they do not occupy registers in it.
@@ -520,25 +538,25 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
     def _probabilities(
         self,
         context: BlackwellBackwardContext,
-        results: tuple[cute.Tensor, cute.Tensor],
-        mask: tuple[Boolean, Visibility, Int32, Int32],
-        states: Any,
-        where: tuple[WorkTile, Int32],
+        factors: cute.Tensor,
+        p: cute.Tensor,
+        mask: RowMask,
+        states: RingStates,
+        work: WorkTile,
+        head: Int32,
     ):
-        """P of one unit.  results: (P times the slope of its score in float32, P in 16 bits).
-        where: (tile, query head)."""
-        factors, p = results
+        """P of one unit.  factors: P times the slope of its score in float32.  p: P in 16 bits.
+        head: of the queries."""
         barriers = context.barriers
         states = self.take_scores(context, factors, tmem_load, states)
         barriers["lse_loaded"].wait(states["lse_loaded"])
-        (work, head), (row, query) = where, mask[2:]
-        places = self.score_places(context, work, lambda i: (head, query + i, row))
+        places = self.score_places(context, work, lambda i: (head, mask.column + i, mask.row))
         slopes = self.change_and_mask(context, factors, places, mask)
         rounded = cute.recast_tensor(p, self.dtype)
         for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
             part = columns_of(factors, start, FRAGMENT)
             negative_lse = self._own_stats(context, "lse", start)
-            self.exponentiate(context, part, negative_lse, (start, OWN_QUERIES))
+            self.exponentiate(context, part, negative_lse, start, OWN_QUERIES)
             columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
         barriers["lse_free"].arrive(states["lse_loaded"])
         states.advance("lse_loaded")
@@ -549,7 +567,11 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
     @traced("dS")
     @cute.jit
     def _score_gradients(
-        self, context: BlackwellBackwardContext, factors: cute.Tensor, ds: cute.Tensor, states: Any
+        self,
+        context: BlackwellBackwardContext,
+        factors: cute.Tensor,
+        ds: cute.Tensor,
+        states: RingStates,
     ):
         """Compute dS = factors (dP - delta) of one unit, in 16 bits."""
         barriers = context.barriers
@@ -575,18 +597,18 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
 
     @traced("write P")
     @cute.jit
-    def _publish_p(self, context: BlackwellBackwardContext, p: cute.Tensor, states: Any):
+    def _publish_p(self, context: BlackwellBackwardContext, p: cute.Tensor, states: RingStates):
         """P to shared memory."""
         return self._publish(context, p, states)
 
     @traced("write dS")
     @cute.jit
-    def _publish_ds(self, context: BlackwellBackwardContext, ds: cute.Tensor, states: Any):
+    def _publish_ds(self, context: BlackwellBackwardContext, ds: cute.Tensor, states: RingStates):
         """Store dS to shared memory."""
         return self._publish(context, ds, states)
 
     @cute.jit
-    def _publish(self, context: BlackwellBackwardContext, values: cute.Tensor, states: Any):
+    def _publish(self, context: BlackwellBackwardContext, values: cute.Tensor, states: RingStates):
         """P or dS of this thread to shared memory, when what is there has been read."""
         context.barriers["weights_free"].wait(states["weights_free"])
         block = self._first_query() // OWN_QUERIES
@@ -603,7 +625,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
 
     @traced("drain dK and dV")
     @cute.jit
-    def _drain(self, context: BlackwellBackwardContext, work: Any, states: Any):
+    def _drain(self, context: BlackwellBackwardContext, work: WorkTile, states: RingStates):
         """Store dV (first warpgroup) and softmax_scale * dK (second) of a tile to global memory."""
         context.barriers["sums_done"].wait(states["sums_done"])
         fence_after_thread_sync()
@@ -622,7 +644,7 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
                 context.barriers["sums_free"].arrive(states["sums_done"], is_converged=True)
             multiply(values, factor)
             if row < sequence.length:
-                self._store(context, values, (sequence, row, work.head), start)
+                self._store(context, values, sequence, row, work.head, start)
         states.advance("sums_done")
         return states
 
@@ -631,11 +653,12 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
         self,
         context: BlackwellBackwardContext,
         values: cute.Tensor,
-        place: tuple[Sequence, Int32, Int32],
-        start: Any,
+        sequence: Sequence,
+        row: Int32,
+        head: Int32,
+        start: int | Int32,
     ):
-        """One fragment of dV or dK, by warpgroup.  place: (sequence, row, head)."""
-        sequence, row, head = place
+        """One fragment of dV or dK, by warpgroup."""
         column = self._half() * (HEAD_DIM // 2) + start
         for which in cutlass.range_constexpr(2):
             # The results are (dk, dv); the first warpgroup has dV.
@@ -645,10 +668,10 @@ class DkdvKernel(KeyTiles, BlackwellBackward):
                 store_row(values, columns_of(destination, column, FRAGMENT))
 
     @cute.jit
-    def _store_zeros(self, context: BlackwellBackwardContext, work: Any):
+    def _store_zeros(self, context: BlackwellBackwardContext, work: WorkTile):
         """Store dK = dV = 0 for the keys of a tile that no query sees."""
         row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
         sequence = context.sequences.key(work.batch)
         if row < sequence.length:
             for start in cutlass.range(0, HEAD_DIM // 2, FRAGMENT, unroll=1):
-                self._store(context, zeros(FRAGMENT), (sequence, row, work.head), start)
+                self._store(context, zeros(FRAGMENT), sequence, row, work.head, start)

@@ -36,10 +36,10 @@ from cutlass import Boolean, Float32, Int32
 from ....schedulers import WorkTile
 from ...backward.query_tiles import QueryTiles
 from ...limits import HEAD_DIM
-from ...mask.masking import Visibility
-from ...operands import load_tile
-from ...plan.edges import RingRecord, RingState
+from ...operands import SharedMemory, load_tile
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...plan.steps import CLAIM_STEPS
+from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, TilePlace
 from ...rows.views import columns_of
@@ -57,10 +57,12 @@ from ..tmem import tmem_buffer, tmem_load, tmem_store
 from .common import (
     FRAGMENT,
     BlackwellBackward,
+    RowMask,
     multiply_by,
     score_gradients,
     warpgroup,
 )
+from .config import DqPlan, GradientConfig
 from .context import BlackwellBackwardContext
 from .row_result import ResultPlace, RowResult, first_row, lane
 
@@ -91,9 +93,19 @@ class DqMmaRings(RingRecord):
     dq: RingState
 
 
-class DqKernel(QueryTiles, BlackwellBackward):
+@dataclass(frozen=True)
+class DqTiles(QueryTiles):
+    """Tiles of the launch, which the kernel owns."""
+
+    plan: DqPlan
+    problem_class: ProblemClass
+
+
+class DqKernel(BlackwellBackward):
     """The dQ kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`."""
 
+    tiles: DqTiles
+    rows_of = "q"
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM),
         "k": (1, OWN_KEYS, HEAD_DIM),
@@ -102,8 +114,11 @@ class DqKernel(QueryTiles, BlackwellBackward):
         "dout": (3, BLOCK_Q, HEAD_DIM),
     }
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+    ) -> None:
+        super().__init__(config, gradient_class, scheduler)
+        self.tiles = DqTiles(self.plan, self.problem_class)
         self.result = RowResult("dQ", self.tmem_plan, is_scaled=True)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         rows, keys = k_major_operand(BLOCK_Q), k_major_operand(OWN_KEYS)
@@ -115,7 +130,7 @@ class DqKernel(QueryTiles, BlackwellBackward):
         dq = MmaShape(TILE_Q, HEAD_DIM, is_bf16, b_mn_major=True)
         self.mma_dq = Mma(dq, ds, mn_major_operand(BLOCK_KV))
 
-    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
         return {
             "q": memory.operand("q", BLOCK_Q, HEAD_DIM, 1),
@@ -147,12 +162,12 @@ class DqKernel(QueryTiles, BlackwellBackward):
         while work.is_valid:
             # A look-up of the sequence in each step would take longer than the step's MMAs.
             own_context = context.of_tile(work)
-            kv_tile = self.first_position(own_context, work)
+            kv_tile = self.tiles.first_position(own_context, work)
             num_steps = self.num_steps(own_context, work)
             self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
                 self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                following_kv_tile = self.next_position(kv_tile)
+                following_kv_tile = self.tiles.next_position(kv_tile)
                 rings = self._load_keys(own_context, work, "k", following_kv_tile, rings)
                 rings = self._load_k_columns(own_context, work, kv_tile, rings)
                 rings = self._load_keys(own_context, work, "v", following_kv_tile, rings)
@@ -178,7 +193,7 @@ class DqKernel(QueryTiles, BlackwellBackward):
         self, context: BlackwellBackwardContext, work: WorkTile, rings: DqLoadRings
     ) -> DqLoadRings:
         """Load Q, and K of a tile's first step."""
-        kv_tile = self.first_position(context, work)
+        kv_tile = self.tiles.first_position(context, work)
         rings = self._load_rows(context, work, "q", rings)
         return self._load_keys(context, work, "k", kv_tile, rings)
 
@@ -186,7 +201,7 @@ class DqKernel(QueryTiles, BlackwellBackward):
         self, context: BlackwellBackwardContext, work: WorkTile, rings: DqLoadRings
     ) -> DqLoadRings:
         """Load dO, and V of a tile's first step."""
-        kv_tile = self.first_position(context, work)
+        kv_tile = self.tiles.first_position(context, work)
         rings = self._load_rows(context, work, "dout", rings)
         return self._load_keys(context, work, "v", kv_tile, rings)
 
@@ -391,7 +406,7 @@ class DqKernel(QueryTiles, BlackwellBackward):
                 visibility = context.visibility(work, BLOCK_KV)
                 tiles = visibility.tile_range((work.block * TILE_Q, TILE_Q), (cta_row, BLOCK_Q))
                 key = (tiles.end - 1) * BLOCK_KV + warpgroup() * OWN_KEYS
-                mask = (Boolean(True), visibility, row, key)
+                mask = RowMask(Boolean(True), visibility, row, key)
                 states = self._probabilities(context, factors, negative_lse, mask, states, work)
                 if undrained.is_valid:
                     states = self.result.drain(context, self._result(context, undrained), states)
@@ -400,7 +415,7 @@ class DqKernel(QueryTiles, BlackwellBackward):
                     states = self._score_gradients(context, factors, negative_delta, states)
                     key -= BLOCK_KV
                     is_masked = (step < tiles.num_masked_first) | (step >= masked_again)
-                    mask = (is_masked, visibility, row, key)
+                    mask = RowMask(is_masked, visibility, row, key)
                     states = self._probabilities(context, factors, negative_lse, mask, states, work)
                 states = self._score_gradients(context, factors, negative_delta, states)
                 undrained = work
@@ -417,16 +432,15 @@ class DqKernel(QueryTiles, BlackwellBackward):
         context: BlackwellBackwardContext,
         factors: cute.Tensor,
         negative_lse: Float32,
-        mask: tuple[Boolean, Visibility, Int32, Int32],
-        states: Any,
-        work: Any,
+        mask: RowMask,
+        states: RingStates,
+        work: WorkTile,
     ):
         """factors := P of one step, times the slope of each score."""
         states = self.take_scores(context, factors, tmem_load, states)
-        row, key = mask[2:]
-        places = self.score_places(context, work, lambda i: (work.head, row, key + i))
+        places = self.score_places(context, work, lambda i: (work.head, mask.row, mask.column + i))
         slopes = self.change_and_mask(context, factors, places, mask)
-        self.exponentiate(context, factors, negative_lse, (0, OWN_KEYS))
+        self.exponentiate(context, factors, negative_lse, 0, OWN_KEYS)
         if cutlass.const_expr(slopes is not None):
             multiply_by(factors, slopes)
         return states
@@ -438,7 +452,7 @@ class DqKernel(QueryTiles, BlackwellBackward):
         context: BlackwellBackwardContext,
         factors: cute.Tensor,
         negative_delta: Float32,
-        states: Any,
+        states: RingStates,
     ):
         """Compute dS = factors (dP - delta) of one step, to tensor memory over dP."""
         context.barriers["dp_done"].wait(states["dp_done"])

@@ -1,8 +1,4 @@
-"""dS from the registers of the dV kernel to global memory (`backward.ds_tiles`).
-
-Scores come to registers by quads (`blackwell.tmem`): four threads share keys, and each has some
-queries of every one of them.
-"""
+"""dS from the registers of the dV kernel to global memory (`backward.ds_tiles`)."""
 
 from __future__ import annotations
 
@@ -15,29 +11,14 @@ from cutlass import Float32, Int32
 
 from ....schedulers import WorkTile
 from ...backward.common import Step, heads_of_part
-from ...backward.ds_tiles import DS_TILE, RUN, RUN_STRIDE, tile_of, tiles_of_head, within_head
-from ...limits import WARP_SIZE
+from ...backward.ds_tiles import RUN, RUN_STRIDE, tile_of, tiles_of_head, within_head
 from ...plan.edges import SharedByReference
 from ..tmem import quad_fragment
 from .common import warpgroup
 from .context import BlackwellBackwardContext
+from .quads import OWN_QUERIES, first_key, quad
 
-__all__ = ["OWN_QUERIES", "QUAD", "DsStore", "StepDs", "first_key", "quad"]
-
-OWN_QUERIES = DS_TILE // 2  # of a step: those of a warpgroup, and those a CTA loads for S
-QUAD = 4  # threads that share keys
-
-
-def quad() -> tuple[Int32, Int32]:
-    """Return (quad of the warp, thread of the quad) of this thread."""
-    lane = cute.arch.lane_idx()
-    return lane // QUAD, lane % QUAD
-
-
-def first_key() -> Int32:
-    """Return the first of this thread's four keys, among the CTA's 128."""
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-    return warp * WARP_SIZE + quad()[0]
+__all__ = ["DsStore", "StepDs"]
 
 
 class StepDs(NamedTuple):

@@ -38,16 +38,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ....schedulers import WorkTile
-from ...backward.block_mask import WORD_PAIR
 from ...backward.common import BackwardContext, Step
-from ...backward.ds_tiles import DS_BLOCK, DS_TILE, RUN
+from ...backward.ds_tiles import DS_BLOCK, RUN
 from ...backward.key_tiles import KeyTiles, ListedStep
+from ...functions.score_change import Locate, ScorePlaces
 from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL
-from ...mask.masking import WORD_BITS, hide_unseen
-from ...operands import load_tile
-from ...plan.edges import RingRecord, RingState
+from ...mask.masking import WORD_BITS
+from ...operands import SharedMemory, load_tile
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...plan.steps import CLAIM_STEPS
+from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import TilePlace
 from ...rows.views import columns_of
@@ -61,7 +62,6 @@ from ..instructions import (
 )
 from ..operands import k_major_operand, mn_major_operand
 from ..tmem import (
-    quad_fragment,
     tmem_buffer,
     tmem_load_quads,
     tmem_store_quads,
@@ -69,21 +69,35 @@ from ..tmem import (
 from .common import (
     FRAGMENT,
     BlackwellBackward,
+    ScoreMask,
     multiply_by,
     score_gradients,
     warpgroup,
 )
+from .config import DvPlan, GradientConfig
 from .context import BlackwellBackwardContext
-from .ds_store import OWN_QUERIES, QUAD, DsStore, StepDs, first_key, quad
+from .ds_store import DsStore, StepDs
+from .quads import (
+    COLUMNS,
+    OWN_QUERIES,
+    QUAD,
+    STEP_QUERIES,
+    FunctionMask,
+    ListedMask,
+    ListedNumber,
+    QuadMask,
+    QuadRegisters,
+    StepMask,
+    TileStep,
+    first_key,
+    first_query,
+    quad,
+)
 from .row_result import OWN_COLUMNS, OWN_ROWS, ResultPlace, RowResult, first_row
 
 __all__ = ["DvKernel"]
 
 TILE_KEYS = DS_BLOCK
-STEP_QUERIES = DS_TILE
-BEYOND = 1 << 30  # a query that no key sees
-#: Queries of the scores that a thread has of a key, from the first of them on.
-COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2))
 
 
 @dataclass
@@ -109,7 +123,22 @@ class DvMmaRings(RingRecord):
     dv: RingState
 
 
-class DvKernel(KeyTiles, BlackwellBackward):
+@dataclass(frozen=True)
+class DvTiles(KeyTiles):
+    """Tiles of the launch, which the kernel owns."""
+
+    plan: DvPlan
+    problem_class: ProblemClass
+
+    def first_step(self, context: BackwardContext, work: WorkTile) -> Step:
+        """Return the first step of a tile, with what the list says where a block mask names it."""
+        step = self.first_position(context, work)
+        if not self.problem_class.lists_steps:
+            return step
+        return ListedStep.first(step, self.block_list(context, work))
+
+
+class DvKernel(BlackwellBackward):
     """The kernel for one configuration; arguments of a call: `BlackwellBackward.__call__`.
 
     results: (dv,).  ds: see `backward.ds_tiles`.  A tile's head counts parts of KV heads:
@@ -118,6 +147,7 @@ class DvKernel(KeyTiles, BlackwellBackward):
 
     # Looking up the sequence of a block in a row takes registers that are not there.
     rows_of = None
+    tiles: DvTiles
     boxes = {
         "q": (0, OWN_QUERIES, HEAD_DIM // 2),
         "k": (1, OWN_ROWS, HEAD_DIM),
@@ -125,8 +155,11 @@ class DvKernel(KeyTiles, BlackwellBackward):
         "dout": (3, OWN_QUERIES, HEAD_DIM // 2),
     }
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+    ) -> None:
+        super().__init__(config, gradient_class, scheduler)
+        self.tiles = DvTiles(self.plan, self.problem_class)
         self.result = RowResult("dV", self.tmem_plan, is_scaled=False)
         counts_tiles = not (self.problem_class.ragged or self.change.exists)
         self.ds_store = DsStore(self.dtype, counts_tiles)
@@ -148,7 +181,7 @@ class DvKernel(KeyTiles, BlackwellBackward):
         columns = mn_major_operand(OWN_QUERIES)
         self.mma_dv = [Mma(dv, p.part(half, 2), columns) for half in range(2)]
 
-    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
         stats = cute.make_layout((STEP_QUERIES, self.plan.stats_stages))
         return {
@@ -163,12 +196,6 @@ class DvKernel(KeyTiles, BlackwellBackward):
         """Return the place of a tile's dV."""
         result, keys = context.tensors.results[0], context.sequences.key(work.batch)
         return ResultPlace(result, keys, first_row(context, work), work.head)
-
-    def first_position(self, context: BackwardContext, work: WorkTile) -> Step:
-        step = super().first_position(context, work)
-        if not self.problem_class.lists_steps:
-            return step
-        return ListedStep.first(step, self.block_list(context, work))
 
     # ------------------------------------------------------------ load
 
@@ -189,7 +216,7 @@ class DvKernel(KeyTiles, BlackwellBackward):
         while work.is_valid:
             # A look-up of the sequence in each step would take longer than the step's MMAs.
             own_context = context.of_tile(work)
-            step = self.first_position(own_context, work)
+            step = self.tiles.first_step(own_context, work)
             num_steps = self.num_steps(own_context, work)
             self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for number in cutlass.range(1, num_steps, unroll=1):
@@ -221,7 +248,7 @@ class DvKernel(KeyTiles, BlackwellBackward):
         self, context: BlackwellBackwardContext, work: WorkTile, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load K, and Q of a tile's first step."""
-        step = self.first_position(context, work)
+        step = self.tiles.first_step(context, work)
         rings = self._load_keys(context, work, "k", rings)
         return self._load_q(context, work, step, rings)
 
@@ -229,7 +256,7 @@ class DvKernel(KeyTiles, BlackwellBackward):
         self, context: BlackwellBackwardContext, work: WorkTile, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load V, and dO of a tile's first step."""
-        step = self.first_position(context, work)
+        step = self.tiles.first_step(context, work)
         rings = self._load_keys(context, work, "v", rings)
         return self._load_rows(context, work, "dout", step, rings)
 
@@ -264,7 +291,7 @@ class DvKernel(KeyTiles, BlackwellBackward):
     ) -> DvLoadRings:
         """Load this CTA's 64 rows of Q or dO, half of the columns after the other: B of S or dP."""
         queries = context.sequences.query(work.batch)
-        row = self.query_tile(context, work, step) * STEP_QUERIES
+        row = self.tiles.query_tile(context, work, step) * STEP_QUERIES
         row += context.cta_rank * OWN_QUERIES
         for half in range(2):
             rings = self._load_ring(context, box, (queries, row, half, step.head), rings)
@@ -275,7 +302,7 @@ class DvKernel(KeyTiles, BlackwellBackward):
     ) -> DvLoadRings:
         """Load this CTA's half of the columns of dO, half of the rows after the other: B of dV."""
         queries, rank = context.sequences.query(work.batch), context.cta_rank
-        row = self.query_tile(context, work, step) * STEP_QUERIES
+        row = self.tiles.query_tile(context, work, step) * STEP_QUERIES
         for half in range(2):
             place = queries, row + half * OWN_QUERIES, rank, step.head
             rings = self._load_ring(context, "dout", place, rings)
@@ -299,7 +326,7 @@ class DvKernel(KeyTiles, BlackwellBackward):
         barrier, buffer = claim_buffer(context, "stats", rings.stats)
         for name in ("lse", "delta"):
             target = barrier, context.smem[name][None, buffer]
-            self.load_stats(context, name, (work, step), target)
+            self.tiles.load_stats(context, name, (work, step), target)
         rings.stats.advance()
         return rings
 
@@ -438,20 +465,19 @@ class DvKernel(KeyTiles, BlackwellBackward):
         states = self.edges.waiter_states("s_done", "dp_done", "stats_loaded", "dv_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
-        factors = cute.make_rmem_tensor(OWN_QUERIES, Float32)
-        # P and dS in 16 bits, two in a register.
-        p, ds = (cute.make_rmem_tensor(OWN_QUERIES // 2, Float32) for _ in range(2))
+        sizes = OWN_QUERIES, OWN_QUERIES // 2, OWN_QUERIES // 2
+        registers = QuadRegisters(*(cute.make_rmem_tensor(size, Float32) for size in sizes))
         while work.is_valid:
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
                 cta_key = first_row(context, work)
-                visibility = self.transposed(context, work)
+                visibility = self.tiles.transposed(context, work)
                 tile = (work.block * TILE_KEYS, TILE_KEYS)
                 tiles = visibility.tile_range(tile, (cta_key, OWN_ROWS))
                 has_rest = cta_key + OWN_ROWS > visibility.seqlen_q
                 # Without what the list says, for which there are no registers.
-                step = super().first_position(context, work)
-                row = self.row_of_ds(context, work)
+                step = self.tiles.first_position(context, work)
+                row = self.tiles.row_of_ds(context, work)
                 number = self.ds_store.number(context, step, row)
                 if cutlass.const_expr(not self.problem_class.lists_steps):
                     self.ds_store.complete_blocks(context, work, step, row)
@@ -459,17 +485,18 @@ class DvKernel(KeyTiles, BlackwellBackward):
                 if cutlass.const_expr(self.problem_class.lists_steps):
                     mask = self._listed_mask(context, work, step)
                 else:
-                    mask = (Boolean(True), visibility, key, step.index)
-                where = work, step
-                states = self._probabilities(context, (factors, p), mask, None, states, where)
+                    mask = QuadMask(Boolean(True), visibility, key, step.index)
+                place = TileStep(work, step)
+                states = self._probabilities(context, registers, mask, None, states, place)
                 if undrained.is_valid:
-                    place = self._result(context, undrained)
-                    states = self.result.drain(context, place, states, (0, self.later_columns))
+                    part = 0, self.later_columns
+                    result = self._result(context, undrained)
+                    states = self.result.drain(context, result, states, part)
                 for _ in cutlass.range(1, num_steps, unroll=1):
                     if cutlass.const_expr(self.problem_class.lists_steps):
                         # Two loads, the second where the first says, beside dS of this step.
                         mask = self._listed_mask(context, work, step.following())
-                    states = self._publish(context, (factors, p, ds), undrained, states)
+                    states = self._publish(context, registers, undrained, states)
                     if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
                         undrained = self.no_work()
                     tile_of_ds = self.ds_store.tile(context, step, row, number)
@@ -479,14 +506,13 @@ class DvKernel(KeyTiles, BlackwellBackward):
                     if cutlass.const_expr(not self.problem_class.lists_steps):
                         index = step.index
                         is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
-                        mask = (is_masked | has_rest, visibility, key, index)
-                    states = self._probabilities(
-                        context, (factors, p), mask, StepDs(tile_of_ds, ds), states, (work, step)
-                    )
-                states = self._publish(context, (factors, p, ds), undrained, states)
+                        mask = QuadMask(is_masked | has_rest, visibility, key, index)
+                    before, place = StepDs(tile_of_ds, registers.ds), TileStep(work, step)
+                    states = self._probabilities(context, registers, mask, before, states, place)
+                states = self._publish(context, registers, undrained, states)
                 tile_of_ds = self.ds_store.tile(context, step, row, number)
                 for half in cutlass.range_constexpr(2):
-                    self.ds_store.store(StepDs(tile_of_ds, ds), half)
+                    self.ds_store.store(StepDs(tile_of_ds, registers.ds), half)
                 undrained = work
             else:
                 self.result.store_zeros(self._result(context, work))
@@ -494,7 +520,9 @@ class DvKernel(KeyTiles, BlackwellBackward):
         if undrained.is_valid:
             states = self.result.drain(context, self._result(context, undrained), states)
 
-    def _own_stats(self, context: BlackwellBackwardContext, name: str, buffer: Any) -> cute.Tensor:
+    def _own_stats(
+        self, context: BlackwellBackwardContext, name: str, buffer: Int32
+    ) -> cute.Tensor:
         """-LSE or -delta of this thread's 16 queries, for each of 32 scores of `quad_fragment`."""
         flat = context.smem[name]
         shape = (2, QUAD, OWN_QUERIES // RUN, 2, self.plan.stats_stages)
@@ -507,78 +535,42 @@ class DvKernel(KeyTiles, BlackwellBackward):
 
     def _listed_mask(
         self, context: BlackwellBackwardContext, work: WorkTile, step: Step
-    ) -> tuple[Any, ...]:
-        """Return what `change_and_mask` takes for a step that a block mask names: (whether to apply
-        it, two words for each of this thread's four keys, whose first bit is its first query's), or
-        the number of a tile of which a function says what is seen."""
+    ) -> StepMask:
+        """Return the mask of a step that a block mask names."""
+        listed, place = self.tiles.block_list(context, work), (step.head, step.index)
         if self.mask_function.exists:
-            place = step.head, step.index
-            number = self.block_list(context, work).bit_tile(place, context.cta_rank)
-            return number != FULL, number
+            number = listed.bit_tile(place, context.cta_rank)
+            return ListedNumber(number != FULL, number)
         keys = [first_key() + 8 * i for i in range(4)]
         words = warpgroup() * (OWN_QUERIES // WORD_BITS), quad()[1] * 2
-        listed = self.block_list(context, work)
-        return listed.key_bits((step.head, step.index), context.cta_rank, keys, words)
-
-    def _hide(self, scores: cute.Tensor, words: tuple[Any, ...], halves: tuple[int, ...]) -> None:
-        """Scores of queries without a bit := -inf."""
-        for number, half in enumerate(halves):
-            for group in range(2):
-                own = quad_fragment(scores, number)[None, group, None]
-                first = WORD_PAIR * (2 * half + group)
-                hide_unseen(own, words[first : first + WORD_PAIR], COLUMNS)
-
-    @cute.jit
-    def mask_scores(self, scores: cute.Tensor, mask: tuple[Any, ...]):
-        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
-        for their dS has to be 0.  mask: (Visibility, first key, step, which `quad_fragment`s), or
-        for a step that a block mask names its words and which, or (number of its tile, places)."""
-        if cutlass.const_expr(self.mask_function.exists):
-            number, places = mask
-            self.mask_function.hide(scores, places, number)
-        elif cutlass.const_expr(self.problem_class.lists_steps):
-            self._hide(scores, *mask)
-        else:
-            visibility, own_key, index, halves = mask
-            queries = index * STEP_QUERIES + warpgroup() * OWN_QUERIES + quad()[1] * 2
-            for number, half in enumerate(halves):
-                for group in cutlass.range_constexpr(2):
-                    key = own_key + (16 * half + 8 * group)
-                    first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
-                    own = quad_fragment(scores, number)[None, group, None]
-                    visibility.apply(own, key, first, COLUMNS)
-
-    def _places(
-        self, context: BlackwellBackwardContext, where: tuple[WorkTile, Step], half: int = 0
-    ) -> Any:
-        """Return the places of this thread's scores of a step, from a half of its keys on.  where:
-        (tile, step)."""
-        if not self.change.by_place:
-            return None
-        return self.score_places(context, where[0], self._locator(context, where, half))
+        return ListedMask(*listed.key_bits(place, context.cta_rank, keys, words))
 
     def _mask(
         self,
         context: BlackwellBackwardContext,
-        where: tuple[WorkTile, Step],
-        mask: tuple[Any, ...],
+        place: TileStep,
+        mask: StepMask,
         halves: tuple[int, ...],
-    ) -> tuple[Any, ...]:
-        """Return what `change_and_mask` takes for some halves of this thread's keys.  mask: but for
-        these. where: (tile, step)."""
-        if not self.mask_function.exists:
-            return *mask, halves
-        locate = self._locator(context, where, halves[0])
-        return *mask, self.mask_places(context, where[0], locate)
+    ) -> ScoreMask:
+        """Return a step's mask for some halves of this thread's keys."""
+        if not isinstance(mask, ListedNumber):
+            return mask._replace(halves=halves)
+        places = self.mask_places(context, place.work, self._locator(context, place, halves[0]))
+        return FunctionMask(*mask, self.mask_function, places)
 
-    def _locator(
-        self, context: BlackwellBackwardContext, where: tuple[WorkTile, Step], half: int
-    ) -> Any:
+    def _places(
+        self, context: BlackwellBackwardContext, place: TileStep, half: int = 0
+    ) -> ScorePlaces | None:
+        """Return the places of this thread's scores of a step, from a half of its keys on."""
+        if not self.change.by_place:
+            return None
+        return self.score_places(context, place.work, self._locator(context, place, half))
+
+    def _locator(self, context: BlackwellBackwardContext, place: TileStep, half: int) -> Locate:
         """Return (query head, query, key) of scores by number, from a half of this thread's keys
-        on. where: (tile, step)."""
-        work, step = where
-        query = self.query_tile(context, work, step) * STEP_QUERIES
-        query += warpgroup() * OWN_QUERIES + quad()[1] * 2
+        on."""
+        work, step = place
+        query = first_query(self.tiles.query_tile(context, work, step))
         key = first_row(context, work) + first_key()
 
         def locate(number: int) -> tuple[Int32, Int32, Int32]:
@@ -593,16 +585,15 @@ class DvKernel(KeyTiles, BlackwellBackward):
     def _probabilities(
         self,
         context: BlackwellBackwardContext,
-        results: tuple[cute.Tensor, cute.Tensor],
-        mask: tuple[Any, ...],
+        registers: QuadRegisters,
+        mask: StepMask,
         before: StepDs | None,
-        states: Any,
-        where: tuple[WorkTile, Step],
+        states: RingStates,
+        place: TileStep,
     ):
-        """P of one step.  results: (P times the slope of its score in float32, P in 16 bits).
-        before: dS of the step before, which leaves meanwhile.  where: (tile, step).
-        """
-        factors, p = results
+        """P of one step, times the slope of each score, and in 16 bits.  before: dS of the step
+        before, which leaves meanwhile."""
+        factors, p, _ = registers
         states = self.take_scores(context, factors, tmem_load_quads, states)
         context.barriers["stats_loaded"].wait(states["stats_loaded"])
         negative_lse = self._own_stats(context, "lse", states["stats_loaded"].index)
@@ -611,15 +602,15 @@ class DvKernel(KeyTiles, BlackwellBackward):
             part = columns_of(factors, half * FRAGMENT, FRAGMENT)
             if cutlass.const_expr(self.change.has_slopes):
                 # Halves are done separately, or the slopes of all take the registers.
-                places = self._places(context, where, half)
-                own = self._mask(context, where, mask, (half,))
+                places = self._places(context, place, half)
+                own = self._mask(context, place, mask, (half,))
                 slopes = self.change_and_mask(context, part, places, own)
             elif cutlass.const_expr(half == 0):
-                places = self._places(context, where)
-                own = self._mask(context, where, mask, (0, 1))
+                places = self._places(context, place)
+                own = self._mask(context, place, mask, (0, 1))
                 slopes = self.change_and_mask(context, factors, places, own)
             self.ds_store.store(before, half)
-            self.exponentiate(context, part, negative_lse, (half * FRAGMENT, OWN_QUERIES))
+            self.exponentiate(context, part, negative_lse, half * FRAGMENT, OWN_QUERIES)
             columns_of(rounded, half * FRAGMENT, FRAGMENT).store(part.load().to(self.dtype))
             if cutlass.const_expr(slopes is not None):
                 multiply_by(part, slopes)
@@ -630,17 +621,16 @@ class DvKernel(KeyTiles, BlackwellBackward):
     def _publish(
         self,
         context: BlackwellBackwardContext,
-        results: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        registers: QuadRegisters,
         undrained: WorkTile,
-        states: Any,
+        states: RingStates,
     ):
-        """P to tensor memory, over dP, then ds := factors (dP - delta) in 16 bits.
+        """P to tensor memory, over dP, then dS = factors (dP - delta) in 16 bits.
 
-        results: (P times the slope of its score in float32, P in 16 bits, ds).  undrained: the tile
-        before, in its successor's first step, where the next MMA waits for both P and the other
-        half of its dV.
+        undrained: the tile before, in its successor's first step, where the next MMA waits for both
+        P and the other half of its dV.
         """
-        factors, p, ds = results
+        factors, p, ds = registers
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
         address = self.own_columns(context, "dp", OWN_QUERIES)
@@ -655,8 +645,8 @@ class DvKernel(KeyTiles, BlackwellBackward):
         if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
             if undrained.is_valid:
                 part = self.later_columns, OWN_COLUMNS
-                place = self._result(context, undrained)
-                states = self.result.drain(context, place, states, part)
+                result = self._result(context, undrained)
+                states = self.result.drain(context, result, states, part)
         delta = self._own_stats(context, "delta", states["stats_loaded"].index)
         rounded = cute.recast_tensor(ds, self.dtype)
         for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):

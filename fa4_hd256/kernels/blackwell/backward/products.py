@@ -26,11 +26,12 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ....schedulers import WorkTile
 from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
-from ...backward.product_tiles import ProductTiles, Walk
+from ...backward.product_tiles import ProductTiles, ResultTile, Walk
 from ...limits import HEAD_DIM
-from ...operands import LoadTarget, TmaTensor, load_tile
-from ...plan.edges import RingRecord, RingState
+from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile
+from ...plan.edges import RingRecord, RingState, RingStates
 from ...plan.steps import CLAIM_STEPS
+from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
 from ..context import claim_buffer
@@ -38,6 +39,7 @@ from ..instructions import MmaShape, fence_after_thread_sync, mma_chain
 from ..operands import mn_major_operand
 from ..tmem import tmem_buffer
 from .common import BlackwellBackward
+from .config import GradientConfig
 from .context import BlackwellBackwardContext
 from .ds_operands import BOX, BY_KEYS, BY_QUERIES, tma_view
 from .row_result import ResultPlace, RowResult
@@ -55,17 +57,28 @@ class SumRings(RingRecord):
     sum: RingState
 
 
-class ProductsKernel(ProductTiles, BlackwellBackward):
+@dataclass(frozen=True)
+class SumTiles(ProductTiles):
+    """Tiles of the launch, which the kernel owns."""
+
+    problem_class: ProblemClass
+
+
+class ProductsKernel(BlackwellBackward):
     """Both GEMMs for one configuration; arguments of a call: `BlackwellBackward.__call__`. Tiles:
     `ProductTiles`."""
 
+    tiles: SumTiles
     boxes = {
         "q": (0, DS_TILE, HEAD_DIM // 2),
         "k": (1, DS_TILE, HEAD_DIM // 2),
     }
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+    ) -> None:
+        super().__init__(config, gradient_class, scheduler)
+        self.tiles = SumTiles(self.problem_class)
         stages = self.plan.accumulators
         self.result = RowResult("sum", self.tmem_plan, is_scaled=True, stages=stages)
         # dS is reduced over queries for dK, over keys for dQ.
@@ -78,7 +91,7 @@ class ProductsKernel(ProductTiles, BlackwellBackward):
         info = cpasync.make_tiled_tma_atom(load, tma_view(ds), layout, BOX)
         return (*super().tma_tensors(operands, ds), TmaTensor(info[0], info[1]))
 
-    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stages = self.plan.stages
         ds = cute.make_layout((*BOX, stages), stride=(BOX[1], 1, DS_TILE_ELEMENTS))
         return {
@@ -100,7 +113,7 @@ class ProductsKernel(ProductTiles, BlackwellBackward):
             num_steps = self.num_steps(own_context, work)
             self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                position = self.first_position(own_context, work)
+                position = self.tiles.first_position(own_context, work)
                 for step in cutlass.range(num_steps, unroll=1):
                     self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     free = self._load_step(own_context, work, position, free)
@@ -185,7 +198,7 @@ class ProductsKernel(ProductTiles, BlackwellBackward):
         rows = context.smem["rows"][None, None, rings.step.index].iterator
         result = tmem_buffer(context.tmem, self.tmem_plan, "sum", rings.sum)
         b = BY_ROWS.lower_word(rows), BY_ROWS
-        if self.tile(context, work).of_keys:
+        if self.tiles.tile(context, work).of_keys:
             a = BY_QUERIES.lower_word(ds), BY_QUERIES
             mma_chain(self.shape_of_dk, result, a, b, adds)
         else:
@@ -204,28 +217,29 @@ class ProductsKernel(ProductTiles, BlackwellBackward):
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            tile, has_steps = self.tile(context, work), self.num_steps(context, work) > 0
+            tile, has_steps = self.tiles.tile(context, work), self.num_steps(context, work) > 0
             dk, dq = context.tensors.results
             if tile.of_keys:
                 rows = context.sequences.key(work.batch)
-                states = self._finish(context, (dk, rows, tile), has_steps, states)
+                states = self._finish(context, dk, rows, tile, has_steps, states)
             else:
                 rows = context.sequences.query(work.batch)
-                states = self._finish(context, (dq, rows, tile), has_steps, states)
+                states = self._finish(context, dq, rows, tile, has_steps, states)
             work = scheduler.advance_to_next_work()
 
     @cute.jit
     def _finish(
         self,
         context: BlackwellBackwardContext,
-        result: tuple[cute.Tensor, Sequence, Any],
+        result: cute.Tensor,
+        rows: Sequence,
+        tile: ResultTile,
         has_steps: Boolean,
-        states: Any,
+        states: RingStates,
     ):
-        """result: (tensor, `Sequence` of its rows, tile)."""
-        tensor, rows, tile = result
+        """Store the result of a tile, or zeros."""
         first_row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE
-        place = ResultPlace(tensor, rows, first_row, tile.head)
+        place = ResultPlace(result, rows, first_row, tile.head)
         if has_steps:
             states = self.result.drain(context, place, states)
         else:
