@@ -82,7 +82,13 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         raise NotImplementedError
 
     @cute.kernel
-    def kernel(self, tensors: Any, sizes: tuple[Int32, ...], scalars: Any, order: Any):
+    def kernel(
+        self,
+        tensors: BackwardKernelTensors,
+        sizes: tuple[Int32, ...],
+        scalars: CallScalars,
+        order: TileOrder,
+    ):
         """Set-up, then each warp runs its role, then tear-down."""
         warps = self.warps
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -163,7 +163,13 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, ScaledRows, KeyScales, Deco
         return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
 
     @cute.kernel
-    def kernel(self, tensors: Any, sizes: tuple[Int32, ...], scalars: Any, order: Any):
+    def kernel(
+        self,
+        tensors: ForwardKernelTensors,
+        sizes: tuple[Int32, ...],
+        scalars: CallScalars,
+        order: TileOrder,
+    ):
         """Set-up, then each warp runs its role."""
         self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

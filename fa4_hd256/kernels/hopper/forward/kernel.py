@@ -69,7 +69,7 @@ from ..instructions import (
 )
 from .config import ForwardConfig
 from .context import Fragments, HopperForwardContext, OwnTile, RowSoftmax, Running, StepKeys
-from .masks import hide_by_bits, listed_bits
+from .masks import hide_by_bits, listed_bits, locator
 from .plan import WARPGROUP_ROWS
 
 __all__ = ["ForwardKernel"]
@@ -129,7 +129,13 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
         return operation, config.block_kv, HEAD_DIM // config.ctas
 
     @cute.kernel
-    def kernel(self, tensors: Any, sizes: tuple[Int32, ...], scalars: Any, order: Any):
+    def kernel(
+        self,
+        tensors: ForwardKernelTensors,
+        sizes: tuple[Int32, ...],
+        scalars: CallScalars,
+        order: TileOrder,
+    ):
         """Set-up, then each warp runs its role."""
         self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -636,17 +642,8 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
 
     def _locator(self, tile: OwnTile, key: Int32) -> Locate:
         """Return (query head, query, key) of the scores of a fragment, by number."""
-        (work, first_row, _), packed = tile, self.problem_class.packed_heads
-        columns, own = fragment_columns(self.config.block_kv), cute.arch.thread_idx()[0] % QUAD * 2
-
-        def locate(number: int) -> tuple[Int32, Int32, Int32]:
-            in_part = row_of_fragment(number // 2 % ROWS)
-            in_group = cutlass.min(in_part % self.query_rows, packed - 1)
-            column = columns[number // 4 * 2 + number % 2]
-            query = first_row + in_part // self.query_rows
-            return work.head * packed + in_group, query, key + (own + column)
-
-        return locate
+        rows, packed = self.query_rows, self.problem_class.packed_heads
+        return locator(tile, key, self.config.block_kv, rows, packed)
 
     # ---------------------------------------------------------------------------------- results
 

@@ -1,4 +1,4 @@
-"""Bits of a block mask for the scores of a fragment."""
+"""Scores of a fragment: where each lies, and bits of a block mask that hide some."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from ...functions.score_change import Locate
 from ...mask.block_mask import FULL, StepList
 from ...mask.masking import hide_unseen
 from ..instructions import QUAD, fragment_columns, row_of_fragment
+from .context import OwnTile
 from .plan import WARPGROUP_ROWS
 
-__all__ = ["ListedBits", "hide_by_bits", "listed_bits"]
+__all__ = ["ListedBits", "hide_by_bits", "listed_bits", "locator"]
 
 #: Words of a row's bits that a step of 64 keys has.
 STEP_WORDS = 2
@@ -50,3 +52,22 @@ def hide_by_bits(row: cute.Tensor, number: int, bits: ListedBits, columns: int):
     fragment."""
     if bits.is_partial:
         hide_unseen(row, bits.words[number], fragment_columns(columns))
+
+
+def locator(tile: OwnTile, key: Int32, block: int, query_rows: int, packed: int) -> Locate:
+    """Return (query head, query, key) of the scores of a fragment, by number.
+
+    key: first key of the step, of `block` keys.  query_rows: rows of a query, those of padding
+    among them; packed: heads that share query tiles.
+    """
+    work, first_row, _ = tile
+    columns, own = fragment_columns(block), cute.arch.thread_idx()[0] % QUAD * 2
+
+    def locate(number: int) -> tuple[Int32, Int32, Int32]:
+        in_part = row_of_fragment(number // 2 % ROWS)
+        in_group = cutlass.min(in_part % query_rows, packed - 1)
+        column = columns[number // 4 * 2 + number % 2]
+        query = first_row + in_part // query_rows
+        return work.head * packed + in_group, query, key + (own + column)
+
+    return locate
