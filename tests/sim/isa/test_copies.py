@@ -52,6 +52,43 @@ def test_cp_async_fills_with_zeros(rest):
     assert (out == np.where(kept, source, 0)).all()
 
 
+GROUPS = """
+mov.u32 %r0, %tid.x;
+shl.b32 %r2, %r0, 2;
+mov.u32 %r1, smem;
+add.u32 %r1, %r1, %r2;
+cvt.u64.u32 %rd0, %r2;
+add.s64 %rd1, %rd8, %rd0;
+add.s64 %rd2, %rd9, %rd0;
+mov.u32 %r6, 7;
+st.shared.b32 [%r1], %r6;
+st.shared.b32 [%r1+128], %r6;
+cp.async.ca.shared.global [%r1], [%rd1], 4;
+cp.async.commit_group;
+cp.async.ca.shared.global [%r1+128], [%rd1], 4;
+cp.async.commit_group;
+WAIT;
+ld.shared.b32 %r5, [%r1];
+st.global.b32 [%rd2], %r5;
+ld.shared.b32 %r5, [%r1+128];
+st.global.b32 [%rd2+128], %r5;
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "pending"),
+    [("cp.async.wait_group 2", 2), ("cp.async.wait_group 1", 1), ("cp.async.wait_group 0", 0),
+     ("cp.async.wait_all", 0)],
+)  # fmt: skip
+def test_the_latest_groups_may_pend(wait, pending):
+    """Copies that take effect as late as allowed: those of the groups that a wait lets pend."""
+    source, out = np.arange(100, 132, dtype=np.uint32), np.zeros(64, np.uint32)
+    run_kernel_text(GROUPS.replace("WAIT", wait), [source, out], schedule="lazy")
+    first, second = out[:32], out[32:]
+    assert (first == (7 if pending == 2 else source)).all()
+    assert (second == (7 if pending else source)).all()
+
+
 TRACKED = """
 mov.u32 %r0, %tid.x;
 shl.b32 %r2, %r0, 2;
