@@ -52,7 +52,7 @@ def test_a_row(here):
     assert "2x(2, 300)" in text and "Not run: flash-attn-4: no CUDA device." in text
 
 
-@pytest.mark.sampled("PyTorch")
+@pytest.mark.sampled
 def test_wrong_results_are_not_timed(here, monkeypatch):
     call = measure.Ours.call
     monkeypatch.setattr(
