@@ -21,8 +21,11 @@ from fa4_hd256 import get_scheduler_metadata
 from fa4_hd256.check import reference
 from fa4_hd256.integrations import sglang, vllm
 from fa4_hd256.run.execute import Execution
+from fa4_hd256.score_mods import alibi
 
 LSE_TOLERANCE = 1e-3
+#: Arguments of vLLM's that are None where they say nothing to ours.
+DROPPED = "k_descale", "v_descale", "scheduler_metadata", "score_mod", "deterministic"
 PAGE = 16
 
 #: Call sites of vLLM 0.33.0.
@@ -413,6 +416,108 @@ def test_out_is_written_by_the_kernels(device, monkeypatch, which):
     for message, out in wrong.items():
         with pytest.raises((TypeError, ValueError), match=message):
             call(**given | {"out": out})
+
+
+@pytest.fixture
+def handed_on(monkeypatch):
+    """Arguments of the calls that engines' functions make of ours, by name; nothing is computed."""
+    calls = []
+
+    def function(of, names):
+        def call(*tensors, return_lse, **options):
+            calls.append((of, dict(zip(names, tensors, strict=True)) | options))
+            out = torch.ones_like(tensors[0]) if options.get("out") is None else options["out"]
+            return (out, "lse") if return_lse else out
+
+        return call
+
+    packed, cache = "flash_attn_varlen_func", "flash_attn_with_kvcache"
+    monkeypatch.setattr(f"fa4_hd256.interface.{packed}", function(packed, "qkv"))
+    names = "q", "k_cache", "v_cache"
+    monkeypatch.setattr(f"fa4_hd256.kv_cache.{cache}", function(cache, names))
+    return calls
+
+
+def same(found, expected):
+    """Compare arguments: tensors by identity."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        assert found[name] is value if is_tensor else found[name] == value, name
+
+
+@pytest.mark.parametrize("site", VLLM)
+def test_what_vllm_hands_on(site, handed_on):
+    """Each call site's arguments, under our names."""
+    batch, sink = Batch("cpu", [1, 5], [18, 40]), torch.randn(4)
+    k, v = vllm_cache(batch)
+    values = vllm_values(batch) | {
+        "k": k, "v": v, "cu_seqlens_k": offsets(batch.keys, "cpu"), "causal": site != "encoder",
+        "window_size": [3, 0], "softcap": 30.0, "num_splits": 7, "s_aux": sink,
+        "return_softmax_lse": True,
+    }  # fmt: skip
+    names = names_of(VLLM[site])
+    got = vllm.flash_attn_varlen_func(**{n: values[n] for n in names})
+    assert got == (batch.out, "lse") if "return_softmax_lse" in names else got is batch.out
+    ((of, found),) = handed_on
+    assert of == "flash_attn_varlen_func"
+    ours = {"s_aux": "learnable_sink", "block_table": "page_table"}
+    kept = "q", "k", "v", "out", "softmax_scale", "causal", "softcap", "num_splits"
+    lengths = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k"
+    expected = {name: values[name] if name in names else None for name in lengths}
+    expected |= {name: values[name] for name in kept}
+    expected |= {own: values[name] for name, own in ours.items() if name in names}
+    # A scheduler's plan of vLLM's says nothing to ours; scales are those of caches in e4m3 alone.
+    dropped = {name: found.pop(name) for name in (*DROPPED, "window_size") if name in found}
+    assert tuple(dropped.pop("window_size")) == (3, 0) and set(dropped.values()) <= {None}
+    same(found, expected)
+
+
+def test_what_vllm_hands_on_of_alibi(handed_on):
+    batch, slopes = Batch("cpu", [1], [4]), slopes_of(4, "cpu")
+    k, v = vllm_cache(batch)
+    values = vllm_values(batch) | {"k": k, "v": v, "alibi_slopes": slopes, "window_size": None}
+    vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["cache"])})
+    ((_, found),) = handed_on
+    assert found["score_mod"].key == alibi(slopes).key
+    assert found["score_mod"].tensors[0] is slopes and "window_size" not in found
+
+
+@pytest.mark.parametrize("site", SGLANG)
+def test_what_sglang_hands_on(site, handed_on):
+    batch = Batch("cpu", [1, 5], [18, 40])
+    has_cache = "k_cache" in names_of(SGLANG[site])
+    k, v = sglang_cache(batch)
+    values = sglang_values(batch) | {
+        "k_cache": k, "v_cache": v, "k": k, "v": v, "cu_seqlens_k": offsets(batch.keys, "cpu"),
+        "window_size": (3, 0), "softcap": 30.0, "num_splits": 7, "return_softmax_lse": True,
+    }  # fmt: skip
+    names = names_of(SGLANG[site])
+    function = sglang.flash_attn_with_kvcache if has_cache else sglang.flash_attn_varlen_func
+    got = function(**{n: values[n] for n in names})
+    out = got[0] if "return_softmax_lse" in names else got
+    assert (out is batch.out) == ("out" in names)
+    ((of, found),) = handed_on
+    assert of == function.__name__
+    expected = {name: values[name] for name in names if name not in ("ver", "return_softmax_lse")}
+    expected.pop("scheduler_metadata", None)
+    found.pop("scheduler_metadata", None)
+    if not has_cache:
+        expected.setdefault("num_splits", 1)
+    same(found, expected)
+
+
+def test_an_out_that_kernels_cannot_write_is_copied_to(handed_on):
+    batch = Batch("cpu", [1, 3], [20, 5])
+    for call, given in three_calls(batch):
+        wide = batch.q.new_full((4, 4, 512), torch.nan)
+        found = call(**given | {"out": wide[..., ::2]})
+        assert found.data_ptr() == wide.data_ptr() and "out" not in handed_on[-1][1]
+        assert (wide[..., ::2] == 1).all() and wide[..., 1::2].isnan().all()
+        found, lse = call(**given | {"out": wide[..., 1::2], "return_softmax_lse": True})
+        assert lse == "lse" and (wide == 1).all()
+        with pytest.raises((TypeError, ValueError), match="out has dtype torch.float32"):
+            call(**given | {"out": batch.q.new_empty(4, 4, 512).float()[..., ::2]})
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
