@@ -73,7 +73,7 @@ def test_the_table_of_decoding(planted):
 
 
 def test_the_table_of_bytes():
-    """Of 16 rows and 128 keys, by hand: K and V have 128 KiB in bf16 and 64 KiB in e4m3."""
+    """Bytes of 16 rows and 128 keys, by hand: K and V have 128 KiB in bf16 and 64 KiB in e4m3."""
     rows = {row["method"]: row for row in fp8.cost_table().rows}
     kept, converted, one, two = rows.values()
     assert [row["hbm_bytes"] for row in rows.values()] == [128, 64, 64, 64]

@@ -1,4 +1,4 @@
-"""What is asked of the compiler, and what of its answer is accepted; nothing is compiled."""
+"""Requests to the compiler, and answers that are accepted; nothing is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an error happened, as far as each layer knows it."""
+"""Places of errors, as far as each layer knows them."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ OTHER = SimpleNamespace(text="bar.sync 0", line=1, source=None)
 
 
 def test_the_innermost_layer_says_where():
-    """What is known stays; what is not yet known is filled in, 0 among it."""
+    """Known parts stay; unknown ones are filled in, 0 among them."""
     error = SimulationError("wrong").at(instruction=LOAD, lane=0)
     assert error.at(OTHER, "cta", 0, 5) is error
     assert (error.instruction, error.cta, error.warp, error.lane) == (LOAD, "cta", 0, 0)
