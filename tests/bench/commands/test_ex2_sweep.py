@@ -143,7 +143,7 @@ def planted(monkeypatch):
 
 
 def test_what_a_mix_changes_is_put_down_to_the_steps(monkeypatch):
-    """Each machine counts by itself, per clock of the replay's work; the rest of the kernel stays."""
+    """Machines count one by one, per clock of the replay's work; the rest of the kernel stays."""
     calls = planted(monkeypatch)
     found = dict(modelled.modelled_times([HARDWARE_ONLY, HALF], True, "b200", 1, 1))
     kind, machine = Kind(True), load("b200")
