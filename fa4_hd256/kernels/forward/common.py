@@ -29,7 +29,7 @@ from ..mask.block_mask import MASK_TILE, StepList
 from ..operands import LoadTarget, TmaTensor, load_tile, smem_layout
 from ..problem_class import DESCALES, query_rows
 from ..rows.pages import PagedKeys, box_rows, load_pages
-from ..rows.sequences import RaggedKernel, TilePlace, clipped_view
+from ..rows.sequences import RaggedKernel, TilePlace, clipped_at_start, clipped_view
 from ..rows.views import by_packed_heads, by_sequence
 from ..scalars import CallScalars
 from .context import ForwardContext, ForwardKernelTensors
@@ -193,11 +193,14 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             is_clipped = "cu_seqlens_q" in self.problem_class.ragged
             # Rows of a box that are no padding.
             rows = rows // of_query * packed
+        from_start = None
+        if name in "kv" and self.problem_class.mask.padded_pages > 0:
+            info = cpasync.make_tiled_tma_atom(operation, clipped_at_start(view, rows), layout, box)
+            from_start = TmaTensor(info[0], info[1])
         if is_clipped:
-            within = name in "kv" and self.problem_class.mask.padded_pages > 0
-            view = clipped_view(view, rows, both_ends=within)
+            view = clipped_view(view, rows)
         info = cpasync.make_tiled_tma_atom(operation, view, layout, box)
-        return TmaTensor(info[0], info[1])
+        return TmaTensor(info[0], info[1], from_start)
 
     @property
     def is_paged(self) -> bool:

@@ -18,8 +18,9 @@ NOTE [left padding].  With cache_leftpad the first key of a sequence may be any 
 KV tiles then count keys from the start of the page of the first key, so that boxes stay within
 pages; the mask hides the rows before the first key.  These rows may hold anything, NaN included,
 and P = 0 does not hide a NaN in V.  So a box that begins before the first key is clipped on that
-side: its coordinate is negative, and TMA fills the rows below 0 with zeros.  A box wholly before
-the first key takes that key into its last row, NOTE [empty tiles].
+side: its coordinate is negative, and TMA fills the rows below 0 with zeros.  Such a load has a
+descriptor of its own (`sequences.clipped_at_start`).  A box wholly before the first key takes that
+key into its last row, NOTE [empty tiles].
 
 TMA cannot clip one box on both sides.  That would take a sequence within one page, whose keys are
 therefore counted from its first key on: its boxes begin anywhere, and what of them lies past the
@@ -50,6 +51,10 @@ MOST_ROWS = 1 << (ROW_BITS - 1)
 def box_rows(page_size: int, rows: int) -> int:
     """Rows of a box of a load of `rows`."""
     return math.gcd(page_size, rows)
+
+
+#: Place of a box: (start, column block, end, head, page), as of `clipped_box`.
+BoxPlace = tuple[Any, Any, Any, Int32, Int32]
 
 
 class FirstPage(NamedTuple):
@@ -113,7 +118,7 @@ class PagedKeys(SharedByReference):
             # Of the box those before the first key: NOTE [left padding].
             first_key = self._begin.row + self._begin.hidden - before
             hidden = cutlass.min(first_key - first_row, self.box - 1)
-            end = cutlass.select_(hidden > 0, first_key + self.box, end)
+            end = cutlass.select_(hidden > 0, first_key, end)
             start = cutlass.select_(hidden > 0, -hidden, start) + self.box
         return rows.batch, end << ROW_BITS | start
 
@@ -147,8 +152,11 @@ class PagedTile:
         return PagedTile(keys, number, self._following, keys.places(number - 1))
 
     def box(self, row: Any) -> tuple[Int32, Int32, Int32]:
-        """Return (page, end, rows left out) of the box at a row of the tile, the same in all lanes;
-        the last one negative where rows at its start are."""
+        """Return (page, end, rows left out) of the box at a row of the tile, the same in all lanes.
+
+        Where rows at the start of the box are left out, the last one is negative, and the page's
+        row of the first key is in the place of the end.
+        """
         page, word = (cute.arch.shuffle_sync(value, row // self.box_rows) for value in self._places)
         end, start = word >> ROW_BITS, word & ((1 << ROW_BITS) - 1)
         return page, end, start - self.box_rows if self._keys.begins_within else start
@@ -171,10 +179,41 @@ def load_pages(
 ) -> None:
     """Load a tile of paged rows by boxes.  place: (`PagedTile`, first row in it, column block,
     head); target: (barrier, stage)."""
-    (tile, first_row, column_block, head), (barrier, stage) = place, target
+    tile, first_row, column_block, head = place
     box, columns = tile.box_rows, cute.size(smem, mode=[1])
     for row in range(0, cute.size(smem, mode=[0]), box):
         page, end, start = tile.box(first_row + row)
         rows = cute.local_tile(smem, (box, columns, cute.size(smem, mode=[2])), (row // box, 0, 0))
-        wanted = clipped_box(source.tensor, (box, columns), (start, column_block, end, head, page))
-        load_box(source, rows, wanted, barrier, stage, multicast=multicast)
+        place_of_box = start, column_block, end, head, page
+        if source.from_start is None:
+            _load_box(source, rows, place_of_box, target, multicast)
+        else:
+            _load_padded_box(source, rows, place_of_box, target, multicast)
+
+
+@cute.jit
+def _load_padded_box(
+    source: TmaTensor,
+    smem: cute.Tensor,
+    place: BoxPlace,
+    target: LoadTarget,
+    multicast: Any,
+) -> None:
+    """Load a box that may begin before the first key, NOTE [left padding]."""
+    if place[0] < 0:
+        _load_box(source.from_start, smem, place, target, multicast)
+    else:
+        _load_box(source, smem, place, target, multicast)
+
+
+def _load_box(
+    source: TmaTensor,
+    smem: cute.Tensor,
+    place: BoxPlace,
+    target: LoadTarget,
+    multicast: Any,
+) -> None:
+    """Load a box into all rows of `smem`."""
+    shape = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])
+    wanted = clipped_box(source.tensor, shape, place)
+    load_box(source, smem, wanted, *target, multicast=multicast)

@@ -33,6 +33,7 @@ __all__ = [
     "Sequences",
     "TilePlace",
     "clip",
+    "clipped_at_start",
     "clipped_box",
     "clipped_view",
     "padded_rows",
@@ -233,17 +234,13 @@ def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
     return num_sequences * (-(-num_rows // PADDING) * PADDING)
 
 
-def clipped_view(tensor: cute.Tensor, rows: int, both_ends: bool = False) -> cute.Tensor:
+def clipped_view(tensor: cute.Tensor, rows: int) -> cute.Tensor:
     """A view of (seqlen, 256, heads, batch) whose tiles TMA can clip at any row.
 
     The row dimension appears twice, both with its stride: (rows, 256, end, heads, batch), and the
     base lies `rows` rows below the tensor's.  The tile at coordinates (rows - n, ., end, ., .)
     then begins n rows before row `end`, and TMA's bound on the first dimension ends it there:
     n rows are moved, the others of its box are filled with zeros, or not stored.
-
-    both_ends: tiles may be clipped at their start, too, without packed heads.  The tile at
-    coordinates (n - rows, ., end, ., .) moves n rows, the last of its box.  They begin `rows` rows
-    before row `end`, which may therefore lie up to that many past the last one.
 
     With packed heads, ((packed, seqlen), 256, heads, batch), the same holds for the queries among
     the rows: ((packed, rows / packed), 256, end, heads, 1). A descriptor has five dimensions, so
@@ -260,10 +257,28 @@ def clipped_view(tensor: cute.Tensor, rows: int, both_ends: bool = False) -> cut
         )
         return cute.make_tensor((tensor.iterator - queries * row).align(16), layout)
     layout = cute.make_layout(
-        (rows, columns, seqlen + (rows if both_ends else 1), heads, batch),
+        (rows, columns, seqlen + 1, heads, batch),
         stride=(stride[0], stride[1], stride[0], stride[2], stride[3]),
     )
     return cute.make_tensor((tensor.iterator - rows * stride[0]).align(16), layout)
+
+
+def clipped_at_start(tensor: cute.Tensor, rows: int) -> cute.Tensor:
+    """A view of (seqlen, 256, heads, batch) for loads that TMA clips at their start.
+
+    The row dimension appears twice, both with its stride: (rows, 256, first, heads, batch).  The
+    tile at coordinates (-n, ., first, ., .) fills n rows of its box with zeros, then loads row
+    `first` and those that follow.  A load with a negative coordinate touches the first byte of its
+    tensor (docs/silicon.md, `outside-load`), so the base is that of the tensor: a `clipped_view`
+    has none that is mapped.
+    """
+    seqlen, columns, heads, batch = tensor.shape
+    stride = tensor.stride
+    layout = cute.make_layout(
+        (rows, columns, seqlen, heads, batch),
+        stride=(stride[0], stride[1], stride[0], stride[2], stride[3]),
+    )
+    return cute.make_tensor(tensor.iterator, layout)
 
 
 def tma_tile(
