@@ -190,22 +190,26 @@ def load_tile(
     record = record_of(t)
     _check_shared(smem, offset, t.shared_bytes, what)
     inside = window(t, coordinates)
-    if inside is None:
-        _check_base(t, coordinates, memory, what)
-    else:
+    if inside is None or min(coordinates) < 0:
+        _check_base(t, coordinates, memory, what, inside is None)
+    if inside is not None:
         memory.check(inside.start, inside.span, False, what)
     _move(record, coordinates, smem, offset, True)
     return t.tile_bytes
 
 
-def _check_base(t: TensorMap, coordinates: tuple[int, ...], memory: Any, what: str) -> None:
-    """Raise MemoryFault unless the first byte of a tensor outside which a load lies is memory.
+def _check_base(
+    t: TensorMap, coordinates: tuple[int, ...], memory: Any, what: str, is_outside: bool
+) -> None:
+    """Raise MemoryFault unless the first byte of a tensor is memory, for a load that is outside.
 
-    The hardware touches it, wherever the tile lies outside (measured on an H200: illegal address;
-    stores wholly outside touch nothing, and loads that are partly inside only that part).
+    The hardware touches it where the tile lies wholly outside, and where it begins at a negative
+    coordinate (measured on an H200: illegal address). Stores wholly outside touch nothing, and
+    loads over the end only what is inside. is_outside: whether all of the tile is.
     """
+    where = "wholly outside" if is_outside else "which begins before"
     what += (
-        f" at {coordinates}, wholly outside its tensor of sizes {t.sizes}, of which the "
+        f" at {coordinates}, {where} its tensor of sizes {t.sizes}, of which the "
         "hardware then touches the first byte,"
     )
     memory.check(t.address, 1, False, what)

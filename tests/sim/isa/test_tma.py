@@ -190,6 +190,22 @@ def test_what_is_refused():
         tiles.load_tile(dataclasses.replace(t, interleave=16), (0, 0), memory, smem, 0)
 
 
+def test_a_load_that_begins_before_its_tensor_needs_the_first_byte():
+    """The base of a map that names its rows twice lies 4 rows below the memory of the tensor."""
+    array = aligned(8 * 128).view(np.uint16).reshape(8, 64)
+    array[...] = np.arange(1, 513).reshape(8, 64)
+    memory, smem = HostMemory(array), aligned(4096)
+    t = describe(array, (64, 4, 1), "u16", element_strides=(1, 1, 1))
+    t = dataclasses.replace(t, sizes=(64, 4, 9), strides=(128, 128))
+    below = dataclasses.replace(t, address=t.address - 4 * 128)
+    tiles.load_tile(below, (0, 2, 3), memory, smem, 0)  # The two rows before row 3.
+    assert (smem[: t.tile_bytes].view(np.uint16).reshape(4, 64)[:2] == array[1:3]).all()
+    with pytest.raises(MemoryFault, match="begins before its tensor"):
+        tiles.load_tile(below, (0, -2, 4), memory, smem, 0)
+    tiles.load_tile(t, (0, -2, 0), memory, smem, 0)
+    assert (smem[: t.tile_bytes].view(np.uint16).reshape(4, 64)[2:] == array[:2]).all()
+
+
 def test_rows_shorter_than_the_swizzle_span():
     """Rows stand one span apart, each swizzled as if it filled its span (golden vectors)."""
     array = aligned(64 * 64 * 2).view(np.uint16).reshape(64, 64)
