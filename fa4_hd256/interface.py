@@ -10,23 +10,22 @@ import torch
 
 from . import plans
 from .autograd import attend, attend_for_maxima, check_differentiable, listed_tiles_of
-from .call import named_configs, process
+from .call import process
 from .call.autocast import autocast, is_autocasting
 from .call.checks import (
     are_differentiated,
     bounds_of,
     check_kinds,
     check_lists,
-    check_longest,
     check_mask_of,
     check_mask_options,
 )
 from .call.descales import refuse_gradients
 from .call.division import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
-from .call.forward_problem import tiles_for_masks
+from .call.forward_problem import config_names, longest_of, tiles_for_masks
 from .call.memory import check_out, check_writable, check_writable_again
 from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
-from .call.options import Options, backward_use_clc, plain
+from .call.options import NO_WINDOW, Options, backward_use_clc
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
 from .call.process import (
@@ -34,7 +33,6 @@ from .call.process import (
     is_intercepted,
     is_transformed,
     refuse_tangents,
-    sms_are_shared,
 )
 from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
@@ -58,9 +56,6 @@ from .packed_row import packed_row
 from .run.forward import plan_call
 from .score_mods import ScoreMod, read_by
 
-#: window_size of calls without one, as most are.
-_UNBOUNDED: tuple[int | None, int | None] = (None, None)
-
 
 def flash_attn_func(
     q: torch.Tensor,
@@ -69,7 +64,7 @@ def flash_attn_func(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = _UNBOUNDED,
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     learnable_sink: torch.Tensor | None = None,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -186,7 +181,7 @@ def flash_attn_varlen_func(
     page_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = _UNBOUNDED,
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     learnable_sink: torch.Tensor | None = None,
     softcap: float = 0.0,
     num_splits: int = BY_RULE,
@@ -441,7 +436,7 @@ def _attend(
         _refuse_gradients(tensors)
     found = None
     if not is_intercepted():
-        found = plans.find((_FORWARD, *facts_of(given, given[_WINDOW_SIZE], form)), tensors)
+        found = plans.find((_FORWARD, *plans.facts_of(given, given[_WINDOW_SIZE], form)), tensors)
     if found is None:
         return _through_dispatcher(tensors, given)
     entry, addresses = found
@@ -490,7 +485,7 @@ def _attend_for_maxima(
     _refuse_gradients(tensors)
     found = None
     if not is_intercepted():
-        found = plans.find((_MAXIMA, *facts_of(given, given[_WINDOW_SIZE], form)), tensors)
+        found = plans.find((_MAXIMA, *plans.facts_of(given, given[_WINDOW_SIZE], form)), tensors)
     if found is None:
         refuse_tangents(inputs)
         values, batched = _resolve(inputs, given), ForwardTensors(*inputs).with_batches()
@@ -502,16 +497,6 @@ def _attend_for_maxima(
     else:
         out, lse, max_logits = plans.run(found[0], tensors, found[1])
     return (out, lse, max_logits) if return_lse else (out, max_logits)
-
-
-def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a call depends on beside its tensors and their types, which come first. given:
-    arguments that are no tensors, window_size among them; form: which tensors are given, and are
-    the same."""
-    sides = None
-    if window is not _UNBOUNDED and isinstance(window, tuple):
-        sides = tuple(map(type, window))
-    return (*given, sides, sms_are_shared(), *form)
 
 
 def _through_dispatcher(
@@ -589,36 +574,3 @@ _FORWARD = plans.Kind("forward", _checked, partial(plan_call, has_batch=False), 
 _MAXIMA = plans.Kind(
     "forward_max_logits", _checked, partial(plan_call, has_batch=False, max_logits=True)
 )
-
-
-def longest_of(
-    ragged: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
-) -> tuple[int | None, int | None]:
-    """Return (max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too;
-    None where they are not packed."""
-    max_seqlen_q, max_seqlen_k = plain(max_seqlen_q), plain(max_seqlen_k)
-    offsets_q, offsets_k = (ragged.get(f"cu_seqlens_{side}") for side in "qk")
-    if offsets_q is None:
-        max_seqlen_q = None
-    else:
-        check_longest("q", max_seqlen_q)
-    if offsets_k is None and "page_table" not in ragged:
-        max_seqlen_k = None
-    elif max_seqlen_k is not None:
-        check_longest("k", max_seqlen_k)
-    elif offsets_k is not None and offsets_k is offsets_q:
-        max_seqlen_k = max_seqlen_q
-    return max_seqlen_q, max_seqlen_k
-
-
-def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[str, str]:
-    """Return the names of both configurations, which are those of the architecture that q is on."""
-
-    def name(given: Any, direction: str) -> str:
-        if given is None:
-            return named_configs.DEFAULT
-        kinds = kernels_of(architecture_of(q.device)).configs(direction)
-        said = "config" if direction == "forward" else "backward_config"
-        return named_configs.encode(given, *kinds, said=said)
-
-    return name(config, "forward"), name(backward_config, "backward")

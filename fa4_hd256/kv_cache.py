@@ -14,11 +14,11 @@ from .call import cache_checks, checks, memory
 from .call.autocast import autocast, is_autocasting
 from .call.descales import descale_of
 from .call.division import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list, check_num_splits
-from .call.forward_problem import ForwardCall, check_call
+from .call.forward_problem import ForwardCall, check_call, config_names, longest_of
 from .call.function_tensors import functions_of_keys
 from .call.new_rows import NewRows
 from .call.operator_arguments import ForwardTensors, with_batch
-from .call.options import Options
+from .call.options import NO_WINDOW, Options
 from .call.part_lists import marked
 from .call.process import is_intercepted, refuse_tangents
 from .call.tree_mask import tree_words
@@ -26,9 +26,6 @@ from .interface import (
     NO_TENSORS,
     Given,
     attend_sequences,
-    config_names,
-    facts_of,
-    longest_of,
     read_options,
 )
 from .kernels.functions.score_change import SCORE_MOD
@@ -72,7 +69,7 @@ def flash_attn_with_kvcache(
     rotary_seqlens: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
+    window_size: tuple[int | None, int | None] = NO_WINDOW,
     learnable_sink: torch.Tensor | None = None,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -408,7 +405,7 @@ class _NewRows(NamedTuple):
             mark = None if metadata is None else marked(metadata)
             form = (mark, self.interleaved, bytes([tensor is None for tensor in tensors]))
             asked = attention.asked
-            found = plans.find((_CACHE, *facts_of(asked, asked.window_size, form)), tensors)
+            found = plans.find((_CACHE, *plans.facts_of(asked, asked.window_size, form)), tensors)
             if found is not None:
                 if found[0].execution is not None:
                     # Addresses and modes are no part of a key.
@@ -611,12 +608,12 @@ def _plan(tensors: Sequence[Any], values: tuple[Given, Any]) -> LaunchPlan:
 
 
 def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> tuple[Given, Any]:
-    """facts: the fields of `Given`, then what `interface.facts_of` adds, and then the form."""
+    """facts: the fields of `Given`, then what `plans.facts_of` adds, and then the form."""
     count = len(Given._fields)
     return Given(*facts[:count]), facts[count + _ADDED + 1]
 
 
-#: How many facts `interface.facts_of` adds behind those given.
+#: How many facts `plans.facts_of` adds behind those given.
 _ADDED = 2
 _CACHE = plans.Kind(
     "append_rows",

@@ -32,15 +32,16 @@ import torch
 
 from . import environment
 from .call.memory import ALIGNMENT
-from .call.process import is_intercepted
+from .call.options import NO_WINDOW
+from .call.process import is_intercepted, sms_are_shared
 from .package_name import NAMESPACE
 from .private_torch import is_profiled, tensor_guard
 from .run.execute import Execution, addresses_of
 from .run.plan import LaunchPlan
 
 __all__ = [
-    "LARGEST", "Entry", "Kind", "find", "forget_plans", "key_of", "launched_by", "leading",
-    "repeats", "run", "within",
+    "LARGEST", "Entry", "Kind", "facts_of", "find", "forget_plans", "key_of", "launched_by",
+    "leading", "repeats", "run", "within",
 ]  # fmt: skip
 
 #: Tensors of a call in the order of its arguments, None for one that is not given.
@@ -234,6 +235,16 @@ def launched_by(call: Callable[[], Any]) -> list[LaunchPlan]:
 
 #: Lists that get the plans of calls, for `launched_by`.
 _watching: list[list[LaunchPlan]] = []
+
+
+def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a call depends on beside its tensors and their types, which come first. given:
+    arguments that are no tensors, window_size among them; form: which tensors are given, and are
+    the same."""
+    sides = None
+    if window is not NO_WINDOW and isinstance(window, tuple):
+        sides = tuple(map(type, window))
+    return (*given, sides, sms_are_shared(), *form)
 
 
 def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | None:

@@ -20,10 +20,10 @@ from ..kernels.rows.sequences import (
     PART_LIST,
     TREE_WORDS,
 )
-from . import checks, descales, memory
+from . import checks, descales, memory, named_configs
 from .memory import without_expanded_heads
 from .operator_arguments import RAGGED
-from .options import Options, check_options
+from .options import Options, check_options, plain
 from .tree_mask import check_words, is_wide
 
 
@@ -353,3 +353,36 @@ def check_call(
         checks.check_sink(sink, q)
     checks.check_ragged(q, {name: t for name, t in ragged.items() if name in RAGGED})
     descales.check_given(k, ragged)
+
+
+def longest_of(
+    ragged: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> tuple[int | None, int | None]:
+    """Return (max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too;
+    None where they are not packed."""
+    max_seqlen_q, max_seqlen_k = plain(max_seqlen_q), plain(max_seqlen_k)
+    offsets_q, offsets_k = (ragged.get(f"cu_seqlens_{side}") for side in "qk")
+    if offsets_q is None:
+        max_seqlen_q = None
+    else:
+        checks.check_longest("q", max_seqlen_q)
+    if offsets_k is None and "page_table" not in ragged:
+        max_seqlen_k = None
+    elif max_seqlen_k is not None:
+        checks.check_longest("k", max_seqlen_k)
+    elif offsets_k is not None and offsets_k is offsets_q:
+        max_seqlen_k = max_seqlen_q
+    return max_seqlen_q, max_seqlen_k
+
+
+def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[str, str]:
+    """Return the names of both configurations, which are those of the architecture that q is on."""
+
+    def name(given: Any, direction: str) -> str:
+        if given is None:
+            return named_configs.DEFAULT
+        kinds = kernels_of(architecture_of(q.device)).configs(direction)
+        said = "config" if direction == "forward" else "backward_config"
+        return named_configs.encode(given, *kinds, said=said)
+
+    return name(config, "forward"), name(backward_config, "backward")

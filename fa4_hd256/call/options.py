@@ -22,6 +22,7 @@ from .process import sms_are_shared
 
 __all__ = [
     "LARGEST_BOUND",
+    "NO_WINDOW",
     "UNBOUNDED",
     "ExactWindow",
     "Options",
@@ -127,6 +128,10 @@ UNBOUNDED = -(1 << 40)
 LARGEST_BOUND = 1 << 39
 #: An empty window: no query sees any key.
 _EMPTY: Window = (None, -LARGEST_BOUND)
+
+
+#: window_size of calls without one, as most are: that very object.
+NO_WINDOW: tuple[int | None, int | None] = (None, None)
 
 
 class ExactWindow(NamedTuple):
