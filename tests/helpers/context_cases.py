@@ -20,7 +20,7 @@ from fa4_hd256.integrations.context_parallel.spans import (
     PositionMask,
     Units,
     parts_of,
-    placed,
+    spans_by_rank,
     unit,
 )
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
@@ -299,7 +299,7 @@ def most_parts(case: Case, ranks: int) -> int:
         rows = unit(case.order, case.rows // ranks)
         units = Units(rows, case.tiles.units(rows))
     mask = PositionMask(*options.window, case.documents, case.score_mod != "", units)
-    places = placed(case.order, ranks, case.rows // ranks)
+    places = spans_by_rank(case.order, ranks, case.rows // ranks)
     gathers = case.way == "all_gather_attention"
     of_queries, of_keys = torch.zeros(2, case.rows, dtype=torch.int64)
     everything = range(case.rows)
@@ -384,7 +384,7 @@ def planted(rank: int, name: str, case: Case) -> dict[str, np.ndarray]:
 
 
 def _sums_stay_away() -> Any:
-    return mock.patch.object(ring.RingAttention, "_bring_home", lambda *given: None)
+    return mock.patch.object(ring.RingAttention, "_add_returned", lambda *given: None)
 
 
 def _own_keys_at_every_hop() -> Any:

@@ -1,4 +1,4 @@
-"""The public functions, and what autograd calls."""
+"""The public functions, and the autograd function behind them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 from ...call.autocast import autocast, is_autocasting
 from ...mask_mods import MaskMod
 from ...score_mods import ScoreMod
-from .checks import GivenArguments, batched, check_heads, settings_of, text_of
+from .checks import UserArguments, batched, check_heads, settings_of, text_of
 from .exchange import Ranks
 from .gathered import Gathered
 from .heads import attend_by_heads
-from .local import OwnRows, Settings, sink_gradient
+from .local import LocalResults, Settings, sink_gradient
 from .ring import RingAttention
 
 __all__ = ["all_gather_attention", "ring_attention", "ulysses_attention"]
@@ -44,36 +44,39 @@ def ring_attention(
     block_mask: Any = None,
     mask_mod: MaskMod | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`flash_attn_func` of a sequence whose rows are divided among the ranks of a group.
+    """Compute `flash_attn_func` of a sequence whose rows are divided among the ranks of a group.
 
-    q: (batch, rows, heads, 256); k, v: (batch, rows, heads_kv, 256): this rank's rows, as many on
-    every rank; with cu_seqlens (rows, heads, 256) and (rows, heads_kv, 256). bfloat16 or float16,
-    all alike: no keys and values in float8_e4m3fn.
+    q: (batch, rows, heads, 256); k, v: (batch, rows, heads_kv, 256): this rank's rows. Every rank
+    has the same number of rows. With cu_seqlens the tensors have no batch dimension. All three have
+    one dtype, bfloat16 or float16; float8_e4m3fn is not accepted.
 
-    group: of torch.distributed; None: all ranks.
-    order: one of `ORDERS`, which `shard` takes, too: "contiguous", or "zigzag", in which ranks have
-        equal work under a causal mask.
-    cu_seqlens: offsets of documents packed into the whole sequence, from 0 to its rows, alike on
-        all ranks; they see nothing of one another. A tensor on a GPU is waited for.
-    score_mod: as of `flash_attn_func`, with cu_seqlens of `flash_attn_varlen_func`: of places in
-        the whole sequence and of all heads. Every rank gives the same tensors, whole.
-    block_mask: as of `flash_attn_func`, of the whole sequence, the same on every rank; instead of
-        causal, window_size and cu_seqlens. A GPU is waited for at the first call with one.
-    mask_mod: as of `flash_attn_func`, beside a block_mask: of places in the whole sequence and of
-        all heads. Every rank gives the same tensors, whole.
-    The other arguments are those of `flash_attn_func`; masks are of the whole sequence. Partial
-    results are rounded to q's type and summed in float32. The same bits in every run.
+    group: a process group of torch.distributed; None: all ranks.
+    order: one of `ORDERS`, the same as for `shard`. Under a causal mask "zigzag" gives all ranks
+        equal work; "contiguous" does not.
+    cu_seqlens: offsets of documents packed into the whole sequence, from 0 to its number of rows.
+        Documents do not see one another. The values must be equal on all ranks. If it is a CUDA
+        tensor, the call waits for the device.
+    score_mod: as for `flash_attn_func`, with cu_seqlens as for `flash_attn_varlen_func`. It gets
+        positions in the whole sequence and heads of the whole call. Every rank passes the same
+        tensors, unsharded.
+    block_mask: as for `flash_attn_func`, for the whole sequence, equal on all ranks. It replaces
+        causal, window_size and cu_seqlens. The first call with a block_mask waits for the device.
+    mask_mod: as for `flash_attn_func`, with a block_mask. It gets positions in the whole sequence
+        and heads of the whole call. Every rank passes the same tensors, unsharded.
+    The other arguments are those of `flash_attn_func`; masks are of the whole sequence.
+    Partial results are rounded to q's dtype and summed in float32, in a fixed order: the bits are
+    the same in every run.
 
     Returns out like q, or (out, lse); lse: (batch, heads, rows) float32, with cu_seqlens (heads,
     rows). Autograd differentiates both with respect to q, k, v and learnable_sink. The gradient of
-    learnable_sink is of this rank's queries, to be summed over ranks as other parameters' are.
+    learnable_sink comes from this rank's queries: sum it over ranks, like that of any parameter.
 
-    Raises TypeError or ValueError for what is not accepted, on all ranks: a rank that refuses its
-    call, or calls with other sizes or options, is an error everywhere. RuntimeError where another
-    rank has raised inside a call or has ended, at all later calls over the group, and without
-    torch.distributed being initialised.
+    Raises TypeError or ValueError on all ranks if any rank's arguments are not accepted, or if
+    sizes or options differ between ranks. Raises RuntimeError if another rank has raised inside a
+    call or has ended, at every later call over that group, and if torch.distributed is not
+    initialised.
     """
-    given = GivenArguments(
+    given = UserArguments(
         softmax_scale, causal, window_size, softcap, config, backward_config, use_clc, score_mod,
         block_mask, mask_mod,
     )  # fmt: skip
@@ -84,38 +87,40 @@ def ring_attention(
 def all_gather_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`ring_attention`, where every rank gathers all keys and values before it begins.
+    """Compute `ring_attention` after every rank has gathered all keys and values.
 
-    Memory for all of k and v on every rank, twice in order "zigzag"; one exchange that nothing
-    hides, and one call of a kernel, in order "zigzag" two. Arguments, results and errors are those
-    of `ring_attention`.
+    Every rank needs memory for all of k and v, twice in order "zigzag". The one exchange overlaps
+    with no kernel. A rank makes one kernel call, in order "zigzag" two. Arguments, results and
+    errors are those of `ring_attention`.
     """
-    return _other_way("all_gather", (q, k, v), options)
+    return _with_arguments("all_gather", (q, k, v), options)
 
 
 def ulysses_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`ring_attention`, where ranks exchange rows of all heads for all rows of some heads.
+    """Compute `ring_attention` by exchanging rows of all heads for all rows of some heads.
 
-    heads: a multiple of the ranks; heads_kv: a multiple of them, or a divisor, whose heads are then
-    sent to several ranks. Bitwise what one GPU computes of a rank's heads, gradients, too, but for
-    dk and dv of heads that are sent to several ranks: sums of what these have, each rounded to
-    their type. Arguments, results and errors are those of `ring_attention`; of gradients those of
-    learnable_sink are of this rank's heads, 0 for others.
+    heads must be a multiple of the number of ranks; heads_kv a multiple or a divisor of it. A
+    divisor sends each key/value head to several ranks.
+
+    Results and gradients are bitwise those of one GPU that computes the rank's heads, except dk and
+    dv of heads sent to several ranks: these are sums of the ranks' gradients, each rounded to k's
+    dtype. Arguments, results and errors are those of `ring_attention`. The gradient of
+    learnable_sink is of this rank's heads, and 0 for other heads.
     """
-    return _other_way("ulysses", (q, k, v), options)
+    return _with_arguments("ulysses", (q, k, v), options)
 
 
-def _other_way(name: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call attention with the arguments of `ring_attention`, checked as Python does."""
+def _with_arguments(name: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Bind the arguments to the signature of `ring_attention`, and attend by the named method."""
     bound = _SIGNATURE.bind(*tensors, **options)
     bound.apply_defaults()
     found = bound.arguments
-    given = GivenArguments(*(found[field] for field in GivenArguments._fields))
+    given = UserArguments(*(found[field] for field in UserArguments._fields))
     tensors = *tensors, found["learnable_sink"]
-    way = name, found["order"], found["cu_seqlens"]
-    return _attend(tensors, given, Ranks(found["group"]), way, found["return_lse"])
+    method = name, found["order"], found["cu_seqlens"]
+    return _attend(tensors, given, Ranks(found["group"]), method, found["return_lse"])
 
 
 _SIGNATURE = inspect.signature(ring_attention)
@@ -124,15 +129,16 @@ _SIGNATURE = inspect.signature(ring_attention)
 @torch.compiler.disable
 def _attend(
     tensors: tuple[Any, ...],
-    given: GivenArguments,
+    given: UserArguments,
     ranks: Ranks,
-    way: tuple[str, str, Any],
+    method: tuple[str, str, Any],
     wants_lse: bool,
 ) -> Any:
-    """tensors: q, k, v, the sink. way: its name, order and cu_seqlens."""
+    """Check the call on all ranks, then attend. tensors: q, k, v, the sink. method: its name, order
+    and cu_seqlens."""
     if is_autocasting():
         tensors = *autocast(*tensors[:3]), tensors[3]
-    name, order, offsets = way
+    name, order, offsets = method
     is_packed = offsets is not None
 
     def check() -> tuple[str, tuple[tuple[Any, ...], Settings]]:
@@ -156,8 +162,9 @@ def _attend(
 class _OverRanks(torch.autograd.Function):
     """Attention of this rank's queries over all ranks' keys.
 
-    Only the exchanges are in common. An exception of a hook that packs saved tensors comes when
-    all is exchanged: activation checkpoints end a recomputation by one.
+    `failing_together` covers only the exchanges. A hook that packs saved tensors may raise: an
+    activation checkpoint ends its recomputation so. That happens after the last exchange, and must
+    not be an error on the other ranks.
     """
 
     @staticmethod
@@ -171,10 +178,10 @@ class _OverRanks(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """tensors: q, k, v, the sink, which may be None."""
         q, k, v, sink = tensors
-        with ranks.in_common():
+        with ranks.failing_together():
             walk = kind(ranks, order, k.shape[1], settings)
             out, lse = walk.attend(q, (k, v), settings).results(sink, q.dtype)
-        # Tensors of functions are saved, so that autograd finds out where they have changed.
+        # Tensors that a score_mod or mask_mod reads are saved: autograd checks their versions.
         ctx.save_for_backward(q, k, v, sink, out, lse, *settings.read)
         ctx.walk, ctx.settings = walk, settings
         ctx.set_materialize_grads(False)
@@ -188,8 +195,8 @@ class _OverRanks(torch.autograd.Function):
         q, k, v, sink, out, lse, *_ = ctx.saved_tensors
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        own = OwnRows(q, out, dout, lse, dlse)
-        with ctx.walk.ranks.in_common():
+        own = LocalResults(q, out, dout, lse, dlse)
+        with ctx.walk.ranks.failing_together():
             dq, (dk, dv) = ctx.walk.gradients(own, (k, v), ctx.settings)
             dsink = None if sink is None else sink_gradient(own, sink)
         found = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink

@@ -1,4 +1,4 @@
-"""Checks what calls over ranks accept, and what the ranks' calls must have in common."""
+"""Checks of a call's arguments, and of what the ranks' calls must have in common."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ...masks import as_tile_mask
 from ...score_mods import ScoreMod, read_by
 from .exchange import Ranks
 from .local import Settings
-from .spans import Units, placed, unit
+from .spans import Units, spans_by_rank, unit
 
-__all__ = ["GivenArguments", "batched", "check_heads", "settings_of", "text_of"]
+__all__ = ["UserArguments", "batched", "check_heads", "settings_of", "text_of"]
 
 
-class GivenArguments(NamedTuple):
-    """Arguments of `ring_attention`, as users give them."""
+class UserArguments(NamedTuple):
+    """Options of `ring_attention` as the user passed them."""
 
     softmax_scale: Any
     causal: Any
@@ -46,10 +46,10 @@ class GivenArguments(NamedTuple):
 
 
 def batched(tensors: tuple[Any, ...], is_packed: bool) -> tuple[Any, ...]:
-    """q, k, v with a batch, and the sink. tensors: as users give them; is_packed: with cu_seqlens.
+    """Return q, k, v with a batch dimension, and the sink. is_packed: there are cu_seqlens.
 
-    Raises TypeError for what is no tensor, and for k or v of another dtype than q's: bytes that a
-    rank sends are taken for q's dtype, and no scales of e4m3 go with them.
+    Raises TypeError for an argument that is no tensor, and if k or v has another dtype than q: a
+    rank reads the bytes that it receives in q's dtype, and e4m3 scales are not exchanged.
     """
     named = dict(zip(("q", "k", "v", "learnable_sink"), tensors, strict=True))
     check_kinds(named, {}, BY_RULE)
@@ -66,10 +66,10 @@ def batched(tensors: tuple[Any, ...], is_packed: bool) -> tuple[Any, ...]:
 
 
 def settings_of(
-    tensors: tuple[Any, ...], given: GivenArguments, ranks: Ranks, divided: tuple[str, Any]
+    tensors: tuple[Any, ...], given: UserArguments, ranks: Ranks, divided: tuple[str, Any]
 ) -> Settings:
-    """Raises for what is not accepted. tensors: q, k, v with a batch, the sink. divided: the order,
-    cu_seqlens."""
+    """Check the options and return them. tensors: q, k, v with a batch, the sink. divided: the
+    order, cu_seqlens."""
     q, k, v, sink = tensors
     options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
     read, key = ({}, None) if given.score_mod is None else read_by(given.score_mod)
@@ -81,9 +81,9 @@ def settings_of(
     ForwardCall(q, k, v, sink, read).describe(with_scores, None, None, given.config)
     if q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"a rank has {q.shape[1]} rows of q and {k.shape[1]} of k; accepted: as many of both"
+            f"a rank has {q.shape[1]} rows of q and {k.shape[1]} of k; accepted: equal numbers"
         )
-    placed(order, ranks.count, q.shape[1])
+    spans_by_rank(order, ranks.count, q.shape[1])
     documents = None if offsets is None else _documents(offsets, ranks.count * q.shape[1])
     kinds = kernels_of(architecture_of(q.device)).configs("backward")
     backward = named_configs.encode(given.backward_config, *kinds, said="backward_config")
@@ -108,8 +108,8 @@ def settings_of(
 
 
 def _mask_of(masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any) -> TileMask:
-    """The block mask of a sequence of so many rows. masks: it and the mask_mod. Raises TypeError or
-    ValueError."""
+    """Return the block mask of the whole sequence, which has `rows` rows. masks: the user's
+    block_mask and mask_mod. Raises TypeError or ValueError."""
     block_mask, mask_mod = masks
     if offsets is not None:
         beside = ", beside a mask_mod that is True inside documents alone" if mask_mod else ""
@@ -137,14 +137,14 @@ def _mask_of(masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any) -
 
 
 def _count(offsets: Any) -> int:
-    """Count the numbers in cu_seqlens, which need not be offsets."""
+    """Return the number of entries of cu_seqlens, which is not checked yet."""
     if isinstance(offsets, torch.Tensor):
         return offsets.numel()
     return len(offsets) if isinstance(offsets, (list, tuple)) else 0
 
 
 def _documents(offsets: Any, rows: int) -> tuple[int, ...]:
-    """cu_seqlens as numbers. Raises TypeError or ValueError."""
+    """Return cu_seqlens as Python numbers. Raises TypeError or ValueError."""
     found = offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets
     if not isinstance(found, (list, tuple)) or not all(type(number) is int for number in found):
         raise TypeError(
@@ -165,6 +165,7 @@ def _shortened(numbers: Sequence[int]) -> str:
 
 
 def check_heads(tensors: tuple[Any, ...], count: int) -> None:
+    """Raise ValueError unless heads divide among `count` ranks."""
     heads, heads_kv = tensors[0].shape[2], tensors[1].shape[2]
     if heads % count or (heads_kv % count and count % heads_kv):
         raise ValueError(
@@ -175,7 +176,7 @@ def check_heads(tensors: tuple[Any, ...], count: int) -> None:
 
 
 def text_of(tensors: tuple[Any, ...], settings: Settings, name: str, order: str) -> str:
-    """Describe what all ranks' calls have in common; k and v have q's dtype (`batched`)."""
+    """Return a text of everything that must be equal in all ranks' calls."""
     q, k, _, sink = tensors
     has_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors
@@ -201,7 +202,7 @@ def text_of(tensors: tuple[Any, ...], settings: Settings, name: str, order: str)
 
 
 def _told(name: str, given: ScoreMod | MaskMod | None) -> str:
-    """A function that is given as an argument of a name, and what it reads."""
+    """Describe a score_mod or mask_mod: its key, and the tensors that it reads."""
     if given is None:
         return f"no {name}"
     return f"{name} {given.key} of {[[str(t.dtype), *t.shape] for t in given.tensors]}"

@@ -1,6 +1,6 @@
-"""Exchange between ranks: what they were called with, and rows of tensors.
+"""Exchange between ranks: checks of their calls, and rows of tensors.
 
-Everything that one rank does here all ranks of the group do, in the same order.
+Every function here is collective: all ranks of the group call it, in the same order.
 """
 
 from __future__ import annotations
@@ -14,39 +14,43 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .wire import Wire, wire_of
+from .control_group import ControlGroup, control_group_of
 
-__all__ = ["Ranks", "Transfer", "heard"]
+__all__ = ["Ranks", "Transfer", "explaining_transport_errors"]
 
 Checked = TypeVar("Checked")
 
-#: Into one tensor, rank after rank; before PyTorch 2.13 under another name.
+#: Gathers into one tensor, in the order of ranks; PyTorch before 2.13 has it under another name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-#: Bytes of what a rank says of its call: whether it is accepted, a digest, a text.
+#: Bytes of a rank's message about its call, behind a byte that says whether it is accepted: a
+#: digest of the text, and the text.
 _DIGEST, _SAID = 32, 768
 
 
 class Transfer:
-    """Sends and receives under way."""
+    """Sends and receives that have been started."""
 
     def __init__(self, works: Sequence[Any] = (), kept: Sequence[torch.Tensor] = ()) -> None:
-        # Kept until they are sent.
+        # The tensors must live until they are sent.
         self._works, self._kept = works, kept
 
     def wait(self) -> None:
-        """The current stream, on the CPU the caller, waits for them."""
+        """Make the current stream wait for the transfer; on the CPU the caller waits."""
         for work in self._works:
             work.wait()
         self._kept = ()
 
 
 class Ranks:
-    """The ranks of a group, by their number in it."""
+    """The ranks of a group. own: this process's number in it; count: how many there are."""
 
     def __init__(self, group: Any) -> None:
-        """group: None for that of all ranks. Raises RuntimeError without torch.distributed being
-        initialised, or in a process that is none of the group's."""
+        """group: None for all ranks.
+
+        Raises RuntimeError if torch.distributed is not initialised, or this process is not in the
+        group.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "attention over ranks needs torch.distributed, which is not initialised; call "
@@ -55,41 +59,43 @@ class Ranks:
         self.group: Any = dist.group.WORLD if group is None else group
         self.own, self.count = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.own < 0:
-            raise RuntimeError("this process is none of the group's ranks; give one it belongs to")
+            raise RuntimeError("this process is not in the group; pass a group that has it")
 
     @property
-    def wire(self) -> Wire:
-        """Made by the first call."""
-        return wire_of(self.group)
+    def control(self) -> ControlGroup:
+        """The group of gloo for messages; the first call makes it."""
+        return control_group_of(self.group)
 
     @property
     def _moves(self) -> Any:
-        """The group that moves rows."""
-        return self.wire.group if dist.get_backend(self.group) == "gloo" else self.group
+        """Return the group that moves tensors."""
+        return self.control.group if dist.get_backend(self.group) == "gloo" else self.group
 
     @contextlib.contextmanager
-    def in_common(self) -> Iterator[None]:
-        """Turn an error that this rank raises inside into an error on all ranks.
+    def failing_together(self) -> Iterator[None]:
+        """Turn an error that this rank raises in the block into an error on all ranks.
 
-        Raises RuntimeError with what the first one has raised on the others, and where that has
-        been before.
+        The other ranks raise RuntimeError with the first rank's error, in this call and in every
+        later one.
         """
-        with heard(self.own, self.count):
-            wire = self.wire
-        wire.check()
+        with explaining_transport_errors(self.own, self.count):
+            control = self.control
+        control.check()
         try:
-            with heard(self.own, self.count, wire.heard_cause):
+            with explaining_transport_errors(self.own, self.count, control.cause_of_failure):
                 yield
         except BaseException as error:
-            wire.close(error)
+            control.close(error)
             raise
 
     def agree(self, check: Callable[[], tuple[str, Checked]]) -> Checked:
-        """Check this rank's call, and that all ranks' are the same. check: what a call must have in
-        common, as a text, and what is returned here; raises what is not accepted.
+        """Check this rank's call, and that all ranks' calls agree.
 
-        Raises what check does, and on all other ranks RuntimeError with that text; ValueError on
-        all ranks where their texts differ.
+        check: returns a text that must be equal on all ranks, and the result of this method; raises
+        for arguments that are not accepted.
+
+        Raises what `check` raises, and on all other ranks RuntimeError with that message. Raises
+        ValueError on all ranks if the texts differ.
         """
         found: Checked | Exception
         try:
@@ -116,11 +122,11 @@ class Ranks:
         return found
 
     def _all(self, said: bytes) -> list[bytes]:
-        """Return what all ranks say; nothing waits for a GPU."""
+        """Return the messages of all ranks. No GPU is waited for."""
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.count)]
-        with self.in_common():
-            dist.all_gather(found, own, group=self.wire.group)
+        with self.failing_together():
+            dist.all_gather(found, own, group=self.control.group)
         return [bytes(tensor.tolist()) for tensor in found]
 
     def start(
@@ -128,8 +134,8 @@ class Ranks:
         sends: Sequence[tuple[torch.Tensor, int]],
         receives: Sequence[tuple[torch.Tensor, int]],
     ) -> Transfer:
-        """Begin to send contiguous tensors to ranks, and to receive others; between two ranks in
-        the order in which they are given."""
+        """Start to send contiguous tensors to ranks, and to receive others. Between two ranks the
+        order of the arguments counts."""
         group = self._moves
         operations = [
             dist.P2POp(function, tensor, dist.get_global_rank(group, rank), group)
@@ -142,31 +148,34 @@ class Ranks:
         return Transfer(works, [operation.tensor for operation in operations])
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return (ranks, ...) of every rank's tensor."""
+        """Return (ranks, ...): the tensors of all ranks."""
         found = own.new_empty((self.count, *own.shape))
         _all_gather(found.flatten(0, 1), own.contiguous(), group=self._moves)
         return found
 
     def exchange(self, given: torch.Tensor) -> torch.Tensor:
-        """Return (ranks, ...), rank by rank what it has for this one; given: likewise for the
-        others."""
+        """Return (ranks, ...): the tensor that each rank sends to this one. given: (ranks, ...), a
+        tensor for each rank."""
         found = torch.empty_like(given, memory_format=torch.contiguous_format)
         dist.all_to_all_single(found, given.contiguous(), group=self._moves)
         return found
 
 
 @contextlib.contextmanager
-def heard(own: int, count: int, cause: Callable[[], str] = str) -> Iterator[None]:
-    """Explain an error of the transport's inside: another rank has failed in its call, has ended,
-    or is late. NCCL reports it later, by its watchdog. Other errors, of a tensor's type for one,
-    pass unchanged.
+def explaining_transport_errors(
+    own: int, count: int, cause: Callable[[], str] = str
+) -> Iterator[None]:
+    """Explain an error that the transport raises in the block: another rank has failed in its call,
+    has ended, or is late. Other errors, such as that of a tensor's dtype, pass unchanged.
 
-    cause: what the first rank that failed has told, empty where none has.
+    NCCL raises nothing here; its watchdog reports the error later.
+
+    cause: returns what the first failed rank has reported, or "".
     """
     try:
         yield
     except RuntimeError as error:
-        if not _is_of_transport(error):
+        if not _is_transport_error(error):
             raise
         why = cause()
         raise RuntimeError(
@@ -177,9 +186,9 @@ def heard(own: int, count: int, cause: Callable[[], str] = str) -> Iterator[None
         ) from error
 
 
-def _is_of_transport(error: RuntimeError) -> bool:
-    """Return True if the other ranks are the reason, and not the call. gloo's errors have no type
-    of their own, but begin with the file in its source."""
+def _is_transport_error(error: RuntimeError) -> bool:
+    """Return True if other ranks caused the error, and not the call itself. gloo's errors have no
+    type of their own; their text begins with a file of gloo's source."""
     if isinstance(error, dist.DistError):
         return "ncclInvalid" not in str(error)
     return re.search(r"gloo[/\\]transport", str(error)) is not None

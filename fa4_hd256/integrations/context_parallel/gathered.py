@@ -1,8 +1,8 @@
-"""Attention over keys and values of all ranks, which every rank gathers before it begins.
+"""Attention over the keys and values of all ranks, gathered on every rank.
 
-For few key/value heads, whose rows are few bytes beside the queries': one exchange, one or two
-calls of a kernel, and memory for all keys. In the backward dK and dV of all keys go to their ranks
-in float32, which sum them in the order of the ranks.
+This suits few key/value heads, whose rows have few bytes: one exchange, one or two kernel calls,
+and memory for all keys. In the backward each rank sends dK and dV of all keys, in float32, to the
+ranks that own the keys. These sum them in the order of ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 
 from .exchange import Ranks
-from .local import Attended, Held, OwnRows, Settings, add_gradients
-from .spans import Rows, SpanPart, parts_of, placed
+from .local import Attended, KeysValues, LocalResults, Settings, add_gradients
+from .spans import Rows, SpanPart, parts_of, spans_by_rank
 
-__all__ = ["Gathered", "in_order", "of_ranks"]
+__all__ = ["Gathered", "in_sequence_order", "split_by_rank"]
 
 
-def in_order(gathered: torch.Tensor, places: Sequence[Rows]) -> torch.Tensor:
-    """Return (batch, all rows, ...) in the sequence's order from (ranks, batch, rows, ...)."""
+def in_sequence_order(gathered: torch.Tensor, places: Sequence[Rows]) -> torch.Tensor:
+    """Return (batch, all rows, ...) in the sequence's order, from (ranks, batch, rows, ...)."""
     batch, *others = gathered.shape[1], *gathered.shape[3:]
     pieces = {}
     for of_rank, spans in zip(gathered, places, strict=True):
@@ -30,7 +30,7 @@ def in_order(gathered: torch.Tensor, places: Sequence[Rows]) -> torch.Tensor:
     return torch.cat([pieces[start] for start in sorted(pieces)], dim=1)
 
 
-def of_ranks(whole: torch.Tensor, places: Sequence[Rows]) -> torch.Tensor:
+def split_by_rank(whole: torch.Tensor, places: Sequence[Rows]) -> torch.Tensor:
     """Return (ranks, batch, rows, ...) from (batch, all rows, ...) in the sequence's order."""
     return torch.stack(
         [torch.cat([whole[:, s.start : s.stop] for s in spans], dim=1) for spans in places]
@@ -38,34 +38,34 @@ def of_ranks(whole: torch.Tensor, places: Sequence[Rows]) -> torch.Tensor:
 
 
 class Gathered:
-    """One rank's part of such a call."""
+    """All-gather attention of one rank."""
 
     def __init__(self, ranks: Ranks, order: str, rows: int, settings: Settings) -> None:
-        self.ranks, self.places = ranks, placed(order, ranks.count, rows)
+        self.ranks, self.places = ranks, spans_by_rank(order, ranks.count, rows)
         everything = (range(ranks.count * rows),)
         self.parts: tuple[SpanPart, ...] = parts_of(
             self.places[ranks.own], everything, settings.mask
         )
 
-    def attend(self, q: torch.Tensor, kv: Held, settings: Settings) -> Attended:
+    def attend(self, q: torch.Tensor, kv: KeysValues, settings: Settings) -> Attended:
         """Return out and lse of this rank's queries over all keys. kv: k and v of this rank."""
         attended = Attended(q)
         attended.add(q, self._all(kv), self.parts, settings)
         return attended
 
-    def _all(self, kv: Held) -> Held:
-        k, v = (in_order(self.ranks.gather(tensor), self.places) for tensor in kv)
+    def _all(self, kv: KeysValues) -> KeysValues:
+        k, v = (in_sequence_order(self.ranks.gather(tensor), self.places) for tensor in kv)
         return k, v
 
     def gradients(
-        self, own: OwnRows, kv: Held, settings: Settings
+        self, own: LocalResults, kv: KeysValues, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 (dq, dkv) of this rank's rows; dkv: (2, batch, rows, heads_kv, 256)."""
         k, v = self._all(kv)
         dq = torch.zeros(own.q.shape, dtype=torch.float32, device=k.device)
         dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
         add_gradients(own, (k, v), (dq, dkv), self.parts, settings)
-        by_rank = torch.stack([of_ranks(tensor, self.places) for tensor in dkv], dim=1)
+        by_rank = torch.stack([split_by_rank(tensor, self.places) for tensor in dkv], dim=1)
         found = self.ranks.exchange(by_rank)
         total = found[0]
         for other in found[1:]:

@@ -1,6 +1,6 @@
-"""Heads over ranks: every rank has some heads of all rows while it attends (Ulysses).
+"""Heads divided among ranks (Ulysses): during attention each rank has some heads of all rows.
 
-Before the call rows of all heads are exchanged for some heads of all rows, after it back again.
+Ranks exchange rows of all heads for all rows of some heads before attention, and back after it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ...mask_mods import in_part as mask_in_part
 from ...private_torch import keeps_graph
 from ...score_mods import in_part
 from .exchange import Ranks
-from .gathered import in_order, of_ranks
+from .gathered import in_sequence_order, split_by_rank
 from .local import Settings, attend
-from .spans import Rows, placed
+from .spans import Rows, spans_by_rank
 
 __all__ = ["attend_by_heads", "to_heads", "to_rows"]
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange of one kind, `there`; of gradients the other, `back`."""
+    """The exchange `there`, whose gradients are exchanged by `back`."""
 
     @staticmethod
     def forward(
@@ -51,16 +51,16 @@ def to_rows(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch
 
 def _by_heads(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
     by_rank = torch.stack(tensor.chunk(ranks.count, dim=2))
-    return in_order(ranks.exchange(by_rank), places)
+    return in_sequence_order(ranks.exchange(by_rank), places)
 
 
 def _by_rows(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
-    found = ranks.exchange(of_ranks(tensor, places))
+    found = ranks.exchange(split_by_rank(tensor, places))
     return torch.cat([*found], dim=2)
 
 
 def _origin(head: int, device: torch.device) -> torch.Tensor:
-    """`ScoreOrigin` of the heads from this one on."""
+    """Return the `ScoreOrigin` of heads from `head` on."""
     fields = ScoreOrigin._fields
     origin = torch.zeros(len(fields), dtype=torch.int32, device=device)
     # Filled in place: a copy from the host would wait for the device.
@@ -68,11 +68,11 @@ def _origin(head: int, device: torch.device) -> torch.Tensor:
     return origin
 
 
-class _InCommon(torch.autograd.Function):
-    """A function of tensors, whose backward, too, is one that all ranks run or none.
+class _FailingTogether(torch.autograd.Function):
+    """A function of tensors whose forward and backward fail on all ranks if they fail on one.
 
-    Its graph is one of its own: what a node raises is caught around all of it, and so is what the
-    operator's raises between the exchanges.
+    It has an autograd graph of its own, so that an error of any node of the backward is seen in one
+    place: those of the exchanges, and those of the operator between them.
     """
 
     @staticmethod
@@ -87,7 +87,7 @@ class _InCommon(torch.autograd.Function):
             None if tensor is None else tensor.detach().requires_grad_(needs)
             for tensor, needs in zip(tensors, needed, strict=True)
         ]
-        with ranks.in_common(), torch.enable_grad():
+        with ranks.failing_together(), torch.enable_grad():
             results = function(*leaves)
         ctx.ranks, ctx.results = ranks, results
         ctx.save_for_backward(*tensors)
@@ -98,8 +98,7 @@ class _InCommon(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # The inner graph's tensors are read; where they are gone, that is an error of this rank's
-        # alone, before it is in common.
+        # If the saved tensors were freed, this raises here, on this rank alone.
         _ = ctx.saved_tensors
         results, of_results = zip(
             *(
@@ -108,7 +107,7 @@ class _InCommon(torch.autograd.Function):
                 if gradient is not None
             )
         )
-        with ctx.ranks.in_common():
+        with ctx.ranks.failing_together():
             found = iter(
                 torch.autograd.grad(results, ctx.leaves, of_results, retain_graph=keeps_graph())
             )
@@ -118,24 +117,24 @@ class _InCommon(torch.autograd.Function):
 def attend_by_heads(
     tensors: tuple[Any, ...], settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `ulysses_attention`. tensors: q, k, v, the sink. given: options of the
-    user's. divided: the ranks, the order."""
+    """Return (out, lse) of `ulysses_attention`. tensors: q, k, v, the sink. given: the user's
+    options. divided: the ranks, the order."""
 
     def attention(*leaves: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return _attend(leaves, settings, given, divided)
 
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _InCommon.apply(divided[0], attention, *tensors)
-    with divided[0].in_common():
+        return _FailingTogether.apply(divided[0], attention, *tensors)
+    with divided[0].failing_together():
         return attention(*tensors)
 
 
 def _attend(
     tensors: tuple[Any, ...], settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_by_heads`."""
+    """Exchange, attend to this rank's heads, and exchange back."""
     (q, k, v, sink), (ranks, order) = tensors, divided
-    places = placed(order, ranks.count, q.shape[1])
+    places = spans_by_rank(order, ranks.count, q.shape[1])
     copies = max(1, ranks.count // k.shape[2])
     k, v = (t.repeat_interleave(copies, dim=2) if copies > 1 else t for t in (k, v))
     q, k, v = (to_heads(tensor, ranks, places) for tensor in (q, k, v))

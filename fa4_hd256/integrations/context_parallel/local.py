@@ -1,4 +1,4 @@
-"""Attention of a rank's queries over keys that it holds, part by part, and what sums it up.
+"""Attention of a rank's queries over the keys that it holds, part by part, and sums of the parts.
 
     q, out, dout  (batch, rows, heads, 256) bf16 or fp16
     k, v          (batch, rows, heads_kv, 256), likewise
@@ -32,8 +32,8 @@ from .spans import PositionMask, SpanPart, Units
 
 __all__ = [
     "Attended",
-    "Held",
-    "OwnRows",
+    "KeysValues",
+    "LocalResults",
     "Settings",
     "add_gradients",
     "attend",
@@ -41,18 +41,18 @@ __all__ = [
 ]
 
 
-#: k and v.
-Held = tuple[torch.Tensor, torch.Tensor]
+#: k and v of some rows.
+KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of a call beside tensors and ranks.
+    """Options of a call.
 
-    options: softmax_scale, the window of the whole sequence, softcap. documents: of packed
-    sequences, offsets in the whole one. rows: of that. config, use_clc, score_mod, mask_mod: as
-    `flash_attn_func` takes them. backward_config: by name. block_mask: of the whole sequence, with
-    the units in which it is split; without bits where there is a mask_mod.
+    options: softmax_scale, the window in the whole sequence, softcap. documents: offsets of packed
+    documents in the whole sequence. rows: rows of the whole sequence. config, use_clc, score_mod,
+    mask_mod: as `flash_attn_func` takes them. backward_config: an encoded name. block_mask: the
+    mask of the whole sequence, and the units in which it is split; with a mask_mod it has no bits.
     """
 
     options: Options
@@ -67,11 +67,12 @@ class Settings:
 
     @property
     def read(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that functions of the call read."""
+        """Tensors that the score_mod and the mask_mod read."""
         return tuple(t for f in (self.score_mod, self.mask_mod) if f is not None for t in f.tensors)
 
     @property
     def mask(self) -> PositionMask:
+        """The mask by positions, from which parts are made."""
         units = None if self.block_mask is None else self.block_mask[1]
         return PositionMask(*self.options.window, self.documents, self.score_mod is not None, units)
 
@@ -94,14 +95,14 @@ class Settings:
             return None
         assert self.block_mask is not None
         (whole, units), place = self.block_mask, _origins(part, (0, self.rows), device)
-        # One form for all parts of a call, so that these have one kernel.
+        # All parts of a call take the same form, and so the same kernel.
         if units.rows % MASK_TILE:
             place = part_tiles(place, whole.met(*part.positions))
         return mask_in_part(self.mask_mod, place)
 
 
-class OwnRows(NamedTuple):
-    """A rank's queries, their results over all keys, and gradients of these; dlse None for 0."""
+class LocalResults(NamedTuple):
+    """A rank's queries, their results over all keys, and gradients of these; dlse: None if 0."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -111,8 +112,11 @@ class OwnRows(NamedTuple):
 
 
 class Attended:
-    """out and lse of a rank's queries over the keys seen so far; what was found last is taken in
-    when the next part begins: NOTE [room for a transfer] in `ring.py`."""
+    """Running out and lse of a rank's queries over the keys seen so far.
+
+    The result of a part is merged when the next part begins: NOTE [room for a transfer] in
+    `ring.py`.
+    """
 
     def __init__(self, q: torch.Tensor) -> None:
         batch, rows, heads, _ = q.shape
@@ -124,17 +128,17 @@ class Attended:
     def add(
         self,
         q: torch.Tensor,
-        held: Held,
+        held: KeysValues,
         parts: Sequence[SpanPart],
         settings: Settings,
     ) -> None:
-        """Attend to parts of the sequence that no part before had. held: k, v."""
+        """Attend to further parts of the sequence. held: k, v."""
         for part in parts:
-            self._take_in()
+            self._merge()
             rows = slice(part.queries.start, part.queries.stop)
             self._found = *_forward(q, held, part, settings), rows
 
-    def _take_in(self) -> None:
+    def _merge(self) -> None:
         if self._found is None:
             return
         (own, own_lse, rows), self._found = self._found, None
@@ -153,9 +157,11 @@ class Attended:
     def results(
         self, sink: torch.Tensor | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out in this type, lse); sink: of each head a logit that takes part in the softmax
-        with a value of 0, or None."""
-        self._take_in()
+        """Return (out in `dtype`, lse).
+
+        sink: a logit per head that takes part in the softmax with a value of 0, or None.
+        """
+        self._merge()
         if sink is not None:
             self._add_sink(sink)
         return self.out.to(dtype), self.lse
@@ -168,7 +174,7 @@ class Attended:
 
 
 def _forward(
-    q: torch.Tensor, held: Held, part: SpanPart, settings: Settings
+    q: torch.Tensor, held: KeysValues, part: SpanPart, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a part."""
     of_q, of_k, of_v = _operands((q,), held, part)
@@ -213,7 +219,7 @@ def attend(
 def _operands(
     of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], part: SpanPart
 ) -> list[torch.Tensor]:
-    """The part's rows of tensors."""
+    """Return the part's rows of all tensors."""
     pairs = ((of_queries, part.queries), (of_keys, part.keys))
     return [t[:, rows.start : rows.stop] for tensors, rows in pairs for t in tensors]
 
@@ -222,8 +228,8 @@ def _operands(
 def _lengths_of(
     documents: tuple[int, ...] | None, device: torch.device
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """cu_seqlens and the longest sequence on a device, made once, each of q and of k; None for
-    all where there are no documents."""
+    """Return cu_seqlens and the longest sequence, of q and of k each, cached per device. All are
+    None without documents."""
     if documents is None:
         return (None, None), (None, None)
     longest = max(end - begin for begin, end in zip(documents, documents[1:]))
@@ -233,8 +239,10 @@ def _lengths_of(
 
 @functools.lru_cache(maxsize=1024)
 def _origins(part: SpanPart, documents: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the position of a part, as `in_part` takes it; documents: offsets in the whole
-    sequence. A packed document counts as a batch entry, as its number."""
+    """Return the position of a part as `in_part` takes it.
+
+    documents: offsets in the whole sequence; a document's number stands in for the batch index.
+    """
     assert part.first is not None
     first_query, first_key = part.first
     pieces = part.documents or (0, len(part.queries))
@@ -258,15 +266,15 @@ def _origins(part: SpanPart, documents: tuple[int, ...], device: torch.device) -
 
 
 def _kept(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """int32, for all later calls, in whatever mode this one is."""
+    """Return an int32 tensor that later calls may use, in whatever mode they are."""
     return made_to_keep(
         lambda: torch.tensor(numbers, dtype=torch.int32, device=device), torch.device(device)
     )
 
 
 def add_gradients(
-    of_rows: OwnRows,
-    held: Held,
+    of_rows: LocalResults,
+    held: KeysValues,
     sums: tuple[torch.Tensor, torch.Tensor],
     parts: Sequence[SpanPart],
     settings: Settings,
@@ -303,10 +311,10 @@ def add_gradients(
             total += gradient
 
 
-def sink_gradient(of_rows: OwnRows, sink: torch.Tensor) -> torch.Tensor:
-    """Return (heads,) like sink, of a rank's rows.
+def sink_gradient(of_rows: LocalResults, sink: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sink from a rank's rows, (heads,) in the sink's dtype:
 
-    -sum over the rows of P_sink (sum of dout * out - dlse), P_sink = exp(sink - lse).
+    -sum over rows of P_sink * (sum of dout * out - dlse), where P_sink = exp(sink - lse).
     """
     _, out, dout, lse, dlse = of_rows
     delta = (out.float() * dout.float()).sum(dim=-1).transpose(1, 2)

@@ -1,19 +1,19 @@
-"""Ring attention: every rank keeps its queries, keys and values pass from rank to rank.
+"""Ring attention: queries stay on their rank; keys and values pass from rank to rank.
 
-At hop t rank r works on the rows of rank r - t, which it has from rank r - 1, and while it does,
-hands them on to r + 1. Rows that no rank further on sees are not sent, and rows that nobody sees
-are not requested; under a window of both sides, whose far ranks are those just ahead, rows go the
-other way round, too. In the backward the sums of dK and dV follow their rows in float32, and from
-the last rank that sees these go home; a part of a rank's own rows is left for then (`own_parts`),
-so that this, too, goes on beside a kernel.
+At hop t rank r attends to the keys of rank r - t, received from rank r - 1, and sends them on to
+rank r + 1 meanwhile. Rows go no further than the last rank that sees them. With a window that
+reaches ahead, some readers are nearer in the other direction: rows then pass both ways.
 
-Sums are made in the order of the hops, so that results have the same bits in every run.
+In the backward the float32 sums of dK and dV follow their rows, and the last rank that sees the
+rows sends the sums to the owner. Each rank keeps a part of its local work for that time
+(`local_parts`), so that this transfer overlaps with a kernel, too.
 
-NOTE [room for a transfer].  A transfer on GPUs is a kernel, too, which needs some SMs; attention's
-takes all there are until its last tiles.  Both may begin at the same moment, when what was issued
-before is done.  So short kernels stand between: after the start of a transfer and before the next
-attention sums are filled with zeros, what the attention before has found is taken in, or the
-backward's rows are prepared.
+Sums are added in the order of hops, so results have the same bits in every run.
+
+NOTE [room for a transfer].  A transfer between GPUs is a kernel, and needs some SMs.  An attention
+kernel holds all SMs until its last tiles.  If both become ready at the same moment, the transfer
+may have to wait.  So a short kernel is launched between the start of a transfer and the next
+attention: one that zeroes sums, merges the last result, or prepares rows of the backward.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 
 from .exchange import Ranks, Transfer
-from .local import Attended, Held, OwnRows, Settings, add_gradients
-from .spans import PositionMask, Rows, SpanPart, local_rows, own_parts, parts_of, placed
+from .local import Attended, KeysValues, LocalResults, Settings, add_gradients
+from .spans import PositionMask, Rows, SpanPart, local_parts, local_rows, parts_of, spans_by_rank
 
 __all__ = ["RingAttention", "Route", "routes"]
 
@@ -35,8 +35,11 @@ _NOTHING: list[torch.Tensor | None] = [None, None]
 
 
 class Route(NamedTuple):
-    """The way of one rank's keys round the ring. step: 1 to the next rank, -1 to the one before.
-    rows: those that are sent. hops: ranks that they come to, 0 for none."""
+    """The way of one rank's keys round the ring.
+
+    step: 1 for the next rank, -1 for the previous one. rows: positions that are sent. hops: the
+    number of ranks that receive them.
+    """
 
     step: int
     rows: Rows
@@ -45,7 +48,7 @@ class Route(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def routes(places: tuple[Rows, ...], mask: PositionMask) -> tuple[tuple[Route, Route], ...]:
-    """Return the routes of every rank's keys in both directions. places: the rows of every rank."""
+    """Return the routes of every rank's keys, forward and backward. places: rows by rank."""
     ranks = len(places)
     seen = {
         (reader, owner): _seen(places[reader], places[owner], mask)
@@ -65,9 +68,11 @@ def routes(places: tuple[Rows, ...], mask: PositionMask) -> tuple[tuple[Route, R
 
 
 def _cut(distances: Sequence[int], ranks: int) -> int:
-    """Return the largest distance to go forward, of distances between 1 and ranks - 1, so that with
-    the others going backward rows make the fewest hops; of several such, the one with the most
-    forward."""
+    """Return the largest distance that rows travel forward; larger distances go backward.
+
+    The result minimises the number of hops, and among equals is the largest. distances: of readers
+    from owners, between 1 and ranks - 1.
+    """
 
     def hops(forward: int) -> int:
         beyond = [distance for distance in distances if distance > forward]
@@ -107,10 +112,10 @@ def _route(
 
 
 class _Passing:
-    """Rows on their way in one direction, seen from one rank.
+    """Rows that pass one rank in one direction.
 
-    It holds rows of owner `owner(hop)` at a hop, which it has from rank `before` and hands on to
-    `after`.
+    At a hop the rank holds rows of rank `owner(hop)`. It has received them from rank `before`, and
+    sends them to rank `after`.
     """
 
     def __init__(self, ranks: Ranks, all_routes: Sequence[tuple[Route, Route]], direction: int):
@@ -122,21 +127,22 @@ class _Passing:
         self.hops = max(route.hops for route in self._routes)
 
     def route(self, hop: int) -> Route | None:
-        """Return the route of the rows that come to this rank at a hop, at hop 0 of its own; None
-        if none come."""
+        """Return the route of the rows that this rank holds at a hop, None if it holds none. Hop 0
+        is that of its local rows."""
         found = self._routes[self.owner(hop)]
         return found if found.hops and hop <= found.hops else None
 
     def rows(self, hop: int) -> Rows:
-        """The rows that come at a hop, as positions."""
+        """Return the positions of the rows held at a hop."""
         route = self.route(hop)
         return () if route is None else route.rows
 
     def owner(self, hop: int) -> int:
+        """Return the rank whose rows are held at a hop."""
         return (self._ranks.own - self.step * hop) % self._ranks.count
 
-    def own_rows(self, kv: Held, held: Rows) -> torch.Tensor | None:
-        """Return (2, batch, rows, heads_kv, 256) of k and v that this rank sends, contiguous."""
+    def own_rows(self, kv: KeysValues, held: Rows) -> torch.Tensor | None:
+        """Return the local k and v that are sent: (2, batch, rows, heads_kv, 256), contiguous."""
         route = self.route(0)
         if route is None:
             return None
@@ -153,17 +159,17 @@ class _Passing:
         return torch.empty(2, batch, rows, heads, dim, dtype=dtype, device=like.device)
 
     def is_last(self, hop: int) -> bool:
-        """Return True if rows that come at a hop go no further."""
+        """Return True if the rows held at a hop go no further."""
         route = self.route(hop)
         return route is not None and hop == route.hops
 
 
 class RingAttention:
-    """One rank's walk round the ring: hops, what comes and goes at each."""
+    """Ring attention of one rank: its hops, and what it sends and receives at each."""
 
     def __init__(self, ranks: Ranks, order: str, rows: int, settings: Settings) -> None:
         self.ranks, self.mask = ranks, settings.mask
-        places = placed(order, ranks.count, rows)
+        places = spans_by_rank(order, ranks.count, rows)
         self.own = places[ranks.own]
         found = routes(places, self.mask)
         self.ways = [_Passing(ranks, found, direction) for direction in (0, 1)]
@@ -173,15 +179,15 @@ class RingAttention:
         """Return the parts of the sequence that this rank's queries see."""
         return parts_of(self.own, rows, self.mask)
 
-    def first(self, kv: Held) -> list[torch.Tensor | None]:
+    def first(self, kv: KeysValues) -> list[torch.Tensor | None]:
         """Return, for each direction, the rows that this rank sends first."""
         return [way.own_rows(kv, self.own) for way in self.ways]
 
     def pass_on(
         self, held: Sequence[torch.Tensor | None], hop: int, like: torch.Tensor
     ) -> tuple[Transfer, list[torch.Tensor | None]]:
-        """Hand on what is held at a hop; what will be at the next one, once the transfer is done.
-        like: k."""
+        """Start to send what is held at a hop. Return the transfer, and the buffers that hold the
+        next hop's rows when it is done. like: k."""
         sends, receives, rooms = [], [], []
         for way, tensor in zip(self.ways, held, strict=True):
             if tensor is not None and not way.is_last(hop):
@@ -195,19 +201,20 @@ class RingAttention:
     def send_sums(
         self, sums: Sequence[torch.Tensor | None], hop: int, like: torch.Tensor
     ) -> tuple[Transfer, list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Hand on, or send home, the sums of dK and dV of what is held at a hop.
+        """Start to send the sums of dK and dV of the rows held at a hop: on with the rows, or, from
+        the last rank, to the owner.
 
-        Returns what is to be waited for; for each way the sums that belong to the next hop's rows,
-        and those of this rank's own rows, where their last rank was at this hop.
+        Returns the transfer, and for each direction two buffers: the sums that belong to the next
+        hop's rows, and the sums of the local rows if this hop is their last.
         """
         sends, receives = [], []
         nexts: list[torch.Tensor | None] = []
-        homes: list[torch.Tensor | None] = []
+        returned_sums: list[torch.Tensor | None] = []
         for way, tensor in zip(self.ways, sums, strict=True):
             if tensor is not None:
                 to = way.owner(hop) if way.is_last(hop) else way.after
                 sends.append((tensor, to))
-            # The rank before has added to these by then; at hop 0 nobody has.
+            # At the next hop the previous rank has added to these sums.
             following = way.room(like, hop + 1, torch.float32)
             if following is not None:
                 receives.append((following, way.before))
@@ -218,10 +225,10 @@ class RingAttention:
                 assert home is not None
                 last = (self.ranks.own + way.step * hop) % self.ranks.count
                 receives.append((home, last))
-            homes.append(home)
-        return self.ranks.start(sends, receives), nexts, homes
+            returned_sums.append(home)
+        return self.ranks.start(sends, receives), nexts, returned_sums
 
-    def attend(self, q: torch.Tensor, kv: Held, settings: Settings) -> Attended:
+    def attend(self, q: torch.Tensor, kv: KeysValues, settings: Settings) -> Attended:
         """Return out and lse of this rank's queries over all keys. kv: k and v of this rank."""
         k = kv[0]
         transfer, held = self.pass_on(self.first(kv), 0, k)
@@ -239,19 +246,19 @@ class RingAttention:
         return attended
 
     def gradients(
-        self, own: OwnRows, kv: Held, settings: Settings
+        self, own: LocalResults, kv: KeysValues, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 (dq, dkv) of this rank's rows; dkv: (2, batch, rows, heads_kv, 256)."""
         k = kv[0]
-        # Without a hop there is nothing to work beside.
-        at_begin, at_end = (
-            own_parts(self.own, self.mask) if self.hops else (self.parts(self.own), ())
+        # Without hops there is no transfer to overlap with.
+        at_start, at_end = (
+            local_parts(self.own, self.mask) if self.hops else (self.parts(self.own), ())
         )
         transfer, held = self.pass_on(self.first(kv), 0, k)
         dq = torch.zeros(own.q.shape, dtype=torch.float32, device=k.device)
         dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
-        add_gradients(own, kv, (dq, dkv), at_begin, settings)
-        summing, before, homes = Transfer(), _NOTHING, _NOTHING
+        add_gradients(own, kv, (dq, dkv), at_start, settings)
+        summing, before, returned_sums = Transfer(), _NOTHING, _NOTHING
         for hop in range(1, self.hops + 1):
             transfer.wait()
             arrived = held
@@ -265,17 +272,19 @@ class RingAttention:
             for total, earlier in zip(sums, before, strict=True):
                 if total is not None and earlier is not None:
                     total += earlier
-            self._bring_home(dkv, homes)
-            summing, before, homes = self.send_sums(sums, hop, k)
+            self._add_returned(dkv, returned_sums)
+            summing, before, returned_sums = self.send_sums(sums, hop, k)
         add_gradients(own, kv, (dq, dkv), at_end, settings)
         transfer.wait()
         summing.wait()
-        self._bring_home(dkv, homes)
+        self._add_returned(dkv, returned_sums)
         return dq, dkv
 
-    def _bring_home(self, dkv: torch.Tensor, homes: Sequence[torch.Tensor | None]) -> None:
-        """Add the sums of rows that were sent away."""
-        for way, home in zip(self.ways, homes, strict=True):
+    def _add_returned(
+        self, dkv: torch.Tensor, returned_sums: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Add the sums of local rows that came back from other ranks."""
+        for way, home in zip(self.ways, returned_sums, strict=True):
             if home is None:
                 continue
             begin = 0

@@ -1,9 +1,10 @@
-"""Placement of a sequence's rows on ranks, and the queries of a rank that see given keys.
+"""Division of a sequence's rows among ranks, and of a mask into kernel calls.
 
-A rank's rows are some spans of the sequence, one behind the other in its tensors. What queries of
-one rank see of another's keys is cut into `SpanPart`s, each one call of a kernel. Masks are given
-by the distance of positions in the whole sequence, a kernel's are bottom-right aligned: rows and
-keys that see nothing of each other are cut off until both mean the same.
+A rank's rows are one or two spans of the sequence, concatenated in its tensors. The pairs that one
+rank's queries see of another rank's keys are cut into `SpanPart`s; each is one kernel call.
+
+A mask is given by distances of positions in the whole sequence. A kernel's window is bottom-right
+aligned. Rows and keys that see nothing are cut off until both describe the same pairs.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ __all__ = [
     "SpanPart",
     "Units",
     "local_rows",
-    "own_parts",
+    "local_parts",
     "parts_of",
-    "placed",
+    "spans_by_rank",
     "unit",
 ]
 
-#: Division of a sequence. contiguous: one span per rank, in order. zigzag: of twice as many spans
-#: as ranks the rank's first and, from the end, its last, so that causal work is equal.
+#: Ways to divide a sequence. contiguous: one span per rank, in order. zigzag: twice as many spans
+#: as ranks; rank r has spans r and -1 - r, so that all ranks have equal work under a causal mask.
 ORDERS = ("contiguous", "zigzag")
 
 #: Rows of a rank, as positions in the whole sequence.
 Rows = tuple[range, ...]
 
 
-def placed(order: str, ranks: int, rows: int) -> tuple[Rows, ...]:
-    """The rows of every rank, `rows` each. Raises ValueError for an order that there is not, or
-    rows that do not divide."""
+def spans_by_rank(order: str, ranks: int, rows: int) -> tuple[Rows, ...]:
+    """Return the spans of every rank, `rows` rows each. Raises ValueError for an unknown order, or
+    an odd number of rows in order "zigzag"."""
     if order == "contiguous":
         return tuple((range(rank * rows, (rank + 1) * rows),) for rank in range(ranks))
     if order != "zigzag":
@@ -55,7 +56,7 @@ def placed(order: str, ranks: int, rows: int) -> tuple[Rows, ...]:
 
 
 def unit(order: str, rows: int) -> int:
-    """Rows of a span, where a rank has so many."""
+    """Return the rows of a span of a rank that has `rows` rows."""
     return rows // 2 if order == "zigzag" else rows
 
 
@@ -84,7 +85,7 @@ class PositionMask(NamedTuple):
 
     @property
     def has_places(self) -> bool:
-        """Return True if a part must know its position."""
+        """Return True if a part needs its position in the sequence."""
         return self.by_place or self.units is not None
 
 
@@ -123,8 +124,7 @@ def local_rows(held: Rows, wanted: range) -> range:
 
 @functools.lru_cache(maxsize=1024)
 def parts_of(queries: Rows, keys: Rows, mask: PositionMask) -> tuple[SpanPart, ...]:
-    """Return the parts of these keys that queries of these rows see; a pair is in one part at
-    most."""
+    """Return the parts of these keys that these queries see. No pair is in two parts."""
     found: list[SpanPart] = []
     first_query = 0
     for query_span in queries:
@@ -143,11 +143,11 @@ def parts_of(queries: Rows, keys: Rows, mask: PositionMask) -> tuple[SpanPart, .
 
 
 @functools.lru_cache(maxsize=64)
-def own_parts(own: Rows, mask: PositionMask) -> tuple[tuple[SpanPart, ...], tuple[SpanPart, ...]]:
-    """`parts_of` a rank's own rows, in two: work for the start and for the end of a walk.
+def local_parts(own: Rows, mask: PositionMask) -> tuple[tuple[SpanPart, ...], tuple[SpanPart, ...]]:
+    """Return `parts_of` a rank's local rows in two halves, for the start and the end of its work.
 
-    One part is cut between its queries, but where documents are packed, each of whose pieces would
-    be a call, or the mask is by units, which are not cut: then it is for the start.
+    A single part is cut between its queries. With packed documents, whose pieces would each be a
+    call, and with a mask by units, which cannot be cut, it stays whole and comes first.
     """
     parts = parts_of(own, own, mask)
     if len(parts) == 1 and mask.documents is None and mask.units is None:
@@ -162,7 +162,7 @@ def own_parts(own: Rows, mask: PositionMask) -> tuple[tuple[SpanPart, ...], tupl
 
 
 def _cut_out(held: Rows, rows: range) -> Rows:
-    """The positions of some rows of a tensor of all spans."""
+    """Return the positions of rows `rows` of a tensor that holds all spans."""
     found, begin = [], 0
     for span in held:
         common = _common(rows, range(begin, begin + len(span)))
@@ -173,7 +173,7 @@ def _cut_out(held: Rows, rows: range) -> Rows:
 
 
 def _pieces(queries: range, keys: range, mask: PositionMask) -> list[SpanPart]:
-    """`parts_of` of two spans; rows are positions."""
+    """Return the parts of two spans; their queries and keys are positions."""
     if mask.units is not None:
         return _of_units(queries, keys, mask.units)
     documents = mask.documents
@@ -196,7 +196,7 @@ def _pieces(queries: range, keys: range, mask: PositionMask) -> list[SpanPart]:
 
 
 def _of_units(queries: range, keys: range, units: Units) -> list[SpanPart]:
-    """The least rows and keys that hold all units which see something."""
+    """Return the smallest rectangle that holds all units with a visible pair."""
     pairs = [
         (row, column)
         for row in range(queries.start, queries.stop, units.rows)
@@ -210,14 +210,15 @@ def _of_units(queries: range, keys: range, units: Units) -> list[SpanPart]:
 
 
 def _own_documents(documents: Sequence[range], mask: PositionMask) -> list[SpanPart]:
-    """Documents, or pieces of one, whose queries and keys are the same positions: one call."""
+    """Return one call for all documents, or pieces of one, whose queries and keys are the same
+    positions."""
     if not documents:
         return []
     if len(documents) == 1:
         part = _cut(documents[0], documents[0], mask)
         return [] if part is None else [part]
     begin = documents[0].start
-    # Documents lie one behind the other, so that one's end is the next one's begin.
+    # Documents are adjacent: the end of one is the start of the next.
     offsets = (*(document.start - begin for document in documents), documents[-1].stop - begin)
     rows = range(begin, documents[-1].stop)
     longest = max(map(len, documents))
@@ -226,15 +227,15 @@ def _own_documents(documents: Sequence[range], mask: PositionMask) -> list[SpanP
 
 
 def _simplified(side: int | None, longest: int) -> int | None:
-    """Return the bound of a window, None where it leaves out nothing."""
+    """Return the bound of a window, None if it excludes nothing."""
     return None if side is None or side >= longest - 1 else side
 
 
 def _cut(queries: range, keys: range, mask: PositionMask) -> SpanPart | None:
-    """Two spans of one document, without rows that see no key, and keys that no row sees.
+    """Return the part of two spans of one document, without rows and keys that see nothing.
 
-    Row i of n sees the keys i + low to i + high of m. Rows from -high to m - 1 - low see some;
-    without the others a bound's distance from the bottom-right diagonal is never negative.
+    Row i of n sees keys i + low to i + high of m. Rows -high to m - 1 - low see at least one key.
+    Without the other rows no bound is behind the bottom-right diagonal.
     """
     rows, columns, distance = len(queries), len(keys), queries.start - keys.start
     low = -rows if mask.left is None else distance - mask.left
@@ -244,7 +245,7 @@ def _cut(queries: range, keys: range, mask: PositionMask) -> SpanPart | None:
         return None
     first_key, last_key = max(0, first + low), min(columns, last + high)
     rows, columns, shift = last - first, last_key - first_key, first - first_key
-    # No bound where the last row sees all keys before it, or the first one all behind it.
+    # The left bound is free if the last row sees all keys, the right one if the first row does.
     left_is_free, right_is_free = low + shift <= 1 - rows, high + shift >= columns - 1
     return SpanPart(
         range(queries.start + first, queries.start + last),
@@ -257,7 +258,7 @@ def _cut(queries: range, keys: range, mask: PositionMask) -> SpanPart | None:
 
 
 def _joined(parts: Sequence[SpanPart]) -> list[SpanPart]:
-    """Parts that one call can do, where their rows lie side by side, as one."""
+    """Return the parts with those merged that one call can do."""
     done: list[SpanPart] = []
     for part in parts:
         for index, other in enumerate(done):
@@ -271,19 +272,22 @@ def _joined(parts: Sequence[SpanPart]) -> list[SpanPart]:
 
 
 def _union(one: SpanPart, two: SpanPart) -> SpanPart | None:
-    """Both as one, rows of `two` behind those of `one`; None where one call does not mean both."""
+    """Return one part for both, None if no call covers exactly both.
+
+    Rows of `two` follow those of `one`.
+    """
     if one.documents is not None or two.documents is not None:
         return None
     sees_all, is_causal = (None, None), (None, 0)
     if one.queries == two.queries and one.keys.stop == two.keys.start:
-        # Keys before those of a mask without a bound on the left: all queries see them.
+        # All queries see the earlier keys, and the later part has no bound on its left.
         if one.window == sees_all and two.window[0] is None:
             return two._replace(keys=range(one.keys.start, two.keys.stop))
     if one.queries.stop == two.queries.start:
         queries = range(one.queries.start, two.queries.stop)
         if one.keys == two.keys and one.window == two.window == sees_all:
             return one._replace(queries=queries)
-        # Later queries that see all keys of the earlier ones, and as many more as they are.
+        # The later queries see all keys of the earlier ones, and one more key per row.
         if (
             one.window == two.window == is_causal
             and one.keys.start == two.keys.start

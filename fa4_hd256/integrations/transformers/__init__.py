@@ -1,4 +1,4 @@
-"""Attention of Hugging Face transformers models.
+"""Attention for Hugging Face transformers models.
 
     from fa4_hd256.integrations.transformers import register
     register()

@@ -1,8 +1,8 @@
-"""The tensor that the mask function hands to the attention function of every layer.
+"""The tensor that the mask function passes to the attention function of every layer.
 
-It says which keys queries see, so that no layer's own settings have to be consulted. Models hand
-it on like any mask of four dimensions; its numbers are read on the host, without waiting for the
-device, because they are in its shape:
+It describes which keys queries see, so that the layer's own settings are not needed. Models pass it
+on like any mask of four dimensions. The window is coded in its shape, which the host reads without
+waiting for the device:
 
     form       dtype   shape
     whole      uint16  (1, left, right, 1)        every row is in use
@@ -10,10 +10,10 @@ device, because they are in its shape:
     packed     uint32  (left, right, longest, sequences + 1)    offsets of the sequences
     uncounted  uint16  (batch, left, right, seqlen)    1 where a packed sequence begins
 
-The last form, of at least two rows, is for graphs, in which sequences cannot be counted.
-left and right stand for keys visible on each side of a query: 1 if unbounded, else the number + 2.
-All dimensions but the batch and the last one are expanded and take no memory. No mask of a user
-has these dtypes.
+The last form has at least two rows. Graphs of torch.compile need it: they cannot count sequences.
+left and right are the numbers of keys visible before and behind a query: 1 if unbounded, else the
+number + 2. All dimensions but the batch and the last one are expanded and take no memory. Masks of
+users do not have these dtypes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "packed", "packed_seen", "padded", "seen_by", "uncounted", "whole",
 ]  # fmt: skip
 
-#: Keys visible before and behind a query; None: all.
+#: Numbers of keys visible before and behind a query; None: all.
 Window = tuple[int | None, int | None]
 
 #: Columns of the padded form.
@@ -37,7 +37,7 @@ _WHOLE, _PADDED, _PACKED = torch.uint16, torch.uint64, torch.uint32
 
 
 class Description(NamedTuple):
-    """A mask as read from its tensor.
+    """Mask that a tensor describes.
 
     window: keys visible on each side. ranges: (batch, 4) int64, rows in use; None if all are.
     offsets: (sequences + 1,) int32 of packed sequences, or None; longest: the longest of them.
@@ -52,28 +52,29 @@ class Description(NamedTuple):
 
 
 def whole(window: Window, device: torch.device | str) -> torch.Tensor:
-    """The mask of sequences whose rows are all in use."""
+    """Return the description of sequences whose rows are all in use."""
     codes = _codes(window)
     return torch.zeros(1, 1, 1, 1, dtype=_WHOLE, device=device).expand(1, *codes, 1)
 
 
 def padded(window: Window, ranges: torch.Tensor) -> torch.Tensor:
-    """The mask of sequences with padding; ranges: (batch, 4) integers."""
+    """Return the description of sequences with padding; ranges: (batch, 4) integers."""
     return ranges.to(_PADDED)[:, None, None].expand(-1, *_codes(window), -1)
 
 
 def packed(window: Window, offsets: torch.Tensor, longest: int) -> torch.Tensor:
-    """The mask of packed sequences; offsets: (sequences + 1,) integers."""
+    """Return the description of packed sequences; offsets: (sequences + 1,) integers."""
     return offsets.to(_PACKED).expand(*_codes(window), longest, -1)
 
 
 def uncounted(window: Window, begins: torch.Tensor) -> torch.Tensor:
-    """The mask of packed sequences that are not counted; begins: (batch, seqlen) bool."""
+    """Return the description of packed sequences by their first rows; begins: (batch, seqlen)
+    bool."""
     return begins.to(_WHOLE)[:, None, None].expand(-1, *_codes(window), -1)
 
 
 def described(attention_mask: torch.Tensor) -> Description | None:
-    """Return what a mask describes; None for a tensor that is none of these forms."""
+    """Return the mask that a tensor describes; None for a tensor of another form."""
     if attention_mask.ndim != 4:
         return None
     if attention_mask.dtype == _PACKED:
@@ -94,8 +95,8 @@ def seen_by(
 ) -> torch.Tensor:
     """Return the mask as booleans, (1 or batch, 1, seqlen_q, seqlen_k), True where a key is seen.
 
-    q_shape: (batch, seqlen_q). Queries and keys are aligned at the ends of the rows in use, those
-    of packed sequences at theirs.
+    q_shape: (batch, seqlen_q). The last query in use is aligned with the last key in use, in packed
+    sequences within each sequence.
     """
     window, ranges, offsets, _, begins = description
     if offsets is not None:
@@ -123,8 +124,8 @@ def packed_seen(
 ) -> torch.Tensor:
     """Return the mask of packed rows, (total_q, total_k) bool.
 
-    offsets: those of queries and of keys, (sequences + 1,) integers; the ends of a sequence's
-    queries and keys are aligned.
+    offsets: of queries and of keys, (sequences + 1,) integers. The last query of a sequence is
+    aligned with its last key.
     """
     numbers, from_end = [], []
     for of_side, total in zip(offsets, totals):
@@ -139,7 +140,7 @@ def packed_seen(
 
 
 def _within(window: Window, distances: torch.Tensor) -> torch.Tensor:
-    """Return True where a window has these distances, of a query's position from a key's."""
+    """Return True where a window has a distance: the query's position less the key's."""
     left, right = window
     found = torch.ones_like(distances, dtype=torch.bool)
     if left is not None:

@@ -1,4 +1,4 @@
-"""Layers that no kernel of this package computes, by PyTorch's own operations."""
+"""Attention by PyTorch's own operations, for layers of another head_dim."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scores(NamedTuple):
 
 
 def is_offered(*tensors: torch.Tensor) -> bool:
-    """Return True if kernels of this package take the head_dim of these tensors."""
+    """Return True if the kernels take the head_dim of these tensors."""
     return all(tensor.shape[-1] == HEAD_DIM for tensor in tensors)
 
 
@@ -41,11 +41,12 @@ def attend(
     causal: bool,
     scores: Scores,
 ) -> torch.Tensor:
-    """Attention by `scaled_dot_product_attention`; with a softcap or a sink by single operations.
+    """Compute attention by `scaled_dot_product_attention`, with a softcap or a sink by single
+    operations.
 
     q: (batch, seqlen_q, heads, dim); k, v: (batch, seqlen_k, heads_kv, dim), v of any dim. seen:
-    bool, (1 or batch, 1 or heads, seqlen_q, seqlen_k), or None for all keys. causal: instead of
-    seen, for equal lengths. The log says so once for each head_dim.
+    bool, (1 or batch, 1 or heads, seqlen_q, seqlen_k), or None for all keys. causal: replaces
+    `seen` where lengths are equal. The first call for each head_dim is logged.
 
     Returns (batch, seqlen_q, heads, dim of v). Raises NotImplementedError for dropout beside a
     softcap or a sink.
@@ -79,7 +80,10 @@ def attend(
 def _by_operations(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, scores: Scores
 ) -> torch.Tensor:
-    """Attention with all scores in memory; tensors with heads before rows, as many in all."""
+    """Compute attention with all scores in memory.
+
+    Tensors have heads before rows, and equal numbers of heads.
+    """
     if scores.dropout:
         raise NotImplementedError(
             f"dropout is {scores.dropout} in a layer with a softcap or a sink; accepted: 0 "
@@ -106,7 +110,8 @@ def _by_operations(
 
 @torch.compiler.assume_constant_result
 def _log_once(dims: str, by_sdpa: bool) -> bool:
-    """Log once that layers of this head_dim are PyTorch's; graphs call it while tracing."""
+    """Log once that PyTorch computes layers of this head_dim. torch.compile calls it while
+    tracing."""
     how: Any = "scaled_dot_product_attention" if by_sdpa else "single operations (softcap or sink)"
     line = f"layers of head_dim {dims} run in PyTorch's {how}; kernels here take {HEAD_DIM}"
     if line not in _logged:

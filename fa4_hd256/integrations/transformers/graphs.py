@@ -1,8 +1,8 @@
-"""Operators for masks that graphs of torch.compile cannot read: they are read when a graph runs.
+"""Operators for masks whose contents torch.compile cannot trace.
 
-Packed sequences whose offsets nobody gives have to be counted, and a mask of booleans becomes a
-list of tiles, whose number depends on it. Both are hidden in an operator, so that the model stays
-one graph. Layers share what was read of a mask.
+Packed sequences without offsets must be counted, and a bool mask becomes a list of tiles whose
+length depends on its contents. An operator does both when the graph runs, so the model stays one
+graph. All layers share the result for a mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .descriptions import Window
 
 __all__ = ["attend", "counted", "tiles_of"]
 
-#: No bound, or no bytes, in operators.
+#: Stands for None among an operator's ints.
 _NONE = -1
 
 _tiles = UntilChanged()
@@ -36,14 +36,14 @@ _counts = UntilChanged()
 
 
 def tiles_of(dense: torch.Tensor) -> TileMask:
-    """The tiles of a bool mask (1 or batch, 1 or heads, seqlen_q, seqlen_k), made once."""
+    """Return the tiles of a bool mask (1 or batch, 1 or heads, seqlen_q, seqlen_k), cached."""
     tiles: TileMask = _tiles.made(dense, lambda: from_dense(dense))
     return tiles
 
 
 def counted(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return (offsets int32, the longest sequence) of begins, (batch, seqlen) bool. Waits for the
-    device."""
+    """Return (offsets int32, the longest sequence) of packed sequences; begins: (batch, seqlen)
+    bool. Waits for the device, except for a mask that is cached."""
 
     def count() -> tuple[torch.Tensor, int]:
         starts = begins.flatten().nonzero().flatten()
@@ -63,7 +63,7 @@ def attend(
     arguments: dict[str, Any],
     ds_bytes: int | None,
 ) -> torch.Tensor:
-    """Attention with a mask that is read when the graph runs.
+    """Compute attention with a mask that is read when the graph runs.
 
     q: (batch, seqlen_q, heads, 256); k, v likewise. mask: bool, four dimensions as for `tiles_of`,
     or two as for `counted`. window: keys visible on each side. arguments: softmax_scale, softcap
@@ -96,7 +96,7 @@ def masked_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of `attend`; lse: (batch, heads, seqlen_q), or (heads, batch * seqlen_q).
 
-    bounds: the two sides of the window, and ds_bytes, -1 for none.
+    bounds: the two sides of the window, and ds_bytes; -1 for None.
     """
     options: dict[str, Any] = {
         "softmax_scale": scale,
@@ -138,8 +138,10 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     "Tensor mask, int[] bounds, float scale, float softcap) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def masked_backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv, dsink); q, k, v, out, lse and what follows are of `masked_forward`. dsink
-    is empty without a sink. A list of tensors would be no schema that PyTorch batches."""
+    """Return (dq, dk, dv, dsink) of `masked_forward`; dsink is empty without a sink.
+
+    given: as in the schema, which has no list of tensors because PyTorch cannot batch one.
+    """
     dout, *tensors, sink, mask, bounds, scale, softcap = given
     q = tensors[0]
     left, right, ds_bytes = (None if number == _NONE else number for number in bounds)

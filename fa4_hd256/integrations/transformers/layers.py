@@ -28,12 +28,12 @@ from .descriptions import (
 
 __all__ = ["BATCHING_NAME", "NAME", "PACKED", "attention", "batched_attention"]
 
-#: Without "flash" in it: transformers treats such names as releases of flash-attn.
+#: It has no "flash" in it: transformers treats such names as releases of flash-attn.
 NAME = "fa4_hd256"
-#: With it: continuous batching takes no other names but those of its own two.
+#: It has "flash" in it: continuous batching takes such names only, besides two of its own.
 BATCHING_NAME = "fa4_hd256_flash"
 
-#: Options of transformers that would change the result and are not offered.
+#: Options of transformers that change the result and are not supported.
 REFUSED = {
     "dropout": "attention dropout; set config.attention_dropout to 0 or call model.eval()",
     "output_attentions": "attention weights; load the model with attn_implementation='eager'",
@@ -42,13 +42,13 @@ REFUSED = {
     "score_mod": "a score modification",
 }
 
-#: Options that PyTorch's attention takes in layers of another head_dim.
+#: Options that are supported in layers of another head_dim, which PyTorch computes.
 OF_FALLBACK = "dropout", "position_bias"
 
-#: Options of `attention` that describe packed sequences: all of them, or none.
+#: Options of `attention` that describe packed sequences: all or none are passed.
 PACKED = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
-#: Dimensions of a mask that says of each query and key whether it is seen.
+#: Dimensions of a mask with an entry per query and key.
 DIMENSIONS = 4
 
 
@@ -60,23 +60,23 @@ def attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' AttentionInterface.
+    """Compute a layer's attention, as transformers' AttentionInterface calls it.
 
     query: (batch, heads, seqlen_q, 256); key, value: (batch, heads_kv, seqlen_k, 256), with the
-    cached keys before the new ones. attention_mask: what `mask` returned, which says causality,
-    windows and padding; or a mask (1 or batch, 1 or heads, seqlen_q, seqlen_k) of the user's, bool
-    with True where a key is seen, or float with 0 there and the lowest number elsewhere. The
-    layer's own settings count only where there is no mask: see `_window_of_layer`.
+    cached keys before the new ones.
+    attention_mask: the result of `mask`, which describes causality, windows and padding; or a
+    user's mask (1 or batch, 1 or heads, seqlen_q, seqlen_k): bool, True where a key is seen, or
+    float, 0 where a key is seen and the lowest number elsewhere. Without a mask the layer's own
+    settings count: see `_window_of_layer`.
     options: scaling, softcap, s_aux (a sink logit per head), is_causal and sliding_window of the
-    layer; `PACKED`: offsets and longest sequence of the rows of all batch entries together, which
-    are then packed sequences; cache: that of continuous batching before transformers 5.24, which
-    has the cached keys and says where the sequences are; ds_bytes: as of `register`. Other options
-    do not matter here, except those in `REFUSED`.
-    Under autocast float32 tensors are cast to its dtype, as PyTorch's own attention casts them.
+    layer. `PACKED`: offsets and longest sequence; the rows of all batch entries together are then
+    packed sequences. cache: the cache of continuous batching before transformers 5.24. ds_bytes: as
+    for `register`. Those in `REFUSED` are refused; any other option has no effect.
+    Under autocast float32 tensors are cast to its dtype, as by PyTorch's own attention.
 
-    Returns (out, None), out: (batch, seqlen_q, heads, 256); rows of padding are 0.
+    Returns (out, None); out: (batch, seqlen_q, heads, 256), with 0 in rows of padding.
 
-    Raises NotImplementedError for options that are not offered, TypeError and ValueError as
+    Raises NotImplementedError for options that are not supported, TypeError and ValueError as
     `flash_attn_func` does.
     """
     if options.get("cache") is not None:
@@ -104,7 +104,7 @@ def attention(
         return cast(torch.Tensor, flash_attn_func(q, k, v, block_mask=tiles, **arguments)), None
     arguments |= _bounds(description.window)
     if packed is not None:
-        # Offsets that are given may be other ones, and are nobody's to read.
+        # The user's own offsets may change between calls, and are not read.
         counted = attention_mask if options.get(PACKED[0]) is None else None
         if counted is not None and are_differentiated((q, k, v, options.get("s_aux"))):
             arguments["backward_metadata"] = _metadata_of(counted, packed, arguments)
@@ -122,9 +122,12 @@ def batched_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`attention` of continuous batching. options have its cache, or from transformers 5.24 on the
-    offsets of its sequences, since layers update the cache themselves. Raises ValueError where they
-    have neither: this name has no masks, so these would be missing."""
+    """Compute `attention` in continuous batching.
+
+    options: with the cache, or from transformers 5.24 on, where layers update it, with the offsets
+    of the sequences. Raises ValueError if they have neither: transformers builds no masks under
+    this name, so any other call would lack its mask.
+    """
     if options.get("cache") is None and options.get(PACKED[1]) is None:
         raise ValueError(
             f"the model's attention is {BATCHING_NAME!r}, that of continuous batching "
@@ -178,10 +181,10 @@ _additive = UntilChanged()
 
 
 def _seen_of_additive(mask: torch.Tensor) -> torch.Tensor:
-    """Return the bool mask of one that is added to scores, which all layers of a pass share.
+    """Return the bool mask for a float mask that is added to scores; all layers of a pass share it.
 
-    Raises ValueError unless the mask holds 0 and the lowest number or -inf alone: other numbers
-    are a bias of scores. Under torch.compile the graph ends with RuntimeError instead.
+    Raises ValueError unless each entry is 0, or -inf or the dtype's lowest number: other numbers
+    are a bias. Under torch.compile the graph raises RuntimeError instead.
     """
     if mask.requires_grad and torch.is_grad_enabled():
         raise ValueError(
@@ -217,7 +220,7 @@ def _by_pytorch(
     packed: dict[str, Any] | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of a layer of another head_dim; read: what `_read_mask` returned."""
+    """Compute attention of a layer of another head_dim; read: the result of `_read_mask`."""
     q, k, v = tensors
     seen, description = read
     scores = fallback.Scores(
@@ -249,7 +252,7 @@ _seen = UntilChanged()
 def _booleans(
     attention_mask: torch.Tensor | None, description: Description, q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor:
-    """`seen_by`, which all layers of a pass share."""
+    """Return `seen_by`, which all layers of a pass share."""
     asked = q.shape[:2], k.shape[1]
     if attention_mask is None or torch.compiler.is_compiling():
         return seen_by(description, *asked, q.device)
@@ -259,7 +262,7 @@ def _booleans(
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return q, k and v in autocast's dtype where that is on and one of them has float32."""
+    """Return q, k and v, in autocast's dtype if it is on and one of them is float32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -270,15 +273,14 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _window_of_layer(module: torch.nn.Module, options: dict[str, Any]) -> Window:
-    """Keys visible on each side where the model built no mask: what the layer is set to.
+    """Return the window by the layer's settings, for a model that built no mask.
 
-    The layer's is_causal counts, an option of the call before the module's attribute, and its
-    sliding_window, which includes the query itself.
-
-    DiffusionGemma's decoder sees all keys: its sliding layers have a short cache, and no window.
+    is_causal is an option of the call, else the module's attribute. sliding_window includes the
+    query itself. DiffusionGemma's decoder sees all keys: its sliding layers have a short cache and
+    no window.
 
     Raises ValueError for a window without causality: transformers' masks include the key at that
-    distance, its flash attention does not, and nothing tells which one is meant.
+    distance, its flash attention does not.
     """
     causal = options.get("is_causal")
     if causal is None:
@@ -297,8 +299,8 @@ def _window_of_layer(module: torch.nn.Module, options: dict[str, Any]) -> Window
 
 
 def _check_alignment(window: Window, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raise ValueError where causality without a mask does not say which keys a query is level
-    with: transformers' SDPA aligns first rows, its flash attention last ones."""
+    """Raise ValueError for a causal layer without a mask whose lengths differ: transformers' SDPA
+    aligns the first rows, its flash attention the last rows."""
     if window[1] is None or q.shape[1] == 1 or q.shape[1] == k.shape[1]:
         return
     raise ValueError(
@@ -308,7 +310,7 @@ def _check_alignment(window: Window, q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def _bounds(window: Window) -> dict[str, Any]:
-    """The arguments causal and window_size."""
+    """Return the arguments causal and window_size."""
     if window[1] == 0:
         return {"causal": True, "window_size": (window[0], 0 if window[0] is not None else None)}
     return {"causal": False, "window_size": window}
@@ -317,7 +319,8 @@ def _bounds(window: Window) -> dict[str, Any]:
 def _updated(
     module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """key and value with the cached ones, which options then describe: continuous batching."""
+    """Add key and value to the cache of continuous batching, and return all of its keys and values.
+    The cache writes the offsets of its sequences into options."""
     from transformers.generation.continuous_batching import PagedAttentionCache
 
     cache = options["cache"]
@@ -332,8 +335,8 @@ def _updated(
 
 
 def _packed_lengths(description: Description, options: dict[str, Any]) -> dict[str, Any] | None:
-    """Arguments of `flash_attn_varlen_func` for packed sequences; None where they are not, or not
-    counted."""
+    """Return the arguments of `flash_attn_varlen_func` for packed sequences; None if there are no
+    offsets."""
     given: list[Any] = [options.get(name) for name in PACKED]
     if all(value is None for value in given):
         if description.offsets is None:
@@ -349,7 +352,7 @@ def _packed_lengths(description: Description, options: dict[str, Any]) -> dict[s
             "them"
         )
     offsets_q, offsets_k, longest_q, longest_k = given
-    # One tensor stays one tensor: lengths of keys are then those of queries.
+    # If both offsets are one tensor, the kernels know that the lengths are equal.
     packed_q = offsets_q.int()
     packed_k = packed_q if offsets_k is offsets_q else offsets_k.int()
     return {
@@ -367,7 +370,7 @@ _metadata = UntilChanged()
 def _metadata_of(
     attention_mask: torch.Tensor, lengths: dict[str, Any], arguments: dict[str, Any]
 ) -> BackwardMetadata:
-    """Metadata of the sequences that `mask` has counted, which all layers of a pass share."""
+    """Return the metadata of sequences that `mask` has counted; all layers of a pass share it."""
     asked = arguments["causal"], arguments["window_size"]
     make = partial(get_backward_metadata, lengths["cu_seqlens_q"], None, *asked)
     metadata: BackwardMetadata = _metadata.made(attention_mask, make, asked)
@@ -381,7 +384,7 @@ def _packed(
     lengths: dict[str, Any],
     arguments: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of packed sequences, the rows of all batch entries one after the other."""
+    """Compute attention of packed sequences: the rows of all batch entries, concatenated."""
     rows_q, rows_k, rows_v = (tensor.flatten(0, 1) for tensor in (q, k, v))
     out = flash_attn_varlen_func(rows_q, rows_k, rows_v, **lengths, **arguments)
     return cast(torch.Tensor, out).view(q.shape)
@@ -394,9 +397,9 @@ def _padded(
     ranges: torch.Tensor,
     arguments: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of the rows in use: they are moved to the front, their numbers being `seqused`.
+    """Compute attention of the rows in use, which are moved to the front and counted by seqused.
 
-    Nothing is read back from the device, and all shapes are those of the padded tensors.
+    Nothing waits for the device; all shapes are those of the padded tensors.
     """
     first_key, first_query = ranges[:, KEY_START], ranges[:, QUERY_START]
     out = flash_attn_varlen_func(

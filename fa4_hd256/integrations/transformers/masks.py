@@ -41,43 +41,44 @@ def mask(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The mask function of transformers' AttentionMaskInterface.
+    """Return the mask of a forward pass, as transformers' AttentionMaskInterface requests it.
 
-    Queries sit at positions q_offset + [0, q_length), keys at kv_offset + [0, kv_length).
-    mask_function: the pattern, causal if None. Full, causal and windows on one or both sides are
-    read by `band_of`. Any other pattern is evaluated, which takes memory for batch * q_length *
-    kv_length booleans, and described as a band if it turns out to be one. attention_mask: (batch,
+    Queries have positions q_offset + [0, q_length), keys kv_offset + [0, kv_length).
+
+    mask_function: the pattern, causal if None. `band_of` recognises full and causal patterns and
+    windows on one or both sides. Any other pattern is evaluated, which takes memory for batch *
+    q_length * kv_length booleans; it may still prove to be a band. attention_mask: (batch,
     positions) bool, False for padding, or None.
 
-    Returns a mask that tells `attention` all of it: a tensor of `descriptions`, or, for other
-    patterns and for padding between tokens, a bool tensor (batch, 1, q_length, kv_length), True
-    where a key is seen. Queries that are padding see nothing in the former.
+    Returns a tensor of `descriptions`. For patterns that are no band, and for padding between
+    tokens, returns a bool tensor (batch, 1, q_length, kv_length), True where a key is seen.
+    In the former, queries of padding see nothing.
     """
     device = options.get("device", "cpu")
     is_static = isinstance(q_offset, torch.Tensor)
-    # A static cache counts on the device; reading it once per pass tells whether it is full.
+    # A static cache counts on the device. One read per pass finds out if it is full.
     if isinstance(q_offset, torch.Tensor) and not torch.compiler.is_compiling():
         q_offset = int(q_offset)
     lengths = _Lengths(batch_size, q_length, kv_length, q_offset, kv_offset)
     pattern = _causal if mask_function is None else mask_function
-    asked = _Asked(pattern, lengths, attention_mask, {**options, "device": device})
-    band = band_of(asked.function)
+    request = _Request(pattern, lengths, attention_mask, {**options, "device": device})
+    band = band_of(request.function)
     if band is None:
-        seen = _evaluated(asked._replace(attention_mask=None))
+        seen = _evaluated(request._replace(attention_mask=None))
         band = None if torch.compiler.is_compiling() else _band_of_seen(seen, lengths)
         if band is None:
-            return _dense(f"mask {_name_of(mask_function)}", asked, seen)
+            return _dense(f"mask {_name_of(mask_function)}", request, seen)
     elif _is_to_be_combined(options, band, is_static and q_length == 1):
-        return _evaluated(asked)
+        return _evaluated(request)
     if band.sequences is not None:
-        return _packed(band, asked)
+        return _packed(band, request)
     window = _window_of(band)
     if window is None or not _is_aligned(window, lengths):
-        return _dense(f"mask {_name_of(mask_function)}", asked)
-    return _described(window, asked)
+        return _dense(f"mask {_name_of(mask_function)}", request)
+    return _described(window, request)
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """Request of transformers for a mask. attention_mask: (batch, positions) bool or None."""
 
     function: Callable
@@ -95,10 +96,10 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool) -> bool:
-    """Return True if the model requests booleans, to combine them with others of its own.
+    """Return True if the model needs booleans, to combine them with masks of its own.
 
-    transformers also forbids to leave out the mask where sequences are packed, where a function of
-    the user's is part of it, and in steps of one token with a static cache.
+    Such a model forbids transformers to skip the mask. So do packed sequences, a function of the
+    user's (use_vmap), and steps of one token with a static cache; these need no booleans.
     """
     kinds = "allow_is_causal_skip", "allow_is_bidirectional_skip"
     may_skip = any(options.get(kind, kind == kinds[0]) for kind in kinds)
@@ -108,15 +109,15 @@ def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool
 
 
 def _combines_masks(config: Any) -> bool:
-    """Return True for models that compute with their masks in every step: T5Gemma 2 joins those of
-    its decoder and encoder, models with an index of keys choose among visible keys."""
+    """Return True for models that compute with their masks in every step: T5Gemma 2 joins its
+    decoder's and encoder's, models with an index of keys choose among visible keys."""
     kind, layers = (getattr(config, name, None) or "" for name in ("model_type", "layer_types"))
     has_index = hasattr(config, "index_topk") or "indexed_attention" in layers
     return kind.startswith("t5gemma2") or has_index
 
 
 def _window_of(band: Band) -> Window | None:
-    """Keys visible on each side of a query; None if the query's own position is not visible."""
+    """Return the keys visible on each side of a query; None if its own position is not visible."""
     if band.is_empty or band.positions is not None:
         return None
     left, right = band.high, None if band.low is None else -band.low
@@ -128,26 +129,26 @@ def _window_of(band: Band) -> Window | None:
 def _is_aligned(window: Window, lengths: _Lengths) -> bool:
     """Return True if kernels, which align the last query with the last key, see the same keys.
 
-    Without bounds there is nothing to align. Keys behind the last query are cut off, which a query
-    with a window behind it may not lose.
+    Without bounds alignment does not matter. Keys behind the last query are cut off, so there must
+    be none if the window reaches behind a query.
     """
     if window == (None, None):
         return True
     if window[1] == 0:
-        # A static cache, whose count is on the device, always has room for its queries.
+        # A static cache always has room for its queries; its count is on the device.
         return isinstance(lengths.q_offset, torch.Tensor) or lengths.used <= lengths.kv_length
     return not isinstance(lengths.q_offset, torch.Tensor) and lengths.used == lengths.kv_length
 
 
-def _described(window: Window, asked: _Asked) -> torch.Tensor:
-    """The whole or padded form; the dense mask where padding lies between tokens."""
-    lengths, device = asked.lengths, asked.device
+def _described(window: Window, request: _Request) -> torch.Tensor:
+    """Return the whole or the padded form, or the dense mask if padding lies between tokens."""
+    lengths, device = request.lengths, request.device
     tracing = torch.compiler.is_compiling()
-    # Without bounds keys may be another sequence's, whose padding says nothing of queries.
+    # Without bounds keys may be of another sequence: its padding is not that of the queries.
     is_full = window == (None, None)
     used = lengths.kv_length if is_full else lengths.used
     first, count = lengths.kv_offset, lengths.kv_length
-    padding = asked.attention_mask
+    padding = request.attention_mask
     padding = None if padding is None else padding[:, first : first + count]
     is_in_use = padding is None or (
         not tracing and padding.shape[1] == count and bool(padding.all())
@@ -164,7 +165,7 @@ def _described(window: Window, asked: _Asked) -> torch.Tensor:
     if tracing:
         torch._assert_async(is_contiguous, _HOLES)
     elif not is_contiguous:
-        return _dense("padding between tokens", asked)
+        return _dense("padding between tokens", request)
     return padded(window, ranges)
 
 
@@ -181,9 +182,9 @@ _UNORDERED = (
 
 
 def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tensor:
-    """Return (batch, 4) rows in use of in_use (batch, keys).
+    """Return the rows in use, (batch, 4), for keys in use, (batch, keys) bool.
 
-    first_query: the key beside the first query, None where queries are another sequence.
+    first_query: the key at the first query's position; None if queries are another sequence.
     """
     start = in_use.int().argmax(dim=-1)
     end = start + in_use.sum(dim=-1)
@@ -194,14 +195,14 @@ def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tens
     return torch.stack([start, end, *queries], dim=-1)
 
 
-def _packed(band: Band, asked: _Asked) -> torch.Tensor:
-    """The packed form, of ids that `band` has of each row; the dense mask where ids return.
+def _packed(band: Band, request: _Request) -> torch.Tensor:
+    """Return the packed form for the ids of a band, or the dense mask if an id occurs again later.
 
-    The uncounted form under torch.compile, which cannot count, for ids that transformers made of
-    position_ids.
+    Under torch.compile, which cannot count, ids that transformers made from position_ids give the
+    uncounted form.
     """
     tracing = torch.compiler.is_compiling()
-    lengths, ids, positions = asked.lengths, band.sequences, band.positions
+    lengths, ids, positions = request.lengths, band.sequences, band.positions
     window = _window_of(Band(band.low, band.high))
     shape = lengths.batch_size, lengths.q_length
     is_square = lengths[1:] == (lengths.kv_length, lengths.kv_length, 0, 0)
@@ -209,14 +210,14 @@ def _packed(band: Band, asked: _Asked) -> torch.Tensor:
     if (
         window is None
         or not is_square
-        or asked.attention_mask is not None
+        or request.attention_mask is not None
         or ids is None
         or any(table.shape != shape for table in tables)
     ):
-        return _dense("packed sequences", asked)
+        return _dense("packed sequences", request)
     if tracing and positions is None:
-        # Nothing is known of ids of the user's, which may return.
-        return _dense("packed sequences", asked)
+        # The user's own ids may occur again later, which a graph cannot find out.
+        return _dense("packed sequences", request)
     begins = torch.ones_like(ids, dtype=torch.bool)
     steps = ids.diff(dim=1)
     begins[:, 1:] = steps != 0
@@ -225,16 +226,16 @@ def _packed(band: Band, asked: _Asked) -> torch.Tensor:
         counts_up &= (begins[:, 1:] | (positions.diff(dim=1) == 1)).all()
     if tracing:
         torch._assert_async(counts_up, _UNORDERED)
-        return uncounted(window, begins) if lengths.q_length > 1 else whole(window, asked.device)
+        return uncounted(window, begins) if lengths.q_length > 1 else whole(window, request.device)
     if not counts_up:
-        return _dense("packed sequences", asked)
+        return _dense("packed sequences", request)
     starts = begins.flatten().nonzero().flatten()
     offsets = torch.cat((starts, starts.new_tensor([ids.numel()])))
     return packed(window, offsets, int(offsets.diff().max()))
 
 
 def _band_of_seen(seen: torch.Tensor, lengths: _Lengths) -> Band | None:
-    """The band that a pattern is in this pass; None if it is none. seen: (batch, 1, q, kv) bool."""
+    """Return the band that equals an evaluated pattern, or None. seen: (batch, 1, q, kv) bool."""
     queries = lengths.q_offset + torch.arange(lengths.q_length, device=seen.device)
     keys = lengths.kv_offset + torch.arange(lengths.kv_length, device=seen.device)
     distances = (queries[:, None] - keys).expand(seen.shape)
@@ -248,11 +249,12 @@ def _band_of_seen(seen: torch.Tensor, lengths: _Lengths) -> Band | None:
     return Band(low if is_low else None, high if is_high else None)
 
 
-def _dense(reason: str, asked: _Asked, pattern: torch.Tensor | None = None) -> torch.Tensor:
-    """The evaluated mask, for a reason that the log says once; pattern: it without padding."""
-    lengths, padding = asked.lengths, asked.attention_mask
+def _dense(reason: str, request: _Request, pattern: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the evaluated mask, and log the reason once. pattern: the mask without padding, if it
+    is evaluated already."""
+    lengths, padding = request.lengths, request.attention_mask
     if pattern is None:
-        seen = _evaluated(asked)
+        seen = _evaluated(request)
     elif padding is None:
         seen = pattern
     else:
@@ -266,43 +268,42 @@ def _dense(reason: str, asked: _Asked, pattern: torch.Tensor | None = None) -> t
     return seen.expand(lengths.batch_size, 1, lengths.q_length, lengths.kv_length)
 
 
-def _evaluated(asked: _Asked) -> torch.Tensor:
-    """Return (batch, 1, q_length, kv_length) bool: the pattern, and keys that are no padding."""
+def _evaluated(request: _Request) -> torch.Tensor:
+    """Return the pattern where keys are no padding: (batch, 1, q_length, kv_length) bool."""
     from transformers.masking_utils import sdpa_mask
 
     found: Any = sdpa_mask(
-        *asked.lengths,
-        asked.function,
-        asked.attention_mask,
+        *request.lengths,
+        request.function,
+        request.attention_mask,
         allow_is_causal_skip=False,
-        use_vmap=asked.options.get("use_vmap", False),
-        device=asked.device,
+        use_vmap=request.options.get("use_vmap", False),
+        device=request.device,
     )
     return found
 
 
 @torch.compiler.assume_constant_result
 def _warn_once(reason: str) -> bool:
-    """Log once that every pass evaluates its mask, at a level that is shown by default; graphs call
-    it while tracing."""
+    """Warn once that every pass evaluates its mask. torch.compile calls it while tracing."""
     if reason not in _warned:
         _warned.add(reason)
         _log.warning(
-            "keys that queries see are no interval (%s); their mask is evaluated in every pass, "
-            "for each query and key, and goes to the kernels by tiles (block_mask)",
+            "the keys that a query sees are no interval (%s); every pass evaluates the mask for "
+            "each query and key, and gives it to the kernels by tiles (block_mask)",
             reason,
         )
     return True
 
 
-#: Reasons of dense masks that the log has said.
+#: Reasons that have been logged.
 _warned: set[str] = set()
 
 
 def _counted(seen: torch.Tensor) -> torch.Tensor:
-    """A mask with a batch of 1 where it is expanded, whose changes PyTorch counts.
+    """Return the mask as a tensor whose version PyTorch counts, with a batch of 1 if expanded.
 
-    Layers share what is made of such masks; in inference mode PyTorch counts none.
+    Layers share what is made from a mask while its version stays. Inference tensors have none.
     """
     if seen.stride(0) == 0:
         seen = seen[:1]

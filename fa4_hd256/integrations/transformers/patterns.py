@@ -1,11 +1,11 @@
-"""Bounds of a mask function, read by calling it with symbolic positions.
+"""Bounds of a mask function, found by calling it with symbolic positions.
 
-transformers composes mask functions of (batch, head, query position, key position) from
-comparisons of positions, `&` and `|`. Called with the symbols of this module, such a function
-returns a `Band`: an interval of distances between query and key, and perhaps a tensor that tells
-packed sequences apart. Anything else that a function does raises TypeError, and the caller then
-evaluates the function. torch.compile traces all of it, which code objects and closures do not
-survive.
+transformers composes mask functions of (batch, head, query position, key position) from comparisons
+of positions, `&` and `|`. Called with the symbols of this module, such a function returns a `Band`:
+an interval of distances between query and key, and possibly a tensor that tells packed sequences
+apart. Any other operation raises TypeError; the caller then evaluates the function.
+
+Code objects and closures are not inspected: torch.compile traces these calls, but no inspection.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["Band", "band_of"]
 class Band:
     """Pairs of a query and a key with low <= query position - key position <= high.
 
-    A bound of None does not limit. sequences: (batch, length) ids, which query and key must have
-    in common. positions: (batch, length) positions that the bounds apply to, None for the
-    indices. is_empty: no pair at all.
+    A bound of None does not limit. sequences: (batch, length) ids, equal for query and key.
+    positions: (batch, length) positions that the bounds apply to, None for the indices. is_empty:
+    there is no pair.
     """
 
-    #: Mask functions move results to the device of others.
+    #: Mask functions move one result to the device of another.
     device = None
 
     def __init__(
@@ -88,7 +88,7 @@ def _check_is_band(other: Any) -> None:
 
 
 def _common_positions(one: Band, other: Band) -> torch.Tensor | None:
-    """The positions that the bounds of both apply to."""
+    """Return the positions that the bounds of both apply to."""
     if not one.is_bounded:
         return other.positions
     if other.is_bounded and other.positions is not one.positions:
@@ -204,7 +204,7 @@ def _sum(value: _Value, other: Any, sign: int) -> _Value:
 
 
 def _at_most_zero(value: _Value) -> Band:
-    """The pairs for which a value is at most 0."""
+    """Return the pairs for which a value is at most 0."""
     of_query, of_key, constant = value.of_query, value.of_key, value.constant
     if of_query == 1 and of_key == -1:
         return Band(high=-constant, positions=value.table)
@@ -219,7 +219,7 @@ def _at_most_zero(value: _Value) -> Band:
 
 
 class _Batch:
-    """The index of a batch entry; of a head, too."""
+    """Symbol for the index of a batch entry or of a head."""
 
 
 class _Lookups(TorchFunctionMode):

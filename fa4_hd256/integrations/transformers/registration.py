@@ -13,19 +13,19 @@ from .masks import mask
 
 __all__ = ["VERSIONS", "check_version", "register", "use_in_continuous_batching"]
 
-#: transformers versions whose mask interface this package speaks: from, and before.
+#: Supported versions of transformers: the first, and the first that is too new.
 VERSIONS = ((5, 20), (6, 0))
 
 
 def register(name: str = NAME, *, ds_bytes: int | None = None) -> str:
     """Make this attention available to transformers models as `attn_implementation=name`.
 
-    ds_bytes: memory that dS of a backward may take at a time, as of `BackwardConfig`; None: what
-    FA4_HD256_DS_BYTES says, or the default.
+    ds_bytes: most bytes of dS at a time in a backward, as in `BackwardConfig`; None: the value of
+    FA4_HD256_DS_BYTES, or the default.
 
-    Returns name. Raises ImportError where transformers is missing or of a version that this
-    function does not know, ValueError for a name that transformers would take for flash-attn and
-    ds_bytes below 0, TypeError for such that are no int.
+    Returns name. Raises ImportError if transformers is missing or its version is not supported,
+    ValueError for a name that transformers would take for flash-attn and for ds_bytes below 0,
+    TypeError if ds_bytes is no int.
     """
     check_ds_bytes(ds_bytes)
     check_version()
@@ -44,12 +44,12 @@ def register(name: str = NAME, *, ds_bytes: int | None = None) -> str:
 
 
 def use_in_continuous_batching(model: Any) -> str:
-    """Make this attention that of `model` in continuous batching (`model.generate_batch`), and in
-    nothing else until another one is set. Returns its name, `BATCHING_NAME`.
+    """Make this the attention of `model` for continuous batching (`model.generate_batch`) alone.
 
-    Written into the model's configuration: `set_attn_implementation` looks for names with "flash"
-    among releases of flash-attn. Under this name transformers builds no masks, which continuous
-    batching does not need; any other use of the model is refused by `batched_attention`.
+    The name, `BATCHING_NAME`, is returned, and written into the model's configuration: under a name
+    with "flash" `set_attn_implementation` looks for a release of flash-attn. Under this name
+    transformers builds no masks, which continuous batching does not need. `batched_attention`
+    refuses any other use of the model, until `model.set_attn_implementation` chooses another name.
 
     Raises ImportError as `register` does.
     """

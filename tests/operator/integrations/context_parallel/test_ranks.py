@@ -308,7 +308,7 @@ def test_tensors_that_one_refuses_are_an_error_on_all(pools, function, given, ex
     ],
 )
 def test_a_lost_rank_is_told_from_a_wrong_call(error, is_of_transport):
-    with pytest.raises(RuntimeError) as found, exchange.heard(0, 2):
+    with pytest.raises(RuntimeError) as found, exchange.explaining_transport_errors(0, 2):
         raise error
     assert (found.value is not error) == is_of_transport
     assert ("heard nothing of another rank" in str(found.value)) == is_of_transport

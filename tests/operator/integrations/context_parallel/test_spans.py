@@ -13,10 +13,10 @@ from fa4_hd256.integrations.context_parallel.spans import (
     PositionMask,
     SpanPart,
     Units,
+    local_parts,
     local_rows,
-    own_parts,
     parts_of,
-    placed,
+    spans_by_rank,
     unit,
 )
 
@@ -75,7 +75,7 @@ def is_upright(mask):
 @given(mask=masks)
 def test_parts_are_the_mask(order, mask):
     """Parts cover every rank's queries with every rank's keys, and all keys in their order."""
-    places = placed(order, RANKS, 8)
+    places = spans_by_rank(order, RANKS, 8)
     seen = dense(32, mask)
     for queries in places:
         for keys in (*places, (range(32),)):
@@ -89,8 +89,8 @@ def test_parts_are_the_mask(order, mask):
 def test_own_parts_are_the_mask(order, mask):
     """Both halves together; there is work for the end but in packed documents of a single call."""
     seen = dense(32, mask)
-    for own in placed(order, RANKS, 8):
-        at_begin, at_end = own_parts(own, mask)
+    for own in spans_by_rank(order, RANKS, 8):
+        at_begin, at_end = local_parts(own, mask)
         found = counted((*at_begin, *at_end), 8, 8)
         assert torch.equal(found, seen[positions(own)][:, positions(own)].long())
         assert at_end or len(at_begin) < 2
@@ -100,8 +100,8 @@ def test_own_parts_are_the_mask(order, mask):
 def test_own_parts_of_units_are_not_cut():
     """A part of one unit has nothing for the end."""
     one = PositionMask(units=Units(8, ((True,) * RANKS,) * RANKS))
-    own = placed("contiguous", RANKS, 8)[1]
-    assert own_parts(own, one) == (parts_of(own, own, one), ())
+    own = spans_by_rank("contiguous", RANKS, 8)[1]
+    assert local_parts(own, one) == (parts_of(own, own, one), ())
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
@@ -112,7 +112,7 @@ def test_parts_of_units_hold_what_is_seen(order, bits):
     numbers = range(32 // unit(order, 8))
     seen = tuple(tuple(bool(bits >> i * 5 % 16 + j & 1) for j in numbers) for i in numbers)
     mask = PositionMask(units=Units(unit(order, 8), seen))
-    places = placed(order, RANKS, 8)
+    places = spans_by_rank(order, RANKS, 8)
     for queries in places:
         for keys in (*places, (range(32),), places[1][-1:]):
             count = torch.zeros(32, 32, dtype=torch.int64)
@@ -132,7 +132,7 @@ def test_parts_of_units_hold_what_is_seen(order, bits):
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_mask_without_documents_is_that_of_one(window):
-    for queries in placed("zigzag", 2, 8):
+    for queries in spans_by_rank("zigzag", 2, 8):
         one = parts_of(queries, (range(16),), PositionMask(*window))
         assert one == parts_of(queries, (range(16),), PositionMask(*window, (0, 16)))
 
@@ -140,7 +140,7 @@ def test_a_mask_without_documents_is_that_of_one(window):
 def test_causal_parts_of_a_zigzag_are_one_call_a_hop():
     """All queries see the first span of keys of an earlier rank; the second span of queries sees
     all keys of a later one."""
-    places = placed("zigzag", RANKS, 8)
+    places = spans_by_rank("zigzag", RANKS, 8)
     causal = PositionMask(None, 0)
     assert parts_of(places[2], places[1], causal) == (SpanPart(range(8), range(4), (None, None)),)
     assert parts_of(places[1], places[2], causal) == (
@@ -151,17 +151,17 @@ def test_causal_parts_of_a_zigzag_are_one_call_a_hop():
 
 def test_zigzag_divides_causal_work_evenly():
     seen = dense(64, PositionMask(None, 0))
-    work = [int(seen[positions(rows)].sum()) for rows in placed("zigzag", RANKS, 16)]
+    work = [int(seen[positions(rows)].sum()) for rows in spans_by_rank("zigzag", RANKS, 16)]
     assert max(work) == min(work)
-    uneven = [int(seen[positions(rows)].sum()) for rows in placed("contiguous", RANKS, 16)]
+    uneven = [int(seen[positions(rows)].sum()) for rows in spans_by_rank("contiguous", RANKS, 16)]
     assert max(uneven) > 6 * min(uneven)
 
 
 def test_placed_refuses():
     with pytest.raises(ValueError, match=r"order is 'striped'; accepted: 'contiguous', 'zigzag'"):
-        placed("striped", 2, 8)
+        spans_by_rank("striped", 2, 8)
     with pytest.raises(ValueError, match=r"7 rows; order 'zigzag' gives it two spans"):
-        placed("zigzag", 2, 7)
+        spans_by_rank("zigzag", 2, 7)
 
 
 def test_local_rows():
@@ -175,7 +175,7 @@ def test_local_rows():
 @given(mask=masks)
 def test_routes_bring_every_key_to_whom_it_is_seen_by(order, mask):
     """Keys go no further than the last rank that sees them; nobody gets a key twice."""
-    places = placed(order, RANKS, 8)
+    places = spans_by_rank(order, RANKS, 8)
     seen = dense(32, mask)
     for owner, both in enumerate(routes(places, mask)):
         reached: dict[int, set[int]] = {}
@@ -197,7 +197,7 @@ def test_routes_bring_every_key_to_whom_it_is_seen_by(order, mask):
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_under_a_window_only_neighbours_exchange(order):
-    places = placed(order, RANKS, 32)
+    places = spans_by_rank(order, RANKS, 32)
     for both in routes(places, PositionMask(4, 4)):
         for route in both:
             assert route.hops <= 1
@@ -205,5 +205,5 @@ def test_under_a_window_only_neighbours_exchange(order):
 
 
 def test_everybody_sees_everything_in_one_direction():
-    for forward, backward in routes(placed("contiguous", RANKS, 8), PositionMask()):
+    for forward, backward in routes(spans_by_rank("contiguous", RANKS, 8), PositionMask()):
         assert (forward.hops, backward.hops) == (RANKS - 1, 0)

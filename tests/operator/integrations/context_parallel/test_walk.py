@@ -10,7 +10,7 @@ import torch
 from fa4_hd256.call.options import ExactWindow, Options, window_of
 from fa4_hd256.integrations.context_parallel import local, ring
 from fa4_hd256.integrations.context_parallel.exchange import Transfer
-from fa4_hd256.integrations.context_parallel.local import OwnRows, Settings
+from fa4_hd256.integrations.context_parallel.local import LocalResults, Settings
 from fa4_hd256.integrations.context_parallel.spans import parts_of
 
 RANKS, ROWS = 2, 16
@@ -33,7 +33,7 @@ def walked(monkeypatch, order, window):
     settings = Settings(Options(1.0, window, 0.0), None, None, "", None, RANKS * ROWS)
     ranks = SimpleNamespace(own=0, count=RANKS, start=start)
     rows = torch.zeros(1, ROWS, 1, 8, dtype=torch.bfloat16)
-    own = OwnRows(rows, rows, rows, torch.zeros(1, 1, ROWS), None)
+    own = LocalResults(rows, rows, rows, torch.zeros(1, 1, ROWS), None)
     ring.RingAttention(ranks, order, ROWS, settings).gradients(own, (rows, rows), settings)
     return done
 
@@ -71,10 +71,10 @@ def test_short_work_stands_between_a_transfer_and_the_next_attention(monkeypatch
             done.append("fill")
             super().__init__(q)
 
-        def _take_in(self):
+        def _merge(self):
             if self._found is not None:
                 done.append("sum")
-            super()._take_in()
+            super()._merge()
 
     monkeypatch.setattr(local, "_forward", attention)
     monkeypatch.setattr(ring, "Attended", Sums)
