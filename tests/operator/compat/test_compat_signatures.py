@@ -185,7 +185,12 @@ def test_results(given):
 def test_windows(given):
     """A negative bound is none in flash-attention 2 and 3; in 4 only two of them are."""
     q, k, v = tensors()
-    cases = ((-1, -1), (None, None)), ((-7, 3), (None, 3)), ([0, -2], (0, None))
+    cases = (
+        ((-1, -1), (None, None)),
+        ((-7, 3), (None, 3)),
+        ([0, -2], (0, None)),
+        ((-1, 0), (None, 0)),
+    )
     for module in (flash_attn_2, flash_attn_3):
         for window, expected in cases:
             module.flash_attn_func(q, k, v, window_size=window)
