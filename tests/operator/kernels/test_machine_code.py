@@ -28,7 +28,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     ProductsPlan,
 )
 from fa4_hd256.kernels.blackwell.forward.config import ForwardWarpPlan
-from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
+from fa4_hd256.kernels.blackwell.forward.scores import StepScores
 from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.mask.block_mask import FULL, MASK_GRADIENTS, MASK_STEPS
 from fa4_hd256.kernels.plan.budgets import RegisterPlan
@@ -167,11 +167,11 @@ def _window(batch, head, query, key, tensors):
 
 
 @cute.jit
-def _hide_under_a_branch(self, context, scores, place, number):
+def _hide_under_a_branch(self, context, scores, row, key, number):
     if number != FULL:
-        work, (row, head), key = place
-        places = self.mask_places(context, work, lambda i: (head, row, key + i))
-        self.mask_function.hide(scores, places, number)
+        functions = self.functions
+        places = functions.mask_places(context, row.work, lambda i: (row.head, row.query, key + i))
+        functions.mask_function.hide(scores, places, number)
 
 
 def shortest_turn(function, start: int) -> int:
@@ -209,5 +209,5 @@ def test_a_step_that_sees_all_asks_no_mask_mod():
 
 @pytest.mark.sampled
 def test_under_a_branch_every_step_asks_a_mask_mod(planted):
-    planted.setattr(ForwardKernel, "_hide_unseen", _hide_under_a_branch)
+    planted.setattr(StepScores, "_hide_unseen", _hide_under_a_branch)
     assert (found := _shortest_step()) > 1400, found

@@ -327,13 +327,13 @@ def test_edits_that_compile_nothing_again(copy, name, before, after):
     ("name", "before", "after"),
     [
         ("fa4_hd256/kernels/limits.py", "TMA_ALIGNMENT = 16", "TMA_ALIGNMENT = 32"),
-        ("fa4_hd256/kernels/blackwell/forward/consumers.py", "cute.arch", "cute.another"),
+        ("fa4_hd256/kernels/blackwell/forward/output.py", "cute.arch", "cute.another"),
         ("fa4_hd256/run/arguments.py", "range(3)", "range(4)"),
         ("fa4_hd256/schedulers/order.py", "divmod(first + in_block", "divmod(first - in_block"),
         ("fa4_hd256/softmax_emu/coefficients.py", "0x1.54f8d6p-1", "0x1.54f8d8p-1"),
     ],
 )
-@pytest.mark.sampled("*consumers.py-*")
+@pytest.mark.sampled("*output.py-*")
 def test_edits_that_do(copy, name, before, after):
     edit, digest = copy
     first = digest()

@@ -1,13 +1,25 @@
-"""Context of the warp roles of the Blackwell forward kernel."""
+"""What the warp roles of the Blackwell forward kernel share, and where each stands in its rings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from cutlass import Int32
+
+from ....schedulers import WorkTile
 from ...forward.context import ForwardContext
+from ...plan.edges import RingRecord, RingState
 from ..context import PairContext
 
-__all__ = ["BlackwellForwardContext"]
+__all__ = [
+    "BlackwellForwardContext",
+    "CorrectionRings",
+    "LoadRings",
+    "MmaRings",
+    "ScoreRow",
+    "SoftmaxRings",
+]
 
 
 @dataclass(frozen=True)
@@ -19,3 +31,48 @@ class BlackwellForwardContext(ForwardContext, PairContext):
     columns, in the same memory as "k"; "scale" (block_q, scale_stages) float32, the factor by
     which the correction warps rescale a row of O, after the last step 1 / the row's sum.
     """
+
+
+@dataclass
+class LoadRings(RingRecord):
+    """Buffers that the load warp fills next: of K and V, and of Q."""
+
+    kv: RingState
+    q: RingState
+
+
+@dataclass
+class MmaRings(RingRecord):
+    """Buffers that the MMA warp uses next: of K and V, Q, S, each half of P, and O."""
+
+    kv: RingState
+    q: RingState
+    s: RingState
+    p0: RingState
+    p1: RingState
+    o: RingState
+
+
+@dataclass
+class SoftmaxRings(RingRecord):
+    """Buffers that a softmax warp uses next: of S, whose P lies over it, and of the factors."""
+
+    s: RingState
+    scale: RingState
+
+
+@dataclass
+class CorrectionRings(RingRecord):
+    """Buffers that a correction warp uses next: of the factors, of staged slices of O, of O."""
+
+    scale: RingState
+    staged: RingState
+    o: RingState
+
+
+class ScoreRow(NamedTuple):
+    """Row of scores of one softmax thread: its tile, query and query head."""
+
+    work: WorkTile
+    query: Int32
+    head: Int32

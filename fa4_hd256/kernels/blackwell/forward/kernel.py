@@ -24,57 +24,70 @@ NOTE [S and P share columns].  P(i) lies over S(i), so QK(i+2), which writes the
 not overtake PV(i), which reads it.  Both are issued by one thread in this order, and the tensor
 core executes the MMAs of a CTA pair in issue order.
 
-NOTE [stores hidden by exponentials].  P is handed over in halves of 64 keys.  A warp that waits for
-its stores to tensor memory does nothing else (tcgen05.wait::st, 60 to 300 clocks), so those of the
-first half are waited for behind the exponentials of the next 32 columns.  ptxas moves arithmetic
-across such a wait, but not across the loop of an mbarrier wait: the one for the factor's buffer,
-over by then, stands between the two.
-
-NOTE [O leaves through Q].  The O of a tile is staged in the tile's own Q buffer: when PV(last) has
-completed, so have all QK before it, and nobody reads that Q again.  The other Q buffer already
-receives the next tile's Q, so the two never wait for each other; q_free is signalled once the TMA
-store has read the staged O.
-
-NOTE [packed heads] and NOTE [split keys]: `kernels.forward.common`; NOTE [listed tiles]:
+NOTE [stores hidden by exponentials]: `scores`; NOTE [O leaves through Q]: `output`; NOTE [packed
+heads] and NOTE [split keys]: `kernels.forward.common`; NOTE [listed tiles]:
 `kernels.mask.block_mask`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
-from ....schedulers import TileOrder
+from ....schedulers import TileOrder, WorkTile
 from ....softmax_emu.online import OnlineSoftmax
+from ....softmax_emu.pattern import FRAGMENT_COLUMNS
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...limits import HEAD_DIM
-from ...operands import SharedMemory, TmaTensor
+from ...mask.block_mask import ListedTile
+from ...operands import SharedMemory, TmaTensor, load_tile
+from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass
+from ...ranges import traced
+from ...rows.pages import PagedTile
 from ...scalars import CallScalars
-from ..instructions import MmaShape, TmemOperand
+from ..context import claim_buffer
+from ..instructions import (
+    Mma,
+    MmaShape,
+    TmemOperand,
+    fence_after_thread_sync,
+    fence_before_thread_sync,
+)
 from ..operands import k_major_operand, mn_major_operand
 from ..pair_kernel import PairKernel
+from ..tmem import multiply, tmem_buffer, tmem_store
 from .config import ForwardConfig
-from .consumers import ForwardConsumers
-from .context import BlackwellForwardContext
-from .producers import ForwardProducers
+from .context import (
+    BlackwellForwardContext,
+    CorrectionRings,
+    LoadRings,
+    MmaRings,
+    ScoreRow,
+    SoftmaxRings,
+)
+from .output import load_columns, output_slices, rescale, store_zeros
+from .scores import RangeMask, StepScores, hand_over
+from .steps import P_PARTS
 
 __all__ = ["ForwardKernel"]
 
+#: A KV tile: its number, or where its rows lie.
+KvTile: TypeAlias = "Int32 | PagedTile | ListedTile"
 
-class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumers):
+
+class ForwardKernel(ForwardCommon, PairKernel):
     """The forward kernel for one configuration.
 
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    scheduler: a class of the `schedulers` protocol; None for that of the problem class.
-
-    Called under `cute.compile`; see `__call__` for the arguments at run time.
+    scheduler: a class of the `schedulers` protocol; None for that of the problem class.  Called
+    under `cute.compile`; see `__call__` for the arguments at run time.
     """
 
     def __init__(
@@ -87,36 +100,32 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
         self.block_queries = config.block_q // problem_class.packed_heads
         # Each CTA loads half of the keys of K's tile.
         self.load_keys = config.block_kv // 2
+        # QK of the following step goes before PV: that needs an S buffer of its own.
+        self.qk_ahead = config.s_stages > 1
         negate, is_bf16 = problem_class.negative_scale, self.is_bf16
-        self.shapes = {
-            "S": MmaShape(config.tile_q, config.block_kv, is_bf16, negate_a=negate),
-            "O": MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True),
-        }
-        self.layouts = {
-            "Q": k_major_operand(config.block_q),
-            "K": k_major_operand(config.block_kv // 2),
-            "V": mn_major_operand(config.block_kv),
-            "P": TmemOperand.contiguous(config.block_kv),
-        }
+        self.qk = Mma(
+            MmaShape(config.tile_q, config.block_kv, is_bf16, negate_a=negate),
+            k_major_operand(config.block_q),
+            k_major_operand(self.load_keys),
+        )
+        pv = MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True)
+        p, v = TmemOperand.contiguous(config.block_kv), mn_major_operand(config.block_kv)
+        self.pv0, self.pv1 = (Mma(pv, p.slices(*part), v.slices(*part)) for part in P_PARTS)
+        self.scores = StepScores(self, config.block_kv, self.lists_steps)
 
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
         """TMA descriptors of Q, K, V and O, and the plain tensors."""
-        config = self.config
+        config, (q, k, v, out) = self.config, operands
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-        boxes = {
-            "q": (load, config.block_q, HEAD_DIM),
-            "k": (load, config.block_kv // 2, HEAD_DIM),
-            "v": (load, config.block_kv, HEAD_DIM // 2),
-            "o": (cpasync.CopyBulkTensorTileS2GOp(), config.block_q, config.o_slice),
-        }
-        q, k, v = (
-            self.tma_tensor(name, view, boxes[name])
-            for name, view in zip("qkv", operands[:3], strict=True)
-        )
-        out = operands[3]
-        o = None if self.problem_class.split else self.tma_tensor("o", out, boxes["o"])
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        q = self.tma_tensor("q", q, (load, config.block_q, HEAD_DIM))
+        k = self.tma_tensor("k", k, (load, config.block_kv // 2, HEAD_DIM))
+        v = self.tma_tensor("v", v, (load, config.block_kv, HEAD_DIM // 2))
+        o = None
+        if not self.problem_class.split:
+            o = self.tma_tensor("o", out, (store, config.block_q, config.o_slice))
         return ForwardKernelTensors(q, k, v, o, out, lse, optional)
 
     def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
@@ -146,8 +155,7 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
                 self.schedule(context)
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
-        config = self.config
-        kv_stages = config.kv_stages
+        config, kv_stages = self.config, self.config.kv_stages
         scale_layout = cute.make_layout((config.block_q, config.scale_stages))
         return {
             "q": memory.operand("q", config.block_q, HEAD_DIM, config.q_stages),
@@ -170,18 +178,6 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
         num_splits = sizes[3] if self.problem_class.split else None
         return BlackwellForwardContext(**vars(common), sink=sink, num_splits=num_splits)
 
-    def create_softmax(self, context: BlackwellForwardContext) -> OnlineSoftmax:
-        """The online softmax of one row."""
-        config = self.config
-        return OnlineSoftmax.create(
-            context.scalars.scale_log2,
-            config.ex2_pattern,
-            config.rescale_threshold,
-            self.dtype,
-            config.arithmetic,
-            tracks_largest=self.problem_class.max_logits,
-        )
-
     def first_row(self, context: BlackwellForwardContext, work: Any) -> Int32:
         """The first query of this CTA's half of a tile."""
         return work.block * self.tile_queries + context.cta_rank * self.block_queries
@@ -199,3 +195,506 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
             return self.step_list(context, work).count
         visibility = context.visibility(work, self.config.block_kv)
         return visibility.num_tiles(work.block * self.tile_queries, self.tile_queries)
+
+    # ------------------------------------------------------------ load
+
+    @cute.jit
+    def load(self, context: BlackwellForwardContext):
+        """Fetch this CTA's share of what the MMAs need, in the order in which they are issued."""
+        rings = LoadRings.waiting(self.edges, "kv_free", "q_free")
+        if cutlass.const_expr(self.qk_ahead):
+            rings = self._load_ahead(context, rings)
+        else:
+            rings = self._load_in_order(context, rings)
+        context.barriers["kv_free"].wait_for_all(rings.kv)
+        context.barriers["q_free"].wait_for_all(rings.q)
+
+    @cute.jit
+    def _load_ahead(self, context: BlackwellForwardContext, rings: LoadRings):
+        """Load Q and K(0), then K(i + 1) before V(i); Q and K(0) of the next tile before the last
+        V of this one."""
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+        if work.is_valid:
+            rings = self._load_q_and_first_k(context, work, rings)
+        while work.is_valid:
+            # A look-up of the sequence in each step would take longer than the step's MMAs.
+            own_context = context.of_tile(work)
+            kv_tile = self._first_kv_tile(own_context, work)
+            num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            for step in cutlass.range(1, num_steps, unroll=1):
+                self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                following_kv_tile = self.next_kv_tile(kv_tile)
+                rings = self._load_kv(own_context, work, following_kv_tile, "k", rings)
+                rings = self._load_kv(own_context, work, kv_tile, "v", rings)
+                kv_tile = following_kv_tile
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._load_q_and_first_k(context, following, rings)
+            rings = self._load_kv(own_context, work, kv_tile, "v", rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+                if work.is_valid:
+                    rings = self._load_q_and_first_k(context, work, rings)
+        return rings
+
+    @cute.jit
+    def _load_in_order(self, context: BlackwellForwardContext, rings: LoadRings):
+        """Load Q, then K(i) and V(i) of each step."""
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            own_context = context.of_tile(work)
+            num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            if num_steps > 0:
+                rings = self._load_q(own_context, work, rings)
+                kv_tile = self._first_kv_tile(own_context, work)
+                for step in cutlass.range(num_steps, unroll=1):
+                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    rings = self._load_kv(own_context, work, kv_tile, "k", rings)
+                    rings = self._load_kv(own_context, work, kv_tile, "v", rings)
+                    kv_tile = self.next_kv_tile(kv_tile)
+            work = scheduler.advance_to_next_work()
+        return rings
+
+    def _load_q_and_first_k(
+        self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings
+    ) -> LoadRings:
+        """Load what QK(0) of a tile takes."""
+        kv_tile = self._first_kv_tile(context, work)
+        rings = self._load_q(context, work, rings)
+        return self._load_kv(context, work, kv_tile, "k", rings)
+
+    def _first_kv_tile(self, context: BlackwellForwardContext, work: WorkTile) -> KvTile:
+        """Return the KV tile of a tile's first step."""
+        visibility = context.visibility(work, self.config.block_kv)
+        return self.first_kv_tile(context, work, visibility, work.block * self.tile_queries)
+
+    @traced("load")
+    def _load_q(
+        self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings
+    ) -> LoadRings:
+        """Load this CTA's rows of Q."""
+        place = context.query(work), self.first_row(context, work), 0, work.head
+        barrier, index = claim_buffer(context, "q", rings.q)
+        packed = self.problem_class.packed_heads
+        load_tile(context.tensors.q, context.smem["q"], place, barrier, index, packed)
+        rings.q.advance()
+        return rings
+
+    @traced("load")
+    def _load_kv(
+        self,
+        context: BlackwellForwardContext,
+        work: WorkTile,
+        kv_tile: KvTile,
+        name: str,
+        rings: LoadRings,
+    ) -> LoadRings:
+        """Load this CTA's half of K's keys, or of V's columns, into the ring that both share."""
+        rank, row = context.cta_rank, self.first_key(kv_tile)
+        head = work.head // context.heads_per_kv
+        keys = self.keys(context, work, kv_tile)
+        if name == "k":
+            source, place = context.tensors.k, (keys, row + rank * self.load_keys, 0, head)
+        else:
+            source, place = context.tensors.v, (keys, row, rank, head)
+        target = claim_buffer(context, "kv", rings.kv)
+        self.load_kv(source, context.smem[name], place, target)
+        rings.kv.advance()
+        return rings
+
+    # ------------------------------------------------------------ mma
+
+    @cute.jit
+    def mma(self, context: BlackwellForwardContext):
+        """Issue every MMA of the pair; one warp of the leader CTA."""
+        waited = "kv_loaded", "q_loaded", "s_done", "p0_done", "p1_done", "o_free"
+        rings = MmaRings.waiting(self.edges, *waited)
+        if cutlass.const_expr(self.qk_ahead):
+            rings = self._mma_ahead(context, rings)
+        else:
+            rings = self._mma_in_order(context, rings)
+        context.barriers["o_free"].wait_for_all(rings.o)
+
+    @cute.jit
+    def _mma_ahead(self, context: BlackwellForwardContext, rings: MmaRings):
+        """Issue QK(0), then QK(i + 1) before PV(i); QK(0) of the next tile before the last PV of
+        this one.
+
+        Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
+        taken the one before, and some of them wait for the last MMA of this tile.  So tiles without
+        steps are skipped after it.
+        """
+        q_loaded = context.barriers["q_loaded"]
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+        if work.is_valid:
+            q_loaded.wait(rings.q)
+            rings = self._qk(context, rings)
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            for step in cutlass.range(1, num_steps, unroll=1):
+                rings = self._qk(context, rings)
+                rings = self._pv0(context, rings, step > 1)
+                rings = self._pv1(context, rings)
+            rings.q.advance()
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                q_loaded.wait(rings.q)
+                rings = self._qk(context, rings)
+            rings = self._pv0(context, rings, num_steps > 1)
+            rings = self._pv1(context, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+                if work.is_valid:
+                    q_loaded.wait(rings.q)
+                    rings = self._qk(context, rings)
+        return rings
+
+    @cute.jit
+    def _mma_in_order(self, context: BlackwellForwardContext, rings: MmaRings):
+        """Issue QK(i) and PV(i) of each step: one S buffer, which P(i) lies over until PV(i)."""
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            if num_steps > 0:
+                context.barriers["q_loaded"].wait(rings.q)
+                for step in cutlass.range(num_steps, unroll=1):
+                    rings = self._qk(context, rings)
+                    rings = self._pv0(context, rings, step > 0)
+                    rings = self._pv1(context, rings)
+                rings.q.advance()
+            work = scheduler.advance_to_next_work()
+        return rings
+
+    @traced("QK")
+    def _qk(self, context: BlackwellForwardContext, rings: MmaRings) -> MmaRings:
+        """S = Q K^T of a step, with the tile's Q, which has been waited for."""
+        barriers, smem = context.barriers, context.smem
+        barriers["kv_loaded"].wait(rings.kv)
+        fence_after_thread_sync()
+        q = smem["q"][None, None, rings.q.index].iterator
+        k = smem["k"][None, None, rings.kv.index].iterator
+        self.qk.issue(tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s), q, k, False)
+        barriers["kv_free"].commit(rings.kv)
+        rings.kv.advance()
+        barriers["s_done"].commit(rings.s)
+        rings.s.advance()
+        return rings
+
+    @traced("PV0")
+    def _pv0(self, context: BlackwellForwardContext, rings: MmaRings, adds: Boolean) -> MmaRings:
+        """O = P V for the first 64 keys of a step; added to O in all steps but a tile's first."""
+        barriers = context.barriers
+        barriers["kv_loaded"].wait(rings.kv)
+        barriers["o_free"].wait(rings.o)
+        barriers["p0_done"].wait(rings.p0)
+        fence_after_thread_sync()
+        p = tmem_buffer(context.tmem, self.tmem_plan, "p", rings.p0)
+        v = context.smem["v"][None, None, rings.kv.index].iterator
+        self.pv0.issue(tmem_buffer(context.tmem, self.tmem_plan, "o", rings.o), p, v, adds)
+        rings.p0.advance()
+        return rings
+
+    @traced("PV1")
+    def _pv1(self, context: BlackwellForwardContext, rings: MmaRings) -> MmaRings:
+        """O += P V for the other 64 keys of a step."""
+        barriers = context.barriers
+        barriers["p1_done"].wait(rings.p1)
+        fence_after_thread_sync()
+        p = tmem_buffer(context.tmem, self.tmem_plan, "p", rings.p1)
+        v = context.smem["v"][None, None, rings.kv.index].iterator
+        self.pv1.issue(tmem_buffer(context.tmem, self.tmem_plan, "o", rings.o), p, v, True)
+        barriers["kv_free"].commit(rings.kv)
+        rings.kv.advance()
+        barriers["o_done"].commit(rings.o)
+        rings.o.advance()
+        rings.p1.advance()
+        return rings
+
+    # ------------------------------------------------------------ softmax
+
+    @cute.jit
+    def softmax(self, context: BlackwellForwardContext):
+        """S -> P for this CTA's 128 rows, one row per thread; LSE at the tile's end."""
+        config = self.config
+        rings = SoftmaxRings.waiting(self.edges, "s_done", "scale_free")
+        softmax = OnlineSoftmax.create(
+            context.scalars.scale_log2,
+            config.ex2_pattern,
+            config.rescale_threshold,
+            self.dtype,
+            config.arithmetic,
+            tracks_largest=self.problem_class.max_logits,
+        )
+        row_in_block = cute.arch.thread_idx()[0]
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            query, head = self.query_and_head(context, work, row_in_block)
+            row = ScoreRow(work, query, head)
+            steps = self._listed_steps if self.lists_steps else self._range_of_steps
+            num_steps, softmax, rings = steps(context, row, softmax, rings)
+            inverse, lse = softmax.finish(self.sink_log2(context, work, head))
+            if num_steps > 0:
+                rings = self._send_scale(context, inverse, rings)
+            # Rows that a negative bound hides are stored, too.
+            if query < context.query(work).length:
+                self.store_lse(context, work, (query, head), softmax, lse)
+            work = scheduler.advance_to_next_work()
+        context.barriers["scale_free"].wait_for_all(rings.scale)
+
+    @cute.jit
+    def _range_of_steps(
+        self,
+        context: BlackwellForwardContext,
+        row: ScoreRow,
+        softmax: OnlineSoftmax,
+        rings: SoftmaxRings,
+    ):
+        """Run all steps of a tile, those with masks first and last; return their number, too."""
+        config, by_place = self.config, self.change.by_place
+        visibility = context.visibility(row.work, config.block_kv)
+        tile = (row.work.block * self.tile_queries, self.tile_queries)
+        num_steps = visibility.num_tiles(*tile)
+        part = (self.first_row(context, row.work), self.block_queries)
+        tiles = visibility.tile_range(tile, part)
+        softmax.reset()
+        if num_steps > 0:
+            # For the first factor; for those that follow, and 1/sum, in the step before.
+            context.barriers["scale_free"].wait(rings.scale)
+            key = (tiles.end - 1) * config.block_kv
+            mask = RangeMask(context.nodes(row.work, row.query))
+            for _ in cutlass.range(tiles.num_masked_first, unroll=1):
+                softmax, rings = self._step(context, row, key, mask, softmax, rings)[:2]
+                key -= config.block_kv
+            for _ in cutlass.range(tiles.num_unmasked, unroll=1):
+                softmax, rings = self._step(context, row, key, None, softmax, rings)[:2]
+                if cutlass.const_expr(by_place):
+                    key -= config.block_kv
+            if cutlass.const_expr(self.problem_class.mask.hides_first):
+                if cutlass.const_expr(not by_place):
+                    key -= tiles.num_unmasked * config.block_kv
+                for _ in cutlass.range(tiles.num_masked_last, unroll=1):
+                    mask = RangeMask(None)
+                    softmax, rings = self._step(context, row, key, mask, softmax, rings)[:2]
+                    key -= config.block_kv
+        return num_steps, softmax, rings
+
+    @cute.jit
+    def _listed_steps(
+        self,
+        context: BlackwellForwardContext,
+        row: ScoreRow,
+        softmax: OnlineSoftmax,
+        rings: SoftmaxRings,
+    ):
+        """Run the steps that a block mask lists; return their number, too."""
+        steps = self.step_list(context, row.work)
+        num_steps = steps.count
+        softmax.reset()
+        if num_steps > 0:
+            context.barriers["scale_free"].wait(rings.scale)
+            bits = steps.row(context.cta_rank, cute.arch.thread_idx()[0])
+            for _ in cutlass.range(num_steps, unroll=1):
+                key = Int32(0)
+                if cutlass.const_expr(self.asks_places):
+                    key = bits.kv_tile * self.config.block_kv
+                softmax, rings, bits = self._step(context, row, key, bits, softmax, rings)
+        return num_steps, softmax, rings
+
+    @traced("softmax")
+    @cute.jit
+    def _step(
+        self,
+        context: BlackwellForwardContext,
+        row: ScoreRow,
+        key: Int32,
+        mask: Any,
+        softmax: OnlineSoftmax,
+        rings: SoftmaxRings,
+    ):
+        """Run one step: scores, maximum, exp2, P to tensor memory, row sum.
+
+        key: its first one.  mask: see `StepScores.load`; bits are returned for the next step.
+        """
+        barriers, columns = context.barriers, self.config.block_kv
+        barriers["s_done"].wait(rings.s)
+        fence_after_thread_sync()
+        # P lies over S: two 16-bit values per column, in the columns that they came from.
+        address = context.own_lanes + (self.tmem_plan["s0"].start + rings.s.index * columns)
+        scores = self.scores.load(context, address, row, key, mask)
+        factor = softmax.update_max(scores)
+        rings = self._send_scale(context, factor, rings)
+        num_fragments = columns // FRAGMENT_COLUMNS
+        fragments = cute.logical_divide(scores, cute.make_layout(FRAGMENT_COLUMNS))
+        for fragment in cutlass.range_constexpr(num_fragments):
+            probabilities = cute.make_rmem_tensor(FRAGMENT_COLUMNS // 2, Float32)
+            softmax.exponentiate(fragments[None, fragment], probabilities, fragment, num_fragments)
+            if cutlass.const_expr(fragment == 1 and self.lists_steps):
+                # Loaded where registers of scores are free, and there by the end of the step: ptxas
+                # copies what comes earlier, and waits for it to do so.
+                mask = mask.next()
+            if cutlass.const_expr(fragment == num_fragments // 2):
+                # For what is sent next; NOTE [stores hidden by exponentials].
+                barriers["scale_free"].wait(rings.scale)
+                hand_over(barriers["p0_done"], rings.s)
+                # Or ptxas moves the arrival behind the stores that follow.
+                cute.arch.sync_warp()
+            tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
+        hand_over(barriers["p1_done"], rings.s)
+        # Off the critical path: the tensor core already works on P.
+        softmax.accumulate_sum(scores)
+        rings.s.advance()
+        return softmax, rings, mask
+
+    @cute.jit
+    def _send_scale(self, context: BlackwellForwardContext, value: Float32, rings: SoftmaxRings):
+        """Hand a value per row to the correction thread of the same row."""
+        context.smem["scale"][cute.arch.thread_idx()[0], rings.scale.index] = value
+        context.barriers["scale_done"].arrive(rings.scale)
+        rings.scale.advance()
+        return rings
+
+    # ------------------------------------------------------------ correction
+
+    @cute.jit
+    def correction(self, context: BlackwellForwardContext):
+        """Rescale O when a row maximum grew; at the tile's end scale it by 1/sum and stage it.
+
+        O may be touched from o_done of one step until o_free lets PV of the next begin.
+        """
+        barriers, edges = context.barriers, self.edges
+        rings = CorrectionRings(
+            edges["scale_done"].waiter_state(),
+            edges["o_staged"].producer_state(),
+            edges["o_done"].waiter_state(),
+        )
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            if num_steps > 0:
+                # The first step's factor has no O to apply to.
+                _, rings = self._receive_scale(context, rings)
+                for _ in cutlass.range(1, num_steps, unroll=1):
+                    factor, rings = self._receive_scale(context, rings)
+                    barriers["o_done"].wait(rings.o)
+                    if cute.arch.vote_any_sync(factor < Float32(1.0)):
+                        rescale(context.own_lanes + self.tmem_plan["o"].start, factor)
+                    barriers["o_free"].arrive(rings.o)
+                    rings.o.advance()
+                inverse, rings = self._receive_scale(context, rings)
+                barriers["o_done"].wait(rings.o)
+                rings = self._drain(context, work, inverse, rings)
+                rings.o.advance()
+            else:
+                # No row sees a key.
+                query, head = self.query_and_head(context, work, self._row_in_block())
+                if query < context.query(work).length:
+                    store_zeros(self.result_row(context, work, query, head))
+            work = scheduler.advance_to_next_work()
+
+    @cute.jit
+    def _receive_scale(self, context: BlackwellForwardContext, rings: CorrectionRings):
+        """Return the value that the softmax thread of the same row sent."""
+        context.barriers["scale_done"].wait(rings.scale)
+        value = context.smem["scale"][self._row_in_block(), rings.scale.index]
+        context.barriers["scale_free"].arrive(rings.scale)
+        rings.scale.advance()
+        return value, rings
+
+    def _row_in_block(self) -> Int32:
+        """Return the row of a correction thread: the lane of tensor memory that it can reach."""
+        return cute.arch.thread_idx()[0] % self.config.block_q
+
+    @traced("drain O")
+    @cute.jit
+    def _drain(
+        self,
+        context: BlackwellForwardContext,
+        work: WorkTile,
+        inverse: Float32,
+        rings: CorrectionRings,
+    ):
+        """O / sum to the tile's own Q buffer; o_free as soon as O has left tensor memory.
+
+        With split keys in float32 to global memory, a row by its own thread: shared memory has no
+        room for float32, and where keys are split few rows of tiles may exist.  The Q buffer is
+        given back all the same.
+        """
+        config, barriers = self.config, context.barriers
+        fence_after_thread_sync()
+        row = self._row_in_block()
+        if cutlass.const_expr(self.problem_class.split):
+            query, head = self.query_and_head(context, work, row)
+            is_row = query < context.query(work).length
+            out = self.result_row(context, work, query, head)
+            slices = cute.logical_divide(out, cute.make_layout(config.o_slice))
+        else:
+            buffer = context.smem["q"][None, None, rings.staged.index // config.o_slices]
+            slices = cute.logical_divide(buffer, (None, cute.make_layout(config.o_slice)))
+        for piece in cutlass.range_constexpr(config.o_slices):
+            o = context.own_lanes + (self.tmem_plan["o"].start + piece * config.o_slice)
+            values = load_columns(o, config.o_slice)
+            if cutlass.const_expr(piece == config.o_slices - 1):
+                fence_before_thread_sync()
+                barriers["o_free"].arrive(rings.o)
+            multiply(values, inverse)
+            if cutlass.const_expr(self.problem_class.split):
+                if is_row:
+                    cute.autovec_copy(values, slices[None, piece])
+            else:
+                rounded = cute.make_rmem_tensor(config.o_slice, self.dtype)
+                rounded.store(values.load().to(self.dtype))
+                cute.autovec_copy(rounded, slices[row, (None, piece)])
+                # The TMA store reads through the async proxy what was written here.
+                cute.arch.fence_view_async_shared()
+            barriers["o_staged"].arrive(rings.staged)
+            rings.staged.advance()
+        return rings
+
+    # ------------------------------------------------------------ epilogue
+
+    @cute.jit
+    def epilogue(self, context: BlackwellForwardContext):
+        """Store the staged O with TMA, slice by slice; then give the Q buffer back."""
+        config, packed = self.config, self.problem_class.packed_heads
+        o: Any = context.tensors.o  # None with split keys
+        staged = self.edges["o_staged"].waiter_state()
+        q = self.edges["q_free"].producer_state()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            if self.num_steps(context, work) > 0:
+                if cutlass.const_expr(self.problem_class.split):
+                    # Stored by the correction; nothing is staged.
+                    for _ in cutlass.range_constexpr(config.o_slices):
+                        context.barriers["o_staged"].wait(staged)
+                        staged.advance()
+                else:
+                    place = (context.query(work), self.first_row(context, work), None, work.head)
+                    from_smem, to_global = output_slices(
+                        o, context.smem["q"], q.index, place, config.o_slice, packed
+                    )
+                    for piece in cutlass.range_constexpr(config.o_slices):
+                        context.barriers["o_staged"].wait(staged)
+                        cute.copy(o.atom, from_smem[None, piece], to_global[None, piece])
+                        cute.arch.cp_async_bulk_commit_group()
+                        staged.advance()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                context.barriers["q_free"].arrive(q)
+                q.advance()
+            work = scheduler.advance_to_next_work()
+        # Shared memory must not go away, nor the grid be reported done, under a store in flight.
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
