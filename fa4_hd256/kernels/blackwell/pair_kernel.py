@@ -135,14 +135,6 @@ class PairKernel(RaggedKernel, SchedulerRole):
             cute.arch.sync_threads()
 
     @cute.jit
-    def next_with_steps(self, context: PairContext, role: Any, scheduler: Any, work: Any):
-        """Skip tiles without any step: nothing is loaded or multiplied for them."""
-        while work.is_valid & ~self.has_steps(context, work):
-            role.want_next_tile(scheduler)
-            work = scheduler.advance_to_next_work()
-        return scheduler, work
-
-    @cute.jit
     def skip_empty_tiles(self, context: PairContext, scheduler: Any, work: Any, requests: bool):
         """Skip tiles without any step: nothing is loaded or multiplied for them.  requests: the
         role is the one that lets the scheduler request each next tile."""

@@ -22,6 +22,7 @@ from ..plan.edges import RingState
 __all__ = [
     "QUAD_COLUMNS",
     "multiply",
+    "multiply_rows",
     "quad_fragment",
     "tmem_buffer",
     "tmem_load",
@@ -132,6 +133,14 @@ def multiply(values: cute.Tensor, factor: Float32) -> None:
     for i in range(0, cute.size(values), 2):
         values[i], values[i + 1] = cute.arch.mul_packed_f32x2(
             (values[i], values[i + 1]), (factor, factor)
+        )
+
+
+def multiply_rows(values: cute.Tensor, factors: cute.Tensor) -> None:
+    """values *= factors, one by one, two at a time (mul.rn.f32x2)."""
+    for row in range(0, cute.size(values), 2):
+        values[row], values[row + 1] = cute.arch.mul_packed_f32x2(
+            (values[row], values[row + 1]), (factors[row], factors[row + 1])
         )
 
 

@@ -21,7 +21,7 @@ import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
-from fa4_hd256.kernels.blackwell.decode.consumers import DecodeConsumers
+from fa4_hd256.kernels.blackwell.decode.kernel import DecodeKernel
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -192,7 +192,7 @@ def test_a_group_with_the_other_ones_rows_is_noticed(method, planted):
         "_first_in_group": lambda self, context: 0,
         "_first_row": lambda self, context: 0,
     }  # fmt: skip
-    planted.setattr(DecodeConsumers, method, wrong[method])
+    planted.setattr(DecodeKernel, method, wrong[method])
     given = tensors(queries, 140, (heads, 1), batch=1)
     found = flash_attn_func(*given, causal=True, return_lse=True, num_splits=1, config=CONFIG)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Contexts of the warp roles of the Blackwell decode kernels."""
+"""Contexts of the warp roles of the Blackwell decode kernels, and the rings of each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from cutlass import Int32
 
 from ...forward.context import DescaledContext, ForwardContext
 from ...forward.decode_softmax import BARRIER
+from ...plan.edges import RingRecord, RingState
 from ..context import PairContext
 
-__all__ = ["BlackwellDecodeContext", "BlackwellE4m3DecodeContext"]
+__all__ = [
+    "BlackwellDecodeContext",
+    "BlackwellE4m3DecodeContext",
+    "DecodeLoadRings",
+    "DecodeMmaRings",
+    "DecodeSoftmaxRings",
+]
 
 
 @dataclass(frozen=True)
@@ -42,3 +49,31 @@ class BlackwellE4m3DecodeContext(DescaledContext, BlackwellDecodeContext):
     """
 
     of_rows: ClassVar[tuple[str, ...]] = (*BlackwellDecodeContext.of_rows, "factors")
+
+
+@dataclass
+class DecodeLoadRings(RingRecord):
+    """Buffers that the load warp fills next: of halves of K and V, and of Q."""
+
+    kv: RingState
+    q: RingState
+
+
+@dataclass
+class DecodeMmaRings(RingRecord):
+    """Buffers that the MMA warp uses next: of K and V, Q, S, P and O."""
+
+    kv: RingState
+    q: RingState
+    s: RingState
+    p: RingState
+    o: RingState
+
+
+@dataclass
+class DecodeSoftmaxRings(RingRecord):
+    """Buffers that a softmax warp uses next: of S; of O, that of the step before, of this tile or
+    of the one before."""
+
+    s: RingState
+    o: RingState

@@ -14,11 +14,14 @@ first and the third are the row of hi in the operand of parts, the others the ro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
+from ....schedulers import WorkTile
 from ....softmax_emu.by_key import KeySoftmax
 from ...forward.context import ForwardKernelTensors
 from ...forward.e4m3_queries import ScaledRows
@@ -26,15 +29,15 @@ from ...forward.e4m3_scales import KeyScales, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
 from ...plan.edges import RingState, RingStates
-from ...problem_class import ProblemClass
+from ...plan.steps import CLAIM_STEPS
 from ...ranges import traced
 from ...rows.views import columns_of
-from ..instructions import MmaShape, OperandLayout
+from ..instructions import Mma, MmaShape, fence_after_thread_sync
 from ..operands import E4M3_SLICE, k_major_operand, mn_major_operand
-from ..tmem import tmem_load
-from .config import BLOCK_KV, HALF, DecodeConfig
-from .context import BlackwellE4m3DecodeContext
-from .kernel import CORE_BYTES, GROUP, GROUP_BYTES, DecodeKernel
+from ..tmem import multiply, multiply_rows, tmem_buffer, tmem_load
+from .config import BLOCK_KV, HALF
+from .context import BlackwellE4m3DecodeContext, DecodeMmaRings
+from .kernel import DecodeKernel, p_layout, smem_buffer
 from .steps import HALVES
 from .two_parts import LOW_PART, store_parts
 
@@ -48,41 +51,23 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
     """See the module's docstring; the arguments are those of `DecodeKernel`."""
 
     kv_bytes = 1
+    _multiply_all = staticmethod(multiply)
     top_exponent = 7  # of 448 at most
     rows_memory, rows_edge = "q_rows", "rows_loaded"
 
-    def __init__(
-        self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any = None
-    ) -> None:
-        super().__init__(config, problem_class, scheduler)
-        columns = config.columns
-        scores = MmaShape(
-            BLOCK_KV,
-            columns,
-            self.is_bf16,
-            negate_a=problem_class.negative_scale,
-            ctas=self.ctas,
-            is_e4m3=True,
+    def make_mmas(self) -> None:
+        """Set the MMA of K, and those of both halves of V's columns, from one buffer."""
+        columns, ctas = self.config.columns, self.ctas
+        negate = self.problem_class.negative_scale
+        # Bytes in twos: a row of 256 has as many as 128 of a 16-bit type.
+        k, q = k_major_operand(BLOCK_KV, HEAD_DIM // 2), k_major_operand(columns, HEAD_DIM // 2)
+        shape = MmaShape(BLOCK_KV, columns, False, negate_a=negate, ctas=ctas, is_e4m3=True)
+        self.qk = Mma(shape, k, q)
+        shape = replace(shape, m=HALF, a_mn_major=True, b_mn_major=True, negate_a=False)
+        self.pv0, self.pv1 = (
+            Mma(shape, mn_major_operand(BLOCK_KV, E4M3_SLICE, half), p_layout(E4M3_SLICE))
+            for half in HALVES
         )
-        sums = MmaShape(
-            HALF,
-            columns,
-            self.is_bf16,
-            a_mn_major=True,
-            b_mn_major=True,
-            ctas=self.ctas,
-            is_e4m3=True,
-        )
-        self.shapes = {"S": scores} | {f"O{half}": sums for half in HALVES}
-        slices = tuple(k // GROUP * CORE_BYTES for k in range(0, BLOCK_KV, E4M3_SLICE))
-        self.layouts = {
-            # Bytes in twos: a row of 256 has as many as 128 of a 16-bit type.
-            "Q": k_major_operand(columns, HEAD_DIM // 2),
-            "K": k_major_operand(BLOCK_KV, HEAD_DIM // 2),
-            "P": OperandLayout(CORE_BYTES, GROUP_BYTES, slices, is_swizzled=False),
-        }
-        for half in HALVES:
-            self.layouts[f"V{half}"] = mn_major_operand(BLOCK_KV, E4M3_SLICE, half)
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         rows, stages = self.config.rows, self.config.q_stages
@@ -118,6 +103,134 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         else:
             self.set_registers(warps.registers_quantise)
             self.quantise(context)
+
+    # ------------------------------------------------------------ load
+
+    @cute.jit
+    def load(self, context: BlackwellE4m3DecodeContext):
+        """Load K(0), then K(i + 1) before V(i); K(0) of the next tile before the last V of this
+        one.  Q has a warp of its own."""
+        kv = self.edges["kv_free"].waiter_state()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+        if work.is_valid:
+            kv = self._load_first_k(context, work, kv)
+        while work.is_valid:
+            # A look-up of the sequence in each step would take longer than the step's MMAs.
+            own_context = context.of_tile(work)
+            kv_tile = self._first_kv_tile(own_context, work)
+            num_steps = self.num_steps(own_context, work)
+            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            for step in cutlass.range(1, num_steps, unroll=1):
+                self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                following_kv_tile = self.next_kv_tile(kv_tile)
+                kv = self._load_columns(own_context, work, following_kv_tile, ("k", 0), kv)
+                kv = self._load_columns(own_context, work, kv_tile, ("v", 0), kv)
+                kv_tile = following_kv_tile
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                kv = self._load_first_k(context, following, kv)
+            kv = self._load_columns(own_context, work, kv_tile, ("v", 0), kv)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
+                if work.is_valid:
+                    kv = self._load_first_k(context, work, kv)
+        context.barriers["kv_free"].wait_for_all(kv)
+
+    def _load_first_k(
+        self, context: BlackwellE4m3DecodeContext, work: WorkTile, kv: RingState
+    ) -> RingState:
+        """Load K of a tile's first step."""
+        kv_tile = self._first_kv_tile(context, work)
+        return self._load_columns(context, work, kv_tile, ("k", 0), kv)
+
+    # ------------------------------------------------------------ mma
+
+    @cute.jit
+    def mma(self, context: BlackwellE4m3DecodeContext):
+        """Issue QK(0), then QK(i + 1) before PV(i); QK(0) of the next tile before the last PV of
+        this one, and only one tile ahead: see `DecodeKernel.mma`."""
+        waited = "kv_loaded", "q_loaded", "s_done", "p_done", "o_done"
+        rings = DecodeMmaRings.waiting(self.edges, *waited)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+        if work.is_valid:
+            rings = self._first_qk(context, work, rings)
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            for step in cutlass.range(1, num_steps, unroll=1):
+                rings = self._qk(context, step + 1 == num_steps, rings)
+                rings = self._pv0(context, step > 1, rings)
+                rings = self._pv1(context, step > 1, rings)
+            rings = self._leave_q(rings)
+            following = scheduler.advance_to_next_work()
+            is_ahead = self.has_steps(context, following)
+            if is_ahead:
+                rings = self._first_qk(context, following, rings)
+            rings = self._pv0(context, num_steps > 1, rings)
+            rings = self._pv1(context, num_steps > 1, rings)
+            work = following
+            if not is_ahead:
+                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
+                if work.is_valid:
+                    rings = self._first_qk(context, work, rings)
+
+    def _first_qk(
+        self, context: BlackwellE4m3DecodeContext, work: WorkTile, rings: DecodeMmaRings
+    ) -> DecodeMmaRings:
+        """QK of a tile's first step, which waits for the tile's Q."""
+        rings = self._enter_q(context, rings)
+        return self._qk(context, self.num_steps(context, work) == 1, rings)
+
+    @traced("QK")
+    @cute.jit
+    def _qk(self, context: BlackwellE4m3DecodeContext, is_last: Boolean, rings: DecodeMmaRings):
+        """S^T = K Q^T of a step; the tile's last one is done with Q."""
+        barriers = context.barriers
+        barriers["kv_loaded"].wait(rings.kv)
+        fence_after_thread_sync()
+        k, q = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "q", rings.q)
+        self.qk.issue(tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s), k, q, False)
+        barriers["kv_free"].commit(rings.kv)
+        rings.kv.advance()
+        barriers["s_done"].commit(rings.s)
+        rings.s.advance()
+        if is_last:
+            barriers["q_free"].commit(rings.q)
+        return rings
+
+    @traced("PV0")
+    def _pv0(
+        self, context: BlackwellE4m3DecodeContext, adds: Boolean, rings: DecodeMmaRings
+    ) -> DecodeMmaRings:
+        """The first half of O^T += V^T P^T, which overwrites in a tile's first step."""
+        barriers = context.barriers
+        barriers["p_done"].wait(rings.p)
+        barriers["kv_loaded"].wait(rings.kv)
+        fence_after_thread_sync()
+        v, p = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "p", rings.p)
+        self.pv0.issue(tmem_buffer(context.tmem, self.tmem_plan, "o0", rings.o), v, p, adds)
+        return rings
+
+    @traced("PV1")
+    def _pv1(
+        self, context: BlackwellE4m3DecodeContext, adds: Boolean, rings: DecodeMmaRings
+    ) -> DecodeMmaRings:
+        """The second half of O^T += V^T P^T, from the same buffer of V."""
+        barriers = context.barriers
+        fence_after_thread_sync()
+        v, p = smem_buffer(context, "kv", rings.kv), smem_buffer(context, "p", rings.p)
+        self.pv1.issue(tmem_buffer(context.tmem, self.tmem_plan, "o1", rings.o), v, p, adds)
+        barriers["kv_free"].commit(rings.kv)
+        rings.kv.advance()
+        barriers["o_done"].commit(rings.o)
+        rings.o.advance()
+        rings.p.advance()
+        return rings
 
     # ------------------------------------------------------------ Q
 
@@ -211,23 +324,16 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         self._enter_scales(context, softmax, work, key)
         return state
 
-    @staticmethod
-    def _multiply_all(values: cute.Tensor, factor: Float32) -> None:
-        for row in range(0, cute.size(values), 2):
-            values[row], values[row + 1] = cute.arch.mul_packed_f32x2(
-                (values[row], values[row + 1]), (factor, factor)
-            )
-
     def _load_scores(
         self, context: BlackwellE4m3DecodeContext, softmax: Any, buffer: Int32, work: Any
     ) -> cute.Tensor:
         """Both parts of S, added and brought back: rows by their scales, which K's scale of the
         tile is among, a key by its page's scale."""
         scores = self._load_sum(self._scores(context, buffer))
-        self._multiply(scores, softmax.k_scale)
+        multiply_rows(scores, softmax.k_scale)
         if self.of_pages:
             (k_scale,) = self._take_scales(context, softmax, work)
-            self._multiply_all(scores, k_scale)
+            multiply(scores, k_scale)
         return scores
 
     def _load_sum(self, address: Any) -> cute.Tensor:

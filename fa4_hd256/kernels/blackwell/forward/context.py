@@ -1,4 +1,4 @@
-"""What the warp roles of the Blackwell forward kernel share, and where each stands in its rings."""
+"""Context of the warp roles of the Blackwell forward kernel, and the rings of each."""
 
 from __future__ import annotations
 
