@@ -13,7 +13,7 @@ and refuses a plan
 * that does not give back every buffer as often as it was filled;
 * in which a warpgroup uses the registers of an MMA of its own that may be under way, or never.
 
-What the generated roles do is taken from their rules, not from what the table means (`programs`): a
+What load and MMA warps do is taken from their rules, not from what the table means (`programs`): a
 wait for a phase that was waited for before does not block, and buffers are those of the states.
 What an MMA computes, and from where a copy takes its data, is not looked at here.
 
@@ -196,7 +196,6 @@ def _check_product(product: Product, steps: StepTable) -> None:
         raise ValueError(f"{name} commits in each step, or in a tile's last one, and in this order")
     if not {load.when for load in product.loads} <= {When.FIRST, When.EACH}:
         raise ValueError(f"{name} loads in a tile's first step, or in each")
-    _check_copies(product, steps)
     firsts = [load.content for load in product.loads if load.when is When.FIRST]
     if steps.looks_ahead:
         if firsts and not product.is_ahead:
@@ -210,20 +209,6 @@ def _check_product(product: Product, steps: StepTable) -> None:
         raise ValueError(f"none is ahead, so {begins[0]} belongs to the first MMA, not {name}")
     if product is not steps.products[-1] and any(use.when is When.LAST for use in commits):
         raise ValueError(f"none is ahead, so a tile ends with the last MMA, not {name}")
-
-
-def _check_copies(product: Product, steps: StepTable) -> None:
-    """Check that operands are read from the memory that they are loaded to."""
-    memories = {
-        (load.ring, copy.content): copy.memory for load in steps.loads for copy in load.copies
-    }
-    for operand in (product.a, product.b):
-        memory = memories.get((operand.ring, operand.content), operand.memory)
-        if memory != operand.memory:
-            raise ValueError(
-                f"{product.name} reads {operand.content} from {operand.memory}, but it is loaded "
-                f"to {memory}"
-            )
 
 
 def _in_order(uses: tuple[EdgeUse, ...], order: tuple[When, ...]) -> bool:

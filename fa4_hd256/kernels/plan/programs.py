@@ -1,7 +1,7 @@
 """The programs of a kernel's roles, as lists of operations, from its edges and steps.
 
-What the generated roles do is what `blackwell.producers` generates: the load role counts its
-buffers, the MMA role keeps a state for each ring (`Turns`).  `drain` runs the programs.
+The load role counts its buffers, the MMA role keeps a state for each ring (`Turns`), as the kernels
+do.  `drain` runs the programs.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Counters:
 
 
 class Turns:
-    """Position of the MMA warp in each ring, by the rules of `blackwell.producers.MmaRole`: a state
-    for each ring, which the MMAs advance when they are done with a buffer.
+    """Position of the MMA warp in each ring: a state for each ring, as the MMA role of every kernel
+    keeps it, which the MMAs advance when they are done with a buffer.
 
     The check follows the states, and not what the table means, so that it sees a wait for a phase
     that was waited for before, or a buffer that is never left.
@@ -105,14 +105,15 @@ class Turns:
         self._turns[ring] += 1
 
     def enter(self, edge: str) -> int:
-        """The number of the wait for a buffer that serves a whole tile (`_enter_ring`)."""
+        """The number of the wait for a buffer that serves a whole tile; the phase of a ring's only
+        buffer is that of the next tile at once."""
         number = self.of_edge(edge)
         if self.edges[edge].stages == 1:
             self.advance(self.steps.ring_of(edge).name)
         return number
 
     def leave_tile(self, is_ahead: bool) -> None:
-        """Advance the rings at a tile's end, as `MmaRole.leave_tile` does."""
+        """Advance, at a tile's end, the rings of several buffers of which one served the tile."""
         products = [p for p in self.steps.products if p.is_ahead == is_ahead]
         for name in dict.fromkeys(o.ring for product in products for o in product.operands):
             several = self.edges[self.steps.mma_edge(self.steps.ring(name))].stages > 1
@@ -230,7 +231,7 @@ class Programs:
         return RoleOperation(OperationKind.COMMIT, edge, turns.commit(edge), place=place)
 
     def _product(self, issue: Issue, turns: Turns) -> Iterator[RoleOperation]:
-        """Yield the operations of `MmaRole.perform` for one MMA."""
+        """Yield the operations of the MMA warp for one MMA."""
         product, place = issue.product, str(issue)
         if issue.is_first:
             for edge in product.waits_for(When.FIRST):

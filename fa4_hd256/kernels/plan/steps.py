@@ -1,15 +1,19 @@
-"""Steps as data: what the load warp and the MMA warp of a kernel do, as one list of MMAs. A kernel
-declares the MMAs of a step in the order of their issue: their operands, where the results go, which
-edges are waited for and committed, what has to be loaded, and which MMAs run one step ahead of the
-others.  From this follow the loops of both roles, which use one order and cannot disagree about it,
-the wait at their end, the timeline in the documentation, and the check that the plan drains
-(`drain`). An MMA that is *ahead* is issued for step i + 1 before those that are not are issued for
-step i, also across the end of a tile: for the first step of the next tile, if that has any.  So a
-tile of n steps is issued as
+"""Steps as data: what the load warp and the MMA warp of a kernel do, as one list of MMAs.
 
-    start the MMAs that are ahead, for step 0, of the first tile or after one without steps
+The roles themselves are written out in the kernels.  A table of their MMAs is there for the check
+that a plan drains (`drain`), also of configurations that users make, for the timing model and for
+the timeline in the documentation; traces of compiled kernels hold the two to each other
+(tests/operator/kernels/test_step_traces.py).
+
+A table lists the MMAs of a step in the order of their issue: their operands, where the results go,
+which edges are waited for and committed, what has to be loaded, and which MMAs run one step ahead
+of the others. An MMA that is *ahead* is issued for step i + 1 before those that are not are issued
+for step i, also across the end of a tile: for the first step of the next tile, if that has any.  So
+a tile of n steps is issued as
+
+    start   the MMAs that are ahead, for step 0, of the first tile or after one without steps
     body    for i = 1 .. n - 1 every MMA in order: those ahead for step i, the others for i - 1
-    end every MMA in order: those ahead for step 0 of the next tile, the others for n - 1
+    end     every MMA in order: those ahead for step 0 of the next tile, the others for n - 1
 
 A table without such MMAs issues every step by itself; what is waited for in a tile's first step, or
 committed in its last one, then stands before and after the tile's loop.
@@ -33,7 +37,6 @@ __all__ = [
     "Issue",
     "Load",
     "Operand",
-    "Part",
     "Product",
     "Ring",
     "Role",
@@ -178,28 +181,14 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of an operand along the sum.  content: of the whole operand.  start, stop: its slices
-    of K = 16 elements."""
-
-    content: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class Operand:
     """Operand or result of an MMA.
 
-    content: in the words of the timeline.  memory: the kernel's view of shared memory, or a region
-    of tensor memory.  ring: whose buffer it is.  part: what the MMA reads of that buffer; None for
-    all of it.
+    content: in the words of the timeline.  ring: whose buffer it is.
     """
 
     content: str
-    memory: str
     ring: str
-    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -577,8 +566,7 @@ class StepTable:
     def walk(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance | Want]:
         """Yield what the load and MMA warps go through for tiles of so many steps each.
 
-        The loops of `blackwell.producers` in plain Python, for the check of the plan; traces of the
-        kernels hold the two to each other (tests/operator/kernels/test_step_traces.py).
+        The loops of these roles in plain Python, for the check of the plan.
         """
         return self._look_ahead(tiles) if self.looks_ahead else self._in_order(tiles)
 

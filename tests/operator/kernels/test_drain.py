@@ -258,9 +258,6 @@ MISTAKES |= {
         with_product(
             without(F, "QK", "kv_free"), "PV1", commits=(each("kv_free"), *PV1.commits)),
         r"reads V of step 0 of tile 0 from kv .* finds K of step 0"),
-    "an operand read from other memory than it is loaded to": (
-        FORWARD.edges, with_product(F, "PV0", loads=(Load.one("V", "v", "k", "kv"),)),
-        r"PV0 reads V from v, but it is loaded to k"),
     "a sum that is overwritten": (
         DQ.edges, with_product(Q, "dQ", overwrites=When.EACH), r"nobody reads dQ of step 0"),
     "a sum that is overwritten after it was changed": (
@@ -344,7 +341,7 @@ def p_at_once():
     edges = [edge for edge in FORWARD.edges.edges if edge.name not in ("p0_done", "p1_done")]
     rings = [ring for ring in F.rings if ring.name not in ("p0", "p1")]
     pv = replace(
-        PV0, name="PV", a=Operand("P", "p", "p"), b=Operand("V", "v", "kv"),
+        PV0, name="PV", a=Operand("P", "p"), b=Operand("V", "kv"),
         waits=(*PV0.waits[:-1], each("p_done")), commits=PV1.commits,
     )  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Waits and signals of every warp, as the simulator traces them, against the table of steps: the
-generated roles, and those written by hand, as the check of the plan knows them."""
+"""Waits and signals of every warp, as the simulator traces them, against the table of steps, as the
+check of the plan knows them."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ DQ_STEPS = StepTable(
     products=(
         Product(
             "S",
-            result=Operand("S", "s", ring="s"),
-            a=Operand("Q", "q", ring="q"),
-            b=Operand("K", "keys", ring="ring"),
+            result=Operand("S", ring="s"),
+            a=Operand("Q", ring="q"),
+            b=Operand("K", ring="ring"),
             waits=(first("q_loaded"), each("s_free"), each("ring_loaded")),
             commits=(each("ring_free"), each("s_done"), last("q_free")),
             loads=(
@@ -62,9 +62,9 @@ DQ_STEPS = StepTable(
         ),
         Product(
             "dQ",
-            result=Operand("dQ", "dq", ring="dq"),
-            a=Operand("dS", "dp", ring="ds"),
-            b=Operand("Kc", "columns", ring="ring"),
+            result=Operand("dQ", ring="dq"),
+            a=Operand("dS", ring="ds"),
+            b=Operand("Kc", ring="ring"),
             waits=(first("dq_free"), each("ring_loaded"), each("ds_done")),
             commits=(each("ring_free"), last("dq_done")),
             loads=(Load.one("Kc", "k_columns", "columns", "ring"),),
@@ -72,9 +72,9 @@ DQ_STEPS = StepTable(
         ),
         Product(
             "dP",
-            result=Operand("dP", "dp", ring="dp"),
-            a=Operand("dO", "dout", ring="dout"),
-            b=Operand("V", "keys", ring="ring"),
+            result=Operand("dP", ring="dp"),
+            a=Operand("dO", ring="dout"),
+            b=Operand("V", ring="ring"),
             waits=(first("dout_loaded"), each("ring_loaded")),
             commits=(each("ring_free"), each("dp_done"), last("dout_free")),
             loads=(
@@ -122,8 +122,8 @@ def _of_keys(
     return Product(
         result.content,
         result=result,
-        a=Operand(keys, kept, ring=kept),
-        b=Operand(passing.copies[0].content, "ring", ring="ring"),
+        a=Operand(keys, ring=kept),
+        b=Operand(passing.copies[0].content, ring="ring"),
         waits=(first(f"{kept}_loaded"), *(each(edge) for edge in frees), each("ring_loaded")),
         commits=(each("ring_free"), each(f"{result.ring}_done"), last(f"{kept}_free")),
         loads=(Load.one(keys, kept, kept, kept, When.FIRST), *before, passing, *after),
@@ -135,13 +135,13 @@ def _of_keys(
 def _scores(before: tuple[Load, ...] = (), after: tuple[Load, ...] = ()) -> Product:
     """S^T = K Q^T, a step ahead."""
     passing = Load.one("Q", "q", "ring", "ring", pieces=PIECES)
-    return _of_keys(Operand("S", "s", ring="s"), "K", passing, ("s_free",), (before, after))
+    return _of_keys(Operand("S", ring="s"), "K", passing, ("s_free",), (before, after))
 
 
 def _score_gradients(frees: tuple[str, ...] = (), before: tuple[Load, ...] = ()) -> Product:
     """Issue dP^T = V dO^T, a step ahead."""
     passing = Load.one("dO", "dout", "ring", "ring", pieces=PIECES)
-    return _of_keys(Operand("dP", "dp", ring="dp"), "V", passing, frees, (before, ()))
+    return _of_keys(Operand("dP", ring="dp"), "V", passing, frees, (before, ()))
 
 
 def _stats(name: str, content: str) -> tuple[Action, Action, Action]:
@@ -165,9 +165,9 @@ DKDV_STEPS = StepTable(
         _scores(before=(Load.one("LSE", "lse", "lse", "lse"),)),
         Product(
             "dV",
-            result=Operand("dV", "dv", ring="sums"),
-            a=Operand("P", "weights", ring="weights"),
-            b=Operand("dOc", "ring", ring="ring"),
+            result=Operand("dV", ring="sums"),
+            a=Operand("P", ring="weights"),
+            b=Operand("dOc", ring="ring"),
             waits=(first("sums_free"), each("weights_done"), each("ring_loaded")),
             commits=(each("ring_free"), each("weights_free")),
             loads=(Load.one("dOc", "dout", "ring", "ring", pieces=PIECES),),
@@ -179,9 +179,9 @@ DKDV_STEPS = StepTable(
         ),
         Product(
             "dK",
-            result=Operand("dK", "dk", ring="sums"),
-            a=Operand("dS", "weights", ring="weights"),
-            b=Operand("Qc", "ring", ring="ring"),
+            result=Operand("dK", ring="sums"),
+            a=Operand("dS", ring="weights"),
+            b=Operand("Qc", ring="ring"),
             waits=(each("weights_done"), each("ring_loaded")),
             commits=(each("ring_free"), each("weights_free"), last("sums_done")),
             loads=(Load.one("Qc", "q", "ring", "ring", pieces=PIECES),),
@@ -240,9 +240,9 @@ DV_STEPS = StepTable(
         ),
         Product(
             "dV",
-            result=Operand("dV", "dv", ring="dv"),
-            a=Operand("P", "dp", ring="p"),
-            b=Operand("dOc", "ring", ring="ring"),
+            result=Operand("dV", ring="dv"),
+            a=Operand("P", ring="p"),
+            b=Operand("dOc", ring="ring"),
             waits=(first("dv_free"), each("ring_loaded"), each("p_done")),
             commits=(each("ring_free"), last("dv_done")),
             loads=(Load.one("dOc", "dout", "ring", "ring", pieces=PIECES),),
@@ -284,9 +284,9 @@ PRODUCTS_STEPS = StepTable(
     products=(
         Product(
             "sum",
-            result=Operand("sum", "sum", ring="sum"),
-            a=Operand("dS", "ds", ring="step"),
-            b=Operand("X", "rows", ring="step"),
+            result=Operand("sum", ring="sum"),
+            a=Operand("dS", ring="step"),
+            b=Operand("X", ring="step"),
             waits=(first("sum_free"), each("step_loaded")),
             commits=(each("step_free"), last("sum_done")),
             loads=(Load("step", (Copy("dS", "ds", "ds"), Copy("X", "rows", "rows"))),),

@@ -7,12 +7,10 @@ or V, and Q is written by a role of the kernel (`e4m3`).
 
 from __future__ import annotations
 
-from ...limits import HEAD_DIM
 from ...plan.steps import (
     Act,
     Load,
     Operand,
-    Part,
     Product,
     Ring,
     Role,
@@ -37,9 +35,6 @@ MMA_K = 16
 
 #: Halves of the head's columns: of K and V as they are loaded, of O as it is made.
 HALVES = (0, 1)
-HALF_SLICES = HEAD_DIM // len(HALVES) // MMA_K
-# Slices of 32 keys of a tile of V in e4m3.
-E4M3_KEY_SLICES = 4
 
 RINGS = (
     Ring("kv", full="kv_loaded", free="kv_free"),
@@ -73,9 +68,9 @@ def e4m3_steps(q_stages: int) -> StepTable:
     keys = Load.one("K", "k", "kv", "kv")
     scores = Product(
         "QK",
-        result=Operand("S", "s", ring="s"),
-        a=Operand("K", "kv", ring="kv"),
-        b=Operand("Q", "q", "q"),
+        result=Operand("S", ring="s"),
+        a=Operand("K", ring="kv"),
+        b=Operand("Q", ring="q"),
         waits=(first("q_loaded"), each("kv_loaded")),
         commits=(each("kv_free"), each("s_done"), last("q_free")),
         loads=(keys,),
@@ -124,14 +119,13 @@ def _softmax(*enter: Act) -> Role:
 def _qk(half: int) -> Product:
     """S from a half of the columns."""
     is_first, is_last = half == HALVES[0], half == HALVES[-1]
-    start = half * HALF_SLICES
     keys = Load.one(f"K{half}", f"k{half}", "kv", "kv")
     query = Load.one("Q", "q", "q", "q", When.FIRST)
     return Product(
         f"QK{half}",
-        result=Operand("S", "s", ring="s"),
-        a=Operand(f"K{half}", "kv", ring="kv"),
-        b=Operand("Q", "q", "q", Part("Q", start, start + HALF_SLICES)),
+        result=Operand("S", ring="s"),
+        a=Operand(f"K{half}", ring="kv"),
+        b=Operand("Q", ring="q"),
         waits=(*((first("q_loaded"),) if is_first else ()), each("kv_loaded")),
         commits=(each("kv_free"), *((each("s_done"), last("q_free")) if is_last else ())),
         loads=(*((query,) if is_first else ()), keys),
@@ -145,9 +139,9 @@ def _pv(half: int) -> Product:
     is_first, is_last = half == HALVES[0], half == HALVES[-1]
     return Product(
         f"PV{half}",
-        result=Operand(f"O{half}", f"o{half}", ring="o"),
-        a=Operand(f"V{half}", "kv", ring="kv"),
-        b=Operand("P", "p", ring="p"),
+        result=Operand(f"O{half}", ring="o"),
+        a=Operand(f"V{half}", ring="kv"),
+        b=Operand("P", ring="p"),
         waits=(*((each("p_done"),) if is_first else ()), each("kv_loaded")),
         commits=(each("kv_free"), *((each("o_done"),) if is_last else ())),
         loads=(Load.one(f"V{half}", f"v{half}", "kv", "kv"),),
@@ -161,9 +155,9 @@ def _pv_of_whole(half: int) -> Product:
     values = Load.one("V", "v", "kv", "kv")
     return Product(
         f"PV{half}",
-        result=Operand(f"O{half}", f"o{half}", ring="o"),
-        a=Operand("V", "kv", "kv", Part(f"V{half}", 0, E4M3_KEY_SLICES)),
-        b=Operand("P", "p", ring="p"),
+        result=Operand(f"O{half}", ring="o"),
+        a=Operand("V", ring="kv"),
+        b=Operand("P", ring="p"),
         waits=(each("p_done"), each("kv_loaded")) if is_first else (),
         commits=(each("kv_free"), each("o_done")) if is_last else (),
         loads=(values,) if is_first else (),

@@ -12,7 +12,6 @@ from ...plan.steps import (
     Act,
     Load,
     Operand,
-    Part,
     Product,
     Ring,
     Role,
@@ -99,9 +98,9 @@ def forward_steps(qk_ahead: bool, o_slices: int) -> StepTable:
     o_slices: pieces in which O is staged in its tile's Q buffer."""
     qk = Product(
         "QK",
-        result=Operand("S", "s", ring="s"),
-        a=Operand("Q", "q", ring="q"),
-        b=Operand("K", "k", ring="kv"),
+        result=Operand("S", ring="s"),
+        a=Operand("Q", ring="q"),
+        b=Operand("K", ring="kv"),
         waits=(first("q_loaded"), each("kv_loaded")),
         commits=(each("kv_free"), each("s_done")),
         loads=(Load.one("Q", "q", "q", "q", When.FIRST), Load.one("K", "k", "k", "kv")),
@@ -110,14 +109,14 @@ def forward_steps(qk_ahead: bool, o_slices: int) -> StepTable:
     pv0, pv1 = (
         Product(
             f"PV{i}",
-            result=Operand("O", "o", ring="o"),
-            a=Operand(f"P{i}", "p", f"p{i}", Part("P", *slices)),
-            b=Operand("V", "v", "kv", Part("V", *slices)),
+            result=Operand("O", ring="o"),
+            a=Operand(f"P{i}", ring=f"p{i}"),
+            b=Operand("V", ring="kv"),
             waits=(each(f"p{i}_done"),),
             commits=(),
             overwrites=None,
         )
-        for i, slices in enumerate(P_PARTS)
+        for i in range(len(P_PARTS))
     )
     pv0 = replace(
         pv0,
