@@ -35,6 +35,7 @@ from .state.tmem import COLUMNS, LANES
 from .state.warp import aligned_zeros
 from .trace.records import Trace
 from .translate.kernel import CompiledKernel, translate
+from .words import shown
 
 #: Bytes that the state of the clusters resident by default may take.
 STATE_LIMIT = 1 << 30
@@ -61,20 +62,22 @@ class Options:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("clusters", "threads"):
+        for name, least in (("clusters", 1), ("threads", 1), ("seed", 0)):
             number = getattr(self, name)
-            if number is not None and (
-                not isinstance(number, int) or isinstance(number, bool) or number < 1
-            ):
-                raise ValueError(f"{name} is {number!r}; accepted: whole numbers from 1 on")
-        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
-            raise ValueError(f"seed is {self.seed!r}; accepted: whole numbers from 0 on")
-        if self.sanitize not in (False, True, "strict", "strict-order"):
-            raise ValueError(
-                f"sanitize is {self.sanitize!r}; accepted: False, True, 'strict', 'strict-order'"
-            )
-        if self.schedule not in ("eager", "lazy"):
-            raise ValueError(f"schedule is {self.schedule!r}; accepted: 'eager' and 'lazy'")
+            if number is None:
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise ValueError(
+                    f"{name} is {shown(number)}; accepted: whole numbers from {least} on"
+                )
+        for name, accepted in (
+            ("sanitize", (False, True, "strict", "strict-order")),
+            ("schedule", ("eager", "lazy")),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, (int, str)) or value not in accepted:
+                names = ", ".join(map(shown, accepted))
+                raise ValueError(f"{name} is {shown(value)}; accepted: {names}")
 
     def policy(self) -> EagerPolicy:
         """A new policy; a seed wins over `schedule`."""

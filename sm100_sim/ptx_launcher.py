@@ -15,6 +15,7 @@ from .ptx.parser import Param
 from .report import Report
 from .settings import read_settings
 from .state.launch import LaunchConfig
+from .words import shown
 
 Extent = int | tuple[int, ...]
 
@@ -78,7 +79,9 @@ def launch_ptx(
 def _extent(name: str, value: Extent) -> tuple[int, int, int]:
     sizes = value if isinstance(value, tuple) else (value,)
     if not 1 <= len(sizes) <= 3 or any(not isinstance(n, int) or n < 1 for n in sizes):
-        raise LaunchError(f"{name} is {value!r}; accepted: one to three whole numbers from 1 on")
+        raise LaunchError(
+            f"{name} is {shown(value)}; accepted: one to three whole numbers from 1 on"
+        )
     x, y, z = (*sizes, 1, 1)[:3]
     return x, y, z
 

@@ -127,7 +127,7 @@ PACKAGES = {
 }
 #: Packages of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
-    ("waiting",),
+    ("waiting", "words"),
     ("causes", "devices", "interrupt", "progress", "ptx", "settings"),
     ("jit",),
     ("native",),

@@ -372,7 +372,7 @@ def test_impossible_launches(launch, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [({"clusters": 0}, "clusters is 0"), ({"seed": -1}, "seed is -1"),
-     ({"schedule": "fast"}, "'eager' and 'lazy'")],
+     ({"schedule": "fast"}, "'eager', 'lazy'")],
 )  # fmt: skip
 def test_wrong_options(options, text):
     with pytest.raises(ValueError, match=text):
