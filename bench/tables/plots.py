@@ -9,6 +9,10 @@ from typing import Any
 
 from .table import BASIS, Plot, Table
 
+#: Suffixes of files that matplotlib writes without another program.
+SUFFIXES = (".eps", ".jpg", ".pdf", ".png", ".ps", ".svg", ".svgz", ".tif", ".webp")
+NO_MATPLOTLIB = "a plot needs matplotlib, which is not installed: pip install matplotlib"
+
 _PANEL_INCHES = (7.0, 3.6)
 #: Heights of a panel whose bars lie on their sides: above and below them, and each bar.
 _AROUND_INCHES, _BAR_INCHES = 1.1, 0.13
@@ -52,9 +56,7 @@ def _draw(panels: list[_Panel], target: Any, form: str | None) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError(
-            "a plot needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
+        raise ValueError(NO_MATPLOTLIB) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import io
 import json
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .plots import draw_tables
+from .plots import NO_MATPLOTLIB, SUFFIXES, draw_tables
 from .table import Table
 
 STDOUT = "-"
@@ -29,10 +30,39 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
             f"--{name}",
             nargs="?",
             const=STDOUT,
+            type=_file,
             metavar="FILE",
             help=f"{name.upper()} to FILE, or to stdout in place of the text",
         )
-    group.add_argument("--plot", metavar="FILE", help="a plot; the suffix of FILE names the format")
+    group.add_argument(
+        "--plot",
+        type=_plot_file,
+        metavar="FILE",
+        help=f"a plot; the suffix of FILE is one of {', '.join(SUFFIXES)}",
+    )
+
+
+def _file(text: str) -> str:
+    """Return the name of a file that can be written. Raises ArgumentTypeError for another one."""
+    folder = Path(text).parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}; create it first")
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; accepted: the name of a file")
+    return text
+
+
+def _plot_file(text: str) -> str:
+    """Return the name of a file that a plot can be drawn into, as `_file`."""
+    suffix = Path(text).suffix
+    if suffix.lower() not in SUFFIXES:
+        raise argparse.ArgumentTypeError(
+            f"{text} has {f'the suffix {suffix}' if suffix else 'no suffix'}; accepted: "
+            f"{', '.join(SUFFIXES)}"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(NO_MATPLOTLIB)
+    return _file(text)
 
 
 def emit(tables: Table | Sequence[Table], arguments: argparse.Namespace) -> None:

@@ -126,6 +126,42 @@ def test_plots(tmp_path, capsys):
         results.emit(table(plot=None), options("--plot", str(tmp_path / "b.svg")))
 
 
+def test_suffixes_of_plots_are_matplotlibs():
+    matplotlib = pytest.importorskip("matplotlib.backends.backend_agg")
+    known = matplotlib.FigureCanvasAgg.get_supported_filetypes()
+    assert {suffix[1:] for suffix in results.SUFFIXES} <= set(known)
+
+
+@pytest.mark.parametrize("suffix", results.SUFFIXES)
+def test_a_plot_of_every_suffix_is_written(suffix, tmp_path):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / f"a{suffix}"
+    results.draw([table()], options("--plot", str(target)).plot)
+    assert target.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [(("--plot", "x.abc"), "x.abc has the suffix .abc; accepted: .eps, .jpg, "),
+     (("--plot", "x"), "x has no suffix; accepted: .eps, .jpg, "),
+     (("--plot", "no/where/x.svg"), "there is no folder no/where; create it first"),
+     (("--json", "no/where/x.json"), "there is no folder no/where; create it first"),
+     (("--csv", "/"), "/ is a folder; accepted: the name of a file")],
+)  # fmt: skip
+def test_files_that_cannot_be_written_are_refused_before_the_work(given, told, capsys):
+    for name in command_line.COMMANDS:
+        with pytest.raises(SystemExit) as left:
+            command_line.main([name, *given])
+        assert left.value.code == 2 and told in capsys.readouterr().err, name
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch, capsys):
+    monkeypatch.setattr(results.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        options("--plot", "x.svg")
+    assert "which is not installed: pip install matplotlib" in capsys.readouterr().err
+
+
 def test_every_command_offers_the_output_options(capsys):
     for name in command_line.COMMANDS:
         with pytest.raises(SystemExit) as left:
@@ -136,5 +172,5 @@ def test_every_command_offers_the_output_options(capsys):
 
 
 def test_a_refused_value_is_a_message(capsys):
-    assert command_line.main(["timing", "--machine", "abacus"]) == 2
-    assert "machine 'abacus' is not known" in capsys.readouterr().err
+    assert command_line.main(["calibrate", "--sets", "0"]) == 2
+    assert capsys.readouterr().err.startswith("error: --sets 0, --lot 48, ")
