@@ -71,6 +71,15 @@ _ADD_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    from .run.bug_report import has_driver
+
+    # Answered before PyTorch is loaded, which takes seconds.
+    if arguments.seqlen < 1:
+        raise ValueError(f"seqlen is {arguments.seqlen}; accepted: 1 or more")
+    if arguments.device == "cuda" and not has_driver():
+        raise ValueError(
+            "device is cuda, but this machine has no driver of NVIDIA's; accepted here: cpu"
+        )
     return _loaded("check.demo").main(arguments)
 
 

@@ -14,7 +14,9 @@ import torch
 
 import fa4_hd256
 import sm100_sim
+from fa4_hd256 import __main__ as command_line
 from fa4_hd256.call.process import constant_in_graphs
+from fa4_hd256.run import bug_report
 
 #: Runs a command and prints, last, which slow packages it has loaded.
 COMMAND = """
@@ -72,6 +74,8 @@ def run(code: str, *arguments: str) -> list[str]:
         ("fa4_hd256", ["env"]),
         ("fa4_hd256", ["dmeo"]),
         ("fa4_hd256", ["demo", "--model", "no-model"]),
+        ("fa4_hd256", ["demo", "--seqlen", "0"]),
+        ("fa4_hd256", ["demo", "--device", "cuda"]),
         ("bench", ["--help"]),
         ("bench", ["throughptu"]),
         ("sm100_sim", ["--help"]),
@@ -87,6 +91,13 @@ def test_commands_that_only_print_load_little(package, arguments):
 @pytest.mark.parametrize("package", ["fa4_hd256", "bench"])
 def test_help_and_typos_of_every_command_load_little(package):
     assert run(EVERY_COMMAND, package) == ["True", "[]"]
+
+
+def test_a_demo_on_a_gpu_that_is_not_there_is_refused_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(bug_report, "has_driver", lambda: False)
+    assert command_line.main(["demo", "--device", "cuda"]) == 2
+    said = "error: device is cuda, but this machine has no driver of NVIDIA's; accepted here: cpu"
+    assert capsys.readouterr() == ("", f"{said}\n")
 
 
 def test_looking_up_an_operator_loads_no_compiler_and_proves_nothing():

@@ -94,6 +94,7 @@ def test_arguments_that_are_not_accepted(capsys):
 
 
 def test_a_gpu_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr(bug_report, "has_driver", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["demo", "--device", "cuda"]) == 2
     said = "error: device is cuda, but PyTorch finds no CUDA device; accepted here: cpu\n"
