@@ -100,12 +100,11 @@ class StepScores:
     ):
         """Set the scores of a listed step that the mask_mod hides to -inf.  number: see
         `MaskFunction.hide`."""
-        functions = self.functions
         for _ in cutlass.range(times_asked(number), unroll=1):
-            places = functions.mask_places(
+            places = self.functions.mask_places(
                 context, row.work, lambda i: (row.head, row.query, key + i)
             )
-            functions.mask_function.hide(scores, places, number)
+            self.functions.mask_function.hide(scores, places, number)
 
 
 def hand_over(barrier: Barrier, state: RingState) -> None:
