@@ -34,9 +34,9 @@ from bench.model.published.flash_attention import FORWARD_256
 from bench.model.published.nvidia import INFERENCE, TRAINING
 from bench.model.published.rows import FIT, TEST
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
-from fa4_hd256.progress import say
 from sm100_sim.timing import SETS, load
 
 #: Machine whose constants they are; similar machines take the sets, too.
@@ -50,23 +50,32 @@ COLUMNS = (
     Column("highest", format=".4g", title="to"),
     Column("told", format=".0%", title="told by the rates"),
 )
+#: Columns of the rows that are printed while the command runs.
+ROUND_COLUMNS = (
+    Column("round", title="round (0: first lot)"), Column("sets", title="sets replayed"),
+    Column("best", format=".2f", title="best error"),
+)  # fmt: skip
 
 
 def search(chosen: list[Case], arguments: argparse.Namespace) -> tuple[Population, Judge]:
-    """The first lot, then the rounds."""
+    """Replay the first lot, then the rounds; each is printed as soon as it is replayed."""
     judge = Judge(chosen)
     ranges = varying(load(MACHINE_NAME))
     followed = effects(chosen, ranges, arguments.jobs) >= FOLLOWED
     population = Population(ranges, len(chosen), followed)
     generator = np.random.default_rng(arguments.seed)
-    for number in range(arguments.rounds + 1):
+
+    def replayed(number: int) -> dict[str, Any]:
         if number:
             places = population.proposed(judge, arguments.lot, generator)
         else:
             places = spread(arguments.lot, population.ranges, arguments.seed)
         population.add(places, chosen, arguments.jobs)
-        best = judge.errors(population.seconds).min()
-        say(f"{len(population.places)} sets replayed; the best error is {best:.2f}")
+        best = float(judge.errors(population.seconds).min())
+        return {"round": number, "sets": len(population.places), "best": best}
+
+    rounds = range(arguments.rounds + 1)
+    ready(map(replayed, rounds), len(rounds), ROUND_COLUMNS)
     return population, judge
 
 

@@ -10,7 +10,7 @@ replays of windowed kernels outside the fit of their tiles; a Hopper GPU (`bench
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing import MEASURED, Machine, load, machines, mma_cost
@@ -314,18 +315,31 @@ def as_published() -> Table:
 
 
 def held_out(machine: Machine) -> Table:
-    """Replays of windowed kernels beside what costs fitted to other replays say of them."""
+    """Tabulate replays of windowed kernels beside what costs fitted to other replays predict."""
+    total = 2 * len(HELD_OUT) + 2 * len(BACKWARD_HELD_OUT)
+    rows = ready(_held_out_rows(machine), total, HELD_OUT_COLUMNS)
+    for row in rows:
+        row |= {"role": CONSISTENCY, BASIS: "modelled", MACHINE: modelled_machine(machine)}
+    note = (
+        "Both columns are the model's: this shows that costs of masked and unmasked steps carry "
+        "over to other windows and lengths, not that the model is right. Steps: of 256 queries and "
+        "128 keys, of dV the other way round; a plain product has none that is masked."
+    )
+    title = "Windowed kernels: replays of one cluster outside the fit, and costs of the fit"
+    plot = Plot(("kernel", "seqlen", "window"), ("replayed", "predicted"))
+    return Table("validate", title, HELD_OUT_COLUMNS, rows, (note,), plot)
+
+
+def _held_out_rows(machine: Machine) -> Iterator[dict[str, Any]]:
     kind = Kind(True, window=True)
     given = machine, validation.DRAWS
     inside, outside = ours.Variant(kind), ours.Variant(kind, samples=HELD_OUT)
-    rows = list(
-        validation.held_out_rows(
-            OURS, fitted(ours.replays(inside, *given), inside.policy)[0],
-            (HELD_OUT, ours.replays(outside, *given)), STEP_WORK,
-        )
+    yield from validation.held_out_rows(
+        OURS, fitted(ours.replays(inside, *given), inside.policy)[0],
+        (HELD_OUT, ours.replays(outside, *given)), STEP_WORK,
     )  # fmt: skip
     variant = theirs.Variant(kind)
-    rows += validation.held_out_rows(
+    yield from validation.held_out_rows(
         flash_attn_4.PACKAGE, fitted(theirs.replays(variant, *given), "single")[0],
         (HELD_OUT, theirs.replays(variant, *given, HELD_OUT)), STEP_WORK,
     )  # fmt: skip
@@ -337,17 +351,8 @@ def held_out(machine: Machine) -> Table:
         outside = replace(inside, samples=BACKWARD_HELD_OUT)
         costs = fitted(ours.replays(inside, *given), inside.policy)[0]
         runs = ours.replays(outside, *given)
-        rows += validation.held_out_rows(f"{OURS}, {name}", costs, (BACKWARD_HELD_OUT, runs), work)
-    for row in rows:
-        row |= {"role": CONSISTENCY, BASIS: "modelled", MACHINE: modelled_machine(machine)}
-    note = (
-        "Both columns are the model's: this shows that costs of masked and unmasked steps carry "
-        "over to other windows and lengths, not that the model is right. Steps: of 256 queries and "
-        "128 keys, of dV the other way round; a plain product has none that is masked."
-    )
-    title = "Windowed kernels: replays of one cluster outside the fit, and costs of the fit"
-    plot = Plot(("kernel", "seqlen", "window"), ("replayed", "predicted"))
-    return Table("validate", title, HELD_OUT_COLUMNS, rows, (note,), plot)
+        held_out = BACKWARD_HELD_OUT, runs
+        yield from validation.held_out_rows(f"{OURS}, {name}", costs, held_out, work)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import numpy as np
 import pytest
 import torch
 
 from bench.__main__ import main
-from bench.commands import ex2_sweep, parallel, ranks, static, training, validate
+from bench.commands import calibrate, ex2_sweep, parallel, ranks, static, training, validate
 from bench.measure.exp2 import SEQLENS, Times
 from bench.measure.rank_processes import ONE_GPU
 from bench.measure.training import Run
+from bench.model import calibrate as model_calibrate
 from bench.model import compiled_backward, predictor, validation
 from bench.model.compiled_backward import KERNELS, BackwardReport
 from bench.model.published import flash_attention
@@ -100,3 +103,41 @@ def test_validate(monkeypatch, seen):
     assert len(validation.judged(rows, ["b200"])) == 4
     assert [rows_in(text) for text in seen.before] == [0, 1, 2, 3]
     assert str(rows[0].build) in seen.before[1] and "+0.0%" in seen.before[1]
+
+
+def test_validate_held_out(monkeypatch, seen):
+    """Replays outside the fit: each kernel's rows before the next one is replayed."""
+
+    def held_out_rows(name, costs, outside, step):
+        for seqlen, _, left in seen(outside[0]):
+            row = dict.fromkeys(column.name for column in validate.HELD_OUT_COLUMNS)
+            yield row | {"kernel": name, "seqlen": seqlen, "window": f"({left}, 0)"}
+
+    monkeypatch.setattr(validate, "fitted", lambda runs, policy: ("costs",))
+    for module in (validate.ours, validate.theirs):
+        monkeypatch.setattr(module, "replays", lambda *given: [])
+    monkeypatch.setattr(validation, "held_out_rows", held_out_rows)
+    table = validate.held_out(validate.load("b200"))
+    assert len(table.rows) == len(seen.before) > 8
+    assert [rows_in(text) for text in seen.before] == list(range(len(seen.before)))
+    assert validate.OURS in seen.before[1] and "(512, 0)" in seen.before[1]
+
+
+def test_calibrate(monkeypatch, seen):
+    """A row for each round, the first lot's before the next one is proposed."""
+    numbers = seen(range(3))
+
+    def log_seconds(chosen, sets, jobs):
+        next(numbers)
+        return np.zeros((len(sets), len(chosen)))
+
+    arguments = Namespace(lot=4, rounds=2, seed=0, jobs=1)
+    monkeypatch.setattr(model_calibrate, "log_seconds", log_seconds)
+    monkeypatch.setattr(calibrate, "effects", lambda chosen, ranges, jobs: np.ones(len(ranges)))
+    monkeypatch.setattr(model_calibrate.Population, "proposed", lambda self, *_: self.places[:4])
+    rows = [row for row in flash_attention.FORWARD_256 if row.machine == "b200"][:4]
+    chosen = [model_calibrate.Case(row, lambda machine: []) for row in rows]
+    population, _ = calibrate.search(chosen, arguments)
+    assert len(population.places) == 12
+    assert [rows_in(text) for text in seen.before] == [0, 1, 2]
+    assert "sets replayed" in seen.before[1] and "| 8 " not in seen.before[1]
