@@ -8,15 +8,18 @@ module are compared with that module's by `tests/bench/test_options.py`.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 
 from bench import suite
+from bench.measure.target_names import TARGETS
 from bench.measure.timer import COLD, L2_STATES, Sampling
 from bench.measure.training_shape import Shape
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS, FORWARD
 from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP, YARDSTICK
+from bench.tables.documents import DOCUMENTS
 from bench.tables.documents import FOLDER as TABLES
 from bench.tables.results import add_output_options
 from bench.tables.shape_options import add_shape_options
@@ -57,6 +60,19 @@ MACHINES = ("b200", "b300", "gb200", "gb300", "h100", "h200")
 #: Attentions of `training`: the reference, and all.
 REFERENCE = "SDPA float32"
 ATTENTIONS = (REFERENCE, "ours", "flash-attn-4", "SDPA bf16", "float32, rounded as kernels do")
+#: Kernels of `fences`.
+FENCED = (
+    "dV and dS, full", "dV and dS, causal, CLC", "dK and dQ from dS, full",
+    "dK and dQ from dS, causal, CLC", "forward, full", "forward, causal, CLC",
+)  # fmt: skip
+#: Names of `pictures`.
+PICTURE_NAMES = (
+    "throughput-forward", "throughput-one-sequence", "throughput-h200", "model-accuracy",
+    "training-losses", "timeline-forward", "pair-operands", "swizzle", "operand-majors",
+    "tensor-memory-lanes", "memory-forward", "barriers-forward", "memory-dv", "barriers-dv",
+    "memory-products", "barriers-products", "memory-dkdv", "barriers-dkdv", "memory-dq",
+    "barriers-dq", "backward-flow", "exp2-error", "simulator-tower", "instruction-life", "race",
+)  # fmt: skip
 #: Types of `throughput`.
 DTYPES = ("bf16", "fp16")
 
@@ -71,10 +87,28 @@ def machine(text: str) -> str:
     return text
 
 
-def _choice(text: str) -> str:
-    if text not in CHOICES:
-        raise argparse.ArgumentTypeError(f"no choice {text!r}; there are: {'; '.join(CHOICES)}")
-    return text
+def _one_of(kind: str, names: Collection[str]) -> Callable[[str], str]:
+    """Return a type for argparse: one of the names, in an error all of them."""
+
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"no {kind} {text!r}; there are: {'; '.join(names)}")
+        return text
+
+    return name
+
+
+def _part_of(kind: str, names: Collection[str]) -> Callable[[str], str]:
+    """Return a type for argparse: a part of one of the names, in an error all of them."""
+
+    def part(text: str) -> str:
+        if not any(text in name for name in names):
+            raise argparse.ArgumentTypeError(
+                f"no {kind} has {text!r} in its name; there are: {'; '.join(names)}"
+            )
+        return text
+
+    return part
 
 
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
@@ -132,7 +166,10 @@ def contention(parser: argparse.ArgumentParser) -> None:
 
 def defaults(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "choice", nargs="*", type=_choice, help=f"of {'; '.join(CHOICES)}; all without one"
+        "choice",
+        nargs="*",
+        type=_one_of("choice", CHOICES),
+        help=f"of {'; '.join(CHOICES)}; all without one",
     )
     parser.add_argument(
         "--every", type=int, default=1, metavar="N", help="of each choice's cases one in N"
@@ -169,7 +206,12 @@ def ex2_sweep(parser: argparse.ArgumentParser) -> None:
 
 def fences(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen", type=int, default=1024)
-    parser.add_argument("--kernel", default="", help="only those with this in their names")
+    parser.add_argument(
+        "--kernel",
+        type=_part_of("kernel", FENCED),
+        default="",
+        help="only those with this in their names",
+    )
     parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
     add_output_options(parser)
 
@@ -245,7 +287,10 @@ def masks(parser: argparse.ArgumentParser) -> None:
 
 def mutation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "target", nargs="*", help="which kernels (default: all); an unknown name lists them"
+        "target",
+        nargs="*",
+        type=_one_of("target", TARGETS),
+        help="which kernels (default: all); an unknown name lists them",
     )
     parser.add_argument("--seeds", type=int, default=20, help="most seeds a mutant")
     parser.add_argument(
@@ -292,7 +337,13 @@ def peers(parser: argparse.ArgumentParser) -> None:
 
 
 def pictures(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of pictures; all unless chosen")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        type=_one_of("picture", PICTURE_NAMES),
+        metavar="NAME",
+        help="of pictures; all unless chosen",
+    )
     parser.add_argument(
         "--write", type=Path, metavar="DIR", default=PICTURES, help="default: docs/pictures"
     )
@@ -420,7 +471,13 @@ def steps(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of tables; all unless chosen")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        type=_one_of("table", DOCUMENTS),
+        metavar="NAME",
+        help="of tables; all unless chosen",
+    )
     parser.add_argument(
         "--write",
         type=Path,

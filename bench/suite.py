@@ -268,8 +268,14 @@ def cases(groups: Iterable[str] | None = None) -> list[Case]:
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Options that choose cases, as `selected` reads them."""
     group = parser.add_argument_group("cases", "the whole suite, unless chosen here")
-    names = ", ".join(GROUPS | BY_NAME)
-    group.add_argument("--group", action="append", help=f"one of {names}; repeatable")
+    names = tuple(GROUPS | BY_NAME)
+    group.add_argument(
+        "--group",
+        action="append",
+        choices=names,
+        metavar="NAME",
+        help=f"one of {', '.join(names)}; repeatable",
+    )
     group.add_argument("--heads", action="append", metavar="Q/KV", help="such as 32/2; repeatable")
     group.add_argument("--max-tokens", type=int, help="leave out cases with more query tokens")
     group.add_argument("--only", metavar="TEXT", help="cases whose description contains TEXT")

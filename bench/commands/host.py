@@ -36,11 +36,17 @@ FEW_ROWS = 2
 
 
 def measure(chosen: str = "", peers: bool = True) -> Table:
-    """Host time of every case with `chosen` in its name. peers: beside others, on a GPU."""
+    """Return the host time of every case with `chosen` in its name. peers: beside others, on a GPU.
+
+    Raises ValueError if no case has that in its name.
+    """
+    chosen_cases = [case for case in host.CASES if chosen in case.name]
+    if not chosen_cases:
+        names = "; ".join(case.name for case in host.CASES)
+        raise ValueError(f"no call has {chosen!r} in its name; there are: {names}")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, launches by a stand-in"
-    chosen_cases = [case for case in host.CASES if chosen in case.name]
     if not on_gpu:
         # Results are filled there, which other threads are no help with.
         torch.set_num_threads(1)

@@ -11,11 +11,20 @@ from checkout import ROOT
 from bench import options
 from bench.__main__ import COMMANDS
 from bench.commands import steps, throughput
-from bench.measure import ladder, mask_providers, nsight, providers, ranks, training
-from bench.model import defaults
+from bench.measure import (
+    ladder,
+    mask_providers,
+    mutation_targets,
+    nsight,
+    providers,
+    ranks,
+    training,
+)
+from bench.model import defaults, fences
+from bench.pictures.catalogue import PICTURES
 from fa4_hd256 import build_options, warm
 from fa4_hd256.run import needs
-from sm100_sim.timing import machines
+from sm100_sim.timing import load, machines
 
 
 def test_every_command_has_options():
@@ -35,6 +44,9 @@ def test_names_are_those_of_the_modules():
     assert options.PROVIDERS == tuple(p.name for p in providers.default_providers())
     assert options.MASK_PROVIDERS == tuple(p.name for p in mask_providers.mask_providers())
     assert set(options.MACHINES) == set(machines())
+    assert options.FENCED == tuple(fences.calls(1024, load("b200")))
+    assert options.PICTURE_NAMES == tuple(PICTURES)
+    assert sorted(options.TARGETS) == sorted(mutation_targets.targets())
 
 
 #: Values that there are not, of options and arguments, and of each a name that is told instead.
@@ -44,6 +56,11 @@ REFUSED = {
     ("throughput", "--modelled", "--machine", "b400"): "gb300",
     ("roofline", "--machine", "b400"): "files whose name ends in .json",
     ("defaults", "colours"): "no choice 'colours'; there are: order, forward;",
+    ("mutation", "nope"): "no target 'nope'; there are: forward, full, static;",
+    ("tables", "nope"): "no table 'nope'; there are: throughput;",
+    ("pictures", "nope"): "no picture 'nope'; there are: throughput-forward;",
+    ("fences", "--kernel", "nope"): "no kernel has 'nope' in its name; there are: dV and dS, full;",
+    ("throughput", "--modelled", "--group", "nope"): "invalid choice: 'nope' (choose from",
 }
 
 

@@ -39,3 +39,8 @@ def test_the_stand_in_is_taken_away_again(quick):
     with host.stand_in():
         assert launch.host_function is not before[0]
     assert (launch.host_function, plans.repeats) == before
+
+
+def test_a_call_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="no call has 'nope' in its name; there are: "):
+        command.measure("nope")

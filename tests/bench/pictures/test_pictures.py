@@ -87,11 +87,6 @@ def test_check_tells_what_is_stale(tmp_path, capsys):
     assert printed.count("not current") == 2 and "drawn again by" in printed
 
 
-def test_a_name_that_is_none_is_refused(capsys):
-    assert main(["pictures", "sunset"]) == 2
-    assert "picture 'sunset'; accepted are throughput-forward" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["rates", "timeline"])
 def test_data_of_other_constants_are_refused(name, tmp_path, monkeypatch):
     content = json.loads((inputs.DATA / f"{name}.json").read_text("utf-8"))
