@@ -1,5 +1,13 @@
 """`flash_attn_with_kvcache`: attention over a cache of keys and values, with new rows of them
-written to it first."""
+written to it first.
+
+A call without new rows is one of the attention alone (`interface.attend_sequences`). One with new
+rows is a single plan, `_plan`: the kernel that writes rows, then the attention. It is found by the
+call's tensors in one tuple, in the order of `_NAMES`. Shapes, dtypes and options are checked when
+it is made (`_resolved`), before anything is written; where tensors lie at every call
+(`_check_memory`). Where something intercepts calls (`is_intercepted`) there is no such plan: the
+operator `append_rows` is called, then the attention.
+"""
 
 from __future__ import annotations
 
@@ -161,9 +169,9 @@ def flash_attn_with_kvcache(
         cache_batch_idx, cache_leftpad,
     )  # fmt: skip
     attention = _RequestedAttention(learnable_sink, others, asked, out)
-    # Engines write their caches themselves: a call without new rows is one of the attention.
-    are_read = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
-    if not are_read or not _are_plain(cache_seqlens):
+    # Engines write their caches themselves: such calls are those of the attention at once.
+    is_attention = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
+    if not is_attention or not _are_plain(cache_seqlens):
         new_rows = _NewRows(
             k,
             v,
@@ -173,7 +181,7 @@ def flash_attn_with_kvcache(
             rotary_interleaved,
             None if rotary_cos is rotary_sin is None else rotary_seqlens,
         )
-        places, results = new_rows.written(places, attention, return_lse)
+        places, results = new_rows.write_and_attend(places, attention, return_lse)
         if results is not None:
             return results if return_lse else results[0]
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = attention.of(places, return_lse)
@@ -189,10 +197,15 @@ def _are_plain(cache_seqlens: Any) -> bool:
 
 
 class _Places(NamedTuple):
-    """Queries, and where the keys of each sequence are; lengths: (batch,) int32 rows in use, None
-    for all, and before `in_use` as users give them, like the others. entries: cache_batch_idx, None
-    where page_table says where rows are; leftpad: cache_leftpad. chosen: the rows of a page_table
-    that cache_batch_idx asks for, and the nearest ones that there are, of which this one is."""
+    """Queries, and where the keys of each sequence lie: arguments as users give them, or checked
+    and brought into one form (`in_use`).
+
+    lengths: cache_seqlens; in that form (batch,) int32 rows in use, None for all. entries:
+    cache_batch_idx; None in that form with a page_table, which then has the chosen rows alone, one
+    for each sequence. chosen: numbers of these rows as cache_batch_idx has them, and as they were
+    taken, the nearest ones that the table has; None where nothing was chosen. leftpad:
+    cache_leftpad.
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -207,7 +220,8 @@ class _Places(NamedTuple):
 
     @property
     def in_cache(self) -> dict[str, torch.Tensor]:
-        """Tensors beside page_table that say where in a cache keys lie, by name."""
+        """Return the tensors beside page_table and lengths that say where in a cache keys lie, by
+        name."""
         if self.entries is self.leftpad is None:
             return NO_TENSORS
         given = {CACHE_BATCH_IDX: self.entries, CACHE_LEFTPAD: self.leftpad}
@@ -215,8 +229,9 @@ class _Places(NamedTuple):
 
     @property
     def table_of_rows(self) -> torch.Tensor | None:
-        """page_table; with cache_batch_idx alone that of pages of all rows of an entry. A sequence
-        whose entry there is not has no pages, so that no new row of it is written."""
+        """Return the page table for the kernel that writes rows. With cache_batch_idx alone each
+        entry of the cache counts as one page. A sequence whose cache_batch_idx chooses a row that
+        the table has not gets no pages, so that none of its new rows is written."""
         if self.chosen is not None and self.page_table is not None:
             asked, there = self.chosen
             return self.page_table.masked_fill((asked != there)[:, None], NO_PAGE)
@@ -243,8 +258,9 @@ class _Places(NamedTuple):
         return environment.checks_pages() and not torch.cuda.is_current_stream_capturing()
 
     def in_use(self) -> _Places:
-        """Return the places with lengths, and with the rows of page_table that the sequences have.
-        Raises TypeError or ValueError for what is not accepted."""
+        """Return the places checked: lengths as a tensor, and of page_table the rows of the
+        sequences. Unchanged if it is called again. Raises TypeError or ValueError for what is not
+        accepted."""
         cache_checks.check_caches(
             self.q, self.k_cache, self.v_cache, self.page_table, self.cu_seqlens_q
         )
@@ -293,7 +309,8 @@ class _Places(NamedTuple):
 
 
 class _RequestedAttention(NamedTuple):
-    """Attention of a call, whichever rows the cache has. others: tensors by name."""
+    """Attention of a call: its arguments but for queries and caches, which are in `_Places`.
+    others: tensors by name."""
 
     sink: Any
     others: dict[str, torch.Tensor]
@@ -301,7 +318,8 @@ class _RequestedAttention(NamedTuple):
     out: Any
 
     def of(self, places: _Places, return_lse: bool) -> Any:
-        """Return what `flash_attn_varlen_func` would, which takes no `in_cache`."""
+        """Call the attention and return its results: `flash_attn_varlen_func`, with tensors that
+        its signature lacks (`_Places.in_cache`)."""
         in_cache = places.in_cache
         return attend_sequences(
             (places.q, places.k_cache, places.v_cache, self.sink),
@@ -322,8 +340,8 @@ class _RequestedAttention(NamedTuple):
         return self._replace(asked=asked._replace(max_seqlen_q=found[0], max_seqlen_k=found[1]))
 
     def described(self, places: _Places, read: Iterable[Any]) -> tuple[str, ForwardWork | None]:
-        """Raise what the attention would, so that nothing is written before. Returns whose scales
-        keys and values have, and the attention described, None in graphs.
+        """Describe the attention, which raises all that it refuses before anything is written.
+        Return (whose scales keys and values have, the described attention, None in graphs).
 
         read: tensors that the call reads beside q, the caches and those of this attention."""
         asked, sink, q = self.asked, self.sink, places.q
@@ -374,7 +392,7 @@ _SEQUENCES = ForwardTensors._fields[4:10]
 
 
 class _NewRows(NamedTuple):
-    """Rows to be written, and their rotary embedding; as users give them."""
+    """New rows of a call, and their rotary embedding, as users give them; k and v None for none."""
 
     k: Any
     v: Any
@@ -384,17 +402,20 @@ class _NewRows(NamedTuple):
     interleaved: Any = True
     rotary_seqlens: Any = None
 
-    def written(
+    def write_and_attend(
         self, places: _Places, attention: _RequestedAttention, wants_lse: bool
     ) -> tuple[_Places, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Write the rows, if there are any, and attend to them: (.., (out, lse)). None in place of
-        these where the attention is left to be called, with the places that are returned: without
-        new rows, and in graphs.
+        """Write the rows and attend to all; return (places, (out, lse)).
+
+        Results are None, and the caller calls the attention with the places returned, in two cases:
+        there are no rows to be written; and in graphs, where they are written by an operator.
 
         Raises TypeError or ValueError for what is not accepted, before anything is written."""
         are_given = self.k is not None or self.v is not None
-        counted = isinstance(places.lengths, torch.Tensor)
-        if not are_given or places.entries is not None or places.leftpad is not None or not counted:
+        is_plain = places.entries is places.leftpad is None
+        # Plain calls are checked with their plan. Others become tensors like theirs first: a plan
+        # has (batch,) lengths, and pages of the sequences alone.
+        if not (are_given and is_plain and isinstance(places.lengths, torch.Tensor)):
             places = places.in_use()
             if not self.check(places):
                 return places, None
@@ -495,10 +516,10 @@ class _NewRows(NamedTuple):
             )
 
 
-#: Tensors of a call with new rows, in order: those of `AppendTensors`, then those of the attention
-#: under its names. With cache_batch_idx, page_table says the same to the kernel that writes rows:
-#: an entry of the cache is a page of all its rows. Where cache_batch_idx chooses rows of a page
-#: table, the attention has one of its own.
+#: Tensors of a call with new rows, in the order of `_tensors_of`: fields of `AppendTensors`, whose
+#: page_table is `_Places.table_of_rows`, then what the attention takes beside them, by its names.
+#: `_READ_PAGES` is the attention's page table where cache_batch_idx chose its rows; else it reads
+#: page_table, or with cache_batch_idx alone none.
 _READ_PAGES = "read_pages"
 _NAMES = (
     *AppendTensors._fields, "sink", PART_LIST, CACHE_BATCH_IDX, CACHE_LEFTPAD, _READ_PAGES,
@@ -509,7 +530,7 @@ _place_of = {name: place for place, name in enumerate(_NAMES)}
 
 
 def _tensors_of(places: _Places, rows: _NewRows, attention: _RequestedAttention) -> tuple[Any, ...]:
-    """The tensors of a call, None where not given."""
+    """Return the tensors of a call in the order of `_NAMES`, None where not given."""
     others = attention.others
     k_descale = v_descale = None
     more: Sequence[Any] = _NO_MORE
@@ -538,8 +559,12 @@ def _append_tensors(tensors: Sequence[Any]) -> AppendTensors:
 def _resolved(
     tensors: Sequence[Any], asked: Given, interleaved: Any
 ) -> tuple[AppendOptions, ForwardWork | None]:
-    """Return the options of the kernel that writes rows, and the attention described, None in
-    graphs. Raises what the call would, so that nothing is written before."""
+    """Return (options of the kernel that writes rows, the described attention, None in graphs).
+    tensors: by `_tensors_of`.
+
+    Checks all of a call, so that what it raises comes before anything is written. From the tensors
+    it makes `_Places`, `_NewRows` and `_RequestedAttention` again, since an entry keeps no tensor.
+    """
     call, given = AppendTensors(*tensors[:_APPENDED]), dict(zip(_NAMES, tensors, strict=True))
     rows = _NewRows(
         call.k,
@@ -579,7 +604,8 @@ def _resolved(
 
 
 def _check_memory(tensors: Sequence[Any]) -> None:
-    """Raise ValueError for caches that nothing is written to now, and for what lies in them."""
+    """Raise ValueError for caches that PyTorch may not write to now, and for new rows or queries to
+    be rotated that lie in them."""
     k, v, k_cache, v_cache = tensors[:4]
     caches, read = {"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v}
     if tensors[_place_of["rotary_cos"]] is not None:
@@ -588,8 +614,8 @@ def _check_memory(tensors: Sequence[Any]) -> None:
 
 
 def _plan(tensors: Sequence[Any], values: tuple[Given, Any]) -> LaunchPlan:
-    """The plan of new rows and of the attention that they are part of, whose results are (out,
-    lse). values: arguments of the attention, and rotary_interleaved. Raises as `_resolved` does."""
+    """Return the plan of new rows and of the attention behind them, whose results are (out, lse).
+    values: arguments of the attention, and rotary_interleaved. Raises as `_resolved` does."""
     options, work = _resolved(tensors, *values)
     assert work is not None, "a plan is made in a graph"
     builder = PlanBuilder.for_tensors(work.problem.device, _NAMES, tensors)
@@ -608,13 +634,17 @@ def _plan(tensors: Sequence[Any], values: tuple[Given, Any]) -> LaunchPlan:
 
 
 def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> tuple[Given, Any]:
-    """facts: the fields of `Given`, then what `plans.facts_of` adds, and then the form."""
-    count = len(Given._fields)
-    return Given(*facts[:count]), facts[count + _ADDED + 1]
+    """Return the arguments of the attention and rotary_interleaved, without a check: `_plan` has
+    all. facts: fields of `Given`, what `plans.facts_of` adds, then the form of `write_and_attend`:
+    a mark, rotary_interleaved, which tensors are given."""
+    added = len(Given._fields)
+    _mark, interleaved, _given = facts[added + _ADDED :]
+    return Given(*facts[:added]), interleaved
 
 
 #: How many facts `plans.facts_of` adds behind those given.
 _ADDED = 2
+#: Named as the operator of its first launch; its plan has the attention, too.
 _CACHE = plans.Kind(
     "append_rows",
     _values,
