@@ -57,7 +57,8 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     return or_empty(plans.within(_BACKWARD, tensors, values), tensors)
 
 
-#: Packed sequences with or without a batch of 1: in the operator's body, and past it.
+#: Takes packed sequences with a batch of 1, as the operator's body has them, and without one, as
+#: calls past the dispatcher do.
 _BACKWARD = plans.Kind("backward", plans.leading(BackwardValues), plan_call, smaller=smaller_plan)
 
 
@@ -253,7 +254,7 @@ def gradients(
 
 
 class _Attention(torch.autograd.Function):
-    """The operator with its gradients, for calls past the dispatcher."""
+    """Autograd's function of the forward, for calls past the dispatcher."""
 
     @staticmethod
     def forward(
@@ -261,8 +262,9 @@ class _Attention(torch.autograd.Function):
         found: tuple[plans.Entry, list[int], Sequence[Any]],
         *differentiable: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """found: of the call its entry, the addresses by `key_of`, all tensors; differentiable:
-        those that gradients flow to."""
+        """Return (out, lse). found: entry, addresses and tensors of the call, as `plans.run` takes
+        them. differentiable: the first of these tensors once more, q, k, v and the sink: autograd
+        tracks what it gets as an argument, but nothing inside a tuple."""
         entry, addresses, tensors = found
         tensors = (*differentiable, *tensors[len(differentiable) :])
         out, lse = plans.run(entry, tensors, addresses)

@@ -264,7 +264,7 @@ def compiler_settings() -> dict[str, str]:
 class _Seen:
     """The environment as it was last looked at, and what of it matters to a call."""
 
-    #: In one, as another thread may look at any time.
+    #: (variables, values of `switches`) in one attribute: another thread may look at any time.
     both: tuple[dict[Any, Any] | None, tuple[str, ...]] = None, ()
 
 
@@ -274,8 +274,8 @@ _variables: dict[Any, Any] | None = getattr(os.environ, "_data", None)
 
 
 def switches() -> tuple[str, ...]:
-    """Return the present values of all variables that a call depends on; equal tuples mean that
-    none has changed.
+    """Return the present values of all variables that a call depends on. The very tuple of the call
+    before means that no variable of the environment has changed since, so guards compare by `is`.
 
     Read at every call: anything cached for similar calls has it in its key.
     """

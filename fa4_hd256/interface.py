@@ -328,8 +328,8 @@ _CU_SEQLENS_Q, _K_DESCALE = map(ForwardTensors._fields.index, ("cu_seqlens_q", D
 class Given(NamedTuple):
     """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one.
 
-    listed_tiles: as of `BackwardProblem`. Calls make a tuple of these in this order, which takes
-    half the time.
+    listed_tiles: as of `BackwardProblem`. Calls make a plain tuple in this order, in half the time
+    that a named one takes; `_resolve` names its fields.
     """
 
     softmax_scale: Any
@@ -426,10 +426,13 @@ def _halves(device: torch.device) -> int:
 def _attend(
     tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...], wants_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse), the latter anything where it is not wanted.
+    """Return (out, lse) of a call, all of whose arguments are as users give them; without wants_lse
+    lse may hold anything.
 
-    All as users give them. tensors: fields of `ForwardTensors`, then out, to which the first result
-    is written; given: fields of `Given`. form: which tensors are given, and are the same.
+    Nothing is checked here but gradients: `plans.find` has the arguments of a first call checked by
+    `_checked`, and those of a call like one before were checked then. tensors: fields of
+    `ForwardTensors`, then out, to which the first result is written; given: fields of `Given`;
+    form: which tensors are given, and which are the same one.
     """
     out = tensors[-1]
     if tensors[_K_DESCALE] is not None or out is not None:
@@ -441,7 +444,7 @@ def _attend(
         return _through_dispatcher(tensors, given)
     entry, addresses = found
     if out is not None:
-        # Modes and addresses are in no key.
+        # Neither modes nor addresses are in a key, so each call checks them.
         check = check_writable if entry.execution is None else check_writable_again
         check(out, tensors[:-1])
         return plans.run(entry, tensors, addresses)
@@ -502,7 +505,8 @@ def _attend_for_maxima(
 def _through_dispatcher(
     tensors: Sequence[Any], given: tuple[Any, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_attend` as PyTorch's dispatcher does it. Raises as `refuse_tangents`."""
+    """Return what `_attend` does, by way of PyTorch's dispatcher: the operator's body finds or
+    makes the plan. Raises as `refuse_tangents` and `_resolve`."""
     *inputs, out = tensors
     refuse_tangents(tensors)
     values, named = _resolve(inputs, given), ForwardTensors(*inputs)
@@ -527,9 +531,10 @@ def _without_batch(
 
 
 def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
-    """The operator's arguments that are no tensors; facts: those of `Given` first.
+    """Return the operator's arguments that are no tensors; facts: those of `Given` first.
 
-    Checks what its schema, which takes plain values only, cannot carry.
+    Checks what the operator's schema, which takes plain values alone, cannot carry; shapes, dtypes
+    and ranges are checked with the tensors (`Problem.describe`).
     """
     given, inputs = Given(*facts[: len(Given._fields)]), ForwardTensors(*tensors)
     num_splits = asked_splits(given.num_splits, given.batch_invariant)
@@ -562,7 +567,8 @@ def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
 
 
 def _checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
-    """`Kind.resolve` of calls as users make them. tensors: out behind the others."""
+    """Check a first call of users and return its values: the `Kind.resolve` of both kinds below.
+    tensors: out behind the others."""
     *inputs, out = tensors
     values = _resolve(inputs, facts)
     if out is not None:
@@ -570,6 +576,7 @@ def _checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     return values
 
 
+#: Kinds of eager calls; `operators` has those of the same operators' bodies.
 _FORWARD = plans.Kind("forward", _checked, partial(plan_call, has_batch=False), (OUT,))
 _MAXIMA = plans.Kind(
     "forward_max_logits", _checked, partial(plan_call, has_batch=False, max_logits=True)

@@ -53,6 +53,7 @@ def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 _values = plans.leading(ForwardValues)
 #: Places of out, and of the caches of `append_rows`.
 OUT = len(ForwardTensors._fields)
+#: Kinds of the operators' bodies; `interface` has those of eager calls.
 _FORWARD = plans.Kind("forward", _values, plan_call, (OUT,))
 _MAXIMA = plans.Kind("forward_max_logits", _values, partial(plan_call, max_logits=True))
 _APPEND = plans.Kind(

@@ -1,22 +1,30 @@
 """Plans of calls, found by guards: `find` and `run`.
 
-A call like one before finds its plan, which is then executed: no checks, no description, nothing
-of PyTorch's dispatcher, which takes longer than a launch. Any other call makes its plan and
-executes it the same way. Wherever something could intercept the operator (torch.compile, tracing,
-modes, subclasses, torch.func) it is called as an operator, whose body comes here (`within`).
+`find` returns the `Entry` of a call, `run` executes the entry's plan::
+
+    first call     no entry has the key: `Kind.resolve` checks the arguments, an entry is made;
+                   `run` makes the plan, executes it and keeps it in the entry
+    second call    the key finds the entry, which gets a guard
+    later calls    the guard finds the entry
+
+So a call like one before goes without checks, without a description and without PyTorch's
+dispatcher, which takes longer than a launch. Where something could intercept the operator
+(torch.compile, tracing, modes, subclasses, torch.func) a call goes through the dispatcher to the
+operator, whose body comes here (`within`).
 
 NOTE [key of a plan].  What a plan and the checks before it depend on: of each tensor shape,
 strides, dtype, device and alignment; all other arguments, and their types where equal values of
 some types alone are accepted; the environment (`environment.switches`). Contents of lengths are
 checked on the CPU alone, or where the environment asks for it: there every call makes its plan.
 
-NOTE [guards].  To make a key takes longer than to launch. So each that came before has a guard,
+NOTE [guards].  To make a key takes longer than to launch. So an entry that has a plan gets a guard,
 PyTorch's own of compiled code: one call in C++ that says whether tensors have the classes, dispatch
-keys, dtypes, devices, sizes, strides and requires_grad of those that it was made of. They are found
-by the other arguments: first that which the last such call passed, as a model's layers have it,
-then those of the same two shapes. It refuses a tensor that is given twice, as offsets of queries
-that are those of keys are: it is asked once, and the others are compared with it by identity.
-Where a PyTorch has none, keys are made.
+keys, dtypes, devices, sizes, strides and requires_grad of those that it was made of. Guards are
+found by the facts of a call, its arguments that are no tensors: first the guard that the last such
+call passed, as a model's layers do, then the guards of the same two shapes. PyTorch's guard refuses
+a tensor that is given twice, as cu_seqlens_q is where it is cu_seqlens_k, too. So it gets each
+tensor once, and what is given again is compared by identity. Where a PyTorch has no such guard,
+every call makes its key.
 """
 
 from __future__ import annotations
@@ -53,17 +61,19 @@ LARGEST = 2048
 #: Guards of the same facts that are tried.
 MOST_GUARDS = 8
 
-#: Of plain tensors, which no subclass takes calls of.
-_KINDS = (torch.Tensor, torch.nn.Parameter)
+#: Classes of plain tensors, whose calls no subclass takes over.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def key_of(
     tensors: Tensors, facts: tuple[Any, ...], switches: tuple[str, ...]
 ) -> tuple[tuple, list[int]] | None:
-    """Return (key, addresses of the tensors that are given) of a call that nothing intercepts; None
-    where a tensor is no plain one, or has elements and no memory: one of the device "meta",
-    PyTorch's zeros, which its dispatcher fills in, and storage that was resized to nothing, which
-    it refuses.
+    """Return (key, addresses of the tensors that are given) of a call that nothing intercepts, else
+    None.
+
+    None also where a tensor is no plain one, or has elements and no memory. Three kinds have none:
+    those of the device "meta"; PyTorch's ZeroTensor, which its dispatcher fills in; and storage
+    resized to nothing, which the dispatcher refuses.
 
     tensors: None for one not given. facts: all that the call depends on beside these and the
     environment; their types count, too. switches: of the environment. NOTE [key of a plan].
@@ -77,7 +87,7 @@ def key_of(
             key.append(None)
             continue
         if (
-            type(tensor) not in _KINDS
+            type(tensor) not in _PLAIN
             or tensor.layout is not torch.strided
             or tensor.is_nested
             or tensor.is_neg()
@@ -111,12 +121,15 @@ def are_aligned(addresses: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """Calls that are described by the same arguments.
+    """Calls that are described by the same arguments. One operator may have two kinds: of eager
+    calls, whose facts are arguments as users give them, and of its own body, whose facts are
+    arguments of its schema.
 
-    name: of their operator, in the package's namespace. resolve: (tensors, facts) -> values, what
-    is no tensor, called where no such call came before; raises for what is not accepted. plan:
-    (tensors, values) -> their plan. written: places of tensors that they write to. smaller:
-    (tensors, values, a plan that memory is too short for) -> another one, None where there is none.
+    name: of their operator, in the package's namespace, and of their range in a profile. resolve:
+    (tensors, facts) -> values, what the plan needs beside tensors; called at the first call with a
+    key, and may raise for what is not accepted. plan: (tensors, values) -> their plan; raises for
+    all else. written: places of tensors that they write to. smaller: (tensors, values, a plan that
+    memory is too short for) -> another one, None where there is none.
     """
 
     name: str
@@ -127,7 +140,9 @@ class Kind:
 
 
 class Entry:
-    """Values kept of calls with a key. execution: of their plan, None until one is made."""
+    """Calls with one key: their values, and once `run` has made it the execution of their plan.
+
+    execution: None before that, and always where plans are not kept (`repeats`)."""
 
     __slots__ = ("execution", "is_kept", "kind", "values", "written")
 
@@ -174,8 +189,8 @@ class _Guard:
 
 
 class _Alike:
-    """Calls that differ in tensors and environment alone. last: the guard that one of them passed
-    last."""
+    """Calls with the same facts, which differ in tensors and environment alone. last: the guard
+    that one of them passed last."""
 
     __slots__ = ("last",)
 
@@ -209,8 +224,8 @@ _kept = _Kept()
 
 @functools.lru_cache(LARGEST, typed=True)
 def _alike_of(*facts: Any) -> _Alike:
-    """Return the same as `_Kept.alike`, in C. It keeps nothing of calls that are not there:
-    KeyError."""
+    """Return the entry of `_Kept.alike`. `lru_cache` makes the look-up one call in C; it caches no
+    exception, so facts that are not there yet raise KeyError each time."""
     return _kept.alike[facts, _types(facts)]
 
 
@@ -238,9 +253,9 @@ _watching: list[list[LaunchPlan]] = []
 
 
 def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a call depends on beside its tensors and their types, which come first. given:
-    arguments that are no tensors, window_size among them; form: which tensors are given, and are
-    the same."""
+    """Return the facts of a call behind its `Kind`: given, then what else it depends on beside
+    tensors and environment. given: arguments that are no tensors; window: window_size of these,
+    whose sides' types count; form: which tensors are given, and which are the same one."""
     sides = None
     if window is not NO_WINDOW and isinstance(window, tuple):
         sides = tuple(map(type, window))
@@ -248,11 +263,11 @@ def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tupl
 
 
 def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | None:
-    """Return (entry, addresses of the tensors that are given) of a call that nothing intercepts;
-    None where it must go through the dispatcher all the same.
+    """Return (entry, addresses of the tensors that are given), a new entry for the first call with
+    a key; None for a call that must go through PyTorch's dispatcher.
 
-    facts: the call's `Kind`, all that the call depends on beside its tensors and the environment,
-    and which tensors are given. Raises as `Kind.resolve` does.
+    facts: the call's `Kind`, then what `facts_of` returns, or an operator's arguments. Raises as
+    `Kind.resolve` does, which checks the arguments of a first call.
     """
     switches = environment.switches()
     try:
@@ -267,7 +282,7 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | 
             if addresses is not None:
                 alike.last = guard
                 return guard.entry, addresses
-    # The first call of its kind, or no tensor, or an argument that cannot be hashed.
+    # The first or second call with these facts, or no tensor, or an argument that has no hash.
     except (AttributeError, KeyError, RuntimeError, TypeError):
         pass
     found = key_of(tensors, facts, switches)
@@ -281,6 +296,7 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | 
 
 
 def _entry(key: tuple[Any, ...], facts: tuple[Any, ...], tensors: Tensors) -> Entry:
+    """Return the entry of a key, made and kept for its first call."""
     kind = facts[0]
     try:
         found = _kept.entries.get(key)
@@ -319,19 +335,21 @@ def _guard(
 
 
 def run(
-    entry: Entry, tensors: Tensors, addresses: Sequence[int] | None, first: bool = False
+    entry: Entry, tensors: Tensors, addresses: Sequence[int] | None, only_first: bool = False
 ) -> tuple[Any, ...]:
-    """The results of a call; addresses: of the tensors that are given, None before there is a plan,
-    whose description refuses tensors without one; first: the first result alone is read, others
-    may be anything."""
+    """Execute the plan of an entry, made now if it has none, and return the results.
+
+    addresses: of the tensors that are given; None to read them once the plan is made, which refuses
+    tensors without an address. only_first: the caller reads the first result alone, so that others
+    may hold anything."""
     if is_profiled():
         with torch.profiler.record_function(f"{NAMESPACE}::{entry.kind.name}"):
-            return _run(entry, tensors, addresses, first)
-    return _run(entry, tensors, addresses, first)
+            return _run(entry, tensors, addresses, only_first)
+    return _run(entry, tensors, addresses, only_first)
 
 
 def _run(
-    entry: Entry, tensors: Tensors, addresses: Sequence[int] | None, first: bool
+    entry: Entry, tensors: Tensors, addresses: Sequence[int] | None, only_first: bool
 ) -> tuple[Any, ...]:
     execution = entry.execution
     if execution is None:
@@ -340,7 +358,7 @@ def _run(
         addresses = addresses_of(tensors)
     while True:
         try:
-            results = execution.run(tensors, addresses, first)
+            results = execution.run(tensors, addresses, only_first)
             break
         except torch.OutOfMemoryError:
             plan = _smaller(entry, tensors, execution.plan)
@@ -365,8 +383,8 @@ def _smaller(entry: Entry, tensors: Tensors, plan: LaunchPlan) -> LaunchPlan | N
 
 
 def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ...]:
-    """The results of an operator in its own body. values: its arguments that are no tensors, which
-    `resolve` finds first in the facts (`leading`)."""
+    """Return the results of an operator, called by its own body. values: its arguments that are no
+    tensors, which `resolve` finds first in the facts (`leading`)."""
     facts = (kind, *values, bytes([tensor is None for tensor in tensors]))
     found = find(facts, tensors) if repeats(tensors) else None
     if found is not None:
@@ -376,7 +394,8 @@ def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ..
 
 
 def leading(fields: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:
-    """A `Kind.resolve`: facts begin with the fields of a named tuple."""
+    """Return a `Kind.resolve` for facts that begin with the fields of a named tuple: it checks
+    nothing, since the plan does."""
     count = len(fields._fields)
     return lambda tensors, facts: fields(*facts[:count])
 

@@ -386,7 +386,7 @@ def _parts_of_execution(ran: tuple, asked: tuple, device: torch.device) -> dict[
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
     guard = _each(lambda: plans.find(*asked), device)
     whole = _each(lambda: plans.run(entry, given, addresses, *first), device)
-    makers = execution._make_first if any(first) else execution._make
+    makers = execution._make_only_first if any(first) else execution._make
     made = [make() for make in makers]
     allocation = _each(lambda: [make() for make in makers], device)
     where = [*addresses, *(t.data_ptr() for t in made), *execution._later]

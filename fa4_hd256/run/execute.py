@@ -58,13 +58,13 @@ class Execution:
         device = plan.device
         allocations = [a for a in plan.allocations if a.lifetime is not Lifetime.STREAM]
         self._make = [_maker(one, device) for one in allocations]
-        self._make_first = [_unread_maker(one, device) for one in allocations]
+        self._make_only_first = [_unread_maker(one, device) for one in allocations]
         operations = [step for step in plan.steps if isinstance(step, Operation)]
         results = [one.result for one in operations if one.result is not None]
         names = [*plan.inputs, *(one.name for one in allocations), *results, COUNTER]
-        #: Of the tensors that the plan names, in the order of addresses.
+        #: Number of each tensor that the plan names: its place in the list of addresses.
         self.numbers = {name: number for number, name in enumerate(names)}
-        #: Of what operations make, and of the counter: known as the steps run.
+        #: Addresses of what operations make and of the counter, filled in as the steps run.
         self._later = [0] * (len(results) + 1)
         self._kernels = {spec: compile_kernel(spec) for spec in plan.specs}
         self._functions: dict[KernelSpec, Callable[[int], Any] | None] = {}
@@ -82,11 +82,11 @@ class Execution:
         self._in_made = [0 if r is None else r - len(plan.inputs) for r in self._results]
 
     def run(
-        self, tensors: Tensors, addresses: Sequence[int], first: bool = False
+        self, tensors: Tensors, addresses: Sequence[int], only_first: bool = False
     ) -> tuple[Any, ...]:
-        """The results. addresses: of the tensors that are given; first: the first result alone is
-        read, others may be anything."""
-        made = [new() for new in (self._make_first if first else self._make)]
+        """Run the plan and return its results. addresses: of the tensors that are given;
+        only_first: as of `plans.run`."""
+        made = [new() for new in (self._make_only_first if only_first else self._make)]
         where = [*addresses, *[tensor.data_ptr() for tensor in made], *self._later]
         found: list[Any] = made
         if self._by_name:
@@ -105,8 +105,8 @@ class Execution:
         return tuple([made[number] for number in self._in_made])
 
     def _run(self, where: list[int], stream: int, found: list[Any]) -> None:
-        """Run the launches. where: addresses by number; found: tensors, the same if they are wanted
-        by name."""
+        """Run the steps. where: the address of each tensor of `numbers`; found: these tensors where
+        steps or results need them (`_by_name`), else what is allocated."""
         try:
             steps = self._free.pop()
         except IndexError:
@@ -168,11 +168,11 @@ class _Place(NamedTuple):
 class PackedArguments:
     """A launch's arguments, packed in memory of their own, for one thread at a time."""
 
-    def __init__(self, launch: Launch, numbers: Mapping[str, int]) -> None:
+    def __init__(self, step: Launch, numbers: Mapping[str, int]) -> None:
         """numbers: of the tensors that the plan names."""
         content, starts, places = bytearray(), [], []
         stream: int | None = None
-        for slot in launch.slots:
+        for slot in step.slots:
             start = len(content) // _WORD
             starts.append(start)
             if isinstance(slot, View):
@@ -181,7 +181,7 @@ class PackedArguments:
                 stream = start
             content += _words(slot)
         if stream is None:
-            raise RuntimeError(f"the arguments of {launch.spec.kind} lack the stream")
+            raise RuntimeError(f"the arguments of {step.spec.kind} lack the stream")
         self._stream = stream
         # The status that the host code returns lies behind the arguments.
         self._status = len(content) // _WORD
@@ -225,11 +225,11 @@ def _raise(status: int) -> NoReturn:
     raise helpers.create_cuda_runtime_error(status, helpers.cudart.cudaError_t)
 
 
-def check_convention(compiled: CompiledKernel, launch: Launch) -> None:
+def check_convention(compiled: CompiledKernel, step: Launch) -> None:
     """Compare, once for a kernel, this package's packing with CuTe DSL's own: of arguments like
     those of a launch, whose tensors have one element. Raises RuntimeError where they differ."""
     kept: list[torch.Tensor] = []
-    arguments = mapped(launch.arguments, _small)
+    arguments = mapped(step.arguments, _small)
     values = mapped(arguments, lambda slot: _value(slot, kept))
     addresses, adapted = compiled.execution_args.generate_execution_args(values, {})
     slots = tuple(leaves(arguments))

@@ -224,7 +224,7 @@ def long_way(monkeypatch):
         def __init__(self, plan):
             self.plan, self.is_first = plan, True
 
-        def run(self, tensors, addresses, first=False):
+        def run(self, tensors, addresses, only_first=False):
             value = 0.0 if self.is_first else 1.0
             self.is_first = False
             q = next(tensor for tensor in tensors if tensor is not None)
