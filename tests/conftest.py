@@ -260,12 +260,12 @@ def combined(monkeypatch):
 
     def noting_maker(allocation, device):
         make = maker(allocation, device)
-        if allocation.name != run_of_forward.PARTS:
+        if allocation.name != run_of_forward.SPLITS:
             return make
         problem = problems[-1]
 
         def made():
-            seen.append((problem, run_of_forward._in_parts(problem, tensor := make())))
+            seen.append((problem, run_of_forward.split_results(problem, tensor := make())))
             return tensor
 
         return made

@@ -68,7 +68,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Division:
-    """problem: the whole call, with the head_parts of every chunk's dK and dV."""
+    """Division of a backward: its chunks, in the order in which they run. problem: the whole call,
+    with the head_parts of every chunk's dK and dV."""
 
     problem: BackwardProblem
     chunks: tuple[Chunk, ...]

@@ -1,5 +1,5 @@
 """Division of a forward into launches: the keys of query tiles into KV splits, and the queries of
-the last wave by themselves.
+the last wave by themselves. The backward is divided by `chunks`.
 
 Where a call has fewer query tiles than the device holds clusters, as a decoding step with few
 sequences has, the others stand idle. With KV splits, each split of a tile's keys is a tile of its
@@ -54,15 +54,15 @@ __all__ = [
 BY_RULE = 0
 #: What the operator gets in place of a number of parts for NOTE [fixed parts].
 FIXED_PARTS = -1
-#: The fewest keys of a fixed part: of less, the combining kernel takes longer than the part.
+#: The fewest keys of a fixed part: with fewer the combining kernel takes longer than the part.
 FEWEST_KEYS = 512
-#: Of which a fixed part's keys are a multiple: of the keys of most steps.
+#: The keys of a fixed part are a multiple of this, and this is one of the keys of most steps.
 PART_MULTIPLE = 128
 #: Listed parts of each cluster at most, beside one for each sequence.
 WAVES = 2
 #: The most parts of a tile that a call can request.
 LARGEST = MOST_PARTS
-#: That HBM takes in and gives back for a row of a part, in float32.
+#: Bytes that HBM writes and reads again for a row of a split's result, in float32.
 ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
 #: Parts for each SM up to which they are spread evenly over pairs of SMs.
 EVEN_SHARE = 0.36
@@ -117,11 +117,12 @@ def _refusal(num_splits: int) -> ValueError:
 
 
 def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
-    """The problem with so many parts, or where `num_splits` is `BY_RULE` with `splits_for`, or
-    where it is `FIXED_PARTS` with such; where parts are listed with as many as the list has room
-    for.
+    """Return the problem with its number of KV splits.
 
-    Raises as `check_num_splits` does.
+    That is num_splits; or for `BY_RULE` what `splits_for` returns; or for `FIXED_PARTS` splits of a
+    fixed number of keys, NOTE [fixed parts]. Scheduler metadata takes precedence: the number is
+    then that of the splits which it has room for, 1 where queries have several tiles. Raises as
+    `check_num_splits` does.
     """
     if problem.lists_parts:
         return _in_listed_parts(problem, gpu)
@@ -176,12 +177,12 @@ def rows_a_step(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) 
 
 
 def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> int:
-    """The number of parts with which a call is done first, the fewest of several; 1 where tiles of
-    several blocks of queries leave no cluster idle, or less than `least_saved` steps are saved.
-    kernel: what is known of the tiles, None for `problem.tiles`.
+    """Return the number of KV splits that minimises the estimated time of a call, the smallest of
+    equals.
 
-    The same for every call of the same shapes and bounds on such a GPU, whatever the tensors
-    hold.
+    It is 1 where splits save less than `least_saved` steps, and where several blocks of queries
+    fill all clusters. kernel: facts of the tiles, None for `problem.tiles`. The result is equal for
+    all calls of the same shapes and bounds on such a GPU, whatever the tensors hold.
     """
     keys = longest_row(problem)
     rows = math.prod(problem.lse_shape)

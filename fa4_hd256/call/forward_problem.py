@@ -32,11 +32,14 @@ class Problem:
     """A forward call: q (batch, seqlen_q, heads_q, 256), k and v (batch, seqlen_k, heads_kv, 256).
 
     Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
-    bounds on the longest sequence, which grids follow. num_splits: parts into which the forward
-    divides the keys of each query tile (see `division`), of all sequences where parts are listed;
-    part_keys: of each part, None where parts are equal or listed. architecture: that the tensors
-    are on. tiles: of its kernel. page_size: rows of a page where k and v are (pages, page_size,
-    heads_kv, 256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
+    bounds on the longest sequence, which grids follow. options: masks, scale and scheduler. sink:
+    whether there is one. ragged: names of the tensors of `RAGGED` that kernels of the forward read,
+    in their order; `tables` has those of all further tensors. architecture: that the tensors are
+    on. tiles: of the kernel that the call takes, and packed_heads, the query heads that share one
+    of them: `choose_tiles`. num_splits: KV splits of each query tile (see `division`), of all
+    sequences where the scheduler metadata lists them; part_keys: keys of a split, None where splits
+    are equal or listed. page_size: rows of a page where k and v are (pages, page_size, heads_kv,
+    256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
     """
 
     q_shape: tuple[int, ...]
@@ -276,15 +279,17 @@ def tiles_for_max_logits(
 def choose_tiles(
     known: tuple[ForwardTiles, ...], group: int, longest: int, ragged: Any
 ) -> tuple[ForwardTiles, int]:
-    """Return (tiles, packed heads) of a call: of those known that are meant for as many rows the
-    first that all heads of a group share, or where none is shared the first; the last where none is
-    meant for as many. longest: queries of a sequence.
+    """Return (tiles, packed heads) of a call, the one rule of which kernel a forward takes.
 
-    The one rule of which kernel a forward takes. It looks at the heads and the longest queries
-    alone, never at the batch or what tensors hold: bits of a sequence may not depend on these
-    (`batch_invariant`), and nothing waits for the device. Where keys are few the kernel for few
-    rows is ahead by what a tile takes beside its steps, where they are many by none
-    (docs/forward.md).
+    known: tiles in the order of preference. Those fit that are meant for as many query rows as a
+    sequence and the heads that share a tile have (`ForwardTiles.most_rows`). The first fitting
+    tiles win whose rows all heads of a group share; if none are shared, the first fitting ones; if
+    none fit, the last known. group: query heads of a KV head. longest: queries of a sequence.
+
+    The rule looks at the heads and the longest queries alone, never at the batch or what tensors
+    hold: bits of a sequence may not depend on these (`batch_invariant`), and nothing waits for the
+    device. The kernel for few rows is ahead where keys are few, by what a tile takes beside its
+    steps; where keys are many both are alike (docs/forward.md).
     """
     fitting = []
     for tiles in known:
@@ -295,7 +300,7 @@ def choose_tiles(
         if tiles.most_rows is None or of_query * longest <= most:
             fitting.append((tiles, packed))
     if not fitting:
-        # None holds all rows: several of the last one's tiles.
+        # No tiles are meant for so many rows: use several of the last ones.
         return tiles, packed
     shared = (one for one in fitting if one[1] == group)
     return next(shared, fitting[0])

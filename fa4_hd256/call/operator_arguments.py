@@ -40,9 +40,10 @@ __all__ = [
     "wrong_rank",
 ]
 
-#: Tensors that describe ragged sequences, in the order in which the kernel takes them.
+#: Tensors that say where rows of sequences lie and which are seen: lengths, pages, scheduler
+#: metadata, block masks, tree masks. In the order in which kernels take them.
 RAGGED = SequenceTensors._fields
-#: Those that are no lengths.
+#: Those of `RAGGED` that are no lengths.
 _NO_LENGTHS = (
     PAGE_TABLE,
     PART_LIST,
@@ -52,7 +53,7 @@ _NO_LENGTHS = (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
 )
-#: Those of them that calls with gradients may have.
+#: Lengths and offsets of sequences, which calls with gradients may have, too.
 LENGTHS = tuple(name for name in RAGGED if name not in _NO_LENGTHS)
 #: All tensors of a call beside q, k, v and the sink.
 OTHERS = (*RAGGED, *DESCALES, *FUNCTION_TENSORS)
@@ -146,7 +147,7 @@ class BackwardTensors(NamedTuple):
     def kept(
         tensors: ForwardTensors, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """All of them behind dlse, of a forward."""
+        """Return what a forward saves for its backward: the fields behind dlse."""
         return *tensors[:_DIFFERENTIABLE], out, lse, *_of_gradients(tensors)
 
     def with_batches(self) -> BackwardTensors:

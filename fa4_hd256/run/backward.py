@@ -67,7 +67,8 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardWork:
-    """A described backward. config: of the architecture's backward."""
+    """A described backward. config: of the architecture's backward. wanted: gradients that the
+    caller requests."""
 
     call: BackwardCall
     problem: BackwardProblem
@@ -76,15 +77,16 @@ class BackwardWork:
 
     @property
     def computed(self) -> Wanted:
-        """Gradients that kernels make: those of one gradient alone read no lists of a block
-        mask."""
+        """Gradients that kernels make: those requested, but under a block mask all of q, k and v,
+        since kernels of a single gradient cannot read its lists."""
         if is_masked(self.problem.forward.ragged):
             return self.wanted._replace(dq=True, dkdv=True)
         return self.wanted
 
     def divided(self, ds_bytes: int | None) -> Division:
-        """Return the chunks. ds_bytes: that dS may take, None for as many as the configuration
-        says. Raises as `divide` does."""
+        """Return the chunks. ds_bytes: how many dS may take; None for those of the configuration,
+        but 0, which stores no dS, where not all gradients of q, k and v are computed. Raises as
+        `divide` does."""
         if ds_bytes is None:
             computed = self.computed
             ds_bytes = self.config.ds_bytes if computed.dq and computed.dkdv else 0
@@ -375,7 +377,7 @@ def _add_gradients(
         made.get(DS),
         of_functions,
     )
-    rooms = _rooms(builder, division)
+    scratch = _scratch(builder, division)
     for number, chunk in enumerate(division.chunks):
         lists = tuple(_lists(builder, chunk, number, view) for view in ragged)
         of_chunk = replace(given, ragged=lists)
@@ -383,8 +385,8 @@ def _add_gradients(
             if set(kernel.results) <= set(results):
                 written = tuple(results[name] for name in kernel.results)
                 own = replace(of_chunk, results=written).of(chunk, kernel.results)
-                row = kernel, specs[kernel.name]
-                _add_kernel(builder, row, (chunk.problem, gpu), own, rooms)
+                launched = kernel, specs[kernel.name]
+                _add_kernel(builder, launched, (chunk.problem, gpu), own, scratch)
     tables = dict(zip(whole.forward.ragged, ragged, strict=True))
     packed = [("q" if name == "dq" else "k", view) for name, view in results.items()]
     lengths = whole.k_shape[1], whole.forward.max_seqlen_k, whole.listed_tiles
@@ -399,9 +401,9 @@ def _kernels(problem: BackwardProblem) -> tuple[BackwardKernel, ...]:
     return problem.kernels.stored if problem.keeps_ds else problem.kernels.recomputed
 
 
-def _rooms(builder: PlanBuilder, division: Division) -> list[View]:
-    """Memory for the dK and dV of one kernel of any chunk, where chunks add to those of the
-    call."""
+def _scratch(builder: PlanBuilder, division: Division) -> list[View]:
+    """Allocate the dK and dV that one kernel writes for a chunk, large enough for any chunk, where
+    these are added to those of the call; nothing where kernels write those of the call."""
     whole = division.problem
     if not whole.adds:
         return []
@@ -430,21 +432,23 @@ def _lists(builder: PlanBuilder, chunk: Chunk, number: int, table: View) -> View
 
 def _add_kernel(
     builder: PlanBuilder,
-    kernel: tuple[BackwardKernel, KernelSpec],
+    launched: tuple[BackwardKernel, KernelSpec],
     of: tuple[BackwardProblem, Gpu],
     tensors: GradientTensors,
-    rooms: list[View],
+    scratch: list[View],
 ) -> None:
-    """Launch a kernel of a chunk. rooms: for the dK and dV of its own, which are added to those
-    of `tensors.results`; without them it writes to these."""
-    (row, spec), (whole, gpu), given, left = kernel, of, list(tensors.results), list(rooms)
-    problem, sums = whole.of_kernel(row), []
-    for index, name in enumerate(row.results):
-        if name != "dq" and left:
-            given[index] = begin_of(left.pop(), problem.dkdv_shape)
-            sums.append((tensors.results[index], given[index]))
-    read = tensors.of_functions if row.computes_scores else ()
-    own = replace(tensors, results=tuple(given), of_functions=read)
+    """Launch a kernel of a chunk. launched: the kernel and its spec. of: the chunk's problem, and
+    the GPU. scratch: memory for dK and dV of the chunk, which are then added to those of
+    `tensors.results`; empty where the kernel writes to these itself."""
+    (kernel, spec), (chunk_problem, gpu) = launched, of
+    written, unused = list(tensors.results), list(scratch)
+    problem, sums = chunk_problem.of_kernel(kernel), []
+    for index, name in enumerate(kernel.results):
+        if name != "dq" and unused:
+            written[index] = begin_of(unused.pop(), problem.dkdv_shape)
+            sums.append((tensors.results[index], written[index]))
+    read = tensors.of_functions if kernel.computes_scores else ()
+    own = replace(tensors, results=tuple(written), of_functions=read)
     builder.launch(spec, gradient_call_arguments(own, problem, gpu, None))
     for total, part in sums:
         _add_sum(builder, total, part)

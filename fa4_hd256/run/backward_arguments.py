@@ -177,7 +177,7 @@ def _narrowed(tensor: Any, dim: int, span: range, each: int = 1) -> Any:
 
 
 def begin_of(room: Any, shape: tuple[int, ...]) -> Any:
-    """A contiguous tensor of this shape at the start of a one-dimensional one."""
+    """Return a contiguous tensor of this shape at the start of a one-dimensional one."""
     return room.narrow(0, 0, math.prod(shape)).view(shape)
 
 

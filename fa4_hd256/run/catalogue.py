@@ -161,7 +161,8 @@ def tail_spec(own: TailClass, problem: Problem) -> KernelSpec:
 
 
 def build(spec: KernelSpec) -> tuple[Any, tuple]:
-    """Return (kernel, arguments): what `cute.compile` gets, the arguments by type only.
+    """Return (kernel, arguments) for `cute.compile`, the arguments by type only; `tracing` compiles
+    them.
 
     Raises NotImplementedError for a kernel that the architecture does not have.
     """

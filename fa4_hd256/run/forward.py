@@ -1,6 +1,8 @@
-"""The plan of a forward: which kernels run, on which parts of the call, in which order.
+"""The plan of a forward: which kernels run, on which queries of the call, in which order.
 
-Where keys are split, each split has a result of its own, and `forward_combine` makes one of these.
+A call comes in at `plan_call`: `work_of` describes it, `plan_forward` plans it. Where keys are
+split, each split has a result of its own, and `forward_combine` makes one of these. A `ForwardPart`
+is no split, but the queries of one launch.
 """
 
 from __future__ import annotations
@@ -45,15 +47,16 @@ __all__ = [
     "plan_call",
     "plan_forward",
     "run_forward",
+    "split_results",
     "work_of",
 ]
 
 #: CTAs of a grid, which kernels count in 32 bits.
 LARGEST_GRID = (1 << 31) - 1
 
-#: Name of the results of splits, O and then the LSE, and elements between these: what is written
-#: behind O is an error in the simulator, and not an LSE.
-PARTS, BETWEEN_PARTS = "splits", 256
+#: Name of the results of splits, O and then the LSE in one tensor, and the unused elements between
+#: these: a kernel that writes past O is an error in the simulator, and spoils no LSE.
+SPLITS, BETWEEN_SPLITS = "splits", 256
 
 #: Name of the greatest logits of the queries.
 ROW_MAXIMA = "row_maxima"
@@ -70,7 +73,7 @@ class ForwardWork:
     config: Any = None
 
     def views(self) -> dict[str, View]:
-        """The tensors that are given, by name; q, k and v as kernels may read them."""
+        """Return views of the given tensors by name; q, k and v as kernels may read them."""
         given = dict(zip("qkv", self.call.inputs, strict=True)) | self.call.ragged
         if self.call.sink is not None:
             given["sink"] = self.call.sink
@@ -206,24 +209,24 @@ def _add_part(
     results: Mapping[str, View],
     more: tuple[tuple[View, ...], tuple[View, ...]],
 ) -> None:
-    """Launch the forward on some queries, and the combining kernel where their keys are split.
-    chosen: configuration and GPU. more: the sink, and tensors of `Problem.tables`."""
+    """Launch the forward on the queries of a part, and the combining kernel where their keys are
+    split. chosen: configuration and GPU. more: the sink, and tensors of `Problem.tables`."""
     (problem, queries), (config, gpu), (sink, tables) = part, chosen, more
     q, out, lse = operands["q"], results["out"], results["lse"]
     if queries is not None:
         q, out = (one.narrow(1, queries.start, len(queries)) for one in (q, out))
         q, lse = builder.operand(q), lse.narrow(2, queries.start, len(queries))
-    own = out, lse
+    written = out, lse
     if problem.num_splits > 1:
-        own = _in_parts(problem, results[PARTS])
+        written = split_results(problem, results[SPLITS])
     tensors = CallTensors(
-        q, operands["k"], operands["v"], *own, (*sink, *tables), results.get(ROW_MAXIMA)
+        q, operands["k"], operands["v"], *written, (*sink, *tables), results.get(ROW_MAXIMA)
     )
     spec = forward_spec(problem, gpu, config)
     builder.launch(spec, call_arguments(tensors, problem, gpu, None))
     if problem.num_splits > 1:
         given = dict(zip(problem.tables, tables, strict=True))
-        add_combine(builder, problem, own, (out, lse), given)
+        add_combine(builder, problem, written, (out, lse), given)
 
 
 def add_combine(
@@ -270,15 +273,15 @@ def _results(
         "lse": _new_result(builder, "lse", lse_shape, torch.float32, of_lse, has_batch),
     }
     if is_split:
-        of_o, of_splits = map(math.prod, _shapes_of_parts(last))
-        size, fills = of_o + BETWEEN_PARTS + of_splits, ()
+        of_o, of_splits = map(math.prod, _split_shapes(last))
+        size, fills = of_o + BETWEEN_SPLITS + of_splits, ()
         if is_clipped:
             nan = ((0, size, math.nan),) if builder.device.type == "cpu" else ()
             fills = (*nan, (size - of_splits, size, -math.inf))
-        found[PARTS] = builder.allocate(PARTS, (size,), torch.float32, fills)
+        found[SPLITS] = builder.allocate(SPLITS, (size,), torch.float32, fills)
     if last.options.max_logits:
         # The kernel writes neither rows past the queries of a sequence nor splits without work.
-        shape = _shapes_of_parts(last)[1] if is_split else lse_shape
+        shape = _split_shapes(last)[1] if is_split else lse_shape
         fill = _all_of(shape, -math.inf)
         found[ROW_MAXIMA] = builder.allocate(ROW_MAXIMA, shape, torch.float32, fill)
     return found
@@ -318,8 +321,8 @@ def _new_result(
     return made if has_batch else made.unsqueeze(0)
 
 
-def _shapes_of_parts(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of O and of the LSE."""
+def _split_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of O and of the LSE of all splits."""
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
     entries = batch * problem.num_splits
     if problem.lists_parts:
@@ -329,11 +332,11 @@ def _shapes_of_parts(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]
     return (entries, *rows), (entries, *lse_rows)
 
 
-def _in_parts(problem: Problem, parts: Any) -> tuple[Any, Any]:
-    """Return (out, lse) of the splits in what was allocated for both; a tensor or a view of one."""
-    out_shape, lse_shape = _shapes_of_parts(problem)
+def split_results(problem: Problem, both: Any) -> tuple[Any, Any]:
+    """Return (out, lse) of the splits. both: what was allocated for them, a tensor or a view."""
+    out_shape, lse_shape = _split_shapes(problem)
     size, of_lse = math.prod(out_shape), math.prod(lse_shape)
-    out, lse = parts.narrow(0, 0, size), parts.narrow(0, size + BETWEEN_PARTS, of_lse)
+    out, lse = both.narrow(0, 0, size), both.narrow(0, size + BETWEEN_SPLITS, of_lse)
     return out.view(out_shape), lse.view(lse_shape)
 
 
@@ -341,10 +344,10 @@ def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, 
     """Return tensors for the results of a divided forward, or of its splits, as calls make them."""
     builder = PlanBuilder(problem.device, {})
     found = _results(builder, (ForwardPart(problem),), {}, True)
-    names = (PARTS,) if parts else ("out", "lse")
+    names = (SPLITS,) if parts else ("out", "lse")
     allocations = [builder.plan(found[name]).allocation(name) for name in names]
     made = [new_tensor(one, problem.device) for one in allocations if one is not None]
-    out, lse = _in_parts(problem, made[0]) if parts else made
+    out, lse = split_results(problem, made[0]) if parts else made
     return out, lse
 
 

@@ -18,8 +18,8 @@ def maker(
 ) -> Callable[[], torch.Tensor]:
     """Return the maker of contiguous tensors of a shape, of zeros or of anything.
 
-    They are like one element that is expanded to the shape: to read shape, dtype and device of a
-    tensor takes half the time that reading them as arguments from Python takes.
+    It calls `torch.empty_like`, or zeros_like, on one element expanded to the shape: PyTorch reads
+    shape, dtype and device of a tensor in half the time that they take as arguments from Python.
     """
     if is_captured(device):
         # What is made now is of the graph's own memory, which nothing may keep.

@@ -69,4 +69,4 @@ def test_what_is_written_behind_parts_is_no_lse():
     assert out.shape == (6, 3, 4, 256) and lse.shape == (6, 4, 3)
     assert out.is_contiguous() and lse.is_contiguous() and out.isnan().all() and lse.isnan().all()
     between = lse.data_ptr() - (out.data_ptr() + out.nbytes)
-    assert between == 4 * forward.BETWEEN_PARTS > 0
+    assert between == 4 * forward.BETWEEN_SPLITS > 0
