@@ -10,28 +10,26 @@ from cutlass import Boolean
 
 from .context import KernelContext
 
-__all__ = ["SchedulerRole"]
+__all__ = ["schedule", "want_next_tile_if"]
 
 
-class SchedulerRole:
-    """Mixed into a kernel, which has `scheduler`, a class of the `schedulers` protocol."""
+@cute.jit
+def schedule(scheduler_class: Any, context: KernelContext):
+    """Request each next tile when the load warp wants it; nothing to do under a static scheduler.
 
-    scheduler: Any
+    scheduler_class: of the `schedulers` protocol.
+    """
+    if cutlass.const_expr(scheduler_class.needs_scheduler_warp):
+        scheduler = scheduler_class.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            scheduler.prefetch_next_work()
+            work = scheduler.advance_to_next_work()
+        scheduler.producer_tail()
 
-    @cute.jit
-    def schedule(self, context: KernelContext):
-        """Request each next tile when the load warp wants it; nothing to do under a static
-        scheduler."""
-        if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
-            scheduler = self.scheduler.create(context.order, context.channel)
-            work = scheduler.initial_work()
-            while work.is_valid:
-                scheduler.prefetch_next_work()
-                work = scheduler.advance_to_next_work()
-            scheduler.producer_tail()
 
-    @cute.jit
-    def want_next_tile_if(self, scheduler: Any, is_time: Boolean):
-        """Let the scheduler warp request the next tile, once in a tile."""
-        if is_time:
-            scheduler.want_next_work()
+@cute.jit
+def want_next_tile_if(scheduler: Any, is_time: Boolean):
+    """Let the scheduler warp request the next tile, once in a tile."""
+    if is_time:
+        scheduler.want_next_work()

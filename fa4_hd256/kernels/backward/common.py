@@ -21,11 +21,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
 from ..context import KernelContext
-from ..functions.kernel_functions import FunctionsOfKernel
+from ..functions.kernel_functions import KernelFunctions
 from ..limits import SECTOR_BYTES
 from ..operands import TmaTensor, smem_layout
 from ..problem_class import ProblemClass
-from ..rows.sequences import RaggedKernel, clipped_view
+from ..rows.sequences import clipped_view, sequence_tensors
 from ..rows.views import by_sequence
 from ..scalars import CallScalars
 
@@ -54,6 +54,11 @@ class BackwardKernelTensors(NamedTuple):
     ds: Any
     ragged: Any
 
+    @property
+    def optional(self) -> Any:
+        """Return the tensors, or None, the last of which functions of the call read."""
+        return self.ragged
+
 
 @dataclass(frozen=True)
 class BackwardContext(KernelContext):
@@ -65,7 +70,7 @@ class BackwardContext(KernelContext):
     tensors: BackwardKernelTensors
 
 
-class BackwardEntry(FunctionsOfKernel, RaggedKernel):
+class BackwardEntry:
     """Host code of a kernel that makes gradients, whose clusters have two CTAs; mixed into it.
 
     A kernel has `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
@@ -82,6 +87,11 @@ class BackwardEntry(FunctionsOfKernel, RaggedKernel):
     warps: Any
     problem: Any
     kernel: Any
+
+    @property
+    def functions(self) -> KernelFunctions:
+        """Return the functions of the call."""
+        return KernelFunctions(self.problem_class)
 
     @cute.jit
     def __call__(
@@ -106,7 +116,7 @@ class BackwardEntry(FunctionsOfKernel, RaggedKernel):
         results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)
         q, k, _, _ = operands
         heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
-        batch = self.sequence_tensors(ragged).num_batches(q)
+        batch = sequence_tensors(self.problem_class, ragged).num_batches(q)
         problem = self._in_a_row(self.problem(scalars, (q, k), batch), (q, k), ragged)
         loads = self.tma_tensors(operands, ds)
         tensors = BackwardKernelTensors(loads, stats, results, ds, ragged)
@@ -128,15 +138,12 @@ class BackwardEntry(FunctionsOfKernel, RaggedKernel):
         if self.rows_of is None:
             return problem
         side = "qk".index(self.rows_of)
-        tensors = self.sequence_tensors(ragged)
+        tensors = sequence_tensors(self.problem_class, ragged)
         offsets = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)[side]
         if offsets is None:
             return problem
         blocks = PackedBlocks(offsets, self.plan.tile_rows)
         return problem.in_a_row(blocks, cute.size(operands[side], mode=[0]))
-
-    def optional_of(self, tensors: BackwardKernelTensors) -> Any:
-        return tensors.ragged
 
     def copy_operation(self, box: str) -> Any:
         """The DSL's TMA load of one of `boxes`."""

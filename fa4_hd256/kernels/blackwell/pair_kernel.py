@@ -15,15 +15,14 @@ from cutlass.memory import SmemAllocator
 from ...schedulers import scheduler_class
 from ..operands import SharedMemory
 from ..problem_class import ProblemClass
-from ..rows.sequences import RaggedKernel, Sequences
-from ..scheduler_role import SchedulerRole
+from ..rows.sequences import Sequences, cache_entries, sequence_tensors
 from .context import PairContext
 from .pair_plan import CTAS
 
 __all__ = ["PairKernel"]
 
 
-class PairKernel(RaggedKernel, SchedulerRole):
+class PairKernel:
     """Base of the kernels.
 
     A kernel has the methods `descriptors(tensors)`, the TMA tensors; `smem(memory)`, its operands
@@ -58,11 +57,13 @@ class PairKernel(RaggedKernel, SchedulerRole):
         """
         seqlen_q, seqlen_k, heads_per_kv = sizes[:3]
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
-        ragged = self.sequence_tensors(self.ragged(tensors))
+        ragged = sequence_tensors(self.problem_class, self.ragged(tensors))
         return PairContext(
             tensors=tensors,
             barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(ragged, seqlen_q, seqlen_k, entries=self.cache_entries(tensors)),
+            sequences=Sequences(
+                ragged, seqlen_q, seqlen_k, entries=cache_entries(self.problem_class, tensors)
+            ),
             mask=self.problem_class.mask,
             scalars=scalars,
             heads_per_kv=heads_per_kv,

@@ -23,13 +23,13 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...schedulers import PackedBlocks, TileProblem, section_heads_for
-from ..functions.kernel_functions import FunctionsOfKernel
+from ..functions.kernel_functions import KernelFunctions
 from ..limits import ELEMENT_BYTES, HEAD_DIM
 from ..mask.block_mask import MASK_TILE, StepList
 from ..operands import LoadTarget, TmaTensor, load_tile, smem_layout
 from ..problem_class import DESCALES, query_rows
 from ..rows.pages import PagedKeys, box_rows, load_pages
-from ..rows.sequences import RaggedKernel, TilePlace, clipped_at_start, clipped_view
+from ..rows.sequences import TilePlace, clipped_at_start, clipped_view, sequence_tensors
 from ..rows.views import by_packed_heads, by_sequence
 from ..scalars import CallScalars
 from .context import ForwardContext, ForwardKernelTensors
@@ -37,7 +37,7 @@ from .context import ForwardContext, ForwardKernelTensors
 __all__ = ["ForwardCommon"]
 
 
-class ForwardCommon(FunctionsOfKernel, RaggedKernel):
+class ForwardCommon:
     """Host code of a forward kernel; mixed into it.
 
     A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
@@ -62,6 +62,11 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         `clc-dependents`)."""
         if self.problem_class.split and not self.scheduler.cancels_clusters:
             cute.arch.griddepcontrol_launch_dependents()
+
+    @property
+    def functions(self) -> KernelFunctions:
+        """Return the functions of the call."""
+        return KernelFunctions(self.problem_class)
 
     @cute.jit
     def __call__(
@@ -123,9 +128,6 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         first = self.problem_class.sink + len(self.problem_class.ragged)
         return tuple(optional)[first : first + len(DESCALES)]
 
-    def optional_of(self, tensors: ForwardKernelTensors) -> Any:
-        return tensors.optional
-
     def ragged(self, tensors: ForwardKernelTensors) -> tuple[cute.Tensor, ...]:
         return self.sink_and_ragged(tensors.optional)[1]
 
@@ -142,15 +144,15 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
         heads = cute.size(q, mode=[2]) // self.problem_class.packed_heads
         heads_per_kv = heads // cute.size(k, mode=[2])
         _, ragged = self.sink_and_ragged(optional)
-        sequence_tensors = self.sequence_tensors(ragged)
-        batch = sequence_tensors.num_batches(q)
+        sequences = sequence_tensors(self.problem_class, ragged)
+        batch = sequences.num_batches(q)
         seqlen_k = cute.size(k, mode=[0])
         if cutlass.const_expr(self.is_paged):
-            seqlen_k *= cute.size(sequence_tensors.page_table, mode=[1])
+            seqlen_k *= cute.size(sequences.page_table, mode=[1])
         sizes = (cute.size(q, mode=[0]), seqlen_k, heads_per_kv)
         if cutlass.const_expr(self.problem_class.split):
             num_splits = cute.size(out, mode=[3])
-            if cutlass.const_expr(sequence_tensors.part_list is None):
+            if cutlass.const_expr(sequences.part_list is None):
                 num_splits = num_splits // cute.size(q, mode=[3])
                 batch = batch * num_splits
             else:
@@ -171,7 +173,7 @@ class ForwardCommon(FunctionsOfKernel, RaggedKernel):
             later_blocks_first = self.problem_class.bounded_right
         num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
         problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
-        offsets = sequence_tensors.cu_seqlens_q
+        offsets = sequences.cu_seqlens_q
         if cutlass.const_expr(offsets is not None and not self.problem_class.split):
             blocks = PackedBlocks(offsets, self.tile_queries)
             problem = problem.in_a_row(blocks, cute.size(q, mode=[0]))

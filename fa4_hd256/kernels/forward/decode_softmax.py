@@ -143,10 +143,10 @@ class DecodeSoftmax:
                 for _ in cutlass.range(tiles.num_unmasked, unroll=1):
                     states = self._step(own_context, (softmax, states, step), (work, key), False)
                     step += 1
-                    if cutlass.const_expr(self.change.by_place):
+                    if cutlass.const_expr(self.functions.change.by_place):
                         key -= block
                 if cutlass.const_expr(self.problem_class.mask.hides_first):
-                    if cutlass.const_expr(not self.change.by_place):
+                    if cutlass.const_expr(not self.functions.change.by_place):
                         key -= tiles.num_unmasked * block
                     for _ in cutlass.range(tiles.num_masked_last, unroll=1):
                         states = self._step(own_context, (softmax, states, step), (work, key), True)

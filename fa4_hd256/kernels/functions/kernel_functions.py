@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 
 from ..context import KernelContext
+from ..plan.edges import SharedByReference
 from .mask_function import MASK_MOD, MASK_TENSORS, MaskFunction
 from .score_change import SCORE_MOD, SCORE_TENSORS, Locate, ScoreChange, ScorePlaces
 from .user_functions import FunctionKind
 
-__all__ = ["FUNCTION_KINDS", "FUNCTION_TENSORS", "FunctionsOfKernel", "check_unchanged"]
+__all__ = ["FUNCTION_KINDS", "FUNCTION_TENSORS", "KernelFunctions", "check_unchanged"]
 
 #: In the order in which kernels get what their functions read.
 FUNCTION_KINDS: tuple[FunctionKind, ...] = (SCORE_MOD, MASK_MOD)
@@ -27,9 +29,13 @@ def check_unchanged(problem_class: Any) -> None:
             kind.check_unchanged(asked.key)
 
 
-class FunctionsOfKernel:
-    """Mixed into a kernel that computes scores, which has `problem_class` and the tensors of its
-    score_mod, then those of its mask_mod, behind all others of `optional_of(tensors)`."""
+@dataclass(frozen=True)
+class KernelFunctions(SharedByReference):
+    """Functions of a kernel that computes scores.
+
+    What its score_mod reads, then what its mask_mod does, lies behind all others of the `optional`
+    tensors of the kernel.
+    """
 
     problem_class: Any
 
@@ -47,10 +53,6 @@ class FunctionsOfKernel:
     def asks_places(self) -> bool:
         """Return True if something depends on where scores lie."""
         return self.change.by_place or self.mask_function.exists
-
-    def optional_of(self, tensors: Any) -> Any:
-        """A tuple of tensors among a kernel's, None if there are none."""
-        raise NotImplementedError
 
     def score_places(
         self,
@@ -82,7 +84,7 @@ class FunctionsOfKernel:
         if first_page is not None:
             locate = _behind(locate, first_page.hidden)
         lengths = context.sequences.query(batch).length, context.sequences.key(batch).length
-        left = list(self.optional_of(context.tensors) or ())
+        left = list(context.tensors.optional or ())
         own: tuple[cute.Tensor, ...] = ()
         for asked in (self.problem_class.mask_mod, self.problem_class.score_mod)[: 2 - kind]:
             count = 0 if asked is None else len(asked.tensors)

@@ -32,11 +32,13 @@ __all__ = [
     "SequenceTensors",
     "Sequences",
     "TilePlace",
+    "cache_entries",
     "clip",
     "clipped_at_start",
     "clipped_box",
     "clipped_view",
     "padded_rows",
+    "sequence_tensors",
     "tma_tile",
 ]
 
@@ -113,23 +115,19 @@ class SequenceTensors(NamedTuple):
         return cute.size(q, mode=[3])
 
 
-class RaggedKernel:
-    """Mixed into a kernel, which has `problem_class`."""
+def sequence_tensors(problem_class: Any, ragged: Any) -> SequenceTensors:
+    """Make the sequence tensors of a kernel from a tuple in the order of its problem class, None if
+    it has none; what follows is not of these."""
+    names = problem_class.ragged
+    return SequenceTensors.given(names, tuple(ragged or ())[: len(names)])
 
-    problem_class: Any
 
-    def sequence_tensors(self, ragged: Any) -> SequenceTensors:
-        """Make the sequence tensors from a tuple in the order of the problem class, None if it has
-        none; what follows is not of these."""
-        names = self.problem_class.ragged
-        return SequenceTensors.given(names, tuple(ragged or ())[: len(names)])
-
-    def cache_entries(self, tensors: Any) -> Any:
-        """Batch entries of K, clipped as in a `clipped_view`, where cache_batch_idx chooses among
-        them; else None."""
-        if CACHE_BATCH_IDX not in self.problem_class.ragged:
-            return None
-        return cute.size(tensors.k.tensor, mode=[4])
+def cache_entries(problem_class: Any, tensors: Any) -> Any:
+    """Batch entries of K, clipped as in a `clipped_view`, where cache_batch_idx chooses among
+    them; else None."""
+    if CACHE_BATCH_IDX not in problem_class.ragged:
+        return None
+    return cute.size(tensors.k.tensor, mode=[4])
 
 
 @dataclass(frozen=True)

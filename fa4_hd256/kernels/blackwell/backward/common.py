@@ -21,6 +21,7 @@ from ...operands import TmaTensor
 from ...plan.edges import RingStates
 from ...problem_class import GradientClass
 from ...scalars import CallScalars
+from ...scheduler_role import schedule
 from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,
@@ -161,7 +162,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
             if warp == warps.load:
                 self.load(context)
             if warp == warps.scheduler:
-                self.schedule(context)
+                schedule(self.scheduler, context)
 
     def own_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Int32:
         """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
@@ -206,8 +207,10 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         places: see `ScoreChange.apply`.
         """
         slopes = None
-        if cutlass.const_expr(self.change.exists):
-            slopes = self.change.apply_with_slopes(scores, context.scalars.cap_scale, places)
+        if cutlass.const_expr(self.functions.change.exists):
+            slopes = self.functions.change.apply_with_slopes(
+                scores, context.scalars.cap_scale, places
+            )
         if mask.applies:
             _hide(mask, scores)
         return slopes

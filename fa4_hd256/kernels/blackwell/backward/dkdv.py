@@ -39,6 +39,7 @@ from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, TilePlace
 from ...rows.views import columns_of
+from ...scheduler_role import want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,
@@ -167,9 +168,9 @@ class DkdvKernel(BlackwellBackward):
             own_context = context.of_tile(work)
             unit = self.tiles.first_position(own_context, work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for number in cutlass.range(1, num_steps, unroll=1):
-                self.want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
+                want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
                 following_unit = unit.following()
                 rings = self._load_q(own_context, work, following_unit, rings)
                 rings = self._load_dout_columns(own_context, work, unit, rings)
@@ -488,7 +489,7 @@ class DkdvKernel(BlackwellBackward):
                         states = self._drain(context, undrained, states)
                         undrained = self.no_work()
                     if step + 1 < num_steps:
-                        if cutlass.const_expr(self.change.by_place):
+                        if cutlass.const_expr(self.functions.change.by_place):
                             head += Int32(index + 1 == tiles.end)
                         index = cutlass.select_(index + 1 == tiles.end, tiles.begin, index + 1)
                         is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
@@ -550,7 +551,9 @@ class DkdvKernel(BlackwellBackward):
         barriers = context.barriers
         states = self.take_scores(context, factors, tmem_load, states)
         barriers["lse_loaded"].wait(states["lse_loaded"])
-        places = self.score_places(context, work, lambda i: (head, mask.column + i, mask.row))
+        places = self.functions.score_places(
+            context, work, lambda i: (head, mask.column + i, mask.row)
+        )
         slopes = self.change_and_mask(context, factors, places, mask)
         rounded = cute.recast_tensor(p, self.dtype)
         for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):

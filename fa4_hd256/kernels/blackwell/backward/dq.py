@@ -43,6 +43,7 @@ from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, TilePlace
 from ...rows.views import columns_of
+from ...scheduler_role import want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,
@@ -164,9 +165,9 @@ class DqKernel(BlackwellBackward):
             own_context = context.of_tile(work)
             kv_tile = self.tiles.first_position(own_context, work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
-                self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                 following_kv_tile = self.tiles.next_position(kv_tile)
                 rings = self._load_keys(own_context, work, "k", following_kv_tile, rings)
                 rings = self._load_k_columns(own_context, work, kv_tile, rings)
@@ -438,7 +439,9 @@ class DqKernel(BlackwellBackward):
     ):
         """factors := P of one step, times the slope of each score."""
         states = self.take_scores(context, factors, tmem_load, states)
-        places = self.score_places(context, work, lambda i: (work.head, mask.row, mask.column + i))
+        places = self.functions.score_places(
+            context, work, lambda i: (work.head, mask.row, mask.column + i)
+        )
         slopes = self.change_and_mask(context, factors, places, mask)
         self.exponentiate(context, factors, negative_lse, 0, OWN_KEYS)
         if cutlass.const_expr(slopes is not None):

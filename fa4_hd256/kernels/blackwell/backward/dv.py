@@ -52,6 +52,7 @@ from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import TilePlace
 from ...rows.views import columns_of
+from ...scheduler_role import want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,
@@ -161,12 +162,12 @@ class DvKernel(BlackwellBackward):
         super().__init__(config, gradient_class, scheduler)
         self.tiles = DvTiles(self.plan, self.problem_class)
         self.result = RowResult("dV", self.tmem_plan, is_scaled=False)
-        counts_tiles = not (self.problem_class.ragged or self.change.exists)
+        counts_tiles = not (self.problem_class.ragged or self.functions.change.exists)
         self.ds_store = DsStore(self.dtype, counts_tiles)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         # A warpgroup's columns of dV from here on leave when the next tile's first P is stored;
         # with slopes or places of scores, which take the registers, all leave before.
-        is_plain = not self.change.exists and not self.mask_function.exists
+        is_plain = not self.functions.change.exists and not self.functions.mask_function.exists
         self.later_columns = OWN_COLUMNS // 2 if is_plain else OWN_COLUMNS
         keys, queries = k_major_operand(OWN_ROWS), k_major_operand(OWN_QUERIES, HEAD_DIM // 2)
         # P of the two warpgroups lies at either half of dP.
@@ -218,9 +219,9 @@ class DvKernel(BlackwellBackward):
             own_context = context.of_tile(work)
             step = self.tiles.first_step(own_context, work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for number in cutlass.range(1, num_steps, unroll=1):
-                self.want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
+                want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
                 following_step = step.following()
                 rings = self._load_q(own_context, work, following_step, rings)
                 rings = self._load_dout_columns(own_context, work, step, rings)
@@ -538,7 +539,7 @@ class DvKernel(BlackwellBackward):
     ) -> StepMask:
         """Return the mask of a step that a block mask names."""
         listed, place = self.tiles.block_list(context, work), (step.head, step.index)
-        if self.mask_function.exists:
+        if self.functions.mask_function.exists:
             number = listed.bit_tile(place, context.cta_rank)
             return ListedNumber(number != FULL, number)
         keys = [first_key() + 8 * i for i in range(4)]
@@ -555,16 +556,18 @@ class DvKernel(BlackwellBackward):
         """Return a step's mask for some halves of this thread's keys."""
         if not isinstance(mask, ListedNumber):
             return mask._replace(halves=halves)
-        places = self.mask_places(context, place.work, self._locator(context, place, halves[0]))
-        return FunctionMask(*mask, self.mask_function, places)
+        places = self.functions.mask_places(
+            context, place.work, self._locator(context, place, halves[0])
+        )
+        return FunctionMask(*mask, self.functions.mask_function, places)
 
     def _places(
         self, context: BlackwellBackwardContext, place: TileStep, half: int = 0
     ) -> ScorePlaces | None:
         """Return the places of this thread's scores of a step, from a half of its keys on."""
-        if not self.change.by_place:
+        if not self.functions.change.by_place:
             return None
-        return self.score_places(context, place.work, self._locator(context, place, half))
+        return self.functions.score_places(context, place.work, self._locator(context, place, half))
 
     def _locator(self, context: BlackwellBackwardContext, place: TileStep, half: int) -> Locate:
         """Return (query head, query, key) of scores by number, from a half of this thread's keys
@@ -600,7 +603,7 @@ class DvKernel(BlackwellBackward):
         rounded = cute.recast_tensor(p, self.dtype)
         for half in cutlass.range_constexpr(2):
             part = columns_of(factors, half * FRAGMENT, FRAGMENT)
-            if cutlass.const_expr(self.change.has_slopes):
+            if cutlass.const_expr(self.functions.change.has_slopes):
                 # Halves are done separately, or the slopes of all take the registers.
                 places = self._places(context, place, half)
                 own = self._mask(context, place, mask, (half,))

@@ -34,6 +34,7 @@ from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
+from ...scheduler_role import want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import MmaShape, fence_after_thread_sync, mma_chain
 from ..operands import mn_major_operand
@@ -111,11 +112,11 @@ class ProductsKernel(BlackwellBackward):
             # A look-up of the sequence in each step would take longer than the step's MMAs.
             own_context = context.of_tile(work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 position = self.tiles.first_position(own_context, work)
                 for step in cutlass.range(num_steps, unroll=1):
-                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     free = self._load_step(own_context, work, position, free)
                     position = position.following()
             work = scheduler.advance_to_next_work()

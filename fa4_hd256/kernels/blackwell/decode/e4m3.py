@@ -32,6 +32,7 @@ from ...plan.edges import RingState, RingStates
 from ...plan.steps import CLAIM_STEPS
 from ...ranges import traced
 from ...rows.views import columns_of
+from ...scheduler_role import want_next_tile_if
 from ..instructions import Mma, MmaShape, fence_after_thread_sync
 from ..operands import E4M3_SLICE, k_major_operand, mn_major_operand
 from ..tmem import multiply, multiply_rows, tmem_buffer, tmem_load
@@ -121,9 +122,9 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
             own_context = context.of_tile(work)
             kv_tile = self._first_kv_tile(own_context, work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
-                self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                 following_kv_tile = self.next_kv_tile(kv_tile)
                 kv = self._load_columns(own_context, work, following_kv_tile, ("k", 0), kv)
                 kv = self._load_columns(own_context, work, kv_tile, ("v", 0), kv)

@@ -51,6 +51,7 @@ from ...ranges import traced
 from ...rows.pages import PagedTile
 from ...rows.views import columns_of
 from ...scalars import CallScalars
+from ...scheduler_role import schedule, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,
@@ -152,7 +153,7 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
         if warp == warps.load:
             self.load(context)
         if warp == warps.scheduler:
-            self.schedule(context)
+            schedule(self.scheduler, context)
 
     def _of_group(self, context: BlackwellDecodeContext, warp: Int32) -> BlackwellDecodeContext:
         """Return the context of a softmax warp's group, `config` NOTE [two groups]: its rows are
@@ -223,9 +224,9 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
             own_context = context.of_tile(work)
             kv_tile = self._first_kv_tile(own_context, work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
-                self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                 following_kv_tile = self.next_kv_tile(kv_tile)
                 rings = self._load_halves(own_context, work, following_kv_tile, "k", rings)
                 rings = self._load_halves(own_context, work, kv_tile, "v", rings)
@@ -520,9 +521,9 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
         context.barriers["s_done"].wait(rings.s)
         fence_after_thread_sync()
         scores = self._load_scores(context, softmax, rings.s.index, place[0])
-        if cutlass.const_expr(self.change.exists):
+        if cutlass.const_expr(self.functions.change.exists):
             places = self._places(context, place, not is_masked)
-            self.change.apply(scores, context.scalars.cap_scale, places)
+            self.functions.change.apply(scores, context.scalars.cap_scale, places)
         self._weigh(context, softmax, scores)
         if cutlass.const_expr(is_masked):
             self._mask(context, scores, place, nodes)
@@ -558,7 +559,7 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
             in_group = smaller(first_head + row % of_query, packed - 1)
             return work.head * packed + in_group, first_query + row // of_query, key
 
-        return self.score_places(context, work, locate, keys_exist)
+        return self.functions.score_places(context, work, locate, keys_exist)
 
     def _nodes(self, context: BlackwellDecodeContext, work: Any, is_masked: bool) -> Any:
         """The words of a group's queries for a masked step, None where they have none."""

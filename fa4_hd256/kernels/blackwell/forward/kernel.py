@@ -52,6 +52,7 @@ from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.pages import PagedTile
 from ...scalars import CallScalars
+from ...scheduler_role import schedule, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,
@@ -111,7 +112,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         pv = MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True)
         p, v = TmemOperand.contiguous(config.block_kv), mn_major_operand(config.block_kv)
         self.pv0, self.pv1 = (Mma(pv, p.slices(*part), v.slices(*part)) for part in P_PARTS)
-        self.scores = StepScores(self, config.block_kv, self.lists_steps)
+        self.scores = StepScores(self.functions, config.block_kv, self.lists_steps)
 
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
@@ -152,7 +153,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
             if warp == warps.epilogue:
                 self.epilogue(context)
             if warp == warps.scheduler:
-                self.schedule(context)
+                schedule(self.scheduler, context)
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config, kv_stages = self.config, self.config.kv_stages
@@ -223,9 +224,9 @@ class ForwardKernel(ForwardCommon, PairKernel):
             own_context = context.of_tile(work)
             kv_tile = self._first_kv_tile(own_context, work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
-                self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                 following_kv_tile = self.next_kv_tile(kv_tile)
                 rings = self._load_kv(own_context, work, following_kv_tile, "k", rings)
                 rings = self._load_kv(own_context, work, kv_tile, "v", rings)
@@ -250,12 +251,12 @@ class ForwardKernel(ForwardCommon, PairKernel):
         while work.is_valid:
             own_context = context.of_tile(work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 rings = self._load_q(own_context, work, rings)
                 kv_tile = self._first_kv_tile(own_context, work)
                 for step in cutlass.range(num_steps, unroll=1):
-                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     rings = self._load_kv(own_context, work, kv_tile, "k", rings)
                     rings = self._load_kv(own_context, work, kv_tile, "v", rings)
                     kv_tile = self.next_kv_tile(kv_tile)
@@ -276,9 +277,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         return self.first_kv_tile(context, work, visibility, work.block * self.tile_queries)
 
     @traced("load")
-    def _load_q(
-        self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings
-    ) -> LoadRings:
+    def _load_q(self, context: BlackwellForwardContext, work: WorkTile, rings: LoadRings):
         """Load this CTA's rows of Q."""
         place = context.query(work), self.first_row(context, work), 0, work.head
         barrier, index = claim_buffer(context, "q", rings.q)
@@ -463,7 +462,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         rings: SoftmaxRings,
     ):
         """Run all steps of a tile, those with masks first and last; return their number, too."""
-        config, by_place = self.config, self.change.by_place
+        config, by_place = self.config, self.functions.change.by_place
         visibility = context.visibility(row.work, config.block_kv)
         tile = (row.work.block * self.tile_queries, self.tile_queries)
         num_steps = visibility.num_tiles(*tile)
@@ -508,7 +507,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
             bits = steps.row(context.cta_rank, cute.arch.thread_idx()[0])
             for _ in cutlass.range(num_steps, unroll=1):
                 key = Int32(0)
-                if cutlass.const_expr(self.asks_places):
+                if cutlass.const_expr(self.functions.asks_places):
                     key = bits.kv_tile * self.config.block_kv
                 softmax, rings, bits = self._step(context, row, key, bits, softmax, rings)
         return num_steps, softmax, rings

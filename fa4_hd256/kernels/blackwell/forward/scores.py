@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...functions.kernel_functions import FunctionsOfKernel
+from ...functions.kernel_functions import KernelFunctions
 from ...functions.mask_function import times_asked
 from ...functions.score_change import ScorePlaces
 from ...plan.edges import Barrier, RingState
@@ -47,7 +47,7 @@ class StepScores:
     functions: of the call.  columns: keys of a step.  are_listed: a block mask names the steps.
     """
 
-    functions: FunctionsOfKernel
+    functions: KernelFunctions
     columns: int
     are_listed: bool
 

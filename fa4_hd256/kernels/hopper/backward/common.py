@@ -20,9 +20,9 @@ from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTen
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
 from ...plan.edges import RingStates
 from ...problem_class import GradientClass
-from ...rows.sequences import Sequence, Sequences, TilePlace
+from ...rows.sequences import Sequence, Sequences, TilePlace, sequence_tensors
 from ...scalars import CallScalars
-from ...scheduler_role import SchedulerRole
+from ...scheduler_role import schedule
 from ..fragments import store_row
 from ..instructions import row_of_fragment, rows_of
 from .config import CTAS, GradientConfig
@@ -32,7 +32,7 @@ __all__ = ["BOTH_CTAS", "HopperBackward"]
 BOTH_CTAS = 0b11
 
 
-class HopperBackward(BackwardEntry, SchedulerRole):
+class HopperBackward(BackwardEntry):
     """Base of these kernels.
 
     A kernel adds `boxes`, see `BackwardEntry`; `tiles`, which knows its tiles and their steps: a
@@ -52,7 +52,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         self.scheduler = scheduler or scheduler_class(self.problem_class.use_clc, CTAS, counts=True)
         self.warps, self.edges = self.plan.warps, self.plan.edges
         # Slopes of scores take registers, and the MMAs follow one another.
-        self.capped = self.change.has_slopes
+        self.capped = self.functions.change.has_slopes
         # Raises for a plan whose steps cannot work.
         self.plan.steps_of(self.capped)
 
@@ -107,7 +107,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
             if warp == warps.load:
                 self.load(context)
             if warp == warps.scheduler:
-                self.schedule(context)
+                schedule(self.scheduler, context)
         # Nobody may leave while the peer still signals it or loads into its memory.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -129,7 +129,9 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         return BackwardContext(
             tensors=tensors,
             barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(self.sequence_tensors(tensors.ragged), seqlen_q, seqlen_k),
+            sequences=Sequences(
+                sequence_tensors(self.problem_class, tensors.ragged), seqlen_q, seqlen_k
+            ),
             mask=self.problem_class.mask,
             scalars=scalars,
             heads_per_kv=heads_per_kv,
@@ -195,13 +197,13 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         `ScoreChange.apply_for_slopes`."""
         if self.problem_class.negative_scale:
             s.store(-s.load())
-        if not self.change.exists:
+        if not self.functions.change.exists:
             return None
         places = None
-        if self.change.by_place:
+        if self.functions.change.by_place:
             locate = self.tiles.locator(context, work, position)
-            places = self.score_places(context, work, locate)
-        return self.change.apply_for_slopes(s, context.scalars.cap_scale, places)
+            places = self.functions.score_places(context, work, locate)
+        return self.functions.change.apply_for_slopes(s, context.scalars.cap_scale, places)
 
     @cute.jit
     def store(

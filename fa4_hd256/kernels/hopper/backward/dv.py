@@ -55,6 +55,7 @@ from ...plan.edges import RingStates, SharedByReference
 from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass
 from ...ranges import traced
+from ...scheduler_role import want_next_tile_if
 from ..instructions import (
     QUAD,
     ROWS,
@@ -125,7 +126,7 @@ class DvKernel(HopperBackward):
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
     ) -> None:
         super().__init__(config, gradient_class, scheduler)
-        self.tiles = KeyRows(self.plan, self)
+        self.tiles = KeyRows(self.plan, self.functions)
         self.score = WgmmaShape(self.dtype, STEP_QUERIES)
         self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
@@ -178,7 +179,7 @@ class DvKernel(HopperBackward):
         while work.is_valid:
             own_context = context.of_tile(work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS + 1)
+            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS + 1)
             if num_steps > 0:
                 position = self.first_position(own_context, work)
                 states = self._load_keys(own_context, "k", work, states)
@@ -187,7 +188,7 @@ class DvKernel(HopperBackward):
                 states = self._load_queries(own_context, "dout", work, position, states)
                 self._prefetch_q(own_context, work, position, num_steps > 1)
                 for step in cutlass.range(1, num_steps, unroll=1):
-                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     position = self.tiles.next_position(position)
                     states = self._load_queries(own_context, "q", work, position, states)
                     states = self._load_queries(own_context, "dout", work, position, states)

@@ -15,7 +15,7 @@ from ...backward.block_mask import WORD_PAIR, BlockList
 from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import RUN
 from ...backward.key_tiles import KeyTiles
-from ...functions.kernel_functions import FunctionsOfKernel
+from ...functions.kernel_functions import KernelFunctions
 from ...functions.score_change import Locate
 from ...mask.block_mask import FULL
 from ...mask.masking import Visibility, hide_unseen
@@ -59,7 +59,7 @@ class KeyRows(KeyTiles):
     functions: the kernel's score_mod and mask_mod.
     """
 
-    def __init__(self, plan: DvPlan | SinglePlan, functions: FunctionsOfKernel) -> None:
+    def __init__(self, plan: DvPlan | SinglePlan, functions: KernelFunctions) -> None:
         self.plan, self.problem_class = plan, functions.problem_class
         self.functions = functions
 

@@ -45,6 +45,7 @@ from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
+from ...scheduler_role import want_next_tile_if
 from ..instructions import (
     ROWS,
     WgmmaShape,
@@ -115,11 +116,11 @@ class ProductsKernel(HopperBackward):
         while work.is_valid:
             own_context = context.of_tile(work)
             num_steps = self.tiles.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 position = self.tiles.first_position(own_context, work)
                 for step in cutlass.range(0, num_steps, unroll=1):
-                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     states = self._load_ds(own_context, position, states)
                     for piece in cutlass.range_constexpr(PIECES):
                         states = self._load_rows(own_context, work, position, piece, states)

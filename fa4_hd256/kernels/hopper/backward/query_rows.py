@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 from ....schedulers import WorkTile
 from ...backward.common import BackwardContext
 from ...backward.query_tiles import QueryTiles
-from ...functions.kernel_functions import FunctionsOfKernel
+from ...functions.kernel_functions import KernelFunctions
 from ...functions.score_change import Locate
 from ...mask.masking import Visibility
 from ...rows.sequences import TilePlace
@@ -39,7 +39,7 @@ class QueryMask(NamedTuple):
 class QueryRows(QueryTiles):
     """Queries of the tiles of a kernel, which owns it.  Tiles: `QueryTiles`."""
 
-    def __init__(self, plan: SinglePlan, functions: FunctionsOfKernel) -> None:
+    def __init__(self, plan: SinglePlan, functions: KernelFunctions) -> None:
         self.plan, self.problem_class = plan, functions.problem_class
 
     def first_row(self, context: BackwardContext, work: WorkTile) -> Int32:

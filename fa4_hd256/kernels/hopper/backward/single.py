@@ -38,6 +38,7 @@ from ...plan.edges import RingStates, SharedByReference
 from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass
 from ...ranges import traced
+from ...scheduler_role import want_next_tile_if
 from ..instructions import (
     ROWS,
     WgmmaShape,
@@ -105,7 +106,7 @@ class SingleKernel(HopperBackward):
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
     ) -> None:
         super().__init__(config, gradient_class, scheduler)
-        self.tiles = self.rows(self.plan, self)
+        self.tiles = self.rows(self.plan, self.functions)
         self.boxes = {
             **{n: (OPERANDS.index(n), OWN_ROWS, HEAD_DIM) for n in self.stays},
             **{n: (OPERANDS.index(n), STEP_COLUMNS, HEAD_DIM // 2) for n in self.passes},
@@ -140,12 +141,12 @@ class SingleKernel(HopperBackward):
         while work.is_valid:
             own_context = context.of_tile(work)
             num_steps = self.tiles.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 position = self.tiles.first_position(own_context, work)
                 states = self._load_stays(own_context, work, position, states)
                 for step in cutlass.range(0, num_steps, unroll=1):
-                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     states = self._load_passing(own_context, "x", work, position, states)
                     states = self._load_passing(own_context, "y", work, position, states)
                     position = self.tiles.next_position(position)

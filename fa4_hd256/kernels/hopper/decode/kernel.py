@@ -47,10 +47,10 @@ from ...plan.edges import RingState
 from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass, query_rows
 from ...ranges import traced
-from ...rows.sequences import Sequences
+from ...rows.sequences import Sequences, cache_entries, sequence_tensors
 from ...rows.views import columns_of
 from ...scalars import CallScalars
-from ...scheduler_role import SchedulerRole
+from ...scheduler_role import schedule, want_next_tile_if
 from ..instructions import (
     COLUMN_GROUP,
     QUAD,
@@ -108,7 +108,7 @@ class DecodeStep(NamedTuple):
     nodes: list[Any] | None
 
 
-class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, ScaledRows, KeyScales, DecodeSoftmax):
+class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
     """The decode kernel for one configuration.
 
     config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
@@ -187,7 +187,7 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, ScaledRows, KeyScales, Deco
             if warp == self.warps.load:
                 self.load(context)
             if warp == self.warps.scheduler:
-                self.schedule(context)
+                schedule(self.scheduler, context)
             if warp == self.warps.queries:
                 self.load_queries(context)
 
@@ -202,13 +202,15 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, ScaledRows, KeyScales, Deco
         """Lay out shared memory as the plan says and initialise the barriers."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         sink, ragged = self.sink_and_ragged(tensors.optional)
-        entries = self.cache_entries(tensors)
+        entries = cache_entries(self.problem_class, tensors)
         k_descale, v_descale = self.descales(tensors.optional)
         smem, p = self._smem(memory)
         return HopperE4m3DecodeContext(
             tensors=tensors,
             barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(self.sequence_tensors(ragged), *sizes[:2], entries=entries),
+            sequences=Sequences(
+                sequence_tensors(self.problem_class, ragged), *sizes[:2], entries=entries
+            ),
             mask=self.problem_class.mask,
             scalars=scalars,
             heads_per_kv=sizes[2],
@@ -267,13 +269,13 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, ScaledRows, KeyScales, Deco
         while work.is_valid:
             own_context = context.of_tile(work)
             num_steps = self.num_steps(own_context, work)
-            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 visibility = own_context.visibility(work, BLOCK_KV)
                 first_query = self.queries(work)[0]
                 position = self.first_kv_tile(own_context, work, visibility, first_query)
                 for step in cutlass.range(num_steps, unroll=1):
-                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     state = self._load_kv(own_context, "k", work, position, state)
                     state = self._load_kv(own_context, "v", work, position, state)
                     position = self.next_kv_tile(position)
@@ -364,10 +366,10 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, ScaledRows, KeyScales, Deco
                     key -= BLOCK_KV
                 for _ in cutlass.range(tiles.num_unmasked, unroll=1):
                     kv = self._step(own_context, softmax, work, key, False, kv)
-                    if cutlass.const_expr(self.change.by_place):
+                    if cutlass.const_expr(self.functions.change.by_place):
                         key -= BLOCK_KV
                 if cutlass.const_expr(self.problem_class.mask.hides_first):
-                    if cutlass.const_expr(not self.change.by_place):
+                    if cutlass.const_expr(not self.functions.change.by_place):
                         key -= tiles.num_unmasked * BLOCK_KV
                     for _ in cutlass.range(tiles.num_masked_last, unroll=1):
                         kv = self._step(own_context, softmax, work, key, True, kv)
@@ -504,8 +506,8 @@ class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, ScaledRows, KeyScales, Deco
         """S -> P in shared memory; maxima where they move, sums."""
         keys = rows_of(scores)
         self._scale(context, softmax, keys, step.work)
-        if cutlass.const_expr(self.change.exists):
-            self.change.apply(scores, context.scalars.cap_scale, None, packed=False)
+        if cutlass.const_expr(self.functions.change.exists):
+            self.functions.change.apply(scores, context.scalars.cap_scale, None, packed=False)
         self._weigh(context, softmax, keys)
         if cutlass.const_expr(step.is_masked):
             self._mask(context.visibility(step.work, BLOCK_KV), keys, step)

@@ -50,9 +50,9 @@ from ...plan.edges import RingState
 from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass, query_rows
 from ...ranges import traced
-from ...rows.sequences import Sequences
+from ...rows.sequences import Sequences, cache_entries, sequence_tensors
 from ...scalars import CallScalars
-from ...scheduler_role import SchedulerRole
+from ...scheduler_role import schedule, want_next_tile_if
 from ..fragments import exchanged_words, rescale, store_exchanged, store_float32
 from ..instructions import (
     QUAD,
@@ -78,7 +78,7 @@ ROWS = 2  # of a thread
 NO_NODES = (None,) * ROWS
 
 
-class ForwardKernel(ForwardCommon, SchedulerRole):
+class ForwardKernel(ForwardCommon):
     """The forward kernel for one configuration.
 
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
@@ -153,7 +153,7 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
             if warp == self.warps.load:
                 self.load(context)
             if warp == self.warps.scheduler:
-                self.schedule(context)
+                schedule(self.scheduler, context)
         # Nobody may leave while the peer still signals it.
         if cutlass.const_expr(self.config.ctas > 1):
             self._synchronise()
@@ -177,8 +177,10 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
         """Lay out shared memory as the plan says and initialise the barriers."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         sink, ragged = self.sink_and_ragged(tensors.optional)
-        entries = self.cache_entries(tensors)
-        sequences = Sequences(self.sequence_tensors(ragged), *sizes[:2], entries=entries)
+        entries = cache_entries(self.problem_class, tensors)
+        sequences = Sequences(
+            sequence_tensors(self.problem_class, ragged), *sizes[:2], entries=entries
+        )
         rank = Int32(0)
         if self.config.ctas > 1:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -235,14 +237,14 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
                 num_steps = self.step_list(context, work).count
             else:
                 num_steps = visibility.num_tiles(first_query, self.tile_queries)
-            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 position = self.first_kv_tile(own_context, work, visibility, first_query)
                 # Before Q: its buffer is free while the tile before is still worked on.
                 k_free = self._load_kv(own_context, "k", work, position, k_free)
                 self._load_q(own_context, work, q_free)
                 for step in cutlass.range(1, num_steps, unroll=1):
-                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
+                    want_next_tile_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
                     following = self.next_kv_tile(position)
                     k_free = self._load_kv(own_context, "k", work, following, k_free)
                     v_free = self._load_kv(own_context, "v", work, position, v_free)
@@ -415,7 +417,7 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
     ):
         """All steps of a tile: QK of a step is issued before PV of the one before it, and runs
         while the softmax of that one does.  tiles: KV tiles of this warpgroup."""
-        block, by_place = self.config.block_kv, self.change.by_place
+        block, by_place = self.config.block_kv, self.functions.change.by_place
         key, nodes = (tiles.end - 1) * block, self._nodes(context, tile)
         masked, unmasked = tiles.num_masked_first, tiles.num_unmasked
         # Steps behind this one.
@@ -580,15 +582,15 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
         """S -> P, float32 in place, for both rows of a thread; the factors for O."""
         if cutlass.const_expr(self.problem_class.negative_scale):
             scores.store(-scores.load())
-        if cutlass.const_expr(self.change.exists):
+        if cutlass.const_expr(self.functions.change.exists):
             locate = self._locator(tile, keys.first)
-            places = self.score_places(context, tile.work, locate, keys.mask is None)
-            self.change.apply(scores, context.scalars.cap_scale, places, packed=False)
-        if cutlass.const_expr(self.mask_function.exists):
+            places = self.functions.score_places(context, tile.work, locate, keys.mask is None)
+            self.functions.change.apply(scores, context.scalars.cap_scale, places, packed=False)
+        if cutlass.const_expr(self.functions.mask_function.exists):
             self._hide_by_function(context, scores, tile, keys)
         factors = []
         for number, row in enumerate(rows_of(scores)):
-            if cutlass.const_expr(self.mask_function.exists):
+            if cutlass.const_expr(self.functions.mask_function.exists):
                 pass
             elif cutlass.const_expr(self.lists_steps):
                 hide_by_bits(row, number, keys.mask, self.config.block_kv)
@@ -625,9 +627,9 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
     def _listed_keys(self, steps: StepList, step: Int32, warpgroup: Int32, left: Int32) -> StepKeys:
         """Return the keys of a listed step."""
         key = Int32(0)
-        if self.asks_places:
+        if self.functions.asks_places:
             key = steps.kv_tile(step) * self.config.block_kv
-        if self.mask_function.exists:
+        if self.functions.mask_function.exists:
             return StepKeys(key, steps.bit_tile(step, Int32(0)), left)
         return StepKeys(key, listed_bits(steps, step, warpgroup), left)
 
@@ -637,8 +639,8 @@ class ForwardKernel(ForwardCommon, SchedulerRole):
     ):
         """Scores of a listed step that a mask_mod does not show := -inf."""
         if keys.mask != FULL:
-            places = self.mask_places(context, tile.work, self._locator(tile, keys.first))
-            self.mask_function.hide(scores, places, keys.mask)
+            places = self.functions.mask_places(context, tile.work, self._locator(tile, keys.first))
+            self.functions.mask_function.hide(scores, places, keys.mask)
 
     def _locator(self, tile: OwnTile, key: Int32) -> Locate:
         """Return (query head, query, key) of the scores of a fragment, by number."""
