@@ -153,7 +153,7 @@ def flash_attn_func(
     if not (tree_mask is score_mod is k_descale is v_descale is None):
         read, key = read_options(tree_mask, score_mod, k_descale, v_descale)
         others = {**others, **read}
-    given = (
+    given = (  # fields of `Given`
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant, None,
         None, config, backward_config, key, key_of_mask, listed_tiles,
     )  # fmt: skip
@@ -278,7 +278,7 @@ def flash_attn_varlen_func(
         check_metadata(backward_metadata, causal, window_size, apart)
         read, ds_tiles = _read_metadata((q, k, v, learnable_sink), backward_metadata)
         others = {**others, **read}
-    given = (
+    given = (  # fields of `Given`
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
         max_seqlen_q, max_seqlen_k, config, backward_config, key, None, ds_tiles,
     )  # fmt: skip
@@ -319,7 +319,7 @@ def attend_sequences(
 
 #: Tensors by name, of calls that have none.
 NO_TENSORS: dict[str, torch.Tensor] = {}
-#: Of `ForwardTensors` behind the sink, of calls that have none.
+#: Fields of `ForwardTensors` behind the sink, of calls that have none of these.
 _NO_OTHERS = (None,) * len(OTHERS)
 #: Fields that say whether queries are packed, and whether there are scales.
 _CU_SEQLENS_Q, _K_DESCALE = map(ForwardTensors._fields.index, ("cu_seqlens_q", DESCALES[0]))

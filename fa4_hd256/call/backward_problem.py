@@ -30,7 +30,7 @@ _RAGGED_QUERIES = ("cu_seqlens_q", "seqused_q")
 
 @dataclass(frozen=True)
 class BackwardProblem:
-    """A backward call.
+    """A backward call, or a chunk of one (`chunks`).
 
     forward: the call whose gradients are requested, with k and v as the kernels read them. k_shape:
     (batch, seqlen_k, heads_kv, 256) of those. lse_gradient: whether the gradient of the LSE is

@@ -242,7 +242,8 @@ def _check_contents(
 
 
 def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
-    """Names, in order; the forward reads nothing that is of its gradients alone."""
+    """Return the names of the ragged tensors that kernels of the forward read, in order: none of
+    those that are for gradients alone."""
     of_others = (*(MASK_GRADIENTS if MASK_STEPS in ragged else ()), DS_BEGINS)
     return tuple(name for name in RAGGED if name in ragged and name not in of_others)
 
@@ -311,8 +312,9 @@ class ForwardCall:
     """The tensors of a forward call, as the user has them.
 
     q: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); sink: (heads_q,) or
-    None; packed sequences have a batch of 1. ragged: all others that are given, by name
-    (`operator_arguments.OTHERS`); with page_table k and v are (pages, page_size, heads_kv, 256).
+    None; packed sequences have a batch of 1. ragged: all others that are given, by name, scales and
+    what functions read, too (`operator_arguments.OTHERS`; `Problem.ragged` is less). With
+    page_table k and v are (pages, page_size, heads_kv, 256).
     """
 
     q: torch.Tensor
@@ -335,7 +337,8 @@ class ForwardCall:
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v; one head of these where all of theirs are one, and it has one scale."""
+        """Return q, k and v. Of k and v one head where all of theirs are one expanded head, but not
+        with scales, which each head has of its own."""
         if any(name in self.ragged for name in DESCALES):
             return self.q, self.k, self.v
         return self.q, *without_expanded_heads(self.k, self.v)

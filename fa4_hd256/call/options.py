@@ -250,6 +250,7 @@ class Options:
         rows: of queries. offsets, longest: cu_seqlens_q and max_seqlen_q where these are packed.
         masked: whether there is a block mask. Raises as `clc_requested` does.
         """
+        # Rows that there are, and rows that the grid has room for.
         filling = (1, 1)
         if offsets is not None and longest is not None and not is_unknown(longest):
             filling = rows, grid_rows(rows, offsets.numel() - 1, longest, PADDING)

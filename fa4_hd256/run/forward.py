@@ -96,7 +96,7 @@ def work_of(
     problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k, config)
     num_splits = values.num_splits
     if num_splits == BY_RULE and "cu_seqlens_k" in ragged and values.max_seqlen_k is None:
-        # The length of a tile is not known.
+        # No bound on the keys of a tile is known, from which their splits follow.
         num_splits = 1
     if MASK_STEPS in ragged:
         num_splits = 1
