@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from bench.tables import results
 from fa4_hd256 import __version__, interrupt, progress
 from fa4_hd256.run.bug_report import has_driver
 
@@ -110,6 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
         if arguments and arguments[0] in COMMANDS:
             _add_options(commands.choices[arguments[0]], arguments[0])
         parsed = parser.parse_args(arguments)
+        # Before the work, which may take an hour.
+        results.check_output_options(parsed)
         return parsed.main(parsed)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

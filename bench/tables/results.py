@@ -65,14 +65,19 @@ def _plot_file(text: str) -> str:
     return _file(text)
 
 
+def check_output_options(arguments: argparse.Namespace) -> None:
+    """Raise ValueError if JSON and CSV are both to go to stdout."""
+    if arguments.json == arguments.csv == STDOUT:
+        raise ValueError("--json and --csv cannot both go to stdout; name a file for one of them")
+
+
 def emit(tables: Table | Sequence[Table], arguments: argparse.Namespace) -> None:
     """Print and write the tables as the options of `add_output_options` say.
 
     Raises ValueError if a plot is requested and cannot be drawn, or JSON and CSV both on stdout.
     """
     tables = [tables] if isinstance(tables, Table) else list(tables)
-    if arguments.json == arguments.csv == STDOUT:
-        raise ValueError("--json and --csv cannot both go to stdout; name a file for one of them")
+    check_output_options(arguments)
     forms = (
         (arguments.json, lambda: json_text(tables) + "\n"),
         (arguments.csv, lambda: csv_text(tables)),

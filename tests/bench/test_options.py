@@ -55,6 +55,7 @@ REFUSED = {
     ("masks", "--provider", "flex"): "SDPA, dense mask",
     ("throughput", "--modelled", "--machine", "b400"): "gb300",
     ("roofline", "--machine", "b400"): "files whose name ends in .json",
+    ("static", "--json", "--csv"): "--json and --csv cannot both go to stdout",
     ("defaults", "colours"): "no choice 'colours'; there are: order, forward;",
     ("mutation", "nope"): "no target 'nope'; there are: forward, full, static;",
     ("tables", "nope"): "no table 'nope'; there are: throughput;",

@@ -110,7 +110,7 @@ PACKAGES = {
     # The commands: above all packages, and imported by none.
     "fa4_hd256/__main__": ("fa4_hd256/bringup", "fa4_hd256/check", *_CHECK),
     # Modules of commands are imported when these are called.
-    "bench/__main__": ("bench/options", "fa4_hd256", *_OPERATOR),
+    "bench/__main__": ("bench/options", "bench/tables", "fa4_hd256", *_OPERATOR),
     "bench/options": (*_BENCH, *_KNOWN),
     "bench/suite": _CHECK,
     "bench/peaks": _CHECK,
