@@ -224,12 +224,16 @@ def _outside() -> Iterator[Case]:
         "first row mapped, two rows": (describe((8, rows), (step,), (8, 2), 0), ((0, 5), (0, -2))),
         "last row mapped": (
             describe((8, rows), (step,), (8, 1), -(rows - 1) * step),
-            ((0, 4), (0, 5), (0, -1), (8, 4), (8, 0), (-8, 4)),
+            ((0, 4), (0, 5), (0, -1), (8, 4), (8, 0), (-8, 4), (4, 4), (-4, 4)),
         ),
         # 4 rows below the data, see `_clipped`; (., 4 - n, end) is n rows.
         "rows twice": (
             describe((8, 4, rows), (step, step), (8, 4, 1), -4 * step),
-            ((0, 3, 1), (0, 4, 4), (0, 4, 0), (0, 4, 5)),
+            ((0, 3, 1), (0, 4, 4), (0, 4, 0), (0, 4, 5), (0, -3, 4), (-4, 3, 1)),
+        ),
+        "rows twice, first row mapped": (
+            describe((8, 4, rows), (step, step), (8, 4, 1), 0),
+            ((0, -3, 0), (0, 3, 0), (-4, -3, 0)),
         ),
     }
     for name, (t, places) in shapes.items():
