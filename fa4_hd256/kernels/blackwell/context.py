@@ -36,6 +36,8 @@ def claim_buffer(context: PairContext, ring: str, state: RingState) -> LoadTarge
     """Wait until the next buffer of a ring is free, and expect its bytes; return what loads take.
 
     Of bytes of both CTAs, which complete on the leader's barrier, the leader alone expects all.
+    The peer's bytes may come before that: the phase still waits for the leader's arrival.  The
+    phase before was complete when the buffer became free, so they never count for that one.
     """
     loaded = context.barriers[f"{ring}_loaded"]
     context.barriers[f"{ring}_free"].wait(state)

@@ -128,7 +128,7 @@ class PairKernel:
             cute.arch.setmaxregister_decrease(budget)
 
     def _meet(self) -> None:
-        """All threads of the CTAs that share a tile."""
+        """Wait until all threads of the CTAs that share a tile are here."""
         if self.ctas > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

@@ -33,7 +33,7 @@ __all__ = [
 
 LANES = 128
 
-# Columns of the widest load used: more in one instruction only delays the first use.
+# Columns of one load unless the caller says otherwise: more in one instruction delay the first use.
 LOAD_COLUMNS = 32
 
 

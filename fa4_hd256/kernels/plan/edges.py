@@ -152,7 +152,11 @@ class RingRecord:
 
     @classmethod
     def waiting(cls: type[Record], edges: EdgeTable, *names: str) -> Record:
-        """Return the record of a role that waits on these edges, one for each field."""
+        """Return the record of a role: for each field the edge whose stages it counts.
+
+        A role waits for that edge.  It signals the ring's other edge, if any, by the same state.
+        A ring that a role only signals has one edge there, whose parity it does not use.
+        """
         return cls(*(edges[name].waiter_state() for name in names))
 
     def __extract_mlir_values__(self) -> list:
@@ -173,10 +177,14 @@ class Edge(SharedByReference):
 
     name: what has been done when a phase completes.
     stages: barriers in the array, used in turn.
+    signal: how it is signalled, and so in which CTA its barriers lie.
+    producer: the role that arrives; on an edge `*_free` that is the role that empties the buffer.
     producer_warps: warps of one CTA that arrive (with TMA and commit, one thread does).
+    consumer: the role that waits.
     initially_complete: the waiter's first pass over the stages does not block (a buffer that
         starts out free).
     guards: the data that change hands, for the documentation.
+    transaction_bytes: bytes that complete a phase of a TMA edge; 0 for other signals.
     """
 
     name: str

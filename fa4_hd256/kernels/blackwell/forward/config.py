@@ -94,7 +94,9 @@ class ForwardConfig:
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
 
     The rest is there to be compared with (`python -m bench ladder`):
-    s_stages: S buffers; with one, the tensor core waits for the softmax of every step.
+    s_stages: S buffers.  With two, QK of the following step is issued before PV of this one, also
+        across tiles; with one, QK(i) and PV(i) alternate, and the tensor core waits for the softmax
+        of every step.
     arithmetic: of the exponents and row sums, one of `fa4_hd256.softmax_emu.online.ARITHMETICS`.
     ordered_tiles: the longest tiles first and heads grouped for L2 (`fa4_hd256.schedulers.order`);
         False: blocks upwards, one head after the other.
@@ -215,6 +217,11 @@ class ForwardConfig:
 
     @property
     def tmem(self) -> TmemPlan:
+        """Return the map of tensor memory.
+
+        The regions p0 and p1 are P of the first and the second S buffer; the edges p0_done and
+        p1_done are halves of the keys, in either buffer.
+        """
         columns = self.block_kv
         regions = [TmemRegion("o", 0, HEAD_DIM, None, "O accumulator, 128 x 256 float32")]
         for stage in range(self.s_stages):

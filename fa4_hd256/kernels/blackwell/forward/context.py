@@ -35,7 +35,10 @@ class BlackwellForwardContext(ForwardContext, PairContext):
 
 @dataclass
 class LoadRings(RingRecord):
-    """Buffers that the load warp fills next: of K and V, and of Q."""
+    """Buffers that the load warp fills next: of K and V, and of Q.
+
+    Each state serves both edges of its ring: the wait for "free" and the bytes of "loaded".
+    """
 
     kv: RingState
     q: RingState
@@ -43,7 +46,13 @@ class LoadRings(RingRecord):
 
 @dataclass
 class MmaRings(RingRecord):
-    """Buffers that the MMA warp uses next: of K and V, Q, S, each half of P, and O."""
+    """Buffers that the MMA warp uses next: of K and V, Q, S, each half of P, and O.
+
+    A state serves both edges of its ring: kv waits for kv_loaded and commits kv_free, o waits for
+    o_free and commits o_done.  q only waits: the epilogue signals q_free.  s only commits s_done:
+    the order of the MMAs frees S.  p0 and p1 are the first and the second half of the keys, each
+    with a stage for each S buffer; the regions p0 and p1 of `TmemPlan` are those stages.
+    """
 
     kv: RingState
     q: RingState
@@ -55,7 +64,11 @@ class MmaRings(RingRecord):
 
 @dataclass
 class SoftmaxRings(RingRecord):
-    """Buffers that a softmax warp uses next: of S, whose P lies over it, and of the factors."""
+    """Buffers that a softmax warp uses next: of S, whose P lies over it, and of the factors.
+
+    s waits for s_done and arrives on p0_done and p1_done; scale waits for scale_free and arrives on
+    scale_done.
+    """
 
     s: RingState
     scale: RingState
@@ -63,7 +76,11 @@ class SoftmaxRings(RingRecord):
 
 @dataclass
 class CorrectionRings(RingRecord):
-    """Buffers that a correction warp uses next: of the factors, of staged slices of O, of O."""
+    """Buffers that a correction warp uses next: of the factors, of staged slices of O, of O.
+
+    scale waits for scale_done and arrives on scale_free; o waits for o_done and arrives on o_free;
+    staged only arrives on o_staged.
+    """
 
     scale: RingState
     staged: RingState

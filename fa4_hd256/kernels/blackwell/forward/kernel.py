@@ -15,14 +15,14 @@ first::
     correction     rescale O   rescale O  |           O -> SMEM
     epilogue                              |                SMEM -> global
 
-QK(i+1) is always issued before PV(i), across tiles too: while the softmax works on S(i), the
-tensor core makes S(i+1), and the next tile's first S while the last P of this one is made.
+QK(i+1) is issued before PV(i), and QK(0') before PV(last) unless the next tile has no steps: the
+tensor core makes S(i+1) while the softmax works on S(i).  With s_stages=1 PV(i) comes first.
 
 The tables of roles, barriers, SMEM and TMEM: `python -m fa4_hd256 plan`; docs/forward.md.
 
-NOTE [S and P share columns].  P(i) lies over S(i), so QK(i+2), which writes the same buffer, must
-not overtake PV(i), which reads it.  Both are issued by one thread in this order, and the tensor
-core executes the MMAs of a CTA pair in issue order.
+NOTE [S and P share columns].  P(i) lies over S(i), so the next QK in that buffer, QK(i+s_stages),
+must not overtake PV(i), which reads it.  Both are issued by one thread in this order, and the
+tensor core executes the MMAs of a CTA pair in issue order.
 
 NOTE [stores hidden by exponentials]: `scores`; NOTE [O leaves through Q]: `output`; NOTE [packed
 heads] and NOTE [split keys]: `kernels.forward.common`; NOTE [listed tiles]:

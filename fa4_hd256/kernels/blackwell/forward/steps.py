@@ -48,7 +48,9 @@ RINGS = (
     Ring("scale", full="scale_done", free="scale_free"),
 )
 
-# The test whether a factor may be written is in the middle of the step before.
+# Each wait for scale_free allows the write of a factor or of 1/sum.  A tile's first one is at its
+# beginning.  Every later one is in the step before its write, where the first half of P is handed
+# over: `scores`, NOTE [stores hidden by exponentials].
 SOFTMAX = Role(
     "softmax",
     (
@@ -73,7 +75,11 @@ SOFTMAX = Role(
 
 
 def _correction(o_slices: int) -> Role:
-    """The factor of a step is taken before O of the step before is touched."""
+    """Return the correction's role.
+
+    The factor of step i + 1 is taken before O of step i is touched.  In the last step o_free comes
+    before the last slice is staged: that slice is in registers then, and the others are staged.
+    """
     stage = (write("staged", "O staged"), arrive("o_staged"))
     drain = (*stage * (o_slices - 1), read("o", "O"), arrive("o_free"), *stage)
     return Role(
@@ -94,8 +100,12 @@ def _epilogue(o_slices: int) -> Role:
 
 
 def forward_steps(qk_ahead: bool, o_slices: int) -> StepTable:
-    """qk_ahead: QK of the following step goes before PV; that needs an S buffer of its own.
-    o_slices: pieces in which O is staged in its tile's Q buffer."""
+    """Return the table of the kernel's steps.
+
+    qk_ahead: QK of the following step goes before PV of this one, which takes two S buffers;
+    otherwise every step is issued by itself, QK then PV.  o_slices: pieces in which O is staged in
+    its tile's Q buffer.
+    """
     qk = Product(
         "QK",
         result=Operand("S", ring="s"),
