@@ -1,4 +1,6 @@
-"""Barriers as data: every mbarrier of a kernel is an edge from those who arrive to those who wait.
+"""Barriers as data: an mbarrier of a kernel is an edge from those who arrive to those who wait.
+
+The only mbarriers that are no edges are those of a dynamic scheduler (`schedulers.dynamic`).
 
 A kernel declares its edges once, in an `EdgeTable`.  From it follow the arrive counts, the shared
 memory the barriers take, their initialisation, the table in the documentation, and the
@@ -154,8 +156,8 @@ class RingRecord:
     def waiting(cls: type[Record], edges: EdgeTable, *names: str) -> Record:
         """Return the record of a role: for each field the edge whose stages it counts.
 
-        A role waits for that edge.  It signals the ring's other edge, if any, by the same state.
-        A ring that a role only signals has one edge there, whose parity it does not use.
+        A role waits for that edge, and signals the other edge of the ring by the same state.  Where
+        it only signals a ring, it names the edge that it signals, and the parity is not used.
         """
         return cls(*(edges[name].waiter_state() for name in names))
 
@@ -206,12 +208,12 @@ class Edge(SharedByReference):
         return ctas * self.producer_warps
 
     def waiter_state(self) -> RingState:
-        """Index and phase for a role that waits on this edge."""
+        """Return the state of a role that waits on this edge."""
         # The phase before the first counts as complete: waiting for its parity does not block.
         return RingState(self.stages, Int32(0), Int32(int(self.initially_complete)))
 
     def producer_state(self) -> RingState:
-        """Index for a role that signals this edge."""
+        """Return the state of a role that only signals this edge; its parity is not used."""
         return RingState(self.stages, Int32(0), Int32(1))
 
 

@@ -31,7 +31,7 @@ __all__ = ["MMA_K", "P_PARTS", "forward_steps"]
 # Columns of P, and rows of V, that one slice of an MMA multiplies (`instructions.mma_chain`).
 MMA_K = 16
 
-#: Slices of each part of P: the first, and behind the last.
+#: (first, end) of the slices of each part of P: keys 0 to 63, and 64 to 127.
 P_PARTS = ((0, 4), (4, 8))
 
 RINGS = (
