@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from . import plans
 from .call.operator_arguments import (
@@ -80,7 +81,7 @@ def _(*given: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
-def refuse_second_order(context: Any, *gradients: Any) -> None:
+def refuse_second_order(context: FunctionCtx, *gradients: Any) -> None:
     raise NotImplementedError(
         "fa4_hd256 offers no second-order gradients; call backward without create_graph=True"
     )

@@ -194,7 +194,7 @@ OPERATOR = ("fa4_hd256", *_LIBRARIES)
 #: many elsewhere. Only ever lower these.
 ANNOTATIONS = {
     r"(?:: |-> )tuple\b(?![\[(])": ("tuple[...], or a NamedTuple", 0, 70),
-    r"\bcontext: Any\b": ("the context's class", 1, 0),
+    r"\bcontext: Any\b": ("the context's class", 0, 0),
 }
 #: Folders of architectures: counterparts of two have one name (docs/architecture.md).
 COUNTERPARTS = ("fa4_hd256/kernels/blackwell/", "fa4_hd256/kernels/hopper/")
