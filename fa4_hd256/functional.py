@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .autograd import backward as backward_operator
-from .autograd import gradients_of, refuse_second_order, save
+from .autograd import check_differentiable, gradients_of, refuse_second_order, save
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
@@ -40,14 +40,21 @@ class _Held:
 def attend_under_transforms(
     tensors: ForwardTensors, values: ForwardValues
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of the operator; tensors with a batch. Raises NotImplementedError inside
-    torch.func.functionalize, for which PyTorch takes no gradients of a user's."""
+    """Return (out, lse) of the operator; tensors with a batch.
+
+    Raises NotImplementedError for a call without gradients (`check_differentiable`) of which a
+    transform wants some, and inside torch.func.functionalize, for which PyTorch takes no gradients
+    of a user's.
+    """
     kinds = {level.key() for level in transforms() or ()}
     if TransformType.Functionalize in kinds:
         raise NotImplementedError(
             "torch.func.functionalize stands inside a transform that differentiates; accepted: "
             "functionalize around torch.func.grad and vjp, or neither"
         )
+    wanted = (tensor for tensor in tensors[:_DIFFERENTIABLE] if tensor is not None)
+    if any(tensor.requires_grad for tensor in wanted):
+        check_differentiable(tensors)
     apply = _DifferentiatedOperator.apply
     found: tuple[torch.Tensor, torch.Tensor] = apply(_Held(values), *tensors)
     return found

@@ -45,7 +45,7 @@ PAGE_SIZES = ("16", "128")
 ARCHITECTURES = ("sm_100a", "sm_90a")
 
 #: Folders of a revision that a build reads.
-PARTS = ("fa4_hd256", "schedulers", "softmax_emu")
+PARTS = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim")
 
 #: The command `build` of a tree for kernels whose text matches the first argument.
 CHOSEN = """

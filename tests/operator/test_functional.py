@@ -109,3 +109,27 @@ def test_what_is_refused(device):
         torch.func.grad(lambda q: torch.func.functionalize(of_q)(q))(q)
     with pytest.raises(NotImplementedError, match="no second-order gradients"):
         torch.func.grad(lambda q: torch.func.grad(of_q)(q).float().sum())(q)
+
+
+def test_calls_without_gradients_are_refused(device):
+    q, k, v = inputs(device)
+    tree = torch.eye(8, dtype=torch.bool, device=device)
+
+    def under_a_tree(q, k, v):
+        return flash_attn_func(q, k, v, tree_mask=tree).float().sum()
+
+    def in_e4m3(q):
+        return flash_attn_func(q, *(t.to(torch.float8_e4m3fn) for t in (k, v))).float().sum()
+
+    for wanted in (0, 1, 2):
+        with pytest.raises(NotImplementedError, match="tree_mask: no gradients flow"):
+            torch.func.grad(under_a_tree, wanted)(q, k, v)
+    with pytest.raises(NotImplementedError, match="k and v in float8.*: no gradients flow"):
+        torch.func.vjp(in_e4m3, q)
+    batch = q.expand(2, *q.shape)
+    with pytest.raises(NotImplementedError, match="tree_mask: no gradients flow"):
+        torch.func.vmap(torch.func.grad(under_a_tree), (0, None, None))(batch, k, v)
+    # A transform that wants no gradient of the attention.
+    factor = torch.ones((), device=device)
+    (slope,) = torch.func.grad(lambda x: x * under_a_tree(q, k, v), (0,))(factor)
+    assert torch.equal(slope, under_a_tree(q, k, v))

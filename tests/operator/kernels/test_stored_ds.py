@@ -25,10 +25,10 @@ def stored(monkeypatch):
     """(problem, dS) of the launches that follow.  On the CPU its memory is NaN before."""
     found, add = [], backward._add_kernel
 
-    def added(builder, kernel, problem, tensors, rooms):
-        add(builder, kernel, problem, tensors, rooms)
-        if kernel[1].kind == "backward_dv":
-            view = tensors.ds
+    def added(builder, launched, of, tensors, scratch):
+        add(builder, launched, of, tensors, scratch)
+        if launched[1].kind == "backward_dv":
+            view, problem = tensors.ds, of[0]
             builder.operate(
                 "note dS", (view.name,),
                 lambda ds: found.append((problem, view.in_memory(ds).clone())),
