@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("numba")
 pytest.importorskip("triton", reason="its ptxas compiles the kernels for sm_90a")
 
-from bench.commands import fences
 from bench.measure import hopper_cubins, hopper_kernels
 from bench.model import fences as our_fences
 from bench.model import hopper as modelled
@@ -62,5 +61,3 @@ def test_fences_of_our_kernels():
     found = our_fences.row("products", timing.predict(compiled, *arguments, draws=0)[-1])
     assert found["fences"] <= 2 and 0 < found["wait"] <= found["longest"]
     assert found["clocks"] > found["without"] and found["unmatched"] == 0
-    with pytest.raises(ValueError, match="'dP' in its name; there are: dV and dS, full"):
-        fences.measure(256, load("b200"), "dP")

@@ -27,7 +27,7 @@ from fa4_hd256 import (
 )
 from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.compat import flash_attn_2, flash_attn_3, flash_attn_4
-from fa4_hd256.integrations.context_parallel.spans import placed
+from fa4_hd256.integrations.context_parallel.spans import spans_by_rank
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.models import MODELS
@@ -88,7 +88,7 @@ def calls():
     yield "device", lambda v: warm_up("gemma-3-4b", device=v)
     yield "ranks", lambda v: warm_up("gemma-3-4b", tensor_parallel=v)
     yield "jobs", lambda v: build({}, "unused", v)
-    yield "order", lambda v: placed(v, 2, 4)
+    yield "order", lambda v: spans_by_rank(v, 2, 4)
     yield "use_clc", clc_requested
     yield "slopes", alibi
     for kind in (ScoreMod, MaskMod):
