@@ -1,1 +1,1 @@
-"""What backward kernels of every architecture share."""
+"""Parts that backward kernels of every architecture share."""

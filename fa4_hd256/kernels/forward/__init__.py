@@ -1,1 +1,1 @@
-"""What forward kernels of every architecture share."""
+"""Parts that forward kernels of every architecture share."""

@@ -111,10 +111,6 @@ class DecodeSoftmax:
         """Start a tile with steps; return its state for the next one.  key: this thread's."""
         return state
 
-    def _context_of(self, context: ForwardContext, work: Any) -> Any:
-        """Return the context of a tile's steps."""
-        return context
-
     @cute.jit
     def softmax(self, context: ForwardContext):
         """S -> P, and all else that a step does, by its threads; O and LSE at the tile's end."""
@@ -126,22 +122,21 @@ class DecodeSoftmax:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            own_context = self._context_of(context, work)
-            visibility = own_context.visibility(work, block)
-            num_steps = self.num_steps(own_context, work)
+            visibility = context.visibility(work, block)
+            num_steps = self.num_steps(context, work)
             tile = self.queries(work)
             tiles = visibility.tile_range(tile, tile)
             softmax.reset()
             if num_steps > 0:
                 step = Int32(0)
                 key = (tiles.end - 1) * block + thread
-                tile_state = self._begin_tile(own_context, softmax, work, key, tile_state)
+                tile_state = self._begin_tile(context, softmax, work, key, tile_state)
                 for _ in cutlass.range(tiles.num_masked_first, unroll=1):
-                    states = self._step(own_context, (softmax, states, step), (work, key), True)
+                    states = self._step(context, (softmax, states, step), (work, key), True)
                     step += 1
                     key -= block
                 for _ in cutlass.range(tiles.num_unmasked, unroll=1):
-                    states = self._step(own_context, (softmax, states, step), (work, key), False)
+                    states = self._step(context, (softmax, states, step), (work, key), False)
                     step += 1
                     if cutlass.const_expr(self.functions.change.by_place):
                         key -= block
@@ -149,20 +144,15 @@ class DecodeSoftmax:
                     if cutlass.const_expr(not self.functions.change.by_place):
                         key -= tiles.num_unmasked * block
                     for _ in cutlass.range(tiles.num_masked_last, unroll=1):
-                        states = self._step(own_context, (softmax, states, step), (work, key), True)
+                        states = self._step(context, (softmax, states, step), (work, key), True)
                         step += 1
                         key -= block
-                states = self._end_steps(own_context, softmax, states)
-            inverses = self._finish(own_context, softmax, work)
+            inverses = self._finish(context, softmax, work)
             if num_steps > 0:
-                self._store_sums(own_context, (softmax, states), work, inverses)
+                self._store_sums(context, (softmax, states), work, inverses)
             else:
-                self._store_zeros(own_context, work)
+                self._store_zeros(context, work)
             work = scheduler.advance_to_next_work()
-
-    def _end_steps(self, context: ForwardContext, softmax: Any, states: Any) -> Any:
-        """Finish a tile after its last step; return the states."""
-        return states
 
     def _share_sums(self, context: ForwardContext, softmax: Any) -> None:
         """Each warp's sums to shared memory."""

@@ -1,1 +1,1 @@
-"""Which keys a query sees."""
+"""Masks: which keys a query sees."""

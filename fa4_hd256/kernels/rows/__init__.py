@@ -1,1 +1,1 @@
-"""Where rows of keys, queries and results lie in global memory."""
+"""Places of keys, queries and results in global memory."""
