@@ -1,1 +1,1 @@
-"""Checks of the operator: the reference, the demo and the bringup of a GPU."""
+"""Checks of the operator: the reference, and the demo."""

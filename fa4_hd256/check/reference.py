@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,13 +17,20 @@ from ..call.options import ExactWindow
 #: Rows of scores held at once, so that long sequences do not need seqlen_q * seqlen_k doubles.
 _ROWS = 4096
 
+#: (batch entry, query head).
+Head = tuple[int, int]
+
+_Errors = TypeVar("_Errors", bound="Errors")
+
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of a call, named as in `flash_attn_func`. mask: bool (1 or batch, 1 or heads,
-    seqlen_q, seqlen_k), True for keys that a query sees if the others let it; None for all.
-    score_mod: (score, batch, head, query, key) -> score, tensors of PyTorch that broadcast, as
-    FlexAttention's; None for none."""
+    """Options of a call, named as in `flash_attn_func`.
+
+    mask: bool (1 or batch, 1 or heads, seqlen_q, seqlen_k), which narrows the other masks: True
+    where a query sees a key. score_mod: FlexAttention's (score, batch, head, query, key) -> score,
+    of tensors that broadcast.
+    """
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -35,8 +42,7 @@ class AttentionOptions:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """(left, right), None for unbounded; causal bounds the right side at 0. -1 is a bound in an
-        `ExactWindow` alone."""
+        """(left, right), None for unbounded. -1 is a bound in an `ExactWindow` only."""
         is_exact = isinstance(self.window_size, ExactWindow)
         left, right = (None if side == -1 and not is_exact else side for side in self.window_size)
         return left, 0 if self.causal else right
@@ -54,8 +60,8 @@ class AttentionOptions:
     def changed(
         self, scores: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, first_row: int = 0
     ) -> torch.Tensor:
-        """Scores (.., rows, keys) by softcap and score_mod. batch, head: of them, that broadcast;
-        first_row: the query of the first row."""
+        """Return scores (.., rows, keys) after softcap and score_mod. batch, head: indices that
+        broadcast with the scores. first_row: the query of the first row."""
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.score_mod is None:
@@ -70,11 +76,10 @@ def visible(
     window: tuple[int | None, int | None],
     rows: range | None = None,
 ) -> torch.Tensor:
-    """Return the mask, bool (len(rows), seqlen_k): True where a query sees a key; all rows by
-    default.
+    """Return the mask of some queries, bool (len(rows), seqlen_k): True where a query sees a key.
 
-    lengths: (seqlen_q, seqlen_k). The mask is bottom-right aligned: with d = i + seqlen_k -
-    seqlen_q query i sees the keys d - left .. d + right.
+    lengths: (seqlen_q, seqlen_k). rows: all queries by default. The mask is bottom-right aligned:
+    query i sees the keys d - left .. d + right, with d = i + seqlen_k - seqlen_q.
     """
     seqlen_q, seqlen_k = lengths
     rows = range(seqlen_q) if rows is None else rows
@@ -91,10 +96,10 @@ def visible(
 
 
 def seen_by_nodes(nodes: torch.Tensor, seqlen_k: int) -> torch.Tensor:
-    """`mask` of a tree: bool (batch, 1, seqlen_q, seqlen_k).
+    """Return the mask of a tree, bool (batch, 1, seqlen_q, seqlen_k).
 
-    nodes: bool (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q), whether a query sees the key
-    of another one, which are the last seqlen_q keys; those before them are all seen.
+    nodes: bool (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q): True where a query sees the key
+    of another query. These are the last seqlen_q keys. Every query sees all keys before them.
     """
     nodes = nodes.cpu() if nodes.ndim == 3 else nodes.cpu()[None]
     batch, seqlen_q, _ = nodes.shape
@@ -108,10 +113,10 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) in float64: out like q, lse (batch, heads, seqlen_q) in natural log.
 
-    q: (batch, seqlen_q, heads, dim); k, v: (batch, seqlen_k, heads_kv, dim), any dtype and device;
+    q: (batch, seqlen_q, heads, dim); k, v: (batch, seqlen_k, heads_kv, dim), any dtype and device.
     options: those of `AttentionOptions`. Query head h uses key/value head h // (heads / heads_kv).
-    A query that sees no key has out = 0, and lse = -inf or the sink's logit. Autograd
-    differentiates it; such a query has no gradient, or the sink's alone.
+    A query that sees no key has out = 0, lse = -inf or the sink's logit, and no gradient but the
+    sink's. Autograd differentiates the results.
     """
     chosen = AttentionOptions(**options)
     batch, seqlen_q, heads, _ = q.shape
@@ -119,9 +124,9 @@ def attention(
     outs, lses = [], []
     for b in range(batch):
         for h in range(heads):
-            one = (q[b, :, h], k[b, :, h // group], v[b, :, h // group])
-            of_q, of_k, of_v = (t.cpu().double() for t in one)
-            out, lse = _one_head((of_q, of_k, of_v), chosen, (b, h))
+            tensors = q[b, :, h], k[b, :, h // group], v[b, :, h // group]
+            of_q, of_k, of_v = (tensor.cpu().double() for tensor in tensors)
+            out, lse = _one_head(of_q, of_k, of_v, chosen, (b, h))
             outs.append(out)
             lses.append(lse)
     if not outs:
@@ -131,11 +136,8 @@ def attention(
 
 
 def max_logits(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return the greatest visible logit of each query head, (heads,) in float64.
-
-    Arguments are those of `attention`. A head whose queries see no key has -inf; a sink is no logit
-    of a key.
-    """
+    """Return the greatest visible logit of each query head, (heads,) in float64: -inf for a head
+    whose queries see no key. Sinks do not count. Arguments are those of `attention`."""
     chosen = AttentionOptions(**options)
     batch, seqlen_q, heads, _ = q.shape
     largest = torch.full((heads,), -math.inf, dtype=torch.float64)
@@ -153,8 +155,8 @@ def max_logits(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor
 class Rotary:
     """Rotary embedding of new rows, as `flash_attn_with_kvcache` takes it.
 
-    cos, sin: (positions, rotary_dim / 2). first: of each sequence, the position of its first new
-    row; None for the rows in use.
+    cos, sin: (positions, rotary_dim / 2). first: position of each sequence's first new row; None:
+    the number of rows in use.
     """
 
     cos: torch.Tensor
@@ -162,9 +164,8 @@ class Rotary:
     interleaved: bool = True
     first: list[int] | None = None
 
-    def turned(self, rows: torch.Tensor, positions: list[int]) -> torch.Tensor:
-        """Return rows (length, heads, dim) in float64, each as complex numbers times e^(i
-        angle)."""
+    def rotated(self, rows: torch.Tensor, positions: list[int]) -> torch.Tensor:
+        """Return rows (length, heads, dim) in float64: complex numbers times e^(i angle)."""
         pairs = self.cos.shape[1]
         result = rows.cpu().double().clone()
         one, two = (slice(0, pairs), slice(pairs, 2 * pairs))
@@ -179,9 +180,12 @@ class Rotary:
 
 @dataclass(frozen=True)
 class KvCache:
-    """A cache of keys and values. k, v: (batch, rows, heads_kv, dim), or (pages, page_size,
-    heads_kv, dim) with table, of each sequence the numbers of its pages. lengths: rows in use of
-    each sequence, those before its first key included. leftpad: how many these are; None for 0."""
+    """Cache of keys and values.
+
+    k, v: (batch, rows, heads_kv, dim), or with table (pages, page_size, heads_kv, dim). table: page
+    numbers of each sequence. lengths: rows in use of each sequence, with its padding. leftpad: rows
+    of padding before each sequence's first key; None for 0.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -189,8 +193,8 @@ class KvCache:
     table: list[list[int]] | None = None
     leftpad: list[int] | None = None
 
-    def place(self, sequence: int, row: int) -> tuple[int, int]:
-        """Return (entry of the cache, row in it) of a row of a sequence."""
+    def address(self, sequence: int, row: int) -> tuple[int, int]:
+        """Return (entry of the cache, row in the entry) of a row of a sequence."""
         if self.table is None:
             return sequence, row
         page, row = divmod(row, self.k.shape[1])
@@ -203,12 +207,12 @@ class KvCache:
         rotary: Rotary | None = None,
         ordered: bool = True,
     ) -> tuple[KvCache, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """The cache after new rows, and of each sequence q, k, v whose attention is requested, all
-        in float64.
+        """Return the cache after new rows, and each sequence's q, k, v to attend with, all in
+        float64.
 
-        queries: of each sequence (seqlen_q, heads, dim); new: of each sequence k and v
-        (seqlen_new, heads_kv, dim). ordered: whether queries have positions one after the other
-        (causal, or a window), else all that of the first new row.
+        queries: (seqlen_q, heads, dim) of each sequence. new: k and v of each sequence,
+        (seqlen_new, heads_kv, dim). ordered: queries have consecutive positions (causal, or a
+        window), else that of the first new row.
         """
         k, v = (tensor.cpu().double().clone() for tensor in (self.k, self.v))
         after, rows = list(self.lengths), []
@@ -217,71 +221,59 @@ class KvCache:
             keys, values = (k[:0, 0], v[:0, 0]) if new is None else new[b]
             if rotary is not None:
                 first = start if rotary.first is None else rotary.first[b]
-                q = rotary.turned(q, [first + i * ordered for i in range(len(q))])
-                keys = rotary.turned(keys, [first + i for i in range(len(keys))])
+                q = rotary.rotated(q, [first + i * ordered for i in range(len(q))])
+                keys = rotary.rotated(keys, [first + i for i in range(len(keys))])
             for i in range(len(keys)):
-                place = self.place(b, start + i)
-                k[place], v[place] = keys[i].cpu().double(), values[i].cpu().double()
+                row = self.address(b, start + i)
+                k[row], v[row] = keys[i].cpu().double(), values[i].cpu().double()
             after[b] += len(keys)
             padding = 0 if self.leftpad is None else self.leftpad[b]
-            places = [self.place(b, row) for row in range(padding, after[b])]
+            seen = [self.address(b, row) for row in range(padding, after[b])]
             keys, values = (
-                torch.stack([t[place] for place in places]) if places else t[:0, 0] for t in (k, v)
+                torch.stack([t[row] for row in seen]) if seen else t[:0, 0] for t in (k, v)
             )
             rows.append((q, keys, values))
         return KvCache(k, v, after, self.table, self.leftpad), rows
 
 
 def _one_head(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    chosen: AttentionOptions,
-    place: tuple[int, int],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: AttentionOptions, head: Head
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of one head: q, k, v (rows, dim) in float64. place: batch entry, head."""
-    q, k, v = tensors
+    """Return (out, lse) of one head: q, k, v (rows, dim) in float64."""
     outs, lses = [], []
     for start in range(0, max(len(q), 1), _ROWS):
-        rows = range(start, min(start + _ROWS, len(q)))
-        weights, lse = _weights(q, k, rows, chosen, place)
+        weights, lse = _weights(q, k, range(start, min(start + _ROWS, len(q))), chosen, head)
         outs.append(weights @ v)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
 
 
 def _weights(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    rows: range,
-    chosen: AttentionOptions,
-    place: tuple[int, int],
+    q: torch.Tensor, k: torch.Tensor, rows: range, chosen: AttentionOptions, head: Head
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities (len(rows), keys) of some rows of one head, and their lse."""
-    scores = _scores(q, k, rows, chosen, place)
-    lse = _log_sum_exp(_with_sink(scores, chosen.learnable_sink, place[1]))
+    """Return the probabilities (len(rows), keys) of some rows of one head, and their lse."""
+    scores = _scores(q, k, rows, chosen, head)
+    lse = _log_sum_exp(_with_sink(scores, chosen.learnable_sink, head[1]))
     # exp(-inf - 0) = 0 in rows without a visible key, where -inf + inf would be NaN.
     shift = lse.masked_fill(lse == -math.inf, 0.0)
     return torch.exp(scores - shift[:, None]), lse
 
 
 def _scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    rows: range,
-    chosen: AttentionOptions,
-    place: tuple[int, int],
+    q: torch.Tensor, k: torch.Tensor, rows: range, chosen: AttentionOptions, head: Head
 ) -> torch.Tensor:
     """Return the logits (len(rows), keys) of some rows of one head, -inf for invisible keys."""
     scores = chosen.scale(q.shape[1]) * (q[rows.start : rows.stop] @ k.T)
-    batch, head = (torch.tensor(number) for number in place)
-    scores = chosen.changed(scores, batch, head, rows.start)
-    seen, mask = visible((len(q), len(k)), chosen.window, rows), chosen.masked(*place)
+    batch, number = map(torch.tensor, head)
+    scores = chosen.changed(scores, batch, number, rows.start)
+    seen, mask = visible((len(q), len(k)), chosen.window, rows), chosen.masked(*head)
     if mask is not None:
         seen &= mask[rows.start : rows.stop]
     return scores.masked_fill(~seen, -math.inf)
 
 
 def _log_sum_exp(scores: torch.Tensor) -> torch.Tensor:
-    """Return the log-sum-exp of each row; an empty row gives -inf with a gradient of 0, not NaN."""
+    """Return the log-sum-exp of each row: -inf for an empty row, with a gradient of 0."""
     top = scores.detach().amax(dim=1)
     empty = top == -math.inf
     top = top.masked_fill(empty, 0.0)
@@ -290,7 +282,7 @@ def _log_sum_exp(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _with_sink(scores: torch.Tensor, sink: torch.Tensor | None, head: int) -> torch.Tensor:
-    """Scores (rows, keys) with a column for the head's sink, or an empty-safe one without."""
+    """Return scores (rows, keys + 1). The last column is the head's sink, -inf without one."""
     column = scores.new_full((scores.shape[0], 1), -math.inf)
     if sink is not None:
         column = sink[head].cpu().double().expand(column.shape)
@@ -298,10 +290,9 @@ def _with_sink(scores: torch.Tensor, sink: torch.Tensor | None, head: int) -> to
 
 
 def gathered(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """Return (length, heads_kv, dim): the keys, or the values, of one sequence in pages.
+    """Return the keys, or the values, of one sequence in pages: (length, heads_kv, dim).
 
-    cache: (pages, page_size, heads_kv, dim), of any dtype, device and strides; pages: (most pages)
-    int, a row of page_table; only the entries of its pages are read.
+    cache: (pages, page_size, heads_kv, dim). pages: the sequence's row of page_table.
     """
     count = -(-length // cache.shape[1])
     return cache[pages[:count].long()].flatten(0, 1)[:length]
@@ -310,8 +301,8 @@ def gathered(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Ten
 def dequantised(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Return keys or values in e4m3 as float64, multiplied by their scales.
 
-    codes: (entries, rows, heads_kv, dim) float8_e4m3fn, entries sequences or pages; scale:
-    (entries, heads_kv) or one value, None for 1.
+    codes: (sequences or pages, rows, heads_kv, dim) float8_e4m3fn. scale: (sequences or pages,
+    heads_kv), or one value, or None for 1.
     """
     values = codes.cpu().float().double()
     if scale is None:
@@ -323,10 +314,10 @@ def dequantised(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
 def same_dtype_pytorch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """Return out of plain PyTorch in the dtype of q, whose error sets the tolerance.
+    """Return out of PyTorch's matmul and softmax in the dtype of q, whose error sets the tolerance.
 
-    Scores and probabilities are rounded to that dtype, the softmax itself is in float32: what a
-    user would write with matmul and softmax. options: those of `AttentionOptions`.
+    Scores and probabilities are rounded to that dtype. The softmax itself is in float32. options:
+    those of `AttentionOptions`.
     """
     return _same_dtype(q, k, v, **options)[0]
 
@@ -354,7 +345,7 @@ def _same_dtype(
         scores = torch.cat((scores, sink.expand(*scores.shape[:3], 1)), dim=3)
         seen = torch.cat((seen, seen.new_ones(*seen.shape[:-1], 1)), dim=-1)
         empty = torch.zeros_like(empty)
-    # A row that sees nothing keeps its scores, and loses its weights: softmax of nothing is NaN.
+    # A row that sees nothing keeps its scores and loses its weights: softmax of nothing is NaN.
     scores = scores.masked_fill(~seen & ~empty[..., None], -math.inf)
     weights = torch.softmax(scores, dim=3, dtype=torch.float32).masked_fill(empty[..., None], 0.0)
     lse = scores.float().logsumexp(dim=3).masked_fill(empty, -math.inf)
@@ -367,9 +358,9 @@ def gradients(
     dlse: torch.Tensor | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Gradients in float64, by autograd of `attention`: "q", "k", "v", and "sink" with a sink.
+    """Return gradients in float64, by autograd of `attention`: "q", "k", "v", and "sink" with one.
 
-    inputs: q, k, v; dout: gradient of out; dlse: gradient of lse, None for 0, without effect in
+    inputs: q, k, v. dout: gradient of out. dlse: gradient of lse, None for 0. It has no effect in
     rows whose lse is -inf.
     """
     exact = tuple(tensor.cpu().double() for tensor in inputs)
@@ -397,7 +388,7 @@ def _differentiate(
     dlse: torch.Tensor | None,
     options: dict,
 ) -> dict[str, torch.Tensor]:
-    """Gradients of function(q, k, v, learnable_sink=sink) = (out, lse) by autograd."""
+    """Return gradients of function(q, k, v, learnable_sink=sink) = (out, lse) by autograd."""
     names = ("q", "k", "v", "sink")
     given = {
         name: tensor.detach().clone().requires_grad_()
@@ -413,29 +404,63 @@ def _differentiate(
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Errors of one result against the float64 reference.
+class Errors:
+    """Errors of a result against the float64 reference.
 
-    max_error, pytorch_max_error: largest absolute error of out, ours and same-dtype PyTorch's.
-    rounding: largest error of the reference itself when rounded to the dtype of out.
-    rel_l2: ||out - reference|| / ||reference||, 0 if both vanish. lse_max_error: absolute, nats.
+    max_error, pytorch_max_error: largest absolute error of this result, and of same-dtype
+    PyTorch's. rounding: largest error of the reference itself when it is rounded to the result's
+    dtype. rel_l2: ||result - reference|| / ||reference||, 0 if both vanish. NaN is an infinite
+    error.
     """
 
     max_error: float
     pytorch_max_error: float
     rounding: float
     rel_l2: float
-    lse_max_error: float
 
     @property
     def tolerance(self) -> float:
         """The largest error accepted: twice PyTorch's own and twice the rounding of the result."""
         return 2 * self.pytorch_max_error + 2 * self.rounding
 
+    @classmethod
+    def of(
+        cls: type[_Errors],
+        result: torch.Tensor,
+        exact: torch.Tensor,
+        pytorch_max_error: float,
+        *others: float,
+    ) -> _Errors:
+        """Return the errors of a result. others: further fields of the class."""
+        difference, norm = result.cpu().double() - exact, exact.norm().item()
+        rel_l2 = difference.norm().item() / (norm or 1.0)
+        rounding = _largest(exact.to(result.dtype).double() - exact)
+        return cls(_largest(difference), pytorch_max_error, rounding, rel_l2, *others)
+
+
+@dataclass(frozen=True)
+class Comparison(Errors):
+    """Errors of (out, lse). lse_max_error: absolute, in nats; infinite if infinities of lse are in
+    other places than the reference's."""
+
+    lse_max_error: float
+
+
+@dataclass(frozen=True)
+class GradientComparison(Errors):
+    """Errors of one gradient. cancellation: what float32 leaves where the true gradient of a score
+    vanishes; see `cancellation_errors`."""
+
+    cancellation: float
+
+    @property
+    def tolerance(self) -> float:
+        return super().tolerance + self.cancellation
+
 
 @dataclass(frozen=True)
 class Expected:
-    """Reference result for some inputs; `compare` judges other results of the same inputs."""
+    """Reference result for some inputs; `compare` judges other results of these inputs."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -444,39 +469,23 @@ class Expected:
     @classmethod
     @torch.no_grad()
     def of(cls, inputs: tuple[torch.Tensor, ...], **options: Any) -> Expected:
-        """inputs: (q, k, v); options: as of `attention`."""
-        out, lse = attention(*inputs, **options)
-        pytorch = same_dtype_pytorch(*inputs, **options)
-        return cls(out, lse, _largest(pytorch.double() - out))
-
-    @classmethod
-    @torch.no_grad()
-    def of_rounded(cls, inputs: tuple[torch.Tensor, ...], **options: Any) -> Expected:
-        """Return the reference for q as it is and k, v in float64. Plain PyTorch has k, v in the
-        dtype of q."""
-        q, *keys = inputs
-        out, lse = attention(*inputs, **options)
-        pytorch = same_dtype_pytorch(q, *(tensor.to(q.dtype) for tensor in keys), **options)
+        """Return the reference for inputs (q, k, v); options: those of `attention`. k and v may be
+        dequantised, in float64: plain PyTorch then has them in the dtype of q."""
+        q, k, v = inputs
+        out, lse = attention(q, k, v, **options)
+        pytorch = same_dtype_pytorch(q, k.to(q.dtype), v.to(q.dtype), **options)
         return cls(out, lse, _largest(pytorch.double() - out))
 
     @torch.no_grad()
     def compare(self, out: torch.Tensor, lse: torch.Tensor) -> Comparison:
-        """NaN anywhere gives an infinite error. Infinities of lse must be in the same places."""
-        difference = out.cpu().double() - self.out
-        norm = self.out.norm().item()
-        return Comparison(
-            max_error=_largest(difference),
-            pytorch_max_error=self.pytorch_max_error,
-            rounding=_largest(self.out.to(out.dtype).double() - self.out),
-            rel_l2=difference.norm().item() / norm if norm else difference.norm().item(),
-            lse_max_error=_lse_error(lse.cpu().double(), self.lse),
-        )
+        lse_error = _lse_error(lse.cpu().double(), self.lse)
+        return Comparison.of(out, self.out, self.pytorch_max_error, lse_error)
 
 
 def compare(
     out: torch.Tensor, lse: torch.Tensor, inputs: tuple[torch.Tensor, ...], **options: Any
 ) -> Comparison:
-    """Compare (out, lse) for `inputs` (q, k, v) with the reference; `options` as of `attention`."""
+    """Compare (out, lse) for inputs (q, k, v) with the reference. options: those of `attention`."""
     return Expected.of(inputs, **options).compare(out, lse)
 
 
@@ -494,30 +503,9 @@ def _lse_error(lse: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class GradientComparison:
-    """Errors of one gradient against the float64 reference, as those of `Comparison`.
-
-    cancellation: what float32 leaves where the true gradient of a score vanishes; see
-    `cancellation_errors`.
-    """
-
-    max_error: float
-    pytorch_max_error: float
-    rounding: float
-    rel_l2: float
-    cancellation: float
-
-    @property
-    def tolerance(self) -> float:
-        """The largest error accepted: twice PyTorch's own, twice the rounding of the result, and
-        what cancellation leaves."""
-        return 2 * self.pytorch_max_error + 2 * self.rounding + self.cancellation
-
-
-@dataclass(frozen=True)
 class ExpectedGradients:
-    """Reference gradients for some inputs, by name as of `gradients`: exact in float64, and the
-    errors that the tolerances are derived from."""
+    """Reference gradients for some inputs, named as by `gradients`, and the errors from which the
+    tolerances are derived."""
 
     exact: dict[str, torch.Tensor]
     pytorch_max_error: dict[str, float]
@@ -538,20 +526,16 @@ class ExpectedGradients:
         return cls(exact, errors, cancellation_errors(inputs, dout, **options))
 
     def compare(self, found: dict[str, torch.Tensor]) -> dict[str, GradientComparison]:
-        """Compare the gradients that are present; NaN is an infinite error."""
-        result = {}
-        for name, tensor in found.items():
-            exact = self.exact[name]
-            difference = tensor.cpu().double() - exact
-            norm = exact.norm().item()
-            result[name] = GradientComparison(
-                max_error=_largest(difference),
-                pytorch_max_error=self.pytorch_max_error[name],
-                rounding=_largest(exact.to(tensor.dtype).double() - exact),
-                rel_l2=difference.norm().item() / norm if norm else difference.norm().item(),
-                cancellation=self.cancellation.get(name, 0.0),
+        """Compare the gradients that are present."""
+        return {
+            name: GradientComparison.of(
+                tensor,
+                self.exact[name],
+                self.pytorch_max_error[name],
+                self.cancellation.get(name, 0.0),
             )
-        return result
+            for name, tensor in found.items()
+        }
 
 
 def compare_gradients(
@@ -561,9 +545,9 @@ def compare_gradients(
     dlse: torch.Tensor | None = None,
     **options: Any,
 ) -> dict[str, GradientComparison]:
-    """Compare gradients, named as by `gradients`, with the reference; NaN is an infinite error.
+    """Compare gradients, named as by `gradients`, with the reference.
 
-    found: those to compare; the other arguments are those of `gradients`.
+    found: gradients to compare. The other arguments are those of `gradients`.
     """
     return ExpectedGradients.of(inputs, dout, dlse, **options).compare(found)
 
@@ -572,10 +556,10 @@ def compare_gradients(
 def cancellation_errors(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dout: torch.Tensor, **options: Any
 ) -> dict[str, float]:
-    """Errors of dQ and dK, "q" and "k", that float32 sums allow even where the gradient is 0.
+    """Return the errors of dQ and dK, "q" and "k", that float32 sums allow where the gradient is 0.
 
     The gradient of a score is P (dP - delta). Where one key has all of the softmax, dP and delta
-    are equal sums of 256 products; in float32, in whatever order, each is off by some 2^-24 of the
+    are equal sums of 256 products. In float32, in whatever order, each is off by some 2^-24 of the
     sum of the absolute products (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
     PyTorch's softmax backward has no such difference, so its error says nothing there.
     """

@@ -27,6 +27,6 @@ def exact(keys, given):
 
 def accurate(found, q, values, **options):
     """found: (out, lse); values: k and v in float64."""
-    comparison = reference.Expected.of_rounded((q, *values), **options).compare(*found)
+    comparison = reference.Expected.of((q, *values), **options).compare(*found)
     assert comparison.max_error <= comparison.tolerance, comparison
     assert comparison.lse_max_error <= LSE_TOLERANCE, comparison
