@@ -28,7 +28,9 @@ HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS) tests/operator/test_block_mask.py \
 # What is imported is compiled then; compiling all of it would take half of the installation's time.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo check check-tests test test-all test-lab test-static test-clc test-hopper lint types clean \
+DOCS_STAMP := $(VENV)/installed-docs
+
+.PHONY: demo docs check check-tests test test-all test-lab test-static test-clc test-hopper lint types clean \
     test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
 demo: $(DEMO_STAMP)
@@ -84,6 +86,10 @@ test-cuda-memory: $(STAMP)
 test-cuda-sanitizers: $(STAMP)
 	$(BIN)/python -m fa4_hd256 bringup --stages sanitizer
 
+# The pages and the API reference as a site in build/docs; a link to nothing fails.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
@@ -106,6 +112,10 @@ $(DEMO_STAMP): pyproject.toml sm100_sim/pyproject.toml constraints.txt
 $(STAMP): $(DEMO_STAMP)
 	$(PIP_INSTALL) --editable ./sm100_sim --editable '.[test,bench]'
 	$(PIP_INSTALL) --no-deps nvidia-cudnn-frontend
+	touch $@
+
+$(DOCS_STAMP): $(DEMO_STAMP)
+	$(PIP_INSTALL) --editable '.[docs]'
 	touch $@
 
 clean:

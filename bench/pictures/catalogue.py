@@ -15,6 +15,7 @@ from .flow import backward_flow
 from .layouts import operand_majors, pair_operands, swizzle, tensor_memory_lanes
 from .losses import training_losses
 from .measured import throughput_h200
+from .measured_bars import bars_h200
 from .memory import memory_map
 from .race import happens_before
 from .rates import accuracy_of_the_model, throughput_forward, throughput_peers
@@ -52,6 +53,7 @@ def _barriers(title: str, plan: Any) -> Drawing:
 
 #: Name of the file without its suffix -> what draws it.
 PICTURES: dict[str, Callable[[], Drawing]] = {
+    "bars-h200": bars_h200,
     "throughput-forward": throughput_forward,
     "throughput-one-sequence": throughput_peers,
     "throughput-h200": throughput_h200,

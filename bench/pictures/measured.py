@@ -15,12 +15,12 @@ from bench.tables.results import read_markdown
 from .plot import Axes, Scale, mark
 from .svg import BLUE, GREEN, GREY, ORANGE, Drawing, text_width
 
-__all__ = ["Measurements", "read_table", "throughput_h200"]
+__all__ = ["PROVIDERS", "Measurements", "read_table", "throughput_h200"]
 
 #: Direction -> table of docs/tables.
 _TABLES = {"forward": "throughput_h200", "backward": "throughput_h200_backward"}
 #: Column of the tables, legend, colour, symbol.
-_PROVIDERS = (
+PROVIDERS = (
     ("ours", "this project", BLUE, "full circle"),
     ("flash-attn-4", "flash-attn-4 4.0.0b36", ORANGE, "triangle"),
     ("cuDNN", "cuDNN 9.19", GREEN, "square"),
@@ -89,7 +89,7 @@ def _lines(axes: Axes, table: Measurements, mask: str) -> None:
     if not rows:
         raise ValueError(f"no rows of heads {_HEADS}, {mask}, in {table.origin}")
     lengths = [int(row["shape"].split("x")[1]) for row in rows]
-    for column, _, colour, symbol in reversed(_PROVIDERS):
+    for column, _, colour, symbol in reversed(PROVIDERS):
         rates = [float(row[f"{column} (TFLOPS)"]) for row in rows]
         axes.line(lengths, rates, colour, 2.6)
         axes.marks(lengths, rates, colour, symbol)
@@ -97,7 +97,7 @@ def _lines(axes: Axes, table: Measurements, mask: str) -> None:
 
 def _legend(drawing: Drawing) -> None:
     x, y = 24.0, 90
-    for _, words, colour, symbol in _PROVIDERS:
+    for _, words, colour, symbol in PROVIDERS:
         fill = colour if symbol.startswith("full ") else "#ffffff"
         drawing.line([(x, y - 4), (x + 26, y - 4)], colour, 2.6)
         mark(drawing, (x + 13, y - 4), symbol.removeprefix("full "), fill, colour)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.pictures import measured
+from bench.pictures import measured, measured_bars
 
 ROW = "| {} | 16/16 | {} | {} | {} | {} |"
 HEADER = "| shape | heads | mask | ours (TFLOPS) | flash-attn-4 (TFLOPS) | cuDNN (TFLOPS) |"
@@ -48,3 +48,24 @@ def test_a_table_without_the_rows_is_refused(folder, text, message):
     (folder / "throughput_h200.md").write_text(text)
     with pytest.raises(ValueError, match=message):
         measured.throughput_h200()
+
+
+def test_bars_have_the_figures_of_their_tables(monkeypatch):
+    """Each bar is a row of a table; a row that is missing, or there twice, is refused."""
+    texts = [box.text for box in measured_bars.bars_h200().texts]
+    for panel in measured_bars._PANELS:
+        rows = {
+            (row["direction"], row["shape"], row["mask"], row["heads"]): row
+            for row in measured.read_table(panel.table).rows
+        }
+        for group in panel.groups:
+            assert rows[group[:4]]["ours (TFLOPS)"] in texts
+    read = measured.read_table
+
+    def twice(name):
+        table = read(name)
+        return measured.Measurements([*table.rows, *table.rows], table.origin)
+
+    monkeypatch.setattr(measured_bars, "read_table", twice)
+    with pytest.raises(ValueError, match="has 2 rows of backward"):
+        measured_bars.bars_h200()
