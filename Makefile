@@ -5,7 +5,7 @@
 #   PYTHON=python3.12   another interpreter for .venv
 #   TORCH_INDEX=URL     an extra package index for torch (its CPU build is smaller and serves here)
 #   DEMO="--seqlen 256" arguments of the demo
-#   TESTS="tests/sim -k tma"  arguments of pytest
+#   TESTS="sm100_sim/tests -k tma"  arguments of pytest
 
 PYTHON ?= python3
 VENV := .venv
@@ -107,7 +107,7 @@ $(DEMO_STAMP): pyproject.toml sm100_sim/pyproject.toml constraints.txt
 	$(PIP_INSTALL) --editable ./sm100_sim --editable '.[demo]'
 	touch $@
 
-# cuDNN's kernels for tests/sim come alone: what they need is here already, and the CUDA 13 libraries
+# cuDNN's kernels for sm100_sim/tests come alone: what they need is here already, and the CUDA 13 libraries
 # that they require besides would change the compiler of everything else.
 $(STAMP): $(DEMO_STAMP)
 	$(PIP_INSTALL) --editable ./sm100_sim --editable '.[test,bench]'
@@ -119,4 +119,4 @@ $(DOCS_STAMP): $(DEMO_STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .cache build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info sm100_sim/build sm100_sim/*.egg-info
+	rm -rf $(VENV) .cache build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info sm100_sim/build sm100_sim/.cache sm100_sim/src/*.egg-info

@@ -1,1 +1,1 @@
-../sm100_sim/interrupt.py
+../sm100_sim/src/sm100_sim/interrupt.py

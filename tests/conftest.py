@@ -9,48 +9,34 @@ two GPUs.
 
 from __future__ import annotations
 
-import gc
 import os
-from fnmatch import fnmatchcase
-from pathlib import Path
 
-# Each xdist worker has one core; set before numpy and torch are imported.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SM100_SIM_THREADS"):
-        os.environ.setdefault(_name, "1")
+import held_memory
+import isolated  # noqa: F401
+import pytest
+import torch
+from checkout import ROOT
+from operator_memory import forget_calls
 
-# Workers share compiled kernels, and a test run leaves the user's own cache alone.
-ROOT = Path(__file__).resolve().parent.parent
+from fa4_hd256.architectures import ARCHITECTURES, named
+from fa4_hd256.gpus.family import architecture_of
+from fa4_hd256.kernels.kernel_set import kernels_of
+
+pytest_plugins = ["suite"]
+
+# `isolated` does the same for the simulator.
 os.environ.setdefault("FA4_HD256_CACHE_DIR", str(ROOT / ".cache" / "fa4_hd256"))
-os.environ.setdefault("SM100_SIM_CACHE_DIR", str(ROOT / ".cache" / "sm100_sim"))
 
 # Other settings of the user for his own runs do not reach the tests.
-_KEPT = ("SM100_SIM_THREADS", "SM100_SIM_CACHE_DIR")
-for _name in [name for name in os.environ if name.startswith("SM100_SIM_") and name not in _KEPT]:
-    del os.environ[_name]
 for _name in (
     "FA4_HD256_ARCH", "FA4_HD256_CHECK", "FA4_HD256_CHECK_PAGES", "FA4_HD256_DS_BYTES",
-    "FA4_HD256_JIT", "FA4_HD256_PREBUILT",
-    "FA4_HD256_PROGRESS", "FA4_HD256_RESERVED_SMS", "CUTE_DSL_ARCH",
+    "FA4_HD256_JIT", "FA4_HD256_PREBUILT", "FA4_HD256_PROGRESS", "FA4_HD256_RESERVED_SMS",
 ):  # fmt: skip
     os.environ.pop(_name, None)
 
 # Both schedulers are tested: the static one here, the dynamic one by tests that select it and by
 # the part of `make test` that sets this variable.
 os.environ.setdefault("FA_CLC", "0")
-
-import held_memory  # noqa: E402
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-from fa4_hd256.architectures import ARCHITECTURES, named  # noqa: E402
-from fa4_hd256.gpus.family import architecture_of  # noqa: E402
-from fa4_hd256.kernels.kernel_set import kernels_of  # noqa: E402
-
-# Examples are equal in every run: a failure must be reproducible from the log alone.
-hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("reproducible")
 
 
 def pytest_addoption(parser):
@@ -66,11 +52,6 @@ def pytest_addoption(parser):
         choices=[architecture.name for architecture in ARCHITECTURES],
         help="architecture whose kernels run in the simulator",
     )
-    parser.addoption(
-        "--all-cases",
-        action="store_true",
-        help="all cases of tests marked sampled, as on a GPU and where a test is named by ::",
-    )
 
 
 def pytest_configure(config):
@@ -82,9 +63,6 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not takes_all_cases(config):
-        items[:], left_out = sampled_cases(items)
-        config.hook.pytest_deselected(items=left_out)
     on_gpu, name = config.getoption("--device") == "cuda", tested_architecture(config)
     skip = pytest.mark.skip(reason="tests the simulator; not run with --device cuda")
     for item in items:
@@ -96,42 +74,6 @@ def pytest_collection_modifyitems(config, items):
         mark = item.get_closest_marker("cuda")
         if mark is not None and (missing := missing_gpus(on_gpu, *mark.args)):
             item.add_marker(pytest.mark.skip(reason=missing))
-
-
-def pytest_collection_finish():
-    """Collect garbage less often, since tracing a kernel makes millions of objects. Nothing is
-    frozen: the simulator finds live tensors by `gc.get_objects`, which leaves out what is."""
-    gc.set_threshold(20_000, 10, 10)
-
-
-def takes_all_cases(config) -> bool:
-    """Return True if no case is left out: where that is requested, or tests are named, and on a
-    GPU."""
-    named = any("::" in argument for argument in config.args)
-    return named or config.getoption("--all-cases") or config.getoption("--device") == "cuda"
-
-
-def sampled_cases(items):
-    """Return (items that run, those left out): of a test with the mark `sampled` the cases whose
-    ids match one of its patterns.
-
-    Raises pytest.UsageError where no case of a test matches a pattern.
-    """
-    kept, left_out = [], []
-    unseen: dict[str, set[str]] = {}
-    for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is None:
-            kept.append(item)
-            continue
-        case = item.callspec.id if hasattr(item, "callspec") else ""
-        named = {pattern for pattern in mark.args if fnmatchcase(case, pattern)}
-        unseen.setdefault(item.nodeid.split("[")[0], set(mark.args)).difference_update(named)
-        (kept if named else left_out).append(item)
-    for test, patterns in unseen.items():
-        if patterns:
-            raise pytest.UsageError(f"{test} has no case like {patterns}, which its mark samples")
-    return kept, left_out
 
 
 def missing_gpus(on_gpu: bool, wanted: int = 1) -> str:
@@ -197,19 +139,8 @@ def divisions(monkeypatch) -> list:
 def _memory_is_given_back():
     """Keep a worker small: caches above a limit go, and their memory is returned."""
     yield
-    if held_memory.release_above(held_memory.LIMIT):
+    if held_memory.release_above(held_memory.LIMIT, forget_calls):
         held_memory.trim()
-
-
-@pytest.fixture(autouse=True)
-def _freed_memory_is_returned():
-    yield
-    held_memory.trim_if_grown()
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(1234)
 
 
 @pytest.fixture(autouse=True)
@@ -218,20 +149,6 @@ def _first_calls():
     from fa4_hd256.plans import forget_plans
 
     forget_plans()
-
-
-@pytest.fixture
-def sanitize(monkeypatch):
-    """Puts calls in the simulator under the sanitizer. seed: of the order of warps and completions,
-    None for the plain one; clusters: that run at once; device: that it passes for."""
-
-    def start(seed, *, clusters=None, device=None):
-        monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-        for name, value in (("SEED", seed), ("CLUSTERS", clusters), ("DEVICE", device)):
-            if value is not None:
-                monkeypatch.setenv(f"SM100_SIM_{name}", str(value))
-
-    return start
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Sample mutants of the sources, and count those that the default cases and all cases kill.
 
-    python tests/mutation_sample.py --seed 1 --count 40 fa4_hd256/call fa4_hd256/run sm100_sim/isa
+    python tests/mutation_sample.py --seed 1 fa4_hd256/call sm100_sim/src/sm100_sim/isa
 
 Each mutant is one change of one statement: an operator, a constant, a condition, or a statement
 left out. It is made in a copy of the checkout, with copies of the caches. Three runs at most decide
@@ -37,6 +37,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: The packages whose sources are mutated or imported, by their first folder.
 PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
+#: The folder of the simulator's package.
+SIMULATOR = Path("sm100_sim", "src")
 #: Files nearest to a mutant, at most.
 MOST_FILES = 3
 
@@ -104,10 +106,15 @@ def mutant(path: Path, pick: random.Random) -> Mutant | None:
     return None
 
 
+def in_packages(path: Path) -> Path:
+    """Return the path of a file from the folder of its package."""
+    return path.relative_to(SIMULATOR) if path.is_relative_to(SIMULATOR) else path
+
+
 @functools.cache
 def imported_by(file: Path) -> frozenset[Path]:
     """Return the modules of the packages that a file imports by name, relative to the checkout."""
-    package = file.relative_to(ROOT).parent.parts
+    package = in_packages(file.relative_to(ROOT)).parent.parts
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -127,7 +134,11 @@ def module_of(*names: str) -> Path | None:
         names = names[1:]  # links in fa4_hd256
     if not names or names[0] not in PACKAGES:
         return None
-    for path in (Path(*names).with_suffix(".py"), Path(*names, "__init__.py")):
+    folder = SIMULATOR if names[0] == "sm100_sim" else Path()
+    for path in (
+        folder.joinpath(*names).with_suffix(".py"),
+        folder.joinpath(*names, "__init__.py"),
+    ):
         if (ROOT / path).is_file():
             return path
     return module_of(*names[:-1])
@@ -167,8 +178,10 @@ def tests_of(module: Path) -> Tests:
     kernels by name: no import leads to these. Of them the first are named as a folder or a file
     between the source and the call.
     """
-    folder = {"fa4_hd256": "operator", "sm100_sim": "sim"}.get(module.parts[0], module.parts[0])
-    tests, mirror = ROOT / "tests" / folder, ROOT.joinpath("tests", folder, *module.parts[1:-1])
+    first, *inner = in_packages(module).parent.parts
+    folder = {"fa4_hd256": "tests/operator", "sm100_sim": "sm100_sim/tests"}
+    tests = ROOT / folder.get(first, f"tests/{first}")
+    mirror = tests.joinpath(*inner)
     beside = [file.relative_to(ROOT) for file in sorted(mirror.glob("test_*.py"))]
     named = [file for file in beside if module.stem in file.stem]
     named += [file.relative_to(ROOT) for file in sorted(tests.rglob(f"test_{module.stem}*.py"))]
@@ -188,7 +201,7 @@ class LeftOut:
     """Plugin of pytest that runs the cases which the default leaves out, and no others."""
 
     def pytest_collection_modifyitems(self, items: list) -> None:
-        from conftest import sampled_cases
+        from suite import sampled_cases
 
         items[:] = sampled_cases(items)[1]
 
@@ -205,8 +218,8 @@ def result(copy: Path, files: list[str], longest: int, left_out: bool = False) -
         with open(copy / "log", "w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        sys.path[:0] = [str(copy)]
-        os.environ["PYTHONPATH"] = str(copy)
+        sys.path[:0] = paths = [str(copy), str(copy / SIMULATOR)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         import pytest
 
         options = ["-q", "-x", "-p", "no:cacheprovider", *(["--all-cases"] if left_out else [])]

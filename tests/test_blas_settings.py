@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SELECTION = (
     "tests/operator/check/test_reference.py::test_rows_in_parts",
     "tests/operator/check/test_reference.py::test_rows_without_a_visible_key_have_no_gradient",
-    "tests/sim/isa/test_tcgen05.py::test_mma_types",
-    "tests/sim/isa/test_tcgen05.py::test_mma_with_a_in_tmem",
-    "tests/sim/native/test_native_routines.py::test_products_are_the_same_bits",
+    "sm100_sim/tests/isa/test_tcgen05.py::test_mma_types",
+    "sm100_sim/tests/isa/test_tcgen05.py::test_mma_with_a_in_tmem",
+    "sm100_sim/tests/native/test_native_routines.py::test_products_are_the_same_bits",
 )
 
 SETTINGS = {

@@ -71,10 +71,18 @@ def test_rooms_and_modules_are_in_the_picture_of_the_rooms():
     tree = (ROOT / "docs/architecture.md").read_text("utf-8").split("```")[1]
     inside = ("fa4_hd256", "fa4_hd256/call", "fa4_hd256/run", "fa4_hd256/kernels", "fa4_hd256/gpus",
               "schedulers", "softmax_emu", "sm100_sim")  # fmt: skip
-    modules = {path.stem for package in inside for path in (ROOT / package).glob("[!_]*.py")}
+    modules = {
+        path.stem
+        for package in inside
+        for path in (ROOT / mentions.folder_of(package)).glob("[!_]*.py")
+    }
     assert len(modules) > 50
     assert not {name for name in modules if not re.search(rf"\b{name}\b", tree)}
-    files = (path for package in mentions.PACKAGES for path in (ROOT / package).rglob("*.py"))
+    files = (
+        path
+        for package in mentions.PACKAGES
+        for path in (ROOT / mentions.folder_of(package)).rglob("*.py")
+    )
     folders = {path.parent for path in files}
     packages = {path.name for path in folders if "build" not in path.parts}
     assert len(packages) > 30 and not {name for name in packages if f"{name}/" not in tree}
@@ -114,7 +122,7 @@ def test_each_file_of_a_way_through_the_code_is_imported_by_one_before_it():
     for number, file in re.findall(r"^(\d+)\. `([\w/]+)(?:\.py)?`", section, re.MULTILINE):
         if number == "1":
             ways.append([])
-        ways[-1].append(file.strip("/"))
+        ways[-1].append(style.known_as(file.strip("/")))
     packages = [way[0].split("/")[0] for way in ways]
     assert packages == ["fa4_hd256", "fa4_hd256", "fa4_hd256", "sm100_sim", "bench"]
     for way in ways:
@@ -128,7 +136,7 @@ def test_each_file_of_a_way_through_the_code_is_imported_by_one_before_it():
 
 @pytest.mark.parametrize("text, offence", [
     ("see bench/model/none.py", "path bench/model/none.py"),
-    ("in `sm100_sim/native_machine`", "path sm100_sim/native_machine"),
+    ("in `sm100_sim/src/none`", "path sm100_sim/src/none"),
     ("in `codegen_none.py`", "file codegen_none.py"),
     ("`sm100_sim.launcher.no_such`", "name sm100_sim.launcher.no_such"),
     # In two pieces: a word of this file is a word of the code.
@@ -136,7 +144,7 @@ def test_each_file_of_a_way_through_the_code_is_imported_by_one_before_it():
     ("python -m bench none", "command python -m bench none"),
     ("python -m schedulers", "command python -m schedulers"),
     ("python -m bench throughput --none", "option --none of python -m bench"),
-    ("`sm100_sim/launcher.py`, `launcher.py`, `sm100_sim.launcher.launch`, "
+    ("`sm100_sim/src/sm100_sim/launcher.py`, `launcher.py`, `sm100_sim.launcher.launch`, "
      "python -m bench throughput --json FILE; python -m sm100_sim SCRIPT.py --its-own", None),
 ])  # fmt: skip
 def test_a_stale_mention_is_seen(text, offence):

@@ -76,9 +76,9 @@ def test_a_goal_installs_what_it_needs_and_no_more(tmp_path, goal, extras):
 
 
 def test_every_part_of_test_all_has_all_cases(tmp_path):
-    lines = make(tmp_path, "-n", "test-all", "TESTS=tests/sim").stdout.splitlines()
+    lines = make(tmp_path, "-n", "test-all", "TESTS=sm100_sim/tests").stdout.splitlines()
     parts = [line for line in lines if "-m pytest" in line]
-    assert len(parts) == 3 and "-m pytest tests/sim --all-cases" in parts[0]
+    assert len(parts) == 3 and "-m pytest sm100_sim/tests --all-cases" in parts[0]
     assert all(line.endswith(" --all-cases") for line in parts)
 
 
@@ -101,7 +101,8 @@ def test_the_check_has_tests_of_each_room():
     for entry in listed:
         file, _, name = entry.partition("::")
         assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(), entry
-    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    tests = (ROOT / "tests", ROOT / "sm100_sim/tests")
+    folders = {path.parent for folder in tests for path in folder.rglob("test_*.py")}
     wanted = {folder.relative_to(ROOT).as_posix() for folder in folders}
     missing = wanted - {file.rpartition("/")[0] for file in files}
-    assert missing == {"tests/sim/third_party"}, "tests/check.txt needs a quick test of each"
+    assert missing == {"sm100_sim/tests/third_party"}, "tests/check.txt needs a quick test of each"

@@ -93,7 +93,7 @@ def test_the_page():
         ("| unverified |\n", "| believed |\n", "is none of"),
         ("golden `tma/`", "golden `no such case/`", "no golden case"),
         ("docs/facts.md; ", "", "names no golden vector and no measurement"),
-        ("tests/sim/isa/test_tma.py", "tests/sim/test_none.py", "does not exist"),
+        ("sm100_sim/tests/isa/test_tma.py", "sm100_sim/tests/test_none.py", "does not exist"),
         ("stage `micro`", "", "names no stage"),
         ("stage `micro`", "stage `macro`", "no stage is called"),
         ("| slow: dK/dV", "| quick: dK/dV", "sorted"),

@@ -50,11 +50,6 @@ def test_the_simulator_is_used_by_its_published_names():
     assert not offences, say(offences)
 
 
-def test_the_simulators_packages_are_listed():
-    offences = published.packages(ROOT)
-    assert not offences, say(offences)
-
-
 def test_class_names():
     offences = style.class_names(ROOT)
     assert not offences, say(offences)

@@ -73,7 +73,7 @@ def test_this_checkout_has_the_files_that_are_checked():
      "fa4_hd256/run/a.py imports fa4_hd256; write a relative import"),
     ("fa4_hd256/run/a.py", "from ..call import b\n", style.absolute_imports, None),
     ("bench/a.py", "from fa4_hd256.call import b\n", style.absolute_imports, None),
-    ("sm100_sim/a.py", "from fa4_hd256.schedulers import static\n", style.imports,
+    ("sm100_sim/src/sm100_sim/a.py", "from fa4_hd256.schedulers import static\n", style.imports,
      "sm100_sim/a (package sm100_sim) imports schedulers (package schedulers)"),
     ("fa4_hd256/kernels/a.py", "from ..call import b\n", style.imports,
      "fa4_hd256/kernels/a (package fa4_hd256/kernels) imports fa4_hd256/call "
@@ -96,10 +96,11 @@ def test_this_checkout_has_the_files_that_are_checked():
     ("sm100_sim/sanitizer.py", "from . import launcher\n", style.imports,
      "sm100_sim/sanitizer imports sm100_sim/launcher, which is no lower package of the simulator"),
     ("schedulers/a.py", "def f():\n    from . import a, b\n", style.imports, None),
-    ("tests/sim/test_a.py", "", style.module_names, "2 files of tests/ are called test_a.py"),
+    ("sm100_sim/tests/test_a.py", "", style.module_names, "2 files of tests are called test_a.py"),
     ("bench/a.py", f"HERE = '{HOME}me'\n", style.machine_paths, f"bench/a.py holds {HOME}"),
 ])  # fmt: skip
 def test_an_offence_is_named(checkout, path, text, check, offence):
+    (checkout / path).parent.mkdir(parents=True, exist_ok=True)
     (checkout / path).write_text(text)
     assert check(checkout) == ([offence] if offence else [])
 

@@ -14,7 +14,7 @@ from .origin import ROOT, git
 PARTS = {
     "kernels": ("fa4_hd256/kernels", "schedulers", "softmax_emu"),
     "calls": ("fa4_hd256",),
-    "simulator": ("sm100_sim",),
+    "simulator": ("sm100_sim/src",),
     "bench": ("bench",),
 }
 

@@ -1,1 +1,1 @@
-../../sm100_sim/jit/native_cache.py
+../../sm100_sim/src/sm100_sim/jit/native_cache.py

@@ -215,6 +215,12 @@ def tree_of(given: str, place: Path) -> Path:
     return place
 
 
+def packages_of(tree: Path) -> list[str]:
+    """Return the folders of a tree that hold packages. The simulator's is the tree itself in
+    revisions without `sm100_sim/src`."""
+    return [str(tree), str(tree / "sm100_sim" / "src")]
+
+
 def build(tree: Path, out: Path, cache: Path, pattern: str | None, options: Sequence[str]) -> None:
     """Run a tree's `build`. Raises RuntimeError where it fails."""
     # The command asks for the version of an installed package.
@@ -224,7 +230,7 @@ def build(tree: Path, out: Path, cache: Path, pattern: str | None, options: Sequ
     metadata.write_text("Metadata-Version: 2.1\nName: fa4-hd256\nVersion: 0\n")
     unset = ("FA4_HD256_", "FA_CLC", "CUTE_DSL_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(unset)} | {
-        "PYTHONPATH": os.pathsep.join([str(tree), str(installed)]),
+        "PYTHONPATH": os.pathsep.join([*packages_of(tree), str(installed)]),
         "FA4_HD256_CACHE_DIR": str(cache),
     }
     start = ["-m", "fa4_hd256"] if pattern is None else ["-c", CHOSEN, pattern]
@@ -399,7 +405,7 @@ def _has_pages(forms: Iterable[str]) -> bool:
 def models_of(tree: Path) -> list[str]:
     """Return the names of a tree's table of models."""
     code = "from fa4_hd256.models import MODELS; print(*MODELS)"
-    variables = {**os.environ, "PYTHONPATH": str(tree)}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(packages_of(tree))}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True)
     if done.returncode:

@@ -14,6 +14,8 @@ from checkout import ROOT
 
 PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench", "lab")
 _ROOMS = (*PACKAGES, "tests", "examples", "docs")
+#: Package -> its folder, where that is not of its name.
+_FOLDERS = {"sm100_sim": "sm100_sim/src/sm100_sim"}
 
 #: Pages about other projects' files and names, which they tell of by these names.
 ABOUT_OTHERS = (
@@ -42,6 +44,11 @@ _COMMAND = re.compile(
     rf"python -m ({'|'.join(PACKAGES)})\b(?!\.)(?: ([a-z][\w-]*)(?![\w./-]))?([^`#;|\n]*)"
 )
 _PROSE = re.compile(r'("""(?:.|\n)*?""")|#(?: |:)([^\n]*)')
+
+
+def folder_of(package: str) -> str:
+    """Return the folder of a package, below ROOT."""
+    return _FOLDERS.get(package, package)
 
 
 @functools.cache
@@ -134,7 +141,7 @@ def _resolves(name: str) -> bool:
     if parts[-1] in ("py", "md", "json", "svg") or parts[1].startswith("__"):
         return True
     for length in range(len(parts), 0, -1):
-        path = "/".join(parts[:length])
+        path = "/".join((folder_of(parts[0]), *parts[1:length]))
         for file in (f"{path}.py", f"{path}/__init__.py"):
             if file in _files():
                 text = (ROOT / file).read_text("utf-8")
@@ -149,7 +156,7 @@ def commands() -> dict[str, frozenset[str]]:
     """Package -> what may stand behind `python -m package`, read from its __main__."""
     found = {}
     for package in PACKAGES:
-        main = ROOT / package / "__main__.py"
+        main = ROOT / folder_of(package) / "__main__.py"
         if not main.exists():
             continue
         words = set()

@@ -1,10 +1,9 @@
-"""Published names of sm100_sim and the packages that its distribution lists, as functions from a
-checkout to a list of offences, one line each (see `style`)."""
+"""Published names of sm100_sim, as functions from a checkout to a list of offences, one line each
+(see `style`)."""
 
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 #: Modules whose `__all__` is what they publish; besides them every module under `sm100_sim.tools`.
@@ -15,7 +14,9 @@ PACKAGES = ("fa4_hd256", "bench", "examples")
 
 def names_of(root: Path, module: str) -> set[str]:
     """`__all__` of a package."""
-    tree = ast.parse((root / module.replace(".", "/") / "__init__.py").read_text())
+    tree = ast.parse(
+        (root / "sm100_sim" / "src" / module.replace(".", "/") / "__init__.py").read_text()
+    )
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
@@ -49,21 +50,4 @@ def imports(root: Path) -> list[str]:
         for package in PACKAGES
         for path in sorted((root / package).rglob("*.py"))
         for line in private_imports(path.read_text(), public)
-    ]
-
-
-def packages(root: Path) -> list[str]:
-    """Packages of the simulator that its pyproject.toml lacks, or lists although there are none."""
-    text = (root / "sm100_sim" / "pyproject.toml").read_text()
-    block = re.search(r"^packages = \[\n(.*?)^\]", text, re.M | re.S)
-    listed = set(re.findall(r'"([\w.]+)"', block[1])) if block else set()
-    there = {
-        path.parent.relative_to(root).as_posix().replace("/", ".")
-        for path in (root / "sm100_sim").rglob("__init__.py")
-        if "build" not in path.relative_to(root).parts
-    }
-    file = "sm100_sim/pyproject.toml"
-    return [
-        *(f"{file} lacks the package {name}" for name in sorted(there - listed)),
-        *(f"{file} lists {name}, which is none" for name in sorted(listed - there)),
     ]

@@ -155,7 +155,7 @@ def test_the_tower_stands_in_the_order_of_imports():
     assert all(row[package] > max(floors[-1]) for package, *_ in OBSERVERS)
     named = [package for packages, _ in FLOORS for package in packages]
     named += [package for package, *_ in OBSERVERS]
-    assert all((ROOT / "sm100_sim" / package).is_dir() for package in named)
+    assert all((ROOT / "sm100_sim/src/sm100_sim" / package).is_dir() for package in named)
 
 
 @pytest.mark.parametrize("style", ["", "bold", "mono"])

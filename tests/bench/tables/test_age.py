@@ -20,7 +20,7 @@ def checkout(tmp_path):
     """(root, commit) of a repository with a file of each kind."""
     files = {
         KERNEL: "STEPS = 2\n", "fa4_hd256/call/checks.py": "A = 1\n", "bench/rows.json": "[1]\n",
-        "sm100_sim/isa/table.py": "B = 1\n", "docs/forward.md": "text\n",
+        "sm100_sim/src/sm100_sim/isa/table.py": "B = 1\n", "docs/forward.md": "text\n",
     }  # fmt: skip
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def test_what_has_changed_is_counted_by_part(checkout):
     (root / KERNEL).write_text("STEPS = 3\n")
     (root / "fa4_hd256/call/checks.py").unlink()
     (root / "bench/rows.json").write_text("[2]\n")
-    (root / "sm100_sim/isa/table.py").write_text("B = (\n")
+    (root / "sm100_sim/src/sm100_sim/isa/table.py").write_text("B = (\n")
     assert changed_since(commit, root) == "kernels 1, calls 1, simulator 1, bench 1"
 
 

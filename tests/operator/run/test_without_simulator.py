@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from fa4_hd256 import __main__ as command
 from fa4_hd256 import environment, flash_attn_func
 
 
-@pytest.fixture
-def without(monkeypatch):
-    """Pretend that the simulator is not installed."""
+@pytest.fixture(params=[None, ModuleType("sm100_sim")], ids=["absent", "folder of a checkout"])
+def without(request, monkeypatch):
+    """Pretend that the simulator is not installed, there or not there as a folder of sources."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "sm100_sim"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "sm100_sim", None)
+    monkeypatch.setitem(sys.modules, "sm100_sim", request.param)
 
 
 @pytest.mark.usefixtures("without")

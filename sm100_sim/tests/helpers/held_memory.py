@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 #: Resident bytes above which `release_above` empties caches. Imports take 0.7 to 1 GiB of them.
@@ -22,26 +21,18 @@ def resident_bytes() -> int:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
-def release_above(limit: int) -> bool:
-    """Empty the caches if more than `limit` bytes are resident, and return True if it did so.
+def release_above(limit: int, forget: Callable[[], None] = lambda: None) -> bool:
+    """Empty the simulator's caches, and others by `forget`, if more than `limit` bytes are
+    resident. Return True if it did so.
 
-    Kernels and translations are on disk, and are loaded again in half a second. Cached traces and
-    replays of the timing model are computed again.
+    Translations are on disk, and are loaded again in half a second.
     """
     if resident_bytes() <= limit:
         return False
-    from fa4_hd256.plans import forget_plans
-    from fa4_hd256.run import compile
     from sm100_sim.launcher import forget_kernels
 
-    forget_plans()
-    compile.forget()
+    forget()
     forget_kernels()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("bench."):
-            for value in list(vars(module).values()):
-                if isinstance(value, functools._lru_cache_wrapper):
-                    value.cache_clear()
     gc.collect()
     return True
 

@@ -5,9 +5,9 @@ import dataclasses
 import re
 
 import pytest
-from checkout import ROOT
 from kernel_text import run_kernel_text
 from planted import BUGS, KERNELS, SCHEDULES
+from project import DOCS
 from sanitizer_kernels import TENSOR, changed
 
 from sm100_sim.errors import SimulationError
@@ -17,7 +17,7 @@ from sm100_sim.translate.access_log import LOG_RECORD
 
 pytestmark = pytest.mark.simulator
 
-DOCUMENT = ROOT / "docs" / "sanitizer.md"
+DOCUMENT = DOCS / "sanitizer.md"
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)

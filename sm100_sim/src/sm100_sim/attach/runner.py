@@ -24,7 +24,7 @@ Runs a CuTe DSL script that was written for a B200 on this machine's CPU: device
 the GPU that SM100_SIM_DEVICE names (a B200), CUDA tensors lie in host memory, compiled functions
 launch in the simulator. A summary of all launches is printed at the end, and behind it what was
 found, by cause, also if the script fails; the exit status is the script's. SM100_SIM_* environment
-variables apply (sm100_sim/settings.py); SM100_SIM_SANITIZE=1 looks for races.
+variables apply (sm100_sim.settings); SM100_SIM_SANITIZE=1 looks for races.
 """
 #: Exit status of a script that an exception, an interrupt or a termination ends.
 _FAILED, _INTERRUPTED, _TERMINATED = 1, 130, 143

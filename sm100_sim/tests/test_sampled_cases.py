@@ -1,11 +1,11 @@
-"""Cases of tests marked `sampled` that run: `conftest.sampled_cases`."""
+"""Cases of tests marked `sampled` that run: `suite.sampled_cases`."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
-from conftest import sampled_cases, takes_all_cases
+from suite import sampled_cases, takes_all_cases
 
 CASES = ["one-static", "one-clc", "two-static"]
 

@@ -12,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from kernel_text import kernel_text, run_kernel_text
+from project import DOCS, PACKAGE
 
 from sm100_sim.isa import columns, load_table, table
 from sm100_sim.isa.columns import (
@@ -38,7 +39,6 @@ from sm100_sim.translate.kernel import translate
 
 pytestmark = pytest.mark.simulator
 
-ROOT = Path(__file__).resolve().parents[3]
 COMPLETE = {
     "rule": Rule.BY_OBJECTS, "trace": Recorded.ENTRY, "event": Event.NONE, "effect": Effect.NONE,
     "ties": Ties.NEVER,
@@ -156,7 +156,7 @@ def test_what_an_instruction_reads_and_writes(text, reads, writes):
 
 
 def test_what_the_sanitizer_does_not_follow_is_listed():
-    documented = (ROOT / "docs/sanitizer.md").read_text().split("## What it does not see")[1]
+    documented = (DOCS / "sanitizer.md").read_text().split("## What it does not see")[1]
     for name, row in rows().items():
         if row.rule is Rule.NOT_FOLLOWED:
             assert re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|[.:]\w)", documented), name
@@ -281,9 +281,9 @@ def test_a_list_of_opcodes_is_seen(source):
 
 def test_opcodes_are_named_in_the_table_only():
     # Tools write programs in PTX; the table is in isa.
-    found, room = {}, ROOT / "sm100_sim"
-    for path in room.rglob("*.py"):
-        name = path.relative_to(room).as_posix()
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
         if name.split("/")[0] not in ("isa", "tools"):
             pattern, _ = ALLOWED.get(name, ("(?!)", ""))
             said = list(_opcodes_in(path.read_text()))
@@ -314,7 +314,7 @@ _WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p1, [smem], %r1;  @!%p1 bra W;\
 @pytest.fixture
 def fill():
     """The instruction that docs/simulator.md adds, as it stands there: one row."""
-    chapter = (ROOT / "docs/simulator.md").read_text().split("## Adding an instruction")[1]
+    chapter = (DOCS / "simulator.md").read_text().split("## Adding an instruction")[1]
     code = chapter.split("```python\n")[1].split("```")[0]
     exec(compile(code, "docs/simulator.md", "exec"), {
         "machine_op": machine_op, "split_modifiers": split_modifiers, "effect_of": effect_of,

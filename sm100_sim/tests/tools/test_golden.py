@@ -10,8 +10,8 @@ import itertools
 
 import numpy as np
 import pytest
-from checkout import ROOT
 from cuda.bindings import driver
+from project import DOCS
 
 from sm100_sim.__main__ import main
 from sm100_sim.errors import SimulationError
@@ -59,7 +59,7 @@ def check(cases: list[Case], **options) -> None:
 
 
 def test_the_page_counts_the_cases():
-    page = (ROOT / "docs/golden.md").read_text("utf-8")
+    page = (DOCS / "golden.md").read_text("utf-8")
     rules = sum(1 for case in CASES if case.rule)
     assert f"{len(CASES)} cases, {rules} of them" in page and f"`rules` ({rules} cases" in page
 

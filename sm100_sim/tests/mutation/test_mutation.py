@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 import pytest
-from checkout import HELPERS
 from kernel_text import run_kernel_text
+from project import HELPERS
 from sanitizer_kernels import COPIES, RING, TENSOR, changed
 from sanitizer_kernels_warpgroup import IN_REGISTERS, WARPGROUP
 

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from checkout import ROOT
+from project import PACKAGE
 
 import sm100_sim
 from sm100_sim.host.program import program_of
@@ -293,10 +293,10 @@ if __name__ == "__main__":
 def test_script_runner(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    paths = os.pathsep.join([str(PACKAGE.parent), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "sm100_sim", str(script), "5"], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}, cwd=tmp_path,
-        check=False,
+        env={**os.environ, "PYTHONPATH": paths}, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"sum {32 * 11}" in done.stdout

@@ -40,7 +40,7 @@ def by_rule(product: wgmma.Product) -> np.ndarray:
 
 
 def test_exact_sums_are_those_of_numpy():
-    """The simulator equals numpy, too: tests/sim/isa/test_wgmma.py holds it to the same."""
+    """The simulator equals numpy, too: sm100_sim/tests/isa/test_wgmma.py holds it to the same."""
     wrong = [p.name for p in EXACT if not VECTORS.agrees(named(p), [wgmma.expected(p)])]
     assert len(EXACT) > 120 and not wrong
 

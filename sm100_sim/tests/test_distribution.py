@@ -15,14 +15,14 @@ from pathlib import Path
 
 import published
 import pytest
-from checkout import ROOT
+from project import PACKAGE, PROJECT
 from published import private_imports
 
 import sm100_sim
 from sm100_sim import progress, timing, waiting
 from sm100_sim.__main__ import COMMANDS, main
 
-PACKAGE = ROOT / "sm100_sim"
+ROOT = PROJECT.parent
 #: Modules whose `__all__` is what they publish.
 PUBLIC = {"sm100_sim": sm100_sim, "sm100_sim.timing": timing}
 
@@ -46,15 +46,14 @@ assert sm100_sim.__file__.startswith(sys.argv[1]), sm100_sim.__file__
 
 
 def sources() -> set[str]:
-    """Files of the package below the checkout, without what it is built from and into."""
+    """Files of the package below its folder of sources."""
     kept = {".py", ".json", ".npz", ".typed"}
     paths = [path for path in PACKAGE.rglob("*") if path.suffix in kept]
-    found = {path.relative_to(ROOT).as_posix() for path in paths}
-    return {name for name in found if not name.startswith("sm100_sim/build/")}
+    return {path.relative_to(PACKAGE.parent).as_posix() for path in paths}
 
 
 def test_its_license_is_the_projects():
-    assert (PACKAGE / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert (PROJECT / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +61,8 @@ def site(tmp_path_factory) -> Path:
     """The wheel, built from the source distribution, both unpacked."""
     pytest.importorskip("setuptools", minversion="77")
     directory = tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-    shutil.copytree(PACKAGE, directory / "source", ignore=ignored)
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".cache", "tests")
+    shutil.copytree(PROJECT, directory / "source", ignore=ignored)
 
     def run(*command):
         done = subprocess.run([sys.executable, *command], cwd=directory / "source",
@@ -122,7 +121,7 @@ for example in sys.argv[2:]:
 
 def test_the_kernel_of_the_page(site):
     """The first kernel of README.md prints what the page says."""
-    (code,) = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.S)
     (said,) = re.findall(r"# (\[0 2 4 6\].*)\n", code)
     done = alone(site, code)
     assert done.returncode == 0, done.stderr
@@ -233,21 +232,15 @@ def inside():
 
 def test_offences_are_named(tmp_path):
     """A checkout of a few files has each offence."""
-    for name in ("sm100_sim/timing", "sm100_sim/new", "fa4_hd256", "bench", "examples"):
+    for name in ("sm100_sim/src/sm100_sim/timing", "fa4_hd256", "bench", "examples"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("sm100_sim", "sm100_sim/timing", "sm100_sim/new"):
-        (tmp_path / name / "__init__.py").write_text('__all__ = ["launch"]\n')
-    listed = 'packages = [\n    "sm100_sim",\n    "sm100_sim.old",\n    "sm100_sim.timing",\n]\n'
-    (tmp_path / "sm100_sim/pyproject.toml").write_text(listed)
+    for name in ("sm100_sim", "sm100_sim/timing"):
+        (tmp_path / "sm100_sim/src" / name / "__init__.py").write_text('__all__ = ["launch"]\n')
     (tmp_path / "fa4_hd256/a.py").write_text("from sm100_sim import launch\n")
     assert published.imports(tmp_path) == []
     (tmp_path / "examples/a.py").write_text("from sm100_sim import launch, run\n")
     assert published.imports(tmp_path) == [
         "examples/a.py, line 1: sm100_sim.run, which sm100_sim does not publish"
-    ]
-    assert published.packages(tmp_path) == [
-        "sm100_sim/pyproject.toml lacks the package sm100_sim.new",
-        "sm100_sim/pyproject.toml lists sm100_sim.old, which is none",
     ]
 
 

@@ -6,10 +6,11 @@ import runpy
 import sys
 
 import pytest
-from checkout import ROOT
+from project import PROJECT
 
 from sm100_sim.attach.runner import run_script
 
+ROOT = PROJECT.parent
 EXAMPLES = ROOT / "examples"
 
 pytestmark = [

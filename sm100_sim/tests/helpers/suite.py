@@ -1,0 +1,93 @@
+"""Options and fixtures of every test run: a plugin of pytest that conftests name."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from fnmatch import fnmatchcase
+
+import held_memory
+import hypothesis
+import isolated  # noqa: F401
+import pytest
+
+# Examples are equal in every run: a failure must be reproducible from the log alone.
+hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("reproducible")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="all cases of tests marked sampled, as on a GPU and where a test is named by ::",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if not takes_all_cases(config):
+        items[:], left_out = sampled_cases(items)
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish():
+    """Collect garbage less often, since tracing a kernel makes millions of objects. Nothing is
+    frozen: the simulator finds live tensors by `gc.get_objects`, which leaves out what is."""
+    gc.set_threshold(20_000, 10, 10)
+
+
+def takes_all_cases(config) -> bool:
+    """Return True if no case is left out: where that is requested, or tests are named, and on a
+    GPU."""
+    named = any("::" in argument for argument in config.args)
+    return named or config.getoption("--all-cases") or config.getoption("--device", "") == "cuda"
+
+
+def sampled_cases(items):
+    """Return (items that run, those left out): of a test with the mark `sampled` the cases whose
+    ids match one of its patterns.
+
+    Raises pytest.UsageError where no case of a test matches a pattern.
+    """
+    kept, left_out = [], []
+    unseen: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None:
+            kept.append(item)
+            continue
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        named = {pattern for pattern in mark.args if fnmatchcase(case, pattern)}
+        unseen.setdefault(item.nodeid.split("[")[0], set(mark.args)).difference_update(named)
+        (kept if named else left_out).append(item)
+    for test, patterns in unseen.items():
+        if patterns:
+            raise pytest.UsageError(f"{test} has no case like {patterns}, which its mark samples")
+    return kept, left_out
+
+
+@pytest.fixture(autouse=True)
+def _freed_memory_is_returned():
+    yield
+    held_memory.trim_if_grown()
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(1234)
+
+
+@pytest.fixture
+def sanitize(monkeypatch):
+    """Puts calls in the simulator under the sanitizer. seed: of the order of warps and completions,
+    None for the plain one; clusters: that run at once; device: that it passes for."""
+
+    def start(seed, *, clusters=None, device=None):
+        monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+        for name, value in (("SEED", seed), ("CLUSTERS", clusters), ("DEVICE", device)):
+            if value is not None:
+                monkeypatch.setenv(f"SM100_SIM_{name}", str(value))
+
+    return start
