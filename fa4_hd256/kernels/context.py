@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.memory import SmemAllocator
 
 from ..schedulers import TileOrder, WorkTile
 from .mask.masking import KvSplit, MaskKind, Visibility
-from .plan.edges import Barrier, SharedByReference
+from .operands import SharedMemory
+from .plan.edges import Barrier, EdgeTable, SharedByReference
+from .problem_class import ProblemClass
 from .rows.pages import FirstPage
-from .rows.sequences import Sequences
+from .rows.sequences import Sequences, cache_entries, sequence_tensors
 from .scalars import CallScalars
 
-__all__ = ["KernelContext"]
+__all__ = ["KernelContext", "shared_fields"]
 
 #: Class of a kernel's own context.
 OwnContext = TypeVar("OwnContext", bound="KernelContext")
@@ -112,3 +115,49 @@ class KernelContext(SharedByReference):
             for mode, place in enumerate((self.batch(work), row))
         )
         return words[batch, row]
+
+
+class TileKernel(Protocol):
+    """A kernel of tiles, as `shared_fields` needs it.
+
+    scheduled_warps: warps of a cluster that run the tile loop.
+    """
+
+    problem_class: ProblemClass
+    edges: EdgeTable
+    scheduler: Any
+
+    @property
+    def scheduled_warps(self) -> int: ...
+
+    def ragged(self, tensors: Any) -> Any:
+        """Return the ragged tensors among a kernel's tensors, None if there are none."""
+
+
+def shared_fields(
+    kernel: TileKernel,
+    allocator: SmemAllocator,
+    memory: SharedMemory,
+    tensors: Any,
+    sizes: tuple[Int32, ...],
+    scalars: CallScalars,
+    order: TileOrder,
+) -> dict[str, Any]:
+    """Return the fields of a kernel's context but for `cta_rank` and `smem`; initialise barriers.
+
+    memory: laid out as the plan says.  sizes: seqlen_q, seqlen_k, query heads (or groups of them)
+    for each KV head, and what the kernel adds.
+    """
+    problem_class = kernel.problem_class
+    ragged = sequence_tensors(problem_class, kernel.ragged(tensors))
+    entries = cache_entries(problem_class, tensors)
+    return {
+        "tensors": tensors,
+        "barriers": kernel.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
+        "sequences": Sequences(ragged, *sizes[:2], entries=entries),
+        "mask": problem_class.mask,
+        "scalars": scalars,
+        "heads_per_kv": sizes[2],
+        "order": order,
+        "channel": kernel.scheduler.setup(allocator, kernel.scheduled_warps, scalars.tile_counter),
+    }

@@ -13,7 +13,7 @@ import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 from fa4_hd256.architectures import named
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.forward import e4m3_scales
+from fa4_hd256.kernels.forward import e4m3
 from fa4_hd256.kernels.kernel_set import kernels_of
 
 pytestmark = pytest.mark.simulator
@@ -276,7 +276,7 @@ def _logical_page(scales, entry, head):
     return REAL_SCALE(scales, entry * 0, head)
 
 
-REAL_SCALE = e4m3_scales.scale_of
+REAL_SCALE = e4m3.scale_of
 
 
 @pytest.mark.parametrize("bug", [_wrong_head, _logical_page, "swapped"])
@@ -290,7 +290,7 @@ def test_planted_bugs_are_noticed(bug, planted, architecture):
         real = kernel.descales
         planted.setattr(kernel, "descales", lambda self, optional: real(self, optional)[::-1])
     else:
-        planted.setattr(e4m3_scales, "scale_of", bug)
+        planted.setattr(e4m3, "scale_of", bug)
     with pytest.raises(AssertionError, match="max_error"):
         check_paged(q, paged, given, True)
 

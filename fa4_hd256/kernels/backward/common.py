@@ -130,6 +130,10 @@ class BackwardEntry:
             min_blocks_per_mp=1,
         )
 
+    def ragged(self, tensors: BackwardKernelTensors) -> Any:
+        """Return the ragged tensors among a kernel's tensors, None if there are none."""
+        return tensors.ragged
+
     def _in_a_row(
         self, problem: TileProblem, operands: tuple[cute.Tensor, ...], ragged: Any
     ) -> TileProblem:

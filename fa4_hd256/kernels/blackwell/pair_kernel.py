@@ -13,9 +13,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...schedulers import scheduler_class
+from ..context import shared_fields
 from ..operands import SharedMemory
 from ..problem_class import ProblemClass
-from ..rows.sequences import Sequences, cache_entries, sequence_tensors
 from .context import PairContext
 from .pair_plan import CTAS
 
@@ -27,9 +27,11 @@ class PairKernel:
 
     A kernel has the methods `descriptors(tensors)`, the TMA tensors; `smem(memory)`, its operands
     in shared memory; `run_role(context, warp)`; and `num_steps(context, work)`, the steps of a
-    tile, the same in both CTAs and all roles.  ctas: that share a tile and its MMAs, 2 or 1.
+    tile, the same in both CTAs and all roles.  context_class: of its context.  ctas: that share a
+    tile and its MMAs, 2 or 1.
     """
 
+    context_class: type[PairContext]
     ctas = CTAS
 
     def __init__(self, plan: Any, problem_class: ProblemClass, scheduler: Any = None) -> None:
@@ -50,33 +52,19 @@ class PairKernel:
         scalars: Any,
         order: Any,
     ) -> PairContext:
-        """Lay out shared memory as the plan says and initialise the barriers.
-
-        sizes: seqlen_q, seqlen_k, query heads (or groups of them) for each KV head, and what the
-        kernel adds.
-        """
-        seqlen_q, seqlen_k, heads_per_kv = sizes[:3]
+        """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
-        ragged = sequence_tensors(self.problem_class, self.ragged(tensors))
-        return PairContext(
-            tensors=tensors,
-            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(
-                ragged, seqlen_q, seqlen_k, entries=cache_entries(self.problem_class, tensors)
-            ),
-            mask=self.problem_class.mask,
-            scalars=scalars,
-            heads_per_kv=heads_per_kv,
-            order=order,
-            channel=self.scheduler.setup(allocator, self.scheduled_warps),
+        return self.context_class(
+            **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
             cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
             tmem_address=memory.region("tmem_address", Int32, 4),
             smem=self.smem(memory),
+            **self.context_fields(tensors, sizes),
         )
 
-    def ragged(self, tensors: Any) -> Any:
-        """The ragged tensors among a kernel's tensors, None if there are none."""
-        return tensors.ragged
+    def context_fields(self, tensors: Any, sizes: tuple[Int32, ...]) -> dict[str, Any]:
+        """Return fields of the kernel's context beside those of every kernel."""
+        return {}
 
     def allow_next(self) -> None:
         """Consent to the next kernel's begin, where it need not wait for this one's end: none by

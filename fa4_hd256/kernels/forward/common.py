@@ -131,6 +131,14 @@ class ForwardCommon:
     def ragged(self, tensors: ForwardKernelTensors) -> tuple[cute.Tensor, ...]:
         return self.sink_and_ragged(tensors.optional)[1]
 
+    def context_fields(
+        self, tensors: ForwardKernelTensors, sizes: tuple[Int32, ...]
+    ) -> dict[str, Any]:
+        """Return fields of the kernel's context beside those of every kernel."""
+        sink, _ = self.sink_and_ragged(tensors.optional)
+        num_splits = sizes[3] if self.problem_class.split else None
+        return {"sink": sink, "num_splits": num_splits}
+
     def tile_problem(
         self, operands: tuple[cute.Tensor, ...], optional: Any, scalars: Any
     ) -> tuple[tuple[Int32, ...], TileProblem]:
@@ -303,10 +311,3 @@ class ForwardCommon:
             # max passes a NaN over, a sum does not: the result must show that a score is NaN.
             is_number = lse == lse
             tensors.row_maxima[batch, head, row] = cutlass.select_(is_number, logit, lse)
-
-    def result_row(
-        self, context: ForwardContext, work: Any, row: Int32, head: Int32
-    ) -> cute.Tensor:
-        """Return (256,) of `out` in global memory."""
-        place = context.result_offset(context.query(work)) + row
-        return context.tensors.out[place, None, head, context.result_batch(work)]

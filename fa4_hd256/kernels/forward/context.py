@@ -98,6 +98,11 @@ class ForwardContext(KernelContext):
             return Int32(0)
         return queries.offset
 
+    def result_row(self, work: WorkTile, query: Int32, head: Int32) -> cute.Tensor:
+        """Return (256,) of `out` in global memory."""
+        place = self.result_offset(self.query(work)) + query
+        return self.tensors.out[place, None, head, self.result_batch(work)]
+
 
 @dataclass(frozen=True)
 class DescaledContext(ForwardContext):

@@ -21,7 +21,8 @@ import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
-from fa4_hd256.kernels.blackwell.decode.kernel import DecodeKernel
+from fa4_hd256.kernels.blackwell.decode.rows import GroupRows
+from fa4_hd256.kernels.forward.decode_rows import TileRows
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -180,19 +181,20 @@ def test_no_findings(config, seed, sanitize):
     assert sm100_sim.last_reports()[-1].findings == []
 
 
-@pytest.mark.parametrize("method", ["_own_queries", "_first_in_group", "_first_row"])
+@pytest.mark.parametrize("method", ["queries", "first_head", "place"])
 @pytest.mark.sampled
 def test_a_group_with_the_other_ones_rows_is_noticed(method, planted):
     """Wrong rows in masks, heads and LSE are noticed."""
-    queries, heads = (1, 40) if method == "_first_in_group" else (8, 8)
-    wrong = {
-        "_own_queries": lambda self, context, work: (
-            self.queries(work)[0], self.softmax_rows // self.rows_of_query,
-        ),
-        "_first_in_group": lambda self, context: 0,
-        "_first_row": lambda self, context: 0,
-    }  # fmt: skip
-    planted.setattr(DecodeKernel, method, wrong[method])
+    queries, heads = (1, 40) if method == "first_head" else (8, 8)
+    place = TileRows.place
+    owner, wrong = {
+        "queries": (GroupRows, lambda self, context, work: (
+            self.tile.first_query(work), self.count // self.of_query,
+        )),
+        "first_head": (GroupRows, lambda self, context: 0),
+        "place": (TileRows, lambda self, context, work, row: place(self, context, work, row % 32)),
+    }[method]  # fmt: skip
+    planted.setattr(owner, method, wrong)
     given = tensors(queries, 140, (heads, 1), batch=1)
     found = flash_attn_func(*given, causal=True, return_lse=True, num_splits=1, config=CONFIG)
     with pytest.raises(AssertionError):

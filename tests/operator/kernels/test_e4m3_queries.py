@@ -6,7 +6,7 @@ import torch
 from machine_code import roles_have_their_registers
 
 from fa4_hd256.kernels.blackwell.decode.config import DECODE_E4M3
-from fa4_hd256.kernels.blackwell.decode.e4m3 import DecodeE4m3Kernel
+from fa4_hd256.kernels.forward.e4m3 import ScaledRows
 from fa4_hd256.kernels.operands import ATOM_ROWS
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.rows.views import load_lane_columns
@@ -51,7 +51,7 @@ def test_rows_come_by_tma(config):
     assert rows_behind_a_load(compiled(config)[1]) == 0
 
 
-def load_row(kernel, context, row, stage):
+def load_row(rows, context, row, stage):
     """A lane's elements of a row in global memory, which one does not matter."""
     place, atom = row
     return load_lane_columns(
@@ -61,5 +61,5 @@ def load_row(kernel, context, row, stage):
 
 @pytest.mark.sampled
 def test_rows_that_warps_load_are_noticed(planted):
-    planted.setattr(DecodeE4m3Kernel, "_load_row", load_row)
+    planted.setattr(ScaledRows, "_load_row", load_row)
     assert rows_behind_a_load(compiled(DECODE_E4M3[-1])[1]) > 0

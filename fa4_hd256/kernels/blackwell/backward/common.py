@@ -9,9 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.memory import SmemAllocator
 
-from ....schedulers import TileOrder, TileProblem, WorkTile
+from ....schedulers import TileProblem, WorkTile
 from ....softmax_emu.pattern import Ex2Pattern
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 from ...backward.common import BackwardEntry, BackwardKernelTensors
@@ -93,6 +92,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     A kernel adds `boxes`, see `BackwardEntry`; `tiles`; `smem(memory)`; and its roles.
     """
 
+    context_class = BlackwellBackwardContext
     tiles: KernelTiles
 
     def __init__(
@@ -101,18 +101,6 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         self.plan = config.plan
         super().__init__(self.plan, gradient_class.problem, scheduler)
         self.ex2_pattern = config.ex2_pattern
-
-    def set_up(
-        self,
-        allocator: SmemAllocator,
-        tensors: BackwardKernelTensors,
-        sizes: tuple[Int32, ...],
-        scalars: CallScalars,
-        order: TileOrder,
-    ) -> BlackwellBackwardContext:
-        """`PairKernel.set_up`."""
-        common = super().set_up(allocator, tensors, sizes, scalars, order)
-        return BlackwellBackwardContext(**vars(common))
 
     def problem(
         self, scalars: CallScalars, operands: tuple[cute.Tensor, ...], batch: Int32

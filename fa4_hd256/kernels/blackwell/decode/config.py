@@ -39,7 +39,7 @@ The parts are rows of one operand, so that N is twice the rows and a tile of K o
 step of 128 keys takes half of the MMAs' clocks, and half of the bytes (docs/tables/fp8.md has the
 errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P by
 `HEADROOM`.  A row takes a warp some 130 clocks, so that a warpgroup of its own does it, where the
-rows have been loaded to (`kernels.forward.e4m3_queries` NOTE [Q in place]): a tile's first MMA
+rows have been loaded to (`kernels.forward.e4m3` NOTE [Q in place]): a tile's first MMA
 waits for all of them.  The softmax adds the parts of S, and those of O at the end.
 
 Converting K and V to bf16 in shared memory instead would read 64 KiB per step and write 128 KiB

@@ -8,7 +8,7 @@ from typing import ClassVar
 from cutlass import Int32
 
 from ...forward.context import DescaledContext, ForwardContext
-from ...forward.decode_softmax import BARRIER
+from ...forward.decode_rows import BARRIER
 from ...plan.edges import RingRecord, RingState
 from ..context import PairContext
 

@@ -1,8 +1,8 @@
 """The decode kernel for K and V in e4m3: `config` NOTE [e4m3].
 
 One warp loads Q's rows, and four write both parts of them where they lie, with a scale per row
-(`kernels.forward.e4m3_queries` NOTE [Q in place]), a tile ahead where there is a buffer.  All else
-is the decode kernel's, with scales (`kernels.forward.e4m3_scales`)::
+(`kernels.forward.e4m3` NOTE [Q in place]), a tile ahead where there is a buffer.  All else
+is the decode kernel's, with scales (NOTE [scales] there)::
 
     queries, quantise  Q'                       | Q''
     load               K(1) V(0) K(2) V(1) ..   | K(0')  V(last) K(1')  V(0') ..
@@ -24,19 +24,19 @@ from cutlass import Boolean, Float32, Int32
 from ....schedulers import WorkTile
 from ....softmax_emu.by_key import KeySoftmax
 from ...forward.context import ForwardKernelTensors
-from ...forward.e4m3_queries import ScaledRows
-from ...forward.e4m3_scales import KeyScales, ScaledSoftmax
+from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
 from ...plan.edges import RingState, RingStates
 from ...plan.steps import CLAIM_STEPS
+from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.views import columns_of
 from ...scheduler_role import want_next_tile_if
 from ..instructions import Mma, MmaShape, fence_after_thread_sync
 from ..operands import E4M3_SLICE, k_major_operand, mn_major_operand
 from ..tmem import multiply, multiply_rows, tmem_buffer, tmem_load
-from .config import BLOCK_KV, HALF
+from .config import BLOCK_KV, HALF, DecodeConfig
 from .context import BlackwellE4m3DecodeContext, DecodeMmaRings
 from .kernel import DecodeKernel, p_layout, smem_buffer
 from .steps import HALVES
@@ -48,13 +48,28 @@ __all__ = ["DecodeE4m3Kernel"]
 COLUMNS = 32
 
 
-class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
+class DecodeE4m3Kernel(DecodeKernel):
     """See the module's docstring; the arguments are those of `DecodeKernel`."""
 
     kv_bytes = 1
-    _multiply_all = staticmethod(multiply)
-    top_exponent = 7  # of 448 at most
-    rows_memory, rows_edge = "q_rows", "rows_loaded"
+    context_class = BlackwellE4m3DecodeContext
+
+    def __init__(
+        self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any = None
+    ) -> None:
+        super().__init__(config, problem_class, scheduler)
+        self.scales = KeyScales(problem_class, self.rows, multiply)
+        self.scaled_rows = ScaledRows(
+            self.dtype,
+            self.rows,
+            config.warps.quantise,
+            top_exponent=7,  # of 448 at most
+            rows_at_once=8 if config.softmax_groups == 1 else 4,  # as registers allow
+            loaded="rows_loaded",
+            memory="q_rows",
+            store=self._store_row,
+            is_packed=True,
+        )
 
     def make_mmas(self) -> None:
         """Set the MMA of K, and those of both halves of V's columns, from one buffer."""
@@ -80,17 +95,12 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
             "factors": cute.make_tensor(factors, cute.make_layout((rows, stages))),
         }
 
-    def set_up(
-        self,
-        allocator: Any,
-        tensors: ForwardKernelTensors,
-        sizes: tuple[Int32, ...],
-        scalars: Any,
-        order: Any,
-    ) -> BlackwellE4m3DecodeContext:
-        common = super().set_up(allocator, tensors, sizes, scalars, order)
+    def context_fields(
+        self, tensors: ForwardKernelTensors, sizes: tuple[Int32, ...]
+    ) -> dict[str, Any]:
         k_descale, v_descale = self.descales(tensors.optional)
-        return BlackwellE4m3DecodeContext(**vars(common), k_descale=k_descale, v_descale=v_descale)
+        descales = {"k_descale": k_descale, "v_descale": v_descale}
+        return super().context_fields(tensors, sizes) | descales
 
     @cute.jit
     def run_other_role(self, context: BlackwellE4m3DecodeContext, warp: Int32):
@@ -100,7 +110,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
             super().run_other_role(context, warp)
         elif warp == warps.queries:
             self.set_registers(warps.registers_other)
-            self.load_queries(context)
+            self.scaled_rows.load(context, self.scheduler)
         else:
             self.set_registers(warps.registers_quantise)
             self.quantise(context)
@@ -252,27 +262,11 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         barriers, waited = context.barriers, ("rows_loaded", "factors_free")
         for edge in waited:
             barriers[edge].wait(states[edge])
-        self._bring_rows(context, states["rows_loaded"].index)
+        self.scaled_rows.scale(context, states["rows_loaded"].index)
         for edge, of in zip(("q_loaded", "factors_ready"), waited, strict=True):
             barriers[edge].arrive(states[of])
             states.advance(of)
         return states
-
-    @property
-    def row_warps(self) -> tuple[int, ...]:
-        return self.config.warps.quantise
-
-    @property
-    def rows_at_once(self) -> int:
-        """Return the rows that the registers of these warps allow at once."""
-        return 8 if self.config.softmax_groups == 1 else 4
-
-    def _multiplied(self, elements: list[Float32], scale: Float32) -> list[Float32]:
-        """Two at a time, which takes fewer registers, too."""
-        products: list[Float32] = []
-        for i in range(0, len(elements), 2):
-            products += cute.arch.mul_packed_f32x2(tuple(elements[i : i + 2]), (scale, scale))
-        return products
 
     def _store_row(
         self,
@@ -295,16 +289,16 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
     # ------------------------------------------------------------ softmax
 
     def _create(self, context: BlackwellE4m3DecodeContext) -> KeySoftmax:
-        config, rows = self.config, self.softmax_rows
+        config, rows = self.config, self.group.count
         softmax = ScaledSoftmax.create(
-            self.softmax_scale(context),
+            self.scales.softmax_scale(context),
             config.ex2_pattern,
             config.rescale_threshold,
             self.dtype,
             rows,
             config.headroom,
         )
-        self._make_room(softmax)
+        self.scales.allocate(softmax)
         # Scale of the rows, from S to scores.
         softmax.k_scale = cute.make_rmem_tensor(rows, Float32)
         return softmax
@@ -322,7 +316,7 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         cute.autovec_copy(context.smem["factors"][None, state.index], factors)
         barriers["factors_free"].arrive(state)
         state.advance()
-        self._enter_scales(context, softmax, work, key)
+        self.scales.enter(context, softmax, work, key)
         return state
 
     def _load_scores(
@@ -332,14 +326,14 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
         tile is among, a key by its page's scale."""
         scores = self._load_sum(self._scores(context, buffer))
         multiply_rows(scores, softmax.k_scale)
-        if self.of_pages:
-            (k_scale,) = self._take_scales(context, softmax, work)
+        if self.scales.of_pages:
+            (k_scale,) = self.scales.take(context, softmax, work)
             multiply(scores, k_scale)
         return scores
 
     def _load_sum(self, address: Any) -> cute.Tensor:
         """Both parts of a lane's rows, added: those of lo lie behind those of hi."""
-        rows = self.softmax_rows
+        rows = self.group.count
         sums, columns = cute.make_rmem_tensor(rows, Float32), min(rows, COLUMNS)
         for first in range(0, rows, columns):
             parts = [cute.make_rmem_tensor(columns, Float32) for _ in range(2)]
@@ -362,10 +356,10 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
     def _weigh(
         self, context: BlackwellE4m3DecodeContext, softmax: Any, scores: cute.Tensor
     ) -> None:
-        if not self.of_pages:
+        if not self.scales.of_pages:
             return
         scale, (logarithm,) = context.scalars.scale_log2, softmax.log2_v
-        for row in range(0, self.softmax_rows, 2):
+        for row in range(0, self.group.count, 2):
             scores[row], scores[row + 1] = cute.arch.fma_packed_f32x2(
                 (scores[row], scores[row + 1]), (scale, scale), (logarithm, logarithm)
             )
@@ -373,13 +367,16 @@ class DecodeE4m3Kernel(ScaledRows, KeyScales, DecodeKernel):
     def _store_probabilities(
         self, context: BlackwellE4m3DecodeContext, softmax: Any, scores: cute.Tensor
     ) -> None:
-        rows = self.softmax_rows
+        rows = self.group.count
         softmax.exponentiate(scores, None, softmax.weights[0])
-        own = context.smem["p"][None, self._own_key(), 0]
+        own = context.smem["p"][None, self._number_in_group(), 0]
         # Bytes in twos.
         starts = (part * self.config.rows + context.first_row for part in range(2))
         targets = tuple(columns_of(own, start // 2, rows // 2) for start in starts)
         store_parts([scores[row] for row in range(rows)], targets)
+
+    def _scaled_inverse(self, softmax: Any, inverse: Float32) -> Float32:
+        return self.scales.scaled_inverse(softmax, inverse)
 
     def _load_half(self, context: BlackwellE4m3DecodeContext, half: int) -> cute.Tensor:
         return self._load_sum(self._of_half(context, half))

@@ -26,7 +26,6 @@ NOTE [packed heads] and NOTE [split keys]: `kernels.forward.common`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -35,22 +34,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
-from ....schedulers import TileOrder, WorkTile
+from ....schedulers import WorkTile
 from ....softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
-from ...forward.decode_softmax import BARRIER, DecodeSoftmax, any_of_softmax, synchronise
+from ...forward.decode_rows import (
+    BARRIER,
+    TileRows,
+    any_of_softmax,
+    combine_warps,
+    sum_of_row,
+    synchronise,
+)
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import SharedMemory, TmaTensor, load_tile
-from ...plan.edges import RingState
+from ...plan.edges import RingState, SharedByReference
 from ...plan.steps import CLAIM_STEPS
-from ...problem_class import ProblemClass, query_rows
+from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.pages import PagedTile
 from ...rows.views import columns_of
-from ...scalars import CallScalars
 from ...scheduler_role import schedule, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
@@ -70,6 +74,7 @@ from .context import (
     DecodeMmaRings,
     DecodeSoftmaxRings,
 )
+from .rows import GroupRows
 from .steps import HALVES, MMA_K
 
 __all__ = ["DecodeKernel", "p_layout", "smem_buffer"]
@@ -89,7 +94,11 @@ def p_layout(keys: int) -> OperandLayout:
     return OperandLayout(CORE_BYTES, GROUP_BYTES, slices, is_swizzled=False)
 
 
-class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
+class NoState(SharedByReference):
+    """Empty state of a kernel that waits for nothing at a tile's start."""
+
+
+class DecodeKernel(ForwardCommon, PairKernel):
     """The decode kernel for one configuration.
 
     config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
@@ -97,6 +106,7 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
     problem class.  Arguments at run time: `ForwardCommon.__call__`.
     """
 
+    context_class: type[BlackwellDecodeContext] = BlackwellDecodeContext
     ctas = 1
 
     def __init__(
@@ -104,10 +114,12 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
     ) -> None:
         super().__init__(config, problem_class, scheduler)
         self.config = config
-        # Rows of a query, those of padding among them, and queries of a tile.
-        self.of_query = query_rows(problem_class.packed_heads, config.rows)
-        self.tile_queries = config.rows // self.of_query
-        self.load_keys = BLOCK_KV
+        self.rows = TileRows(config.rows, problem_class.packed_heads, BLOCK_KV)
+        self.group = GroupRows(self.rows, config.softmax_rows, self.functions)
+        self.tile_queries, self.load_keys = self.rows.queries, BLOCK_KV
+        # Warps of a group of the softmax.
+        self.softmax_warps = len(config.warps.softmax) // config.softmax_groups
+        self.softmax_threads = self.softmax_warps * WARP_SIZE
         self.make_mmas()
 
     def make_mmas(self) -> None:
@@ -158,7 +170,7 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
     def _of_group(self, context: BlackwellDecodeContext, warp: Int32) -> BlackwellDecodeContext:
         """Return the context of a softmax warp's group, `config` NOTE [two groups]: its rows are
         the first of tables and of tensor memory."""
-        rows = self.softmax_rows
+        rows = self.group.count
         if self.config.softmax_groups == 1:
             return context
         group = warp // self.softmax_warps
@@ -193,19 +205,9 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
             for name, shape in shapes.items()
         }
 
-    def set_up(
-        self,
-        allocator: SmemAllocator,
-        tensors: ForwardKernelTensors,
-        sizes: tuple[Int32, ...],
-        scalars: CallScalars,
-        order: TileOrder,
-    ) -> BlackwellDecodeContext:
-        """`PairKernel.set_up`; with split keys their number is the last of the sizes."""
-        common = super().set_up(allocator, tensors, sizes, scalars, order)
-        sink, _ = self.sink_and_ragged(tensors.optional)
-        num_splits = sizes[3] if self.problem_class.split else None
-        return BlackwellDecodeContext(**vars(common), sink=sink, num_splits=num_splits)
+    def num_steps(self, context: BlackwellDecodeContext, work: WorkTile) -> Int32:
+        """Steps of a tile; the same in all roles."""
+        return self.rows.num_steps(context, work)
 
     # ------------------------------------------------------------ load
 
@@ -255,16 +257,16 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
     def _first_kv_tile(self, context: BlackwellDecodeContext, work: WorkTile) -> KvTile:
         """Return the KV tile of a tile's first step."""
         visibility = context.visibility(work, BLOCK_KV)
-        return self.first_kv_tile(context, work, visibility, self.queries(work)[0])
+        return self.first_kv_tile(context, work, visibility, self.rows.first_query(work))
 
     @traced("load")
     def _load_q(
         self, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeLoadRings
     ) -> DecodeLoadRings:
         """Load the rows of Q."""
-        place = context.query(work), self.queries(work)[0], 0, work.head
+        place = context.query(work), self.rows.first_query(work), 0, work.head
         barrier, index = claim_buffer(context, "q", rings.q)
-        load_tile(context.tensors.q, context.smem["q"], place, barrier, index, self.of_query)
+        load_tile(context.tensors.q, context.smem["q"], place, barrier, index, self.rows.of_query)
         rings.q.advance()
         return rings
 
@@ -419,6 +421,54 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
 
     # ------------------------------------------------------------ softmax
 
+    @cute.jit
+    def softmax(self, context: BlackwellDecodeContext):
+        """S -> P, and all else that a step does, by its threads; O and LSE at the tile's end."""
+        rings = DecodeSoftmaxRings(
+            self.edges["s_done"].waiter_state(),
+            # There is no MMA before the first step.
+            RingState(1, Int32(0), Int32(1)),
+        )
+        tile_state = self._tile_state()
+        softmax = self._create(context)
+        thread = self._number_in_group()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            visibility = context.visibility(work, BLOCK_KV)
+            num_steps = self.num_steps(context, work)
+            tile = self.rows.first_query(work), self.tile_queries
+            tiles = visibility.tile_range(tile, tile)
+            softmax.reset()
+            if num_steps > 0:
+                step = Int32(0)
+                key = (tiles.end - 1) * BLOCK_KV + thread
+                tile_state = self._begin_tile(context, softmax, work, key, tile_state)
+                for _ in cutlass.range(tiles.num_masked_first, unroll=1):
+                    rings = self._step(context, (softmax, rings, step), (work, key), True)
+                    step += 1
+                    key -= BLOCK_KV
+                for _ in cutlass.range(tiles.num_unmasked, unroll=1):
+                    rings = self._step(context, (softmax, rings, step), (work, key), False)
+                    step += 1
+                    if cutlass.const_expr(self.functions.change.by_place):
+                        key -= BLOCK_KV
+                if cutlass.const_expr(self.problem_class.mask.hides_first):
+                    if cutlass.const_expr(not self.functions.change.by_place):
+                        key -= tiles.num_unmasked * BLOCK_KV
+                    for _ in cutlass.range(tiles.num_masked_last, unroll=1):
+                        rings = self._step(context, (softmax, rings, step), (work, key), True)
+                        step += 1
+                        key -= BLOCK_KV
+            inverses = self._finish(context, softmax, work)
+            if num_steps > 0:
+                context.barriers["o_done"].wait(rings.o)
+                fence_after_thread_sync()
+                self._store(context, work, inverses)
+            else:
+                self._store_zeros(context, work)
+            work = scheduler.advance_to_next_work()
+
     def _create(self, context: BlackwellDecodeContext) -> KeySoftmax:
         """The softmax's state."""
         return KeySoftmax.create(
@@ -426,15 +476,30 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
             self.config.ex2_pattern,
             self.config.rescale_threshold,
             self.dtype,
-            self.softmax_rows,
+            self.group.count,
         )
+
+    def _tile_state(self) -> Any:
+        """Return the state that `_begin_tile` waits by."""
+        return NoState()
+
+    def _begin_tile(
+        self, context: BlackwellDecodeContext, softmax: Any, work: Any, key: Int32, state: Any
+    ) -> Any:
+        """Start a tile with steps; return its state for the next one.  key: this thread's."""
+        return state
+
+    def _number_in_group(self) -> Int32:
+        """Return the number of this thread in its group, and of its key in a step."""
+        thread = cute.arch.thread_idx()[0]
+        return thread if self.config.softmax_groups == 1 else thread % self.softmax_threads
 
     def _load_scores(
         self, context: BlackwellDecodeContext, softmax: Any, buffer: Int32, work: Any
     ) -> cute.Tensor:
         """Load this thread's key of S."""
-        scores = cute.make_rmem_tensor(self.softmax_rows, Float32)
-        tmem_load(self._scores(context, buffer), scores, self.softmax_rows)
+        scores = cute.make_rmem_tensor(self.group.count, Float32)
+        tmem_load(self._scores(context, buffer), scores, self.group.count)
         cute.arch.fence_view_async_tmem_load()
         return scores
 
@@ -445,61 +510,21 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
         self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor
     ) -> None:
         """P of this thread's key to shared memory, and into the sums."""
-        probabilities = cute.make_rmem_tensor(self.softmax_rows, self.dtype)
+        probabilities = cute.make_rmem_tensor(self.group.count, self.dtype)
         softmax.exponentiate(scores, probabilities)
-        own = context.smem["p"][None, self._own_key(), 0]
-        cute.autovec_copy(probabilities, columns_of(own, context.first_row, self.softmax_rows))
+        own = context.smem["p"][None, self._number_in_group(), 0]
+        cute.autovec_copy(probabilities, columns_of(own, context.first_row, self.group.count))
 
     def _load_half(self, context: BlackwellDecodeContext, half: int) -> cute.Tensor:
         """Load this lane's column of a half of O."""
-        values = cute.make_rmem_tensor(self.softmax_rows, Float32)
-        tmem_load(self._of_half(context, half), values, self.softmax_rows)
+        values = cute.make_rmem_tensor(self.group.count, Float32)
+        tmem_load(self._of_half(context, half), values, self.group.count)
         cute.arch.fence_view_async_tmem_load()
         return values
 
     def _of_half(self, context: BlackwellDecodeContext, half: int) -> Any:
         """Return the address of this warp's lanes in its rows of a half of O."""
         return context.own_lanes + self.tmem_plan[f"o{half}"].start
-
-    @property
-    def softmax_warps(self) -> int:
-        return len(self.config.warps.softmax) // self.config.softmax_groups
-
-    @property
-    def softmax_rows(self) -> int:
-        return self.config.softmax_rows
-
-    def _first_row(self, context: BlackwellDecodeContext) -> Any:
-        return context.first_row
-
-    def _own_number(self) -> Int32:
-        thread = cute.arch.thread_idx()[0]
-        return thread if self.config.softmax_groups == 1 else thread % self.softmax_threads
-
-    def _synchronise(self, context: BlackwellDecodeContext) -> None:
-        synchronise(self.softmax_threads, context.barrier)
-
-    @property
-    def rows_of_query(self) -> int:
-        """Rows of a query, those of padding among them, that a group has."""
-        return min(self.of_query, self.softmax_rows)
-
-    def _own_queries(self, context: BlackwellDecodeContext, work: Any) -> tuple[Int32, int]:
-        """Return (first query, their number) of a group's rows."""
-        first = self.queries(work)[0] + context.first_row // self.of_query
-        return first, self.softmax_rows // self.rows_of_query
-
-    def _first_in_group(self, context: BlackwellDecodeContext) -> Any:
-        """The first query head with rows in a group, among those that share keys."""
-        return context.first_row if self.of_query > self.softmax_rows else 0
-
-    def _step_states(self) -> DecodeSoftmaxRings:
-        s_done = self.edges["s_done"].waiter_state()
-        # There is no MMA before the first step.
-        return DecodeSoftmaxRings(s_done, RingState(1, Int32(0), Int32(1)))
-
-    def _own_key(self) -> Int32:
-        return self._own_number()
 
     @traced("softmax")
     @cute.jit
@@ -517,16 +542,17 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
         """
         softmax, rings, step = running
         # Loaded before the wait.
-        nodes = self._nodes(context, place[0], is_masked)
+        work, key = place
+        nodes = self.group.nodes(context, work, is_masked)
         context.barriers["s_done"].wait(rings.s)
         fence_after_thread_sync()
-        scores = self._load_scores(context, softmax, rings.s.index, place[0])
+        scores = self._load_scores(context, softmax, rings.s.index, work)
         if cutlass.const_expr(self.functions.change.exists):
-            places = self._places(context, place, not is_masked)
+            places = self.group.places(context, work, key, not is_masked)
             self.functions.change.apply(scores, context.scalars.cap_scale, places)
         self._weigh(context, softmax, scores)
         if cutlass.const_expr(is_masked):
-            self._mask(context, scores, place, nodes)
+            self.group.mask(context, scores, work, key, nodes)
         # P and O are this step's from here on.
         context.barriers["o_done"].wait(rings.o)
         if any_of_softmax(softmax.exceeds(scores), self.softmax_threads, context.barrier):
@@ -545,49 +571,6 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
         start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
         return context.own_lanes + (start + buffer * distance)
 
-    def _places(
-        self, context: BlackwellDecodeContext, place: tuple[WorkTile, Int32], keys_exist: bool
-    ) -> Any:
-        """Return the places of this thread's scores, one of each row.  place: (tile, key)."""
-        work, key = place
-        first_query, packed = self._own_queries(context, work)[0], self.problem_class.packed_heads
-        first_head, of_query = self._first_in_group(context), self.rows_of_query
-        smaller = min if isinstance(first_head, int) else cutlass.min
-
-        def locate(row: int) -> tuple[Int32, Int32, Int32]:
-            # Rows past the heads are padding.
-            in_group = smaller(first_head + row % of_query, packed - 1)
-            return work.head * packed + in_group, first_query + row // of_query, key
-
-        return self.functions.score_places(context, work, locate, keys_exist)
-
-    def _nodes(self, context: BlackwellDecodeContext, work: Any, is_masked: bool) -> Any:
-        """The words of a group's queries for a masked step, None where they have none."""
-        if not (is_masked and context.mask.tree):
-            return None
-        first_query, queries = self._own_queries(context, work)
-        return [context.nodes(work, first_query + query) for query in range(queries)]
-
-    def _mask(
-        self,
-        context: BlackwellDecodeContext,
-        scores: cute.Tensor,
-        place: tuple[WorkTile, Int32],
-        nodes: Any,
-    ) -> None:
-        """The scores of rows that do not see this thread's key, -inf.  place: (tile, key); nodes:
-        see `_nodes`."""
-        (work, key), of_query = place, self.rows_of_query
-        visibility = context.visibility(work, BLOCK_KV)
-        first_query, queries = self._own_queries(context, work)
-        for query in range(queries):
-            row = first_query + query
-            is_visible = (key >= visibility.first(row)) & (key < visibility.limit(row))
-            if cutlass.const_expr(nodes is not None):
-                is_visible = is_visible & visibility.sees_node(key, nodes[query])
-            for number in range(query * of_query, (query + 1) * of_query):
-                scores[number] = cutlass.select_(is_visible, scores[number], Float32(-math.inf))
-
     @traced("maxima")
     @cute.jit
     def _raise_maxima(
@@ -596,9 +579,11 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
         """Maxima over all keys of the step; O, if there is any, and sums rescaled."""
         self._share(context, "maxima", scores, cute.arch.fmax)
         shared, rows = context.smem["maxima"], self.config.rows_at_once
-        for first in cutlass.range_constexpr(0, self.softmax_rows, rows):
+        for first in cutlass.range_constexpr(0, self.group.count, rows):
             own = cute.local_tile(shared, (rows, self.softmax_warps), (first // rows, 0))
-            maxima = self._combined(own, cute.arch.fmax)
+            maxima = combine_warps(
+                lambda warp, own=own: self._read(own, warp), self.softmax_warps, cute.arch.fmax
+            )
             factors = cute.make_rmem_tensor(rows, Float32)
             softmax.raise_maxima(maxima, factors, first)
             if step > 0:
@@ -619,7 +604,7 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
                 cute.arch.fence_view_async_tmem_load()
                 multiply_rows(values, factors)
                 tmem_store(values, address)
-        if first_row + rows == self.softmax_rows:
+        if first_row + rows == self.group.count:
             # One wait for the stores of all rows.
             cute.arch.fence_view_async_tmem_store()
 
@@ -631,65 +616,59 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeSoftmax):
         operation: Callable[[Float32, Float32], Float32],
     ) -> None:
         """Each warp's values, combined over its lanes, to shared memory, for all threads."""
-        found = reduce_over_lanes(values, operation)
-        row = first_row_of_lane(self.softmax_rows)
-        warp = self._own_number() // WARP_SIZE
-        for number, value in enumerate(found):
+        shared = reduce_over_lanes(values, operation)
+        row = first_row_of_lane(self.group.count)
+        warp = self._number_in_group() // WARP_SIZE
+        for number, value in enumerate(shared):
             # Neighbours that have the same row write the same.
             context.smem[name][row + number, warp] = value
-        self._synchronise(context)
+        synchronise(self.softmax_threads, context.barrier)
 
-    def _store_sums(
-        self,
-        context: BlackwellDecodeContext,
-        running: tuple[KeySoftmax, DecodeSoftmaxRings],
-        work: Any,
-        inverses: cute.Tensor,
-    ) -> None:
-        """O of a tile with steps.  running: (softmax, rings)."""
-        context.barriers["o_done"].wait(running[1].o)
-        fence_after_thread_sync()
-        self._store(context, work, inverses)
+    @traced("sums")
+    @cute.jit
+    def _finish(self, context: BlackwellDecodeContext, softmax: Any, work: WorkTile):
+        """LSE of each row to global memory; return 1/sum of this thread's rows."""
+        self._share(context, "sums", softmax.sums, lambda a, b: a + b)
+        row = self._number_in_group()
+        if row < self.group.count:
+            total = sum_of_row(context, row, self.softmax_warps)
+            query, head, exists = self.rows.place(context, work, context.first_row + row)
+            inverse, lse = softmax.finish(
+                total, softmax.offset_in(row), self.sink_log2(context, work, head)
+            )
+            context.smem["inverses"][row, 0] = self._scaled_inverse(softmax, inverse)
+            if exists:
+                self.store_lse(context, work, (query, head), softmax, lse)
+        synchronise(self.softmax_threads, context.barrier)
+        return self._read(context.smem["inverses"], 0)
+
+    def _scaled_inverse(self, softmax: Any, inverse: Float32) -> Float32:
+        """Return the factor of a row of O.  inverse: of its sum."""
+        return inverse
+
+    @staticmethod
+    def _read(shared: cute.Tensor, column: int) -> cute.Tensor:
+        """A value of each of a thread's rows.  shared: (rows, columns) of shared memory."""
+        values = cute.make_rmem_tensor(cute.size(shared, mode=[0]), Float32)
+        cute.autovec_copy(shared[None, column], values)
+        return values
 
     @traced("store O")
     @cute.jit
-    def _store(self, context: BlackwellDecodeContext, work: Any, inverses: cute.Tensor):
+    def _store(self, context: BlackwellDecodeContext, work: WorkTile, inverses: cute.Tensor):
         """O / sum to global memory, in the type of `out`."""
         for half in cutlass.range_constexpr(len(HALVES)):
             values = self._load_half(context, half)
             multiply_rows(values, inverses)
-            self._store_half(context, work, values, half)
+            self.group.store(context, work, values, half * HALF + self._number_in_group())
 
     @cute.jit
-    def _store_half(
-        self, context: BlackwellDecodeContext, work: Any, values: cute.Tensor, half: int
-    ):
-        """A half of the columns of a group's rows, this lane's of each."""
-        column = half * HALF + self._own_key()
-        first_query, queries = self._own_queries(context, work)
-        packed, length = self.problem_class.packed_heads, context.query(work).length
-        first_head, of_query = self._first_in_group(context), self.rows_of_query
-        for query in cutlass.range_constexpr(queries):
-            if first_query + query < length:
-                for number in cutlass.range_constexpr(min(packed, of_query)):
-                    in_group = first_head + number
-                    head = work.head * packed + in_group
-                    out = self.result_row(context, work, first_query + query, head)
-                    value = values[query * of_query + number].to(out.element_type)
-                    if cutlass.const_expr(self.of_query > packed > of_query):
-                        # The last group's last rows are padding.
-                        if in_group < packed:
-                            out[column] = value
-                    else:
-                        out[column] = value
-
-    @cute.jit
-    def _store_zeros(self, context: BlackwellDecodeContext, work: Any):
+    def _store_zeros(self, context: BlackwellDecodeContext, work: WorkTile):
         """Store out = 0 for the rows of a tile that sees no key."""
-        zeros = cute.make_rmem_tensor(self.softmax_rows, Float32)
+        zeros = cute.make_rmem_tensor(self.group.count, Float32)
         zeros.fill(0.0)
         for half in cutlass.range_constexpr(len(HALVES)):
-            self._store_half(context, work, zeros, half)
+            self.group.store(context, work, zeros, half * HALF + self._number_in_group())
 
 
 def smem_buffer(context: BlackwellDecodeContext, name: str, state: RingState) -> cute.Pointer:

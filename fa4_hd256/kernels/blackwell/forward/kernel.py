@@ -37,9 +37,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.memory import SmemAllocator
 
-from ....schedulers import TileOrder, WorkTile
+from ....schedulers import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
 from ....softmax_emu.pattern import FRAGMENT_COLUMNS
 from ...forward.common import ForwardCommon
@@ -51,7 +50,6 @@ from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.pages import PagedTile
-from ...scalars import CallScalars
 from ...scheduler_role import schedule, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
@@ -90,6 +88,8 @@ class ForwardKernel(ForwardCommon, PairKernel):
     scheduler: a class of the `schedulers` protocol; None for that of the problem class.  Called
     under `cute.compile`; see `__call__` for the arguments at run time.
     """
+
+    context_class = BlackwellForwardContext
 
     def __init__(
         self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any = None
@@ -164,20 +164,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
             "v": memory.operand("kv", config.block_kv, HEAD_DIM // 2, kv_stages),
             "scale": cute.make_tensor(memory.region("scale", Float32, 16), scale_layout),
         }
-
-    def set_up(
-        self,
-        allocator: SmemAllocator,
-        tensors: ForwardKernelTensors,
-        sizes: tuple[Int32, ...],
-        scalars: CallScalars,
-        order: TileOrder,
-    ) -> BlackwellForwardContext:
-        """`PairKernel.set_up`; with split keys their number is the last of the sizes."""
-        common = super().set_up(allocator, tensors, sizes, scalars, order)
-        sink, _ = self.sink_and_ragged(tensors.optional)
-        num_splits = sizes[3] if self.problem_class.split else None
-        return BlackwellForwardContext(**vars(common), sink=sink, num_splits=num_splits)
 
     def first_row(self, context: BlackwellForwardContext, work: Any) -> Int32:
         """The first query of this CTA's half of a tile."""
@@ -601,7 +587,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
                 # No row sees a key.
                 query, head = self.query_and_head(context, work, self._row_in_block())
                 if query < context.query(work).length:
-                    store_zeros(self.result_row(context, work, query, head))
+                    store_zeros(context.result_row(work, query, head))
             work = scheduler.advance_to_next_work()
 
     @cute.jit
@@ -638,7 +624,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         if cutlass.const_expr(self.problem_class.split):
             query, head = self.query_and_head(context, work, row)
             is_row = query < context.query(work).length
-            out = self.result_row(context, work, query, head)
+            out = context.result_row(work, query, head)
             slices = cute.logical_divide(out, cute.make_layout(config.o_slice))
         else:
             buffer = context.smem["q"][None, None, rings.staged.index // config.o_slices]

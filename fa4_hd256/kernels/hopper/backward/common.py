@@ -17,10 +17,11 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder, TileProblem, WorkTile, scheduler_class
 from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTensors
+from ...context import shared_fields
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
 from ...plan.edges import RingStates
 from ...problem_class import GradientClass
-from ...rows.sequences import Sequence, Sequences, TilePlace, sequence_tensors
+from ...rows.sequences import Sequence, TilePlace
 from ...scalars import CallScalars
 from ...scheduler_role import schedule
 from ..fragments import store_row
@@ -120,28 +121,18 @@ class HopperBackward(BackwardEntry):
         scalars: CallScalars,
         order: TileOrder,
     ) -> BackwardContext:
-        """Lay out shared memory as the plan says and initialise the barriers.
-
-        sizes: seqlen_q, seqlen_k, query heads for each KV head.
-        """
-        seqlen_q, seqlen_k, heads_per_kv = sizes
+        """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
         memory = SharedMemory(allocator, self.plan.smem, self.dtype)
         return BackwardContext(
-            tensors=tensors,
-            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(
-                sequence_tensors(self.problem_class, tensors.ragged), seqlen_q, seqlen_k
-            ),
-            mask=self.problem_class.mask,
-            scalars=scalars,
-            heads_per_kv=heads_per_kv,
-            order=order,
-            channel=self.scheduler.setup(
-                allocator, self.warps.scheduled_warps, scalars.tile_counter
-            ),
+            **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
             cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
             smem=self.smem(memory),
         )
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Return the warps of both CTAs that run the tile loop."""
+        return self.warps.scheduled_warps
 
     # ------------------------------------------------------------------------------------- load
 

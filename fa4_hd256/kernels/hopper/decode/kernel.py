@@ -35,19 +35,18 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder, WorkTile, scheduler_class
+from ...context import shared_fields
 from ...forward.common import ForwardCommon
-from ...forward.context import ForwardContext, ForwardKernelTensors
-from ...forward.decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
-from ...forward.e4m3_queries import ScaledRows
-from ...forward.e4m3_scales import KeyScales, ScaledSoftmax
+from ...forward.context import ForwardKernelTensors
+from ...forward.decode_rows import TileRows, any_of_softmax, combine_warps, sum_of_row, synchronise
+from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...mask.masking import Visibility
 from ...operands import SharedMemory
 from ...plan.edges import RingState
 from ...plan.steps import CLAIM_STEPS
-from ...problem_class import ProblemClass, query_rows
+from ...problem_class import ProblemClass
 from ...ranges import traced
-from ...rows.sequences import Sequences, cache_entries, sequence_tensors
 from ...rows.views import columns_of
 from ...scalars import CallScalars
 from ...scheduler_role import schedule, want_next_tile_if
@@ -108,7 +107,7 @@ class DecodeStep(NamedTuple):
     nodes: list[Any] | None
 
 
-class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
+class DecodeE4m3Kernel(ForwardCommon):
     """The decode kernel for one configuration.
 
     config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
@@ -118,11 +117,6 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
     """
 
     kv_bytes = 1
-    key_steps = KEY_STEPS
-    # How Q comes to f16: `ScaledRows`.
-    top_exponent = 14
-    rows_at_once = 4  # more take registers that a warp has not
-    rows_memory, rows_edge = "q", "q_loaded"
 
     def __init__(
         self, config: E4m3Config, problem_class: ProblemClass, scheduler: Any = None
@@ -132,17 +126,24 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
         self.scheduler = scheduler or scheduler_class(problem_class.use_clc, 1, counts=True)
         self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
         self.softmax_warps = len(config.warps.consumers)
-        # Rows of a query, those of padding among them, and queries of a tile.
-        self.of_query = query_rows(problem_class.packed_heads, config.rows)
-        self.tile_queries = config.rows // self.of_query
-        self.load_keys = BLOCK_KV
+        self.softmax_threads = self.softmax_warps * WARP_SIZE
+        self.rows = TileRows(config.rows, problem_class.packed_heads, BLOCK_KV)
+        self.tile_queries, self.load_keys = self.rows.queries, BLOCK_KV
+        self.scales = KeyScales(problem_class, self.rows, _multiply_all, KEY_STEPS)
+        # How Q comes to f16.
+        self.scaled_rows = ScaledRows(
+            self.dtype,
+            self.rows,
+            config.warps.consumers,
+            top_exponent=14,
+            rows_at_once=4,  # more take registers that a warp has not
+            loaded="q_loaded",
+            memory="q",
+            store=self._store_row,
+        )
         half = cutlass.Float16
         self.qk = WgmmaShape(half, config.rows, a_in_registers=True)
         self.pv = WgmmaShape(half, config.rows, a_in_registers=True, b_mn_major=True)
-
-    @property
-    def row_warps(self) -> tuple[int, ...]:
-        return self.warps.consumers
 
     @property
     def own_rows(self) -> int:
@@ -189,7 +190,7 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
             if warp == self.warps.scheduler:
                 schedule(self.scheduler, context)
             if warp == self.warps.queries:
-                self.load_queries(context)
+                self.scaled_rows.load(context, self.scheduler)
 
     def set_up(
         self,
@@ -199,34 +200,25 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
         scalars: CallScalars,
         order: TileOrder,
     ) -> HopperE4m3DecodeContext:
-        """Lay out shared memory as the plan says and initialise the barriers."""
+        """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
-        sink, ragged = self.sink_and_ragged(tensors.optional)
-        entries = cache_entries(self.problem_class, tensors)
         k_descale, v_descale = self.descales(tensors.optional)
         smem, p = self._smem(memory)
         return HopperE4m3DecodeContext(
-            tensors=tensors,
-            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(
-                sequence_tensors(self.problem_class, ragged), *sizes[:2], entries=entries
-            ),
-            mask=self.problem_class.mask,
-            scalars=scalars,
-            heads_per_kv=sizes[2],
-            order=order,
-            channel=self.scheduler.setup(
-                allocator, self.warps.scheduled_warps, scalars.tile_counter
-            ),
+            **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
             cta_rank=Int32(0),
             smem=smem,
-            sink=sink,
+            **self.context_fields(tensors, sizes),
             k_descale=k_descale,
             v_descale=v_descale,
-            num_splits=sizes[3] if self.problem_class.split else None,
             q=self.qk.b_operand(smem["q_halves"]),
             p=self.pv.b_operand(p),
         )
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Return the warps that run the tile loop."""
+        return self.warps.scheduled_warps
 
     def _smem(self, memory: SharedMemory) -> tuple[dict[str, cute.Tensor], cute.Tensor]:
         """Return (buffers by name, P^T as rows x keys of an operand)."""
@@ -268,11 +260,11 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
         work = scheduler.initial_work()
         while work.is_valid:
             own_context = context.of_tile(work)
-            num_steps = self.num_steps(own_context, work)
+            num_steps = self.rows.num_steps(own_context, work)
             want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 visibility = own_context.visibility(work, BLOCK_KV)
-                first_query = self.queries(work)[0]
+                first_query = self.rows.first_query(work)
                 position = self.first_kv_tile(own_context, work, visibility, first_query)
                 for step in cutlass.range(num_steps, unroll=1):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
@@ -280,10 +272,7 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
                     state = self._load_kv(own_context, "v", work, position, state)
                     position = self.next_kv_tile(position)
             work = scheduler.advance_to_next_work()
-        # Every buffer must be free before this CTA may exit: its barriers are still signalled.
-        for _ in range(self.config.kv_stages):
-            context.barriers["kv_free"].wait(state)
-            state.advance()
+        context.barriers["kv_free"].wait_for_all(state)
 
     @traced("load")
     @cute.jit
@@ -309,13 +298,13 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
 
     # ---------------------------------------------------------------------------------- queries
 
-    # `load_queries`, of a warp of its own, and how the consumers scale rows: `ScaledRows`.
+    # `ScaledRows.load` is the role of a warp; `ScaledRows.scale` is done by the consumers.
 
     @traced("Q to f16")
     @cute.jit
     def _bring_queries(self, context: HopperE4m3DecodeContext, stage: Int32):
         """Bring the rows to f16 in their buffer, with their scales; by the consumers."""
-        self._bring_rows(context, stage)
+        self.scaled_rows.scale(context, stage)
         synchronise(self.softmax_threads)
 
     def _store_row(
@@ -354,8 +343,8 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
         while work.is_valid:
             own_context = context.of_tile(work)
             visibility = own_context.visibility(work, BLOCK_KV)
-            num_steps = self.num_steps(own_context, work)
-            tile = self.queries(work)
+            num_steps = self.rows.num_steps(own_context, work)
+            tile = self.rows.first_query(work), self.tile_queries
             tiles = visibility.tile_range(tile, tile)
             softmax.reset()
             if num_steps > 0:
@@ -385,7 +374,7 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
     def _create(self, context: HopperE4m3DecodeContext) -> KeyFragments:
         config = self.config
         created = KeyFragments.create(
-            self.softmax_scale(context),
+            self.scales.softmax_scale(context),
             config.ex2_pattern,
             config.rescale_threshold,
             cutlass.Float16,
@@ -394,7 +383,7 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
             "scalar",
         )
         softmax = cast(KeyFragments, created)
-        self._make_room(softmax)
+        self.scales.allocate(softmax)
         buffers = range(config.part_buffers)
         softmax.keys = [self.qk.a_fragment(HEAD_DIM // QK_PARTS) for _ in buffers]
         softmax.values = [self.pv.a_fragment(BLOCK_KV) for _ in range(2)]
@@ -422,7 +411,7 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
         self._bring_queries(context, state.index)
         softmax.stage[0] = state.index
         softmax.k_scale[0] = Float32(-1.0 if self.problem_class.negative_scale else 1.0)
-        self._enter_scales(context, softmax, work, key)
+        self.scales.enter(context, softmax, work, key)
         for accumulator in softmax.o:
             accumulator.fill(0.0)
         state.advance()
@@ -532,21 +521,21 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
         those of a key by its page's scale."""
         factors = self._read(context.smem["factors"], softmax.stage[0])
         if self.problem_class.descale or self.problem_class.negative_scale:
-            self._multiply_all(factors, softmax.k_scale[0])
+            _multiply_all(factors, softmax.k_scale[0])
         k_scales: list = [None] * KEYS
-        if self.of_pages:
-            k_scales = self._take_scales(context, softmax, work)
+        if self.scales.of_pages:
+            k_scales = self.scales.take(context, softmax, work)
         for values, k_scale in zip(keys, k_scales, strict=True):
             for row in range(self.own_rows):
                 values[row] = values[row] * factors[row]
             if k_scale is not None:
-                self._multiply_all(values, k_scale)
+                _multiply_all(values, k_scale)
 
     def _weigh(
         self, context: HopperE4m3DecodeContext, softmax: KeyFragments, keys: tuple[cute.Tensor, ...]
     ) -> None:
         """A key's own scale of V, into the exponents of 2."""
-        if not self.of_pages:
+        if not self.scales.of_pages:
             return
         scale = context.scalars.scale_log2
         for values, logarithm in zip(keys, softmax.log2_v, strict=True):
@@ -555,7 +544,7 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
 
     def _query_of(self, work: WorkTile, number: int) -> Int32:
         """The query of one of a thread's rows."""
-        return self.queries(work)[0] + self._row(number) // self.of_query
+        return self.rows.first_query(work) + self._row(number) // self.rows.of_query
 
     def _nodes(
         self, context: HopperE4m3DecodeContext, work: WorkTile, is_masked: bool
@@ -593,7 +582,11 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
             largest[row] = cute.arch.fmax(keys[0][row], keys[1][row])
         self._share(context, "maxima", largest, cute.arch.fmax)
         synchronise(self.softmax_threads)
-        maxima = self._combined(context.smem["maxima"], cute.arch.fmax)
+        maxima = combine_warps(
+            lambda warp: self._read(context.smem["maxima"], warp),
+            self.softmax_warps,
+            cute.arch.fmax,
+        )
         factors = cute.make_rmem_tensor(self.own_rows, Float32)
         softmax.raise_maxima(maxima, factors)
         for accumulator in softmax.o:
@@ -621,17 +614,28 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
             # Lanes that have the same row write the same.
             shared[self._row(number), warp] = value
 
+    @traced("sums")
     @cute.jit
-    def _share_sums(self, context: HopperE4m3DecodeContext, softmax: KeyFragments):
+    def _finish(self, context: HopperE4m3DecodeContext, softmax: KeyFragments, work: WorkTile):
+        """LSE of each row to global memory; return 1/sum of this thread's rows."""
         self._share(context, "sums", softmax.sums, lambda a, b: a + b)
         if cute.arch.thread_idx()[0] < WARP_SIZE:
             # Alike in all warps.
             for number in cutlass.range_constexpr(self.own_rows):
                 context.smem["offsets"][self._row(number), 0] = softmax.offsets[number]
         synchronise(self.softmax_threads)
-
-    def _offset_of(self, context: ForwardContext, softmax: Any, row: Int32) -> Float32:
-        return context.smem["offsets"][row, 0]
+        row = cute.arch.thread_idx()[0]
+        if row < self.config.rows:
+            total = sum_of_row(context, row, self.softmax_warps)
+            query, head, exists = self.rows.place(context, work, row)
+            inverse, lse = softmax.finish(
+                total, context.smem["offsets"][row, 0], self.sink_log2(context, work, head)
+            )
+            context.smem["inverses"][row, 0] = self.scales.scaled_inverse(softmax, inverse)
+            if exists:
+                self.store_lse(context, work, (query, head), softmax, lse)
+        synchronise(self.softmax_threads)
+        return self._read(context.smem["inverses"], 0)
 
     def _read(self, shared: cute.Tensor, column: Any) -> cute.Tensor:
         found = cute.make_rmem_tensor(self.own_rows, Float32)
@@ -648,10 +652,6 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
         for number in range(cute.size(words)):
             run, own = divmod(number, KEYS)
             target[lane, own_key() + KEY_STEPS[own], run] = words[number]
-
-    def _multiply_all(self, values: cute.Tensor, factor: Float32) -> None:
-        for i in range(cute.size(values)):
-            values[i] = values[i] * factor
 
     # ----------------------------------------------------------------------------------- results
 
@@ -683,12 +683,17 @@ class DecodeE4m3Kernel(ForwardCommon, ScaledRows, KeyScales, DecodeSoftmax):
         first = thread // WARP_SIZE * WARP_SIZE + thread % WARP_SIZE // QUAD * 4
         for number in cutlass.range_constexpr(self.own_rows):
             row, query = self._row(number), self._query_of(work, number)
-            in_group = row % self.of_query
+            in_group = row % self.rows.of_query
             if (query < length) & (in_group < packed):
-                out = self.result_row(context, work, query, work.head * packed + in_group)
+                out = context.result_row(work, query, work.head * packed + in_group)
                 values = cute.make_rmem_tensor(4, Float32)
                 for i in cutlass.range_constexpr(4):
                     values[i] = columns[i][number]
                 rounded = cute.make_rmem_tensor(4, out.element_type)
                 rounded.store(values.load().to(out.element_type))
                 cute.autovec_copy(rounded, columns_of(out, first, 4))
+
+
+def _multiply_all(values: cute.Tensor, factor: Float32) -> None:
+    for i in range(cute.size(values)):
+        values[i] = values[i] * factor

@@ -39,6 +39,7 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers import TileOrder, WorkTile, scheduler_class
 from ....softmax_emu.online import OnlineSoftmax
+from ...context import shared_fields
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...functions.score_change import Locate
@@ -50,7 +51,6 @@ from ...plan.edges import RingState
 from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass, query_rows
 from ...ranges import traced
-from ...rows.sequences import Sequences, cache_entries, sequence_tensors
 from ...scalars import CallScalars
 from ...scheduler_role import schedule, want_next_tile_if
 from ..fragments import exchanged_words, rescale, store_exchanged, store_float32
@@ -174,32 +174,22 @@ class ForwardKernel(ForwardCommon):
         scalars: CallScalars,
         order: TileOrder,
     ) -> HopperForwardContext:
-        """Lay out shared memory as the plan says and initialise the barriers."""
+        """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
-        sink, ragged = self.sink_and_ragged(tensors.optional)
-        entries = cache_entries(self.problem_class, tensors)
-        sequences = Sequences(
-            sequence_tensors(self.problem_class, ragged), *sizes[:2], entries=entries
-        )
         rank = Int32(0)
         if self.config.ctas > 1:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         return HopperForwardContext(
-            tensors=tensors,
-            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=sequences,
-            mask=self.problem_class.mask,
-            scalars=scalars,
-            heads_per_kv=sizes[2],
-            order=order,
-            channel=self.scheduler.setup(
-                allocator, self.config.ctas * self.warps.scheduled_warps, scalars.tile_counter
-            ),
+            **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
             cta_rank=rank,
             smem=self._operands(memory),
-            sink=sink,
-            num_splits=sizes[3] if self.problem_class.split else None,
+            **self.context_fields(tensors, sizes),
         )
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Return the warps of a cluster that run the tile loop."""
+        return self.config.ctas * self.warps.scheduled_warps
 
     def _operands(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config
@@ -683,11 +673,11 @@ class ForwardKernel(ForwardCommon):
                     self.store_lse(context, work, (row, head), softmax[number], lse, batch)
             if cutlass.const_expr(self.problem_class.split):
                 if is_row:
-                    store_float32(values, self.result_row(context, work, row, head))
+                    store_float32(values, context.result_row(work, row, head))
             else:
                 words = exchanged_words(values, self.dtype)
                 if is_row:
-                    out = self.result_row(context, work, row, head)
+                    out = context.result_row(work, row, head)
                     store_exchanged(words, out, self.dtype)
 
 
