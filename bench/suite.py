@@ -243,8 +243,8 @@ GROUPS = {
     "unequal": _unequal,
 }
 
-#: Chosen by name, no parts of the whole suite: what docs/hopper.md has of an H200, and prompts for
-#: which NVIDIA has published cuDNN's rates.
+#: Chosen by name, no parts of the whole suite: what docs/benchmarks.md has of an H200, and prompts
+#: for which NVIDIA has published cuDNN's rates.
 BY_NAME = {
     "h200 dense": _h200_dense,
     "h200 window": _h200_window,

@@ -92,7 +92,7 @@ def get_backward_metadata(
     device: torch.device | str | None = None,
 ) -> BackwardMetadata:
     """`backward_metadata` for calls of `flash_attn_varlen_func` with these offsets and this mask:
-    dS of their gradients then takes the tiles that are visible, and no more (docs/backward.md).
+    dS of their gradients then takes the tiles that are visible, and no more (docs/training.md).
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, of the calls or copies of these; cu_seqlens_k
     None where it is cu_seqlens_q. Their contents are read, which waits for a GPU that has them, and

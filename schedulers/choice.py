@@ -20,7 +20,7 @@ VARIABLE = "FA_CLC"
 
 #: The default of every backward. Where tiles are equal, too, CTA pairs with a share of their own
 #: fall apart by their speeds, and what tiles of dK and of dQ read of dS at the same time they then
-#: read from HBM twice (docs/backward.md has it measured).
+#: read from HBM twice (lab/notes.md has it measured).
 BACKWARD_PREFERS_CLC = True
 
 #: Tiles of the grid for each one that holds rows, up to which the dynamic scheduler is preferred.
@@ -40,7 +40,7 @@ def prefers_clc(
     static grid the clusters that then find no place start when others have done all their tiles,
     which takes up to twice as long; the dynamic scheduler gives their tiles to those that run.
     most_empty: tiles of the grid for each one that holds rows, up to which the dynamic scheduler is
-    preferred. By the timing model for a B200 (docs/bench.md); nobody has measured it.
+    preferred. By the timing model for a B200 (lab/notes.md); nobody has measured it.
     """
     return shared or ((bounded or rows < capacity) and rows * most_empty >= capacity)
 

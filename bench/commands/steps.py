@@ -132,7 +132,7 @@ def main(arguments: argparse.Namespace) -> int:
     predictor = predictor_of(arguments.machine, arguments.draws)
     if predictor.machine.architecture == "sm_90a":
         raise ValueError(
-            f"machine {arguments.machine!r}: its kernels have other steps (docs/hopper.md); "
+            f"machine {arguments.machine!r}: its kernels have other steps (docs/kernels.md); "
             "accepted are machines of compute capability 10.x"
         )
     names = arguments.provider or [name for name, _ in KERNELS]

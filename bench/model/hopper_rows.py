@@ -30,7 +30,7 @@ _OTHER_GPUS = {"h200": "", "h100": ", H100"}
 MEASURED = Path(__file__).parents[1] / "measure" / "hopper_rows.json"
 #: Queries of the shortest row that is no decoding step: those are timed by `bench decode`.
 LEAST_QUERIES = 512
-#: Time of a graph without a kernel by the events that rows are timed by, an H200 (docs/hopper.md).
+#: Time of a graph without a kernel by the events that rows are timed by, an H200 (lab/notes.md).
 EMPTY_GRAPH_US = 5.2
 
 

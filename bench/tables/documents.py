@@ -125,7 +125,7 @@ DOCUMENTS = {
         f"throughput_h200{name}": Document(
             f"{title} on an H200 beside its peers",
             ("throughput", *options, *_beside("ours", "flash-attn-4", *more)),
-            "hopper.md", (0,),
+            "benchmarks.md", (0,),
         )
         for name, title, options, *more in (
             ("", "The forward",
@@ -145,7 +145,7 @@ DOCUMENTS = {
             ("throughput", "--direction", "forward", "--group", "decode",
              *_beside("ours", "flash-attn-4", "cuDNN", "'flash-attn-4, num_splits=0'",
                       "FlashAttention-2")),
-            "hopper.md", (0,),
+            "benchmarks.md", (0,),
         )
         for gpu in ("H200", "H100")
     },
@@ -164,34 +164,34 @@ DOCUMENTS = {
     "masks": Document("Attention under masks on a B200", ("masks", "--modelled"), "masks.md"),
     **{
         f"{name}_h100{suffix}": Document(
-            f"{title} over {gpus} H100s", (name,), "context_parallel.md"
+            f"{title} over {gpus} H100s", (name,), "training.md"
         )
         for gpus, suffix in (("two", ""), ("four", "x4"))
         for name, title in (("ranks", "One sequence"), ("parallel", "Training steps of a block"))
     },
     "training": Document(
         "A training with each attention",
-        ("training", "--seed", "0", "--seed", "1"), "hopper.md",
+        ("training", "--seed", "0", "--seed", "1"), "benchmarks.md",
     ),
     "training_rounding": Document(
         "What rounding does to a small training",
         ("training", "--layers", "3", "--hidden", "128", "--heads", "2", "--heads-kv", "1",
          "--vocabulary", "64", "--window", "31", "--full-every", "3", "--batch", "4",
          "--seqlen", "128", *(w for seed in "012" for w in ("--seed", seed))),
-        "hopper.md",
+        "benchmarks.md",
     ),
     "schedulers": Document(
-        "Tile schedulers, forward", ("schedulers", "--modelled"), "bench.md"
+        "Tile schedulers, forward", ("schedulers", "--modelled"), "benchmarks.md"
     ),
     "schedulers_backward": Document(
         "Tile schedulers, backward", ("schedulers", "--modelled", "--direction", "backward"),
-        "bench.md",
+        "benchmarks.md",
     ),
     "calibrate": Document(
         "What published rates say of each constant", ("calibrate", "--show"), "timing.md"
     ),
     "contention": Document(
-        "Tile schedulers while another kernel holds SMs", ("contention",), "bench.md"
+        "Tile schedulers while another kernel holds SMs", ("contention",), "benchmarks.md"
     ),
     "pages": Document(
         "Keys and values in pages", ("pages", "--modelled"), "serving.md"
@@ -205,20 +205,20 @@ DOCUMENTS = {
     ),
     "defaults": Document(
         "What calls decide for themselves",
-        ("defaults", *_DECIDED, "--draws", "32"), "bench.md",
+        ("defaults", *_DECIDED, "--draws", "32"), "benchmarks.md",
     ),
     "splits": Document(
-        "Keys divided among CTA pairs", ("splits", "--modelled", "--draws", "32"), "bench.md"
+        "Keys divided among CTA pairs", ("splits", "--modelled", "--draws", "32"), "benchmarks.md"
     ),
     "splits_gb200": Document(
         "Keys divided among a GB200's CTA pairs",
         ("splits", "--modelled", "--machine", "gb200", "--draws", "32"), "serving.md",
     ),
-    "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "bench.md"),
-    "accuracy": Document("Error by degree and emulated share", ("accuracy",), "softmax.md"),
+    "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "benchmarks.md"),
+    "accuracy": Document("Error by degree and emulated share", ("accuracy",), "kernels.md"),
     "accuracy_gradients": Document(
         "Errors of gradients by kind of call", ("accuracy", "--direction", "backward"),
-        "backward.md",
+        "kernels.md",
     ),
     "fp8": Document("Keys and values in e4m3, by method", ("fp8",), "serving.md"),
     "validate_aims": Document(
@@ -235,9 +235,9 @@ DOCUMENTS = {
     "validate_backward": Document("Backward, every row", _VALIDATE, "timing.md", (7,)),
     "validate_published": Document("Rates as published", _VALIDATE, "timing.md", (8,)),
     "validate_windows": Document("Windowed kernels outside the fit", _VALIDATE, "timing.md", (10,)),
-    "steps": Document("Clocks of steps, units and tiles, B200", ("steps",), "results.md"),
+    "steps": Document("Clocks of steps, units and tiles, B200", ("steps",), "benchmarks.md"),
     "steps_gb300": Document(
-        "Clocks of steps, units and tiles, GB300", ("steps", "--machine", "gb300"), "results.md"
+        "Clocks of steps, units and tiles, GB300", ("steps", "--machine", "gb300"), "benchmarks.md"
     ),
     "hopper": Document("The model against an H200", ("hopper",), "timing.md"),
     "hopper_fences": Document(

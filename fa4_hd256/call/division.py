@@ -215,7 +215,7 @@ def _unevenness(parts: int, sms: int) -> float:
     where all are alike: a pair shares a port, so that those with two are behind.
 
     parts: of all tiles. Fitted to an H100 and an H200, 48 to 128 parts on 132 SMs: 7 % at 64 and
-    0 % at 112 on the first, 4 % at 66 and 11 % at 88 on the second (docs/hopper.md). Four idle SMs
+    0 % at 112 on the first, 4 % at 66 and 11 % at 88 on the second (lab/notes.md). Four idle SMs
     did not show.
     """
     if parts >= sms - sms // 32:

@@ -67,7 +67,7 @@ class ForwardTiles:
 @dataclass(frozen=True)
 class KeyKernel:
     """Facts of the kernels of dK and dV from which a group of query heads is split into parts
-    (docs/backward.md).
+    (docs/kernels.md).
 
     keys: of a tile. queries: of a step. seconds: of a step, modelled. overhead: what a tile takes
     beside its steps, in steps. part_bytes: of writing and summing a tile's part in float32.

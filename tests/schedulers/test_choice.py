@@ -49,7 +49,7 @@ def test_variable_before_default(default):
     ],
 )
 def test_the_default(bounded, rows, capacity, expected):
-    """The packed ones are two batches that docs/bench.md has times of."""
+    """The packed ones are two batches that docs/benchmarks.md has times of."""
     assert prefers_clc(bounded, rows, capacity) is expected
 
 

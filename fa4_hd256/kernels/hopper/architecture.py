@@ -13,7 +13,7 @@ __all__ = ["KERNELS"]
 BACKWARD_CTAS = 2  # of a cluster
 STEP_QUERIES = 64
 
-# Steps as measured on an H200 (docs/hopper.md): dV and dS at 600 TFLOPS, a GEMM of dS at 640; dK
+# Steps as measured on an H200 (lab/notes.md): dV and dS at 600 TFLOPS, a GEMM of dS at 640; dK
 # and dV by themselves at the same rate, with five GEMMs.
 STORED = KeyKernel(DS_BLOCK, STEP_QUERIES, 2.8e-6, 1.5, 1.2e6, products=0.31)
 RECOMPUTED = KeyKernel(DS_BLOCK, STEP_QUERIES, 4.6e-6, 3.0, 1.2e6)

@@ -63,7 +63,7 @@ def test_wrong_responses_of_launch_control_are_seen(change, what):
 
 
 def test_products_cover_the_kernels_shapes():
-    """One case at least for each kind of product that docs/forward.md and docs/backward.md name."""
+    """One case at least for each kind of product that docs/kernels.md names."""
     shapes = {(p.group, p.m, p.n, p.a == "tmem", p.b_mn) for p in tcgen05.PRODUCTS}
     # QK and dP; PV with P in tensor memory; dK/dV's products of M = 128 pairs; dQ.
     assert {(2, 256, 128, False, False), (2, 256, 256, True, True), (2, 128, 256, False, True),

@@ -86,7 +86,7 @@ def test_steps_are_those_with_a_visible_key(seqlen_q, seqlen_k, causal, window):
 
 
 def test_clocks_of_a_step():
-    """Against the figures of docs/forward.md and docs/backward.md."""
+    """Against the figures of docs/kernels.md."""
     values = load("b200").values()
     port = next(r for r in demand.RESOURCES if r.name == "SMEM port")
     recomputed = demand.totals(case(256, 128), BACKWARD, BackwardConfig(ds_bytes=0))

@@ -1,4 +1,4 @@
-"""Bytes of dS of a call, as docs/backward.md prints them."""
+"""Bytes of dS of a call, as docs/training.md prints them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fa4_hd256.call.packed_ds import begins_of
 from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES, count_blocks, count_tiles
 from fa4_hd256.kernels.rows.sequences import DS_BEGINS
 
-PAGE = Path(__file__).parents[3] / "docs" / "backward.md"
+PAGE = Path(__file__).parents[3] / "docs" / "training.md"
 HEADS = 16, 2
 RAGGED = ragged_lengths(64, 4096)
 

@@ -20,7 +20,7 @@ def checkout(tmp_path):
     """(root, commit) of a repository with a file of each kind."""
     files = {
         KERNEL: "STEPS = 2\n", "fa4_hd256/call/checks.py": "A = 1\n", "bench/rows.json": "[1]\n",
-        "sm100_sim/src/sm100_sim/isa/table.py": "B = 1\n", "docs/forward.md": "text\n",
+        "sm100_sim/src/sm100_sim/isa/table.py": "B = 1\n", "docs/kernels.md": "text\n",
     }  # fmt: skip
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def test_nothing_has_changed_at_first(checkout):
 def test_what_means_the_same_has_not_changed(checkout):
     root, commit = checkout
     (root / KERNEL).write_text('"""What it is."""\n\n# Why.\nSTEPS = 2\n')
-    (root / "docs/forward.md").write_text("another text")
+    (root / "docs/kernels.md").write_text("another text")
     assert changed_since(commit, root) == "nothing"
 
 

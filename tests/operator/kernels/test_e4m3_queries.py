@@ -47,7 +47,7 @@ def test_registers(config):
 @pytest.mark.sampled
 def test_rows_come_by_tma(config):
     """Rows that warps load take a latency of memory each iteration, 1.6 us beside the loads of K
-    and V (docs/hopper.md)."""
+    and V (docs/kernels.md)."""
     assert rows_behind_a_load(compiled(config)[1]) == 0
 
 

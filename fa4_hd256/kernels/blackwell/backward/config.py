@@ -1,6 +1,6 @@
 """The configuration of the backward's pair kernels: budgets derived and checked here.
 
-All work on 256 queries x 128 keys at a time by CTA pairs; docs/backward.md has the budgets that
+All work on 256 queries x 128 keys at a time by CTA pairs; docs/kernels.md has the budgets that
 led to this design.
 """
 
@@ -489,7 +489,7 @@ class BackwardConfig:
         holds 64 columns, so fragments 0 and 1 exist.
     ds_bytes: global memory that dS may take at a time, 0 or more; the call is split so that it fits
         (`call.chunks`).  With 0 it is not stored: dK/dV and dQ each compute it.  Fewer and larger
-        chunks leave fewer CTA pairs idle at their ends (docs/bench.md).
+        chunks leave fewer CTA pairs idle at their ends (lab/notes.md).
 
     Raises ValueError for a negative ds_bytes.
     """

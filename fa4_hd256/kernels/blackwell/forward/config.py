@@ -34,7 +34,7 @@ from .steps import MMA_K, P_PARTS, forward_steps
 
 __all__ = ["TILES", "ForwardConfig", "ForwardWarpPlan"]
 
-#: Costs by the timing model (docs/bench.md): a step, and what the combining kernel costs, two or
+#: Costs by the timing model (lab/notes.md): a step, and what the combining kernel costs, two or
 #: three steps, four where a launch takes as long as it may.
 TILES = ForwardTiles(
     BLOCK_Q,

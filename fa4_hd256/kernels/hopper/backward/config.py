@@ -1,6 +1,6 @@
 """The configuration of the Hopper kernels that make gradients: budgets derived and checked here.
 
-docs/hopper.md has the budgets that led to this design.
+docs/kernels.md has the budgets that led to this design.
 """
 
 from __future__ import annotations

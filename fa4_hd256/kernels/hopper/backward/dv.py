@@ -17,7 +17,7 @@ does.  Nothing ties the warpgroups together but the buffers.
 
 Both CTAs need the same rows of Q and dO: each loads half of their columns for both.  Q has one
 buffer, so what L2 lacks of it would be waited for, behind the stores of dS on their way to memory:
-with the loads of a step Q of the next is prefetched into L2 (docs/hopper.md has what that gives).
+with the loads of a step Q of the next is prefetched into L2 (docs/kernels.md).
 
 NOTE [arithmetic before the wait].  ptxas moves arithmetic behind the wait for a product that is
 there to hide it, but not across the loop of an mbarrier wait.  So one for V, which has long been

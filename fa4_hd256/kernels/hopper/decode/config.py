@@ -55,7 +55,7 @@ HEADROOM = 6.0
 LARGEST_THRESHOLD = 15
 
 #: Costs by rows, for the number of splits: a step of one SM alone, and what a tile takes beside its
-#: steps, in steps.  Modelled (docs/hopper.md): a step of 64 rows was measured as 4,400 clocks, 16 %
+#: steps, in steps.  Modelled (lab/notes.md): a step of 64 rows was measured as 4,400 clocks, 16 %
 #: more, and tiles of 32 and 64 rows took longer beside their steps, with Q read in 4 to 16
 #: iterations. `LEAST_SAVED`: what combining takes, 4 us, in steps.
 STEP_SECONDS = {16: 1.03e-6, 32: 1.32e-6, 64: 2.15e-6}

@@ -124,7 +124,7 @@ class ForwardConfig:
         causal: the mask bounds the keys on the right.  seqlen_k: of the longest key sequence.
         tiles: those of the call, `DECODE` of a few rows, `MASKED` of a block mask.  paged: keys lie
         in pages; few page sizes share more than 16 rows with 80 keys. Measured on an H200
-        (docs/hopper.md): with a mask steps of 64 keys leave out more; without, 80 keys take 2.4 %
+        (lab/notes.md): with a mask steps of 64 keys leave out more; without, 80 keys take 2.4 %
         less a key than 64, but more of the last step may be waste.
         """
         if tiles == DECODE.tiles:

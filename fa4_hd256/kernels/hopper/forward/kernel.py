@@ -16,7 +16,7 @@ the warpgroups together but the buffers, so that one multiplies while the other 
 
 The roles follow in the order in which a tile passes through them: set-up, load, consume (its tiles,
 their steps, the softmax, what hides scores), results.  The tables of roles, barriers and SMEM:
-`ForwardConfig`; docs/forward.md.
+`ForwardConfig`; docs/kernels.md.
 
 NOTE [exponentials before the wait].  A warp that waits for its MMAs does nothing else, and ptxas
 moves arithmetic across such a wait: half of the exponentials would come after PV, which is there to

@@ -17,6 +17,6 @@ SHORT_BLOCK_KV = 64  # of a short one
 CTAS = 1  # of a cluster
 
 #: Seconds of a key: 2 x 1280 clocks of the tensor core for 80 of them and two warpgroups, at 1.7
-#: GHz; and for one warpgroup, 885 ns for 64 where memory does not bind (an H200, docs/hopper.md).
+#: GHz; and for one warpgroup, 885 ns for 64 where memory does not bind (an H200, lab/notes.md).
 SECONDS = 1.5e-6 / 80
 DECODE_SECONDS = 0.885e-6 / 64

@@ -48,7 +48,7 @@ def test_wrong_lse_is_found(two, device):
 
 @pytest.mark.sampled
 def test_what_pytorch_refuses(two, device):
-    """Head to tail, its default, without a causal mask (docs/context_parallel.md)."""
+    """Head to tail, its default, without a causal mask (docs/training.md)."""
     for answer in two.run(cases.run, device, False, True, "allgather"):
         assert (answer.kind, answer.text) == (
             "RuntimeError", "Load balancing requires `is_causal=True`.",
