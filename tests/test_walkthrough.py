@@ -9,6 +9,9 @@ from checkout import ROOT
 
 PAGE = ROOT / "docs" / "walkthrough.md"
 PICTURES = ROOT / "docs" / "pictures"
+PAGES = (
+    *(ROOT / "docs").glob("*.md"), *(ROOT / "sm100_sim/docs").glob("*.md"), ROOT / "README.md",
+)  # fmt: skip
 _NAMED = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)")
 _QUOTED = re.compile(r"^```python (\S+)\n(.*?)^```", re.M | re.S)
 _LINKED = re.compile(r"\]\((?!https?:)([^)#]+)\)")
@@ -70,15 +73,13 @@ def test_what_is_wrong_is_told():
 
 
 def test_links_of_all_pages_to_pictures_lead_somewhere():
-    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+    for page in PAGES:
         for link in _LINKED.findall(page.read_text("utf-8")):
             if link.endswith(".svg") or page == PAGE:
                 assert (page.parent / link).is_file(), f"{page.name}: {link}"
 
 
 def test_every_picture_is_on_some_page():
-    pages = "".join(
-        page.read_text("utf-8") for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md")
-    )
+    pages = "".join(page.read_text("utf-8") for page in PAGES)
     unseen = [p.name for p in PICTURES.glob("*.svg") if f"pictures/{p.name}" not in pages]
     assert not unseen

@@ -67,6 +67,10 @@ def test_it_installs_one_package(site):
             "fa4_hd256/kernels/blackwell/tuning.json"} <= files  # fmt: skip
 
 
+def test_the_simulators_license_is_the_projects():
+    assert (ROOT / "sm100_sim/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
 @pytest.mark.parametrize("name", ["interrupt.py", "run/native_cache.py", "waiting.py", "words.py"])
 def test_it_holds_what_it_shares_with_the_simulator(site, name):
     """A link of the checkout is a file of the wheel, which needs no simulator."""

@@ -3,7 +3,7 @@ bench.measure.bulk_reductions`.
 
 Bulk stores and bulk reductions of the same bytes from shared memory, by one SM and by all, to
 memory that stays in L2, and the same beside as many bytes of bulk loads from there: what sums of dQ
-over CTAs cost (docs/facts.md has the result). Needs what `whole_gpu_measure` needs.
+over CTAs cost (sm100_sim/docs/facts.md has the result). Needs what `whole_gpu_measure` needs.
 """
 
 from __future__ import annotations

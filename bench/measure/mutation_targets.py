@@ -250,7 +250,7 @@ def _backward(shape: Shape, call: Callable, wanted: str, **options: Any) -> None
 def _flash_attention_4(shape: Shape, causal: bool) -> None:
     """flash-attn-4's public function on a GPU with two SMs, so that its persistent kernel gives one
     CTA pair several tiles. Its correction warps wait for O only to rescale it, so with scores that
-    do not grow some phases are waited for by nobody (docs/sanitizer.md)."""
+    do not grow some phases are waited for by nobody (sm100_sim/docs/sanitizer.md)."""
     with attached(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         q, k, v = inputs(shape, falling)

@@ -207,7 +207,7 @@ def dkdv(config: BackwardConfig, partial: bool = False) -> Kernel:
     elements = own_keys * unit_q
     stats = 2 * config.dkdv.stats_bytes
     # Each warp reads LSE and delta of a quarter of the unit's queries, the same 16 bytes for all
-    # its lanes, which take two clocks (docs/facts.md).
+    # its lanes, which take two clocks (sm100_sim/docs/facts.md).
     stats_clocks = len(config.dkdv.warps.gradient) * stats // 4 // 16 * 2
     step = (
         product(BLOCK_KV, unit_q, HEAD_DIM) * 2

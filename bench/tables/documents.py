@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "tables"
 class Document:
     """A file of docs/tables.
 
-    command: after `python -m bench`, without output options. page: of docs, which explains it.
+    command: after `python -m bench`, without output options. page: from docs, which explains it.
     tables: which of the command's tables it has, by number; None for all. of_before: it was printed
     by an earlier state of the model, to be compared with; the command prints others today.
     """
@@ -39,7 +39,7 @@ class Document:
             origin = f"Generated, not to be edited: `{command}` makes it again."
         return (
             f"# {self.title}\n\n    python -m bench {' '.join(self.command)}\n\n"
-            f"Explained in [{self.page}](../{self.page}). {origin}\n\n"
+            f"Explained in [{Path(self.page).name}](../{self.page}). {origin}\n\n"
         )
 
     def text(self, name: str, tables: Sequence[Table]) -> str:
@@ -253,5 +253,7 @@ DOCUMENTS = {
     ),
     "predict_hopper": Document("Attention on Hopper GPUs, predicted", ("predict",), "timing.md"),
     "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), "timing.md"),
-    "mutation": Document("Mutation score of the kernels", ("mutation",), "sanitizer.md"),
+    "mutation": Document(
+        "Mutation score of the kernels", ("mutation",), "../sm100_sim/docs/sanitizer.md"
+    ),
 }  # fmt: skip

@@ -13,16 +13,13 @@ import time
 import zipfile
 from pathlib import Path
 
-import published
 import pytest
 from project import PACKAGE, PROJECT
-from published import private_imports
 
 import sm100_sim
 from sm100_sim import progress, timing, waiting
 from sm100_sim.__main__ import COMMANDS, main
 
-ROOT = PROJECT.parent
 #: Modules whose `__all__` is what they publish.
 PUBLIC = {"sm100_sim": sm100_sim, "sm100_sim.timing": timing}
 
@@ -50,10 +47,6 @@ def sources() -> set[str]:
     kept = {".py", ".json", ".npz", ".typed"}
     paths = [path for path in PACKAGE.rglob("*") if path.suffix in kept]
     return {path.relative_to(PACKAGE.parent).as_posix() for path in paths}
-
-
-def test_its_license_is_the_projects():
-    assert (PROJECT / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +106,7 @@ for example in sys.argv[2:]:
     sys.argv = [example]
     with contextlib.suppress(SystemExit):
         runpy.run_path(example, run_name="__main__")
-""", *(str(ROOT / "examples" / f"{name}.py") for name in NO_EXTRA))  # fmt: skip
+""", *(str(PROJECT / "examples" / f"{name}.py") for name in NO_EXTRA))  # fmt: skip
     assert done.returncode == 0, done.stderr
     for line in ("0 of 1000 elements differ", "race in shared memory", "the launch hangs"):
         assert f"\n{line}" in f"\n{done.stdout}"
@@ -208,40 +201,6 @@ def test_published_names_are_there(name):
             assert found.__doc__, one
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         module.nothing  # noqa: B018
-
-
-#: Published names of a checkout, for the tests below.
-NAMES = {"sm100_sim": {"Options", "timing"}, "sm100_sim.timing": {"predict"}}
-
-
-def test_a_private_import_is_seen():
-    text = """
-import sm100_sim, sm100_sim.launcher, sm100_sim.tools.golden
-from sm100_sim import Options, settings
-def inside():
-    from sm100_sim.timing import predict, engine
-    from sm100_sim.tools.golden.replay import replay, _hidden
-    from sm100_sim.run.machine import Machine
-    from sm100_simulator import other
-"""
-    assert [line.partition(": ")[2] for line in private_imports(text, NAMES)] == [
-        "sm100_sim.launcher", "sm100_sim.settings", "sm100_sim.timing.engine",
-        "sm100_sim.tools.golden.replay._hidden", "sm100_sim.run.machine.Machine",
-    ]  # fmt: skip
-
-
-def test_offences_are_named(tmp_path):
-    """A checkout of a few files has each offence."""
-    for name in ("sm100_sim/src/sm100_sim/timing", "fa4_hd256", "bench", "examples"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("sm100_sim", "sm100_sim/timing"):
-        (tmp_path / "sm100_sim/src" / name / "__init__.py").write_text('__all__ = ["launch"]\n')
-    (tmp_path / "fa4_hd256/a.py").write_text("from sm100_sim import launch\n")
-    assert published.imports(tmp_path) == []
-    (tmp_path / "examples/a.py").write_text("from sm100_sim import launch, run\n")
-    assert published.imports(tmp_path) == [
-        "examples/a.py, line 1: sm100_sim.run, which sm100_sim does not publish"
-    ]
 
 
 @pytest.mark.parametrize("command", [[], ["predict"], ["speed"], ["mutate"]])

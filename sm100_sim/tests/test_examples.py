@@ -10,8 +10,7 @@ from project import PROJECT
 
 from sm100_sim.attach.runner import run_script
 
-ROOT = PROJECT.parent
-EXAMPLES = ROOT / "examples"
+EXAMPLES = PROJECT / "examples"
 
 pytestmark = [
     pytest.mark.simulator,
@@ -134,50 +133,10 @@ def test_a_timeline(plain, tmp_path):
     assert all(event["dur"] > 0 for event in events if event["ph"] == "X")
 
 
-def test_decoding_over_pages(plain, monkeypatch):
-    """Results equal SDPA's, times say whose they are; a difference is an error."""
-    torch = pytest.importorskip("torch")
-    options = ("--steps", 1, "--batch", 2, "--page-size", 32)
-    head, pages, sdpa, error = plain("decode.py", *options).splitlines()
-    assert head.startswith("2 sequences of 30 to 40 rows, pages of 32")
-    for line in (pages, sdpa):
-        rate = re.search(r"(\S+) tokens a second  \(time of the simulator", line)
-        assert rate and float(rate[1]) > 0
-    assert error.startswith("largest difference")
-    functional = torch.nn.functional
-    exact = functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        functional, "scaled_dot_product_attention",
-        lambda q, k, v, **more: exact(q, k, v.flip(0), **more),
-    )  # fmt: skip
-    with pytest.raises(AssertionError, match="the results differ"):
-        plain("decode.py", *options)
-
-
-@pytest.mark.sampled
-def test_continuous_batching(plain, monkeypatch):
-    """Answers equal SDPA's; another attention is an error."""
-    pytest.importorskip("transformers")
-    from fa4_hd256.integrations import transformers as integration
-
-    options = ("--requests", 2, "--longest", 18, "--new-tokens", 2)
-    head, sdpa, ours, error = plain("continuous_batching.py", *options).splitlines()
-    assert head.startswith("2 requests of 9 to 18 tokens, 16 a pass")
-    assert sdpa.startswith("SDPA") and ours.startswith("fa4_hd256")
-    assert error.startswith("largest difference")
-    exact = integration.flash_attn_varlen_func
-    monkeypatch.setattr(
-        integration, "flash_attn_varlen_func", lambda q, *rest, **more: exact(-q, *rest, **more)
-    )
-    with pytest.raises(AssertionError, match="the results differ"):
-        plain("continuous_batching.py", *options)
-
-
-def test_every_command_of_the_pages_names_a_script():
-    for page in ("docs/findings.md", "examples/README.md", "sm100_sim/README.md"):
-        commands = re.findall(r"(?<![\w/])examples/\w+\.py", (ROOT / page).read_text())
-        assert all((ROOT / command).is_file() for command in commands), page
-        assert commands or page == "sm100_sim/README.md"
+@pytest.mark.parametrize("page", ["docs/findings.md", "examples/README.md"])
+def test_every_command_of_the_pages_names_a_script(page):
+    commands = re.findall(r"(?<![\w/])examples/\w+\.py", (PROJECT / page).read_text())
+    assert commands and all((PROJECT / command).is_file() for command in commands)
 
 
 def test_every_example_is_listed():

@@ -19,8 +19,8 @@ _FOLDERS = {"sm100_sim": "sm100_sim/src/sm100_sim"}
 
 #: Pages about other projects' files and names, which they tell of by these names.
 ABOUT_OTHERS = (
-    "docs/findings.md", "docs/case_study_clc.md", "bench/model/published/flash_attention.py",
-    "bench/model/published/nvidia.py",
+    "sm100_sim/docs/findings.md", "sm100_sim/docs/case_study_clc.md",
+    "bench/model/published/flash_attention.py", "bench/model/published/nvidia.py",
 )  # fmt: skip
 #: Names that no code of ours has: of CUDA, SASS, CuTe DSL, CUTLASS, cuDNN, flash-attn-4,
 #: SGLang, vLLM, FlashInfer; a kernel's by a number; a row of docs/silicon.md.
@@ -96,7 +96,12 @@ def offences(place: str, text: str) -> list[str]:
     place: the text's file below ROOT, whose folder relative paths begin at.
     """
     text = named_at_the_top(text)
-    found = [f"path {path}" for path in _PATH.findall(text) if not _is_there(path)]
+    project = "sm100_sim/" if place.startswith("sm100_sim/") else ""
+    found = [
+        f"path {path}"
+        for path in _PATH.findall(text)
+        if not _is_there(path) and not _is_there(f"{project}{path}")
+    ]
     found += [f"name {name}" for name in _DOTTED.findall(text) if not _resolves(name)]
     found += [
         f"command python -m {package} {command}".rstrip()

@@ -9,7 +9,7 @@ from pathlib import Path
 #: Modules whose `__all__` is what they publish; besides them every module under `sm100_sim.tools`.
 PUBLIC = ("sm100_sim", "sm100_sim.timing")
 #: Packages that may import no more than that.
-PACKAGES = ("fa4_hd256", "bench", "examples")
+PACKAGES = ("fa4_hd256", "bench", "examples", "sm100_sim/examples")
 
 
 def names_of(root: Path, module: str) -> set[str]:

@@ -30,7 +30,7 @@ def _assembler() -> Path:
 
 
 def _cubin(ptx: str) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
+    with tempfile.TemporaryDirectory(prefix="sm100_sim_") as directory:
         source, target = Path(directory, "kernel.ptx"), Path(directory, "kernel.cubin")
         source.write_text(ptx)
         command = [str(_assembler()), "-arch=sm_100a", "-O3", str(source), "-o", str(target)]

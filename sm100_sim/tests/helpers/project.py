@@ -6,5 +6,5 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = PROJECT / "src" / "sm100_sim"
-DOCS = PROJECT.parent / "docs"
+DOCS = PROJECT / "docs"
 HELPERS = PROJECT / "tests" / "helpers"

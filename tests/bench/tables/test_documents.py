@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 
 import pytest
@@ -32,7 +33,8 @@ def test_a_file_says_what_it_is(name):
     # Whoever reads a modelled figure is told by which constants.
     assert "modelled" not in bases or re.search(r"constants [0-9a-z]{5,}", origin), origin
     page = ROOT / "docs" / document.page
-    assert f"(tables/{name}.md)" in page.read_text("utf-8")
+    link = os.path.relpath(ROOT / "docs/tables" / f"{name}.md", page.parent)
+    assert f"({link})" in page.read_text("utf-8")
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import ResourceUsage, resource_usage
+from sm100_sim.host.cubin import launch_registers
 
 _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+)\s+STACK:(\d+)\s+SHARED:(\d+)\s+LOCAL:(\d+)")
 
@@ -35,6 +36,7 @@ def test_figures_are_those_of_cuobjdump(cubin, tmp_path):
     usage = ResourceUsage(int(registers), int(stack), int(local))
     assert usage.registers > 0
     assert resource_usage(cubin) == resource_usage(cubin, name) == usage
+    assert launch_registers(cubin) == {name: usage.registers}  # the simulator's own reading
 
 
 @pytest.mark.architecture("sm_100a")

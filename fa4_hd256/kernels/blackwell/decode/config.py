@@ -30,7 +30,7 @@ Twelve warps are launched with 168 registers per thread.  What the other roles g
 of the softmax's, with which it raises the maxima of eight rows at a time.
 
 NOTE [halves].  K and V come in halves of 128 columns: 32 KiB, a stage.  Five or six of them are
-160 to 192 KiB under way, where HBM gives its rate from 128 KiB on (docs/facts.md).
+160 to 192 KiB under way, where HBM gives its rate from 128 KiB on (sm100_sim/docs/facts.md).
 
 NOTE [e4m3].  K and V in e4m3 are operands of kind::f8f6f4 as they lie in memory, K-major and
 MN-major: nothing converts them.  What is multiplied with them must be e4m3, too, of which two parts
