@@ -85,10 +85,11 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _plan(_: argparse.Namespace) -> int:
     from .kernels.kernel_set import kernels_of
+    from .kernels.proof.plans import describe
 
     kernels = kernels_of(environment.architecture())
     configs = *kernels.configs("forward"), *kernels.configs("backward")
-    print("\n\n".join(config().describe() for config in configs))
+    print("\n\n".join(describe(kernels, config()) for config in configs))
     return 0
 
 

@@ -27,7 +27,7 @@ from fa4_hd256.call.options import Options
 from fa4_hd256.environment import ARCHITECTURE
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.plan.steps import CLAIM_STEPS
+from fa4_hd256.kernels.scheduler_role import CLAIM_STEPS
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
@@ -144,7 +144,7 @@ def backward(kind: Kind, use_clc: bool, machine: Machine, keys: int, draws: int 
         gpu = under_traffic(machine, keys) if which == "dv" else machine
         return fitted(replays(one, gpu, draws), "dynamic" if use_clc else "static")
 
-    policy, late = "dynamic" if use_clc else "static", Late(config.dv.steps_of(False).claims * DV)
+    policy, late = "dynamic" if use_clc else "static", Late(CLAIM_STEPS * DV)
     tiling = BackwardTiling(
         policy, True, True, ROWS, claims=late if use_clc else 0, gpu=gpu_of(machine)
     )

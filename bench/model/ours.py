@@ -23,7 +23,7 @@ from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.plan.steps import CLAIM_STEPS
+from fa4_hd256.kernels.scheduler_role import CLAIM_STEPS
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments

@@ -156,7 +156,7 @@ class KernelSet:
 
         That of the forward has `tiles`, and `tuned(causal, seqlen_k, gpu, tiles, paged)`, the
         default of a call with such tiles; that of the backward has `ds_bytes` and
-        `of_kernel(kind)`. Both have `describe()`.
+        `of_kernel(kind)`.
         """
         return self._class(getattr(self, f"{direction}_config"), direction)
 
@@ -170,6 +170,10 @@ class KernelSet:
     def config_of(self, tiles: ForwardTiles) -> Any:
         """The class of the configurations of a forward with such tiles."""
         return self.configs("forward")[-1 if tiles.kind.startswith("forward_decode") else 0]
+
+    def plans_of(self, config: Any) -> tuple[Any, ...]:
+        """Return the plans in a configuration with their steps, for `proof.plans`."""
+        return self._class("proof.plans:plans_of", "proof")(config)
 
     def forward_tiles(
         self, config: Any = None, kv_dtype: torch.dtype | None = None

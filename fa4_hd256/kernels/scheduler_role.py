@@ -10,7 +10,12 @@ from cutlass import Boolean
 
 from .context import KernelContext
 
-__all__ = ["schedule", "want_next_tile_if"]
+__all__ = ["CLAIM_STEPS", "schedule", "want_next_tile_if"]
+
+#: Steps of a tile that the load role has left when it lets the scheduler request the next one. Too
+#: early keeps tiles from clusters that have nothing to do; the response takes 500 to 2,000 clocks,
+#: and the load role wants it when these steps are loaded.
+CLAIM_STEPS = 2
 
 
 @cute.jit

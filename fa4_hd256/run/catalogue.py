@@ -164,14 +164,23 @@ def build(spec: KernelSpec) -> tuple[Any, tuple]:
     """Return (kernel, arguments) for `cute.compile`, the arguments by type only; `tracing` compiles
     them.
 
-    Raises NotImplementedError for a kernel that the architecture does not have.
+    Raises NotImplementedError for a kernel that the architecture does not have, ValueError for a
+    configuration that cannot work (`kernels.proof`).
     """
     return KINDS[spec.kind](spec)
+
+
+def _prove(spec: KernelSpec) -> None:
+    """Raise ValueError for a configuration whose kernel would hang, or misuse its memory."""
+    from ..kernels.proof.plans import prove
+
+    prove(spec.kernels, spec.config)
 
 
 def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
     from .arguments import compile_arguments
 
+    _prove(spec)
     kernel = spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class)
     return kernel, compile_arguments(spec.problem_class, spec.counts_tiles(spec.problem_class))
 
@@ -229,6 +238,7 @@ def _tail_rows(spec: KernelSpec) -> tuple[Any, tuple]:
 def _gradients(spec: KernelSpec) -> tuple[Any, tuple]:
     from .backward_arguments import gradient_compile_arguments
 
+    _prove(spec)
     kernel = spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class)
     row = spec.kernels.backward_set().kernel(spec.kind)
     return kernel, gradient_compile_arguments(

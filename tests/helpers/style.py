@@ -50,8 +50,11 @@ _RUN = (
     "fa4_hd256/call", "fa4_hd256/interrupt", "fa4_hd256/models", "fa4_hd256/progress",
     "fa4_hd256/waiting", *_CALL,
 )  # fmt: skip
-_OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/simulated", *_RUN)
+#: That plans work: imported by what compiles kernels and by no kernel.
+_PROOF = "fa4_hd256/kernels/proof"
+_OPERATOR = (_PROOF, "fa4_hd256/run", "fa4_hd256/run/simulated", *_RUN)
 _FOLDERS = ("blackwell", "hopper")
+_LOWER = ("", "/forward", "/backward")
 _OWN = tuple(
     f"fa4_hd256/kernels/{folder}{package}"
     for folder in _FOLDERS
@@ -82,6 +85,7 @@ PACKAGES = {
     "fa4_hd256/gpus": _SETTINGS,
     # Modules shared by all architectures know none of them, and the forward not the backward.
     "fa4_hd256/kernels": _KERNELS,
+    _PROOF: _SHARED,
     # No architecture knows another; what calls kernels finds them by `kernel_set`.
     **{
         f"fa4_hd256/kernels/{folder}{package}": (*own, *_SHARED)
@@ -92,12 +96,16 @@ PACKAGES = {
             ("/backward", (f"fa4_hd256/kernels/{folder}",)),
             (
                 "/architecture",
-                [f"fa4_hd256/kernels/{folder}{lower}" for lower in ("", "/forward", "/backward")],
+                [f"fa4_hd256/kernels/{folder}{lower}" for lower in _LOWER],
+            ),
+            (
+                "/proof",
+                [_PROOF, *(f"fa4_hd256/kernels/{folder}{lower}" for lower in _LOWER)],
             ),
         )
     },
     "fa4_hd256/call": _CALL,
-    "fa4_hd256/run": ("fa4_hd256/run/simulated", *_RUN),
+    "fa4_hd256/run": (_PROOF, "fa4_hd256/run/simulated", *_RUN),
     # Calls on CPU tensors go there: the one package beside check that knows the simulator.
     "fa4_hd256/run/simulated": ("sm100_sim", *_RUN),
     # The top also names what users import of an architecture.

@@ -41,7 +41,7 @@ class PairKernel:
         self.dtype = problem_class.element_type
         self.is_bf16 = self.dtype is cutlass.BFloat16
         self.scheduler = scheduler or scheduler_class(problem_class.use_clc, self.ctas)
-        self.warps, self.edges, self.steps = plan.warps, plan.edges, plan.steps
+        self.warps, self.edges = plan.warps, plan.edges
         self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
 
     def set_up(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...schedulers import CLUSTER_SIZE
 from ...schedulers.clc import ClcScheduler
 from ..plan.budgets import SmemRegion
-from ..plan.drain import check_drains
 from ..plan.edges import BARRIER_BYTES, EdgeTable
-from ..plan.ring_memory import check_memory
 
-__all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_plan", "check_ring", "common_regions"]
+__all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_ring", "common_regions"]
 
 CTAS = CLUSTER_SIZE
 BLOCK_Q = 128  # query rows of one CTA
@@ -32,15 +28,6 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
             "of the dynamic scheduler; allocated by its set-up",
         ),
     )
-
-
-def check_plan(name: str, plan: Any) -> None:
-    """Raises ValueError for plans of a kernel that do not fit, or whose steps cannot work.
-
-    name: of the kernel.  plan: has smem, tmem, edges and steps, which are derived here.
-    """
-    check_memory(name, plan, plan.steps)
-    check_drains(name, plan.edges, plan.steps)
 
 
 def check_ring(name: str, stages: int) -> None:

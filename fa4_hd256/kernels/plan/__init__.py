@@ -1,1 +1,1 @@
-"""Plans of kernels as data, and the proof that they end."""
+"""Plans of kernels as data."""

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from ..limits import SMEM_CAPACITY, WARP_SIZE
 from .fields import check_fields
-from .timeline import describe_steps
 
 __all__ = [
     "TMEM_COLUMNS",
@@ -17,7 +16,7 @@ __all__ = [
     "TmemPlan",
     "TmemRegion",
     "WarpPlan",
-    "describe_plans",
+    "check_budgets",
 ]
 
 # Tensor memory of one SM: 128 lanes of 512 32-bit columns (PTX ISA 9.7.16.1).
@@ -261,9 +260,8 @@ class TmemPlan:
         return "\n".join(rows)
 
 
-def describe_plans(head: str, kernel: Any) -> str:
-    """`head`, then all plans of a kernel as Markdown; kernel: has warps, smem, tmem, edges and
-    steps."""
-    parts = (kernel.warps, kernel.smem, kernel.tmem, kernel.edges)
-    steps = describe_steps(kernel.steps, kernel.edges)
-    return "\n\n".join([head, *(part.describe() for part in parts), steps])
+def check_budgets(plan: Any) -> None:
+    """Raise ValueError for a plan whose shared memory, tensor memory or barriers do not fit."""
+    for name in ("smem", "tmem", "edges"):
+        if hasattr(type(plan), name):
+            getattr(plan, name)

@@ -25,6 +25,8 @@ from cutlass.cute.nvgpu import tcgen05
 
 __all__ = [
     "BARRIER_BYTES",
+    "COMMIT_SIGNALS",
+    "TMA_SIGNALS",
     "Barrier",
     "Edge",
     "EdgeTable",

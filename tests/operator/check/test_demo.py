@@ -11,7 +11,9 @@ from gpus import gpu
 from fa4_hd256 import ForwardConfig, environment
 from fa4_hd256.__main__ import main
 from fa4_hd256.check import demo
+from fa4_hd256.kernels.blackwell.architecture import KERNELS
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
+from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.run import bug_report
 from fa4_hd256.run import launch as launching
 
@@ -117,8 +119,8 @@ def test_few_rows_of_one_head():
 def test_plan(capsys):
     assert main(["plan"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(ForwardConfig().describe())
-    assert shown.rstrip().endswith(BackwardConfig().describe())
+    assert shown.startswith(describe(KERNELS, ForwardConfig()))
+    assert shown.rstrip().endswith(describe(KERNELS, BackwardConfig()))
 
 
 def test_env_lists_every_variable(capsys, monkeypatch):

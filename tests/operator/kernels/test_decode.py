@@ -11,6 +11,7 @@ import torch
 from decode_cases import accurate, tensors
 from paged_cases import Paged
 from paged_cases import check as check_pages
+from step_traces import table_of
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
@@ -19,7 +20,7 @@ from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
 from fa4_hd256.kernels.blackwell.decode.kernel import DecodeKernel
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.plan.drain import check_drains
+from fa4_hd256.kernels.proof.drain import check_drains
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
@@ -253,7 +254,7 @@ def q_given_back_early(steps):
 def test_plans_that_cannot_work_are_refused(mistake, message):
     config = DECODE[2]
     with pytest.raises(ValueError, match=message):
-        check_drains("decode", config.edges, mistake(config.steps))
+        check_drains("decode", config.edges, mistake(table_of(config)))
 
 
 @pytest.mark.parametrize(

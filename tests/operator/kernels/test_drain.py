@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fa4_hd256.kernels.blackwell.backward.config import DkdvPlan, DqPlan, DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.plan import drain, programs
-from fa4_hd256.kernels.plan.drain import check_drains, prove_drains
+from fa4_hd256.kernels.blackwell.proof.plans import plans_of
 from fa4_hd256.kernels.plan.edges import Edge, EdgeTable, Signal
-from fa4_hd256.kernels.plan.programs import OperationKind
-from fa4_hd256.kernels.plan.steps import (
+from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.proof import drain, programs
+from fa4_hd256.kernels.proof.drain import check_drains
+from fa4_hd256.kernels.proof.plans import PlanSteps
+from fa4_hd256.kernels.proof.programs import OperationKind
+from fa4_hd256.kernels.proof.steps import (
     Advance,
     Copy,
     EdgeUse,
@@ -31,6 +35,8 @@ from fa4_hd256.kernels.plan.steps import (
     read,
     write,
 )
+from fa4_hd256.run import catalogue
+from fa4_hd256.run.catalogue import KernelSpec
 
 FORWARD, DQ, DKDV = ForwardConfig(), DqPlan(), DkdvPlan()
 PLANS = {
@@ -46,6 +52,10 @@ PLANS = {
     "decode, e4m3": DECODE_E4M3[0],
     "decode, e4m3, one Q": DECODE_E4M3[2],
 }
+
+
+def steps_of(plan) -> StepTable:
+    return plans_of(plan)[0].steps
 
 
 #: What a tensor core warp issues.
@@ -69,6 +79,10 @@ def without(steps: StepTable, name: str, edge: str) -> StepTable:
         waits=tuple(use for use in product.waits if use.edge != edge),
         commits=tuple(use for use in product.commits if use.edge != edge),
     )  # fmt: skip
+
+
+def with_edge(edges: EdgeTable, name: str, **changes) -> EdgeTable:
+    return EdgeTable(tuple(replace(e, **changes) if e.name == name else e for e in edges.edges))
 
 
 def with_stages(edges: EdgeTable, **stages: int) -> EdgeTable:
@@ -145,10 +159,10 @@ UNUSUAL = ("forward, one S", "dK/dV, ring of 3", "decode, fewest buffers")
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_the_plans_drain(name):
-    prove_drains("kernel", PLANS[name].edges, PLANS[name].steps)
+    check_drains("kernel", PLANS[name].edges, steps_of(PLANS[name]))
 
 
-F, Q, D = FORWARD.steps, DQ.steps, DKDV.steps
+F, Q, D = map(steps_of, (FORWARD, DQ, DKDV))
 QK, PV0, PV1 = F.products
 #: Mistake -> (edges, steps, words of the refusal: of the edge, and of the step).
 MISTAKES = {
@@ -251,7 +265,7 @@ MISTAKES |= {
         r"PV0 loads in a tile's first step, or in each"),
     "a wait of a tile's first step before the product that it waits for": (
         ONE_S.edges,
-        with_product(ONE_S.steps, "PV0", waits=(first("p0_done"), *PV0.waits[:2])),
+        with_product(steps_of(ONE_S), "PV0", waits=(first("p0_done"), *PV0.waits[:2])),
         r"none is ahead, so p0_done belongs to the first MMA, not PV0"),
     "a buffer that one product waits for and another one leaves": (
         FORWARD.edges,
@@ -276,15 +290,16 @@ def test_mistakes_are_refused(mistake):
 
 
 def test_a_configuration_is_refused_before_compiling():
-    """The check belongs to the configuration: one whose table lacks a commit cannot be made."""
+    """The check comes before the kernel is made: of one whose scores are read at once."""
 
     class Lacking(ForwardConfig):
         @property
-        def steps(self):
-            return without(super().steps, "QK", "s_done")
+        def edges(self):
+            return with_edge(super().edges, "s_done", initially_complete=True)
 
-    with pytest.raises(ValueError, match="the forward kernel cannot work: it hangs"):
-        Lacking()
+    spec = KernelSpec("forward", Lacking(), ProblemClass(torch.bfloat16))
+    with pytest.raises(ValueError, match="the forward kernel cannot work: who reads S of step"):
+        catalogue.build(spec)
 
 
 def test_more_results_than_tensor_memory_has_buffers_for():
@@ -294,7 +309,7 @@ def test_more_results_than_tensor_memory_has_buffers_for():
             return with_stages(super().edges, s_done=3, p0_done=3, p1_done=3)
 
     with pytest.raises(ValueError, match="s has 3 buffers; the TMEM plan lacks s2"):
-        ThreeScores()
+        plans_of(ThreeScores())[0].prove()
 
 
 class OneMore(ForwardConfig):
@@ -309,27 +324,29 @@ class OneSlice(ForwardConfig):
         return with_stages(super().edges, o_staged=2)
 
 
-class ApartFromS(ForwardConfig):
+class FewWarps(ForwardConfig):
     @property
-    def steps(self):
-        table = super().steps
-        rings = (
-            replace(r, over=None, regions=("p",)) if r.name == "p0" else r for r in table.rings
-        )
-        return replace(table, rings=tuple(rings))
+    def edges(self):
+        return with_edge(super().edges, "p0_done", producer_warps=3)
+
+
+def apart_from_s():
+    rings = (replace(r, over=None, regions=("p",)) if r.name == "p0" else r for r in F.rings)
+    return replace(F, rings=tuple(rings))
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("plan", "steps", "words"),
     [
-        (OneMore, "ring kv: kv_loaded has 4 stages, the region kv of the SMEM plan 3"),
-        (OneSlice, "ring staged: o_staged has 2 stages, over q there are 8"),
-        (ApartFromS, "ring p0: p0 lies over s0 in the TMEM plan"),
+        (OneMore(), F, "ring kv: kv_loaded has 4 stages, the region kv of the SMEM plan 3"),
+        (OneSlice(), F, "ring staged: o_staged has 2 stages, over q there are 8"),
+        (FewWarps(), F, "p0_done is completed by 3 warps of a CTA, softmax has 4"),
+        (FORWARD, apart_from_s(), "ring p0: p0 lies over s0 in the TMEM plan"),
     ],
 )
-def test_rings_that_do_not_fit_their_memory_are_refused(config, words):
-    with pytest.raises(ValueError, match=f"the forward kernel cannot work: {words}"):
-        config()
+def test_plans_that_do_not_fit_their_steps_are_refused(plan, steps, words):
+    with pytest.raises(ValueError, match=f"the kernel cannot work: {words}"):
+        PlanSteps("the kernel", plan, steps).prove()
 
 
 # ------------------------------------------------------------------------------ edits of a table
@@ -496,9 +513,9 @@ def test_every_interleaving_ends_in_the_same_place(name, monkeypatch):
     plan, ctas, tiles, left_out = WALKS[name]
     for module in (drain, programs):
         monkeypatch.setattr(module, "CTAS", ctas)
-    walk = Walk(plan.edges, plan.steps, tiles)
+    walk = Walk(plan.edges, steps_of(plan), tiles)
     assert len(walk.ends) == 1 and walk.finished() and walk.states > 1000
-    broken = without(plan.steps, *left_out)
+    broken = without(steps_of(plan), *left_out)
     walk = Walk(plan.edges, broken, tiles)
     assert len(walk.ends) == 1 and not walk.finished()
     with pytest.raises(ValueError, match="it hangs"):

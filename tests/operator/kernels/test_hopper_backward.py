@@ -24,8 +24,10 @@ from fa4_hd256.kernels.hopper.backward.config import (
     ProductsPlan,
     SinglePlan,
 )
+from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.operands import EVICT_LAST
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
+from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.timing.sass import disassemble
@@ -156,4 +158,4 @@ def test_a_plan_that_does_not_fit_is_refused():
         SinglePlan("out")
     with pytest.raises(ValueError, match="ds_bytes is -1; accepted"):
         BackwardConfig(ds_bytes=-1)
-    assert "dout_free" in STORED.describe()
+    assert "dout_free" in describe(kernels_of(named("sm_90a")), STORED)

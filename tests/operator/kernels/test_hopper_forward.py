@@ -20,7 +20,9 @@ from fa4_hd256 import flash_attn_func
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.hopper.forward import kernel as forward_kernel
 from fa4_hd256.kernels.hopper.forward.config import ForwardConfig
+from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.timing.sass import disassemble
@@ -116,7 +118,7 @@ def test_a_plan_that_does_not_fit_is_refused():
         ForwardConfig(ctas=4)
     with pytest.raises(ValueError, match="rescale_threshold is 16"):
         ForwardConfig(rescale_threshold=16.0)
-    assert "k_free" in ForwardConfig().describe()
+    assert "k_free" in describe(kernels_of(named("sm_90a")), ForwardConfig())
 
 
 @pytest.fixture

@@ -15,11 +15,13 @@ from step_traces import (
     first_and_last,
     happened,
     steps_of,
+    table_of,
     traced_launches,
     warps_of,
 )
 
 from fa4_hd256 import flash_attn_varlen_func
+from fa4_hd256.architectures import named
 from fa4_hd256.kernels.hopper.backward.config import (
     BackwardConfig,
     DvPlan,
@@ -28,10 +30,13 @@ from fa4_hd256.kernels.hopper.backward.config import (
 )
 from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
-from fa4_hd256.kernels.hopper.forward.steps import ByWarpgroup
-from fa4_hd256.kernels.plan.drain import check_drains
+from fa4_hd256.kernels.hopper.proof import plans
+from fa4_hd256.kernels.hopper.proof.forward_steps import ByWarpgroup
+from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.plan.edges import EdgeTable, Signal
-from fa4_hd256.kernels.plan.steps import Verb, When, again, done
+from fa4_hd256.kernels.proof.drain import check_drains
+from fa4_hd256.kernels.proof.plans import describe
+from fa4_hd256.kernels.proof.steps import Verb, When, again, done
 from sm100_sim.isa import tma
 
 STORED, RECOMPUTED = BackwardConfig(), BackwardConfig(ds_bytes=0)
@@ -39,21 +44,21 @@ DV, PRODUCTS, DQ = DvPlan(), ProductsPlan(), SinglePlan("dq")
 PAIRS = ForwardConfig(ctas=2)
 #: Every table, with its edges.
 TABLES = {
-    f"{name}{', softcap' if capped else ''}": (plan.edges, plan.steps_of(capped))
+    f"{name}{', softcap' if capped else ''}": (plan.edges, table_of(plan, capped))
     for name, plan in (
         ("dV and dS", DV), ("dQ", DQ), ("dK", SinglePlan("dk")), ("dV", SinglePlan("dv")),
     )
     for capped in (False, True)
 } | {
-    "products": (PRODUCTS.edges, PRODUCTS.steps),
+    "products": (PRODUCTS.edges, table_of(PRODUCTS)),
     **{
-        name: (ByWarpgroup(config).edges, config.steps)
+        name: (ByWarpgroup(config).edges, table_of(config))
         for name, config in (
             ("forward", ForwardConfig()), ("decode", DECODE), ("forward, pairs", PAIRS),
         )
     },
     **{
-        f"decode in e4m3, {config.rows} rows": (config.edges, config.steps)
+        f"decode in e4m3, {config.rows} rows": (config.edges, table_of(config))
         for config in (DECODE_E4M3[0], DECODE_E4M3[-1])
     },
 }  # fmt: skip
@@ -105,7 +110,7 @@ def test_the_backward_does_what_its_tables_say(lengths, causal, options, config,
         tiles = blocks, tuple(tile for pair in pairs for tile in pair if tile is not None)
     assert len(of_gradients) == len(plans)
     for report, plan, steps in zip(of_gradients, plans, tiles, strict=True):
-        table = plan.steps_of(capped)
+        table = table_of(plan, capped)
         assert_as_declared(report, plan, steps, table)
         for wrong in (lacking(table, Verb.ARRIVE), lacking(table, Verb.AGAIN), waiting_less(table)):
             if wrong != table:
@@ -148,7 +153,7 @@ def test_the_next_tile_is_claimed_when_few_steps_are_left(config, shapes, report
     attend((512, 512), False, backward=config, use_clc=True)
     launches = zip(reports[2:], plans_of(config), shapes, strict=True)
     for report, plan, (tiles, steps, once, each) in launches:
-        claimed, table = fills_when_claimed(report, plan), plan.steps_of(False)
+        claimed, table = fills_when_claimed(report, plan), table_of(plan)
         assert len(claimed) == tiles
         assert claimed_late(claimed, table, steps, once, each)
         as_tiles_begin = [tile * (once + each * steps) for tile in range(tiles)]
@@ -239,7 +244,7 @@ def work_of(seen, config, warpgroup, first):
 
 def assert_forward(report, config, seen, order):
     """order: 1, or -1 where later tiles come first."""
-    plan, steps = ByWarpgroup(config), config.steps
+    plan, steps = ByWarpgroup(config), table_of(config)
     firsts = list(range(0, seen.shape[0], config.tile_q))[::order]
     left_out = set()
     for cta in range(2):
@@ -300,7 +305,7 @@ def test_the_decode_kernel_of_e4m3_does_what_its_table_says(
     seen = attend(lengths, True, kv_dtype=torch.float8_e4m3fn, config=config, use_clc=use_clc)
     tiles = steps_of(seen, config.rows, config.block_kv)
     tiles = (*tiles[:1], *tiles[2:]) if use_clc else tiles[::2]
-    table = config.steps
+    table = table_of(config)
     assert_as_declared(reports[0], config, tiles, ctas=(0,))
     for wrong in (lacking(table, Verb.ARRIVE), waiting_less(table)):
         with pytest.raises(AssertionError):
@@ -445,7 +450,7 @@ def in_steps(table, role, place, when):
     return replace(table, roles=roles)
 
 
-STEPS = DV.steps
+STEPS = table_of(DV)
 #: Mistake -> (edges, steps, words of the refusal).
 MISTAKES = {
     "a step more": (
@@ -504,10 +509,10 @@ def test_a_plan_is_refused_before_anything_is_compiled(change, words):
             return with_edge(super().edges, name, **change)
 
     with pytest.raises(ValueError, match=f"the kernel of dV and dS cannot work: .*{words}"):
-        Wrong()
+        plans.plans_of(Wrong())[0].prove()
 
 
 def test_the_tables_are_printed():
-    text = STORED.describe()
+    text = describe(kernels_of(named("sm_90a")), STORED)
     assert "| load | first step | fills k: K |" in text
     assert "| gradient | last step | arrives on k_free; waits for dout_loaded; dP; dV; " in text

@@ -1,67 +1,69 @@
-"""Shipped plans are proved here and nowhere else; a user's configuration is proved when made."""
+"""Plans of default configurations are proved here; any plan is proved before it is compiled."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import itertools
 
 import pytest
-import shipped_plans
+import torch
 
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.plan import drain
-from fa4_hd256.kernels.plan.edges import EdgeTable
-
-PLANS = shipped_plans.shipped_plans()
-
-#: A process that makes every default configuration, and what it proved.
-DEFAULTS = """
-import fa4_hd256
 from fa4_hd256.architectures import ARCHITECTURES
-from fa4_hd256.kernels import drain
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
+from fa4_hd256.kernels.proof import drain, plans
+from fa4_hd256.run import catalogue
 
-fa4_hd256.flash_attn_func, fa4_hd256.flash_attn_varlen_func, fa4_hd256.flash_attn_with_kvcache
-for architecture in ARCHITECTURES:
+#: Lengths of keys; at least one takes each default of a forward.
+LENGTHS = (64, 80, 4096, 32768)
+
+
+def default_plans(architecture):
+    """All plans of configurations that calls get by default, each once."""
     kernels = kernels_of(architecture)
-    for config in (*kernels.configs("forward"), *kernels.configs("backward")):
-        config().describe()
-print(drain.counters["proved"], drain.counters["shipped"])
-"""
+    configs = [
+        config() for way in ("forward", "backward") for config in kernels.configs(way)
+    ]  # fmt: skip
+    for tiles, causal, length, paged in itertools.product(
+        kernels.forwards, (False, True), LENGTHS, (False, True)
+    ):
+        configs.append(kernels.config_of(tiles).tuned(causal, length, "", tiles, paged))
+    return dict.fromkeys(plan for config in configs for plan in kernels.plans_of(config))
 
 
-@pytest.mark.parametrize("key", PLANS)
-def test_a_shipped_plan_drains(key):
-    drain.prove_drains.__wrapped__(*PLANS[key])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, id=f"{architecture.name}-{number}")
+        for architecture in ARCHITECTURES
+        for number, plan in enumerate(default_plans(architecture))
+    ],
+)
+def test_a_default_plan_drains(plan):
+    plan.prove()
 
 
-def test_the_fingerprints_are_those_of_the_shipped_plans():
-    assert drain.PROVED.read_text("utf-8") == shipped_plans.text(PLANS), (
-        "run `python tests/helpers/shipped_plans.py`"
-    )
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_every_kernel_with_tensor_cores_is_proved(architecture, monkeypatch):
+    """`build` proves its configuration before it makes it."""
+
+    def prove(kernels, config):
+        raise ValueError(f"proved {config}")
+
+    monkeypatch.setattr(plans, "prove", prove)
+    kernels = kernels_of(architecture)
+    for kind in kernels.classes:
+        gradients, config = kind.startswith("backward"), ForwardConfig()
+        problem_class = ProblemClass(torch.bfloat16)
+        if gradients:
+            problem_class = GradientClass(problem_class)
+        with pytest.raises(ValueError, match=r"proved ForwardConfig"):
+            catalogue.build(catalogue.KernelSpec(kind, config, problem_class, architecture))
 
 
-@pytest.mark.sampled
-def test_defaults_are_not_proved_again():
-    done = subprocess.run([sys.executable, "-c", DEFAULTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    proved, shipped = map(int, done.stdout.split())
-    assert proved == 0 and shipped >= len(PLANS) - 5  # 5 tables: of a backward with slopes
-
-
-def test_a_users_plan_is_proved_when_it_is_made():
-    drain.prove_drains.cache_clear()
-    before = drain.counters["proved"]
-    ForwardConfig(s_stages=1)
-    assert drain.counters["proved"] == before + 1
-
-
-def test_what_a_fingerprint_holds():
-    edges, steps = ForwardConfig().edges, ForwardConfig().steps
-    one = drain.fingerprint(edges, steps)
-    first, *others = edges.edges
-    for change, same in (({"guards": "other words"}, True), ({"producer_warps": 2}, False)):
-        changed = EdgeTable((shipped_plans.replace(first, **change), *others))
-        assert (drain.fingerprint(changed, steps) == one) is same
-    without = shipped_plans.replace(steps, rings=steps.rings[1:])
-    assert drain.fingerprint(edges, without) != one
+def test_a_plan_is_run_once_in_a_process():
+    drain.check_drains.cache_clear()
+    (plan,) = kernels_of(ARCHITECTURES[0]).plans_of(ForwardConfig(s_stages=1))
+    plan.prove()
+    plan.prove()
+    assert drain.check_drains.cache_info().misses == 1

@@ -18,25 +18,17 @@ from ...plan.budgets import (
     TmemPlan,
     TmemRegion,
     WarpPlan,
-    describe_plans,
+    check_budgets,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
 from ...plan.fields import check_fields
-from ...plan.steps import StepTable
 from ..pair_plan import (
     BLOCK_KV,
     BLOCK_Q,
     CTAS,
     TILE_Q,
-    check_plan,
     check_ring,
     common_regions,
-)
-from .steps import (
-    DKDV_STEPS,
-    DQ_STEPS,
-    DV_STEPS,
-    PRODUCTS_STEPS,
 )
 
 __all__ = [
@@ -100,7 +92,7 @@ class DqPlan:
     def __post_init__(self) -> None:
         check_fields(self)
         check_ring("ring_stages", self.ring_stages)
-        check_plan("the kernel of dQ", self)
+        check_budgets(self)
 
     @property
     def query_bytes(self) -> int:
@@ -162,13 +154,7 @@ class DqPlan:
             )
         )  # fmt: skip
 
-    @property
-    def steps(self) -> StepTable:
-        return DQ_STEPS
-
-    def describe(self) -> str:
-        head = "dQ: 256 queries x 128 keys per CTA pair and step, head_dim 256"
-        return describe_plans(head, self)
+    title: ClassVar[str] = "dQ: 256 queries x 128 keys per CTA pair and step, head_dim 256"
 
 
 def _operand_edges(key_bytes: int, stages: int, buffer_bytes: int) -> tuple[Edge, ...]:
@@ -222,7 +208,7 @@ class DkdvPlan:
     def __post_init__(self) -> None:
         check_fields(self)
         check_ring("ring_stages", self.ring_stages)
-        check_plan("the kernel of dK/dV", self)
+        check_budgets(self)
 
     @property
     def stats_bytes(self) -> int:
@@ -294,13 +280,7 @@ class DkdvPlan:
             )
         )  # fmt: skip
 
-    @property
-    def steps(self) -> StepTable:
-        return DKDV_STEPS
-
-    def describe(self) -> str:
-        head = "dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256"
-        return describe_plans(head, self)
+    title: ClassVar[str] = "dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256"
 
 
 @dataclass(frozen=True)
@@ -323,7 +303,7 @@ class DvPlan:
     def __post_init__(self) -> None:
         check_fields(self)
         check_ring("ring_stages", self.ring_stages)
-        check_plan("the kernel of dV and dS", self)
+        check_budgets(self)
 
     @property
     def key_bytes(self) -> int:
@@ -388,13 +368,7 @@ class DvPlan:
             )
         )  # fmt: skip
 
-    @property
-    def steps(self) -> StepTable:
-        return DV_STEPS
-
-    def describe(self) -> str:
-        head = "dV and dS: 256 keys x 128 queries per CTA pair and step, head_dim 256"
-        return describe_plans(head, self)
+    title: ClassVar[str] = "dV and dS: 256 keys x 128 queries per CTA pair and step, head_dim 256"
 
 
 @dataclass(frozen=True)
@@ -417,7 +391,7 @@ class ProductsPlan:
             raise ValueError(
                 f"stages is {self.stages}; at least 2 are needed: the step in use and the next"
             )
-        check_plan("the kernel of dK and dQ from stored dS", self)
+        check_budgets(self)
 
     @property
     def smem(self) -> SmemPlan:
@@ -461,13 +435,9 @@ class ProductsPlan:
             )
         )  # fmt: skip
 
-    @property
-    def steps(self) -> StepTable:
-        return PRODUCTS_STEPS
-
-    def describe(self) -> str:
-        head = "dK and dQ from stored dS: 256 rows x 128 per CTA pair and step, head_dim 256"
-        return describe_plans(head, self)
+    title: ClassVar[str] = (
+        "dK and dQ from stored dS: 256 rows x 128 per CTA pair and step, head_dim 256"
+    )
 
 
 @dataclass(frozen=True)
@@ -519,11 +489,6 @@ class BackwardConfig:
             "backward_products": GradientConfig(self.products),
         }[kind]
 
-    def describe(self) -> str:
-        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
-        return "\n\n".join(
-            [
-                f"backward: {self.ex2_pattern}",
-                *(plan.describe() for plan in (self.dv, self.products, self.dkdv, self.dq)),
-            ]
-        )
+    @property
+    def title(self) -> str:
+        return f"backward: {self.ex2_pattern}"

@@ -38,12 +38,11 @@ from ...backward.query_tiles import QueryTiles
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, load_tile
 from ...plan.edges import RingRecord, RingState, RingStates
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence, TilePlace
 from ...rows.views import columns_of
-from ...scheduler_role import want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,

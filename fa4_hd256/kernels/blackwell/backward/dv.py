@@ -47,12 +47,11 @@ from ...mask.block_mask import FULL
 from ...mask.masking import WORD_BITS
 from ...operands import SharedMemory, load_tile
 from ...plan.edges import RingRecord, RingState, RingStates
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import TilePlace
 from ...rows.views import columns_of
-from ...scheduler_role import want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,

@@ -30,11 +30,10 @@ from ...backward.product_tiles import ProductTiles, ResultTile, Walk
 from ...limits import HEAD_DIM
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile
 from ...plan.edges import RingRecord, RingState, RingStates
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
-from ...scheduler_role import want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import MmaShape, fence_after_thread_sync, mma_chain
 from ..operands import mn_major_operand

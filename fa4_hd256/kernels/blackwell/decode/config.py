@@ -63,15 +63,28 @@ from ...plan.budgets import (
     TmemPlan,
     TmemRegion,
     WarpPlan,
-    describe_plans,
+    check_budgets,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
 from ...plan.fields import check_fields
-from ...plan.steps import StepTable
-from ..pair_plan import check_plan, check_ring, common_regions
-from .steps import HALVES, decode_steps, e4m3_steps
+from ..pair_plan import check_ring, common_regions
 
-__all__ = ["BLOCK_KV", "DECODE", "DECODE_E4M3", "ROWS", "DecodeConfig", "DecodeWarpPlan"]
+__all__ = [
+    "BLOCK_KV",
+    "DECODE",
+    "DECODE_E4M3",
+    "HALVES",
+    "MMA_K",
+    "ROWS",
+    "DecodeConfig",
+    "DecodeWarpPlan",
+]
+
+# Elements of a sum that one instruction multiplies (`instructions.mma_chain`).
+MMA_K = 16
+
+#: Halves of the head's columns: of K and V as they are loaded, of O as it is made.
+HALVES = (0, 1)
 
 BLOCK_KV = 128  # keys of a step: M of S, a lane of tensor memory each
 HALF = HEAD_DIM // len(HALVES)  # columns of a buffer of K or V: M of a half of O
@@ -207,7 +220,7 @@ class DecodeConfig:
                 f"(P reaches 2^threshold and must stay finite in "
                 f"{'e4m3' if self.e4m3 else 'float16'})"
             )
-        check_plan("the decode kernel", self)
+        check_budgets(self)
 
     @property
     def tiles(self) -> ForwardTiles:
@@ -363,10 +376,6 @@ class DecodeConfig:
                  "they have been read", True),
         )  # fmt: skip
 
-    @property
-    def steps(self) -> StepTable:
-        return e4m3_steps(self.q_stages) if self.e4m3 else decode_steps()
-
     @classmethod
     def tuned(
         cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles, paged: bool = False
@@ -382,14 +391,13 @@ class DecodeConfig:
         per_step = HEAD_DIM // k + len(HALVES) * BLOCK_KV // k
         return products // per_step * self.rows * BLOCK_KV
 
-    def describe(self) -> str:
-        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
-        head = (
+    @property
+    def title(self) -> str:
+        return (
             f"decode: {self.rows} query rows x {BLOCK_KV} keys per CTA and step, "
             f"head_dim {HEAD_DIM}; {'K and V in e4m3; ' if self.e4m3 else ''}{self.ex2_pattern}; "
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
-        return describe_plans(head, self)
 
 
 #: Configurations of 16, 32 and 64 rows: as many stages as fit.

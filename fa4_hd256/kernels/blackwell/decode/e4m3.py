@@ -28,18 +28,16 @@ from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
 from ...plan.edges import RingState, RingStates
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.views import columns_of
-from ...scheduler_role import want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..instructions import Mma, MmaShape, fence_after_thread_sync
 from ..operands import E4M3_SLICE, k_major_operand, mn_major_operand
 from ..tmem import multiply, multiply_rows, tmem_buffer, tmem_load
-from .config import BLOCK_KV, HALF, DecodeConfig
+from .config import BLOCK_KV, HALF, HALVES, DecodeConfig
 from .context import BlackwellE4m3DecodeContext, DecodeMmaRings
 from .kernel import DecodeKernel, p_layout, smem_buffer
-from .steps import HALVES
 from .two_parts import LOW_PART, store_parts
 
 __all__ = ["DecodeE4m3Kernel"]

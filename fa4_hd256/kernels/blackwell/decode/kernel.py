@@ -50,12 +50,11 @@ from ...forward.decode_rows import (
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import SharedMemory, TmaTensor, load_tile
 from ...plan.edges import RingState, SharedByReference
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.pages import PagedTile
 from ...rows.views import columns_of
-from ...scheduler_role import schedule, want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, schedule, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,
@@ -67,7 +66,7 @@ from ..instructions import (
 from ..operands import k_major_operand, mn_major_operand
 from ..pair_kernel import PairKernel
 from ..tmem import multiply_rows, tmem_buffer, tmem_load, tmem_store
-from .config import BLOCK_KV, HALF, DecodeConfig
+from .config import BLOCK_KV, HALF, HALVES, MMA_K, DecodeConfig
 from .context import (
     BlackwellDecodeContext,
     DecodeLoadRings,
@@ -75,7 +74,6 @@ from .context import (
     DecodeSoftmaxRings,
 )
 from .rows import GroupRows
-from .steps import HALVES, MMA_K
 
 __all__ = ["DecodeKernel", "p_layout", "smem_buffer"]
 

@@ -15,24 +15,27 @@ from ...plan.budgets import (
     TmemPlan,
     TmemRegion,
     WarpPlan,
-    describe_plans,
+    check_budgets,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
 from ...plan.fields import check_fields
-from ...plan.steps import StepTable
 from .. import tuning
 from ..pair_plan import (
     BLOCK_KV,
     BLOCK_Q,
     CTAS,
     TILE_Q,
-    check_plan,
     check_ring,
     common_regions,
 )
-from .steps import MMA_K, P_PARTS, forward_steps
 
-__all__ = ["TILES", "ForwardConfig", "ForwardWarpPlan"]
+__all__ = ["P_PARTS", "TILES", "ForwardConfig", "ForwardWarpPlan"]
+
+# Columns of P, and rows of V, that one slice of an MMA multiplies (`instructions.mma_chain`).
+MMA_K = 16
+
+#: (first, end) of the slices of each part of P: keys 0 to 63, and 64 to 127.
+P_PARTS = ((0, 4), (4, 8))
 
 #: Costs by the timing model (lab/notes.md): a step, and what the combining kernel costs, two or
 #: three steps, four where a launch takes as long as it may.
@@ -139,7 +142,7 @@ class ForwardConfig:
             raise ValueError(
                 f"arithmetic is {self.arithmetic!r}; accepted are {', '.join(ARITHMETICS)}"
             )
-        check_plan("the forward kernel", self)
+        check_budgets(self)
 
     @classmethod
     def tuned(
@@ -272,17 +275,12 @@ class ForwardConfig:
         )  # fmt: skip
 
     @property
-    def steps(self) -> StepTable:
-        return forward_steps(self.s_stages > 1, self.o_slices)
-
-    def describe(self) -> str:
-        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
-        head = (
+    def title(self) -> str:
+        return (
             f"forward: {self.tile_q} query rows x {self.block_kv} keys per CTA pair and step, "
             f"head_dim {HEAD_DIM}; {self.ex2_pattern}; "
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
-        return describe_plans(head, self)
 
 
 @functools.lru_cache(maxsize=64)

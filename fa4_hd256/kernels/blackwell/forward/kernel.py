@@ -46,11 +46,10 @@ from ...forward.context import ForwardKernelTensors
 from ...limits import HEAD_DIM
 from ...mask.block_mask import ListedTile
 from ...operands import SharedMemory, TmaTensor, load_tile
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.pages import PagedTile
-from ...scheduler_role import schedule, want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, schedule, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,
@@ -62,7 +61,7 @@ from ..instructions import (
 from ..operands import k_major_operand, mn_major_operand
 from ..pair_kernel import PairKernel
 from ..tmem import multiply, tmem_buffer, tmem_store
-from .config import ForwardConfig
+from .config import P_PARTS, ForwardConfig
 from .context import (
     BlackwellForwardContext,
     CorrectionRings,
@@ -73,7 +72,6 @@ from .context import (
 )
 from .output import load_columns, output_slices, rescale, store_zeros
 from .scores import RangeMask, StepScores, hand_over
-from .steps import P_PARTS
 
 __all__ = ["ForwardKernel"]
 

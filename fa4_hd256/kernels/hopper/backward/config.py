@@ -11,13 +11,9 @@ from typing import ClassVar
 from ....schedulers.counter import CounterScheduler
 from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan
+from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
 from ...plan.fields import check_fields
-from ...plan.steps import StepTable
-from ...plan.timeline import describe_roles
-from ..checked_plan import check_plan
-from .steps import dv_steps, products_steps, single_steps
 
 __all__ = [
     "CTAS",
@@ -81,31 +77,8 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
     )
 
 
-class StepPlan:
-    """Base of the plans of these kernels: frozen dataclasses with warps, smem and edges.
-
-    Raise ValueError for shared memory that does not fit, and for steps that cannot work.
-    """
-
-    warps: BackwardWarpPlan
-
-    def steps_of(self, capped: bool) -> StepTable:
-        """The table of steps, checked.  capped: of a call whose scores have slopes."""
-        raise NotImplementedError
-
-    @property
-    def steps(self) -> StepTable:
-        """The table of a call without."""
-        return self.steps_of(False)
-
-    def checked(self, name: str, steps: StepTable) -> StepTable:
-        """A table of the kernel of that name, if it can work."""
-        check_plan(name, self, steps)
-        return steps
-
-
 @dataclass(frozen=True)
-class DvPlan(StepPlan):
+class DvPlan:
     """The kernel of dV and dS: 256 keys of a cluster stay, 64 queries pass in each step.
 
     q_stages, dout_stages: buffers of Q, and of dO.
@@ -125,16 +98,12 @@ class DvPlan(StepPlan):
                 f"q_stages is {self.q_stages} and dout_stages {self.dout_stages}; at least 1 and 2 "
                 "are needed: dO of a step is multiplied while Q of the next is"
             )
-        _ = self.steps
+        check_budgets(self)
 
     @property
     def own_rows(self) -> int:
         """Keys of a CTA."""
         return self.tile_rows // CTAS
-
-    def steps_of(self, capped: bool) -> StepTable:
-        """Return the checked steps.  capped: with slopes of scores."""
-        return self.checked("the kernel of dV and dS", dv_steps(capped))
 
     @property
     def smem(self) -> SmemPlan:
@@ -180,13 +149,13 @@ class DvPlan(StepPlan):
             )
         )  # fmt: skip
 
-    def describe(self) -> str:
-        head = "dV and dS: 256 keys x 64 queries per cluster and step, head_dim 256"
-        return describe_plan(head, self)
+    @property
+    def title(self) -> str:
+        return "dV and dS: 256 keys x 64 queries per cluster and step, head_dim 256"
 
 
 @dataclass(frozen=True)
-class ProductsPlan(StepPlan):
+class ProductsPlan:
     """dK and dQ as plain GEMMs of a stored dS: 256 rows of a cluster, 128 of the sum in each step.
 
     ds_stages: buffers of dS.  rows_stages: of the rows it is multiplied with, two per step.
@@ -199,10 +168,6 @@ class ProductsPlan(StepPlan):
     tile_rows: ClassVar[int] = DS_BLOCK
     step_columns: ClassVar[int] = DS_TILE
 
-    def steps_of(self, capped: bool) -> StepTable:
-        """Return the checked steps; they compute no scores, so `capped` has no effect."""
-        return self.checked("the kernel of dK and dQ from stored dS", products_steps())
-
     def __post_init__(self) -> None:
         check_fields(self)
         if self.ds_stages < 2 or self.rows_stages < 3:
@@ -210,7 +175,7 @@ class ProductsPlan(StepPlan):
                 f"ds_stages is {self.ds_stages} and rows_stages {self.rows_stages}; at least 2 and "
                 "3 are needed: a step's last piece is multiplied while the next step's first is"
             )
-        _ = self.steps
+        check_budgets(self)
 
     @property
     def smem(self) -> SmemPlan:
@@ -246,13 +211,13 @@ class ProductsPlan(StepPlan):
             )
         )  # fmt: skip
 
-    def describe(self) -> str:
-        head = "dK and dQ from stored dS: 256 rows x 128 per cluster and step, head_dim 256"
-        return describe_plan(head, self)
+    @property
+    def title(self) -> str:
+        return "dK and dQ from stored dS: 256 rows x 128 per cluster and step, head_dim 256"
 
 
 @dataclass(frozen=True)
-class SinglePlan(StepPlan):
+class SinglePlan:
     """One gradient by itself: 256 rows of a cluster stay, 64 of the other side pass in each step.
 
     result: "dq", "dk" or "dv".  x_stages: buffers of what scores and dS, or P, are multiplied with.
@@ -276,17 +241,12 @@ class SinglePlan(StepPlan):
                 f"x_stages is {self.x_stages} and y_stages {self.y_stages}; at least 2 and 1 are "
                 "needed: the sum of a step runs beside the scores of the next"
             )
-        _ = self.steps
+        check_budgets(self)
 
     @property
     def own_rows(self) -> int:
         """Rows of a CTA."""
         return self.tile_rows // CTAS
-
-    def steps_of(self, capped: bool) -> StepTable:
-        """Return the checked steps.  capped: with slopes of scores."""
-        name = f"the kernel of d{self.result[1:].upper()} alone"
-        return self.checked(name, single_steps(self.result, capped))
 
     @property
     def passing_stats(self) -> tuple[str, ...]:
@@ -339,15 +299,9 @@ class SinglePlan(StepPlan):
             )
         )  # fmt: skip
 
-    def describe(self) -> str:
-        head = f"{self.result} alone: 256 rows x 64 per cluster and step, head_dim 256"
-        return describe_plan(head, self)
-
-
-def describe_plan(head: str, plan: DvPlan | ProductsPlan | SinglePlan) -> str:
-    """Warps, shared memory, barriers and steps as Markdown."""
-    parts = (plan.warps, plan.smem, plan.edges)
-    return "\n\n".join([head, *(part.describe() for part in parts), describe_roles(plan.steps)])
+    @property
+    def title(self) -> str:
+        return f"{self.result} alone: 256 rows x 64 per cluster and step, head_dim 256"
 
 
 @dataclass(frozen=True)
@@ -384,7 +338,4 @@ class BackwardConfig:
         """Return the configuration of a kernel, by its kind."""
         return GradientConfig(getattr(self, kind.removeprefix("backward_")))
 
-    def describe(self) -> str:
-        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
-        plans = self.dv, self.products, self.single_dq, self.single_dk, self.single_dv
-        return "\n\n".join(plan.describe() for plan in plans)
+    title: ClassVar[str] = "backward"

@@ -52,10 +52,9 @@ from ...limits import HEAD_DIM
 from ...mask.masking import Visibility
 from ...operands import LoadTarget, SharedMemory
 from ...plan.edges import RingStates, SharedByReference
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass
 from ...ranges import traced
-from ...scheduler_role import want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..instructions import (
     QUAD,
     ROWS,

@@ -41,11 +41,10 @@ from ...backward.product_tiles import ProductTiles, Walk
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingStates
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
-from ...scheduler_role import want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..instructions import (
     ROWS,
     WgmmaShape,

@@ -35,10 +35,9 @@ from ...backward.ds_tiles import RUN
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingStates, SharedByReference
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import GradientClass
 from ...ranges import traced
-from ...scheduler_role import want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..instructions import (
     ROWS,
     WgmmaShape,

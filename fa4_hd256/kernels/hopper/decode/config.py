@@ -31,13 +31,9 @@ from ....schedulers import CounterScheduler
 from ....softmax_emu.pattern import Ex2Pattern
 from ...kernel_set import ForwardTiles
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan
+from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
 from ...plan.fields import check_fields
-from ...plan.steps import StepTable
-from ...plan.timeline import describe_roles
-from ..checked_plan import check_plan
-from .steps import decode_steps
 
 __all__ = ["BLOCK_KV", "DECODE_E4M3", "QK_PARTS", "ROWS", "E4m3Config", "E4m3WarpPlan"]
 
@@ -144,7 +140,7 @@ class E4m3Config:
                 f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to "
                 f"{LARGEST_THRESHOLD} (P reaches 2^threshold and must stay finite in float16)"
             )
-        check_plan("the decode kernel", self, self.steps)
+        check_budgets(self)
 
     @property
     def tiles(self) -> ForwardTiles:
@@ -219,10 +215,6 @@ class E4m3Config:
             )
         )  # fmt: skip
 
-    @property
-    def steps(self) -> StepTable:
-        return decode_steps(self.kv_stages, self.q_stages, QK_PARTS, self.part_buffers)
-
     @classmethod
     def tuned(
         cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles, paged: bool = False
@@ -236,15 +228,13 @@ class E4m3Config:
         per_step = len(self.warps.consumers) * (HEAD_DIM // 16 + 2 * BLOCK_KV // 16)
         return products // per_step * self.rows * BLOCK_KV
 
-    def describe(self) -> str:
-        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
-        head = (
+    @property
+    def title(self) -> str:
+        return (
             f"decode: {self.rows} query rows x {BLOCK_KV} keys per CTA and step, "
             f"head_dim {HEAD_DIM}; K and V in e4m3; {self.ex2_pattern}; "
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
-        parts = (self.warps, self.smem, self.edges)
-        return "\n\n".join([head, *(part.describe() for part in parts), describe_roles(self.steps)])
 
 
 #: Configurations of 16, 32 and 64 rows: as many stages as fit.

@@ -44,12 +44,11 @@ from ...limits import HEAD_DIM, WARP_SIZE
 from ...mask.masking import Visibility
 from ...operands import SharedMemory
 from ...plan.edges import RingState
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.views import columns_of
 from ...scalars import CallScalars
-from ...scheduler_role import schedule, want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, schedule, want_next_tile_if
 from ..instructions import (
     COLUMN_GROUP,
     QUAD,

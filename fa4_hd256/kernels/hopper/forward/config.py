@@ -14,14 +14,10 @@ from ....schedulers import CounterScheduler
 from ....softmax_emu.pattern import Ex2Pattern
 from ...kernel_set import ForwardTiles
 from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plan.budgets import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan
+from ...plan.budgets import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan, check_budgets
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
 from ...plan.fields import check_fields
-from ...plan.steps import StepTable
-from ...plan.timeline import describe_roles
-from ..checked_plan import check_plan
 from .plan import BLOCK_KV, CTAS, DECODE_SECONDS, SECONDS, SHORT_BLOCK_KV, WARPGROUP_ROWS
-from .steps import ByWarpgroup, forward_steps
 
 __all__ = ["DECODE", "ForwardConfig", "ForwardWarpPlan"]
 
@@ -108,7 +104,7 @@ class ForwardConfig:
                 f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to 15 "
                 "(P reaches 2^threshold and must stay finite in float16)"
             )
-        check_plan("the forward kernel", ByWarpgroup(self), self.steps)
+        check_budgets(self)
 
     @classmethod
     def tuned(
@@ -235,21 +231,12 @@ class ForwardConfig:
         )  # fmt: skip
 
     @property
-    def steps(self) -> StepTable:
-        """Return the steps, with Q of each warpgroup by itself: `ByWarpgroup`."""
-        stages = self.k_stages, self.v_stages
-        return forward_steps(self.warpgroups, self.ctas, stages, self.skips)
-
-    def describe(self) -> str:
-        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
-        head = (
+    def title(self) -> str:
+        return (
             f"forward: {self.tile_q} query rows x {self.block_kv} keys per cluster of {self.ctas} "
             f"and step, head_dim {HEAD_DIM}; {self.ex2_pattern}; "
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
-        parts = (self.warps, self.smem, self.edges)
-        steps = describe_roles(self.steps)
-        return "\n\n".join([head, *(part.describe() for part in parts), steps])
 
 
 _LONG, _SHORT = ForwardConfig(), ForwardConfig(block_kv=SHORT_BLOCK_KV)

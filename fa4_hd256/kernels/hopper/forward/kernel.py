@@ -48,11 +48,10 @@ from ...mask.block_mask import FULL, StepList
 from ...mask.masking import TileRange, Visibility
 from ...operands import SharedMemory, load_tile
 from ...plan.edges import RingState
-from ...plan.steps import CLAIM_STEPS
 from ...problem_class import ProblemClass, query_rows
 from ...ranges import traced
 from ...scalars import CallScalars
-from ...scheduler_role import schedule, want_next_tile_if
+from ...scheduler_role import CLAIM_STEPS, schedule, want_next_tile_if
 from ..fragments import exchanged_words, rescale, store_exchanged, store_float32
 from ..instructions import (
     QUAD,

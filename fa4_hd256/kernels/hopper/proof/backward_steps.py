@@ -1,4 +1,4 @@
-"""The steps of the backward's kernels as data: the proof that a plan drains (`checked_plan`).
+"""The steps of the backward's kernels as data: the proof that a plan drains (`kernels.proof`).
 
 Nothing is compiled from these tables; `tests/operator/kernels/test_hopper_steps.py` holds the
 kernels to them.  An MMA's A in registers is no operand here; `touch` says when its registers are
@@ -7,7 +7,7 @@ used.
 
 from __future__ import annotations
 
-from ...plan.steps import (
+from ...proof.steps import (
     CLAIM_STEPS,
     Act,
     Action,

@@ -1,4 +1,4 @@
-"""The steps of the decode kernel as data: the proof that a configuration drains (`checked_plan`).
+"""The steps of the decode kernel as data: the proof that a configuration drains (`kernels.proof`).
 
 Nothing is compiled from this table; `tests/operator/kernels/test_hopper_steps.py` holds the kernel
 to it.  K and V are read into registers and given back before they are multiplied; P is in shared
@@ -8,7 +8,7 @@ of a step]), as one does behind Q in f16 (`kernels.forward.e4m3` NOTE [Q in plac
 
 from __future__ import annotations
 
-from ...plan.steps import (
+from ...proof.steps import (
     CLAIM_STEPS,
     Act,
     Action,
@@ -25,23 +25,25 @@ from ...plan.steps import (
     touch,
     wait,
 )
+from ..decode.config import QK_PARTS, E4m3Config
 
 __all__ = ["decode_steps"]
 
 
-def decode_steps(kv_stages: int, q_stages: int, parts: int, part_buffers: int) -> StepTable:
-    """Return the table.  kv_stages: buffers of K and V together; q_stages: of Q; parts: of K, each
-    converted and multiplied by itself; part_buffers: those in registers, whose MMAs are one group
-    where there is room for all."""
+def decode_steps(config: E4m3Config) -> StepTable:
+    """Return the table.  Each part of K is converted and multiplied by itself; the MMAs of all are
+    one group where registers have room for all."""
     rings = (Ring("kv", "kv_loaded", "kv_free"), Ring("q", "q_loaded", "q_free"))
     loads = tuple(fill(Load.one(name, name.lower(), "kv", "kv")) for name in "KV")
-    load = Role("load", (Act(loads),), end=(wait("kv_free"),) * kv_stages, claims=CLAIM_STEPS)
+    load = Role(
+        "load", (Act(loads),), end=(wait("kv_free"),) * config.kv_stages, claims=CLAIM_STEPS
+    )
     queries = Role(
         "queries",
         (Act((fill(Load.one("Q", "q", "q", "q")),), When.FIRST),),
-        end=(wait("q_free"),) * q_stages,
+        end=(wait("q_free"),) * config.q_stages,
     )
-    products, uses = _products_of_k(parts, part_buffers)
+    products, uses = _products_of_k(QK_PARTS, config.part_buffers)
     scores = (*_take("K"), *products)
     values = (*_take("V"), done(0), *uses, multiply("PV"), done(0), touch("PV"))
     consumers = Role(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...plan.steps import (
+from ...proof.steps import (
     Act,
     Load,
     Operand,
@@ -25,14 +25,9 @@ from ...plan.steps import (
     wait,
     write,
 )
+from ..forward.config import P_PARTS, ForwardConfig
 
-__all__ = ["MMA_K", "P_PARTS", "forward_steps"]
-
-# Columns of P, and rows of V, that one slice of an MMA multiplies (`instructions.mma_chain`).
-MMA_K = 16
-
-#: (first, end) of the slices of each part of P: keys 0 to 63, and 64 to 127.
-P_PARTS = ((0, 4), (4, 8))
+__all__ = ["forward_steps"]
 
 RINGS = (
     Ring("kv", full="kv_loaded", free="kv_free"),
@@ -99,12 +94,11 @@ def _epilogue(o_slices: int) -> Role:
     return Role("epilogue", (Act((*store * o_slices, arrive("q_free")), When.LAST),))
 
 
-def forward_steps(qk_ahead: bool, o_slices: int) -> StepTable:
+def forward_steps(config: ForwardConfig) -> StepTable:
     """Return the table of the kernel's steps.
 
-    qk_ahead: QK of the following step goes before PV of this one, which takes two S buffers;
-    otherwise every step is issued by itself, QK then PV.  o_slices: pieces in which O is staged in
-    its tile's Q buffer.
+    With two S buffers QK of the following step goes before PV of this one; otherwise every step is
+    issued by itself, QK then PV.
     """
     qk = Product(
         "QK",
@@ -114,7 +108,7 @@ def forward_steps(qk_ahead: bool, o_slices: int) -> StepTable:
         waits=(first("q_loaded"), each("kv_loaded")),
         commits=(each("kv_free"), each("s_done")),
         loads=(Load.one("Q", "q", "q", "q", When.FIRST), Load.one("K", "k", "k", "kv")),
-        is_ahead=qk_ahead,
+        is_ahead=config.s_stages > 1,
     )
     pv0, pv1 = (
         Product(
@@ -135,6 +129,6 @@ def forward_steps(qk_ahead: bool, o_slices: int) -> StepTable:
         overwrites=When.FIRST,
     )
     pv1 = replace(pv1, commits=(each("kv_free"), each("o_done")))
-    rings = (*RINGS, Ring("staged", full="o_staged", over="q", parts=o_slices))
-    roles = (SOFTMAX, _correction(o_slices), _epilogue(o_slices))
+    rings = (*RINGS, Ring("staged", full="o_staged", over="q", parts=config.o_slices))
+    roles = (SOFTMAX, _correction(config.o_slices), _epilogue(config.o_slices))
     return StepTable(rings, (qk, pv0, pv1), roles)

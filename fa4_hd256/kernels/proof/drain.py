@@ -31,37 +31,22 @@ What the scheduler does is part of the hang check alone, as the dynamic one, whi
 its ring has two responses, a third is fetched when every role has read the first, and none before
 the leader's load role wants it.  The order that it adds is not counted on elsewhere, since the
 static one adds none.
-
-NOTE [shipped plans].  A proof takes 0.1 to 0.8 s, and its result follows from the edges and steps
-alone.  So the plans of the default configurations are proved by the tests, and
-`proved_plans.json` has their fingerprints: `check_drains` proves only what is not among them.  An
-edit of a table changes its fingerprint.  An edit of the rules in this module changes none, but
-tests/operator/kernels/test_proved_plans.py proves every shipped plan by the rules as they are.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from .edges import PAIR_SIGNALS, Edge, EdgeTable, Signal
+from ..plan.edges import PAIR_SIGNALS, Edge, EdgeTable, Signal
 from .programs import CTAS, LEADER, OperationKind, Programs, RoleOperation, Use
 from .steps import EdgeUse, Product, Ring, StepTable, When
 
-__all__ = ["PROVED", "TILES", "check_drains", "counters", "fingerprint", "prove_drains"]
-
-#: Fingerprints of the shipped plans, each with the name of its kernel.
-PROVED = Path(__file__).with_name("proved_plans.json")
-
-#: Plans that this process has proved, and those that it found among the shipped ones.
-counters: Counter[str] = Counter()
+__all__ = ["TILES", "Run", "check_drains"]
 
 #: Signals that both CTAs take part in.
 OF_BOTH_CTAS = (Signal.TMA_PAIR, *PAIR_SIGNALS, Signal.TMA_BOTH, Signal.WARPS_BOTH)
@@ -83,51 +68,12 @@ TILES = (
 )
 
 
+@functools.lru_cache(maxsize=256)
 def check_drains(name: str, edges: EdgeTable, steps: StepTable) -> None:
     """Raise ValueError, with the edge and the step, for a plan that cannot drain.
 
-    name: of the kernel.  A shipped plan is not proved again (NOTE [shipped plans]); any other plan
-    is proved once in a process.
+    name: of the kernel.  A plan is run once in a process, which takes 0.02 to 0.2 s.
     """
-    if fingerprint(edges, steps) in _proved():
-        counters["shipped"] += 1
-    else:
-        prove_drains(name, edges, steps)
-
-
-def fingerprint(edges: EdgeTable, steps: StepTable) -> str:
-    """Return 32 hexadecimal digits of all that a proof depends on.
-
-    The texts that `Edge.guards` holds for the documentation have no part in it.  Equal plans have
-    one fingerprint: a number of stages may be 6 or 6.0.
-    """
-    of_edges = tuple(
-        replace(
-            edge,
-            guards="",
-            stages=_whole(edge.stages),
-            transaction_bytes=_whole(edge.transaction_bytes),
-        )
-        for edge in edges.edges
-    )
-    parts = (type(edges).__qualname__, of_edges, type(steps).__qualname__, steps)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def _whole(number: float) -> Any:
-    """The number as an int where it equals one."""
-    return int(number) if number == int(number) else number
-
-
-@functools.cache
-def _proved() -> frozenset[str]:
-    return frozenset(json.loads(PROVED.read_text("utf-8")))
-
-
-@functools.lru_cache(maxsize=256)
-def prove_drains(name: str, edges: EdgeTable, steps: StepTable) -> None:
-    """Prove the plan, shipped or not, once in a process; raise as `check_drains`."""
-    counters["proved"] += 1
     try:
         _check_names(edges, steps)
         for tiles in TILES:

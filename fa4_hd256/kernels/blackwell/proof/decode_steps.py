@@ -7,7 +7,7 @@ or V, and Q is written by a role of the kernel (`e4m3`).
 
 from __future__ import annotations
 
-from ...plan.steps import (
+from ...proof.steps import (
     Act,
     Load,
     Operand,
@@ -27,14 +27,9 @@ from ...plan.steps import (
     wait,
     write,
 )
+from ..decode.config import HALVES, DecodeConfig
 
-__all__ = ["HALVES", "MMA_K", "decode_steps", "e4m3_steps"]
-
-# Elements of a sum that one instruction multiplies (`instructions.mma_chain`).
-MMA_K = 16
-
-#: Halves of the head's columns: of K and V as they are loaded, of O as it is made.
-HALVES = (0, 1)
+__all__ = ["decode_steps"]
 
 RINGS = (
     Ring("kv", full="kv_loaded", free="kv_free"),
@@ -48,14 +43,16 @@ RINGS = (
 )
 
 
-def decode_steps() -> StepTable:
+def decode_steps(config: DecodeConfig) -> StepTable:
     """QK of the following step goes before PV."""
+    if config.e4m3:
+        return _e4m3_steps(config.q_stages)
     scores = tuple(_qk(half) for half in HALVES)
     sums = tuple(_pv(half) for half in HALVES)
     return StepTable(RINGS, (*scores, *sums), (_softmax(),))
 
 
-def e4m3_steps(q_stages: int) -> StepTable:
+def _e4m3_steps(q_stages: int) -> StepTable:
     """Return the steps for tiles of K and V in e4m3, each in one buffer.  q_stages: buffers of
     Q."""
     rings = (

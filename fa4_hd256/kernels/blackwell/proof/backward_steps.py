@@ -6,7 +6,7 @@ Contents with a c are columns: the second half of an operand that a pair needs i
 
 from __future__ import annotations
 
-from ...plan.steps import (
+from ...proof.steps import (
     Act,
     Action,
     Copy,

@@ -1,4 +1,4 @@
-"""The steps of the forward as data: the proof that a configuration drains (`checked_plan`).
+"""The steps of the forward as data: the proof that a configuration drains (`kernels.proof`).
 
 Nothing is compiled from this table; `tests/operator/kernels/test_hopper_steps.py` holds the kernel
 to it.  P is in registers: it is no operand here, and `touch` says when its registers, or those of
@@ -11,11 +11,10 @@ are rings of their own (`ByWarpgroup`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ...plan.budgets import SmemPlan
 from ...plan.edges import EdgeTable
-from ...plan.steps import (
+from ...proof.steps import (
     CLAIM_STEPS,
     Act,
     Copy,
@@ -33,6 +32,7 @@ from ...plan.steps import (
     touch,
     wait,
 )
+from ..forward.config import ForwardConfig, ForwardWarpPlan
 
 __all__ = ["ByWarpgroup", "forward_steps"]
 
@@ -43,10 +43,14 @@ FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.N
 class ByWarpgroup:
     """The plans of a configuration with Q's barriers and buffers of each warpgroup named apart."""
 
-    config: Any
+    config: ForwardConfig
 
     @property
-    def warps(self) -> Any:
+    def title(self) -> str:
+        return self.config.title
+
+    @property
+    def warps(self) -> ForwardWarpPlan:
         return self.config.warps
 
     @property
@@ -72,10 +76,9 @@ def _q(warpgroup: int) -> str:
     return f"q{warpgroup}"
 
 
-def forward_steps(warpgroups: int, ctas: int, stages: tuple[int, int], skips: bool) -> StepTable:
-    """ctas: of a cluster; two load each tile of K and V for both.  stages: of K, of V.  skips: a
-    warpgroup leaves out steps that its rows do not see."""
-    q_rings = [_q(w) for w in range(warpgroups)]
+def forward_steps(config: ForwardConfig) -> StepTable:
+    """Return the table, with Q of each warpgroup by itself."""
+    ctas, q_rings = config.ctas, [_q(w) for w in range(config.warpgroups)]
     rings = tuple(Ring(name, f"{name}_loaded", f"{name}_free") for name in (*q_rings, "k", "v"))
     keys, values = (
         fill(Load(name.lower(), (Copy(name, name.lower(), name.lower(), is_shared=ctas > 1),)))
@@ -89,10 +92,10 @@ def forward_steps(warpgroups: int, ctas: int, stages: tuple[int, int], skips: bo
             Act(queries, FIRST, is_ahead=True),
             Act((values,)),
         ),
-        end=(*stages[0] * (wait("k_free"),), *stages[1] * (wait("v_free"),)),
+        end=(*config.k_stages * (wait("k_free"),), *config.v_stages * (wait("v_free"),)),
         claims=CLAIM_STEPS,
     )
-    consumers = tuple(_consumer(w, skips) for w in range(warpgroups))
+    consumers = tuple(_consumer(w, config.skips) for w in range(config.warpgroups))
     return StepTable(rings, roles=(load, *consumers), meets=ctas > 1)
 
 

@@ -25,10 +25,10 @@ import enum
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from .edges import EdgeTable
+from ..plan.edges import EdgeTable
+from ..scheduler_role import CLAIM_STEPS
 
 __all__ = [
-    "CLAIM_STEPS",
     "Act",
     "Action",
     "Advance",
@@ -412,12 +412,6 @@ class Want:
     """The load role lets the scheduler request the tile with this number."""
 
     tile: int
-
-
-#: Steps of a tile that the load role has left when it lets the scheduler request the next one. Too
-#: early keeps tiles from clusters that have nothing to do; the response takes 500 to 2,000 clocks,
-#: and the load role wants it when these steps are loaded.
-CLAIM_STEPS = 2
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .edges import EdgeTable
+from ..plan.edges import EdgeTable
 from .steps import Act, Action, EdgeUse, Load, Product, Role, StepTable, Verb, When
 
 __all__ = ["describe_roles", "describe_steps"]

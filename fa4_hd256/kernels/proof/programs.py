@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .edges import EdgeTable
+from ..plan.edges import EdgeTable
 from .steps import Action, Advance, Issue, Load, Product, Role, StepTable, Verb, Want, When
 
 __all__ = ["CTAS", "LEADER", "OperationKind", "RoleOperation", "Programs", "Use"]

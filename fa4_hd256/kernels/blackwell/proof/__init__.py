@@ -1,0 +1,1 @@
+"""Steps of Blackwell's kernels, for `kernels.proof`."""

@@ -1,0 +1,1 @@
+"""Steps of Hopper's kernels, for `kernels.proof`."""

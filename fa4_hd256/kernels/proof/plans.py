@@ -1,0 +1,111 @@
+"""Plans with the steps of their roles: proved before a kernel is compiled, and described.
+
+A kernel and its configuration know nothing of this package.  Each architecture's folder has a
+module `proof.plans`, whose `plans_of` returns the plans in a configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernel_set import KernelSet
+from ..plan.edges import COMMIT_SIGNALS, TMA_SIGNALS, Edge
+from .drain import check_drains
+from .steps import Ring, StepTable
+from .timeline import describe_roles, describe_steps
+
+__all__ = ["PlanSteps", "describe", "prove"]
+
+
+@dataclass(frozen=True)
+class PlanSteps:
+    """A kernel's plan, and the steps that its roles go through.
+
+    name: of the kernel.  plan: has title, warps, smem, edges and, for rings that are not in smem,
+    tmem.
+    """
+
+    name: str
+    plan: Any
+    steps: StepTable
+
+    def prove(self) -> None:
+        """Raise ValueError, with the ring, the edge or the step, for a plan that cannot work."""
+        try:
+            for ring in self.steps.rings:
+                self._check_memory(ring)
+            for edge in self.plan.edges.edges:
+                self.check_edge(edge)
+        except ValueError as error:
+            raise ValueError(f"{self.name} cannot work: {error}") from None
+        check_drains(self.name, self.plan.edges, self.steps)
+
+    def _check_memory(self, ring: Ring) -> None:
+        """A ring uses as many buffers in turn as there are, and says what they lie over.  A buffer
+        more than there is room for overwrites what comes behind it."""
+        plan, stages = self.plan, self.plan.edges[ring.full].stages
+        used = f"ring {ring.name}: {ring.full} has {stages} stages"
+        if ring.over:
+            below = self.steps.ring(ring.over)
+            room = plan.edges[below.full].stages * ring.parts
+            if stages != room:
+                raise ValueError(f"{used}, over {below.name} there are {room}")
+            return
+        smem = {region.name: region.stages for region in plan.smem.regions}
+        for name in ring.regions or (ring.name,):
+            if smem.get(name, stages) != stages:
+                raise ValueError(f"{used}, the region {name} of the SMEM plan {smem[name]}")
+            if name not in smem:
+                plan.tmem.buffers(name, stages)
+                for region in plan.tmem.regions:
+                    if region.alias_of and region.name.rstrip("0123456789") == name:
+                        raise ValueError(
+                            f"ring {ring.name}: {region.name} lies over {region.alias_of} in the "
+                            "TMEM plan; say so in the ring's `over`, so that what uses both is "
+                            "checked"
+                        )
+
+    def check_edge(self, edge: Edge) -> None:
+        """All warps of a role arrive."""
+        if edge.signal in (*TMA_SIGNALS, *COMMIT_SIGNALS):
+            return
+        warps = self._warps_of(edge.producer)
+        if warps != edge.producer_warps:
+            raise ValueError(
+                f"{edge.name} is completed by {edge.producer_warps} warps of a CTA, "
+                f"{edge.producer} has {warps}"
+            )
+
+    def _warps_of(self, producer: str) -> int:
+        """Return the warps of a role of a CTA, or of one that is a group of warps of a role."""
+        named = [role.of for role in self.steps.roles if role.name == producer]
+        whole = (named and named[0]) or producer
+        warps = getattr(self.plan.warps, whole)
+        count = len(warps) if isinstance(warps, tuple) else 1
+        groups = [role for role in self.steps.roles if role.of == whole]
+        return count if whole == producer else count // len(groups)
+
+    def describe(self) -> str:
+        """The plan and its steps as Markdown."""
+        plan, steps = self.plan, self.steps
+        budgets = (plan.warps, plan.smem, getattr(plan, "tmem", None), plan.edges)
+        timeline = describe_steps(steps, plan.edges) if steps.products else describe_roles(steps)
+        tables = (part.describe() for part in budgets if part is not None)
+        return "\n\n".join([plan.title, *tables, timeline])
+
+
+def prove(kernels: KernelSet, config: Any) -> None:
+    """Raise ValueError for a configuration with a plan that cannot work; `drain` says when."""
+    for plan in kernels.plans_of(config):
+        plan.prove()
+
+
+def describe(kernels: KernelSet, config: Any) -> str:
+    """Return all plans of a configuration as Markdown, as `python -m fa4_hd256 plan` prints
+    them."""
+    plans: dict[Any, PlanSteps] = {}
+    for found in kernels.plans_of(config):
+        plans.setdefault(found.plan, found)  # of several tables the first
+    title = [] if len(plans) == 1 else [config.title]
+    return "\n\n".join([*title, *(found.describe() for found in plans.values())])
