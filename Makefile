@@ -30,7 +30,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-v
 
 DOCS_STAMP := $(VENV)/installed-docs
 
-.PHONY: demo docs check check-tests test test-all test-lab test-static test-clc test-hopper lint types clean \
+.PHONY: demo docs check check-tests test test-all test-lab test-static test-clc test-hopper lint types clean hub-kernel \
     test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
 demo: $(DEMO_STAMP)
@@ -89,6 +89,10 @@ test-cuda-sanitizers: $(STAMP)
 # The pages and the API reference as a site in build/docs; a link to nothing fails.
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# The Hugging Face kernel, in build/hub.
+hub-kernel: $(DEMO_STAMP)
+	$(BIN)/python -m fa4_hd256.integrations.hub build/hub
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

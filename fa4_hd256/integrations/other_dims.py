@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..kernels.limits import HEAD_DIM
 
-__all__ = ["attend", "gradients", "has_other_dim", "say_once"]
+__all__ = ["attend", "attend_alone", "gradients", "has_other_dim", "say_once"]
 
 _log = logging.getLogger("fa4_hd256")
 _said: set[tuple[Any, ...]] = set()
@@ -57,6 +57,22 @@ def attend(
     return torch.cat([out[0] for out in outs]), torch.cat([lse[0] for lse in lses], dim=1)
 
 
+def attend_alone(
+    tensors: Sequence[torch.Tensor],
+    scale: float | None,
+    window: tuple[Any, Any],
+    offsets: tuple[Any, Any],
+) -> torch.Tensor:
+    """Return out, differentiable by PyTorch's autograd; arguments as of `attend`."""
+    outs = [
+        _result(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window)
+        for q, k, v in _sequences(tensors, offsets)
+    ]
+    if offsets[0] is None:
+        return outs[0].transpose(1, 2)
+    return torch.cat([one[0].transpose(0, 1) for one in outs])
+
+
 def gradients(
     tensors: Sequence[torch.Tensor],
     dout: torch.Tensor,
@@ -67,13 +83,7 @@ def gradients(
     """Return (dq, dk, dv), for which the forward is computed again; arguments as of `attend`."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        outs = [
-            _result(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window)
-            for q, k, v in _sequences(leaves, offsets)
-        ]
-        out = outs[0].transpose(1, 2)
-        if offsets[0] is not None:
-            out = torch.cat([one[0].transpose(0, 1) for one in outs])
+        out = attend_alone(leaves, scale, window, offsets)
         return torch.autograd.grad(out, leaves, dout)
 
 

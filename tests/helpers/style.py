@@ -26,6 +26,8 @@ MORE_PARAMETERS = {
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 34,
     ("fa4_hd256/integrations/context_parallel/attention.py", "ring_attention"): 19,
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 11,
+    ("fa4_hd256/integrations/hub/functions.py", "flash_attn_func"): 10,
+    ("fa4_hd256/integrations/hub/functions.py", "flash_attn_varlen_func"): 15,
 }
 
 # Signatures of flash-attention's libraries: any number of parameters, and as many lines more.
