@@ -20,6 +20,7 @@ NAMES ?= test_lengths or batch or more_tiles or visible or named_masks
 ALL_NAMES := lengths or batch or tiles or visible or fp16 or named
 CLC_TESTS ?= -n 2 --dist worksteal tests/operator/test_forward.py tests/operator/test_backward.py \
     -k "($(NAMES)) and not negative"
+LAB_TESTS ?= -n 2 --dist worksteal lab/tests
 # Set by test-all.
 CASES ?=
 CUDA_TESTS ?= -n 8 tests/operator
@@ -55,7 +56,7 @@ test-all:
 
 # Tests of the lab, which `make test` leaves out.
 test-lab: $(STAMP)
-	$(BIN)/python -m pytest lab/tests
+	$(BIN)/python -m pytest $(LAB_TESTS)
 
 # Everything under the static scheduler, and a part of it under the dynamic one.
 test-static: $(STAMP)
@@ -84,7 +85,7 @@ test-cuda-memory: $(STAMP)
 	$(BIN)/python -m pytest --device cuda tests/operator/cuda/test_cuda_memory.py
 
 test-cuda-sanitizers: $(STAMP)
-	$(BIN)/python -m fa4_hd256 bringup --stages sanitizer
+	$(BIN)/python -m bench bringup --stages sanitizer
 
 # The pages and the API reference as a site in build/docs; a link to nothing fails.
 docs: $(DOCS_STAMP)

@@ -1,4 +1,4 @@
-"""`python -m fa4_hd256 demo | plan | env | build | bringup`."""
+"""`python -m fa4_hd256 demo | plan | env | build`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ COMMANDS = {
     "plan": "roles, memory, barriers and steps of the kernels",
     "env": "environment variables, caches and versions",
     "build": "a directory of kernels that a container ships",
-    "bringup": "the first hour on a GPU: one command, one report",
 }
 
 
@@ -53,20 +52,11 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(main=_build)
 
 
-def _bringup_options(parser: argparse.ArgumentParser) -> None:
-    from .bringup import options
-
-    parser.description = options.__doc__
-    options.add_arguments(parser)
-    parser.set_defaults(main=_bringup)
-
-
 _ADD_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "demo": _demo_options,
     "plan": lambda parser: parser.set_defaults(main=_plan),
     "env": lambda parser: parser.set_defaults(main=_env),
     "build": _build_options,
-    "bringup": _bringup_options,
 }
 
 
@@ -104,10 +94,6 @@ def _build(arguments: argparse.Namespace) -> int:
     return _loaded("warm").main(arguments)
 
 
-def _bringup(arguments: argparse.Namespace) -> int:
-    return _loaded("bringup.command").main(arguments)
-
-
 def _loaded(module: str) -> Any:
     """Return a module of this package that takes seconds to load."""
     with progress.step("loading PyTorch and CuTe DSL"):
@@ -119,6 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
     kernels that an architecture does not have, and where the command needs the simulator, which is
     not installed."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["bringup"]:
+        print("error: bringup is `python -m bench bringup`, in a checkout", file=sys.stderr)
+        return 2
     try:
         parsed = _parser(next(iter(arguments), None)).parse_args(arguments)
         return parsed.main(parsed)

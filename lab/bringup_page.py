@@ -13,8 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fa4_hd256.bringup.machine_file import like
-from fa4_hd256.bringup.outcome import Target
+from bench.bringup.machine_file import like
+from bench.bringup.outcome import Target
 from sm100_sim.timing import load
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:66em;margin:2em auto;padding:0 1em;
@@ -29,7 +29,7 @@ _COLOURS = ("#1d4f91", "#d07a00", "#5a8f29", "#8a3ffc", "#777")
 def main(arguments: list[str] | None = None) -> int:
     """Write the page of a report and print its path; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m lab.bringup_page", description=__doc__)
-    parser.add_argument("report", type=Path, help="report.json of `python -m fa4_hd256 bringup`")
+    parser.add_argument("report", type=Path, help="report.json of `python -m bench bringup`")
     report = parser.parse_args(arguments).report
     place = report.with_suffix(".html")
     place.write_text(page(json.loads(report.read_text())))

@@ -88,6 +88,7 @@ def test_a_command_without_an_extra_says_so_at_once(extra, monkeypatch, capsys):
     import importlib.util
 
     from bench import __main__ as command
+    from bench import command_line
 
     def version(name, before=importlib.metadata.version):
         if name == extra:
@@ -97,7 +98,7 @@ def test_a_command_without_an_extra_says_so_at_once(extra, monkeypatch, capsys):
     def find_spec(name, before=importlib.util.find_spec):
         return None if name == extra else before(name)
 
-    monkeypatch.setattr(command, "importlib", SimpleNamespace(
+    monkeypatch.setattr(command_line, "importlib", SimpleNamespace(
         import_module=lambda name: pytest.fail(f"imports {name}"),
         metadata=SimpleNamespace(
             version=version, PackageNotFoundError=importlib.metadata.PackageNotFoundError),
@@ -109,5 +110,5 @@ def test_a_command_without_an_extra_says_so_at_once(extra, monkeypatch, capsys):
     assert out == "" and err.count("\n") == 1
     assert err.startswith(f"error: python -m bench throughput needs {extra}; pip install -e")
     monkeypatch.setattr(command, "has_driver", lambda: True)
-    assert command.missing_extra(["throughput"]) == ""
-    assert command.missing_extra(["throughput", "--modelled"])
+    assert command_line.missing_extra(command.PROGRAM, ["throughput"]) == ""
+    assert command_line.missing_extra(command.PROGRAM, ["throughput", "--modelled"])

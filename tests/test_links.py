@@ -135,7 +135,7 @@ def test_each_file_of_a_way_through_the_code_is_imported_by_one_before_it():
 
 
 @pytest.mark.parametrize("text, offence", [
-    ("see bench/model/none.py", "path bench/model/none.py"),
+    ("see lab/model/none.py", "path lab/model/none.py"),
     ("in `sm100_sim/src/none`", "path sm100_sim/src/none"),
     ("in `codegen_none.py`", "file codegen_none.py"),
     ("`sm100_sim.launcher.no_such`", "name sm100_sim.launcher.no_such"),

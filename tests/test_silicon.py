@@ -7,7 +7,7 @@ import re
 import pytest
 from checkout import ROOT
 
-from fa4_hd256.bringup.stages import STAGES
+from bench.bringup.stages import STAGES
 from sm100_sim.tools import golden
 
 NAMES = {stage.name for stage in STAGES}

@@ -26,7 +26,6 @@ from bench.measure.exp2 import (
 )
 from bench.measure.providers import Ours
 from bench.measure.timer import CudaTimer, Sampling
-from bench.model.exp2 import modelled_times
 from bench.suite import FORWARD
 from bench.tables.comparison import RESOLUTION
 from bench.tables.origin import modelled_machine
@@ -36,6 +35,7 @@ from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+from lab.model.exp2 import modelled_times
 from sm100_sim.timing import load
 
 

@@ -20,9 +20,6 @@ from bench.measure.providers import Inputs, Ours
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling, Timer
 from bench.measure.variants import measured_variants
-from bench.model.calls import forward_problem
-from bench.model.machines import gpu_of
-from bench.model.predictor import OURS_E4M3, Predictor, predictor_of
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
@@ -30,6 +27,9 @@ from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
+from lab.model.calls import forward_problem
+from lab.model.machines import gpu_of
+from lab.model.predictor import OURS_E4M3, Predictor, predictor_of
 
 E4M3, BF16 = "e4m3", "bf16"
 #: Bytes of an element, by type of K and V.

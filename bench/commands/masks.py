@@ -32,8 +32,6 @@ from bench.measure.scored import SCORED_CASES, ScoredCase
 from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling, Timer
-from bench.model import masked, masked_backward
-from bench.model.predictor import Predictor, predictor_of
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, DIRECTIONS
 from bench.tables.comparison import BOUND, FUNCTION, OURS, SOFTCAP
@@ -42,6 +40,8 @@ from bench.tables.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from lab.model import masked, masked_backward
+from lab.model.predictor import Predictor, predictor_of
 from sm100_sim.timing import Call
 
 #: Columns: of milliseconds of each provider, of rates, of times over ours.

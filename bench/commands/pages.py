@@ -18,8 +18,6 @@ from bench.measure.pages import measured_row
 from bench.measure.providers import Ours
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling
-from bench.model.calls import forward_problem
-from bench.model.predictor import Predictor, predictor_of
 from bench.peers.flash_attn_4 import PACKAGE
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
@@ -28,6 +26,8 @@ from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
+from lab.model.calls import forward_problem
+from lab.model.predictor import Predictor, predictor_of
 
 #: Rows of a page; None: keys and values in no pages.
 SIZES = (None, 128, 16)

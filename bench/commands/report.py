@@ -65,7 +65,7 @@ def collect(directory: Path) -> Found:
     if not tables:
         raise ValueError(
             f"{directory} holds no result; write some there, for example with "
-            f"`python -m bench timing --json {directory}/timing.json`"
+            f"`python -m lab timing --json {directory}/timing.json`"
         )
     return Found(tables, others)
 

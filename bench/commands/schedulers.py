@@ -21,7 +21,6 @@ from bench.measure.providers import Inputs, Ours
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling, Timer
-from bench.model.predictor import Predictor, predictor_of
 from bench.suite import BACKWARD, FORWARD, Case, ragged_lengths
 from bench.tables.comparison import OURS, RESOLUTION
 from bench.tables.origin import modelled_machine
@@ -30,6 +29,7 @@ from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.schedulers.choice import VARIABLE
+from lab.model.predictor import Predictor, predictor_of
 
 STATIC, CLC = "static", "CLC"
 

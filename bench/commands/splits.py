@@ -22,18 +22,6 @@ from bench.measure.providers import FlashAttention4, Frost, Ours, Provider
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling, Timer
-from bench.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
-from bench.model.flash_attn_4 import split_numbers
-from bench.model.machines import B200, gpu_of
-from bench.model.predictor import (
-    OURS_FORWARD,
-    Predicted,
-    Predictor,
-    predictor_of,
-)
-from bench.model.published import paged_decode
-from bench.model.published.rows import CUDNN, FROST
-from bench.model.stated_errors import stated_errors
 from bench.peers import flash_attn_4, frost
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS, RESOLUTION, standing, standing_figures, verdict
@@ -47,6 +35,13 @@ from fa4_hd256.call.division import LARGEST
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.launch import gpu_of as device_gpu
+from lab.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
+from lab.model.machines import B200, gpu_of
+from lab.model.peers.flash_attn_4 import split_numbers
+from lab.model.predictor import OURS_FORWARD, Predicted, Predictor, predictor_of
+from lab.model.stated_errors import stated_errors
+from lab.published import paged_decode
+from lab.published.rows import CUDNN, FROST
 
 #: KV splits of a tile that the table shows; 1: not split.
 NUMBERS = (1, 2, 4, 8, 16, 32)

@@ -23,8 +23,6 @@ from bench.measure.timer import (
     CudaTimer,
     Sampling,
 )
-from bench.model.stated_errors import stated_errors
-from bench.model.throughput import Predictions
 from bench.suite import DIRECTIONS, FORWARD, Case
 from bench.tables.comparison import AS_PUBLISHED, LIKELY, OURS, YARDSTICK
 from bench.tables.paths import PATH_COLUMNS, path_note
@@ -32,6 +30,8 @@ from bench.tables.ready import ready, results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
+from lab.model.stated_errors import stated_errors
+from lab.model.throughput import Predictions
 
 #: Columns of ours against its peers, in every table that has them.
 STANDING_COLUMNS = (

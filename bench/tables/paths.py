@@ -10,7 +10,7 @@ from .table import Column
 
 
 class Replayed(Protocol):
-    """Replay whose match is counted (`bench.model.replays.Replayed`)."""
+    """Replay whose match is counted (`lab.model.replays.Replayed`)."""
 
     @property
     def unmatched(self) -> int: ...

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fa4_hd256.bringup import report
-from fa4_hd256.bringup.outcome import Target
+from bench.bringup import report
+from bench.bringup.outcome import Target
 from lab import bringup_page
 from sm100_sim.timing import load
 

@@ -10,20 +10,14 @@ from checkout import ROOT
 
 from bench import options
 from bench.__main__ import COMMANDS
-from bench.commands import steps, throughput
-from bench.measure import (
-    ladder,
-    mask_providers,
-    mutation_targets,
-    nsight,
-    providers,
-    ranks,
-    training,
-)
-from bench.model import defaults, fences
-from bench.pictures.catalogue import PICTURES
+from bench.commands import throughput
+from bench.measure import mask_providers, nsight, providers, training
 from fa4_hd256 import build_options, warm
 from fa4_hd256.run import needs
+from lab.commands import steps
+from lab.measure import ladder, mutation_targets, ranks
+from lab.model import defaults, fences
+from lab.pictures.catalogue import PICTURES
 from sm100_sim.timing import load, machines
 
 

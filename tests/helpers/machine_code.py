@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bench.model.sass_loops import LoopNest
 from fa4_hd256.kernels.plan.budgets import RegisterPlan
 from fa4_hd256.run.resources import resource_usage
+from lab.compiled.sass_loops import LoopNest
 from sm100_sim.host.cubin import launch_registers
 from sm100_sim.timing.sass import SassFunction
 

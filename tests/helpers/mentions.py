@@ -20,7 +20,7 @@ _FOLDERS = {"sm100_sim": "sm100_sim/src/sm100_sim"}
 #: Pages about other projects' files and names, which they tell of by these names.
 ABOUT_OTHERS = (
     "sm100_sim/docs/findings.md", "sm100_sim/docs/case_study_clc.md",
-    "bench/model/published/flash_attention.py", "bench/model/published/nvidia.py",
+    "lab/published/flash_attention.py", "lab/published/nvidia.py",
 )  # fmt: skip
 #: Names that no code of ours has: of CUDA, SASS, CuTe DSL, CUTLASS, cuDNN, flash-attn-4,
 #: SGLang, vLLM, FlashInfer; a kernel's by a number; a row of docs/silicon.md.

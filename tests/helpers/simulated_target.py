@@ -1,6 +1,6 @@
 """Target of the bringup in tests: the simulator, passing for a B200."""
 
-from fa4_hd256.bringup.outcome import simulated
+from bench.bringup.outcome import simulated
 from sm100_sim import device
 
 SIMULATOR = simulated(device("b200"))

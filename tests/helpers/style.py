@@ -65,9 +65,11 @@ _OWN = tuple(
 _CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/integrations", "sm100_sim", *_OPERATOR)
 
 _KNOWN = ("fa4_hd256/check", *_CHECK)
-#: Packages of bench, from the lowest.
+#: Packages of bench and of the lab, from the lowest.
 _BENCH = ("bench/suite", "bench/peaks", "bench/processes", "bench/peers", "bench/tables",
-          "bench/measure", "bench/model")  # fmt: skip
+          "bench/measure", "bench/bringup", "bench/options")  # fmt: skip
+_LAB = ("lab/published", "lab/micro", "lab/measure", "lab/model", "lab/compiled", "lab/tables",
+        "lab/validation")  # fmt: skip
 
 #: Packages -> other packages that each may import (docs/architecture.md): those below it. A module
 #: is in the package of the longest name that its path begins with; a single file has its own name.
@@ -116,11 +118,11 @@ PACKAGES = {
     # flash-attention's functions, on ours.
     "fa4_hd256/compat": ("fa4_hd256", *_OPERATOR),
     "fa4_hd256/check": _CHECK,
-    "fa4_hd256/bringup": ("fa4_hd256/check", *_CHECK),
     # The commands: above all packages, and imported by none.
-    "fa4_hd256/__main__": ("fa4_hd256/bringup", "fa4_hd256/check", *_CHECK),
+    "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
     # Modules of commands are imported when these are called.
-    "bench/__main__": ("bench/options", "bench/tables", "fa4_hd256", *_OPERATOR),
+    "bench/__main__": ("bench/command_line", "fa4_hd256", *_OPERATOR),
+    "bench/command_line": ("bench/tables", "fa4_hd256", *_OPERATOR),
     "bench/options": (*_BENCH, *_KNOWN),
     "bench/suite": _CHECK,
     "bench/peaks": _CHECK,
@@ -128,12 +130,32 @@ PACKAGES = {
     "bench/peers": ("bench/suite", *_CHECK),
     "bench/tables": (*_BENCH[:4], *_KNOWN),
     "bench/measure": (*_BENCH[:5], *_KNOWN),
-    "bench/model": (*_BENCH[:6], *_KNOWN),
-    "bench/pictures": ("bench/__main__", *_BENCH, *_KNOWN),
-    "bench/commands": (*_BENCH, "bench/options", "bench/pictures", *_KNOWN),
-    "bench": (*_BENCH, "bench/options", "bench/pictures", "bench/commands", *_KNOWN),
-    # Imported by nothing.
-    "lab": ("bench", *_BENCH, "fa4_hd256/bringup", *_KNOWN),
+    "bench/bringup": _KNOWN,
+    "bench/commands": (*_BENCH, *_LAB, *_KNOWN),
+    "bench": (*_BENCH, "bench/commands", *_KNOWN),
+    "lab/__main__": ("bench/command_line", "fa4_hd256", *_OPERATOR),
+    "lab/published": (*_BENCH, *_KNOWN),
+    "lab/micro": (*_BENCH, *_KNOWN),
+    "lab/measure": (*_BENCH, *_KNOWN),
+    "lab/model": (*_BENCH, *_LAB[:3], *_KNOWN),
+    "lab/compiled": (*_BENCH, *_LAB[:4], *_KNOWN),
+    "lab/tables": ("bench/__main__", *_BENCH, *_KNOWN),
+    "lab/validation": (*_BENCH, *_LAB[:4], *_KNOWN),
+    "lab/pictures": ("bench/__main__", "lab/__main__", *_BENCH, *_LAB, *_KNOWN),
+    "lab/options": (*_BENCH, *_LAB, *_KNOWN),
+    "lab/commands": (*_BENCH, *_LAB, "lab/options", "lab/pictures", *_KNOWN),
+    # Imported by nothing but the lab.
+    "lab": (
+        *_BENCH,
+        *_LAB,
+        "bench",
+        "bench/command_line",
+        "bench/commands",
+        "lab/commands",
+        "lab/options",
+        "lab/pictures",
+        *_KNOWN,
+    ),
 }
 #: Packages of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
@@ -390,6 +412,8 @@ def imports(root: Path) -> list[str]:
     """Imports that `PACKAGES` or `SIMULATOR` does not allow, and import circles."""
     graph, found = import_graph(root), []
     for module, imported in sorted(graph.items()):
+        if module.startswith("lab/tests/"):
+            continue
         package = _package(module)
         for name in sorted(imported):
             other = _package(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bench.measure.parallel_block import DIVISIONS, Block, BlockShape
+from lab.measure.parallel_block import DIVISIONS, Block, BlockShape
 
 SHAPE = BlockShape(hidden=64, inner=96, heads=4, heads_kv=2, batch=2, tokens=100)
 

@@ -15,7 +15,7 @@ LANES = np.arange(32, dtype=np.uint64)
 
 @pytest.mark.parametrize(
     ("addresses", "width", "clocks"),
-    # All but the last as an H200 measures them: bench/measure/hopper_measured.json, "shared loads".
+    # All but the last as an H200 measures them: lab/micro/hopper_measured.json, "shared loads".
     [
         (4 * LANES, 4, 1),
         (0 * LANES, 4, 1),

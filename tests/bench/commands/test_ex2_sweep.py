@@ -10,16 +10,16 @@ from bench.__main__ import main
 from bench.commands import ex2_sweep
 from bench.commands.ex2_sweep import Error, Times
 from bench.measure import exp2 as measured
-from bench.model import exp2 as modelled
-from bench.model.calls import Kind
-from bench.model.forward import Kernel
-from bench.model.ours import Ours
-from bench.model.replays import Replayed
-from bench.model.tiles import ForwardTiling
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
+from lab.model import exp2 as modelled
+from lab.model.calls import Kind
+from lab.model.forward import Kernel
+from lab.model.ours import Ours
+from lab.model.replays import Replayed
+from lab.model.tiles import ForwardTiling
 from sm100_sim.timing import TileCosts, load
 
 pytest.importorskip("cutlass")

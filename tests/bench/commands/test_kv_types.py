@@ -12,9 +12,9 @@ from in_torch import in_torch
 from bench.__main__ import main
 from bench.commands import kv_types
 from bench.measure.timer import Sampling
-from bench.model.predictor import OURS_E4M3, Predicted
 from bench.suite import Case
 from bench.tables.comparison import OURS
+from lab.model.predictor import OURS_E4M3, Predicted
 from sm100_sim.timing import load
 
 CASE = Case("kv types", ((2, 140),) * 2, 4, 2, True)

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from bench.__main__ import main
-from bench.commands import calibrate, ex2_sweep, parallel, ranks, static, training, validate
+from bench.commands import ex2_sweep, training
 from bench.measure.exp2 import SEQLENS, Times
-from bench.measure.rank_processes import ONE_GPU
 from bench.measure.training import Run
-from bench.model import calibrate as model_calibrate
-from bench.model import compiled_backward, predictor, validation
-from bench.model.compiled_backward import KERNELS, BackwardReport
-from bench.model.published import flash_attention
 from bench.tables import ready
+from lab.commands import calibrate, parallel, ranks, static, validate
+from lab.compiled import compiled_backward
+from lab.compiled.compiled_backward import KERNELS, BackwardReport
+from lab.measure.rank_processes import ONE_GPU
+from lab.model import predictor
+from lab.published import flash_attention
+from lab.validation import calibrate as model_calibrate
+from lab.validation import validation
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from fake_timer import FakeTimer
 
 from bench import suite
 from bench.commands import schedulers
-from bench.model.forward import Kernel
-from bench.model.tiles import ForwardTiling
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
+from lab.model.forward import Kernel
+from lab.model.tiles import ForwardTiling
 from sm100_sim.timing import TileCosts, load
 
 pytest.importorskip("cutlass")

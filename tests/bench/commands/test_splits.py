@@ -8,15 +8,15 @@ import torch
 from fake_timer import FakeTimer
 
 from bench.commands import splits
-from bench.model import ours
-from bench.model.calls import Kind, default_splits
-from bench.model.flash_attn_4 import split_numbers
-from bench.model.forward import combine_seconds
-from bench.model.machines import B200
-from bench.model.predictor import Predicted
-from bench.model.tiles import ForwardTiling, forward_tiles
 from bench.suite import Case
 from bench.tables.paths import Paths
+from lab.model import ours
+from lab.model.calls import Kind, default_splits
+from lab.model.forward import combine_seconds
+from lab.model.machines import B200
+from lab.model.peers.flash_attn_4 import split_numbers
+from lab.model.predictor import Predicted
+from lab.model.tiles import ForwardTiling, forward_tiles
 from sm100_sim.timing import ALONE, Tile, load, schedule
 
 pytest.importorskip("cutlass")

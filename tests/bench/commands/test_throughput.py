@@ -14,14 +14,14 @@ from bench.commands import throughput
 from bench.measure import checking, providers
 from bench.measure import throughput as measured
 from bench.measure.timer import Sampling, State, interleave
-from bench.model import throughput as modelled
-from bench.model.calls import Kind
-from bench.model.ours import Ours
-from bench.model.predictor import Predicted, Predictor
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.check import reference
+from lab.model import throughput as modelled
+from lab.model.calls import Kind
+from lab.model.ours import Ours
+from lab.model.predictor import Predicted, Predictor
 from sm100_sim.timing import Call, load
 
 pytest.importorskip("cutlass")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 DATA = Path(__file__).parent / "data"
-#: Results of `python -m bench calibrate`, one file for the machines that name it ("sets").
+#: Results of `python -m lab calibrate`, one file for the machines that name it ("sets").
 SETS = DATA / "sets"
 
 
@@ -143,7 +143,7 @@ class Machine:
             raise ValueError(
                 f"{draws} draws of the constants of {self.name}; {len(self.sets)} sets are known "
                 "that public rates do not contradict: ask for no more, or calibrate further "
-                "(`python -m bench calibrate --sets N`)"
+                "(`python -m lab calibrate --sets N`)"
             )
         return [central, *(central._replace(**one) for one in self.sets[:draws])]
 
@@ -166,7 +166,7 @@ def load(name: str = "b200") -> Machine:
     if not path.is_file():
         raise ValueError(
             f"machine {name!r} is not known; there are {', '.join(machines())}, and files whose "
-            "name ends in .json, such as the report of `python -m fa4_hd256 bringup`"
+            "name ends in .json, such as the report of `python -m bench bringup`"
         )
     content = _read(path)
     constants = content["constants"]
@@ -227,7 +227,7 @@ def _sets(content: dict, name: str) -> tuple[dict[str, float], ...] | None:
     if not path.is_file():
         raise ValueError(
             f"{name} draws from the sets in {path.name}, which is not there: "
-            "`python -m bench calibrate --write` makes it"
+            "`python -m lab calibrate --write` makes it"
         )
     own = set(content.get("own", {})) - {"clock_ghz"}
     found = []

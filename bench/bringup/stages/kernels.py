@@ -1,0 +1,305 @@
+"""The project's kernels against float64: each alone at its smallest shape, then masks, lengths,
+heads and both tile schedulers.
+
+The backward's kernels get out and lse of the float64 reference, so that a wrong forward does not
+make them wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.bringup.outcome import Outcome, Target
+from fa4_hd256.gpus.family import describe_family, of_capability
+
+#: Largest absolute error of an LSE, in nats; the mix of exp2 and polynomial leaves about 1e-4.
+LSE_TOLERANCE = 1e-3
+SMALLEST = (
+    "forward",
+    "forward_combine",
+    "backward_preprocess",
+    "backward_dkdv",
+    "backward_dq",
+    "backward_products",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: (seqlen_q, seqlen_k), (heads, heads_kv), the operator's options, the scheduler."""
+
+    lengths: tuple[int, int]
+    heads: tuple[int, int] = (2, 1)
+    options: dict[str, Any] = field(default_factory=dict)
+    use_clc: bool = False
+    dtype: str = "bfloat16"
+    batch: int = 1
+
+
+#: Rows of the ladder. A tile is 256 queries of a CTA pair and a step 128 keys: one row; a rest on
+#: either side of a tile; a whole tile; several tiles; fewer keys than queries.
+_LENGTHS = ((1, 1), (129, 129), (256, 384), (257, 255), (515, 131), (600, 1100))
+_MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}}
+#: Windows change what happens at a tile's edge: two lengths with rests show it.
+_WINDOWS: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (100, 30)},
+    "causal window": {"causal": True, "window_size": (200, 0)},
+}
+_WINDOWED = ((257, 255), (600, 1100))
+#: Longer ones, for a GPU alone: many tiles per CTA pair.
+_LONG = ((2048, 2048), (4096, 4096))
+
+
+#: (queries, keys) of the sequences of a packed call: rests of tiles, whole ones, one row, none.
+_PACKED = ((70, 70), (300, 300), (1, 1), (0, 40), (129, 260), (256, 128))
+
+
+def _ladder() -> dict[str, Call]:
+    found: dict[str, Call] = {}
+    for (lengths, (mask, options)), use_clc in itertools.product(
+        (
+            *itertools.product(_LENGTHS, _MASKS.items()),
+            *itertools.product(_WINDOWED, _WINDOWS.items()),
+        ),
+        (False, True),
+    ):
+        scheduler = "clc" if use_clc else "static"
+        found[f"{mask} {lengths[0]}x{lengths[1]} {scheduler}"] = Call(
+            lengths, options=options, use_clc=use_clc
+        )
+    found["causal 300x300 float16"] = Call((300, 300), options={"causal": True}, dtype="float16")
+    found["causal 300x300 heads 8 of 1"] = Call((300, 300), (8, 1), {"causal": True})
+    found["full 300x300 softcap"] = Call((300, 300), options={"softcap": 20.0})
+    found["full 140x300 batch 3"] = Call((140, 300), batch=3)
+    return found
+
+
+def _long() -> dict[str, Call]:
+    return {
+        f"{mask} {lengths[0]}x{lengths[1]} {'clc' if use_clc else 'static'}": Call(
+            lengths, options=_MASKS[mask], use_clc=use_clc
+        )
+        for lengths, mask, use_clc in itertools.product(_LONG, _MASKS, (False, True))
+    }
+
+
+def missing(target: Target) -> str:
+    """Return what the kernels need and the machine lacks: CuTe DSL, PyTorch, a GPU of a family."""
+    if importlib.util.find_spec("cutlass") is None:
+        return "CuTe DSL is not installed (pip install nvidia-cutlass-dsl), and it compiles them"
+    architecture = of_capability(target.capability)
+    if architecture is None:
+        major, minor = target.capability
+        return f"the kernels need a {describe_family()}; this GPU has {major}.{minor}"
+    from fa4_hd256.kernels.kernel_set import kernels_of
+
+    try:
+        kernels_of(architecture).forward_tiles()
+        kernels_of(architecture).backward_set()
+    except NotImplementedError as error:
+        return str(error)
+    return _torch_missing() if target.is_gpu else ""
+
+
+def _torch_missing() -> str:
+    """Return why PyTorch cannot put tensors on the GPU, or ""."""
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed (pip install torch), and it holds the tensors"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} sees no GPU; install a build for this driver's CUDA"
+    return ""
+
+
+def items(target: Target) -> list[str]:
+    """The smallest shapes, then the ladder of forward and backward."""
+    calls = [*_ladder(), *(_long() if target.is_gpu else ())]
+    calls += [f"packed causal {scheduler}" for scheduler in ("static", "clc")]
+    ladder = [f"{which} {call}" for call in calls for which in ("forward", "backward")]
+    return [*(f"smallest {kernel}" for kernel in SMALLEST), *ladder]
+
+
+def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
+    """One kernel, or one call."""
+    kind, _, name = item.partition(" ")
+    if kind == "smallest":
+        return _smallest(name, target, note)
+    if name.startswith("packed"):
+        note(f"{kind}, sequences of {_PACKED}")
+        return _packed(kind == "backward", name.endswith("clc"), target)
+    call = {**_ladder(), **_long()}[name]
+    note(f"{kind} {call}")
+    return _forward(call, target) if kind == "forward" else _backward(call, target, {})
+
+
+def tensors(call: Call, device: str) -> tuple[Any, ...]:
+    """Return q, k, v and the gradient of out, random and the same every time."""
+    import torch
+
+    generator = torch.Generator().manual_seed(sum(call.lengths))
+    dtype = getattr(torch, call.dtype)
+    shapes = [(call.batch, n, h, 256) for n, h in zip(call.lengths, call.heads)]
+    return tuple(
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in (*shapes, shapes[1], shapes[0])
+    )
+
+
+def _forward(call: Call, target: Target, **more: Any) -> Outcome:
+    from fa4_hd256 import flash_attn_func
+    from fa4_hd256.check import reference
+
+    q, k, v, _ = tensors(call, target.device)
+    out, lse = flash_attn_func(
+        q, k, v, return_lse=True, use_clc=call.use_clc, **{"num_splits": 1, **more}, **call.options
+    )
+    found = reference.compare(out, lse, (q, k, v), **call.options)
+    right = found.max_error <= found.tolerance and found.lse_max_error <= LSE_TOLERANCE
+    values = {
+        "error": found.max_error,
+        "tolerance": found.tolerance,
+        "lse error": found.lse_max_error,
+    }
+    text = (
+        f"largest error {found.max_error:.2e} of {found.tolerance:.2e}, LSE "
+        f"{found.lse_max_error:.1e}"
+    )
+    return Outcome("passed" if right else "failed", text, _finite(values))
+
+
+def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
+    """Gradients from the reference's out and lse. wanted: fields of `backward.Wanted`."""
+    from fa4_hd256.call.backward_problem import BackwardCall
+    from fa4_hd256.call.options import Options
+    from fa4_hd256.check import reference
+    from fa4_hd256.run.backward import Wanted, run_backward
+
+    q, k, v, dout = tensors(call, target.device)
+    out, lse = reference.attention(q, k, v, **call.options)
+    given = BackwardCall(
+        q, k, v, out.to(q.dtype).to(q.device), lse.float().to(q.device), dout, None, None, {}
+    )
+    chosen = reference.AttentionOptions(**call.options)
+    options = Options.check(None, chosen.causal, chosen.window_size, chosen.softcap, call.use_clc)
+    problem = given.describe(options, None, None)
+    config = problem.forward.kernels.config("backward")()
+    results = run_backward(given, problem, Wanted(**wanted), config)
+    made = {"q": wanted.get("dq", True)} | dict.fromkeys("kv", wanted.get("dkdv", True))
+    found = {name: g for name, g in zip("qkv", results) if made[name]}
+    compared = reference.compare_gradients(found, (q, k, v), dout, **call.options)
+    right = all(c.max_error <= c.tolerance for c in compared.values())
+    text = ", ".join(f"d{n} {c.max_error:.2e} of {c.tolerance:.2e}" for n, c in compared.items())
+    values = {f"d{n} error": c.max_error for n, c in compared.items()}
+    return Outcome("passed" if right else "failed", text, _finite(values))
+
+
+def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
+    """Check `flash_attn_varlen_func`, causal; each sequence against the reference, the worst one
+    told."""
+    import torch
+
+    from fa4_hd256 import flash_attn_varlen_func
+    from fa4_hd256.check import reference
+
+    totals = tuple(sum(side) for side in zip(*_PACKED))
+    q, k, v, dout = (t[0] for t in tensors(Call(totals), target.device))
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    ends = [list(itertools.accumulate(side, initial=0)) for side in zip(*_PACKED)]
+    offsets = [torch.tensor(e, dtype=torch.int32, device=target.device) for e in ends]
+    longest = [max(side) for side in zip(*_PACKED)]
+    out, lse = flash_attn_varlen_func(
+        leaves[0],
+        leaves[1],
+        leaves[2],
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_k=offsets[1],
+        max_seqlen_q=longest[0],
+        max_seqlen_k=longest[1],
+        causal=True,
+        return_lse=True,
+        use_clc=use_clc,
+    )
+    gradients = torch.autograd.grad(out, leaves, dout) if is_backward else ()
+    worst, right = 0.0, True
+    for (a, b), (c, d) in zip(*(itertools.pairwise(e) for e in ends)):
+        if a == b:
+            continue
+        one = tuple(t[None] for t in (q[a:b], k[c:d], v[c:d]))
+        if is_backward:
+            parts = {n: g[i:j][None] for n, g, i, j in zip("qkv", gradients, (a, c, c), (b, d, d))}
+            found: list[Any] = list(
+                reference.compare_gradients(parts, one, dout[a:b][None], causal=True).values()
+            )
+        else:
+            found = [
+                reference.compare(
+                    out[a:b][None].detach(), lse[None, :, a:b].detach(), one, causal=True
+                )
+            ]
+            right &= found[0].lse_max_error <= LSE_TOLERANCE
+        right &= all(f.max_error <= f.tolerance for f in found)
+        # One key alone leaves out = v, with no tolerance.
+        worst = max([worst, *(f.max_error / f.tolerance for f in found if f.tolerance)])
+    return Outcome(
+        "passed" if right else "failed",
+        f"{len(_PACKED)} sequences, largest error {worst:.0%} of the tolerance",
+        _finite({"error over tolerance": worst}),
+    )
+
+
+def _finite(values: dict[str, float]) -> dict[str, Any]:
+    """JSON knows no infinity."""
+    return {n: v if math.isfinite(v) else str(v) for n, v in values.items()}
+
+
+def _smallest(kernel: str, target: Target, note: Callable[[str], None]) -> Outcome:
+    """A kernel alone, as far as it can be: the gradients' kernels need the preprocess kernel."""
+    note(f"{kernel}, one tile")
+    one = Call((128, 128), (1, 1))
+    if kernel == "forward":
+        return _forward(one, target)
+    if kernel == "forward_combine":
+        return _forward(Call((128, 256), (1, 1)), target, num_splits=2)
+    if kernel == "backward_preprocess":
+        return _preprocess(one, target)
+    if kernel == "backward_dkdv":
+        return _backward(one, target, {"dq": False})
+    if kernel == "backward_dq":
+        return _backward(one, target, {"dkdv": False})
+    # dK and dQ as GEMMs of the dS that the kernel of dV stores.
+    return _backward(one, target, {})
+
+
+def _preprocess(call: Call, target: Target) -> Outcome:
+    """-LSE in base 2 and -rowsum(O dO) of every row."""
+    import torch
+
+    from fa4_hd256.call.backward_problem import BackwardCall
+    from fa4_hd256.call.options import Options
+    from fa4_hd256.check import reference
+    from fa4_hd256.run import backward
+    from fa4_hd256.run.backward_arguments import PreprocessTensors
+
+    q, k, v, dout = tensors(call, target.device)
+    out, lse = reference.attention(q, k, v)
+    out, lse = out.to(q.dtype).to(q.device), lse.float().to(q.device)
+    given = BackwardCall(q, k, v, out, lse, dout, None, None, {})
+    problem = given.describe(Options.check(None, False, (None, None), 0.0), None, None)
+    stats = backward.empty_stats(problem)
+    backward.run_preprocess(problem, PreprocessTensors(out, dout, lse, None, stats, ()))
+    rows = call.lengths[0]
+    got = stats[:, 0, :rows].double().cpu()
+    delta = (out.double() * dout.double()).sum(3)[0, :, 0].cpu()
+    wanted = torch.stack((-lse[0, 0].double().cpu() * math.log2(math.e), -delta))
+    # float32 sums of 256 products of magnitude up to 20.
+    right = torch.allclose(got, wanted, rtol=1e-6, atol=1e-4)
+    worst = (got - wanted).abs().nan_to_num(nan=math.inf).max().item()
+    return Outcome(
+        "passed" if right else "failed", f"largest error {worst:.1e}", _finite({"error": worst})
+    )

@@ -1,1 +1,0 @@
-"""Pictures of docs/pictures, drawn from the code by `python -m bench pictures`."""

@@ -1,0 +1,1 @@
+"""One-off measurements of kernels and calls."""

@@ -1,0 +1,68 @@
+"""Times of exp2 mixes on the timing model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from bench.measure.exp2 import (
+    SEQLENS,
+    Times,
+    case_of,
+)
+from bench.processes import stream
+from bench.tables.paths import Paths
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.softmax_emu.pattern import Ex2Pattern
+from lab.model import ours
+from lab.model.calls import Kind
+from lab.model.forward import Kernel
+from lab.model.replays import Replayed
+from lab.model.samples import SAMPLES
+from lab.model.tiles import STEP_WORK
+from sm100_sim.timing import Machine, load
+
+#: Sample on which a mix is replayed, beside the hardware's mix on `SAMPLES`: one long tile.
+SAMPLE = SAMPLES[-1]
+
+
+def replayed(pattern: Ex2Pattern, kind: Kind, machine: Machine, draws: int) -> Replayed:
+    """The sample under one mix."""
+    config = ForwardConfig(ex2_pattern=pattern)
+    variant = ours.Variant(kind, config=config, samples=(SAMPLE,))
+    return ours.replays(variant, machine, draws)[0]
+
+
+def with_mix(kernel: Kernel, run: Replayed, hardware: Replayed) -> Kernel:
+    """A kernel with costs of hardware exp2 under another mix: what that changes on one replay is
+    put down to the steps. run, hardware: the sample under the mix and without one."""
+    costs = [
+        replace(c, rate=c.rate + (clocks - without) / run.work)
+        for c, clocks, without in zip(kernel.costs, run.clocks, hardware.clocks, strict=True)
+    ]
+    return replace(kernel, costs=costs, paths=kernel.paths + Paths.of([run]))
+
+
+def _replayed(job: tuple[Ex2Pattern, bool, str, int]) -> Replayed:
+    pattern, causal, machine, draws = job
+    return replayed(pattern, Kind(causal), load(machine), draws)
+
+
+def modelled_times(
+    patterns: Sequence[Ex2Pattern], causal: bool, machine: str, draws: int, jobs: int
+) -> Iterator[tuple[tuple[Ex2Pattern, str], Times]]:
+    """Yield every mix and class, as `with_mix` says. The first of the patterns is hardware only."""
+    todo = [(pattern, causal, machine, draws) for pattern in patterns]
+    base = ours.Ours().forward(ours.Variant(Kind(causal)), load(machine), draws)
+    hardware: Any = None
+    for pattern, run in zip(patterns, stream(_replayed, todo, jobs), strict=True):
+        hardware = hardware or run
+        kernel = with_mix(base, run, hardware)
+        clocks = STEP_WORK * kernel.costs[0].rate
+        for name, seqlen in SEQLENS.items():
+            schedules = kernel.run(case_of(seqlen, causal))
+            seconds = np.array([schedule.seconds for schedule in schedules])
+            yield (pattern, name), Times(seconds, schedules[0].bound, clocks, kernel.paths)

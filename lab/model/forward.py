@@ -1,0 +1,124 @@
+"""A forward kernel on the timing model: what a tile costs, and whole problems from that.
+
+The costs come from replays of one cluster that runs a few tiles of small problems (`replays`); a
+problem of any size is then a list of tiles (`tiles`) that a discrete-event run places on all
+clusters (`sm100_sim.timing.problem`). Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bench.suite import FORWARD, Case
+from bench.tables.paths import Paths
+from fa4_hd256.kernels.limits import HEAD_DIM
+from lab.model.machines import memory_seconds
+from lab.model.tiles import ForwardTiling, forward_tiles
+from sm100_sim.timing import (
+    ALONE,
+    BURST,
+    Call,
+    Conditions,
+    Room,
+    Schedule,
+    Tile,
+    TileCosts,
+    Tiles,
+    Values,
+    schedule,
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A forward kernel and what its tiles cost.
+
+    values, costs: one of each replay, the central one first. paths: of the replays. last_wave: of a
+    case whose last tiles are a launch of their own, with KV splits, else None.
+    """
+
+    name: str
+    tiling: ForwardTiling
+    values: list[Values]
+    costs: list[TileCosts]
+    paths: Paths = Paths()
+    last_wave: Callable[[Case], InTwo | None] = lambda case: None
+
+    def divided(self, num_splits: int) -> Kernel:
+        """Return the kernel with that many KV splits of each tile."""
+        tiling = replace(self.tiling, num_splits=num_splits)
+        return replace(self, tiling=tiling, last_wave=lambda case: None)
+
+    def run(self, case: Case, room: Room = ALONE) -> list[Schedule]:
+        """The case under each of the drawn machines, the central one first. room: of the machine
+        that the launch gets."""
+        return self.placed(_tiles(case, self.tiling), room)
+
+    def placed(self, tiles: Sequence[Tile] | Tiles, room: Room = ALONE) -> list[Schedule]:
+        """Schedule tiles in their order, for each of the drawn machines."""
+        how = self.tiling
+        return [
+            schedule(
+                tiles, costs, values, how.cluster, how.policy, room, how.prefetches, how.claims
+            )
+            for costs, values in zip(self.costs, self.values)
+        ]
+
+    def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
+        """A call for each of the drawn machines, the central one first. With KV splits, the kernel
+        that combines them is included."""
+        in_two = self.last_wave(case)
+        if in_two is not None:
+            behind = in_two.kernel.calls(in_two.rest, room)
+            return [
+                Call([(1, found), *one.schedules], one.beside)
+                for found, one in zip(self.run(in_two.first, room), behind)
+            ]
+        parts, early = self.tiling.num_splits, self.tiling.dependent
+        return [
+            Call([(1, found)], combine_seconds(case, parts, values, early) if parts > 1 else 0.0)
+            for found, values in zip(self.run(case, room), self.values)
+        ]
+
+    def paths_of(self, case: Case) -> Paths:
+        """Return the paths of the replays behind a call."""
+        in_two = self.last_wave(case)
+        return self.paths if in_two is None else self.paths + in_two.kernel.paths
+
+    def seconds(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
+        """float64, predicted for each of the drawn machines, the central one first."""
+        calls = zip(self.calls(case), self.values)
+        return np.array([one.seconds(values, conditions) for one, values in calls])
+
+    def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
+        """Return the TFLOPS by `Case.flop`, at the kernel's head_dim."""
+        return case.flop(FORWARD, self.tiling.head_dim) / self.seconds(case, conditions) / 1e12
+
+
+@dataclass(frozen=True)
+class InTwo:
+    """Two launches of a case: its first queries, then the rest by a kernel with KV splits."""
+
+    first: Case
+    rest: Case
+    kernel: Kernel
+
+
+@functools.lru_cache(maxsize=64)
+def _tiles(case: Case, tiling: ForwardTiling) -> Tiles:
+    """Return the tiles, which all machines share."""
+    return Tiles.of(forward_tiles(case, tiling))
+
+
+def combine_seconds(case: Case, splits: int, values: Values, dependent: bool = False) -> float:
+    """Return the seconds of the kernel that makes one result of the splits.  dependent: launched as
+    one."""
+    if dependent:
+        values = values._replace(launch_us=values.dependent_launch_us)
+    rows = sum(q for q, _ in case.lengths) * case.heads
+    nbytes = rows * (splits * (4 * HEAD_DIM + 4) + 2 * HEAD_DIM + 4)
+    return memory_seconds(nbytes, values)

@@ -1,0 +1,1 @@
+"""Hopper in the timing model: calls, clocks, and rows that were measured."""

@@ -1,0 +1,1 @@
+"""Kernels of other projects in the timing model, earlier releases among them."""

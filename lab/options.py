@@ -1,0 +1,332 @@
+"""Options of the lab's commands: a function for each, of the command's name with _ for -.
+
+As `bench/options.py`, whose rules hold here: nothing that this module imports loads PyTorch, CuTe
+DSL or the simulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bench import suite
+from bench.options import (
+    add_model_options,
+    add_sampling_options,
+    add_time_limit,
+    machine,
+    one_of,
+    part_of,
+)
+from bench.processes import add_jobs_option
+from bench.suite import DIRECTIONS
+from bench.tables.comparison import OURS
+from bench.tables.results import add_output_options
+from bench.tables.shape_options import add_shape_options
+from lab.measure.target_names import TARGETS
+from lab.tables.documents import DOCUMENTS
+from lab.tables.documents import FOLDER as TABLES
+
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+#: Choices of `defaults`: what a call decides for itself.
+CHOICES = (
+    "order, forward", "order, backward", "scheduler, forward", "scheduler, backward",
+    "claims, forward", "claims, backward", "splits", "parts of a group", "memory for dS",
+    "exp2 mix", "stages, forward", "stages, backward",
+)  # fmt: skip
+#: Mix of `ladder`: freq and res of the emulated exp2.
+LADDER_MIX = 4, 3
+#: Ways of `ranks`.
+WAYS = (
+    "one GPU", "ring", "ring, kernels alone", "ring, transfers alone", "ring, waits for transfers",
+    "ring, static scheduler", "gathered keys", "heads over ranks", "PyTorch over ours",
+    "PyTorch over cuDNN", "PyTorch over FlashAttention-2",
+)  # fmt: skip
+#: Providers of `steps`.
+STEP_PROVIDERS = (OURS, "flash-attn-4", "FROST")
+#: Kernels of `fences`.
+FENCED = (
+    "dV and dS, full", "dV and dS, causal, CLC", "dK and dQ from dS, full",
+    "dK and dQ from dS, causal, CLC", "forward, full", "forward, causal, CLC",
+)  # fmt: skip
+#: Names of `pictures`.
+PICTURE_NAMES = (
+    "bars-h200", "throughput-forward", "throughput-one-sequence", "throughput-h200", "model-accuracy",
+    "training-losses", "timeline-forward", "pair-operands", "swizzle", "operand-majors",
+    "tensor-memory-lanes", "memory-forward", "barriers-forward", "memory-dv", "barriers-dv",
+    "memory-products", "barriers-products", "memory-dkdv", "barriers-dkdv", "memory-dq",
+    "barriers-dq", "backward-flow", "exp2-error", "simulator-tower", "instruction-life", "race",
+)  # fmt: skip
+
+
+def calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sets", type=int, default=64, help="to keep at most")
+    parser.add_argument("--lot", type=int, default=48, help="sets replayed in a round")
+    parser.add_argument("--rounds", type=int, default=4, help="after the first lot")
+    parser.add_argument("--limit", type=float, default=1.25, help="of an accepted set's error")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help="keep the sets for all predictions")
+    parser.add_argument("--show", action="store_true", help="print what is kept, replay nothing")
+    add_jobs_option(parser)
+    add_output_options(parser)
+
+
+def contention(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--direction", choices=DIRECTIONS, help="both without it")
+    add_model_options(parser, draws=0)
+    suite.add_selection(parser)
+    add_output_options(parser)
+
+
+def defaults(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "choice",
+        nargs="*",
+        type=one_of("choice", CHOICES),
+        help=f"of {'; '.join(CHOICES)}; all without one",
+    )
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="of each choice's cases one in N"
+    )
+    add_model_options(parser, draws=64)
+    add_jobs_option(parser)
+    add_output_options(parser)
+
+
+def fences(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seqlen", type=int, default=1024)
+    parser.add_argument(
+        "--kernel",
+        type=part_of("kernel", FENCED),
+        default="",
+        help="only those with this in their names",
+    )
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
+    add_output_options(parser)
+
+
+def fp8(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
+    add_output_options(parser)
+
+
+def hopper(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--build", metavar="DIR", help="write the cubins to measure, do no more")
+    parser.add_argument(
+        "--missing", action="store_true", help="with --build, those without a measurement only"
+    )
+    parser.add_argument("--add", metavar="FILE", help="add what hopper_measure.py has printed")
+    parser.add_argument("--kernel", default="", help="only those with this in their names")
+    add_output_options(parser)
+
+
+def intensity(parser: argparse.ArgumentParser) -> None:
+    add_shape_options(parser)
+    parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
+    add_output_options(parser)
+
+
+def ladder(parser: argparse.ArgumentParser) -> None:
+    add_shape_options(parser, seqlen=8192)
+    parser.add_argument("--freq", type=int, default=LADDER_MIX[0], help="of the emulation")
+    parser.add_argument("--res", type=int, default=LADDER_MIX[1], help="of the emulation")
+    add_model_options(parser)
+    add_jobs_option(parser)
+    add_sampling_options(parser)
+    parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown to FILE")
+    add_output_options(parser)
+
+
+def mutation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        nargs="*",
+        type=one_of("target", TARGETS),
+        help="which kernels (default: all); an unknown name lists them",
+    )
+    parser.add_argument("--seeds", type=int, default=20, help="most seeds a mutant")
+    parser.add_argument(
+        "--confirm",
+        type=int,
+        default=4,
+        help="seeds after which a mutant that a named edge implies counts as redundant",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    add_output_options(parser)
+
+
+def parallel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, help="GPUs; all that there are unless chosen")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before, of each")
+    parser.add_argument("--runs", type=int, default=16, help="timed steps of each")
+    add_time_limit(parser)
+    add_output_options(parser)
+
+
+def peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("commits", nargs="*", metavar="COMMIT", help="to prepare")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="DIR",
+        help="checkout of github.com/Dao-AILab/flash-attention at that commit",
+    )
+    add_output_options(parser)
+
+
+def pictures(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names",
+        nargs="*",
+        type=one_of("picture", PICTURE_NAMES),
+        metavar="NAME",
+        help="of pictures; all unless chosen",
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="DIR", default=PICTURES, help="default: docs/pictures"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit status 1 if a file there is not current",
+    )
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="first make the data of the replays again: some minutes",
+    )
+    parser.add_argument(
+        "--losses",
+        type=Path,
+        metavar="FILE",
+        help="first keep the losses of `bench training --json FILE`, of two seeds",
+    )
+    add_output_options(parser)
+
+
+def predict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--row", default="", help="only rows with this in their names")
+    parser.add_argument(
+        "--measure", metavar="FILE", type=Path, help="predict nothing: measure them on this GPU"
+    )
+    add_output_options(parser)
+
+
+def ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, help="GPUs; all that there are unless chosen")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="sequences whose line has TEXT; repeatable, all unless chosen",
+    )
+    parser.add_argument(
+        "--way", action="append", choices=WAYS, help="repeatable; all unless chosen"
+    )
+    parser.add_argument("--warmup", type=int, default=3, help="runs before, of each")
+    parser.add_argument("--runs", type=int, default=12, help="timed runs of each")
+    add_time_limit(parser)
+    add_output_options(parser)
+
+
+def roofline(parser: argparse.ArgumentParser) -> None:
+    add_shape_options(parser, seqlen=8192)
+    parser.add_argument("--freq", type=int, help="ex2_emu_freq; with --res, default: as configured")
+    parser.add_argument("--res", type=int, help="ex2_emu_res")
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
+    add_output_options(parser)
+
+
+def simulator(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seqlen",
+        type=int,
+        help="this one; by default 2048, 8192 (heads 2/1) and 32768 (1/1), and translation",
+    )
+    parser.add_argument("--heads", type=int, default=2, help="with --seqlen (default: 2)")
+    parser.add_argument("--heads-kv", type=int, default=1, help="with --seqlen (default: 1)")
+    parser.add_argument("--runs", type=int, help="warm runs of each; the fastest counts")
+    add_output_options(parser)
+
+
+def static(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--direction", choices=("forward", "backward", "both"), default="both", help="which kernels"
+    )
+    add_output_options(parser)
+
+
+def steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--machine", type=machine, default="b200", help="b200, gb200, gb300, or a file"
+    )
+    parser.add_argument("--draws", type=int, default=32, help="sets of its constants")
+    parser.add_argument(
+        "--provider",
+        action="append",
+        choices=STEP_PROVIDERS,
+        help="repeatable; all unless chosen",
+    )
+    add_output_options(parser)
+
+
+def tables(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names",
+        nargs="*",
+        type=one_of("table", DOCUMENTS),
+        metavar="NAME",
+        help="of tables; all unless chosen",
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        nargs="?",
+        const=TABLES,
+        metavar="DIR",
+        help="run their commands and write the files, by default into docs/tables",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="JSON",
+        help="of the one table's command, run elsewhere, in place of a run here",
+    )
+    parser.add_argument(
+        "--age", action="store_true",
+        help="also the commit that printed each, and files that mean something else since",
+    )  # fmt: skip
+    add_output_options(parser)
+
+
+def timing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--machine", type=machine, default="b200", help="b200, b300 or a file")
+    parser.add_argument(
+        "--freq", type=int, nargs="+", default=(), help="of exp2 emulated by flash-attn-4, 0: none"
+    )
+    add_output_options(parser)
+
+
+def validate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--machine",
+        type=machine,
+        default="b200",
+        help="of the replays beside rates: b200, b300, a file",
+    )
+    parser.add_argument("--no-hopper", action="store_true", help="leave `lab hopper` out")
+    add_output_options(parser)
+
+
+def whole_gpu(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--machine", type=machine, default="h200", help="h200, or a file such as a bringup's report"
+    )
+    add_output_options(parser)

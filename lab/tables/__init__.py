@@ -1,0 +1,1 @@
+"""The files of docs/tables: which command prints each, and how old it is."""

@@ -1,0 +1,63 @@
+"""The timing model against an H200's measurements (lab/micro/hopper_measured.json)."""
+
+import json
+
+import pytest
+
+pytest.importorskip("numba")
+pytest.importorskip("triton", reason="its ptxas compiles the kernels for sm_90a")
+
+from lab.micro import hopper_cubins, hopper_kernels
+from lab.model import fences as our_fences
+from lab.model.hopper import single_kernels as modelled
+from sm100_sim import timing
+from sm100_sim.timing import load, replay_program
+
+MEASURED = json.loads(hopper_cubins.MEASUREMENTS.read_text())
+VALUES = load(modelled.GPU).values()._replace(sms=1.0)
+
+
+def test_every_kernel_has_been_measured():
+    names = [kernel.name for kernel in hopper_cubins.kernels()]
+    assert len(set(names)) == len(names) and set(names) == set(MEASURED["rounds"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["exp2, 4 warps", "softmax mix, 4 warps", "shared loads, 16 bytes, one address",
+     "shared loads, 8 bytes, lanes 16 apart share", "bulk load of 131072 bytes", "CuTe DSL",
+     "release arrive, peer; 8 own stores", "release arrive, peer; bulk loads, 4 KB in flight",
+     "relaxed arrive, peer; bulk loads, 4 KB in flight", "fence.acq_rel.cluster; idle",
+     "async fence and relaxed arrive, peer; 8 own stores"],
+)  # fmt: skip
+@pytest.mark.sampled("CuTe DSL")
+def test_modelled_within_a_tenth_of_measured(name):
+    kernel = next(k for k in hopper_cubins.kernels() if k.name.startswith(name))
+    assert kernel.sets == ""
+    compiled = modelled.program_of(kernel)
+    assert compiled.unmatched == 0
+    clocks = modelled.round_clocks(compiled, replay_program(compiled, VALUES))
+    assert clocks == pytest.approx(MEASURED["rounds"][kernel.name], rel=0.1)
+
+
+def test_a_release_without_its_fence_costs_as_much_as_a_relaxed_arrival():
+    release, relaxed = (
+        next(k for k in hopper_cubins.kernels() if k.name == f"{kind} arrive, peer; 8 own stores")
+        for kind in ("release", "relaxed")
+    )
+    compiled, other = modelled.program_of(release), modelled.program_of(relaxed)
+    fenceless = compiled.without_fences()
+    # One a round, and those of the two cluster barriers in each warp.
+    assert compiled.fences.sum() == hopper_kernels.ROUNDS + 4 and not fenceless.fences.any()
+    found, expected = (
+        modelled.round_clocks(one, replay_program(one, VALUES)) for one in (fenceless, other)
+    )
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_fences_of_our_kernels():
+    """All are those of the cluster barrier, once or twice a warp; in a loop they would be many."""
+    compiled, arguments = our_fences.calls(256, load("b200"))["dK and dQ from dS, full"]()
+    found = our_fences.row("products", timing.predict(compiled, *arguments, draws=0)[-1])
+    assert found["fences"] <= 2 and 0 < found["wait"] <= found["longest"]
+    assert found["clocks"] > found["without"] and found["unmatched"] == 0

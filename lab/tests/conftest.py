@@ -1,0 +1,3 @@
+"""Options and fixtures of the suite in tests/, for the lab's tests."""
+
+pytest_plugins = ("tests.conftest",)

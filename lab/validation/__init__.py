@@ -1,0 +1,1 @@
+"""Published and measured figures against the timing model."""
