@@ -51,9 +51,10 @@ FENCED = (
 )  # fmt: skip
 #: Names of `pictures`.
 PICTURE_NAMES = (
-    "bars-h200", "throughput-forward", "throughput-one-sequence", "throughput-h200", "model-accuracy",
-    "training-losses", "timeline-forward", "pair-operands", "swizzle", "operand-majors",
-    "tensor-memory-lanes", "memory-forward", "barriers-forward", "memory-dv", "barriers-dv",
+    "bars-h200", "throughput-forward", "throughput-one-sequence", "throughput-h200",
+    "model-accuracy", "training-losses", "timeline-forward", "pair-operands", "swizzle",
+    "operand-majors", "tensor-memory-lanes", "memory-forward", "barriers-forward",
+    "memory-dv", "barriers-dv",
     "memory-products", "barriers-products", "memory-dkdv", "barriers-dkdv", "memory-dq",
     "barriers-dq", "backward-flow", "exp2-error", "simulator-tower", "instruction-life", "race",
 )  # fmt: skip

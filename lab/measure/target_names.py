@@ -1,7 +1,7 @@
 """Names of the targets of `python -m lab mutation`, without the kernels.
 
 A mistyped name is refused from here alone: nothing that this module imports takes long to load.
-`tests/bench/test_options.py` compares them with `mutation_targets.targets`.
+`lab/tests/test_lab_options.py` compares them with `mutation_targets.targets`.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ import pytest
 from checkout import ROOT
 from style import SIMULATOR
 
-from bench.options import PICTURES as FOLDER
 from fa4_hd256.kernels.blackwell.instructions import MmaShape
 from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
 from lab.__main__ import main
+from lab.options import PICTURES as FOLDER
 from lab.pictures import inputs
 from lab.pictures.catalogue import PICTURES
 from lab.pictures.layouts import accumulator_parts, place_of_chunk
