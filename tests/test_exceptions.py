@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkout import ROOT
 
 from fa4_hd256 import ForwardConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
@@ -30,7 +29,8 @@ ARGUMENTS = {
 
 def modules() -> Iterator[str]:
     for package in PACKAGES:
-        for found in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
+        paths = importlib.import_module(package).__path__
+        for found in pkgutil.walk_packages(paths, f"{package}."):
             if not found.name.endswith(LEFT_OUT):
                 yield found.name
 

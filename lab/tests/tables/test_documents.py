@@ -1,6 +1,7 @@
 """The files of docs/tables: in the catalogue, headed by their command, linked from their page."""
 
 import functools
+import importlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from checkout import ROOT
 from bench.tables.origin import modelled_machine
 from bench.tables.results import json_text
 from bench.tables.table import Column, Table
-from lab.__main__ import COMMANDS, main
+from lab.__main__ import main
 from lab.commands import tables as command
 from lab.model.hopper import rows as hopper_rows
 from lab.tables.documents import DOCUMENTS, FOLDER, Document
@@ -26,7 +27,8 @@ def test_every_file_is_in_the_catalogue_and_the_other_way_round():
 def test_a_file_says_what_it_is(name):
     document, text = DOCUMENTS[name], (FOLDER / f"{name}.md").read_text("utf-8")
     assert text.startswith(document.header(name))
-    assert document.command[0] in COMMANDS
+    program = importlib.import_module(f"{document.program}.__main__")
+    assert document.command[0] in program.COMMANDS
     origin = text[len(document.header(name)) :].split("\n\n")[0]
     bases = re.findall(r"\b(measured|modelled|computed):", origin.lower())
     assert bases, origin
