@@ -1,6 +1,6 @@
 """Summaries of measured tables in docs/benchmarks.md.
 
-    python -m bench.tables.summary      # writes them into the page again
+    python -m lab.tables.summary      # writes them into the page again
 
 A section stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. Every figure is one of
 docs/tables.
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .documents import FOLDER
-from .results import read_markdown
+from bench.tables.results import read_markdown
+from lab.tables.documents import FOLDER
 
 __all__ = ["PAGE", "SECTIONS", "with_sections"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench.tables import summary
+from lab.tables import summary
 
 
 def test_the_page_has_the_figures_of_the_tables():
-    """A page that differs is written again by `python -m bench.tables.summary`."""
+    """A page that differs is written again by `python -m lab.tables.summary`."""
     text = summary.PAGE.read_text("utf-8")
     assert summary.with_sections(text) == text
 
