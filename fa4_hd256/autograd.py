@@ -14,6 +14,8 @@ from .call.operator_arguments import (
     BackwardValues,
     ForwardTensors,
     ForwardValues,
+    backward_arguments,
+    forward_arguments,
     schema_of,
 )
 from .call.process import is_intercepted
@@ -27,7 +29,6 @@ from .run.backward import or_empty, plan_call, smaller_plan
 
 __all__ = [
     "attend",
-    "attend_for_maxima",
     "backward",
     "call_backward",
     "check_differentiable",
@@ -53,7 +54,7 @@ _OUT = 3
 def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv, dsink) of the fields of `BackwardTensors` and `BackwardValues`; those
     that are not wanted are empty. Bitwise the same for the same arguments."""
-    tensors, values = _named(given)
+    tensors, values = backward_arguments(given)
     values = values._replace(wanted=tuple(values.wanted))
     return or_empty(plans.within(_BACKWARD, tensors, values), tensors)
 
@@ -63,15 +64,9 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
 _BACKWARD = plans.Kind("backward", plans.leading(BackwardValues), plan_call, smaller=smaller_plan)
 
 
-def _named(given: tuple[Any, ...]) -> tuple[BackwardTensors, BackwardValues]:
-    """The operator's arguments."""
-    count = len(BackwardTensors._fields)
-    return BackwardTensors(*given[:count]), BackwardValues(*given[count:])
-
-
 @backward.register_fake
 def _(*given: Any) -> tuple[torch.Tensor, ...]:
-    tensors, values = _named(given)
+    tensors, values = backward_arguments(given)
     (dq, dkdv, dsink), q, sink = values.wanted, tensors.q, tensors.sink
     return (
         q.new_empty(q.shape if dq else 0),
@@ -114,12 +109,9 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
 _RANK = 4
 
 
-def save_for_backward(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    """setup_context of `forward`: what `gradients` needs, and no more."""
-    count = len(ForwardTensors._fields)
-    tensors, values = ForwardTensors(*inputs[:count]), ForwardValues(*inputs[count:])
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """setup_context of the forward's operators: what `gradients` needs, and no more."""
+    tensors, values = forward_arguments(inputs)
     check_differentiable(tensors)
     save(ctx, tensors, values, output)
 
@@ -159,14 +151,13 @@ def listed_tiles_of(mask: TileMask) -> int:
 
 
 def save(
-    ctx: Any,
-    tensors: ForwardTensors,
-    values: ForwardValues,
-    output: tuple[torch.Tensor, torch.Tensor],
+    ctx: Any, tensors: ForwardTensors, values: ForwardValues, results: tuple[torch.Tensor, ...]
 ) -> None:
-    """Keep what `gradients_of` needs of a forward and its (out, lse)."""
-    ctx.save_for_backward(*BackwardTensors.kept(tensors, *output))
+    """Keep what `gradients_of` needs of a forward. results: out, lse, others without gradients."""
+    ctx.save_for_backward(*BackwardTensors.kept(tensors, results[0], results[1]))
     ctx.values = values
+    if len(results) > 2:
+        ctx.mark_non_differentiable(*results[2:])
     # A result without a gradient, LSE mostly, has None then, and costs nothing.
     ctx.set_materialize_grads(False)
 
@@ -243,7 +234,7 @@ def _joined(found: Sequence[tuple[torch.Tensor | None, ...]]) -> tuple[torch.Ten
 
 
 def gradients(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the arguments of `forward`; None for those not requested."""
     needed = ctx.needs_input_grad[:_DIFFERENTIABLE]
@@ -262,19 +253,19 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         found: tuple[plans.Entry, list[int], Sequence[Any]],
         *differentiable: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse). found: entry, addresses and tensors of the call, as `plans.run` takes
-        them. differentiable: the first of these tensors once more, q, k, v and the sink: autograd
-        tracks what it gets as an argument, but nothing inside a tuple."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the results of a plan. found: entry, addresses and tensors of the call, as
+        `plans.run` takes them. differentiable: the first of these tensors once more, q, k, v and
+        the sink: autograd tracks what it gets as an argument, but nothing inside a tuple."""
         entry, addresses, tensors = found
         tensors = (*differentiable, *tensors[len(differentiable) :])
-        out, lse = plans.run(entry, tensors, addresses)
-        save(ctx, ForwardTensors(*tensors[:-1]), entry.values, (out, lse))
-        return out, lse
+        results = plans.run(entry, tensors, addresses)
+        save(ctx, ForwardTensors(*tensors[:-1]), entry.values, results)
+        return results
 
     @staticmethod
     def backward(
-        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None
     ) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:5]
         return None, *gradients_of(ctx, needed, dout, dlse)
@@ -282,27 +273,3 @@ class _Attention(torch.autograd.Function):
 
 #: `_Attention.apply` without what it does for torch.func, which such calls are none of.
 attend: Any = super(torch.autograd.Function, _Attention).apply
-
-
-class _AttentionAndMaxima(torch.autograd.Function):
-    """`_Attention` of calls with return_max_logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, found: tuple[plans.Entry, list[int], Sequence[Any]], *differentiable: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        entry, addresses, tensors = found
-        tensors = (*differentiable, *tensors[len(differentiable) :])
-        out, lse, max_logits = plans.run(entry, tensors, addresses)
-        save(ctx, ForwardTensors(*tensors[:-1]), entry.values, (out, lse))
-        ctx.mark_non_differentiable(max_logits)
-        return out, lse, max_logits
-
-    @staticmethod
-    def backward(
-        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None
-    ) -> tuple[torch.Tensor | None, ...]:
-        return _Attention.backward(ctx, dout, dlse)
-
-
-attend_for_maxima: Any = _AttentionAndMaxima.apply

@@ -16,12 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .call.operator_arguments import (
-    BackwardTensors,
-    BackwardValues,
-    ForwardTensors,
-    ForwardValues,
-)
+from .call.operator_arguments import ForwardTensors, backward_arguments, forward_arguments
 from .call.options import UNBOUNDED
 from .call.process import without_modes
 from .kernels.backward.ds_tiles import count_blocks
@@ -36,8 +31,7 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def _forward_flops(*given: Any, out_val: Any = None, **_: Any) -> int:
-    count = len(ForwardTensors._fields)
-    tensors, values = ForwardTensors(*given[:count]), ForwardValues(*given[count:])
+    tensors, values = forward_arguments(given)
     return 2 * _OF_PAIR * _pairs(tensors, values, tensors.mask_steps, tensors.mask_bits)
 
 
@@ -46,8 +40,7 @@ def _forward_out_flops(_out: Any, *given: Any, **options: Any) -> int:
 
 
 def _backward_flops(*given: Any, out_val: Any = None, **_options: Any) -> int:
-    count = len(BackwardTensors._fields)
-    tensors, values = BackwardTensors(*given[:count]), BackwardValues(*given[count:])
+    tensors, values = backward_arguments(given)
     needs_dq, needs_dkdv, _ = map(int, values.wanted)
     gemms = 2 * (needs_dq or needs_dkdv) + needs_dq + 2 * needs_dkdv
     blocks = tensors.mask_blocks

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from . import plans
-from .autograd import attend, attend_for_maxima, check_differentiable, listed_tiles_of
+from .autograd import attend, check_differentiable, listed_tiles_of
 from .call import process
 from .call.autocast import autocast, is_autocasting
-from .call.checks import (
-    are_differentiated,
-    bounds_of,
-    check_kinds,
-    check_lists,
-    check_mask_of,
-    check_mask_options,
-)
+from .call.checks import are_differentiated, check_kinds, check_lists, check_mask_of
 from .call.descales import refuse_gradients
-from .call.division import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
-from .call.forward_problem import config_names, longest_of, tiles_for_masks
+from .call.forward_problem import LONGEST, Call, bounded, checked, tiles_for_masks
 from .call.memory import check_out, check_writable, check_writable_again
-from .call.operator_arguments import OTHERS, ForwardTensors, ForwardValues
-from .call.options import NO_WINDOW, Options, backward_use_clc
+from .call.operator_arguments import OTHERS, ForwardTensors
+from .call.options import BY_RULE, NO_WINDOW
 from .call.packed_ds import BackwardMetadata, check_metadata
 from .call.part_lists import marked
 from .call.process import (
@@ -42,16 +34,11 @@ from .gpus.family import architecture_of
 from .kernels.kernel_set import kernels_of
 from .kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.problem_class import DESCALES
-from .kernels.rows.sequences import DS_BEGINS, PART_LIST, TREE_WORDS
+from .kernels.rows.sequences import DS_BEGINS, TREE_WORDS
 from .mask_mods import MaskMod
 from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask
-from .operators import (
-    OUT,
-    forward,
-    forward_max_logits,
-    forward_out,
-)
+from .operators import OUT, forward, forward_max_logits, forward_out
 from .packed_row import packed_row
 from .run.forward import plan_call
 from .score_mods import ScoreMod, read_by
@@ -153,7 +140,7 @@ def flash_attn_func(
     if not (tree_mask is score_mod is k_descale is v_descale is None):
         read, key = read_options(tree_mask, score_mod, k_descale, v_descale)
         others = {**others, **read}
-    given = (  # fields of `Given`
+    arguments = (  # fields of `Call`
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant, None,
         None, config, backward_config, key, key_of_mask, listed_tiles,
     )  # fmt: skip
@@ -161,10 +148,7 @@ def flash_attn_func(
     if others:
         tensors = (*ForwardTensors(q, k, v, learnable_sink, **others), out)
     form = learnable_sink is None, *others
-    if return_max_logits:
-        return _attend_for_maxima(tensors, given, form, return_lse)
-    out, lse = _attend(tensors, given, form, return_lse)
-    return (out, lse) if return_lse else out
+    return _attend(tensors, arguments, form, return_lse, return_max_logits)
 
 
 def flash_attn_varlen_func(
@@ -258,7 +242,7 @@ def flash_attn_varlen_func(
         if out is not None:
             check_out(out, q)
         row = packed_row((q, k, v), (cu_seqlens_q, cu_seqlens_k), apart, functions)
-        found, lse, *max_logits = flash_attn_func(
+        result, lse, *max_logits = flash_attn_func(
             row.q, row.k, row.v, softmax_scale=softmax_scale, causal=causal,
             window_size=window_size, learnable_sink=learnable_sink, softcap=softcap,
             return_lse=True, num_splits=num_splits, batch_invariant=batch_invariant,
@@ -267,7 +251,7 @@ def flash_attn_varlen_func(
             k_descale=k_descale, v_descale=v_descale, score_mod=row.score_mod,
             mask_mod=row.mask_mod, return_max_logits=return_max_logits,
         )  # fmt: skip
-        out = found.squeeze(0) if out is None else out
+        out = result.squeeze(0) if out is None else out
         also = (lse.squeeze(0), *max_logits) if return_lse else max_logits
         return (out, *also) if also else out
     others, key, ds_tiles = NO_TENSORS, None, 0
@@ -278,88 +262,48 @@ def flash_attn_varlen_func(
         check_metadata(backward_metadata, causal, window_size, apart)
         read, ds_tiles = _read_metadata((q, k, v, learnable_sink), backward_metadata)
         others = {**others, **read}
-    given = (  # fields of `Given`
+    arguments = (  # fields of `Call`
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
         max_seqlen_q, max_seqlen_k, config, backward_config, key, None, ds_tiles,
     )  # fmt: skip
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
-    inputs, wanted = (q, k, v, learnable_sink), (out, return_lse, return_max_logits)
-    return attend_sequences(inputs, sequences, others, given, wanted)
+    inputs, results = (q, k, v, learnable_sink), (out, return_lse, return_max_logits)
+    return attend_sequences(inputs, sequences, others, arguments, results)
 
 
 def attend_sequences(
     inputs: tuple[Any, ...],
     sequences: tuple[Any, ...],
     others: dict[str, torch.Tensor],
-    given: tuple[Any, ...],
+    arguments: tuple[Any, ...],
     results: tuple[Any, bool, bool],
 ) -> Any:
-    """Results of `flash_attn_varlen_func`.
+    """Return the results of `flash_attn_varlen_func`.
 
     inputs: q, k, v, the sink. sequences: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-    page_table, scheduler_metadata. others: further tensors by name. given: fields of `Given`,
-    max_seqlen_q and max_seqlen_k as users give them. results: out, return_lse,
-    return_max_logits.
+    page_table, scheduler_metadata. others: further tensors by name. arguments: fields of `Call`.
+    results: out, return_lse, return_max_logits.
     """
     out, return_lse, return_max_logits = results
-    longest = given[_LONGEST]
+    longest = arguments[LONGEST]
     if isinstance(longest[0], torch.Tensor) or isinstance(longest[1], torch.Tensor):
-        is_fixed = asked_splits(*given[_SPLITS]) == FIXED_PARTS
-        bounds = bounds_of(longest, inputs[0], others.get(TREE_WORDS), is_fixed)
-        given = (*given[: _LONGEST.start], *bounds, *given[_LONGEST.stop :])
+        arguments = bounded(arguments, inputs[0], others.get(TREE_WORDS))
     tensors: tuple[Any, ...] = (*inputs, *sequences, *_NO_OTHERS[len(sequences) :], out)
     if others:
         tensors = (*ForwardTensors(*inputs, *sequences, **others), out)
-    form = inputs[-1] is None, *_form(sequences), *others
-    if return_max_logits:
-        return _attend_for_maxima(tensors, given, form, return_lse)
-    out, lse = _attend(tensors, given, form, return_lse)
-    return (out, lse) if return_lse else out
+    offsets_q, offsets_k, *_, metadata = sequences
+    # What the scheduler metadata is for. In graphs tensors have no marks.
+    mark = None if metadata is None or is_intercepted() else marked(metadata)
+    is_missing = [tensor is None for tensor in sequences]
+    form = inputs[-1] is None, *is_missing, offsets_k is offsets_q, mark, *others
+    return _attend(tensors, arguments, form, return_lse, return_max_logits)
 
 
 #: Tensors by name, of calls that have none.
 NO_TENSORS: dict[str, torch.Tensor] = {}
 #: Fields of `ForwardTensors` behind the sink, of calls that have none of these.
 _NO_OTHERS = (None,) * len(OTHERS)
-#: Fields that say whether queries are packed, and whether there are scales.
-_CU_SEQLENS_Q, _K_DESCALE = map(ForwardTensors._fields.index, ("cu_seqlens_q", DESCALES[0]))
-
-
-class Given(NamedTuple):
-    """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one.
-
-    listed_tiles: as of `BackwardProblem`. Calls make a plain tuple in this order, in half the time
-    that a named one takes; `_resolve` names its fields.
-    """
-
-    softmax_scale: Any
-    causal: Any
-    window_size: Any
-    softcap: Any
-    use_clc: Any
-    num_splits: Any
-    batch_invariant: Any
-    max_seqlen_q: Any
-    max_seqlen_k: Any
-    config: Any
-    backward_config: Any
-    score_mod: str | None
-    mask_mod: str | None
-    listed_tiles: int
-
-
-_WINDOW_SIZE, _AT_SPLITS = map(Given._fields.index, ("window_size", "num_splits"))
-#: num_splits and batch_invariant; max_seqlen_q and max_seqlen_k.
-_SPLITS, _LONGEST = slice(_AT_SPLITS, _AT_SPLITS + 2), slice(_AT_SPLITS + 2, _AT_SPLITS + 4)
-
-
-def _form(sequences: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the tensors that are present, whether cu_seqlens_k is cu_seqlens_q, and what the
-    scheduler metadata, the last of them, is known to be for."""
-    offsets_q, offsets_k, *_, metadata = sequences
-    # In graphs tensors have no marks.
-    mark = None if metadata is None or is_intercepted() else marked(metadata)
-    return (*[tensor is None for tensor in sequences], offsets_k is offsets_q, mark)
+_K_DESCALE = ForwardTensors._fields.index(DESCALES[0])
 
 
 def _read_masks(
@@ -424,46 +368,62 @@ def _halves(device: torch.device) -> int:
 
 
 def _attend(
-    tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...], wants_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a call, all of whose arguments are as users give them; without wants_lse
-    lse may hold anything.
+    tensors: Sequence[Any],
+    arguments: tuple[Any, ...],
+    form: tuple[Any, ...],
+    return_lse: bool,
+    return_max_logits: bool,
+) -> Any:
+    """Return the results of a public function, all of whose arguments are as users give them.
 
-    Nothing is checked here but gradients: `plans.find` has the arguments of a first call checked by
-    `_checked`, and those of a call like one before were checked then. tensors: fields of
-    `ForwardTensors`, then out, to which the first result is written; given: fields of `Given`;
-    form: which tensors are given, and which are the same one.
+    Nothing is checked here but gradients and out: `plans.find` has the arguments of a first call
+    checked (`checked`), and those of a call like one before were checked then. tensors: fields of
+    `ForwardTensors`, then out, to which the first result is written. arguments: fields of `Call`.
+    form: as of `plans.facts_of`.
     """
     out = tensors[-1]
     if tensors[_K_DESCALE] is not None or out is not None:
-        _refuse_gradients(tensors)
-    found = None
+        _check_out_and_gradients(tensors, return_max_logits)
+    found, kind = None, _MAXIMA if return_max_logits else _FORWARD
     if not is_intercepted():
-        found = plans.find((_FORWARD, *plans.facts_of(given, given[_WINDOW_SIZE], form)), tensors)
+        found = plans.find((kind, *plans.facts_of(arguments, form)), tensors)
     if found is None:
-        return _through_dispatcher(tensors, given)
-    entry, addresses = found
-    if out is not None:
-        # Neither modes nor addresses are in a key, so each call checks them.
-        check = check_writable if entry.execution is None else check_writable_again
-        check(out, tensors[:-1])
-        return plans.run(entry, tensors, addresses)
-    q, k, v, sink = tensors[:4]
-    # Plain tensors, or none would have been found. Written out: `any` takes three times as long.
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sink is not None and sink.requires_grad)
-    ):
-        check_differentiable(ForwardTensors(*tensors[:-1]))
-        return attend((entry, addresses, tensors), q, k, v, sink)
-    return plans.run(entry, tensors, addresses, not wants_lse)
+        results = _through_dispatcher(tensors, arguments, return_max_logits)
+    else:
+        entry, addresses = found
+        q, k, v, sink = tensors[:4]
+        if out is not None:
+            # Neither modes nor addresses are in a key, so each call checks them.
+            check = check_writable if entry.execution is None else check_writable_again
+            check(out, tensors[:-1])
+            results = plans.run(entry, tensors, addresses)
+        # Plain tensors, or none would have been found. Written out: `any` takes three times as
+        # long.
+        elif torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sink is not None and sink.requires_grad)
+        ):
+            check_differentiable(ForwardTensors(*tensors[:-1]))
+            results = attend((entry, addresses, tensors), q, k, v, sink)
+        else:
+            only_first = not (return_lse or return_max_logits)
+            results = plans.run(entry, tensors, addresses, only_first)
+    if return_max_logits:
+        return results if return_lse else results[::2]
+    return results if return_lse else results[0]
 
 
-def _refuse_gradients(tensors: Sequence[Any]) -> None:
-    """Raise NotImplementedError for gradients of descales, and of calls with out."""
+def _check_out_and_gradients(tensors: Sequence[Any], return_max_logits: bool) -> None:
+    """Raise NotImplementedError for gradients of descales, and of calls with out; ValueError for
+    out beside return_max_logits."""
     *inputs, out = tensors
+    if out is not None and return_max_logits:
+        raise ValueError(
+            "out is given with return_max_logits=True; accepted: a call without out=, whose result "
+            "is a new tensor"
+        )
     refuse_gradients(*inputs[_K_DESCALE : _K_DESCALE + len(DESCALES)])
     if out is not None and are_differentiated((*inputs[:4], out)):
         raise NotImplementedError(
@@ -472,112 +432,35 @@ def _refuse_gradients(tensors: Sequence[Any]) -> None:
         )
 
 
-def _attend_for_maxima(
-    tensors: Sequence[Any], given: tuple[Any, ...], form: tuple[Any, ...], return_lse: bool
-) -> tuple[torch.Tensor, ...]:
-    """Return (out, max_logits), or (out, lse, max_logits); arguments as for `_attend`.
-
-    Raises ValueError for an out.
-    """
-    *inputs, out = tensors
-    if out is not None:
-        raise ValueError(
-            "out is given with return_max_logits=True; accepted: a call without out=, whose result "
-            "is a new tensor"
-        )
-    _refuse_gradients(tensors)
-    found = None
-    if not is_intercepted():
-        found = plans.find((_MAXIMA, *plans.facts_of(given, given[_WINDOW_SIZE], form)), tensors)
-    if found is None:
-        refuse_tangents(inputs)
-        values, batched = _resolve(inputs, given), ForwardTensors(*inputs).with_batches()
-        out, lse, max_logits = forward_max_logits(*batched, *values)
-        out, lse = _without_batch(inputs, out, lse)
-    elif are_differentiated(tensors[:4]):
-        check_differentiable(ForwardTensors(*inputs))
-        out, lse, max_logits = attend_for_maxima((*found, tensors), *tensors[:4])
-    else:
-        out, lse, max_logits = plans.run(found[0], tensors, found[1])
-    return (out, lse, max_logits) if return_lse else (out, max_logits)
-
-
 def _through_dispatcher(
-    tensors: Sequence[Any], given: tuple[Any, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `_attend` does, by way of PyTorch's dispatcher: the operator's body finds or
-    makes the plan. Raises as `refuse_tangents` and `_resolve`."""
+    tensors: Sequence[Any], arguments: tuple[Any, ...], return_max_logits: bool
+) -> tuple[torch.Tensor, ...]:
+    """Return (out, lse), with return_max_logits also max_logits, by way of PyTorch's dispatcher:
+    the operator's body finds or makes the plan. Raises as `refuse_tangents` and `Call.values`."""
     *inputs, out = tensors
     refuse_tangents(tensors)
-    values, named = _resolve(inputs, given), ForwardTensors(*inputs)
+    named = ForwardTensors(*inputs)
+    values, is_packed = Call(*arguments).values(named), named.cu_seqlens_q is not None
     if out is not None:
         check_out(out, named.q)
-        rows = out if named.cu_seqlens_q is None else out.unsqueeze(0)
-        lse = forward_out(rows, *named.with_batches(), *values)
-        return out, lse if named.cu_seqlens_q is None else lse.squeeze(0)
     batched = named.with_batches()
-    if is_transformed():
-        return _without_batch(inputs, *attend_under_transforms(batched, values))
-    return _without_batch(inputs, *forward(*batched, *values))
-
-
-def _without_batch(
-    tensors: Sequence[Any], out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results for packed queries lose the batch of 1."""
-    if tensors[_CU_SEQLENS_Q] is None:
-        return out, lse
-    return out.squeeze(0), lse.squeeze(0)
-
-
-def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
-    """Return the operator's arguments that are no tensors; facts: those of `Given` first.
-
-    Checks what the operator's schema, which takes plain values alone, cannot carry; shapes, dtypes
-    and ranges are checked with the tensors (`Problem.describe`).
-    """
-    given, inputs = Given(*facts[: len(Given._fields)]), ForwardTensors(*tensors)
-    num_splits = asked_splits(given.num_splits, given.batch_invariant)
-    options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
-    ragged = inputs.others()
-    named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
-    check_kinds(named, ragged, num_splits)
-    longest = longest_of(ragged, given.max_seqlen_q, given.max_seqlen_k)
-    if num_splits == FIXED_PARTS and "cu_seqlens_k" in ragged and longest[1] is None:
-        raise ValueError(
-            "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an int, "
-            "the same for all batches, since KV splits follow it"
-        )
-    if PART_LIST in ragged:
-        check_beside_list(num_splits)
-    masked = MASK_STEPS in ragged
-    if masked:
-        check_mask_options(options.window, num_splits)
-    q, *_ = inputs.with_batches()
-    names = config_names(q, given.config, given.backward_config)
-    offsets = ragged.get("cu_seqlens_q")
-    # Packed queries have a batch of 1.
-    rows = 1 if offsets is None else q.shape[1]
-    options = options.scheduled(given.use_clc, rows, offsets, longest[0], masked)
-    return ForwardValues(
-        options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
-        *names, num_splits, backward_use_clc(given.use_clc), given.score_mod, given.mask_mod,
-        given.listed_tiles,
-    )  # fmt: skip
-
-
-def _checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
-    """Check a first call of users and return its values: the `Kind.resolve` of both kinds below.
-    tensors: out behind the others."""
-    *inputs, out = tensors
-    values = _resolve(inputs, facts)
     if out is not None:
-        check_out(out, inputs[0])
-    return values
+        lse = forward_out(out.unsqueeze(0) if is_packed else out, *batched, *values)
+        return out, lse.squeeze(0) if is_packed else lse
+    if return_max_logits:
+        results = forward_max_logits(*batched, *values)
+    elif is_transformed():
+        results = attend_under_transforms(batched, values)
+    else:
+        results = forward(*batched, *values)
+    result, lse, *max_logits = results
+    if is_packed:
+        result, lse = result.squeeze(0), lse.squeeze(0)
+    return result, lse, *max_logits
 
 
 #: Kinds of eager calls; `operators` has those of the same operators' bodies.
-_FORWARD = plans.Kind("forward", _checked, partial(plan_call, has_batch=False), (OUT,))
+_FORWARD = plans.Kind("forward", checked, partial(plan_call, has_batch=False), (OUT,))
 _MAXIMA = plans.Kind(
-    "forward_max_logits", _checked, partial(plan_call, has_batch=False, max_logits=True)
+    "forward_max_logits", checked, partial(plan_call, has_batch=False, max_logits=True)
 )

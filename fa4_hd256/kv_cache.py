@@ -21,28 +21,21 @@ from . import environment, plans
 from .call import cache_checks, checks, memory
 from .call.autocast import autocast, is_autocasting
 from .call.descales import descale_of
-from .call.division import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list, check_num_splits
-from .call.forward_problem import ForwardCall, check_call, config_names, longest_of
-from .call.function_tensors import functions_of_keys
+from .call.forward_problem import Call, bounded, check_operator
 from .call.new_rows import NewRows
-from .call.operator_arguments import ForwardTensors, with_batch
-from .call.options import NO_WINDOW, Options
+from .call.operator_arguments import ForwardTensors
+from .call.options import BY_RULE, NO_WINDOW, Options
 from .call.part_lists import marked
 from .call.process import is_intercepted, refuse_tangents
 from .call.tree_mask import tree_words
-from .interface import (
-    NO_TENSORS,
-    Given,
-    attend_sequences,
-    read_options,
-)
+from .interface import NO_TENSORS, attend_sequences, read_options
 from .kernels.functions.score_change import SCORE_MOD
 from .kernels.problem_class import DESCALES
 from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
 from .operators import append_rows
 from .run.append import add_append
 from .run.append_arguments import AppendOptions, AppendTensors
-from .run.forward import ForwardWork, add_forward
+from .run.forward import ForwardWork, add_forward, work_of
 from .run.plan import LaunchPlan, PlanBuilder
 from .score_mods import ScoreMod
 
@@ -160,7 +153,7 @@ def flash_attn_with_kvcache(
     others, key = NO_TENSORS, None
     if not (words is score_mod is k_descale is v_descale is None):
         others, key = read_options(words, score_mod, k_descale, v_descale)
-    asked = Given(
+    asked = Call(
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
         max_seqlen_q, max_seqlen_k, config, None, key, None, 0,
     )  # fmt: skip
@@ -274,7 +267,7 @@ class _Places(NamedTuple):
                 cache_checks.check_lengths(found, self.capacity)
             places = places._replace(lengths=found)
         if self.read_back and places.leftpad is not None:
-            cache_checks.check_before(places.leftpad, places.lengths, self.capacity)
+            checks.check_leftpad(places.leftpad, places.lengths, self.capacity)
         return places
 
     def _of_entries(self) -> _Places:
@@ -314,7 +307,7 @@ class _RequestedAttention(NamedTuple):
 
     sink: Any
     others: dict[str, torch.Tensor]
-    asked: Given
+    asked: Call
     out: Any
 
     def of(self, places: _Places, return_lse: bool) -> Any:
@@ -331,51 +324,27 @@ class _RequestedAttention(NamedTuple):
 
     def bounded(self, q: torch.Tensor) -> _RequestedAttention:
         """Return it with numbers for max_seqlen_q and max_seqlen_k."""
-        asked = self.asked
-        given = asked.max_seqlen_q, asked.max_seqlen_k
-        if not isinstance(given[0], torch.Tensor) and not isinstance(given[1], torch.Tensor):
+        longest = self.asked.max_seqlen_q, self.asked.max_seqlen_k
+        if not isinstance(longest[0], torch.Tensor) and not isinstance(longest[1], torch.Tensor):
             return self
-        is_fixed = asked_splits(asked.num_splits, asked.batch_invariant) == FIXED_PARTS
-        found = checks.bounds_of(given, q, self.others.get(TREE_WORDS), is_fixed)
-        return self._replace(asked=asked._replace(max_seqlen_q=found[0], max_seqlen_k=found[1]))
+        return self._replace(asked=Call(*bounded(self.asked, q, self.others.get(TREE_WORDS))))
 
     def described(self, places: _Places, read: Iterable[Any]) -> tuple[str, ForwardWork | None]:
         """Describe the attention, which raises all that it refuses before anything is written.
         Return (whose scales keys and values have, the described attention, None in graphs).
 
         read: tensors that the call reads beside q, the caches and those of this attention."""
-        asked, sink, q = self.asked, self.sink, places.q
-        splits = asked_splits(asked.num_splits, asked.batch_invariant)
-        ragged = (
-            {
-                name: tensor
-                for name, tensor in zip(_SEQUENCES, places.sequences, strict=True)
-                if tensor is not None
-            }
-            | places.in_cache
-            | self.others
-        )
-        checks.check_kinds({"learnable_sink": sink}, ragged, splits)
-        check_num_splits(splits)
-        if PART_LIST in ragged:
-            check_beside_list(splits)
-        options = Options.check(asked.softmax_scale, asked.causal, asked.window_size, asked.softcap)
-        own, _ = functions_of_keys((asked.score_mod, None), ragged, q)
-        options = replace(options, score_mod=own)
-        self._check_out(places, (*read, sink, *ragged.values()))
-        longest = longest_of(ragged, asked.max_seqlen_q, asked.max_seqlen_k)
-        if places.cu_seqlens_q is not None:
-            q = with_batch("q", q)
-        config_names(q, asked.config, None)
-        rows = 1 if places.cu_seqlens_q is None else q.shape[1]
-        options = options.scheduled(asked.use_clc, rows, places.cu_seqlens_q, longest[0])
+        inputs = places.q, places.k_cache, places.v_cache, self.sink, *places.sequences
+        tensors = ForwardTensors(*inputs, **{**places.in_cache, **self.others})
+        values, ragged = self.asked.values(tensors), tensors.others()
+        self._check_out(places, (*read, self.sink, *ragged.values()))
+        batched = tensors.with_batches()
         if is_intercepted():
-            check_call(q, places.k_cache, places.v_cache, sink, ragged)
+            check_operator(batched, values)
             paged = places.page_table is not None
             return descale_of(ragged, places.k_cache, places.batch, paged), None
-        call = ForwardCall(q, places.k_cache, places.v_cache, sink, ragged)
-        problem = call.describe(options, *longest, asked.config)
-        return problem.descale, ForwardWork(call, problem, splits, asked.config)
+        work = work_of(batched, values)
+        return work.problem.descale, work
 
     def _check_out(self, places: _Places, read: tuple[Any, ...]) -> None:
         """read: tensors that the attention reads beside q and the caches."""
@@ -385,10 +354,6 @@ class _RequestedAttention(NamedTuple):
         if not is_intercepted():
             inputs = places.q, places.k_cache, places.v_cache, *read
             memory.check_writable(self.out, inputs)
-
-
-#: Names of `_Places.sequences`.
-_SEQUENCES = ForwardTensors._fields[4:10]
 
 
 class _NewRows(NamedTuple):
@@ -426,7 +391,7 @@ class _NewRows(NamedTuple):
             mark = None if metadata is None else marked(metadata)
             form = (mark, self.interleaved, bytes([tensor is None for tensor in tensors]))
             asked = attention.asked
-            found = plans.find((_CACHE, *plans.facts_of(asked, asked.window_size, form)), tensors)
+            found = plans.find((_CACHE, *plans.facts_of(asked, form)), tensors)
             if found is not None:
                 if found[0].execution is not None:
                     # Addresses and modes are no part of a key.
@@ -557,7 +522,7 @@ def _append_tensors(tensors: Sequence[Any]) -> AppendTensors:
 
 
 def _resolved(
-    tensors: Sequence[Any], asked: Given, interleaved: Any
+    tensors: Sequence[Any], asked: Call, interleaved: Any
 ) -> tuple[AppendOptions, ForwardWork | None]:
     """Return (options of the kernel that writes rows, the described attention, None in graphs).
     tensors: by `_tensors_of`.
@@ -613,7 +578,7 @@ def _check_memory(tensors: Sequence[Any]) -> None:
     cache_checks.check_written(caches, read)
 
 
-def _plan(tensors: Sequence[Any], values: tuple[Given, Any]) -> LaunchPlan:
+def _plan(tensors: Sequence[Any], values: tuple[Call, Any]) -> LaunchPlan:
     """Return the plan of new rows and of the attention behind them, whose results are (out, lse).
     values: arguments of the attention, and rotary_interleaved. Raises as `_resolved` does."""
     options, work = _resolved(tensors, *values)
@@ -626,20 +591,20 @@ def _plan(tensors: Sequence[Any], values: tuple[Given, Any]) -> LaunchPlan:
     if _READ_PAGES in views:
         views["page_table"] = views[_READ_PAGES]
     queries = views["q"] if rotated is None else rotated
-    has_batch = queries.ndim == work.call.q.ndim
+    has_batch = queries.ndim == work.tensors.q.ndim
     views["q"] = queries if has_batch else queries.unsqueeze(0)
     if "out" in views and not has_batch:
         views["out"] = views["out"].unsqueeze(0)
     return builder.plan(*add_forward(builder, work, views, has_batch))
 
 
-def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> tuple[Given, Any]:
+def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> tuple[Call, Any]:
     """Return the arguments of the attention and rotary_interleaved, without a check: `_plan` has
-    all. facts: fields of `Given`, what `plans.facts_of` adds, then the form of `write_and_attend`:
+    all. facts: fields of `Call`, what `plans.facts_of` adds, then the form of `write_and_attend`:
     a mark, rotary_interleaved, which tensors are given."""
-    added = len(Given._fields)
+    added = len(Call._fields)
     _mark, interleaved, _given = facts[added + _ADDED :]
-    return Given(*facts[:added]), interleaved
+    return Call(*facts[:added]), interleaved
 
 
 #: How many facts `plans.facts_of` adds behind those given.

@@ -11,11 +11,14 @@ import torch
 from . import plans
 from .autograd import gradients, save_for_backward
 from .call.autocast import autocast
-from .call.division import check_num_splits
-from .call.forward_problem import check_call
-from .call.function_tensors import functions_of_keys
+from .call.forward_problem import check_operator
 from .call.memory import check_writable
-from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
+from .call.operator_arguments import (
+    ForwardTensors,
+    ForwardValues,
+    forward_arguments,
+    schema_of,
+)
 from .package_name import NAMESPACE
 from .private_torch import DispatchKey, excluding
 from .run.append import plan_append
@@ -33,19 +36,13 @@ __all__ = [
 _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
 
 
-def _named(given: tuple[Any, ...]) -> tuple[ForwardTensors, ForwardValues]:
-    """An operator's arguments."""
-    count = len(ForwardTensors._fields)
-    return ForwardTensors(*given[:count]), ForwardValues(*given[count:])
-
-
 @torch.library.custom_op(
     f"{NAMESPACE}::forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
 )
 def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
     sequences with a batch of 1."""
-    tensors, values = _named(given)
+    tensors, values = forward_arguments(given)
     out, lse = plans.within(_FORWARD, (*tensors, None), values)
     return out, lse
 
@@ -65,12 +62,9 @@ _APPEND = plans.Kind(
 
 @forward.register_fake
 def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors, values = _named(given)
-    q, k, v, sink, *_ = tensors
-    ragged = tensors.others()
-    check_call(q, k, v, sink, ragged)
-    functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
-    check_num_splits(values.num_splits)
+    tensors, values = forward_arguments(given)
+    check_operator(tensors, values)
+    q = tensors.q
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
@@ -86,7 +80,7 @@ forward.register_autograd(gradients, setup_context=save_for_backward)
 def forward_max_logits(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (out, lse, max_logits) for the arguments of `forward`; max_logits: (heads,) float32,
     without a gradient."""
-    tensors, values = _named(given)
+    tensors, values = forward_arguments(given)
     out, lse, max_logits = plans.within(_MAXIMA, (*tensors, None), values)
     return out, lse, max_logits
 
@@ -97,17 +91,7 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return out, lse, lse.new_empty(lse.shape[1])
 
 
-def _save_beside_maxima(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]
-) -> None:
-    out, lse, max_logits = output
-    save_for_backward(ctx, inputs, (out, lse))
-    ctx.mark_non_differentiable(max_logits)
-
-
-forward_max_logits.register_autograd(
-    lambda ctx, dout, dlse, _: gradients(ctx, dout, dlse), setup_context=_save_beside_maxima
-)
+forward_max_logits.register_autograd(gradients, setup_context=save_for_backward)
 
 
 @torch.library.custom_op(
@@ -118,7 +102,7 @@ forward_max_logits.register_autograd(
 def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
     """Return the lse of `forward` with these arguments, whose result goes to out, 4-D."""
     check_writable(out, given)
-    inputs, values = _named(given)
+    inputs, values = forward_arguments(given)
     _, lse = plans.within(_FORWARD, (*inputs, out), values)
     return lse
 

@@ -22,9 +22,9 @@ from .call.checks import (
     check_ragged,
     count_sequences,
 )
-from .call.division import BY_RULE
 from .call.function_tensors import check_slopes
 from .call.operator_arguments import with_batch
+from .call.options import BY_RULE
 from .call.tile_mask import TileMask
 from .gpus.devices import is_captured
 from .kernels.functions.mask_function import MASK_MOD

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from . import environment
+from .call.forward_problem import Call
 from .call.memory import ALIGNMENT
 from .call.options import NO_WINDOW
 from .call.process import is_intercepted, sms_are_shared
@@ -252,14 +253,18 @@ def launched_by(call: Callable[[], Any]) -> list[LaunchPlan]:
 _watching: list[list[LaunchPlan]] = []
 
 
-def facts_of(given: tuple[Any, ...], window: Any, form: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the facts of a call behind its `Kind`: given, then what else it depends on beside
-    tensors and environment. given: arguments that are no tensors; window: window_size of these,
-    whose sides' types count; form: which tensors are given, and which are the same one."""
-    sides = None
+def facts_of(arguments: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the facts of a call behind its `Kind`: all that it depends on beside tensors and
+    environment. arguments: the fields of `Call`, by which the facts begin. form: which tensors are
+    present, and which are the same one."""
+    window, sides = arguments[_WINDOW_SIZE], None
     if window is not NO_WINDOW and isinstance(window, tuple):
+        # Of equal sides some types alone are accepted.
         sides = tuple(map(type, window))
-    return (*given, sides, sms_are_shared(), *form)
+    return (*arguments, sides, sms_are_shared(), *form)
+
+
+_WINDOW_SIZE = Call._fields.index("window_size")
 
 
 def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | None:

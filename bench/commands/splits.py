@@ -31,7 +31,7 @@ from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.call.chunks import visible_keys
-from fa4_hd256.call.division import LARGEST
+from fa4_hd256.call.options import MOST_SPLITS
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.launch import gpu_of as device_gpu
@@ -128,7 +128,7 @@ def _tried(case: Case, gpu: Gpu) -> list[int]:
     """Numbers of parts: all, but of calls of many tiles those of the table alone."""
     problem = forward_problem(case, architecture_on(gpu))
     most = 4 * gpu.clusters(problem.tiles.cluster) // problem.num_tiles
-    return [n for n in range(1, LARGEST + 1) if n <= most or n in NUMBERS]
+    return [n for n in range(1, MOST_SPLITS + 1) if n <= most or n in NUMBERS]
 
 
 def _of_kernel(case: Case, gpu: Gpu, seconds: np.ndarray) -> dict[str, Any]:

@@ -253,8 +253,8 @@ def unkept() -> Iterator[None]:
 LONG_WAY = {
     "validation": (
         "fa4_hd256.call.forward_problem:Problem.describe",
-        "fa4_hd256.call.backward_problem:BackwardCall.describe",
-        "fa4_hd256.interface:check_kinds",
+        "fa4_hd256.call.backward_problem:BackwardProblem.describe",
+        "fa4_hd256.call.forward_problem:Call.values",
         "fa4_hd256.kv_cache:_resolved",
     ),
     "plan": (

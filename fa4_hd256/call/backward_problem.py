@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
 from ..gpus.devices import Gpu
 from ..kernels.backward.ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
 from ..kernels.functions.score_change import ScoreOrigin
 from ..kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
+from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import GradientClass, PreprocessClass
 from ..kernels.rows.sequences import DS_BEGINS
 from .checks import check_gradients
-from .forward_problem import ForwardCall, Problem, is_masked
+from .forward_problem import Problem, is_masked
 from .memory import without_expanded_heads
+from .operator_arguments import BackwardTensors
 from .options import Options
 
 __all__ = [
-    "BackwardCall",
     "BackwardProblem",
     "choose_head_parts",
     "count_key_tiles",
@@ -53,6 +52,38 @@ class BackwardProblem:
     adds: bool = False
     origin: ScoreOrigin = ScoreOrigin()
     listed_tiles: int = 0
+
+    @classmethod
+    def describe(
+        cls,
+        tensors: BackwardTensors,
+        options: Options,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> BackwardProblem:
+        """Validate a call. tensors: packed sequences with a batch of 1. Raises as
+        `Problem.describe` and `check_gradients` do, and NotImplementedError for an architecture
+        that has no backward."""
+        q, ragged = tensors.q, tensors.others()
+        k, v = without_expanded_heads(tensors.k, tensors.v)
+        forward = Problem.describe(
+            (q, k, v), options, tensors.sink, ragged, max_seqlen_q, max_seqlen_k
+        )
+        # A user's bounds, of the keys above all, may be any number; grids follow them.
+        forward = replace(
+            forward,
+            max_seqlen_q=min(forward.max_seqlen_q, max(1, q.shape[1])),
+            max_seqlen_k=min(forward.max_seqlen_k, max(1, k.shape[1])),
+            # The last of all names.
+            ragged=(*forward.ragged, *[DS_BEGINS] * (DS_BEGINS in ragged)),
+        )
+        named = {name: getattr(tensors, name) for name in ("out", "dout", "lse", "dlse")}
+        check_gradients(named, q, forward.lse_shape)
+        forward.kernels.backward_set()
+        # One head that was expanded: each of its copies has its own gradient, which is the part of
+        # the query heads that read it.
+        copies = tensors.k.shape[2] // k.shape[2]
+        return cls(forward, tuple(k.shape), tensors.dlse is not None, copies, copies)
 
     @property
     def preprocess_class(self) -> PreprocessClass:
@@ -137,7 +168,7 @@ class BackwardProblem:
         is known of the kernels that make dK and dV, None for the architecture's."""
         if self.copies > 1:
             return self.copies
-        forward, reach = self.forward, self.forward.options.reach
+        forward, reach = self.forward, Reach.of(self.forward.options.window)
         left, right = reach.window
         own = self.kernels.stored_keys if self.keeps_ds else self.kernels.recomputed_keys
         kernel = kernel or own
@@ -167,60 +198,6 @@ class BackwardProblem:
     def has_no_keys(self) -> bool:
         """Return True if dQ is 0, and dK and dV are empty."""
         return self.k_shape[1] == 0
-
-
-@dataclass(frozen=True)
-class BackwardCall:
-    """The tensors of a backward call, as the user has them.
-
-    q, out, dout: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); lse,
-    dlse: (batch, heads_q, seqlen_q) float32, dlse None for zero; sink: (heads_q,) or None; packed
-    sequences have a batch of 1. ragged: as of `BackwardTensors.others`.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dout: torch.Tensor
-    dlse: torch.Tensor | None
-    sink: torch.Tensor | None
-    ragged: dict[str, torch.Tensor]
-
-    def describe(
-        self, options: Options, max_seqlen_q: int | None, max_seqlen_k: int | None
-    ) -> BackwardProblem:
-        """Validate the call; raises as `Problem.describe` and `check_gradients` do, and
-        NotImplementedError for an architecture that has no backward."""
-        forward = ForwardCall(self.q, self.k, self.v, self.sink, self.ragged).describe(
-            options, max_seqlen_q, max_seqlen_k
-        )
-        forward = self._bounded(forward)
-        if DS_BEGINS in self.ragged:
-            # The last of all names.
-            forward = replace(forward, ragged=(*forward.ragged, DS_BEGINS))
-        check_gradients(
-            {"out": self.out, "dout": self.dout, "lse": self.lse, "dlse": self.dlse},
-            self.q,
-            forward.lse_shape,
-        )
-        forward.kernels.backward_set()
-        k, _ = without_expanded_heads(self.k, self.v)
-        # One head that was expanded: each of its copies has its own gradient, which is the part of
-        # the query heads that read it.
-        copies = self.k.shape[2] // k.shape[2]
-        return BackwardProblem(forward, tuple(k.shape), self.dlse is not None, copies, copies)
-
-    def _bounded(self, forward: Problem) -> Problem:
-        """Return the problem with bounds of lengths, which grids follow, of no more rows than there
-        are: a user's, of the keys above all, may be any number."""
-        rows = max(1, self.q.shape[1]), max(1, self.k.shape[1])
-        return replace(
-            forward,
-            max_seqlen_q=min(forward.max_seqlen_q, rows[0]),
-            max_seqlen_k=min(forward.max_seqlen_k, rows[1]),
-        )
 
 
 def count_key_tiles(problem: Problem, k_shape: tuple[int, ...], keys: int) -> int:

@@ -100,16 +100,6 @@ def _beyond(given: int | torch.SymInt | list[int], capacity: int, of: str) -> Va
     return ValueError(f"cache_seqlens is {given}; accepted: 0 to {capacity}, {of}")
 
 
-def check_before(leftpad: torch.Tensor, lengths: torch.Tensor | None, capacity: int) -> None:
-    """Raise ValueError unless the rows before the first one are rows in use. lengths: None for all,
-    `capacity`. Waits for the device."""
-    used = torch.full_like(leftpad, capacity) if lengths is None else lengths
-    if ((leftpad < 0) | (leftpad > used)).any():
-        raise ValueError(
-            f"cache_leftpad is {leftpad.tolist()}; accepted: 0 to {used.tolist()}, the rows in use"
-        )
-
-
 def check_int32(name: str, tensor: Any) -> None:
     """Raise TypeError for what is no int32 tensor."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:

@@ -475,20 +475,25 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
 
 def _check_places(k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
     """Raise ValueError for entries that a cache has not, and for padding beyond the rows in use."""
-    entries, before = ragged.get(CACHE_BATCH_IDX), ragged.get(CACHE_LEFTPAD)
+    entries, leftpad = ragged.get(CACHE_BATCH_IDX), ragged.get(CACHE_LEFTPAD)
     if entries is not None and ((entries < 0) | (entries >= k.shape[0])).any():
         raise ValueError(
             f"cache_batch_idx is {entries.tolist()}; accepted: 0 to {k.shape[0] - 1}, the entries "
             "of the cache"
         )
-    if before is None:
-        return
-    table = ragged.get(PAGE_TABLE)
-    rows = k.shape[1] * (1 if table is None else table.shape[1])
-    used = ragged.get("seqused_k", before.new_full(before.shape, rows))
-    if ((before < 0) | (before > used)).any():
+    if leftpad is not None:
+        table = ragged.get(PAGE_TABLE)
+        rows = k.shape[1] * (1 if table is None else table.shape[1])
+        check_leftpad(leftpad, ragged.get("seqused_k"), rows)
+
+
+def check_leftpad(leftpad: torch.Tensor, lengths: torch.Tensor | None, rows: int) -> None:
+    """Raise ValueError unless the rows before the first one are rows in use. lengths: None for all
+    rows. Waits for the device."""
+    used = torch.full_like(leftpad, rows) if lengths is None else lengths
+    if ((leftpad < 0) | (leftpad > used)).any():
         raise ValueError(
-            f"cache_leftpad is {before.tolist()}; accepted: 0 to {used.tolist()}, the rows in use"
+            f"cache_leftpad is {leftpad.tolist()}; accepted: 0 to {used.tolist()}, the rows in use"
         )
 
 

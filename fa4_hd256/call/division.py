@@ -19,26 +19,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..gpus.devices import Gpu
 from ..kernels.kernel_set import ForwardTiles
 from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
+from ..kernels.mask.windows import Reach
 from ..kernels.rows.sequences import PART_LIST
-from ..kernels.small.combine_config import MOST_PARTS
-from ..words import shown
 from .forward_problem import Problem
-from .options import plain
+from .options import BY_RULE, FIXED_PARTS, MOST_SPLITS, check_num_splits
 
 __all__ = [
-    "BY_RULE",
-    "FIXED_PARTS",
-    "LARGEST",
     "ForwardPart",
     "LastWave",
-    "asked_splits",
-    "check_beside_list",
-    "check_num_splits",
     "divide_forward",
     "divided",
     "last_wave",
@@ -50,70 +43,18 @@ __all__ = [
 
 # ---------------------------------------------------------------- KV splits
 
-#: What a caller passes who leaves the choice to `splits_for`.
-BY_RULE = 0
-#: What the operator gets in place of a number of parts for NOTE [fixed parts].
-FIXED_PARTS = -1
 #: The fewest keys of a fixed part: with fewer the combining kernel takes longer than the part.
 FEWEST_KEYS = 512
 #: The keys of a fixed part are a multiple of this, and this is one of the keys of most steps.
 PART_MULTIPLE = 128
 #: Listed parts of each cluster at most, beside one for each sequence.
 WAVES = 2
-#: The most parts of a tile that a call can request.
-LARGEST = MOST_PARTS
 #: Bytes that HBM writes and reads again for a row of a split's result, in float32.
 ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
 #: Parts for each SM up to which they are spread evenly over pairs of SMs.
 EVEN_SHARE = 0.36
 #: How sharply the slower of two things that overlap hides the other: of a sum of powers.
 SHARPNESS = 8
-
-
-def asked_splits(num_splits: Any, batch_invariant: Any) -> Any:
-    """Return the operator's argument for these two of a user: `FIXED_PARTS`, or num_splits as it
-    was given.
-
-    Raises TypeError for a batch_invariant that is no bool, and ValueError for a number of splits
-    beside it.
-    """
-    num_splits, batch_invariant = plain(num_splits), plain(batch_invariant)
-    if batch_invariant is True:
-        if type(num_splits) is not int or num_splits != BY_RULE:
-            raise ValueError(
-                f"num_splits is {shown(num_splits)} with batch_invariant=True, which divides "
-                f"keys by itself; accepted: {BY_RULE}. Results of a given number of parts do not "
-                "depend on the batch in any case"
-            )
-        return FIXED_PARTS
-    if batch_invariant is not False:
-        raise TypeError(f"batch_invariant must be True or False, got {shown(batch_invariant)}")
-    if type(num_splits) is int and num_splits == FIXED_PARTS:
-        raise _refusal(num_splits)
-    return num_splits
-
-
-def check_beside_list(num_splits: int) -> None:
-    """Raise ValueError unless the operator's number of parts is left to scheduler metadata."""
-    if num_splits != BY_RULE:
-        raise ValueError(
-            f"{'batch_invariant' if num_splits == FIXED_PARTS else 'num_splits'} is given with "
-            "scheduler_metadata, which has the KV splits; accepted: one of them"
-        )
-
-
-def check_num_splits(num_splits: int) -> int:
-    """The operator's number as it was given; ValueError if it is not accepted."""
-    if not 0 <= num_splits <= LARGEST and num_splits != FIXED_PARTS:
-        raise _refusal(num_splits)
-    return num_splits
-
-
-def _refusal(num_splits: int) -> ValueError:
-    return ValueError(
-        f"num_splits is {num_splits}; accepted: 1 (none) to {LARGEST}, or {BY_RULE} to leave "
-        "the choice to the operator"
-    )
 
 
 def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
@@ -137,7 +78,7 @@ def _in_fixed_parts(problem: Problem) -> Problem:
     if problem.max_seqlen_q > problem.tile_queries:
         return problem
     keys = longest_row(problem)
-    part = max(FEWEST_KEYS, -(-keys // (LARGEST * PART_MULTIPLE)) * PART_MULTIPLE)
+    part = max(FEWEST_KEYS, -(-keys // (MOST_SPLITS * PART_MULTIPLE)) * PART_MULTIPLE)
     count = -(-keys // part)
     return replace(problem, num_splits=count, part_keys=part if count > 1 else None)
 
@@ -163,7 +104,7 @@ def room_for_parts(problem: Problem, gpu: Gpu) -> int | None:
 
 def longest_row(problem: Problem) -> int:
     """Keys that the queries of a tile see at most, 1 or more."""
-    reach = problem.options.reach
+    reach = Reach.of(problem.options.window)
     queries, keys = reach.lengths(problem.max_seqlen_q, problem.max_seqlen_k)
     left, right = reach.window
     if left is not None and right is not None:

@@ -1,9 +1,11 @@
-"""One validated description of a forward call; what comes after may rely on its being sound."""
+"""A forward call: what the user said of it (`Call`), and one validated description (`Problem`), on
+which all that comes after may rely."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,19 +14,105 @@ from ..gpus.family import architecture_of
 from ..kernels.functions.kernel_functions import FUNCTION_KINDS
 from ..kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
+from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     DS_BEGINS,
+    PADDING,
     PAGE_TABLE,
     PART_LIST,
     TREE_WORDS,
 )
+from ..schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 from . import checks, descales, memory, named_configs
-from .memory import without_expanded_heads
-from .operator_arguments import RAGGED
-from .options import Options, check_options, plain
+from .function_tensors import functions_of_keys
+from .operator_arguments import RAGGED, ForwardTensors, ForwardValues
+from .options import (
+    FIXED_PARTS,
+    Options,
+    check_beside_list,
+    check_num_splits,
+    check_options,
+    is_unknown,
+    plain,
+    requested_splits,
+)
+from .process import sms_are_shared
 from .tree_mask import check_words, is_wide
+
+
+class Call(NamedTuple):
+    """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one.
+
+    listed_tiles: as of `BackwardProblem`. Public functions make a plain tuple in this order, in
+    half the time that a named one takes; `checked` names its fields.
+    """
+
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    use_clc: Any
+    num_splits: Any
+    batch_invariant: Any
+    max_seqlen_q: Any
+    max_seqlen_k: Any
+    config: Any
+    backward_config: Any
+    score_mod: str | None
+    mask_mod: str | None
+    listed_tiles: int
+
+    def values(self, tensors: ForwardTensors) -> ForwardValues:
+        """Return the operator's arguments that are no tensors.
+
+        Checks what the operator's schema, which takes plain values alone, cannot carry; shapes,
+        dtypes and ranges are checked with the tensors (`Problem.describe`).
+        """
+        num_splits = requested_splits(self.num_splits, self.batch_invariant)
+        options = Options.check(self.softmax_scale, self.causal, self.window_size, self.softcap)
+        ragged = tensors.others()
+        named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
+        checks.check_kinds(named, ragged, num_splits)
+        longest = longest_of(ragged, self.max_seqlen_q, self.max_seqlen_k)
+        if num_splits == FIXED_PARTS and "cu_seqlens_k" in ragged and longest[1] is None:
+            raise ValueError(
+                "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an "
+                "int, the same for all batches, since KV splits follow it"
+            )
+        if PART_LIST in ragged:
+            check_beside_list(num_splits)
+        masked = MASK_STEPS in ragged
+        if masked:
+            checks.check_mask_options(options.window, num_splits)
+        q, *_ = tensors.with_batches()
+        names = config_names(q, self.config, self.backward_config)
+        offsets = tensors.cu_seqlens_q
+        # Packed queries have a batch of 1.
+        rows = 1 if offsets is None else q.shape[1]
+        is_bounded = masked or options.window != (None, None)
+        use_clc = forward_use_clc(self.use_clc, is_bounded, rows, offsets, longest[0])
+        return ForwardValues(
+            options.softmax_scale, *options.bounds, options.softcap, *longest, use_clc, *names,
+            num_splits, backward_use_clc(self.use_clc), self.score_mod, self.mask_mod,
+            self.listed_tiles,
+        )  # fmt: skip
+
+
+_AT_SPLITS = Call._fields.index("num_splits")
+#: num_splits and batch_invariant; max_seqlen_q and max_seqlen_k.
+_SPLITS, LONGEST = slice(_AT_SPLITS, _AT_SPLITS + 2), slice(_AT_SPLITS + 2, _AT_SPLITS + 4)
+
+
+def bounded(
+    arguments: tuple[Any, ...], q: torch.Tensor, tree_words: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """Return the fields of a `Call` with numbers for max_seqlen_q and max_seqlen_k
+    (`checks.bounds_of`)."""
+    is_fixed = requested_splits(*arguments[_SPLITS]) == FIXED_PARTS
+    bounds = checks.bounds_of(arguments[LONGEST], q, tree_words, is_fixed)
+    return (*arguments[: LONGEST.start], *bounds, *arguments[LONGEST.stop :])
 
 
 @dataclass(frozen=True)
@@ -144,7 +232,7 @@ class Problem:
             options.mask_mod,
             self.wide_tree,
             options.max_logits,
-            options.reach.hides_rows,
+            Reach.of(options.window).hides_rows,
         )
 
     @property
@@ -307,41 +395,14 @@ def choose_tiles(
     return next(shared, fitting[0])
 
 
-@dataclass(frozen=True)
-class ForwardCall:
-    """The tensors of a forward call, as the user has them.
-
-    q: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); sink: (heads_q,) or
-    None; packed sequences have a batch of 1. ragged: all others that are given, by name, scales and
-    what functions read, too (`operator_arguments.OTHERS`; `Problem.ragged` is less). With
-    page_table k and v are (pages, page_size, heads_kv, 256).
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    sink: torch.Tensor | None
-    ragged: dict[str, torch.Tensor]
-
-    def describe(
-        self,
-        options: Options,
-        max_seqlen_q: int | None,
-        max_seqlen_k: int | None,
-        config: Any = None,
-    ) -> Problem:
-        """Validate the call; arguments and errors are those of `Problem.describe`."""
-        return Problem.describe(
-            self.inputs, options, self.sink, self.ragged, max_seqlen_q, max_seqlen_k, config
-        )
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k and v. Of k and v one head where all of theirs are one expanded head, but not
-        with scales, which each head has of its own."""
-        if any(name in self.ragged for name in DESCALES):
-            return self.q, self.k, self.v
-        return self.q, *without_expanded_heads(self.k, self.v)
+def operands_of(
+    tensors: ForwardTensors,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v as kernels read them. Of k and v one head where all of theirs are one
+    expanded head, but not with scales, which each head has of its own."""
+    if tensors.k_descale is not None or tensors.v_descale is not None:
+        return tensors.q, tensors.k, tensors.v
+    return tensors.q, *memory.without_expanded_heads(tensors.k, tensors.v)
 
 
 def check_call(
@@ -361,6 +422,31 @@ def check_call(
         checks.check_sink(sink, q)
     checks.check_ragged(q, {name: t for name, t in ragged.items() if name in RAGGED})
     descales.check_given(k, ragged)
+
+
+def forward_use_clc(
+    use_clc: bool | None,
+    is_bounded: bool,
+    rows: int = 1,
+    offsets: torch.Tensor | None = None,
+    longest: int | None = None,
+) -> bool:
+    """Return True if the forward of a user who passes `use_clc` takes the dynamic tile scheduler.
+
+    is_bounded: whether a window or a block mask bounds the keys. rows: of queries. offsets,
+    longest: cu_seqlens_q and max_seqlen_q where these are packed. Raises as `clc_requested`.
+    """
+    # Rows that there are, and rows that the grid has room for.
+    filling = (1, 1)
+    if offsets is not None and longest is not None and not is_unknown(longest):
+        filling = rows, grid_rows(rows, offsets.numel() - 1, longest, PADDING)
+    return clc_requested(plain(use_clc), prefers_clc(is_bounded, *filling, sms_are_shared()))
+
+
+def backward_use_clc(use_clc: bool | None) -> bool:
+    """Return True if the backward of a user who passes `use_clc` takes the dynamic tile scheduler.
+    Raises as `clc_requested` does."""
+    return clc_requested(plain(use_clc), BACKWARD_PREFERS_CLC)
 
 
 def longest_of(
@@ -394,3 +480,22 @@ def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[st
         return named_configs.encode(given, *kinds, said=said)
 
     return name(config, "forward"), name(backward_config, "backward")
+
+
+def checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
+    """Return the operator's values of a call, checked. tensors: the fields of `ForwardTensors`,
+    then out. facts: begin with the fields of `Call`."""
+    *inputs, out = tensors
+    values = Call(*facts[: len(Call._fields)]).values(ForwardTensors(*inputs))
+    if out is not None:
+        memory.check_out(out, inputs[0])
+    return values
+
+
+def check_operator(tensors: ForwardTensors, values: ForwardValues) -> None:
+    """Check all of an operator's arguments that can be checked where sizes are symbols and tensors
+    have no contents."""
+    ragged = tensors.others()
+    check_call(tensors.q, tensors.k, tensors.v, tensors.sink, ragged)
+    functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
+    check_num_splits(values.num_splits)

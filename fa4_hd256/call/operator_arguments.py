@@ -35,6 +35,8 @@ __all__ = [
     "BackwardValues",
     "ForwardTensors",
     "ForwardValues",
+    "backward_arguments",
+    "forward_arguments",
     "schema_of",
     "with_batch",
     "wrong_rank",
@@ -211,6 +213,18 @@ class BackwardValues(NamedTuple):
     mask_mod: str | None
     listed_tiles: int
     wanted: Sequence[bool]
+
+
+def forward_arguments(given: Sequence[Any]) -> tuple[ForwardTensors, ForwardValues]:
+    """Return the arguments of a forward's operator by name."""
+    count = len(ForwardTensors._fields)
+    return ForwardTensors(*given[:count]), ForwardValues(*given[count:])
+
+
+def backward_arguments(given: Sequence[Any]) -> tuple[BackwardTensors, BackwardValues]:
+    """Return the arguments of the backward's operator by name."""
+    count = len(BackwardTensors._fields)
+    return BackwardTensors(*given[:count]), BackwardValues(*given[count:])
 
 
 #: Tensors of a backward that have a batch, by their dimensions then.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,26 +13,28 @@ import torch
 
 from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.limits import HEAD_DIM
-from ..kernels.mask.windows import Reach, Window
-from ..kernels.rows.sequences import PADDING
-from ..schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
+from ..kernels.mask.windows import Window
+from ..kernels.small.combine_config import MOST_PARTS
 from ..words import shown
 from .operator_arguments import BackwardValues, ForwardValues
-from .process import sms_are_shared
 
 __all__ = [
+    "BY_RULE",
+    "FIXED_PARTS",
     "LARGEST_BOUND",
+    "MOST_SPLITS",
     "NO_WINDOW",
     "UNBOUNDED",
     "ExactWindow",
     "Options",
-    "backward_use_clc",
-    "bounds_of_operator",
     "causal_of",
+    "check_beside_list",
+    "check_num_splits",
     "check_options",
     "is_sure",
     "is_unknown",
     "plain",
+    "requested_splits",
     "scale_of",
     "softcap_of",
     "window_of",
@@ -119,6 +121,62 @@ def check_options(softmax_scale: float, softcap: float) -> None:
         )
 
 
+# ---------------------------------------------------------------- KV splits
+
+#: num_splits of a caller who leaves the choice to the operator (`division.splits_for`).
+BY_RULE = 0
+#: What the operator gets in place of a number of splits: `division`, NOTE [fixed parts].
+FIXED_PARTS = -1
+#: The most KV splits of a tile that a call can request.
+MOST_SPLITS = MOST_PARTS
+
+
+def requested_splits(num_splits: Any, batch_invariant: Any) -> Any:
+    """Return the operator's argument for these two of a user: `FIXED_PARTS`, or num_splits as it
+    was given.
+
+    Raises TypeError for a batch_invariant that is no bool, and ValueError for a number of splits
+    beside it.
+    """
+    num_splits, batch_invariant = plain(num_splits), plain(batch_invariant)
+    if batch_invariant is True:
+        if type(num_splits) is not int or num_splits != BY_RULE:
+            raise ValueError(
+                f"num_splits is {shown(num_splits)} with batch_invariant=True, which divides "
+                f"keys by itself; accepted: {BY_RULE}. Results of a given number of parts do not "
+                "depend on the batch in any case"
+            )
+        return FIXED_PARTS
+    if batch_invariant is not False:
+        raise TypeError(f"batch_invariant must be True or False, got {shown(batch_invariant)}")
+    if type(num_splits) is int and num_splits == FIXED_PARTS:
+        raise _refusal(num_splits)
+    return num_splits
+
+
+def check_beside_list(num_splits: int) -> None:
+    """Raise ValueError unless the operator's number of parts is left to scheduler metadata."""
+    if num_splits != BY_RULE:
+        raise ValueError(
+            f"{'batch_invariant' if num_splits == FIXED_PARTS else 'num_splits'} is given with "
+            "scheduler_metadata, which has the KV splits; accepted: one of them"
+        )
+
+
+def check_num_splits(num_splits: int) -> int:
+    """The operator's number as it was given; ValueError if it is not accepted."""
+    if not 0 <= num_splits <= MOST_SPLITS and num_splits != FIXED_PARTS:
+        raise _refusal(num_splits)
+    return num_splits
+
+
+def _refusal(num_splits: int) -> ValueError:
+    return ValueError(
+        f"num_splits is {num_splits}; accepted: 1 (none) to {MOST_SPLITS}, or {BY_RULE} to leave "
+        "the choice to the operator"
+    )
+
+
 # ---------------------------------------------------------------- windows
 
 #: A side without a bound, in an operator's schema. No bound of `window_of` is as small.
@@ -173,12 +231,6 @@ def _bound(side: int) -> int:
     return max(min(side, LARGEST_BOUND), -LARGEST_BOUND)
 
 
-def bounds_of_operator(window: Window) -> tuple[int, int]:
-    """Return a window as operators' schemas take it: `UNBOUNDED` for None."""
-    left, right = (UNBOUNDED if side is None else side for side in window)
-    return left, right
-
-
 # ---------------------------------------------------------------- all of them
 
 
@@ -229,37 +281,6 @@ class Options:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The window as an operator's schema takes it."""
-        return bounds_of_operator(self.window)
-
-    @property
-    def reach(self) -> Reach:
-        """Return the rows and bounds that the window leaves."""
-        return Reach.of(self.window)
-
-    def scheduled(
-        self,
-        use_clc: bool | None,
-        rows: int = 1,
-        offsets: torch.Tensor | None = None,
-        longest: int | None = None,
-        masked: bool = False,
-    ) -> Options:
-        """Return the options with the tile scheduler that a user who passes `use_clc` gets.
-
-        rows: of queries. offsets, longest: cu_seqlens_q and max_seqlen_q where these are packed.
-        masked: whether there is a block mask. Raises as `clc_requested` does.
-        """
-        # Rows that there are, and rows that the grid has room for.
-        filling = (1, 1)
-        if offsets is not None and longest is not None and not is_unknown(longest):
-            filling = rows, grid_rows(rows, offsets.numel() - 1, longest, PADDING)
-        bounded = masked or self.window != (None, None)
-        default = prefers_clc(bounded, *filling, sms_are_shared())
-        return replace(self, use_clc=clc_requested(plain(use_clc), default))
-
-
-def backward_use_clc(use_clc: bool | None) -> bool:
-    """Return True if the backward of a user who passes `use_clc` takes the dynamic tile scheduler.
-    Raises as `clc_requested` does."""
-    return clc_requested(plain(use_clc), BACKWARD_PREFERS_CLC)
+        """Return the window as operators' schemas take it: `UNBOUNDED` for None."""
+        left, right = (UNBOUNDED if side is None else side for side in self.window)
+        return left, right

@@ -19,8 +19,9 @@ import torch
 
 from ..gpus.devices import Gpu
 from ..kernels.rows.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED
-from .division import LARGEST, longest_row, room_for_parts, rows_a_step
+from .division import longest_row, room_for_parts, rows_a_step
 from .forward_problem import Problem
+from .options import MOST_SPLITS
 
 __all__ = ["list_of_parts", "mark", "marked"]
 
@@ -45,7 +46,7 @@ def list_of_parts(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Te
     """`kernels.rows.part_list` of a call, int32; one word for calls that are not divided.
 
     lengths: (batch,) int32 keys in use of each sequence. Tried are the longest one in 1 to
-    `LARGEST` parts, as far as the list has room for all. Where every part has a cluster, a call
+    `MOST_SPLITS` parts, as far as the list has room for all. Where every part has a cluster, a call
     takes as long as a part; else as all on all clusters, and half a part. HBM takes the results of
     parts, and gives them back.
     """
@@ -54,7 +55,7 @@ def list_of_parts(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Te
         return torch.zeros(1, dtype=torch.int32, device=lengths.device)
     tiles, clusters = problem.tiles, gpu.clusters(problem.tiles.cluster)
     steps = _steps(problem, lengths)
-    divisors = torch.arange(1, LARGEST + 1, device=lengths.device)
+    divisors = torch.arange(1, MOST_SPLITS + 1, device=lengths.device)
     of_part = ((steps.max() + divisors - 1) // divisors).clamp(min=1)
     counts = _parts_of(steps, of_part[:, None])
     parts, of_sequence = counts.sum(1), problem.num_tiles // problem.sequences

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .. import progress
-from ..call.backward_problem import BackwardCall
-from ..call.forward_problem import ForwardCall, Problem
+from ..call.backward_problem import BackwardProblem
+from ..call.forward_problem import Problem, forward_use_clc
 from ..call.operator_arguments import BackwardTensors, ForwardTensors
 from ..call.options import Options
 from ..gpus.family import architecture_of, target
@@ -53,8 +53,8 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
     # The usual tiles, however few rows there are: the figures below are for these.
     config = kernels_of(architecture_of(q.device)).config("forward")()
     problem = Problem.describe((q, k, v), _options(), config=config)
-    work = ForwardWork(ForwardCall(q, k, v, None, {}), problem, 1, config)
     tensors = ForwardTensors(q, k, v)
+    work = ForwardWork(tensors, problem, 1, config)
     (out, lse), measured, kernels = _run(plan_forward(work, tensors), tensors)
     (kernel,) = kernels.values()
     with progress.step("computing the reference"):
@@ -84,7 +84,7 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
 
 def _options() -> Options:
     """Causal attention, otherwise the defaults of `flash_attn_func`."""
-    return Options.check(None, True, (None, None), 0.0).scheduled(None)
+    return Options.check(None, True, (None, None), 0.0, forward_use_clc(None, True))
 
 
 def _pattern_share(config: Any) -> float:
@@ -106,11 +106,10 @@ def _run_backward(
     dout: torch.Tensor,
 ) -> dict[str, Any]:
     """Return the errors of the gradients for dout, and what each kernel used and executed."""
-    call = BackwardCall(*inputs, *results, dout, dlse=None, sink=None, ragged={})
-    problem = call.describe(_options(), None, None)
-    config = problem.forward.kernels.config("backward")()
-    work = BackwardWork(call, problem, Wanted(), config)
     tensors = BackwardTensors(dout, None, *inputs, *results)
+    problem = BackwardProblem.describe(tensors, _options())
+    config = problem.forward.kernels.config("backward")()
+    work = BackwardWork(tensors, problem, Wanted(), config)
     found, measured, kernels = _run(plan_backward(work, tensors), tensors)
     gradients = dict(zip("qkv", found))
     with progress.step("computing the reference of the gradients"):

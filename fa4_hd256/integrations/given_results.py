@@ -8,8 +8,9 @@ import torch
 
 from ..autograd import call_backward, listed_tiles_of
 from ..call import named_configs
+from ..call.forward_problem import backward_use_clc
 from ..call.operator_arguments import BackwardTensors, BackwardValues
-from ..call.options import Options, backward_use_clc
+from ..call.options import Options
 from ..call.tile_mask import TileMask
 from ..kernels.mask.block_mask import MASK_BLOCKS, MASK_KEY_BITS
 from ..mask_mods import MaskMod

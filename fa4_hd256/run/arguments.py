@@ -49,6 +49,7 @@ from ..gpus.devices import Gpu
 from ..kernels.functions.score_change import ScoreOrigin
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
+from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import DESCALES, CombineClass, ProblemClass
 from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
 from ..kernels.scalars import CallScalars
@@ -274,7 +275,7 @@ def call_scalars(
         of_softmax, of_scores = softcap, scale / softcap
     elif options.score_mod is not None:
         of_softmax, of_scores = 1.0, scale
-    unseen_queries, unseen_keys, window = options.reach
+    unseen_queries, unseen_keys, window = Reach.of(options.window)
     # A bound beyond every length changes nothing, and sums with it stay in 32 bits.
     left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
     backward = head_parts is not None

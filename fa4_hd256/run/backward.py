@@ -19,7 +19,7 @@ import torch
 
 from .. import environment
 from ..call import named_configs
-from ..call.backward_problem import BackwardCall, BackwardProblem
+from ..call.backward_problem import BackwardProblem
 from ..call.chunks import Chunk, Division, divide, least_ds_bytes
 from ..call.forward_problem import is_masked
 from ..call.function_tensors import functions_of_keys
@@ -67,10 +67,10 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardWork:
-    """A described backward. config: of the architecture's backward. wanted: gradients that the
-    caller requests."""
+    """A described backward. tensors: packed ones with a batch of 1. config: of the architecture's
+    backward. wanted: gradients that the caller requests."""
 
-    call: BackwardCall
+    tensors: BackwardTensors
     problem: BackwardProblem
     wanted: Wanted
     config: Any
@@ -94,33 +94,19 @@ class BackwardWork:
 
     def views(self) -> dict[str, View]:
         """The tensors that are given, by name; k and v as kernels may read them."""
-        call = self.call
-        k, v = without_expanded_heads(call.k, call.v)
-        given = {
-            "q": call.q, "k": k, "v": v, "out": call.out, "lse": call.lse, "dout": call.dout,
-            "dlse": call.dlse, "sink": call.sink, **call.ragged,
-        }  # fmt: skip
+        k, v = without_expanded_heads(self.tensors.k, self.tensors.v)
+        given = {**self.tensors._asdict(), "k": k, "v": v}
         return {name: View.of(name, tensor) for name, tensor in given.items() if tensor is not None}
 
 
 def work_of(tensors: BackwardTensors, values: BackwardValues) -> BackwardWork:
-    """Describe a backward. Raises as `BackwardCall.describe` does."""
+    """Describe a backward. Raises as `BackwardProblem.describe` does."""
     tensors = tensors.with_batches()
     ragged = tensors.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
-    call = BackwardCall(
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        tensors.out,
-        tensors.lse,
-        tensors.dout,
-        tensors.dlse,
-        tensors.sink,
-        ragged,
-    )
     options = Options.of_operator(values, functions)
-    problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k)
+    longest = values.max_seqlen_q, values.max_seqlen_k
+    problem = BackwardProblem.describe(tensors, options, *longest)
     problem = replace(problem, listed_tiles=values.listed_tiles)
     check_begins(problem, ragged)
     kind = problem.forward.kernels.config("backward")
@@ -128,7 +114,7 @@ def work_of(tensors: BackwardTensors, values: BackwardValues) -> BackwardWork:
     if values.config == named_configs.DEFAULT:
         ds_bytes = environment.ds_bytes()
         config = config if ds_bytes is None else replace(config, ds_bytes=ds_bytes)
-    return BackwardWork(call, problem, Wanted(*values.wanted), config)
+    return BackwardWork(tensors, problem, Wanted(*values.wanted), config)
 
 
 def plan_call(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
@@ -139,19 +125,16 @@ def plan_call(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
 
 
 def run_backward(
-    call: BackwardCall, problem: BackwardProblem, wanted: Wanted, config: Any
+    tensors: BackwardTensors, problem: BackwardProblem, wanted: Wanted, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not
     requested."""
-    tensors = BackwardTensors(
-        call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, **call.ragged
-    )
-    plan = plan_backward(BackwardWork(call, problem, wanted, config), tensors)
-    return or_empty(execute(plan, tensors), call)
+    plan = plan_backward(BackwardWork(tensors, problem, wanted, config), tensors)
+    return or_empty(execute(plan, tensors), tensors)
 
 
 def or_empty(
-    results: Sequence[torch.Tensor | None], call: BackwardCall | BackwardTensors
+    results: Sequence[torch.Tensor | None], call: BackwardTensors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and the sink, empty tensors in place of None."""
     like = call.q, call.k, call.v, call.q if call.sink is None else call.sink

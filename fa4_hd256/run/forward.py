@@ -17,19 +17,19 @@ import torch
 from .. import environment
 from ..call import named_configs
 from ..call.checks import check_page_numbers, reads_contents
-from ..call.division import BY_RULE, ForwardPart, divide_forward
-from ..call.forward_problem import ForwardCall, Problem
+from ..call.division import ForwardPart, divide_forward
+from ..call.forward_problem import Problem, operands_of
 from ..call.function_tensors import functions_of_keys
 from ..call.memory import View
 from ..call.operator_arguments import ForwardTensors, ForwardValues
-from ..call.options import Options
+from ..call.options import BY_RULE, Options
 from ..call.part_lists import marked
 from ..gpus.devices import Gpu
 from ..gpus.family import architecture_of
 from ..kernels.kernel_set import kernels_of
 from ..kernels.mask.block_mask import MASK_STEPS
 from ..kernels.rows.part_list import HEADER, list_length
-from ..kernels.rows.sequences import PAGE_TABLE, PART_LIST
+from ..kernels.rows.sequences import PART_LIST
 from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
 from .catalogue import combine_spec, forward_spec
 from .execute import execute, new_tensor
@@ -46,7 +46,6 @@ __all__ = [
     "launch_forward",
     "plan_call",
     "plan_forward",
-    "run_forward",
     "split_results",
     "work_of",
 ]
@@ -64,19 +63,19 @@ ROW_MAXIMA = "row_maxima"
 
 @dataclass(frozen=True)
 class ForwardWork:
-    """A described forward. num_splits: see `divide_forward`. config: None for the default one of
-    the call and the GPU."""
+    """A described forward. tensors: packed ones with a batch of 1. num_splits: see
+    `divide_forward`. config: None for the default one of the call and the GPU."""
 
-    call: ForwardCall
+    tensors: ForwardTensors
     problem: Problem
     num_splits: int
     config: Any = None
 
     def views(self) -> dict[str, View]:
         """Return views of the given tensors by name; q, k and v as kernels may read them."""
-        given = dict(zip("qkv", self.call.inputs, strict=True)) | self.call.ragged
-        if self.call.sink is not None:
-            given["sink"] = self.call.sink
+        given = dict(zip("qkv", operands_of(self.tensors), strict=True)) | self.tensors.others()
+        if self.tensors.sink is not None:
+            given["sink"] = self.tensors.sink
         return {name: View.of(name, tensor) for name, tensor in given.items()}
 
 
@@ -85,22 +84,24 @@ def work_of(
 ) -> ForwardWork:
     """Describe a forward. tensors: with batches. Raises TypeError or ValueError for what is not
     accepted, NotImplementedError for what the architecture does not offer."""
-    (q, k, v, sink, *_), ragged = tensors, tensors.others()
-    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
+    ragged = tensors.others()
+    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
     options = replace(Options.of_operator(values, functions), max_logits=max_logits)
-    call = ForwardCall(q, k, v, sink, ragged)
     config = None
     if values.config != named_configs.DEFAULT:
-        kinds = kernels_of(architecture_of(q.device)).configs("forward")
+        kinds = kernels_of(architecture_of(tensors.q.device)).configs("forward")
         config = named_configs.decode(values.config, *kinds)
-    problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k, config)
+    longest = values.max_seqlen_q, values.max_seqlen_k
+    problem = Problem.describe(
+        operands_of(tensors), options, tensors.sink, ragged, *longest, config
+    )
     num_splits = values.num_splits
     if num_splits == BY_RULE and "cu_seqlens_k" in ragged and values.max_seqlen_k is None:
         # No bound on the keys of a tile is known, from which their splits follow.
         num_splits = 1
     if MASK_STEPS in ragged:
         num_splits = 1
-    return ForwardWork(call, problem, num_splits, config)
+    return ForwardWork(tensors, problem, num_splits, config)
 
 
 def plan_call(
@@ -120,15 +121,10 @@ def launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a described call of 4-D q, k, v alone, in a configuration, whose keys
     are not split."""
-    out, lse = run_forward(ForwardWork(ForwardCall(*inputs, None, {}), problem, 1, config))
+    tensors = ForwardTensors(*inputs)
+    plan = plan_forward(ForwardWork(tensors, problem, 1, config), tensors)
+    out, lse = execute(plan, (*tensors, None))
     return out, lse
-
-
-def run_forward(work: ForwardWork, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """Return (out, lse), with `max_logits` also (heads,) of these. out: as of `plan_forward`."""
-    call = work.call
-    tensors = ForwardTensors(call.q, call.k, call.v, call.sink, **call.ragged)
-    return execute(plan_forward(work, tensors, out), (*tensors, out))
 
 
 def plan_forward(
@@ -145,9 +141,9 @@ def plan_forward(
     builder = PlanBuilder.for_tensors(work.problem.device, names, (*tensors, out))
     views = work.views()
     if out is not None:
-        rows = out if out.ndim == work.call.q.ndim else out.unsqueeze(0)
+        rows = out if out.ndim == work.tensors.q.ndim else out.unsqueeze(0)
         views["out"] = View.of("out", rows)
-    has_batch = tensors.q.ndim == work.call.q.ndim
+    has_batch = tensors.q.ndim == work.tensors.q.ndim
     return builder.plan(*add_forward(builder, work, views, has_batch))
 
 
@@ -162,9 +158,9 @@ def add_forward(
     gpu = gpu_of(problem.device)
     parts = divide_forward(problem, work.num_splits, gpu)
     last = parts[-1].problem
-    _check_list(work.call, last)
+    _check_list(work.tensors, last)
     _check_grid(problem if len(parts) > 1 else last)
-    _check_pages(work.call, problem)
+    _check_pages(work.tensors, problem)
     return add_parts(builder, parts, views, (work.config, gpu), has_batch)
 
 
@@ -419,11 +415,12 @@ def _check_grid(problem: Problem) -> None:
         )
 
 
-def _check_list(call: ForwardCall, problem: Problem) -> None:
+def _check_list(tensors: ForwardTensors, problem: Problem) -> None:
     """Raise ValueError for scheduler metadata that is not this call's. problem: divided."""
     if not problem.lists_parts:
         return
-    words = call.ragged[PART_LIST]
+    words = tensors.part_list
+    assert words is not None, "lists_parts says so"
     length = list_length(problem.num_splits, problem.sequences)
     if words.numel() != length:
         raise ValueError(
@@ -445,13 +442,13 @@ def _check_list(call: ForwardCall, problem: Problem) -> None:
         )
 
 
-def _check_pages(call: ForwardCall, problem: Problem) -> None:
+def _check_pages(tensors: ForwardTensors, problem: Problem) -> None:
     """Check page numbers on a GPU if the user asks for it; those on the CPU, and all contents where
     these are read, were checked with all else.
 
     Raises ValueError as `check_page_numbers` does, and RuntimeError while a graph is captured.
     """
-    if reads_contents(problem.device) or PAGE_TABLE not in call.ragged:
+    if reads_contents(problem.device) or tensors.page_table is None:
         return
     if not environment.checks_pages():
         return
@@ -460,4 +457,4 @@ def _check_pages(call: ForwardCall, problem: Problem) -> None:
             f"{environment.CHECK_PAGES.name} is set: page numbers are read on the host, which a "
             "CUDA graph cannot capture; accepted: capture without it"
         )
-    check_page_numbers(call.q, call.k, call.ragged, problem.options.window)
+    check_page_numbers(tensors.q, tensors.k, tensors.others(), problem.options.window)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..call.forward_problem import Problem
 from ..call.memory import View
 from ..kernels.mask.masking import MaskKind
+from ..kernels.mask.windows import Reach
 from ..kernels.rows.sequences import DS_BEGINS
 from ..kernels.small.tail_rows import TailBounds, TailClass, TailTensors
 from .arguments import LARGEST_LENGTH, LARGEST_WINDOW
@@ -60,7 +61,7 @@ def add_tail(
     begins = {} if own.ds is None else {DS_BEGINS: tables[DS_BEGINS]}
     tensors = TailTensors(tuple(view for _, view in results), lse, **offsets, **begins)
     rows_k, longest_k, ds_tiles = lengths
-    unseen_queries, unseen_keys, window = problem.options.reach
+    unseen_queries, unseen_keys, window = Reach.of(problem.options.window)
     left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
     # Rows past those in use may be any number.
     longest_q, longest_k = (

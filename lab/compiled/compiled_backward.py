@@ -17,8 +17,9 @@ import torch
 import sm100_sim
 from bench.peers import flash_attn_4
 from fa4_hd256 import BackwardConfig, flash_attn_func
-from fa4_hd256.call.backward_problem import BackwardCall
+from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.chunks import divide
+from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.backward import Wanted, run_backward
@@ -121,11 +122,12 @@ def our_reports(seqlen: int = SEQLEN) -> Iterator[BackwardReport]:
     is."""
     q, k, v, dout = (torch.randn(1, seqlen, 1, HEAD_DIM).bfloat16() for _ in range(4))
     out, lse = flash_attn_func(q, k, v, return_lse=True)
-    call = BackwardCall(q, k, v, out, lse, dout, None, None, {})
-    problem = call.describe(Options.check(None, False, (None, None), 0.0, False), None, None)
+    tensors = BackwardTensors(dout, None, q, k, v, out, lse)
+    options = Options.check(None, False, (None, None), 0.0, False)
+    problem = BackwardProblem.describe(tensors, options)
     known = set()
     for config in (BackwardConfig(ds_bytes=0), BackwardConfig()):
-        run_backward(call, problem, Wanted(), config)
+        run_backward(tensors, problem, Wanted(), config)
         kept = divide(problem, config.ds_bytes, gpu_of(q.device)).problem
         specs = backward_specs(kept, config).values()
         reports = sm100_sim.last_reports()[-len(specs) :]

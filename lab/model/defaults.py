@@ -19,7 +19,8 @@ import numpy as np
 from bench.suite import BACKWARD, FORWARD, Case, ragged_lengths
 from bench.tables.comparison import OURS
 from fa4_hd256 import BackwardConfig, progress
-from fa4_hd256.call.division import LARGEST, splits_for
+from fa4_hd256.call.division import splits_for
+from fa4_hd256.call.options import MOST_SPLITS
 from fa4_hd256.kernels.blackwell.architecture import STORED
 from fa4_hd256.kernels.blackwell.backward.config import DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
@@ -237,7 +238,7 @@ def _splits(case: Case, predictor: Predictor) -> Decided:
     config = OURS_FORWARD.config
     clc, gpu = defaults_to_clc(case, FORWARD), gpu_of(predictor.machine)
     # Parts without a step are no alternative.
-    most = max(1, min(LARGEST, -(-case.seqlen_k // KEYS)))
+    most = max(1, min(MOST_SPLITS, -(-case.seqlen_k // KEYS)))
     seconds = {
         n: predictor.predict_forward(OURS_FORWARD.name, case, clc, n).seconds
         for n in range(1, most + 1)

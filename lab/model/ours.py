@@ -17,9 +17,9 @@ from bench.tables.comparison import OURS
 from bench.tables.paths import Paths
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.division import BY_RULE, divided, last_wave
+from fa4_hd256.call.division import divided, last_wave
 from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.call.options import Options
+from fa4_hd256.call.options import BY_RULE, Options
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata, masks
-from fa4_hd256.call.division import asked_splits
-from fa4_hd256.call.options import Options
+from fa4_hd256.call.options import Options, requested_splits
 
 
 def packed(device):
@@ -61,8 +60,8 @@ def test_scalars_of_numpy():
     """Each is what Python's own would be."""
     options = Options.check(np.float32(0.5), np.bool_(True), (np.int64(4), np.int32(0)), 0.0)
     assert options == Options.check(0.5, True, (4, 0), 0.0)
-    assert type(asked_splits(np.int64(2), np.bool_(False))) is int
-    assert asked_splits(np.int64(0), np.bool_(True)) == asked_splits(0, True)
+    assert type(requested_splits(np.int64(2), np.bool_(False))) is int
+    assert requested_splits(np.int64(0), np.bool_(True)) == requested_splits(0, True)
     assert masks.sliding_window(np.int64(3), np.int64(8)).lengths == (8, 8)
     masks.documents(torch.zeros(8, dtype=torch.int64), causal=np.bool_(True))
     lengths = torch.tensor([5], dtype=torch.int32)

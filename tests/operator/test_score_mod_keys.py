@@ -23,7 +23,8 @@ from fa4_hd256 import (
     masks,
 )
 from fa4_hd256.call import function_meaning
-from fa4_hd256.call.backward_problem import BackwardCall
+from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.functions.kernel_functions import check_unchanged
 from fa4_hd256.kernels.functions.score_change import SCORE_MOD
@@ -212,8 +213,8 @@ def test_products_of_a_stored_ds_are_the_same_whatever_changes_scores(backward_c
         Options(1.0), Options(1.0, softcap=3.0),
         Options(1.0, score_mod=FunctionClass("alibi", ("float32 1",))),
     ):  # fmt: skip
-        call = BackwardCall(q, k, k, q, torch.zeros(1, 2, q.shape[1]), q, None, None, {})
-        problem = replace(call.describe(options, None, None), keeps_ds=True)
+        tensors = BackwardTensors(q, None, q, k, k, q, torch.zeros(1, 2, q.shape[1]))
+        problem = replace(BackwardProblem.describe(tensors, options), keeps_ds=True)
         specs.append(backward_specs(problem, config))
     first, *others = specs
     assert all(found["products"] == first["products"] for found in others)

@@ -175,19 +175,20 @@ def _forward(call: Call, target: Target, **more: Any) -> Outcome:
 
 def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
     """Gradients from the reference's out and lse. wanted: fields of `backward.Wanted`."""
-    from fa4_hd256.call.backward_problem import BackwardCall
+    from fa4_hd256.call.backward_problem import BackwardProblem
+    from fa4_hd256.call.operator_arguments import BackwardTensors
     from fa4_hd256.call.options import Options
     from fa4_hd256.check import reference
     from fa4_hd256.run.backward import Wanted, run_backward
 
     q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v, **call.options)
-    given = BackwardCall(
-        q, k, v, out.to(q.dtype).to(q.device), lse.float().to(q.device), dout, None, None, {}
+    given = BackwardTensors(
+        dout, None, q, k, v, out.to(q.dtype).to(q.device), lse.float().to(q.device)
     )
     chosen = reference.AttentionOptions(**call.options)
     options = Options.check(None, chosen.causal, chosen.window_size, chosen.softcap, call.use_clc)
-    problem = given.describe(options, None, None)
+    problem = BackwardProblem.describe(given, options)
     config = problem.forward.kernels.config("backward")()
     results = run_backward(given, problem, Wanted(**wanted), config)
     made = {"q": wanted.get("dq", True)} | dict.fromkeys("kv", wanted.get("dkdv", True))
@@ -280,7 +281,8 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     """-LSE in base 2 and -rowsum(O dO) of every row."""
     import torch
 
-    from fa4_hd256.call.backward_problem import BackwardCall
+    from fa4_hd256.call.backward_problem import BackwardProblem
+    from fa4_hd256.call.operator_arguments import BackwardTensors
     from fa4_hd256.call.options import Options
     from fa4_hd256.check import reference
     from fa4_hd256.run import backward
@@ -289,8 +291,8 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v)
     out, lse = out.to(q.dtype).to(q.device), lse.float().to(q.device)
-    given = BackwardCall(q, k, v, out, lse, dout, None, None, {})
-    problem = given.describe(Options.check(None, False, (None, None), 0.0), None, None)
+    given = BackwardTensors(dout, None, q, k, v, out, lse)
+    problem = BackwardProblem.describe(given, Options.check(None, False, (None, None), 0.0))
     stats = backward.empty_stats(problem)
     backward.run_preprocess(problem, PreprocessTensors(out, dout, lse, None, stats, ()))
     rows = call.lengths[0]

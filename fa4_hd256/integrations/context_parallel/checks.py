@@ -11,11 +11,10 @@ import torch
 
 from ...call import named_configs
 from ...call.checks import check_kinds, check_lists, check_mask_options
-from ...call.division import BY_RULE
-from ...call.forward_problem import ForwardCall
+from ...call.forward_problem import Problem, operands_of
 from ...call.function_tensors import functions_of_keys
-from ...call.operator_arguments import with_batch
-from ...call.options import Options
+from ...call.operator_arguments import ForwardTensors, with_batch
+from ...call.options import BY_RULE, Options
 from ...call.tile_mask import TileMask
 from ...gpus.family import architecture_of
 from ...kernels.kernel_set import kernels_of
@@ -78,7 +77,8 @@ def settings_of(
     counted = {} if offsets is None else {"cu_seqlens_q": torch.empty(_count(offsets))}
     score_mod, _ = functions_of_keys((key, mask_key), read | asked | counted, q)
     with_scores = replace(options, score_mod=score_mod)
-    ForwardCall(q, k, v, sink, read).describe(with_scores, None, None, given.config)
+    operands = operands_of(ForwardTensors(q, k, v, sink, **read))
+    Problem.describe(operands, with_scores, sink, read, config=given.config)
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"a rank has {q.shape[1]} rows of q and {k.shape[1]} of k; accepted: equal numbers"

@@ -13,8 +13,9 @@ import torch
 
 from ...autograd import call_backward, listed_tiles_of
 from ...call import named_configs
+from ...call.forward_problem import backward_use_clc
 from ...call.operator_arguments import BackwardTensors, BackwardValues
-from ...call.options import Options, backward_use_clc
+from ...call.options import Options
 from ...call.packed_ds import BackwardMetadata
 from ...call.tile_mask import TileMask
 from ...interface import flash_attn_func, flash_attn_varlen_func

@@ -12,7 +12,8 @@ from bench.measure.masks import Documents, Images, MaskedCase, PrefixLm, Window
 from bench.suite import BACKWARD, Case
 from fa4_hd256 import masks
 from fa4_hd256.call import tile_mask
-from fa4_hd256.call.backward_problem import BackwardCall
+from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.backward.block_mask import TILES_OF_A_HEAD
 from lab.model import masked_backward, stored_tiles
@@ -152,9 +153,9 @@ def test_it_is_divided_as_the_operator_divides_it():
     q, k = (torch.zeros(2, 300, n, 256, dtype=torch.bfloat16) for n in (heads, heads_kv))
     lse = torch.zeros(2, heads, 300)
     ragged = {"mask_blocks": mask.blocks, "mask_key_bits": mask.key_bits}
-    call = BackwardCall(q, k, k, q, lse, q, None, None, ragged)
+    tensors = BackwardTensors(q, None, q, k, k, q, lse, **ragged)
     options = Options.check(None, False, (None, None), 0.0, False)
-    expected, found = call.describe(options, None, None), gradient_problem(one)
+    expected, found = BackwardProblem.describe(tensors, options), gradient_problem(one)
     assert found.ds_shape == expected.ds_shape and found.dkdv_class == expected.dkdv_class
     for heads_kv, sequences in ((1, 1), (2, 1), (2, 2)):
         parts = [p.head_parts_for(heads_kv, sequences, B200) for p in (found, expected)]

@@ -18,7 +18,7 @@ from fa4_hd256 import (
     interface,
 )
 from fa4_hd256.call import checks
-from fa4_hd256.call.division import LARGEST
+from fa4_hd256.call.options import MOST_SPLITS
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.run import compile
 
@@ -270,7 +270,11 @@ def packed(**changes):
         ({"seqused_k": torch.tensor([1, -1], dtype=torch.int32)}, ValueError, "0 or more"),
         ({"q": torch.zeros(1, 8, 2, 256).bfloat16()}, ValueError, "accepted: 3"),
         ({"cu_seqlens_q": None, "max_seqlen_q": None}, ValueError, "accepted: 4"),
-        ({"num_splits": LARGEST + 1}, ValueError, f"num_splits is {LARGEST + 1}; accepted: 1"),
+        (
+            {"num_splits": MOST_SPLITS + 1},
+            ValueError,
+            f"num_splits is {MOST_SPLITS + 1}; accepted: 1",
+        ),
         ({"num_splits": 2.0}, TypeError, "num_splits must be an int, got 2.0"),
     ],
 )
@@ -390,7 +394,7 @@ def test_entries_that_no_query_sees_may_be_anything():
         ("softmax_scale", math.nan, "softmax_scale is nan"),
         ("softcap", -1.0, "softcap is -1.0; accepted: 0"),
         ("config", "{}x", "names no ForwardConfig"),
-        ("num_splits", LARGEST + 1, f"num_splits is {LARGEST + 1}"),
+        ("num_splits", MOST_SPLITS + 1, f"num_splits is {MOST_SPLITS + 1}"),
     ],
 )
 def test_the_operator_by_itself(name, value, message):
@@ -434,10 +438,11 @@ def test_every_check_comes_once(monkeypatch):
     flash_attn_varlen_func(**{**call, "k": k, "v": k, "learnable_sink": sink, "softcap": 1.0})
     # The longest sequence: of the queries, and of the keys.
     assert seen.pop("check_max_seqlen") == 2
-    # Checks of gradients, pages, masks and bounds that are tensors are not on this way.
+    # Checks of gradients, pages, padding, masks and bounds that are tensors are not on this way.
     others = {
-        "bounds_of", "check_gradients", "check_lists", "check_mask", "check_mask_of",
-        "check_mask_options", "check_max_seqlen", "check_page_numbers", "check_pages",
+        "bounds_of", "check_gradients", "check_leftpad", "check_lists", "check_mask",
+        "check_mask_of", "check_mask_options", "check_max_seqlen", "check_page_numbers",
+        "check_pages",
     }  # fmt: skip
     assert set(names) - set(seen) == others
     assert set(seen.values()) == {1}

@@ -15,7 +15,7 @@ from torch.nn.attention import _fa4 as adapter
 
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.autograd import call_backward
-from fa4_hd256.call.division import LARGEST
+from fa4_hd256.call.options import MOST_SPLITS
 from fa4_hd256.integrations import given_results
 from fa4_hd256.integrations import sdpa as integration
 
@@ -176,8 +176,8 @@ def test_what_is_not_offered(device, adapted):
     dense = (*(x.transpose(1, 2) for x in (q, k, v)), None, None, 9, 9, 0.0, False, False)
     with pytest.raises(ValueError, match="pages of 9 rows"):
         adapted._fa4_flash_attention_forward_impl(*dense, block_table=table)
-    with pytest.raises(ValueError, match=f"num_splits is {LARGEST + 1}"):
-        adapted._fa4_flash_attention_forward_impl(*dense, num_splits=LARGEST + 1)
+    with pytest.raises(ValueError, match=f"num_splits is {MOST_SPLITS + 1}"):
+        adapted._fa4_flash_attention_forward_impl(*dense, num_splits=MOST_SPLITS + 1)
 
 
 @pytest.mark.sampled

@@ -13,9 +13,9 @@ from backward_cases import inputs
 from gpus import gpu
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.division import FEWEST_KEYS, FIXED_PARTS, LARGEST, divided
+from fa4_hd256.call.division import FEWEST_KEYS, divided
 from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.call.options import Options
+from fa4_hd256.call.options import FIXED_PARTS, MOST_SPLITS, Options
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.mask.masking import Visibility
 
@@ -165,7 +165,7 @@ def test_parts_follow_the_bounds_alone(keys, count, part):
     for batch in (1, 7, 300):
         found = divided(problem(keys, batch=batch), FIXED_PARTS, gpu())
         assert (found.num_splits, found.part_keys) == (count, part)
-        assert found.num_splits <= LARGEST and found.problem_class.fixed_parts == (count > 1)
+        assert found.num_splits <= MOST_SPLITS and found.problem_class.fixed_parts == (count > 1)
 
 
 def test_many_queries_are_not_divided():

@@ -12,7 +12,8 @@ from test_split_keys import accurate, describe
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func
-from fa4_hd256.call.division import BY_RULE, FIXED_PARTS, last_wave
+from fa4_hd256.call.division import last_wave
+from fa4_hd256.call.options import BY_RULE, FIXED_PARTS
 
 pytestmark = pytest.mark.architecture("sm_100a")
 

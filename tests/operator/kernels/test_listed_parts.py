@@ -22,9 +22,9 @@ from fa4_hd256 import (
     metadata,
 )
 from fa4_hd256.call import checks
-from fa4_hd256.call.division import BY_RULE, LARGEST, longest_row, room_for_parts, splits_for
+from fa4_hd256.call.division import longest_row, room_for_parts, splits_for
 from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.call.options import Options
+from fa4_hd256.call.options import BY_RULE, MOST_SPLITS, Options
 from fa4_hd256.call.part_lists import list_of_parts
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.rows.part_list import (
@@ -230,7 +230,7 @@ def test_every_key_is_in_one_part(lengths, window):
             (sequence << SEQUENCE_SHIFT) + number + (LAST_BIT if number == len(own) - 1 else 0)
             for number in range(len(own))
         ]
-        assert 1 <= len(own) <= LARGEST
+        assert 1 <= len(own) <= MOST_SPLITS
         # A window of so many keys touches a step more where it begins within one.
         seen = min(length, longest_row(one)) + one.tiles.keys * (window[0] is not None)
         assert (len(own) - 1) * keys < max(seen, 1) <= max(len(own) * keys, 1)

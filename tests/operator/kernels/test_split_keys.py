@@ -19,9 +19,9 @@ from paged_cases import offsets
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.architectures import named
-from fa4_hd256.call.division import BY_RULE, LARGEST, check_num_splits, divided, splits_for
+from fa4_hd256.call.division import divided, splits_for
 from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.call.options import Options
+from fa4_hd256.call.options import BY_RULE, MOST_SPLITS, Options, check_num_splits
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
@@ -522,7 +522,7 @@ def test_numbers_that_are_not_accepted(function, num_splits, error, message):
 
 
 def test_numbers_that_are_accepted():
-    assert [check_num_splits(n) for n in (0, 1, 64)] == [BY_RULE, 1, LARGEST]
+    assert [check_num_splits(n) for n in (0, 1, 64)] == [BY_RULE, 1, MOST_SPLITS]
 
 
 @pytest.mark.architecture("sm_100a")

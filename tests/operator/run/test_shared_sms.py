@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
-from fa4_hd256.call.options import Options, backward_use_clc
+from fa4_hd256.call.forward_problem import backward_use_clc, forward_use_clc
 from fa4_hd256.call.process import sms_are_shared
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass, ProblemClass
 from fa4_hd256.kernels.small.backward_preprocess import PreprocessConfig
@@ -21,8 +21,6 @@ from sm100_sim.ptx.parser import parse_module
 from sm100_sim.run.grid import clusters_are_independent
 
 pytestmark = pytest.mark.architecture("sm_100a")
-
-FULL = Options.check(None, False, (None, None), 0.0)
 
 
 def ranks(count: int):
@@ -41,7 +39,7 @@ def _no_choice_by_the_environment(monkeypatch):
 
 def choices(use_clc=None):
     """Return (forward, backward) of full attention, whose tiles are equal."""
-    return FULL.scheduled(use_clc).use_clc, backward_use_clc(use_clc)
+    return forward_use_clc(use_clc, False), backward_use_clc(use_clc)
 
 
 def test_one_process_keeps_the_static_scheduler():
