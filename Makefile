@@ -31,7 +31,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-v
 
 DOCS_STAMP := $(VENV)/installed-docs
 
-.PHONY: demo docs check check-tests test test-all test-lab test-static test-clc test-hopper lint types clean hub-kernel \
+.PHONY: demo docs check check-tests test test-all test-lab test-static test-short test-kernels test-clc \
+    test-hopper lint types clean hub-kernel \
     test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
 demo: $(DEMO_STAMP)
@@ -45,10 +46,17 @@ check: $(STAMP)
 check-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 @tests/check.txt
 
-# The telling cases of each kind: some 20 minutes on two cores from empty caches. All parts run
-# whatever the first one says; one that fails makes the whole fail.
+# The most telling case of each kind: some 15 minutes on two cores from empty caches. All parts run
+# whatever the first one says; one that fails makes the whole fail. Types go beside the short parts,
+# which leave a core free while they start.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-clc test-hopper types
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-short
+
+test-short: $(STAMP)
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target types test-kernels
+
+test-kernels: $(STAMP)
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-clc test-hopper
 
 # Every test, with all cases of those that are marked sampled.
 test-all:

@@ -196,6 +196,7 @@ def test_a_small_mask_on_a_gpu_is_not_waited_for():
     assert mask.listed_tiles == 0
 
 
+@pytest.mark.sampled
 def test_opcheck_of_some_gradients(device):
     """Unrequested gradients are empty, as graphs are told."""
     q, k, v = inputs(200, 300, device=device)

@@ -55,6 +55,7 @@ def check_rows(found, expected, value):
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.sampled("2")
 def test_results(device, num_splits):
     tensors = packed(LENGTHS, (2, 1), torch.bfloat16, device)
     call = call_of(device) | {"num_splits": num_splits, "return_lse": True}
@@ -90,6 +91,7 @@ def gradients(tensors, dout, **call):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.sampled("2")
 def test_gradients(device, monkeypatch, parts):
     """All gradients are right, with parts of dK and dV and without; whatever dO and out hold behind
     the rows."""

@@ -88,7 +88,7 @@ def assert_agrees(kernel, report, config, seen):
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.sampled("dq: dQ before S")
+@pytest.mark.sampled
 def test_another_order_gives_the_same_bits_and_is_noticed(edit, tmp_path, monkeypatch):
     kernel = edit.partition(":")[0]
     module, name, number = KERNELS[kernel]

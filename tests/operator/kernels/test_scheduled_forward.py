@@ -76,7 +76,7 @@ def expected():
      {"clusters": 4, "seed": 2}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled("*'seed': 1}")
+@pytest.mark.sampled("Clc*'seed': 1}")
 def test_the_same_bits_under_every_scheduler(kernel, options, expected):
     scheduler, compiled = kernel
     problem, tensors = call()

@@ -570,6 +570,7 @@ def test_the_combining_kernel_begins_early(seqlen_q):
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 40], ids=["decode", "tiles"])
+@pytest.mark.sampled("tiles")
 def test_no_grid_of_cancelled_clusters_lets_the_next_kernel_begin(seqlen_q, architecture):
     """Nobody knows whether a cancelled cluster counts as finished for it (docs/silicon.md,
     `clc-dependents`).  A counter of tiles cancels nothing."""

@@ -414,6 +414,7 @@ OF_BOTH = {
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 @pytest.mark.parametrize("direction", keys.OTHER)
+@pytest.mark.sampled("forward-*", "backward-*", "append-sm_100a", "tail-sm_90a")
 def test_what_is_compiled_in_imports_nothing_else(direction, architecture):
     """A module that is compiled in and not among the sources would leave stale kernels."""
     graph = style.import_graph(ROOT)

@@ -469,6 +469,7 @@ def test_ranks_begin_with_kernels_of_their_own(monkeypatch):
 
 #: Layers of small models, and the uses for which they are warm.
 WARM = {
+    "prefill": ((Mask(True),), ("prefill",)),
     "decode": ((Mask(True),), ("decode",)),
     "window": ((Mask(True, (63, None)),), ("prefill", "decode")),
     "both": ((Mask(True), Mask(True, (63, None))), ("prefill", "decode")),
@@ -496,7 +497,7 @@ def warm_model(monkeypatch, layers):
 
 
 @pytest.mark.parametrize("layers", WARM)
-@pytest.mark.sampled("decode")
+@pytest.mark.sampled("prefill")
 def test_a_warm_model_compiles_nothing(warm_model, layers):
     """Prefill and decode, with a window and without, with one KV split and several."""
     lengths = {"decode": (1, 200), "prefill": (70, 70)}
