@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -298,12 +297,6 @@ def switches() -> tuple[str, ...]:
         found = tuple(named)
         _seen.both = kept, found
     return found
-
-
-def iket_requested() -> bool:
-    """Return True if CuTe DSL's compiler options request in-kernel event tracing."""
-    options = os.environ.get("CUTE_DSL_COMPILER_OPT", "")
-    return "iket" in re.split(r"[\s,]+", options.replace("--", ""))
 
 
 def describe() -> str:

@@ -38,14 +38,11 @@ from typing import Any, ClassVar
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Int128, pipeline
 
-from .dynamic import BARRIER_BYTES, LEADER, NUM_STAGES, DynamicScheduler, give_back, want
+from .dynamic import LEADER, DynamicScheduler, give_back, want
 from .order import TileProblem
-from .protocol import WorkTile, make_work_tile
+from .protocol import CLC_SMEM_BYTES, NUM_STAGES, RESPONSE_BYTES, WorkTile, make_work_tile
 
 __all__ = ["ClcChannel", "ClcScheduler"]
-
-# Bytes of one clusterlaunchcontrol response (PTX ISA: a .b128 opaque handle).
-RESPONSE_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ class ClcScheduler(DynamicScheduler):
     """One warp's view of the cluster's sequence of tiles."""
 
     cancels_clusters: ClassVar[bool] = True
-    smem_bytes: ClassVar[int] = NUM_STAGES * (3 * BARRIER_BYTES + RESPONSE_BYTES) + 16
+    smem_bytes: ClassVar[int] = CLC_SMEM_BYTES
 
     @classmethod
     def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:

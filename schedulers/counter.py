@@ -33,14 +33,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, pipeline
 
-from .dynamic import BARRIER_BYTES, LEADER, NUM_STAGES, DynamicScheduler, give_back, want
+from .dynamic import LEADER, DynamicScheduler, give_back, want
 from .order import TileOrder, TileProblem
-from .protocol import WorkTile, cluster_index, make_work_tile, of_clusters
+from .protocol import (
+    COUNTER_SMEM_BYTES,
+    NUM_STAGES,
+    WorkTile,
+    cluster_index,
+    make_work_tile,
+    of_clusters,
+)
 from .static import StaticPersistentScheduler
 
 __all__ = ["CounterChannel", "CounterScheduler"]
 
-NUMBER_BYTES = 4
 
 #: Stands in the ring for the end of the tiles.
 NO_TILE = -1
@@ -126,7 +132,7 @@ def _wait_for_empty(scheduler: Any) -> None:
 class CounterScheduler(DynamicScheduler):
     """One warp's view of the cluster's sequence of tiles."""
 
-    smem_bytes: ClassVar[int] = NUM_STAGES * (3 * BARRIER_BYTES + NUMBER_BYTES)
+    smem_bytes: ClassVar[int] = COUNTER_SMEM_BYTES
 
     @classmethod
     def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:

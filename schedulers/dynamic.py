@@ -16,13 +16,10 @@ from cutlass import Boolean, Int32, pipeline
 from cutlass._mlir.dialects import nvvm
 
 from .order import TileOrder
-from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile
+from .protocol import CLUSTER_SIZE, NUM_STAGES, WorkTile, cluster_index, make_work_tile
 
-__all__ = ["BARRIER_BYTES", "LEADER", "NUM_STAGES", "DynamicScheduler", "give_back", "want"]
+__all__ = ["LEADER", "DynamicScheduler", "give_back", "want"]
 
-BARRIER_BYTES = 8
-# One answer is read by slow roles while the next is already on its way.
-NUM_STAGES = 2
 # The CTA of the cluster whose scheduler warp sends the requests.
 LEADER = 0
 

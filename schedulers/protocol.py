@@ -35,7 +35,11 @@ from cutlass import Boolean, Int32
 from .order import TileOrder, TileProblem, tile_coordinates
 
 __all__ = [
+    "CLC_SMEM_BYTES",
     "CLUSTER_SIZE",
+    "COUNTER_SMEM_BYTES",
+    "NUM_STAGES",
+    "RESPONSE_BYTES",
     "TileScheduler",
     "WorkTile",
     "cluster_index",
@@ -46,6 +50,15 @@ __all__ = [
 # CTAs of one cluster, along x, unless a kernel has others; a pair that shares its tensor-core
 # instructions.
 CLUSTER_SIZE = 2
+
+BARRIER_BYTES = 8
+# One answer is read by slow roles while the next is already on its way.
+NUM_STAGES = 2
+# Of an answer: a clusterlaunchcontrol response (PTX ISA: a .b128 opaque handle), or a number.
+RESPONSE_BYTES, NUMBER_BYTES = 16, 4
+#: Shared memory of the dynamic schedulers, with padding: three barriers and an answer a stage.
+CLC_SMEM_BYTES = NUM_STAGES * (3 * BARRIER_BYTES + RESPONSE_BYTES) + 16
+COUNTER_SMEM_BYTES = NUM_STAGES * (3 * BARRIER_BYTES + NUMBER_BYTES)
 
 
 @dataclass

@@ -16,8 +16,8 @@ import torch
 from .. import environment
 from ..gpus.devices import is_captured
 from ..kernels.backward.ds_tiles import DS_BLOCK
+from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
-from ..kernels.kernel_set import ForwardTiles
 from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from ..kernels.mask.block_mask import (
     BIT_WORDS,

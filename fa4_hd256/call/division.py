@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..gpus.devices import Gpu
-from ..kernels.kernel_set import ForwardTiles
+from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
 from ..kernels.mask.windows import Reach
 from ..kernels.rows.sequences import PART_LIST

@@ -11,8 +11,9 @@ import torch
 
 from ..architectures import Architecture
 from ..gpus.family import architecture_of
+from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.functions.kernel_functions import FUNCTION_KINDS
-from ..kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
+from ..kernels.kernel_set import KernelSet, kernels_of
 from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows

@@ -10,7 +10,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
-from ..schedulers import TileOrder, WorkTile
+from ..schedulers.order import TileOrder
+from ..schedulers.protocol import WorkTile
 from .mask.masking import KvSplit, MaskKind, Visibility
 from .operands import SharedMemory
 from .plan.edges import Barrier, EdgeTable, SharedByReference

@@ -16,52 +16,17 @@ from typing import Any
 import torch
 
 from ..architectures import ARCHITECTURES, Architecture
+from .forward.tiles import ForwardTiles
 from .small.combine_config import CombineRule
 
 __all__ = [
     "BackwardKernel",
     "BackwardSet",
-    "ForwardTiles",
     "KernelSet",
     "KeyKernel",
     "kernels_of",
     "kinds",
 ]
-
-
-@dataclass(frozen=True)
-class ForwardTiles:
-    """Facts of a forward kernel's tiles that the host must know.
-
-    cta_rows: query rows of one CTA, which the number of packed heads divides unless it `pads`.
-    rows: of a cluster's tile.  keys: of a step.  cluster: CTAs of a cluster.  step_seconds: of a
-    step, modelled or measured.  least_saved: steps that splitting the keys must save, about what
-    the combining kernel takes.  most_rows: the most query rows of a group of heads that share KV
-    tiles for which the kernel is meant, None for any.  part_steps: what a KV split takes beside its
-    steps, in steps.  step_bytes: of K and V of a step, where no other tile reads them at the same
-    time: HBM then bounds all clusters together; 0 where tiles share them.  most_parts: the most KV
-    splits where the call requests no number.  pads: query heads of any group share tiles, each
-    query with rows of padding up to a power of two.  takes_lists: a block mask may name its steps.
-    launch_steps: what one launch more takes, in steps, where the last wave of equal tiles may be
-    one (`call.division`); None where it is not.  kind: of the kernel.  kv_dtype: of K and V, of
-    `problem_class.KV_DTYPES`; None for that of Q.
-    """
-
-    cta_rows: int
-    rows: int
-    keys: int
-    cluster: int
-    step_seconds: float
-    least_saved: float
-    most_rows: int | None = None
-    part_steps: float = 1.0
-    step_bytes: int = 0
-    most_parts: int = 32
-    pads: bool = False
-    takes_lists: bool = False
-    launch_steps: float | None = None
-    kind: str = "forward"
-    kv_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -128,9 +93,10 @@ class KernelSet:
     """The kernels of one architecture.
 
     classes: kind of kernel -> "module:class" below the folder; a kernel is made as
-    `class(config, problem_class)`.  forward_config, backward_config: the same of the configuration
-    of each direction, None where it has none yet.  decode_config: the same of a further forward
-    kernel for a few query rows, None where there is none.  forwards: what the host must know of the
+    `class(config, problem_class, scheduler)`, with a class of the `schedulers` protocol.
+    forward_config, backward_config: the same of the configuration of each direction, None where it
+    has none yet.  decode_config: the same of a further forward kernel for a few query rows, None
+    where there is none.  forwards: what the host must know of the
     tiles that calls may get of the forward, for every dtype of K and V, in the order in which they
     are preferred; none likewise.  backward: the same of the backward, None likewise.
     counts_tiles: the dynamic scheduler takes a counter in global memory.  combine: which

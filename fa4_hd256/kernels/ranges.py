@@ -8,10 +8,10 @@ them. The option is part of the key of a compiled kernel (`environment.compiler_
 from __future__ import annotations
 
 import functools
+import os
+import re
 from collections.abc import Callable
 from typing import Any
-
-from .. import environment
 
 __all__ = ["traced"]
 
@@ -22,7 +22,7 @@ def traced(name: str) -> Callable[[Callable], Callable]:
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
         def call(*arguments: Any, **options: Any) -> Any:
-            if not environment.iket_requested():
+            if not _iket_requested():
                 return method(*arguments, **options)
             from cutlass.cute.experimental import iket
 
@@ -34,3 +34,9 @@ def traced(name: str) -> Callable[[Callable], Callable]:
         return call
 
     return decorate
+
+
+def _iket_requested() -> bool:
+    """Return True if CuTe DSL's compiler options request in-kernel event tracing."""
+    options = os.environ.get("CUTE_DSL_COMPILER_OPT", "")
+    return "iket" in re.split(r"[\s,]+", options.replace("--", ""))

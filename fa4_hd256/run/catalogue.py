@@ -15,7 +15,8 @@ from ..architectures import ARCHITECTURES, Architecture
 from ..call.backward_problem import BackwardProblem
 from ..call.forward_problem import Problem
 from ..gpus.devices import Gpu
-from ..kernels.kernel_set import ForwardTiles, KernelSet, kernels_of, kinds
+from ..kernels.forward.tiles import ForwardTiles
+from ..kernels.kernel_set import KernelSet, kernels_of, kinds
 from ..kernels.limits import WARP_SIZE
 from ..kernels.problem_class import AppendClass, CombineClass, ProblemClass
 from ..kernels.small.append_rows import AppendConfig
@@ -170,18 +171,23 @@ def build(spec: KernelSpec) -> tuple[Any, tuple]:
     return KINDS[spec.kind](spec)
 
 
-def _prove(spec: KernelSpec) -> None:
-    """Raise ValueError for a configuration whose kernel would hang, or misuse its memory."""
+def _tile_kernel(spec: KernelSpec, problem_class: ProblemClass, cluster: int) -> Any:
+    """The kernel with its scheduler.  cluster: CTAs of one.
+
+    Raises ValueError for a configuration whose kernel would hang, or misuse its memory.
+    """
     from ..kernels.proof.plans import prove
+    from ..schedulers import scheduler_class
 
     prove(spec.kernels, spec.config)
+    scheduler = scheduler_class(problem_class.use_clc, cluster, counts=spec.kernels.counts_tiles)
+    return spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class, scheduler)
 
 
 def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
     from .arguments import compile_arguments
 
-    _prove(spec)
-    kernel = spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class)
+    kernel = _tile_kernel(spec, spec.problem_class, spec.config.tiles.cluster)
     return kernel, compile_arguments(spec.problem_class, spec.counts_tiles(spec.problem_class))
 
 
@@ -238,11 +244,11 @@ def _tail_rows(spec: KernelSpec) -> tuple[Any, tuple]:
 def _gradients(spec: KernelSpec) -> tuple[Any, tuple]:
     from .backward_arguments import gradient_compile_arguments
 
-    _prove(spec)
-    kernel = spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class)
-    row = spec.kernels.backward_set().kernel(spec.kind)
+    backward, problem_class = spec.kernels.backward_set(), spec.problem_class.problem
+    kernel = _tile_kernel(spec, problem_class, backward.cluster)
+    row = backward.kernel(spec.kind)
     return kernel, gradient_compile_arguments(
-        spec.problem_class, row.results, row.has_ds, spec.counts_tiles(spec.problem_class.problem)
+        spec.problem_class, row.results, row.has_ds, spec.counts_tiles(problem_class)
     )
 
 

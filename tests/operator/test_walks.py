@@ -8,6 +8,7 @@ call no other one (`call/tree_mask`, say), whose name in the caller is enough to
 
 from __future__ import annotations
 
+import ast
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -118,3 +119,39 @@ def test_a_call_that_finds_its_plan(make):
         found = Trace(call)
     assert {"plans.py", "run/execute.py"} <= set(found.calls)
     assert len(found.calls) <= MOST[make][1], sorted(found.calls)
+
+
+# ------------------------------------------------------------------------- imports of a kernel
+
+
+def imported(module: Path) -> set[Path]:
+    """Modules of the package that a module's import statements name, those in functions, too."""
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            place = module.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            names = [place / alias.name for alias in node.names]
+            found |= {path.with_suffix(".py") for path in (place, *names)}
+    return {path for path in found if path.is_file()}
+
+
+def closure(module: Path) -> set[Path]:
+    """A module and all that it imports, whatever imports it."""
+    found, left = set(), {module}
+    while left:
+        found |= left
+        left = set().union(*map(imported, left)) - found
+    return found
+
+
+#: Kernel -> modules, and their lines, that a reader of it meets. Only ever lower them.
+CLOSURES = {"kernels/blackwell/forward/kernel.py": (42, 6840)}
+
+
+@pytest.mark.parametrize("kernel", CLOSURES)
+def test_what_a_kernel_imports(kernel):
+    """The proof of its plan, the schedulers' implementations and host code are not among it."""
+    found = closure(ROOT / kernel)
+    lines = sum(len(path.read_text("utf-8").splitlines()) for path in found)
+    assert (len(found), lines) <= CLOSURES[kernel] and lines <= CLOSURES[kernel][1], sorted(found)
+    assert not any("proof" in path.parts or path.name == "kernel_set.py" for path in found)

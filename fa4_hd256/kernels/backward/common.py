@@ -19,7 +19,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ...schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
+from ...schedulers.order import PackedBlocks, TileProblem
+from ...schedulers.protocol import CLUSTER_SIZE
 from ..context import KernelContext
 from ..functions.kernel_functions import KernelFunctions
 from ..limits import SECTOR_BYTES

@@ -13,7 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ...schedulers import TileProblem, WorkTile, section_heads_for
+from ...schedulers.order import TileProblem, section_heads_for
+from ...schedulers.protocol import WorkTile
 from ..limits import HEAD_DIM
 from ..mask.block_mask import MASK_TILE
 from .block_mask import BlockList, least_section

@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...schedulers import TileProblem
+from ...schedulers.order import TileProblem
 from ..plan.edges import SharedByReference
 from .block_mask import BlockList, least_section
 from .common import BackwardContext, heads_of_part, heads_per_part

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...schedulers import TileProblem, section_heads_for
+from ...schedulers.order import TileProblem, section_heads_for
 from ..limits import HEAD_DIM
 from .common import BackwardContext
 

@@ -12,7 +12,6 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...schedulers import scheduler_class
 from ..context import shared_fields
 from ..operands import SharedMemory
 from ..problem_class import ProblemClass
@@ -34,13 +33,13 @@ class PairKernel:
     context_class: type[PairContext]
     ctas = CTAS
 
-    def __init__(self, plan: Any, problem_class: ProblemClass, scheduler: Any = None) -> None:
+    def __init__(self, plan: Any, problem_class: ProblemClass, scheduler: Any) -> None:
         """plan: has warps, smem, tmem, edges and steps.  scheduler: a class of the `schedulers`
-        protocol; None for that of the problem class."""
+        protocol."""
         self.problem_class = problem_class
         self.dtype = problem_class.element_type
         self.is_bf16 = self.dtype is cutlass.BFloat16
-        self.scheduler = scheduler or scheduler_class(problem_class.use_clc, self.ctas)
+        self.scheduler = scheduler
         self.warps, self.edges = plan.warps, plan.edges
         self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
 

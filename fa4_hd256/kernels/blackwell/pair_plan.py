@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...schedulers import CLUSTER_SIZE
-from ...schedulers.clc import ClcScheduler
+from ...schedulers.protocol import CLC_SMEM_BYTES, CLUSTER_SIZE
 from ..plan.budgets import SmemRegion
 from ..plan.edges import BARRIER_BYTES, EdgeTable
 
@@ -23,7 +22,7 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
         SmemRegion(
             "scheduler",
             1,
-            ClcScheduler.smem_bytes,
+            CLC_SMEM_BYTES,
             16,
             "of the dynamic scheduler; allocated by its set-up",
         ),

@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ...schedulers import PackedBlocks, TileProblem, section_heads_for
+from ...schedulers.order import PackedBlocks, TileProblem, section_heads_for
 from ..functions.kernel_functions import KernelFunctions
 from ..limits import ELEMENT_BYTES, HEAD_DIM
 from ..mask.block_mask import MASK_TILE, StepList

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...schedulers import WorkTile
+from ...schedulers.protocol import WorkTile
 from ..context import KernelContext
 from ..mask.masking import KvSplit
 from ..operands import TmaTensor

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...schedulers import WorkTile
+from ...schedulers.protocol import WorkTile
 from ..plan.edges import SharedByReference
 from ..problem_class import query_rows
 from .context import ForwardContext

@@ -27,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...schedulers import WorkTile
+from ...schedulers.protocol import WorkTile
 from ...softmax_emu.by_key import KeySoftmax
 from ..e4m3_codes import scale_of
 from ..limits import HEAD_DIM, WARP_SIZE

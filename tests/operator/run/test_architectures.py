@@ -23,7 +23,8 @@ architectures.ARCHITECTURES += (row,)
 
 import torch
 from fa4_hd256 import kernels
-from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet
+from fa4_hd256.kernels.forward.tiles import ForwardTiles
+from fa4_hd256.kernels.kernel_set import KernelSet
 folder, module, config = (types.ModuleType(f"{kernels.__name__}.{row.folder}{name}")
                           for name in ("", ".architecture", ".config"))
 class Config:

@@ -13,7 +13,8 @@ from gpus import gpu
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
-from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet
+from fa4_hd256.kernels.forward.tiles import ForwardTiles
+from fa4_hd256.kernels.kernel_set import KernelSet
 from fa4_hd256.run import arguments, execute, tile_counter
 from fa4_hd256.run.arguments import CallTensors, call_arguments, compile_arguments
 

@@ -10,7 +10,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from ....schedulers import TileProblem, WorkTile
+from ....schedulers.order import TileProblem
+from ....schedulers.protocol import WorkTile
 from ....softmax_emu.pattern import Ex2Pattern
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 from ...backward.common import BackwardEntry, BackwardKernelTensors
@@ -96,7 +97,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     tiles: KernelTiles
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
     ) -> None:
         self.plan = config.plan
         super().__init__(self.plan, gradient_class.problem, scheduler)

@@ -28,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...backward.common import Step, heads_of_part
 from ...backward.key_tiles import KeyTiles
 from ...limits import HEAD_DIM
@@ -120,7 +120,7 @@ class DkdvKernel(BlackwellBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
     ) -> None:
         super().__init__(config, gradient_class, scheduler)
         self.tiles = DkdvTiles(self.plan, self.problem_class)

@@ -33,7 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...backward.query_tiles import QueryTiles
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, load_tile
@@ -115,7 +115,7 @@ class DqKernel(BlackwellBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
     ) -> None:
         super().__init__(config, gradient_class, scheduler)
         self.tiles = DqTiles(self.plan, self.problem_class)

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...backward.common import Step, heads_of_part
 from ...backward.ds_tiles import RUN, RUN_STRIDE, tile_of, tiles_of_head, within_head
 from ...plan.edges import SharedByReference

@@ -37,7 +37,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import DS_BLOCK, RUN
 from ...backward.key_tiles import KeyTiles, ListedStep
@@ -156,7 +156,7 @@ class DvKernel(BlackwellBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
     ) -> None:
         super().__init__(config, gradient_class, scheduler)
         self.tiles = DvTiles(self.plan, self.problem_class)

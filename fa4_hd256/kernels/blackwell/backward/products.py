@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Boolean
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
 from ...backward.product_tiles import ProductTiles, ResultTile, Walk
 from ...limits import HEAD_DIM
@@ -75,7 +75,7 @@ class ProductsKernel(BlackwellBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
     ) -> None:
         super().__init__(config, gradient_class, scheduler)
         self.tiles = SumTiles(self.problem_class)

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...backward.block_mask import WORD_PAIR
 from ...backward.common import Step
 from ...backward.ds_tiles import DS_TILE, RUN

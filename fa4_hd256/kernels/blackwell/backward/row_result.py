@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...limits import HEAD_DIM
 from ...plan.budgets import TmemPlan
 from ...plan.edges import RingStates, SharedByReference

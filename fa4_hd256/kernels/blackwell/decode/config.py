@@ -54,7 +54,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ....softmax_emu.pattern import Ex2Pattern
-from ...kernel_set import ForwardTiles
+from ...forward.tiles import ForwardTiles
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from ...plan.budgets import (
     WARPS_PER_WARPGROUP,

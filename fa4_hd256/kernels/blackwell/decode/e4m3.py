@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ....softmax_emu.by_key import KeySoftmax
 from ...forward.context import ForwardKernelTensors
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
@@ -52,9 +52,7 @@ class DecodeE4m3Kernel(DecodeKernel):
     kv_bytes = 1
     context_class = BlackwellE4m3DecodeContext
 
-    def __init__(
-        self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any = None
-    ) -> None:
+    def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
         super().__init__(config, problem_class, scheduler)
         self.scales = KeyScales(problem_class, self.rows, multiply)
         self.scaled_rows = ScaledRows(

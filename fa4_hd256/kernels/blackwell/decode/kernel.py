@@ -35,7 +35,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ....softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
@@ -107,9 +107,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
     context_class: type[BlackwellDecodeContext] = BlackwellDecodeContext
     ctas = 1
 
-    def __init__(
-        self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any = None
-    ) -> None:
+    def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
         super().__init__(config, problem_class, scheduler)
         self.config = config
         self.rows = TileRows(config.rows, problem_class.packed_heads, BLOCK_KV)

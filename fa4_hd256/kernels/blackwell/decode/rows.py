@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...forward.decode_rows import TileRows
 from ...functions.kernel_functions import KernelFunctions
 from ...functions.score_change import ScorePlaces

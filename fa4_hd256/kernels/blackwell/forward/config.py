@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ....softmax_emu.online import ARITHMETICS
 from ....softmax_emu.pattern import Ex2Pattern
-from ...kernel_set import ForwardTiles
+from ...forward.tiles import ForwardTiles
 from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from ...plan.budgets import (
     SmemPlan,

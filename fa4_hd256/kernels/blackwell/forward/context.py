@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cutlass import Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...forward.context import ForwardContext
 from ...plan.edges import RingRecord, RingState
 from ..context import PairContext

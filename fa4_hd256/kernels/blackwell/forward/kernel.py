@@ -38,7 +38,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
 from ....softmax_emu.pattern import FRAGMENT_COLUMNS
 from ...forward.common import ForwardCommon
@@ -83,15 +83,13 @@ class ForwardKernel(ForwardCommon, PairKernel):
     """The forward kernel for one configuration.
 
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    scheduler: a class of the `schedulers` protocol; None for that of the problem class.  Called
+    scheduler: a class of the `schedulers` protocol.  Called
     under `cute.compile`; see `__call__` for the arguments at run time.
     """
 
     context_class = BlackwellForwardContext
 
-    def __init__(
-        self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any = None
-    ) -> None:
+    def __init__(self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any) -> None:
         super().__init__(config, problem_class, scheduler)
         self.config = config
         # Queries of a tile and of a CTA's half of it.

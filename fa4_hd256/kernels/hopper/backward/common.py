@@ -15,7 +15,8 @@ from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ....schedulers import TileOrder, TileProblem, WorkTile, scheduler_class
+from ....schedulers.order import TileOrder, TileProblem
+from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTensors
 from ...context import shared_fields
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
@@ -26,7 +27,7 @@ from ...scalars import CallScalars
 from ...scheduler_role import schedule
 from ..fragments import store_row
 from ..instructions import row_of_fragment, rows_of
-from .config import CTAS, GradientConfig
+from .config import GradientConfig
 
 __all__ = ["BOTH_CTAS", "HopperBackward"]
 
@@ -45,12 +46,12 @@ class HopperBackward(BackwardEntry):
     tiles: Any
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
     ) -> None:
         self.plan = config.plan
         self.problem_class = gradient_class.problem
         self.dtype = self.problem_class.element_type
-        self.scheduler = scheduler or scheduler_class(self.problem_class.use_clc, CTAS, counts=True)
+        self.scheduler = scheduler
         self.warps, self.edges = self.plan.warps, self.plan.edges
         # Slopes of scores take registers, and the MMAs follow one another.
         self.capped = self.functions.change.has_slopes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ....schedulers.counter import CounterScheduler
+from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets
@@ -70,7 +70,7 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
         SmemRegion(
             "scheduler",
             1,
-            CounterScheduler.smem_bytes,
+            COUNTER_SMEM_BYTES,
             16,
             "of the dynamic scheduler; allocated by its set-up",
         ),

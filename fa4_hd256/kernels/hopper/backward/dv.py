@@ -36,7 +36,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
 from ...backward.common import BackwardContext, Step, heads_of_part
@@ -122,7 +122,7 @@ class DvKernel(HopperBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
     ) -> None:
         super().__init__(config, gradient_class, scheduler)
         self.tiles = KeyRows(self.plan, self.functions)

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...backward.block_mask import WORD_PAIR, BlockList
 from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import RUN

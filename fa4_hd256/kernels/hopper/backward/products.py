@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext
 from ...backward.ds_tiles import (
     DS_BLOCK,
@@ -92,7 +92,7 @@ class ProductsKernel(HopperBackward):
     }
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
     ) -> None:
         super().__init__(config, gradient_class, scheduler)
         self.tiles = LaunchTiles(self.problem_class)

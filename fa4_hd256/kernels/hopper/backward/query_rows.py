@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext
 from ...backward.query_tiles import QueryTiles
 from ...functions.kernel_functions import KernelFunctions

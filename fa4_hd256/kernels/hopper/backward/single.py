@@ -27,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
 from ...backward.common import BackwardContext, Step
@@ -102,7 +102,7 @@ class SingleKernel(HopperBackward):
     is_scaled = True
 
     def __init__(
-        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
     ) -> None:
         super().__init__(config, gradient_class, scheduler)
         self.tiles = self.rows(self.plan, self.functions)

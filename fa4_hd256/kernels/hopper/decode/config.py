@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ....schedulers import CounterScheduler
+from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
-from ...kernel_set import ForwardTiles
+from ...forward.tiles import ForwardTiles
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
@@ -194,7 +194,7 @@ class E4m3Config:
                 SmemRegion("offsets", 1, of_rows, 16, "of each row"),
                 SmemRegion("inverses", 1, of_rows, 16, "1/sum of each row"),
                 SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-                SmemRegion("scheduler", 1, CounterScheduler.smem_bytes, 16,
+                SmemRegion("scheduler", 1, COUNTER_SMEM_BYTES, 16,
                            "of the dynamic scheduler; allocated by its set-up"),
             )
         )  # fmt: skip

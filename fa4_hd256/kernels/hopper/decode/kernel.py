@@ -34,7 +34,8 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ....schedulers import TileOrder, WorkTile, scheduler_class
+from ....schedulers.order import TileOrder
+from ....schedulers.protocol import WorkTile
 from ...context import shared_fields
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
@@ -110,19 +111,17 @@ class DecodeE4m3Kernel(ForwardCommon):
     """The decode kernel for one configuration.
 
     config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    scheduler: a class of the `schedulers` protocol; None for that of the problem class.
+    scheduler: a class of the `schedulers` protocol.
 
     Called under `cute.compile`; see `ForwardCommon.__call__` for the arguments at run time.
     """
 
     kv_bytes = 1
 
-    def __init__(
-        self, config: E4m3Config, problem_class: ProblemClass, scheduler: Any = None
-    ) -> None:
+    def __init__(self, config: E4m3Config, problem_class: ProblemClass, scheduler: Any) -> None:
         self.config, self.problem_class = config, problem_class
         self.dtype = problem_class.element_type
-        self.scheduler = scheduler or scheduler_class(problem_class.use_clc, 1, counts=True)
+        self.scheduler = scheduler
         self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
         self.softmax_warps = len(config.warps.consumers)
         self.softmax_threads = self.softmax_warps * WARP_SIZE

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ....schedulers import CounterScheduler
+from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
-from ...kernel_set import ForwardTiles
+from ...forward.tiles import ForwardTiles
 from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from ...plan.budgets import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan, check_budgets
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
@@ -199,7 +199,7 @@ class ForwardConfig:
                 SmemRegion("v", self.v_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
                            f"{block} keys x 256"),
                 SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-                SmemRegion("scheduler", 1, CounterScheduler.smem_bytes, 16,
+                SmemRegion("scheduler", 1, COUNTER_SMEM_BYTES, 16,
                            "of the dynamic scheduler; allocated by its set-up"),
             )
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ....schedulers import WorkTile
+from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
 from ...forward.context import ForwardContext
 from ...plan.edges import RingState, SharedByReference

@@ -37,7 +37,8 @@ from cutlass import Float32, Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ....schedulers import TileOrder, WorkTile, scheduler_class
+from ....schedulers.order import TileOrder
+from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
 from ...context import shared_fields
 from ...forward.common import ForwardCommon
@@ -81,19 +82,15 @@ class ForwardKernel(ForwardCommon):
     """The forward kernel for one configuration.
 
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
-    scheduler: a class of the `schedulers` protocol; None for that of the problem class.
+    scheduler: a class of the `schedulers` protocol.
 
     Called under `cute.compile`; see `__call__` for the arguments at run time.
     """
 
-    def __init__(
-        self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any = None
-    ) -> None:
+    def __init__(self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any) -> None:
         self.config, self.problem_class = config, problem_class
         self.dtype = problem_class.element_type
-        self.scheduler = scheduler or scheduler_class(
-            problem_class.use_clc, config.ctas, counts=True
-        )
+        self.scheduler = scheduler
         self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
         # Rows of a query.
         of_query = self.query_rows = query_rows(problem_class.packed_heads, WARPGROUP_ROWS)
