@@ -17,7 +17,7 @@ from .call.packed_ds import (
     lengths_between,
     read_offsets,
 )
-from .call.part_lists import list_of_parts, mark, marked
+from .call.part_lists import mark, marked, scheduler_metadata_of
 from .call.process import is_intercepted
 from .gpus.devices import is_captured
 from .kernels.problem_class import KV_DTYPES
@@ -78,7 +78,7 @@ def get_scheduler_metadata(
     options = Options.check(None, causal, window_size, 0.0)
     problem = Problem.describe((q, k, k), options, None, {"seqused_k": cache_seqlens})
     gpu = gpu_of(cache_seqlens.device)
-    made = list_of_parts(problem, gpu, cache_seqlens)
+    made = scheduler_metadata_of(problem, gpu, cache_seqlens)
     if not torch.compiler.is_compiling():
         mark(made, problem, gpu)
     return made

@@ -5,9 +5,9 @@ Where a call has fewer query tiles than the device holds clusters, as a decoding
 sequences has, the others stand idle. With KV splits, each split of a tile's keys is a tile of its
 own, and a second kernel makes one result of the splits (`forward_combine`).
 
-NOTE [fixed parts].  How many splits are best follows from all tiles of a call, so that a sequence's
-bits depend on the batch that it is in.  Where they must not, each split has as many keys as follow
-from max_seqlen_k and the window alone, and a sequence fills as many splits as it can.
+NOTE [fixed splits].  How many splits are best follows from all tiles of a call, so that a
+sequence's bits depend on the batch that it is in.  Where they must not, each split has as many keys
+as follow from max_seqlen_k and the window alone, and a sequence fills as many splits as it can.
 
 NOTE [last wave].  Where all tiles take equally long, a GPU works on them in waves of as many as it
 holds clusters, and the last wave may have few: 1,024 tiles on 76 clusters are thirteen waves and a
@@ -27,7 +27,7 @@ from ..kernels.limits import FLOAT_BYTES, HEAD_DIM
 from ..kernels.mask.windows import Reach
 from ..kernels.rows.sequences import PART_LIST
 from .forward_problem import Problem
-from .options import BY_RULE, FIXED_PARTS, MOST_SPLITS, check_num_splits
+from .options import BY_RULE, FIXED_SPLITS, MOST_SPLITS, check_num_splits
 
 __all__ = [
     "ForwardPart",
@@ -36,22 +36,22 @@ __all__ = [
     "divided",
     "last_wave",
     "longest_row",
-    "room_for_parts",
-    "rows_a_step",
+    "room_for_splits",
+    "rows_per_step",
     "splits_for",
 ]
 
 # ---------------------------------------------------------------- KV splits
 
-#: The fewest keys of a fixed part: with fewer the combining kernel takes longer than the part.
+#: The fewest keys of a fixed split: with fewer the combining kernel takes longer than the split.
 FEWEST_KEYS = 512
-#: The keys of a fixed part are a multiple of this, and this is one of the keys of most steps.
-PART_MULTIPLE = 128
-#: Listed parts of each cluster at most, beside one for each sequence.
+#: The keys of a fixed split are a multiple of this, and this is one of the keys of most steps.
+SPLIT_MULTIPLE = 128
+#: Listed splits of each cluster at most, beside one for each sequence.
 WAVES = 2
 #: Bytes that HBM writes and reads again for a row of a split's result, in float32.
 ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
-#: Parts for each SM up to which they are spread evenly over pairs of SMs.
+#: Splits for each SM up to which they are spread evenly over pairs of SMs.
 EVEN_SHARE = 0.36
 #: How sharply the slower of two things that overlap hides the other: of a sum of powers.
 SHARPNESS = 8
@@ -60,39 +60,39 @@ SHARPNESS = 8
 def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
     """Return the problem with its number of KV splits.
 
-    That is num_splits; or for `BY_RULE` what `splits_for` returns; or for `FIXED_PARTS` splits of a
-    fixed number of keys, NOTE [fixed parts]. Scheduler metadata takes precedence: the number is
+    That is num_splits; or for `BY_RULE` what `splits_for` returns; or for `FIXED_SPLITS` ones of a
+    fixed number of keys, NOTE [fixed splits]. Scheduler metadata takes precedence: the number is
     then that of the splits which it has room for, 1 where queries have several tiles. Raises as
     `check_num_splits` does.
     """
-    if problem.lists_parts:
-        return _in_listed_parts(problem, gpu)
-    if num_splits == FIXED_PARTS:
-        return _in_fixed_parts(problem)
+    if problem.lists_splits:
+        return _with_listed_splits(problem, gpu)
+    if num_splits == FIXED_SPLITS:
+        return _with_fixed_splits(problem)
     chosen = check_num_splits(num_splits) or splits_for(problem, gpu)
     return replace(problem, num_splits=chosen)
 
 
-def _in_fixed_parts(problem: Problem) -> Problem:
-    """NOTE [fixed parts]; undivided where queries have several tiles, which fill a GPU sooner."""
+def _with_fixed_splits(problem: Problem) -> Problem:
+    """NOTE [fixed splits]; undivided where queries have several tiles, which fill a GPU sooner."""
     if problem.max_seqlen_q > problem.tile_queries:
         return problem
     keys = longest_row(problem)
-    part = max(FEWEST_KEYS, -(-keys // (MOST_SPLITS * PART_MULTIPLE)) * PART_MULTIPLE)
-    count = -(-keys // part)
-    return replace(problem, num_splits=count, part_keys=part if count > 1 else None)
+    each = max(FEWEST_KEYS, -(-keys // (MOST_SPLITS * SPLIT_MULTIPLE)) * SPLIT_MULTIPLE)
+    count = -(-keys // each)
+    return replace(problem, num_splits=count, part_keys=each if count > 1 else None)
 
 
-def _in_listed_parts(problem: Problem, gpu: Gpu) -> Problem:
+def _with_listed_splits(problem: Problem, gpu: Gpu) -> Problem:
     """Return the problem with room for all splits; unsplit, without the list, where queries have
     several tiles."""
-    room = room_for_parts(problem, gpu)
+    room = room_for_splits(problem, gpu)
     if room is None:
         return replace(problem, ragged=tuple(n for n in problem.ragged if n != PART_LIST))
     return replace(problem, num_splits=room)
 
 
-def room_for_parts(problem: Problem, gpu: Gpu) -> int | None:
+def room_for_splits(problem: Problem, gpu: Gpu) -> int | None:
     """Return the splits that the scheduler metadata has room for: one for each sequence, and as
     many that every cluster has `WAVES` splits. None where queries have several tiles, which are not
     split, and where there is no sequence. Follows from the bounds of a call alone."""
@@ -103,7 +103,7 @@ def room_for_parts(problem: Problem, gpu: Gpu) -> int | None:
 
 
 def longest_row(problem: Problem) -> int:
-    """Keys that the queries of a tile see at most, 1 or more."""
+    """Return the most keys that the queries of a tile see, 1 or more."""
     reach = Reach.of(problem.options.window)
     queries, keys = reach.lengths(problem.max_seqlen_q, problem.max_seqlen_k)
     left, right = reach.window
@@ -112,8 +112,8 @@ def longest_row(problem: Problem) -> int:
     return max(keys, 1)
 
 
-def rows_a_step(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> float:
-    """Rows of parts that HBM takes in and gives back in the time of a step."""
+def rows_per_step(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> float:
+    """Return the rows of splits' results that HBM writes and reads in the time of a step."""
     return gpu.hbm_bytes_per_second * (kernel or problem.tiles).step_seconds / ROW_BYTES
 
 
@@ -129,54 +129,54 @@ def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -
     rows = math.prod(problem.lse_shape)
     kernel, tiles = kernel or problem.tiles, problem.num_tiles
     steps, clusters = -(-keys // kernel.keys), gpu.clusters(kernel.cluster)
-    # With more blocks of queries tiles may differ by the mask, and need no parts to be shared out.
+    # With more blocks of queries tiles may differ by the mask, and need no splits to be shared out.
     if tiles >= clusters and problem.max_seqlen_q > problem.tile_queries:
         return 1
 
-    # Of all tiles from HBM, in steps of one.
+    # Loads of all tiles from HBM, in steps of one.
     all_loads = tiles * steps * kernel.step_bytes / (gpu.hbm_bytes_per_second * kernel.step_seconds)
 
-    def span(parts: int) -> float:
-        """Steps of the cluster with the most parts and what each of these takes beside, together
-        with what HBM takes for all; and what the results of all parts take."""
-        waves = -(-tiles * parts // clusters)
-        busy = waves * (-(-steps // parts) + kernel.part_steps)
-        results = parts * rows / rows_a_step(problem, gpu, kernel) if parts > 1 else 0.0
+    def span(splits: int) -> float:
+        """Return the steps of the cluster with the most splits, their start and end included,
+        overlapped with all loads from HBM; then those of all splits' results."""
+        waves = -(-tiles * splits // clusters)
+        busy = waves * (-(-steps // splits) + kernel.part_steps)
+        results = splits * rows / rows_per_step(problem, gpu, kernel) if splits > 1 else 0.0
         if not all_loads:
             return busy + results
-        loads = all_loads * _unevenness(tiles * parts, clusters)
+        loads = all_loads * _unevenness(tiles * splits, clusters)
         return (busy**SHARPNESS + loads**SHARPNESS) ** (1 / SHARPNESS) + results
 
     best = min(range(1, min(steps, kernel.most_parts) + 1), key=span)
     return best if span(1) - span(best) >= kernel.least_saved else 1
 
 
-def _unevenness(parts: int, sms: int) -> float:
-    """Time from HBM where some pairs of SMs have two parts and some have one or none, over that
-    where all are alike: a pair shares a port, so that those with two are behind.
+def _unevenness(splits: int, sms: int) -> float:
+    """Return the time of loads from HBM where some pairs of SMs have two splits and some one or
+    none, over that where all are alike: a pair shares a port, so that those with two are behind.
 
-    parts: of all tiles. Fitted to an H100 and an H200, 48 to 128 parts on 132 SMs: 7 % at 64 and
+    splits: of all tiles. Fitted to an H100 and an H200, 48 to 128 splits on 132 SMs: 7 % at 64 and
     0 % at 112 on the first, 4 % at 66 and 11 % at 88 on the second (lab/notes.md). Four idle SMs
     did not show.
     """
-    if parts >= sms - sms // 32:
+    if splits >= sms - sms // 32:
         return 1.0
-    share = max((parts / sms - EVEN_SHARE) / (1 - EVEN_SHARE), 0.0)
+    share = max((splits / sms - EVEN_SHARE) / (1 - EVEN_SHARE), 0.0)
     return 1 + share * (1 - share) ** 2
 
 
 # ---------------------------------------------------------------- the last wave
 
 #: The most KV splits of a tile of the last wave.
-MOST_WAVE_PARTS = 8
+MOST_WAVE_SPLITS = 8
 
 
 class LastWave(NamedTuple):
     """Last wave of a call, NOTE [last wave]. queries: of each sequence, in whole tiles, before
-    those of the wave. parts: KV splits of the wave."""
+    those of the wave. splits: KV splits of the wave."""
 
     queries: int
-    parts: int
+    splits: int
 
     def problems(self, problem: Problem) -> tuple[Problem, Problem]:
         """Return (problem of the queries before, problem of the last wave's)."""
@@ -185,7 +185,7 @@ class LastWave(NamedTuple):
             replace(problem, q_shape=(batch, count, *others), max_seqlen_q=count)
             for count in (self.queries, rows - self.queries)
         )
-        return first, replace(rest, num_splits=self.parts)
+        return first, replace(rest, num_splits=self.splits)
 
 
 def last_wave(problem: Problem, num_splits: int, gpu: Gpu) -> LastWave | None:
@@ -205,21 +205,21 @@ def last_wave(problem: Problem, num_splits: int, gpu: Gpu) -> LastWave | None:
     blocks = -(-problem.max_seqlen_q // problem.tile_queries)
     columns, clusters = problem.num_tiles // blocks, gpu.clusters(kernel.cluster)
     steps, full = -(-problem.max_seqlen_k // kernel.keys), problem.num_tiles // clusters
-    part_rows = kernel.rows / rows_a_step(problem, gpu)
+    split_steps = kernel.rows / rows_per_step(problem, gpu)
 
-    def span(tiles: int, parts: int = 1) -> float:
-        """Steps of a launch, and those in which HBM takes in and gives back the parts."""
-        waves = -(-tiles * parts // clusters)
-        results = parts * tiles * part_rows if parts > 1 else 0.0
-        return waves * (-(-steps // parts) + kernel.part_steps) + results
+    def span(tiles: int, splits: int = 1) -> float:
+        """Return the steps of a launch, and those in which HBM writes and reads its splits."""
+        waves = -(-tiles * splits // clusters)
+        results = splits * tiles * split_steps if splits > 1 else 0.0
+        return waves * (-(-steps // splits) + kernel.part_steps) + results
 
-    def in_two(first: int, parts: int) -> float:
-        return span(first * columns) + span((blocks - first) * columns, parts) + launch
+    def in_two(first: int, splits: int) -> float:
+        return span(first * columns) + span((blocks - first) * columns, splits) + launch
 
     # One wave more is divided where the last one alone is too full to gain by it.
     firsts = (waves * clusters // columns for waves in (full, full - 1))
-    counts = range(2, min(steps, MOST_WAVE_PARTS) + 1)
-    choices = [(first, parts) for first in firsts if 0 < first < blocks for parts in counts]
+    counts = range(2, min(steps, MOST_WAVE_SPLITS) + 1)
+    choices = [(first, splits) for first in firsts if 0 < first < blocks for splits in counts]
     best = min(choices, key=lambda choice: in_two(*choice), default=None)
     if best is None or span(problem.num_tiles) - in_two(*best) < kernel.least_saved:
         return None

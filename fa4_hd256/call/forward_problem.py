@@ -30,7 +30,7 @@ from . import checks, descales, memory, named_configs
 from .function_tensors import functions_of_keys
 from .operator_arguments import RAGGED, ForwardTensors, ForwardValues
 from .options import (
-    FIXED_PARTS,
+    FIXED_SPLITS,
     Options,
     check_beside_list,
     check_num_splits,
@@ -77,7 +77,7 @@ class Call(NamedTuple):
         named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
         checks.check_kinds(named, ragged, num_splits)
         longest = longest_of(ragged, self.max_seqlen_q, self.max_seqlen_k)
-        if num_splits == FIXED_PARTS and "cu_seqlens_k" in ragged and longest[1] is None:
+        if num_splits == FIXED_SPLITS and "cu_seqlens_k" in ragged and longest[1] is None:
             raise ValueError(
                 "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an "
                 "int, the same for all batches, since KV splits follow it"
@@ -111,7 +111,7 @@ def bounded(
 ) -> tuple[Any, ...]:
     """Return the fields of a `Call` with numbers for max_seqlen_q and max_seqlen_k
     (`checks.bounds_of`)."""
-    is_fixed = requested_splits(*arguments[_SPLITS]) == FIXED_PARTS
+    is_fixed = requested_splits(*arguments[_SPLITS]) == FIXED_SPLITS
     bounds = checks.bounds_of(arguments[LONGEST], q, tree_words, is_fixed)
     return (*arguments[: LONGEST.start], *bounds, *arguments[LONGEST.stop :])
 
@@ -257,7 +257,7 @@ class Problem:
         return *self.ragged, *self.scales, *self.function_tensors
 
     @property
-    def lists_parts(self) -> bool:
+    def lists_splits(self) -> bool:
         """Return True if KV splits are listed, which then have results of their own, one after the
         other."""
         return PART_LIST in self.ragged

@@ -20,7 +20,7 @@ from .operator_arguments import BackwardValues, ForwardValues
 
 __all__ = [
     "BY_RULE",
-    "FIXED_PARTS",
+    "FIXED_SPLITS",
     "LARGEST_BOUND",
     "MOST_SPLITS",
     "NO_WINDOW",
@@ -125,14 +125,14 @@ def check_options(softmax_scale: float, softcap: float) -> None:
 
 #: num_splits of a caller who leaves the choice to the operator (`division.splits_for`).
 BY_RULE = 0
-#: What the operator gets in place of a number of splits: `division`, NOTE [fixed parts].
-FIXED_PARTS = -1
+#: What the operator gets in place of a number of splits: `division`, NOTE [fixed splits].
+FIXED_SPLITS = -1
 #: The most KV splits of a tile that a call can request.
 MOST_SPLITS = MOST_PARTS
 
 
 def requested_splits(num_splits: Any, batch_invariant: Any) -> Any:
-    """Return the operator's argument for these two of a user: `FIXED_PARTS`, or num_splits as it
+    """Return the operator's argument for these two of a user: `FIXED_SPLITS`, or num_splits as it
     was given.
 
     Raises TypeError for a batch_invariant that is no bool, and ValueError for a number of splits
@@ -143,29 +143,29 @@ def requested_splits(num_splits: Any, batch_invariant: Any) -> Any:
         if type(num_splits) is not int or num_splits != BY_RULE:
             raise ValueError(
                 f"num_splits is {shown(num_splits)} with batch_invariant=True, which divides "
-                f"keys by itself; accepted: {BY_RULE}. Results of a given number of parts do not "
-                "depend on the batch in any case"
+                f"keys by itself; accepted: {BY_RULE}. Results of a given number of KV splits do "
+                "not depend on the batch in any case"
             )
-        return FIXED_PARTS
+        return FIXED_SPLITS
     if batch_invariant is not False:
         raise TypeError(f"batch_invariant must be True or False, got {shown(batch_invariant)}")
-    if type(num_splits) is int and num_splits == FIXED_PARTS:
+    if type(num_splits) is int and num_splits == FIXED_SPLITS:
         raise _refusal(num_splits)
     return num_splits
 
 
 def check_beside_list(num_splits: int) -> None:
-    """Raise ValueError unless the operator's number of parts is left to scheduler metadata."""
+    """Raise ValueError unless num_splits is left to scheduler metadata."""
     if num_splits != BY_RULE:
         raise ValueError(
-            f"{'batch_invariant' if num_splits == FIXED_PARTS else 'num_splits'} is given with "
+            f"{'batch_invariant' if num_splits == FIXED_SPLITS else 'num_splits'} is given with "
             "scheduler_metadata, which has the KV splits; accepted: one of them"
         )
 
 
 def check_num_splits(num_splits: int) -> int:
-    """The operator's number as it was given; ValueError if it is not accepted."""
-    if not 0 <= num_splits <= MOST_SPLITS and num_splits != FIXED_PARTS:
+    """Return the operator's number as it is. Raises ValueError if it is not accepted."""
+    if not 0 <= num_splits <= MOST_SPLITS and num_splits != FIXED_SPLITS:
         raise _refusal(num_splits)
     return num_splits
 

@@ -1,14 +1,15 @@
-"""Scheduler metadata of a call, made of the sequences' lengths where these lie.
+"""Scheduler metadata of a call, made from the sequences' lengths on their device.
 
-`division` divides all sequences into equally many parts by the bounds of a call: of one long
-sequence among short ones a part is then as long as all that the others have, and a grid for the
-longest sequence that could come is mostly empty. In a list all parts have as many keys, each
-sequence as many parts as it fills, and the grid has room for little more than there can be. What is
-best follows from the lengths, by operations on their device alone: nothing waits for it, and a CUDA
-graph makes the list at each replay. A list serves all calls of such bounds, every layer of a model.
+`division` gives all sequences equally many KV splits by the bounds of a call. With one long
+sequence among short ones, one of its splits is then as long as all the others, and a grid for the
+longest possible sequence is mostly empty. Listed splits all have the same number of keys, each
+sequence has as many as it fills, and the grid has room for little more than there can be. The best
+number follows from the lengths, by operations on their device alone: nothing waits for it, and a
+CUDA graph makes the metadata at each replay. One tensor serves all calls of such bounds, every
+layer of a model.
 
-A list decides who works on what, never what comes of it, beyond rounding: the last part of a
-sequence has all keys that are left, also of a sequence that has grown since.
+The metadata decides which cluster works on which keys. Beyond rounding it changes no result: the
+last split of a sequence has all keys that are left, also of a sequence that has grown since.
 """
 
 from __future__ import annotations
@@ -19,59 +20,60 @@ import torch
 
 from ..gpus.devices import Gpu
 from ..kernels.rows.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED
-from .division import longest_row, room_for_parts, rows_a_step
+from .division import longest_row, room_for_splits, rows_per_step
 from .forward_problem import Problem
 from .options import MOST_SPLITS
 
-__all__ = ["list_of_parts", "mark", "marked"]
+__all__ = ["scheduler_metadata_of", "mark", "marked"]
 
-#: The attribute of a list that says what it was made for, as its header does, which calls do not
-#: read. It turns a mismatch into an error. Copies have none: there the device compares.
+#: The attribute of scheduler metadata that says what it was made for, as its header does, which
+#: calls do not read. It turns a mismatch into an error. Copies have none: there the device
+#: compares.
 _MARK = "_fa4_hd256_part_list"
 
 
 def mark(words: torch.Tensor, problem: Problem, gpu: Gpu) -> None:
-    """Note on a list what it was made for."""
-    room = room_for_parts(problem, gpu) or 0
+    """Note on scheduler metadata what it was made for."""
+    room = room_for_splits(problem, gpu) or 0
     setattr(words, _MARK, (room, problem.sequences, problem.q_shape[2]))
 
 
 def marked(words: Any) -> tuple[int, ...] | None:
-    """Return (parts that a list has room for, sequences, query heads); None where it has no
+    """Return (splits that scheduler metadata has room for, sequences, query heads); None without a
     mark."""
     return getattr(words, _MARK, None)
 
 
-def list_of_parts(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Tensor:
-    """`kernels.rows.part_list` of a call, int32; one word for calls that are not divided.
+def scheduler_metadata_of(problem: Problem, gpu: Gpu, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the words of `kernels.rows.part_list`, int32; one word for calls without KV splits.
 
-    lengths: (batch,) int32 keys in use of each sequence. Tried are the longest one in 1 to
-    `MOST_SPLITS` parts, as far as the list has room for all. Where every part has a cluster, a call
-    takes as long as a part; else as all on all clusters, and half a part. HBM takes the results of
-    parts, and gives them back.
+    lengths: (batch,) int32 keys in use of each sequence. Candidates are the longest one in 1 to
+    `MOST_SPLITS` splits, as far as there is room. Where every split has a cluster, a call takes as
+    long as a split; else as long as all splits on all clusters, and half a split. HBM writes and
+    reads the results of splits.
     """
-    room = room_for_parts(problem, gpu)
+    room = room_for_splits(problem, gpu)
     if room is None:
         return torch.zeros(1, dtype=torch.int32, device=lengths.device)
     tiles, clusters = problem.tiles, gpu.clusters(problem.tiles.cluster)
     steps = _steps(problem, lengths)
     divisors = torch.arange(1, MOST_SPLITS + 1, device=lengths.device)
-    of_part = ((steps.max() + divisors - 1) // divisors).clamp(min=1)
-    counts = _parts_of(steps, of_part[:, None])
-    parts, of_sequence = counts.sum(1), problem.num_tiles // problem.sequences
-    alone = of_part + tiles.part_steps
-    work = (steps.sum() + tiles.part_steps * parts) * of_sequence / clusters
-    together = torch.maximum(work, alone) + of_part / 2
-    span = torch.where(parts * of_sequence <= clusters, alone, together)
+    of_split = ((steps.max() + divisors - 1) // divisors).clamp(min=1)
+    counts = _splits_of(steps, of_split[:, None])
+    splits, of_sequence = counts.sum(1), problem.num_tiles // problem.sequences
+    alone = of_split + tiles.part_steps
+    work = (steps.sum() + tiles.part_steps * splits) * of_sequence / clusters
+    together = torch.maximum(work, alone) + of_split / 2
+    span = torch.where(splits * of_sequence <= clusters, alone, together)
     rows = problem.max_seqlen_q * problem.q_shape[2]
-    span = span + parts * (rows / rows_a_step(problem, gpu))
-    span = torch.where(parts <= room, span, torch.inf)
+    span = span + splits * (rows / rows_per_step(problem, gpu))
+    span = torch.where(splits <= room, span, torch.inf)
     # By an operation: to index by a number without dimensions reads it, which waits for the device.
     best = span.argmin(dim=0, keepdim=True)
     counts = counts.index_select(0, best).squeeze(0)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     words = _words(starts, counts, room)
-    keys = of_part.index_select(0, best) * tiles.keys
+    keys = of_split.index_select(0, best) * tiles.keys
     made_for = (room, problem.sequences, problem.q_shape[2])
     header = [keys, *(keys.new_full((1,), number) for number in made_for)]
     return torch.cat([*header, words, starts]).to(torch.int32)
@@ -84,13 +86,14 @@ def _steps(problem: Problem, lengths: torch.Tensor) -> torch.Tensor:
     return (lengths.long().clamp(0, longest_row(problem)) + (begins + keys - 1)) // keys
 
 
-def _parts_of(steps: torch.Tensor, of_part: torch.Tensor) -> torch.Tensor:
+def _splits_of(steps: torch.Tensor, of_split: torch.Tensor) -> torch.Tensor:
     """Return how many splits each sequence fills; one also without any key."""
-    return ((steps + of_part - 1) // of_part).clamp(min=1)
+    return ((steps + of_split - 1) // of_split).clamp(min=1)
 
 
 def _words(starts: torch.Tensor, counts: torch.Tensor, room: int) -> torch.Tensor:
-    """Return (room,) words of the parts of sequences that begin at these, each with so many."""
+    """Return (room,) words of the splits of sequences. starts: number of the first split of each.
+    counts: splits of each."""
     places = torch.arange(room, device=starts.device)
     sequence = torch.searchsorted(starts[1:], places, right=True)
     is_used = places < starts[-1]

@@ -113,7 +113,7 @@ def configured(problem: Problem, config: Any) -> KernelSpec:
 def combine_spec(problem: Problem) -> KernelSpec:
     """Return the kernel that combines KV splits."""
     kernels = problem.kernels
-    if problem.lists_parts:
+    if problem.lists_splits:
         config = replace(kernels.combine.config, lane_parts=MOST_PARTS // WARP_SIZE)
         own = CombineClass(problem.dtype, "cu_seqlens_q" in problem.ragged)
         return KernelSpec("forward_combine_ragged", config, own, kernels.architecture)

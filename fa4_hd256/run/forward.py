@@ -235,7 +235,7 @@ def add_combine(
     """Fill results from those of splits, each (out, lse). tables: by name, those of listed parts
     among them."""
     lists: tuple[View, ...] = ()
-    if problem.lists_parts:
+    if problem.lists_splits:
         lists = tuple(tables[n] for n in (PART_LIST, "cu_seqlens_q") if n in tables)
     builder.launch(combine_spec(problem), combine_call_arguments(parts, results, None, lists))
 
@@ -321,7 +321,7 @@ def _split_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of O and of the LSE of all splits."""
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
     entries = batch * problem.num_splits
-    if problem.lists_parts:
+    if problem.lists_splits:
         _, heads, columns = rows
         entries, longest = problem.num_splits, problem.max_seqlen_q
         rows, lse_rows = [longest, heads, columns], [heads, longest]
@@ -417,10 +417,10 @@ def _check_grid(problem: Problem) -> None:
 
 def _check_list(tensors: ForwardTensors, problem: Problem) -> None:
     """Raise ValueError for scheduler metadata that is not this call's. problem: divided."""
-    if not problem.lists_parts:
+    if not problem.lists_splits:
         return
     words = tensors.part_list
-    assert words is not None, "lists_parts says so"
+    assert words is not None, "lists_splits says so"
     length = list_length(problem.num_splits, problem.sequences)
     if words.numel() != length:
         raise ValueError(

@@ -234,7 +234,7 @@ class Ours(OurProvider):
             for rows in (last.queries, case.seqlen_q - last.queries)
         )
         variant = self.variant(case, FORWARD, use_clc, divided=True)
-        return InTwo(first, rest, self.forward(variant, machine, draws).divided(last.parts))
+        return InTwo(first, rest, self.forward(variant, machine, draws).divided(last.splits))
 
     def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
         """Our kernels under the static or the CLC scheduler."""

@@ -7,7 +7,7 @@ import torch
 from operator_calls import forward_arguments
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.options import BY_RULE, FIXED_PARTS, MOST_SPLITS
+from fa4_hd256.call.options import BY_RULE, FIXED_SPLITS, MOST_SPLITS
 
 
 def inputs(device, heads=2):
@@ -30,7 +30,7 @@ def test_opcheck_of_split_keys(device, combined):
     assert {problem.num_splits for problem, _ in combined} == {2}
 
 
-@pytest.mark.parametrize("num_splits", [FIXED_PARTS - 1, MOST_SPLITS + 1])
+@pytest.mark.parametrize("num_splits", [FIXED_SPLITS - 1, MOST_SPLITS + 1])
 def test_the_operator_refuses_a_number_of_splits(num_splits, device):
     with pytest.raises(ValueError, match=f"num_splits is {num_splits}; accepted"):
         torch.ops.fa4_hd256.forward(*forward_arguments(*inputs(device), num_splits=num_splits))

@@ -15,7 +15,7 @@ from gpus import gpu
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.division import FEWEST_KEYS, divided
 from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.call.options import FIXED_PARTS, MOST_SPLITS, Options
+from fa4_hd256.call.options import FIXED_SPLITS, MOST_SPLITS, Options
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.mask.masking import Visibility
 
@@ -163,18 +163,18 @@ def problem(keys, queries=1, window=(None, None), batch=1):
 )  # fmt: skip
 def test_parts_follow_the_bounds_alone(keys, count, part):
     for batch in (1, 7, 300):
-        found = divided(problem(keys, batch=batch), FIXED_PARTS, gpu())
+        found = divided(problem(keys, batch=batch), FIXED_SPLITS, gpu())
         assert (found.num_splits, found.part_keys) == (count, part)
         assert found.num_splits <= MOST_SPLITS and found.problem_class.fixed_parts == (count > 1)
 
 
 def test_many_queries_are_not_divided():
-    found = divided(problem(1 << 17, queries=512), FIXED_PARTS, gpu())
+    found = divided(problem(1 << 17, queries=512), FIXED_SPLITS, gpu())
     assert (found.num_splits, found.part_keys) == (1, None)
 
 
 def test_a_window_bounds_the_parts():
-    found = divided(problem(1 << 17, window=(1023, 0)), FIXED_PARTS, gpu())
+    found = divided(problem(1 << 17, window=(1023, 0)), FIXED_SPLITS, gpu())
     assert replace(found, num_splits=2, part_keys=512) == found
 
 

@@ -13,7 +13,7 @@ from test_split_keys import accurate, describe
 import sm100_sim
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.call.division import last_wave
-from fa4_hd256.call.options import BY_RULE, FIXED_PARTS
+from fa4_hd256.call.options import BY_RULE, FIXED_SPLITS
 
 pytestmark = pytest.mark.architecture("sm_100a")
 
@@ -56,7 +56,7 @@ def test_what_is_divided_makes_up_the_whole():
     assert first.num_tiles + rest.num_tiles == problem.num_tiles
 
 
-@pytest.mark.parametrize("num_splits", [FIXED_PARTS, 1, 2])
+@pytest.mark.parametrize("num_splits", [FIXED_SPLITS, 1, 2])
 def test_nothing_is_where_a_number_is_given(num_splits):
     assert last_wave(describe((32768, 32768), (8, 8)), num_splits, gpu(76)) is None
 

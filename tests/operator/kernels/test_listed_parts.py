@@ -22,10 +22,10 @@ from fa4_hd256 import (
     metadata,
 )
 from fa4_hd256.call import checks
-from fa4_hd256.call.division import longest_row, room_for_parts, splits_for
+from fa4_hd256.call.division import longest_row, room_for_splits, splits_for
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import BY_RULE, MOST_SPLITS, Options
-from fa4_hd256.call.part_lists import list_of_parts
+from fa4_hd256.call.part_lists import scheduler_metadata_of
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.rows.part_list import (
     HEADER,
@@ -215,8 +215,8 @@ LENGTHS = {
 )
 def test_every_key_is_in_one_part(lengths, window):
     one = problem(131072, len(lengths), window=window)
-    room = room_for_parts(one, gpu())
-    listed = list_of_parts(one, gpu(), ints(lengths)).tolist()
+    room = room_for_splits(one, gpu())
+    listed = scheduler_metadata_of(one, gpu(), ints(lengths)).tolist()
     assert len(listed) == list_length(room, len(lengths))
     assert listed[1:HEADER] == [room, len(lengths), 16]
     keys, words = listed[0], listed[HEADER : HEADER + room]
@@ -241,7 +241,7 @@ def test_one_long_sequence_is_divided_among_all_clusters():
     rule of equal splits gives the long one's to a few."""
     lengths = LENGTHS["one long"]
     one = problem(131072, len(lengths))
-    listed = list_of_parts(one, gpu(), ints(lengths))
+    listed = scheduler_metadata_of(one, gpu(), ints(lengths))
     parts, clusters = int(listed[-1]) * 2, gpu().clusters(one.tiles.cluster)
     assert clusters * 0.8 < parts <= clusters
     together = 2 * sum(lengths) / clusters

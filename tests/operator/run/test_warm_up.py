@@ -91,7 +91,7 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
     known = set(specs_of(model, TRAINING, target.architecture, target.gpu))
     found, pick = set(), random.Random(7)
     for problem, where in calls(model, target.architecture, random.Random(name), 120):
-        chosen = division.divided(problem, pick.choice((0, 0, 64, division.FIXED_PARTS)), where)
+        chosen = division.divided(problem, pick.choice((0, 0, 64, division.FIXED_SPLITS)), where)
         found.add(forward_spec(chosen, where))
         if chosen.num_splits > 1:
             found.add(combine_spec(chosen))
@@ -101,7 +101,7 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
             listed = replace(problem, ragged=(*problem.ragged, "part_list"))
             listed = division.divided(listed, division.BY_RULE, where)
             found.add(forward_spec(listed, where))
-            found |= {combine_spec(listed)} if listed.lists_parts else set()
+            found |= {combine_spec(listed)} if listed.lists_splits else set()
         if problem.page_size is not None:
             continue
         k_shape = (problem.q_shape[0], problem.max_seqlen_k, model.heads_kv, 256)
