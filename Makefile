@@ -5,7 +5,7 @@
 #   PYTHON=python3.12   another interpreter for .venv
 #   TORCH_INDEX=URL     an extra package index for torch (its CPU build is smaller and serves here)
 #   DEMO="--seqlen 256" arguments of the demo
-#   TESTS="sm100_sim/tests -k tma"  arguments of pytest
+#   TESTS="tests/operator -k paged"  arguments of pytest
 
 PYTHON ?= python3
 VENV := .venv

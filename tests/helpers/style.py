@@ -12,6 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import import_graph as graphs
+
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 # A warp role is one loop of waits, work and signals that reads worse in pieces.
@@ -157,27 +159,6 @@ PACKAGES = {
         *_KNOWN,
     ),
 }
-#: Packages of the simulator, from the lowest: each imports those of lower rows alone.
-SIMULATOR = (
-    ("waiting", "words"),
-    ("causes", "devices", "interrupt", "progress", "ptx", "settings"),
-    ("jit",),
-    ("native",),
-    ("errors",),
-    ("state",),
-    ("host", "isa"),
-    ("translate",),
-    ("run",),
-    ("sanitizer", "trace"),
-    ("report",),
-    ("launcher",),
-    ("ptx_launcher",),
-    ("attach",),
-    ("mutation",),
-    ("timing",),
-    ("tools",),
-    ("__main__",),
-)
 #: Packages -> docstrings that may begin with a fragment: at most 3 % of them. Only ever lower it.
 FRAGMENTS = {
     "fa4_hd256": 5,
@@ -290,31 +271,10 @@ def sizes(root: Path) -> list[str]:
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """Modules of the packages -> modules of these that they import anywhere, as paths without .py.
-
-    A package is the path of its folder.
-    """
-    modules = {}
-    for source in sources(root):
-        if known_as(source).split("/")[0] in TOPS:
-            path = known_as(source).removesuffix(".py")
-            modules[path.removesuffix("/__init__")] = source
-    found = {}
-    for module, source in modules.items():
-        package = known_as(source).split("/")[:-1]
-        names = set()
-        for node in ast.walk(ast.parse((root / source).read_text(), source)):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.replace(".", "/") for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                base = package[: len(package) - node.level + 1] if node.level else []
-                base = base + (node.module.split(".") if node.module else [])
-                names |= {"/".join([*base, alias.name]) for alias in node.names}
-        # `from package import name`: a module of the package, or what its __init__ defines.
-        names = {at_the_top(name) for name in names}
-        known = {name if name in modules else name.rpartition("/")[0] for name in names}
-        found[module] = {name for name in known if name in modules} - {module}
-    return found
+    """Modules of the packages -> modules of these that they import, as paths without .py."""
+    paths = {known_as(source): root / source for source in sources(root)}
+    files = {name: path for name, path in paths.items() if name.split("/")[0] in TOPS}
+    return graphs.import_graph(files, at_the_top)
 
 
 def at_the_top(path: str) -> str:
@@ -373,43 +333,8 @@ def _package(module: str) -> str:
     return max((package for package in PACKAGES if f"{module}/".startswith(f"{package}/")), key=len)
 
 
-def _circles(graph: dict[str, set[str]]) -> list[str]:
-    """Each group of modules that import each other in a circle, once."""
-
-    def reached(start: str) -> set[str]:
-        seen, left = set(), [start]
-        while left:
-            for name in graph.get(left.pop(), set()) - seen:
-                seen.add(name)
-                left.append(name)
-        return seen
-
-    reach = {module: reached(module) for module in graph}
-    groups = {
-        tuple(sorted(other for other in reach[module] if module in reach.get(other, ())))
-        for module in graph
-        if module in reach[module]
-    }
-    return [f"import circle: {', '.join(group)}" for group in sorted(groups)]
-
-
-def _upwards(module: str, imported: set[str]) -> list[str]:
-    """List what a module of the simulator imports from its own row of `SIMULATOR` or a higher
-    one."""
-    rows = {package: row for row, packages in enumerate(SIMULATOR) for package in packages}
-    package = f"{module}/".split("/")[1]
-    found = []
-    for name in sorted(imported):
-        top, _, rest = name.partition("/")
-        other = rest.split("/")[0]
-        if top == "sm100_sim" and package in rows and other != package:
-            if rows.get(other, len(SIMULATOR)) >= rows[package]:
-                found.append(f"{module} imports {name}, which is no lower package of the simulator")
-    return found
-
-
 def imports(root: Path) -> list[str]:
-    """Imports that `PACKAGES` or `SIMULATOR` does not allow, and import circles."""
+    """Imports that `PACKAGES` does not allow, and import circles."""
     graph, found = import_graph(root), []
     for module, imported in sorted(graph.items()):
         if module.startswith("lab/tests/"):
@@ -419,9 +344,7 @@ def imports(root: Path) -> list[str]:
             other = _package(name)
             if other not in (package, *PACKAGES[package]):
                 found.append(f"{module} (package {package}) imports {name} (package {other})")
-        if module.startswith("sm100_sim/"):
-            found += _upwards(module, imported)
-    return found + _circles(graph)
+    return found + graphs.circles(graph)
 
 
 def docstrings(root: Path, package: str) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from checkout import ROOT
-from style import SIMULATOR
+from import_graph import SIMULATOR
 
 from fa4_hd256.kernels.blackwell.instructions import MmaShape
 from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
@@ -148,7 +148,7 @@ def test_race_is_gone_when_the_read_comes_first():
 
 
 def test_the_tower_stands_in_the_order_of_imports():
-    """Floors follow the order of tests/helpers/style.py, which holds the code to it."""
+    """Floors follow the order that the simulator's tests hold the code to."""
     row = {package: number for number, packages in enumerate(SIMULATOR) for package in packages}
     floors = [[row[package] for package in packages] for packages, _ in FLOORS]
     assert all(max(lower) < min(upper) for lower, upper in itertools.pairwise(floors))
