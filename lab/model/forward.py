@@ -2,7 +2,7 @@
 
 The costs come from replays of one cluster that runs a few tiles of small problems (`replays`); a
 problem of any size is then a list of tiles (`tiles`) that a discrete-event run places on all
-clusters (`sm100_sim.timing.problem`). Nothing here is measured.
+clusters (`sm100_sim.timing.whole.problem`). Nothing here is measured.
 """
 
 from __future__ import annotations

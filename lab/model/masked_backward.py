@@ -8,7 +8,7 @@ of its own mask, in the kernels' order.
 NOTE [one cost of a step].  In the loop of dV's kernel ptxas branches nowhere around the bits: their
 work stands under a predicate, and a step that sees all issues it as well. So a step has one cost,
 that of steps with bits, and all samples of dV have bits in each. Paths of other samples may not be
-replayed: `sm100_sim.timing.mixes` counts an instruction under a predicate as executed, and where
+replayed: the timing model counts an instruction under a predicate as executed, and where
 the run had none of them the way round the loop over tiles looks more alike than the loop over
 steps, which is not entered at all then.
 """

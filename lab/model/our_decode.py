@@ -2,7 +2,7 @@
 
 Costs of a tile are fitted to replays of one CTA with tiles of the call's own rows: how many of them
 exist decides what a tile's end takes. Loads of a step are replayed at an SM's share of L2; HBM
-bounds a whole problem (`sm100_sim.timing.problem`).
+bounds a whole problem (`sm100_sim.timing.whole.problem`).
 """
 
 from __future__ import annotations

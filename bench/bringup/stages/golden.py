@@ -11,10 +11,11 @@ import numpy as np
 from bench.bringup.outcome import Outcome, Target, is_fault
 from bench.bringup.stages.gpu import predicted, run_case
 from sm100_sim.tools import golden
-from sm100_sim.tools.golden import Case, Vectors, pairs, tcgen05
+from sm100_sim.tools.golden import Case, Vectors
 from sm100_sim.tools.golden.comparing import difference, out_of_bound
+from sm100_sim.tools.golden.instructions import pairs, tcgen05
+from sm100_sim.tools.golden.instructions.tcgen05 import Probe
 from sm100_sim.tools.golden.record import DriverError
-from sm100_sim.tools.golden.tcgen05 import Probe
 
 #: The driver's call that a module is refused at, by ptxas or for its version of the PTX ISA.
 LOADING = "cuModuleLoadData"

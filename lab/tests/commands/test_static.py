@@ -14,7 +14,7 @@ from lab.commands import static
 from lab.compiled import compiled_forward
 from lab.compiled.sass_loops import CLASS_NAMES, LoopNest, class_counts, instruction_class
 from sm100_sim.timing import SassFunction, SassInstruction
-from sm100_sim.timing.sass import Control
+from sm100_sim.timing.machine_code.sass import Control
 
 pytest.importorskip("cutlass")
 

@@ -11,8 +11,8 @@ from lab.model.replays import Replayed, Traced, fitted, kept
 from lab.model.tiles import ForwardTiling
 from sm100_sim import timing
 from sm100_sim.timing import TileCosts, load
+from sm100_sim.timing.machine_code.resources import Instructions
 from sm100_sim.timing.program import Program
-from sm100_sim.timing.resources import Instructions
 
 MACHINE = load()
 IDEAL = [TileCosts(0.0, 0.0, 1.0)]

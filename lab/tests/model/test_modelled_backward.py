@@ -22,7 +22,7 @@ from lab.model.replays import Replayed
 from lab.model.stored_tiles import DS, DV, PRODUCT, dv_tiles, product_tiles
 from lab.model.tiles import DKDV, DQ, ROW, BackwardTiling, dkdv_tiles, dq_tiles
 from sm100_sim.timing import TileCosts, load
-from sm100_sim.timing.problem import hbm_bytes
+from sm100_sim.timing.whole.problem import hbm_bytes
 
 pytest.importorskip("cutlass")
 

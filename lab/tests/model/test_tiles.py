@@ -26,7 +26,7 @@ from lab.model.tiles import (
     forward_tiles,
 )
 from sm100_sim.timing import TileCosts, load
-from sm100_sim.timing.problem import hbm_bytes
+from sm100_sim.timing.whole.problem import hbm_bytes
 
 pytest.importorskip("cutlass")
 

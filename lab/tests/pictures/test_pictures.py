@@ -23,8 +23,8 @@ from lab.pictures.simulator import FLOORS, OBSERVERS
 from lab.pictures.svg import Drawing, text_width
 from lab.published.flash_attention import FORWARD_256
 from lab.published.nvidia import TRAINING
-from sm100_sim.isa.descriptors import MatrixDescriptor, chunk_addresses, decode_instruction
-from sm100_sim.isa.tensor_core import destinations
+from sm100_sim.isa.tensor.descriptors import MatrixDescriptor, chunk_addresses, decode_instruction
+from sm100_sim.isa.tensor.tensor_core import destinations
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Machine code as a disassembly shows it, written by hand."""
 
-from sm100_sim.timing.sass import SassFunction
+from sm100_sim.timing.machine_code.sass import SassFunction
 
 
 def control(stall=1, sets=7, frees=7, waits=0, yields=False):

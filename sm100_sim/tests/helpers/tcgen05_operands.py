@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from sm100_sim.isa.descriptors import (
+from sm100_sim.isa.tensor.descriptors import (
     KINDS,
     InstructionDescriptor,
     MatrixDescriptor,
@@ -12,7 +12,7 @@ from sm100_sim.isa.descriptors import (
     encode_instruction,
     encode_matrix,
 )
-from sm100_sim.isa.tensor_core import Mma
+from sm100_sim.isa.tensor.tensor_core import Mma
 from sm100_sim.state.tmem import Tmem
 
 

@@ -11,15 +11,16 @@ import pytest
 from kernel_text import run_kernel_text
 
 from sm100_sim.errors import TmemError
-from sm100_sim.isa import minifloat, tensor_core
-from sm100_sim.isa.descriptors import (
+from sm100_sim.isa import minifloat
+from sm100_sim.isa.tensor import tensor_core
+from sm100_sim.isa.tensor.descriptors import (
     DescriptorError,
     MatrixDescriptor,
     decode_instruction,
     encode_matrix,
 )
-from sm100_sim.isa.tcgen05_copy import SHAPES, source_chunks
-from sm100_sim.isa.tensor_core import Mma
+from sm100_sim.isa.tensor.tcgen05_copy import SHAPES, source_chunks
+from sm100_sim.isa.tensor.tensor_core import Mma
 from sm100_sim.state.tmem import Tmem
 
 #: Exponent bits, mantissa bits, bias (OCP formats).

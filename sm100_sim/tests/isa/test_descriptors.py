@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sm100_sim.isa.descriptors import (
+from sm100_sim.isa.tensor.descriptors import (
     KINDS,
     DescriptorError,
     InstructionDescriptor,

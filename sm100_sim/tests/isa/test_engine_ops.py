@@ -10,10 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import sm100_sim.isa.tcgen05
-import sm100_sim.isa.tcgen05_copy
-import sm100_sim.isa.tcgen05_data
-import sm100_sim.isa.tma  # noqa: F401
 from sm100_sim.errors import (
     BarrierError,
     MemoryFault,
@@ -22,8 +18,8 @@ from sm100_sim.errors import (
     TmemError,
     UnknownInstruction,
 )
-from sm100_sim.isa.descriptors import MatrixDescriptor, encode_matrix
 from sm100_sim.isa.table import resolve
+from sm100_sim.isa.tensor.descriptors import MatrixDescriptor, encode_matrix
 from sm100_sim.ptx.parser import parse_module
 from sm100_sim.state import tensormap
 from sm100_sim.state.barriers import MBarrier

@@ -7,10 +7,10 @@ import pytest
 
 import sm100_sim
 from sm100_sim import UnknownInstruction
-from sm100_sim.timing.events import ptx_kind, sass_kind
-from sm100_sim.timing.sass import Control, SassInstruction
+from sm100_sim.timing.machine_code.events import ptx_kind, sass_kind
+from sm100_sim.timing.machine_code.sass import Control, SassInstruction
+from sm100_sim.tools.golden.instructions.tcgen05 import HEADER, frame, registers
 from sm100_sim.tools.golden.ptx_text import KERNEL as NAME
-from sm100_sim.tools.golden.tcgen05 import HEADER, frame, registers
 
 COLUMNS, THREADS = 16, 128
 NAN = 0x7FFFFFFF

@@ -32,7 +32,7 @@ from sm100_sim.mutation.score import synchronisation
 from sm100_sim.ptx.parser import parse_module
 from sm100_sim.sanitizer import hooks, sanitizer
 from sm100_sim.state.warp import uniform
-from sm100_sim.timing import events, mixes
+from sm100_sim.timing.machine_code import events, mixes
 from sm100_sim.translate import native_forms
 from sm100_sim.translate.blocks import uses_and_definitions
 from sm100_sim.translate.kernel import translate
@@ -197,13 +197,13 @@ ALLOWED = {
     "ptx/parser.py": (r"bra, brx|ld, st|instruction.opcode == 'brx'", "syntax of the PTX language"),
     "run/residency.py": (r"mbarrier\.(init|inval)", "words of errors"),
     "sanitizer/findings.py": (r"ld, st", "kinds of access to tensor memory"),
-    "sanitizer/records.py": (r"ld, st", "the same, numbered for native code"),
+    "sanitizer/compiled/records.py": (r"ld, st", "the same, numbered for native code"),
     "sanitizer/sanitizer.py": (r"(ld|st), st", "the same"),
-    "timing/conflicts.py": (r"ldmatrix, stmatrix", "kinds of access to shared memory"),
-    "timing/events.py": (r".*'NANOSLEEP.SYNCS'", "SASS"),
-    "timing/resources.py": (r".*instruction.opcode.*", "SASS"),
-    "timing/warpgroups.py": (r".*instruction\.opcode.*", "SASS"),
-    "timing/mixes.py": (r"pattern.match\(instruction.opcode\)", "SASS"),
+    "timing/machine_code/conflicts.py": (r"ldmatrix, stmatrix", "kinds of access to shared memory"),
+    "timing/machine_code/events.py": (r".*'NANOSLEEP.SYNCS'", "SASS"),
+    "timing/machine_code/resources.py": (r".*instruction.opcode.*", "SASS"),
+    "timing/machine_code/warpgroups.py": (r".*instruction\.opcode.*", "SASS"),
+    "timing/machine_code/mixes.py": (r"pattern.match\(instruction.opcode\)", "SASS"),
     "timing/program.py": (r"'[\w.:]+' (not )?in .*opcode", "modifiers of what was recorded; SASS"),
 }  # fmt: skip
 

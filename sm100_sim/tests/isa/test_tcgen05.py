@@ -17,13 +17,9 @@ from tcgen05_operands import (
 )
 
 from sm100_sim.errors import MemoryFault, TmemError
-from sm100_sim.isa import tensor_core
-from sm100_sim.isa.descriptors import (
-    KINDS,
-    MatrixDescriptor,
-    encode_matrix,
-)
-from sm100_sim.isa.tcgen05_data import SHAPES, Form, fragment_record
+from sm100_sim.isa.tensor import tensor_core
+from sm100_sim.isa.tensor.descriptors import KINDS, MatrixDescriptor, encode_matrix
+from sm100_sim.isa.tensor.tcgen05_data import SHAPES, Form, fragment_record
 from sm100_sim.native.calling import callable_of
 from sm100_sim.native.fragments import load_fragment, store_fragment
 from sm100_sim.state.tmem import POISON, Tmem

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sm100_sim.errors import MemoryFault, Misaligned, SimulationError
-from sm100_sim.isa import tiles
+from sm100_sim.isa.copies import tiles
 from sm100_sim.state.tensormap import TensorMap
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from sm100_sim.errors import SimulationError, UnknownInstruction
 from sm100_sim.tools import golden
-from sm100_sim.tools.golden import wgmma
+from sm100_sim.tools.golden.instructions import wgmma
 from sm100_sim.tools.golden.replay import replay
 
 pytestmark = pytest.mark.simulator

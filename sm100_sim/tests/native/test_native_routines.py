@@ -7,8 +7,8 @@ import pytest
 from native_rig import Rig, operation
 from tcgen05_operands import descriptor_of, issue, make_ctas, pack_pair
 
-from sm100_sim.isa import tensor_core
-from sm100_sim.isa.descriptors import encode_instruction
+from sm100_sim.isa.tensor import tensor_core
+from sm100_sim.isa.tensor.descriptors import encode_instruction
 from sm100_sim.native import layout
 from sm100_sim.native.calling import callable_of
 from sm100_sim.native.operands import DONE, PYTHON

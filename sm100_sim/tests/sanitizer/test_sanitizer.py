@@ -11,7 +11,7 @@ from project import DOCS
 from sanitizer_kernels import TENSOR, changed
 
 from sm100_sim.errors import SimulationError
-from sm100_sim.sanitizer.records import LogRecord
+from sm100_sim.sanitizer.compiled.records import LogRecord
 from sm100_sim.state.tensormap import TensorMap, TensorMapError, encode
 from sm100_sim.translate.access_log import LOG_RECORD
 

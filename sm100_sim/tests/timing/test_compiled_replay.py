@@ -6,7 +6,7 @@ pytest.importorskip("numba")
 
 from numba.core import caching
 
-from sm100_sim.timing import signals
+from sm100_sim.timing.replaying import signals
 
 
 def double(x):

@@ -7,7 +7,12 @@ import pytest
 
 from sm100_sim import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
-from sm100_sim.timing.conflicts import KINDS, Wavefronts, accesses_before, sass_access_kind
+from sm100_sim.timing.machine_code.conflicts import (
+    KINDS,
+    Wavefronts,
+    accesses_before,
+    sass_access_kind,
+)
 from sm100_sim.trace.observer import wavefronts
 
 LANES = np.arange(32, dtype=np.uint64)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from sass_listing import control, function
 
-from sm100_sim.timing.events import ptx_kind, retries, sites
-from sm100_sim.timing.mixes import FEATURES
-from sm100_sim.timing.paths import Event, PathFinder
+from sm100_sim.timing.machine_code.events import ptx_kind, retries, sites
+from sm100_sim.timing.machine_code.mixes import FEATURES
+from sm100_sim.timing.machine_code.paths import Event, PathFinder
+from sm100_sim.timing.machine_code.resources import Latency, Pipe, describe, instruction_arrays
+from sm100_sim.timing.machine_code.sass import Control, SassFunction
 from sm100_sim.timing.program import executed_fences
-from sm100_sim.timing.resources import Latency, Pipe, describe, instruction_arrays
-from sm100_sim.timing.sass import Control, SassFunction
 
 
 def events(*opcodes, mixes=None):

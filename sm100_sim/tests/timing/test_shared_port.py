@@ -6,10 +6,10 @@ import numpy as np
 from sass_listing import function
 
 from sm100_sim.timing import Replay, load, replay_program
-from sm100_sim.timing.paths import WarpPath
+from sm100_sim.timing.machine_code.paths import WarpPath
+from sm100_sim.timing.machine_code.resources import Action, instruction_arrays
 from sm100_sim.timing.program import Compiled, Program
-from sm100_sim.timing.resources import Action, instruction_arrays
-from sm100_sim.timing.state import BUSY
+from sm100_sim.timing.replaying.state import BUSY
 
 VALUES = load("b200").values()
 #: A warp's loads, 512 bytes each; what TMA copies and how often.

@@ -7,9 +7,9 @@ import pytest
 from sass_listing import function
 
 from sm100_sim.timing import ReplayError, load, replay_program
-from sm100_sim.timing.paths import WarpPath
+from sm100_sim.timing.machine_code.paths import WarpPath
+from sm100_sim.timing.machine_code.resources import Action, instruction_arrays
 from sm100_sim.timing.program import Compiled, Program, _Builder
-from sm100_sim.timing.resources import Action, instruction_arrays
 
 VALUES = load("h200").values()
 CODE = function(

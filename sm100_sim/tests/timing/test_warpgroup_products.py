@@ -9,10 +9,10 @@ import pytest
 from sass_listing import function
 
 from sm100_sim.timing import ReplayError, load, replay_program
-from sm100_sim.timing.paths import WarpPath
+from sm100_sim.timing.machine_code.paths import WarpPath
+from sm100_sim.timing.machine_code.resources import Action, instruction_arrays
+from sm100_sim.timing.machine_code.warpgroups import LATENCY, product_cost, with_products
 from sm100_sim.timing.program import Compiled, Program
-from sm100_sim.timing.resources import Action, instruction_arrays
-from sm100_sim.timing.warpgroups import LATENCY, product_cost, with_products
 
 VALUES = load("h200").values()
 FROM_MEMORY = "HGMMA.64x{n}x16.F32.BF16 R24, gdesc[UR4], R24{group}"

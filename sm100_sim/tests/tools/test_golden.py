@@ -21,8 +21,8 @@ from sm100_sim.tools import golden
 from sm100_sim.tools.golden import Case, record
 from sm100_sim.tools.golden.bounds import Measure, bound_of, values
 from sm100_sim.tools.golden.comparing import comparable, difference
+from sm100_sim.tools.golden.instructions.tensormaps import requests
 from sm100_sim.tools.golden.replay import replay
-from sm100_sim.tools.golden.tensormaps import requests
 
 pytestmark = pytest.mark.simulator
 

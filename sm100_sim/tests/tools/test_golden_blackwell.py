@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sm100_sim.tools.golden import pairs, tcgen05
+from sm100_sim.tools.golden.instructions import pairs, tcgen05
 from sm100_sim.tools.golden.replay import replay
 
 pytestmark = pytest.mark.simulator

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sm100_sim.tools import golden
-from sm100_sim.tools.golden import tensor_sums, wgmma
+from sm100_sim.tools.golden.instructions import tensor_sums, wgmma
 from sm100_sim.tools.golden.replay import replay
 
 pytestmark = pytest.mark.simulator

@@ -17,7 +17,7 @@ from sm100_sim.tools import golden
 from sm100_sim.tools.golden import KERNEL, Case
 from sm100_sim.tools.golden.comparing import rule_difference
 from sm100_sim.tools.golden.replay import ending
-from sm100_sim.tools.golden.scripts import SLEEP
+from sm100_sim.tools.golden.rules.scripts import SLEEP
 
 pytestmark = pytest.mark.simulator
 

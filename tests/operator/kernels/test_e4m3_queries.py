@@ -13,7 +13,7 @@ from fa4_hd256.kernels.rows.views import load_lane_columns
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.host.cubin import launch_registers
-from sm100_sim.timing.sass import SassFunction, disassemble
+from sm100_sim.timing.machine_code.sass import SassFunction, disassemble
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 

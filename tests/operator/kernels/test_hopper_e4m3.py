@@ -19,7 +19,7 @@ from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3, E4m3WarpPlan
 from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from sm100_sim.timing.sass import disassemble
+from sm100_sim.timing.machine_code.sass import disassemble
 
 pytestmark = pytest.mark.simulator
 

@@ -25,7 +25,7 @@ from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from sm100_sim.timing.sass import disassemble
+from sm100_sim.timing.machine_code.sass import disassemble
 
 pytestmark = pytest.mark.simulator
 

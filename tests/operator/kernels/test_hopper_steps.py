@@ -37,7 +37,7 @@ from fa4_hd256.kernels.plan.edges import EdgeTable, Signal
 from fa4_hd256.kernels.proof.drain import check_drains
 from fa4_hd256.kernels.proof.plans import describe
 from fa4_hd256.kernels.proof.steps import Verb, When, again, done
-from sm100_sim.isa import tma
+from sm100_sim.isa.copies import tma
 
 STORED, RECOMPUTED = BackwardConfig(), BackwardConfig(ds_bytes=0)
 DV, PRODUCTS, DQ = DvPlan(), ProductsPlan(), SinglePlan("dq")

@@ -38,7 +38,7 @@ from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.errors import Hang
 from sm100_sim.host.cubin import launch_registers
-from sm100_sim.timing.sass import disassemble
+from sm100_sim.timing.machine_code.sass import disassemble
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 

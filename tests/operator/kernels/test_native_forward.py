@@ -5,7 +5,7 @@ import torch
 
 from fa4_hd256 import flash_attn_func
 from sm100_sim import last_reports, launcher
-from sm100_sim.isa import tensor_core
+from sm100_sim.isa.tensor import tensor_core
 from sm100_sim.run import machine
 from sm100_sim.run.blas import sgemm
 from sm100_sim.run.observer import Observer

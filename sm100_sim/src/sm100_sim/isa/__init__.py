@@ -8,9 +8,10 @@ import importlib
 MODULES = (
     "arithmetic.approximate", "arithmetic.bits", "arithmetic.convert", "arithmetic.floating",
     "arithmetic.integer", "arithmetic.lanes", "arithmetic.matrix", "arithmetic.memory",
-    "arithmetic.move", "arithmetic.narrow", "atomics", "calls", "clc", "control", "copy_async",
-    "mma_sync", "order", "store_async", "sync", "tcgen05", "tcgen05_copy", "tcgen05_data",
-    "tensormap_ops", "tma", "wgmma",
+    "arithmetic.move", "arithmetic.narrow", "atomics", "calls", "clc", "control",
+    "copies.copy_async", "copies.store_async", "copies.tensormap_ops", "copies.tma", "order",
+    "sync", "tensor.mma_sync", "tensor.tcgen05", "tensor.tcgen05_copy", "tensor.tcgen05_data",
+    "tensor.wgmma",
 )  # fmt: skip
 
 

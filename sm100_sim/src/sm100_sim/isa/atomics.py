@@ -19,9 +19,9 @@ from sm100_sim.state.memory import host_view
 from sm100_sim.state.warp import LOCAL_WINDOW, SHARED_WINDOW, Warp, reader
 
 from .columns import ByModifier, Effect, Event, Recorded, Rule, Ties
+from .copies.tiles import decrement, flushing_add, increment
 from .shared import require_own
 from .table import machine_op, split_modifiers, unknown
-from .tiles import decrement, flushing_add, increment
 
 _SEMANTICS = ("relaxed", "acquire", "release", "acq_rel", "")
 _SCOPES = ("cta", "cluster", "gpu", "sys", "")

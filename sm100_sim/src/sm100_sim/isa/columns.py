@@ -122,7 +122,7 @@ class Recorded(Enum):
 
 
 class Event(_Text):
-    """Kind of an execution for the timing model, which finds its SASS by it (`timing.events`)."""
+    """Kind of an execution for the timing model, which finds its SASS by it (`events`)."""
 
     NONE = ""
     INIT = "init"
@@ -166,7 +166,7 @@ class Event(_Text):
 
 class Mix(Enum):
     """Arithmetic that ptxas leaves as it is: by it paths with the same events are told apart
-    (`timing.mixes`)."""
+    (`timing.machine_code.mixes`)."""
 
     EXP2 = auto()
     #: Other functions of the special function unit.

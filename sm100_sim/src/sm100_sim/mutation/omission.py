@@ -23,8 +23,8 @@ from sm100_sim.isa.table import row_of
 from sm100_sim.sanitizer.clocks import BULK, MMA, STORE
 from sm100_sim.sanitizer.findings import Finding
 from sm100_sim.sanitizer.hooks import GROUPS
+from sm100_sim.sanitizer.memory.shadow import Access
 from sm100_sim.sanitizer.sanitizer import Sanitizer
-from sm100_sim.sanitizer.shadow import Access
 from sm100_sim.sanitizer.state import WarpState
 from sm100_sim.sanitizer.watch import Reading, Watch
 from sm100_sim.state.warp import predicate_writer, uniform

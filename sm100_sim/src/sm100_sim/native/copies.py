@@ -1,4 +1,4 @@
-"""TMA tensor copies in native code (`isa.tma` has the rules, `tiles` moves the bytes).
+"""TMA tensor copies in native code (`isa.copies.tma` has the rules, `tiles` moves the bytes).
 
 With a descriptor that Python has seen before, of a tensor that is memory as a whole; others are
 left to Python.
@@ -62,7 +62,7 @@ def can_land(k: ptr[Cluster], rank: u64, offset: u64, signal: u64, t: ptr[TileMa
 
 @native
 def signal_of(barrier: u64, rank: u64, group: u64) -> u64:
-    """The mbarrier that a multicast to CTA `rank` signals (`isa.tma`)."""
+    """The mbarrier that a multicast to CTA `rank` signals (`isa.copies.tma`)."""
     holder = rank
     if group == 2:
         holder = rank & ~u64(1) | barrier >> 24 & 1

@@ -143,7 +143,7 @@ class Fragment(ctypes.Structure):
 
 
 class Chain(ctypes.Structure):
-    """The accumulator chain that a warp is issuing (`isa.tcgen05`): instructions that differ in
+    """The accumulator chain that a warp is issuing (`tcgen05`): instructions that differ in
     their operands A and B only. block: of the first; group, a_in_tmem: of its form."""
 
     _fields_ = [

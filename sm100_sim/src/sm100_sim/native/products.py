@@ -2,7 +2,7 @@
 
 The same products as `tensor_core` makes, with the same BLAS routine and arguments, hence the same
 bits: D^T (N, 128) = B (N, K) @ A^T (K, 128) for each CTA over the K of a whole accumulator chain.
-What does not fit here is left to Python (`isa.tcgen05`, `tensor_core`), before anything is changed.
+What does not fit here is left to Python (`tcgen05`, `tensor_core`), before anything is changed.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def chain_is_covered(c: ptr[Context], chain: ptr[Chain], count: u64) -> boolean:
 
 @native
 def perform_chain(c: ptr[Context], chain: ptr[Chain], count: u64) -> boolean:
-    """Perform an accumulator chain of a warp; False if `isa.tensor_core` must."""
+    """Perform an accumulator chain of a warp; False if `isa.tensor.tensor_core` must."""
     descriptor = chain.descriptor
     m = c.cluster.machine
     group = chain.group

@@ -89,7 +89,7 @@ def move_row(
     if t.swizzle == 0:
         move_part(smem + place, row, i64(0), length, low, high, t, load)
         return
-    # The swizzle XOR of 16-byte units (`isa.descriptors.swizzled`).
+    # The swizzle XOR of 16-byte units (`isa.tensor.descriptors.swizzled`).
     shift = u64(2) if t.atom == 32 else u64(3)
     mask = u64(0x60) if t.atom == 32 else u64(t.swizzle) - UNIT
     plain = low <= 0 and high >= length and (load == 0 or t.tf32 == 0)

@@ -1,6 +1,6 @@
 """wgmma.mma_async in native code: a warp notes what it issues, and goes on.
 
-What is noted becomes an operation when the warp commits, in Python (`isa.warpgroup`).
+What is noted becomes an operation when the warp commits, in Python (`isa.tensor.warpgroup`).
 """
 
 from __future__ import annotations

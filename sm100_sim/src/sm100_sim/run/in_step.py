@@ -10,10 +10,10 @@ import ctypes
 from typing import Any
 
 from sm100_sim.isa.columns import Effect, NativeForm
-from sm100_sim.isa.descriptors import decode_instruction
 from sm100_sim.isa.table import effect_of, row_of
-from sm100_sim.isa.tcgen05 import participants
-from sm100_sim.isa.tensor_core import Mma
+from sm100_sim.isa.tensor.descriptors import decode_instruction
+from sm100_sim.isa.tensor.tcgen05 import participants
+from sm100_sim.isa.tensor.tensor_core import Mma
 from sm100_sim.native import layout
 from sm100_sim.native.calling import callable_of
 from sm100_sim.native.products import CHAIN_IN_PYTHON, perform_issued
@@ -52,7 +52,7 @@ def _with_chain(execute: Executor, warp: ResidentWarp, lanes: int) -> Any:
 
 
 def native_chain(warp: ResidentWarp) -> tuple[Any, list[Mma]]:
-    """The accumulator chain that native code holds for a warp, as `isa.tcgen05` keeps one."""
+    """The accumulator chain that native code holds for a warp, as `tcgen05` keeps one."""
     chain = layout.Chain.from_address(warp.context.chain)
     descriptor = decode_instruction(chain.descriptor, "f16", chain.group)
     ctas = participants(warp.cta, chain.group)

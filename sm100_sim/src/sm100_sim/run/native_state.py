@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim.isa import tiles
-from sm100_sim.isa.tma import read_descriptor
+from sm100_sim.isa.copies import tiles
+from sm100_sim.isa.copies.tma import read_descriptor
 from sm100_sim.native import layout
 from sm100_sim.native.products import K_STEP, ROWS
 from sm100_sim.state.memory import GlobalMemory

@@ -10,9 +10,9 @@ import numpy as np
 from sm100_sim.native.calling import callable_of
 from sm100_sim.state.barriers import MBarrier
 
-from .records import ROLES, BarrierRecord
+from .compiled.records import ROLES, BarrierRecord
+from .compiled.watched import complete_phase
 from .rules import Rules
-from .watched import complete_phase
 
 
 def _shared(name: str) -> property:

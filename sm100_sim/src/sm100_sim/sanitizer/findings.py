@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .in_flight import IN_FLIGHT
-from .shadow import Access
-from .tracking import BARRIER
+from .compiled.tracking import BARRIER
+from .memory.in_flight import IN_FLIGHT
+from .memory.shadow import Access
 
 _WHAT = {
     "generic": "",

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.isa.columns import Rule, require_complete
-from sm100_sim.isa.copy_async import shared_targets
+from sm100_sim.isa.copies.copy_async import shared_targets
 from sm100_sim.isa.shared import shared_address
 from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.isa.table import row_of
-from sm100_sim.isa.tcgen05_data import Form, form_of, load_form, locator
-from sm100_sim.isa.warpgroup import WARPS, warpgroup_of
+from sm100_sim.isa.tensor.tcgen05_data import Form, form_of, load_form, locator
+from sm100_sim.isa.tensor.warpgroup import WARPS, warpgroup_of
 from sm100_sim.native.calling import callable_of
 from sm100_sim.state.warp import (
     SHARED_WINDOW,
@@ -31,14 +31,14 @@ from sm100_sim.state.warp import (
 from sm100_sim.translate.blocks import operand_registers
 from sm100_sim.translate.native_forms import recorded_fragment
 
-from . import footprints
 from .clocks import BULK, COPY, MMA, STORE
-from .records import OperationRecord
+from .compiled.records import OperationRecord
+from .compiled.tracking import FRESH
+from .compiled.watched import record_load, record_store
+from .memory import footprints
+from .memory.shadow import raise_failure
 from .sanitizer import Sanitizer
-from .shadow import raise_failure
 from .state import Round, WarpState
-from .tracking import FRESH
-from .watched import record_load, record_store
 
 Executor = Callable[[Any, int], Any]
 _HOOKS: dict[Rule, Callable] = {}

@@ -15,8 +15,8 @@ import numpy as np
 from sm100_sim.isa.clc import RESPONSE_BYTES, failed
 
 from .findings import Finding, describe, sites
+from .memory.shadow import Access
 from .rules import Rules
-from .shadow import Access
 from .state import WarpState
 
 

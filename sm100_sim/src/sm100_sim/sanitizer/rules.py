@@ -8,7 +8,7 @@ import numpy as np
 
 from .clocks import Layout
 from .findings import Finding
-from .shadow import Access
+from .memory.shadow import Access
 
 
 class Rules(Protocol):

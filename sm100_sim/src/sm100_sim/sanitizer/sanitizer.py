@@ -22,20 +22,21 @@ from sm100_sim.state.events import AsyncOp
 from sm100_sim.translate.access_log import AccessLog
 from sm100_sim.translate.blocks import tensor_loads
 
-from . import findings, footprints
+from . import findings
 from .barriers import WatchedBarrier
 from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, MMA, WAIT, Layout
-from .engine import native_drain
+from .compiled.engine import native_drain
+from .compiled.tracking import BARRIER, FRESH
 from .findings import Finding
-from .flags import Flags
-from .global_memory import GlobalWrites
-from .in_flight import hazards_of
 from .launch_control import Responses
-from .shadow import Access, raise_failure, signal_detail
+from .memory import footprints
+from .memory.flags import Flags
+from .memory.global_memory import GlobalWrites
+from .memory.in_flight import hazards_of
+from .memory.shadow import Access, raise_failure, signal_detail
+from .memory.tensor_maps import TensorMaps
 from .state import ClusterState, CtaState, WarpState
 from .stretches import Stretches
-from .tensor_maps import TensorMaps
-from .tracking import BARRIER, FRESH
 
 #: Kinds of access that go through the async proxy to shared memory.
 _ASYNC = frozenset(("tma", "mma", "bulk", "clc", "wgmma"))

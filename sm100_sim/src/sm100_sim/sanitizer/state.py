@@ -11,11 +11,12 @@ import numpy as np
 from sm100_sim.native.calling import callable_of
 from sm100_sim.native.language import Native
 
-from . import clocks, frontiers
+from . import clocks
 from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, LOAD, MMA, STORE, WAIT, Layout
-from .records import ClusterRecord, CtaRecord, WarpRecord
+from .compiled import frontiers
+from .compiled.records import ClusterRecord, CtaRecord, WarpRecord
+from .memory.shadow import Access, AccessTable, Shadow
 from .rules import Rules
-from .shadow import Access, AccessTable, Shadow
 
 
 class Round:

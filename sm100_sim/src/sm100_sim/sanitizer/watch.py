@@ -23,12 +23,12 @@ from sm100_sim.translate.blocks import TRAP
 from sm100_sim.translate.native_forms import operation_of
 
 from .barriers import WatchedBarrier
-from .engine import routine_address, watched_name
+from .compiled.engine import routine_address, watched_name
+from .compiled.records import OperationRecord
 from .findings import Finding
 from .hooks import arrive_form, loads_used, wrapped
-from .records import OperationRecord
+from .memory.shadow import keep_failure, raise_failure
 from .sanitizer import Sanitizer
-from .shadow import keep_failure, raise_failure
 from .state import ClusterState
 
 #: Tables of kernels (`Watch.table`), and what they point to.

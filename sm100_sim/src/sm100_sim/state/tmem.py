@@ -35,7 +35,7 @@ class Tmem:
 
     `cells`: uint32 (512 columns, 128 lanes). `allocations`: first column -> columns.
     `open_chains`: warp index -> (first instruction, accumulator chain) that this CTA's warp is
-    issuing (see `isa.tcgen05`). `record`: what native code sees.
+    issuing (see `isa.tensor.tcgen05`). `record`: what native code sees.
     """
 
     __slots__ = (

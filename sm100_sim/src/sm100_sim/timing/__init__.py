@@ -30,11 +30,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .chrome import write as write_trace
-    from .conditions import BURST, FLOP_PER_CLOCK, SUSTAINED, Call, Conditions
+    from .machine_code.resources import Action
+    from .machine_code.sass import SassFunction, SassInstruction, disassemble
     from .machine_constants import SETS, Constant, Machine, Values, l2_share, load, machines
     from .prediction import Prediction, attached, predict, tensor_core_clocks, traced_program
-    from .problem import (
+    from .program import Compiled
+    from .replaying.chrome import write as write_trace
+    from .replaying.replay import Replay, ReplayError, clocks_measured
+    from .replaying.replay import replay as replay_program
+    from .sources import model_digest, trace_digest
+    from .stored import StoredProgram
+    from .tensor import MEASURED, MmaCost, mma_cost
+    from .whole.conditions import BURST, FLOP_PER_CLOCK, SUSTAINED, Call, Conditions
+    from .whole.problem import (
         ALONE,
         POLICIES,
         Late,
@@ -47,14 +55,6 @@ if TYPE_CHECKING:
         fit,
         schedule,
     )
-    from .program import Compiled
-    from .replay import Replay, ReplayError, clocks_measured
-    from .replay import replay as replay_program
-    from .resources import Action
-    from .sass import SassFunction, SassInstruction, disassemble
-    from .sources import model_digest, trace_digest
-    from .stored import StoredProgram
-    from .tensor import MEASURED, MmaCost, mma_cost
 
 __all__ = [
     "ALONE",
@@ -105,23 +105,23 @@ __all__ = [
 
 # Loaded on first use, so that constants and schedules are there without numba and llvmlite.
 _HOMES = {
-    "chrome": {"write_trace": "write"},
-    "conditions": ("BURST", "FLOP_PER_CLOCK", "SUSTAINED", "Call", "Conditions"),
+    "replaying.chrome": {"write_trace": "write"},
+    "whole.conditions": ("BURST", "FLOP_PER_CLOCK", "SUSTAINED", "Call", "Conditions"),
     "machine_constants": (
         "SETS", "Constant", "Machine", "Values", "l2_share", "load", "machines",
     ),
     "prediction": ("Prediction", "attached", "predict", "tensor_core_clocks", "traced_program"),
-    "problem": (
+    "whole.problem": (
         "ALONE", "Late", "POLICIES", "Room", "Sample", "Schedule", "Tile", "TileCosts", "Tiles",
         "fit", "schedule",
     ),
     "program": ("Compiled",),
-    "replay": {
+    "replaying.replay": {
         "Replay": "Replay", "ReplayError": "ReplayError", "clocks_measured": "clocks_measured",
         "replay_program": "replay",
     },
-    "resources": ("Action",),
-    "sass": ("SassFunction", "SassInstruction", "disassemble"),
+    "machine_code.resources": ("Action",),
+    "machine_code.sass": ("SassFunction", "SassInstruction", "disassemble"),
     "sources": ("model_digest", "trace_digest"),
     "stored": ("StoredProgram",),
     "tensor": ("MEASURED", "MmaCost", "mma_cost"),

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     for prediction in found.predictions:
         print(prediction.as_text(), end="\n\n")
     if choice.trace:
-        from .chrome import write
+        from .replaying.chrome import write
 
         write(choice.trace, found.predictions[-1])
     return 0

@@ -17,13 +17,13 @@ from sm100_sim.report import Report
 from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.trace.records import TraceEntry
 
-from .critical import CriticalPath, labels_of, words
+from .machine_code.resources import Action
+from .machine_code.sass import SassFunction, disassemble
+from .machine_code.warpgroups import with_products
 from .machine_constants import Machine, Values, load
 from .program import Compiled, build
-from .replay import Replay, replay
-from .resources import Action
-from .sass import SassFunction, disassemble
-from .warpgroups import with_products
+from .replaying.critical import CriticalPath, labels_of, words
+from .replaying.replay import Replay, replay
 
 Step = Callable[[str], "contextlib.AbstractContextManager[Any]"]
 

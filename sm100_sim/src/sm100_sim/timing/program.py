@@ -16,12 +16,12 @@ import numpy as np
 
 from sm100_sim.translate.kernel import CompiledKernel
 
-from .conflicts import Wavefronts, accesses_before, block_accesses
-from .events import ptx_kind
-from .mixes import mix_of_blocks, ptx_mixes, useful
-from .paths import Event, PathFinder, WarpPath
-from .resources import ACTIONS, Action, Instructions, instruction_arrays
-from .sass import SassFunction
+from .machine_code.conflicts import Wavefronts, accesses_before, block_accesses
+from .machine_code.events import ptx_kind
+from .machine_code.mixes import mix_of_blocks, ptx_mixes, useful
+from .machine_code.paths import Event, PathFinder, WarpPath
+from .machine_code.resources import ACTIONS, Action, Instructions, instruction_arrays
+from .machine_code.sass import SassFunction
 from .tensor import MmaCost, mma_cost
 
 SLOTS = 4

@@ -24,8 +24,9 @@ READING = (
 )
 #: Files that decide how a traced program is replayed, but not the program.
 REPLAYING = (
-    "engine.py", "machine_constants.py", "prediction.py", "products.py", "replay.py",
-    "shared_port.py", "signals.py", "state.py",
+    "timing/machine_constants.py", "timing/prediction.py", "timing/replaying/engine.py",
+    "timing/replaying/products.py", "timing/replaying/replay.py",
+    "timing/replaying/shared_port.py", "timing/replaying/signals.py", "timing/replaying/state.py",
 )  # fmt: skip
 
 
@@ -41,11 +42,7 @@ def deciding_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, 
 
 def tracing_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
     """Return the files of `deciding_sources` that decide what a traced program is."""
-    return [
-        (name, content)
-        for name, content in deciding_sources(root)
-        if name not in {f"timing/{replaying}" for replaying in REPLAYING}
-    ]
+    return [(name, content) for name, content in deciding_sources(root) if name not in REPLAYING]
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .machine_code.resources import Instructions
 from .program import Compiled, Program
-from .resources import Instructions
 
 _COUNTS = ("barriers", "sms", "unmatched", "ambiguous")
 

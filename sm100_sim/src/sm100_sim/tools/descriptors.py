@@ -1,7 +1,7 @@
 """The words that tcgen05.mma takes, for those who write PTX by hand: instruction descriptors and
 descriptors of matrices in shared memory (PTX ISA, tcgen05)."""
 
-from sm100_sim.isa.descriptors import (
+from sm100_sim.isa.tensor.descriptors import (
     KINDS,
     InstructionDescriptor,
     MatrixDescriptor,

@@ -8,7 +8,7 @@ from typing import Any
 
 from sm100_sim.isa.columns import NativeForm, require_complete
 from sm100_sim.isa.table import row_of
-from sm100_sim.isa.tcgen05_data import (
+from sm100_sim.isa.tensor.tcgen05_data import (
     SHAPES,
     Form,
     form_of,

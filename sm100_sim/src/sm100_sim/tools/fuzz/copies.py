@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sm100_sim.state.tensormap import TensorMap, TensorMapError, validate
-from sm100_sim.tools.golden.tma import REGISTERS, dump, shared
+from sm100_sim.tools.golden.instructions.tma import REGISTERS, dump, shared
 
 from .program import Launch, Piece, Program, Writer, random_words, writer
 

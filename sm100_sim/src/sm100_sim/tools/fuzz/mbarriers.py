@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sm100_sim.tools.golden.rules_cluster import BULK_REDUCTIONS
+from sm100_sim.tools.golden.rules.cluster import BULK_REDUCTIONS
 
 from .arithmetic import Registers
 from .program import Launch, Piece, Program, Writer, random_words, writer

@@ -10,23 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from . import (
+from .cases import MANIFEST, Case, hash_of
+from .instructions import (
     arithmetic,
     asynchronous,
     atomics,
     cluster,
     convert,
     found,
-    rules_barriers,
-    rules_cluster,
-    rules_launch,
-    rules_registers,
-    rules_wgmma,
     tma,
     warp,
     wgmma,
 )
-from .cases import MANIFEST, Case, hash_of
+from .rules import barriers as rules_barriers
+from .rules import cluster as rules_cluster
+from .rules import launch as rules_launch
+from .rules import registers as rules_registers
+from .rules import wgmma as rules_wgmma
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ import numpy as np
 
 from .bounds import FORMATS, bound_of, values
 from .cases import Case
-from .scripts import FREE, STEPS
+from .rules.scripts import FREE, STEPS
 
 #: Quarters of an SM, each with a register file: warp w belongs to number w % 4.
 _QUARTERS = 4

@@ -22,7 +22,7 @@ from sm100_sim.state.tensormap import TENSORMAP_BYTES, TensorMap
 
 from .cases import KERNEL, TENSOR_MAPS, Case, Vectors
 from .collection import all_cases, groups, save
-from .tensormaps import requests
+from .instructions.tensormaps import requests
 
 #: Seconds a case may take, the start of its process included.
 LIMIT = 60.0

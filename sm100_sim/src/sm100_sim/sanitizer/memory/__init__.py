@@ -1,0 +1,1 @@
+"""Shadows of memories and registers: who wrote and read each part last."""

@@ -1,0 +1,1 @@
+"""Replays of a program, clock by clock, and what is read off them."""

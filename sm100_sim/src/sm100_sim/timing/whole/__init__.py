@@ -1,0 +1,1 @@
+"""Whole problems: many tiles on all SMs, and the conditions of a measured time."""
