@@ -80,7 +80,7 @@ ARCHITECTURE = Variable(
     f"{' or '.join(a.name for a in ARCHITECTURES)}; for CUDA tensors their GPU decides",
 )
 
-#: Every variable that this project reads, for docs/environment.md and `python -m fa4_hd256 env`.
+#: Every variable that this project reads, for docs/api.md and `python -m fa4_hd256 env`.
 VARIABLES = (
     ARCHITECTURE,
     CACHE_DIR,

@@ -116,7 +116,7 @@ def flash_attn_func(
         heads_kv). With such k and v q and out are bfloat16 or float16, and there are no gradients
         (docs/serving.md).
     score_mod: changes scores, softmax_scale * q k, before the mask: ALiBi, or one of the
-        user's (`fa4_hd256.score_mods`, docs/score_mods.md); lse is of what it returns.
+        user's (`fa4_hd256.score_mods`, docs/masks.md); lse is of what it returns.
     return_max_logits: also return the greatest logit of each head, for QK-clip (MuonClip): (heads,)
         float32, over all queries of the batch and the keys that they see. Logits are softmax_scale
         * q k after softcap and score_mod; a sink is none of them. Exact, deterministic, without a

@@ -1,7 +1,7 @@
 """Functions of scores for `score_mod=` of `flash_attn_func` and `flash_attn_varlen_func`.
 
 A score_mod is written in CuTe DSL and compiled into the kernels, with its derivative where it has
-one: see docs/score_mods.md. By name: `alibi`.
+one: see docs/masks.md. By name: `alibi`.
 """
 
 from __future__ import annotations

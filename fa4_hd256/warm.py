@@ -51,7 +51,7 @@ def warm_up(
     model: a name in `fa4_hd256.models.MODELS`, or an `AttentionModel`: heads, masks of its layers,
     softcap, sink.
     needs: what its calls are like; by default prefill and decode in bf16, of dense and of packed
-    sequences and with seqused_k alone (docs/integrations.md has the forms that libraries' calls
+    sequences and with seqused_k alone (docs/features.md has the forms that libraries' calls
     take).
     tensor_parallel: ranks over which the heads are divided. device: whose GPU runs the calls, None
     for the current one, or for the simulator where there is none.

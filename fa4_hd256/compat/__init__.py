@@ -5,5 +5,5 @@ defaults and results of `flash_attn.cute`, `flash_attn_interface` and `flash_att
 
     from fa4_hd256.compat.flash_attn_4 import flash_attn_func
 
-`arguments` lists what becomes of each argument (docs/compat.md).
+`arguments` lists what becomes of each argument (docs/api.md).
 """

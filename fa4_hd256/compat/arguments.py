@@ -1,6 +1,6 @@
 """Fate of each argument of flash-attention's functions: one table for each library.
 
-The tables are the source of the checks here and of the tables in docs/compat.md.
+The tables are the source of the checks here and of the tables in docs/api.md.
 """
 
 from __future__ import annotations
@@ -115,14 +115,15 @@ def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 
 def document(library: Library) -> str:
-    """Return a library's table as Markdown."""
-    rows = ["| argument | | what becomes of it |", "|---|---|---|"]
+    """Return a library's table as Markdown; arguments of one fate share a row."""
+    names: dict[tuple[str, str], list[str]] = {}
     for name, argument in library.arguments.items():
         fate = argument.fate
         if fate == REFUSED:
             fate += " unless " + " or ".join(f"`{one!r}`" for one in argument.accepted)
-        rows.append(f"| `{name}` | {fate} | {argument.note} |")
-    return "\n".join(rows)
+        names.setdefault((fate, argument.note), []).append(f"`{name}`")
+    rows = [f"| {', '.join(of)} | {fate} | {note} |" for (fate, note), of in names.items()]
+    return "\n".join(["| arguments | | what becomes of them |", "|---|---|---|", *rows])
 
 
 def _kept(note: str = "as there") -> Argument:

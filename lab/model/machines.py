@@ -15,7 +15,7 @@ from fa4_hd256.run.simulated import simulated_gpu
 from sm100_sim import DEVICES, SimulatedDevice, device
 from sm100_sim.timing import Machine, Values
 
-#: The simulator's variable of the GPU that it passes for (docs/environment.md).
+#: The simulator's variable of the GPU that it passes for (docs/api.md).
 _DEVICE = "SM100_SIM_DEVICE"
 
 #: A B200 as the operator sees it, and one with a single CTA pair, for replays.

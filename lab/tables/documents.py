@@ -219,7 +219,7 @@ DOCUMENTS = {
     ),
     "splits_gb200": Document(
         "Keys divided among a GB200's CTA pairs",
-        ("splits", "--modelled", "--machine", "gb200", "--draws", "32"), "serving.md",
+        ("splits", "--modelled", "--machine", "gb200", "--draws", "32"), "benchmarks.md",
     ),
     "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "benchmarks.md"),
     "accuracy": Document("Error by degree and emulated share", ("accuracy",), "kernels.md"),

@@ -1,6 +1,6 @@
 """Families of transformers models with layers of head_dim 256, as tiny random models.
 
-One table for the tests and for docs/integrations.md, which `documented` writes a part of.
+One table for the tests and for docs/features.md, which `documented` writes a part of.
 """
 
 from __future__ import annotations

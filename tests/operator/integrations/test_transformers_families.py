@@ -153,5 +153,5 @@ def test_family(family_name, device):
 
 
 def test_the_tables_of_the_docs():
-    assert documented() in (ROOT / "docs" / "integrations.md").read_text()
+    assert documented() in (ROOT / "docs" / "features.md").read_text()
     assert summary() in (ROOT / "README.md").read_text()
