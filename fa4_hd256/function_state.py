@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from .call.process import is_wrapped, without_modes
+from .call.process import without_modes
+from .private_torch import is_wrapped
 
 __all__ = ["FunctionState", "TensorStates"]
 

@@ -366,7 +366,8 @@ def _run(
             results = execution.run(tensors, addresses, only_first)
             break
         except torch.OutOfMemoryError:
-            plan = _smaller(entry, tensors, execution.plan)
+            smaller = entry.kind.smaller
+            plan = smaller and smaller(tensors, entry.values, execution.plan)
             if plan is None:
                 raise
         execution = Execution(plan)
@@ -379,12 +380,6 @@ def _run(
         written: Any = [tensors[place] for place in entry.written]
         torch.autograd.graph.increment_version(written)
     return results
-
-
-def _smaller(entry: Entry, tensors: Tensors, plan: LaunchPlan) -> LaunchPlan | None:
-    """A plan that takes less memory than this one; None where there is none."""
-    smaller = entry.kind.smaller
-    return None if smaller is None else smaller(tensors, entry.values, plan)
 
 
 def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -244,11 +244,11 @@ class Problem:
     @property
     def function_tensors(self) -> tuple[str, ...]:
         """Return the names of `FUNCTION_TENSORS` that functions of the call read."""
-        asked = self.options.score_mod, self.options.mask_mod
+        functions = self.options.score_mod, self.options.mask_mod
         return tuple(
             name
-            for kind, own in zip(FUNCTION_KINDS, asked, strict=True)
-            for name in kind.tensors[: 0 if own is None else len(own.tensors)]
+            for kind, function in zip(FUNCTION_KINDS, functions, strict=True)
+            for name in kind.tensors[: 0 if function is None else len(function.tensors)]
         )
 
     @property
@@ -317,16 +317,14 @@ def _check_contents(
     if the call looks at it (`reads_contents`). tensors: q, k, v. descale: whose scales k and v
     have."""
     q, k, v = tensors
-    is_read, pages = checks.reads_contents(q.device), None
-    if is_read:
-        checks.check_contents(q, k, ragged)
     for name in (PAGE_TABLE, CACHE_BATCH_IDX):
         if name in ragged:
             memory.check_in_place({"k": k, "v": v}, f"{name}, where nothing is copied")
-    if PAGE_TABLE in ragged:
-        if is_read:
+    if checks.reads_contents(q.device):
+        checks.check_contents(q, k, ragged)
+        pages = None
+        if PAGE_TABLE in ragged:
             pages = checks.check_page_numbers(q, k, ragged, options.window)
-    if is_read:
         descales.check_values(ragged, descale, pages)
 
 
@@ -340,16 +338,10 @@ def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
 def tiles_for_masks(
     known: tuple[ForwardTiles, ...], architecture: Architecture
 ) -> tuple[ForwardTiles, ...]:
-    """Return the tiles of kernels whose steps a block mask may name. Raises NotImplementedError
-    where there is none."""
-    found = tuple(tiles for tiles in known if tiles.takes_lists)
-    if not found:
-        kind = known[0].kind if known else "forward"
-        raise NotImplementedError(
-            f"block_mask: the kernel {kind} of {architecture.name} takes none; accepted: the "
-            "default configuration, with k and v of the dtype that q has"
-        )
-    return found
+    """Return the tiles of kernels whose steps a block mask may name. Raises NotImplementedError if
+    there are none."""
+    usable = tuple(tiles for tiles in known if tiles.takes_lists)
+    return usable or _refuse_kernel("block_mask", "takes none", known, architecture)
 
 
 def tiles_for_max_logits(
@@ -357,13 +349,18 @@ def tiles_for_max_logits(
 ) -> tuple[ForwardTiles, ...]:
     """Return the tiles of kernels that keep the greatest logits. Raises NotImplementedError if
     there are none."""
-    found = tuple(tiles for tiles in known if tiles.kind == "forward")
-    if not found:
-        raise NotImplementedError(
-            f"return_max_logits: the kernel {known[0].kind} of {architecture.name} does not keep "
-            "them; accepted: the default configuration, with k and v of the dtype that q has"
-        )
-    return found
+    usable = tuple(tiles for tiles in known if tiles.kind == "forward")
+    return usable or _refuse_kernel("return_max_logits", "does not keep them", known, architecture)
+
+
+def _refuse_kernel(
+    option: str, why: str, known: tuple[ForwardTiles, ...], architecture: Architecture
+) -> NoReturn:
+    kind = known[0].kind if known else "forward"
+    raise NotImplementedError(
+        f"{option}: the kernel {kind} of {architecture.name} {why}; accepted: the default "
+        "configuration, with k and v of the dtype that q has"
+    )
 
 
 def choose_tiles(

@@ -28,10 +28,10 @@ def encode(config: Any, *kinds: type, said: str = "config") -> str:
     if config is None:
         return DEFAULT
     if not isinstance(config, kinds):
-        wanted, found = [kind.__name__ for kind in kinds], type(config).__name__
-        if found in wanted:
-            *wanted, found = (f"{t.__module__}.{t.__name__}" for t in (*kinds, type(config)))
-        raise TypeError(f"{said} must be a {', a '.join(wanted)} or None, got {found}")
+        *accepted, kind = (named.__name__ for named in (*kinds, type(config)))
+        if kind in accepted:
+            *accepted, kind = map(spelled, (*kinds, type(config)))
+        raise TypeError(f"{said} must be a {', a '.join(accepted)} or None, got {kind}")
     return _encode(config)
 
 

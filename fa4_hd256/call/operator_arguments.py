@@ -15,17 +15,9 @@ import torch
 
 from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
 from ..kernels.limits import HEAD_DIM
-from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_TABLES
+from ..kernels.mask.block_mask import MASK_GRADIENTS
 from ..kernels.problem_class import DESCALES
-from ..kernels.rows.sequences import (
-    CACHE_BATCH_IDX,
-    CACHE_LEFTPAD,
-    DS_BEGINS,
-    PAGE_TABLE,
-    PART_LIST,
-    TREE_WORDS,
-    SequenceTensors,
-)
+from ..kernels.rows.sequences import DS_BEGINS, SequenceTensors
 
 __all__ = [
     "LENGTHS",
@@ -45,18 +37,8 @@ __all__ = [
 #: Tensors that say where rows of sequences lie and which are seen: lengths, pages, scheduler
 #: metadata, block masks, tree masks. In the order in which kernels take them.
 RAGGED = SequenceTensors._fields
-#: Those of `RAGGED` that are no lengths.
-_NO_LENGTHS = (
-    PAGE_TABLE,
-    PART_LIST,
-    *MASK_TABLES,
-    TREE_WORDS,
-    DS_BEGINS,
-    CACHE_BATCH_IDX,
-    CACHE_LEFTPAD,
-)
-#: Lengths and offsets of sequences, which calls with gradients may have, too.
-LENGTHS = tuple(name for name in RAGGED if name not in _NO_LENGTHS)
+#: Lengths and offsets of sequences, the first of them, which calls with gradients may have, too.
+LENGTHS = RAGGED[:4]
 #: All tensors of a call beside q, k, v and the sink.
 OTHERS = (*RAGGED, *DESCALES, *FUNCTION_TENSORS)
 

@@ -27,7 +27,6 @@ __all__ = [
     "UNBOUNDED",
     "ExactWindow",
     "Options",
-    "causal_of",
     "check_beside_list",
     "check_num_splits",
     "check_options",
@@ -35,8 +34,6 @@ __all__ = [
     "is_unknown",
     "plain",
     "requested_splits",
-    "scale_of",
-    "softcap_of",
     "window_of",
 ]
 
@@ -67,26 +64,6 @@ def is_unknown(number: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
     return bool(guard_or_true(number > _BEYOND)) and not guard_or_false(number > _BEYOND)
-
-
-def causal_of(causal: Any) -> bool:
-    """Return causal as a bool. Raises TypeError for another type."""
-    causal = plain(causal)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {shown(causal)}")
-    return causal
-
-
-def scale_of(softmax_scale: Any) -> float:
-    """A Python float; 1 / sqrt(256) for None."""
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(HEAD_DIM)
-    return _real("softmax_scale", softmax_scale, "a real number or None")
-
-
-def softcap_of(softcap: Any) -> float:
-    """A Python float, 0 for none."""
-    return _real("softcap", softcap, "a real number")
 
 
 def _real(name: str, value: Any, accepted: str) -> float:
@@ -255,16 +232,20 @@ class Options:
     def check(
         cls, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, use_clc: bool = False
     ) -> Options:
-        """The options as users give them.
+        """Return the options of a user: causal a bool, softmax_scale a real number or None for
+        1 / sqrt(256), window_size as of `window_of`, softcap a real number.
 
-        Raises TypeError, or ValueError for a window that is no pair; see `causal_of`,
-        `scale_of` and `softcap_of` for what is accepted. Their ranges are checked with the tensors
-        (`Problem.describe`).
+        Raises TypeError for other kinds, ValueError for a window that is no pair. Ranges are
+        checked with the tensors (`Problem.describe`).
         """
-        is_causal = causal_of(causal)
-        window = window_of(window_size, is_causal)
-        scale, softcap = scale_of(softmax_scale), softcap_of(softcap)
-        return cls(scale, window, softcap, use_clc)
+        causal = plain(causal)
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal must be True or False, got {shown(causal)}")
+        window = window_of(window_size, causal)
+        scale = 1.0 / math.sqrt(HEAD_DIM)
+        if softmax_scale is not None:
+            scale = _real("softmax_scale", softmax_scale, "a real number or None")
+        return cls(scale, window, _real("softcap", softcap, "a real number"), use_clc)
 
     @classmethod
     def of_operator(

@@ -18,11 +18,11 @@ from ..private_torch import (
     TransformType,
     dispatch_modes,
     function_modes,
+    is_wrapped,
     tracer,
     transform,
     transforms,
 )
-from ..private_torch import is_wrapped as _is_wrapped
 
 __all__ = [
     "constant_in_graphs",
@@ -30,7 +30,6 @@ __all__ = [
     "is_lasting",
     "is_stood_in",
     "is_transformed",
-    "is_wrapped",
     "may_have_gradients",
     "refuse_tangents",
     "sms_are_shared",
@@ -97,14 +96,9 @@ def is_lasting(made: torch.Tensor, of_capture: bool = False) -> bool:
     graph of torch.compile, which overwrites it when it runs again, nor a stand-in, of a graph that
     is traced or of torch.func; nor what a CUDA graph makes, which is there once it is replayed,
     unless it is for calls of that graph. of_capture: whether it is."""
-    if _is_compiling() or type(made) is not torch.Tensor or _is_wrapped(made):
+    if _is_compiling() or type(made) is not torch.Tensor or is_wrapped(made):
         return False
     return is_captured(made.device) == of_capture
-
-
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Return True for a stand-in of torch.func."""
-    return bool(_is_wrapped(tensor))
 
 
 def may_have_gradients(tensors: Iterable[Any]) -> bool:
@@ -112,7 +106,7 @@ def may_have_gradients(tensors: Iterable[Any]) -> bool:
     False whatever they require outside."""
     if _is_compiling() or not torch.is_grad_enabled():
         return False
-    return any(isinstance(tensor, torch.Tensor) and _is_wrapped(tensor) for tensor in tensors)
+    return any(isinstance(tensor, torch.Tensor) and is_wrapped(tensor) for tensor in tensors)
 
 
 def refuse_tangents(tensors: Iterable[Any]) -> None:
