@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 from .call.checks import are_differentiated
 from .call.function_meaning import digest_of, is_derived_of, note_meaning
@@ -13,7 +16,7 @@ from .call.function_tensors import check_tensors
 from .kernels.functions.user_functions import FunctionKind, Functions
 from .words import shown
 
-__all__ = ["check_function", "key_of", "read_of", "register", "with_tensors"]
+__all__ = ["KernelFunction", "check_function", "key_of", "register"]
 
 
 def check_function(kind: FunctionKind, key: Any, function: Any, tensors: Any) -> None:
@@ -46,23 +49,30 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
         note_meaning(kind, key, functions)
 
 
-def read_of(kind: FunctionKind, given: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """Return (tensors that a function reads, by operator argument; its key). Raises ValueError for
-    tensors that require gradients."""
-    if are_differentiated(given.tensors):
-        raise ValueError(
-            f"a tensor of {kind.argument} requires gradients, and there are none to it; accepted: "
-            "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
-        )
-    return dict(zip(kind.tensors, given.tensors)), given.key
+class KernelFunction:
+    """A function of the user's that kernels evaluate: a `ScoreMod` or a `MaskMod`."""
 
+    kind: ClassVar[FunctionKind]
+    key: str
+    tensors: tuple[torch.Tensor, ...]
 
-def with_tensors(kind: FunctionKind, given: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """Return a ScoreMod or MaskMod with other tensors. Raises as `check_tensors`."""
-    check_tensors(kind, tensors, given.key)
-    found = copy.copy(given)
-    object.__setattr__(found, "tensors", tensors)
-    return found
+    def with_tensors(self, tensors: tuple[torch.Tensor, ...]) -> Self:
+        """Return the same with other tensors; the function is not looked at again. Raises TypeError
+        or ValueError for tensors that kernels cannot read."""
+        check_tensors(self.kind, tensors, self.key)
+        other = copy.copy(self)
+        object.__setattr__(other, "tensors", tensors)
+        return other
+
+    def read(self) -> tuple[dict[str, torch.Tensor], str]:
+        """Return (tensors that the function reads, by operator argument; its key). Raises
+        ValueError for tensors that require gradients."""
+        if are_differentiated(self.tensors):
+            raise ValueError(
+                f"a tensor of {self.kind.argument} requires gradients, and there are none to it; "
+                "accepted: tensors that do not (tensor.detach()), or a call under torch.no_grad()"
+            )
+        return dict(zip(self.kind.tensors, self.tensors)), self.key
 
 
 def key_of(kind: FunctionKind, *functions: Any) -> str:

@@ -311,22 +311,22 @@ def _read_masks(
 ) -> tuple[dict[str, torch.Tensor], str | None, int]:
     """Return (tensors by name, the key of mask_mod, `listed_tiles` of a `BackwardProblem`) of a
     call with block_mask or mask_mod; tensors: q, k, v, the sink."""
-    asked, key = (NO_TENSORS, None) if mask_mod is None else read_by_mask(mask_mod)
+    read, key = read_by_mask(mask_mod)
     check_masks_apart(tree_mask, block_mask)
     q, k, *_ = tensors
     has_gradients = are_differentiated(tensors) or process.may_have_gradients(tensors)
     mask, masks = mask_tables(block_mask, q, k, has_gradients, mask_mod is None)
-    return {**masks, **asked}, key, listed_tiles_of(mask) if has_gradients else 0
+    return {**masks, **read}, key, listed_tiles_of(mask) if has_gradients else 0
 
 
 def read_options(
     tree_mask: Any, score_mod: Any, *scales: Any
 ) -> tuple[dict[str, torch.Tensor], str | None]:
     """Return (tensors by name, the key of score_mod) of a call with some of these."""
-    found = {} if tree_mask is None else {TREE_WORDS: words_of(tree_mask)}
-    scores, key = (NO_TENSORS, None) if score_mod is None else read_by(score_mod)
-    given = {name: scale for name, scale in zip(DESCALES, scales, strict=True) if scale is not None}
-    return {**found, **scores, **given}, key
+    words = None if tree_mask is None else words_of(tree_mask)
+    named = dict(zip((TREE_WORDS, *DESCALES), (words, *scales), strict=True))
+    read, key = read_by(score_mod)
+    return {**{name: t for name, t in named.items() if t is not None}, **read}, key
 
 
 def _read_metadata(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .function_keys import check_function, key_of, read_of, register, with_tensors
+from .function_keys import KernelFunction, check_function, key_of, register
 from .kernels.functions.mask_function import MASK_MOD
 from .kernels.functions.part_places import key_in_part
 from .kernels.functions.user_functions import Functions
@@ -19,7 +19,7 @@ __all__ = ["MaskMod"]
 
 
 @dataclass(frozen=True)
-class MaskMod:
+class MaskMod(KernelFunction):
     """Mask that kernels evaluate, with the tensors that it reads.
 
     function: (batch, head, query, key, tensors) -> Boolean, in CuTe DSL: four Int32, counted from
@@ -31,6 +31,7 @@ class MaskMod:
     Raises TypeError or ValueError for other kinds, and for a key that names another function.
     """
 
+    kind = MASK_MOD
     function: Callable[..., Any]
     key: str
     tensors: tuple[torch.Tensor, ...] = field(default=(), compare=False)
@@ -46,23 +47,20 @@ class MaskMod:
         your own."""
         return cls(function, key_of(MASK_MOD, function), tensors)
 
-    def with_tensors(self, tensors: tuple[torch.Tensor, ...]) -> MaskMod:
-        """Return the same with other tensors; the function is not looked at again. Raises TypeError
-        or ValueError for tensors that kernels cannot read."""
-        return with_tensors(MASK_MOD, self, tensors)
 
-
-def read_by(mask_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """Return (tensors that a call's mask_mod reads, by operator argument; its key).
+def read_by(mask_mod: Any) -> tuple[dict[str, torch.Tensor], str | None]:
+    """Return (tensors that a call's mask_mod reads, by operator argument; its key), none for None.
 
     Raises TypeError for another kind, ValueError for tensors that require gradients.
     """
+    if mask_mod is None:
+        return {}, None
     if not isinstance(mask_mod, MaskMod):
         raise TypeError(
             f"mask_mod is {type(mask_mod).__name__}; accepted: a MaskMod of fa4_hd256.mask_mods. A "
             "function of PyTorch goes into a BlockMask, which alone is enough"
         )
-    return read_of(MASK_MOD, mask_mod)
+    return mask_mod.read()
 
 
 def in_part(mask_mod: MaskMod, place: torch.Tensor) -> MaskMod:

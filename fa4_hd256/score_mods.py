@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .function_keys import check_function, key_of, read_of, register, with_tensors
+from .function_keys import KernelFunction, check_function, key_of, register
 from .kernels.functions.part_places import key_in_part
 from .kernels.functions.score_change import ALIBI, SCORE_MOD, Scored
 from .kernels.functions.user_functions import Functions
@@ -21,7 +21,7 @@ __all__ = ["ScoreMod", "Scored", "alibi"]
 
 
 @dataclass(frozen=True)
-class ScoreMod:
+class ScoreMod(KernelFunction):
     """Change of scores, with the tensors that it reads.
 
     function: (score, place, tensors) -> score, in CuTe DSL: a Float32, softmax_scale * q k; a
@@ -35,6 +35,7 @@ class ScoreMod:
     Raises TypeError or ValueError for other kinds, and for a key that names other functions.
     """
 
+    kind = SCORE_MOD
     function: Callable[..., Any]
     slope: Callable[..., Any] | None
     key: str
@@ -65,23 +66,20 @@ class ScoreMod:
         """
         return cls(function, slope, key_of(SCORE_MOD, function, slope), tensors)
 
-    def with_tensors(self, tensors: tuple[torch.Tensor, ...]) -> ScoreMod:
-        """Return the same with other tensors; the function is not looked at again. Raises TypeError
-        or ValueError for tensors that kernels cannot read."""
-        return with_tensors(SCORE_MOD, self, tensors)
 
-
-def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """Return (tensors that a call's score_mod reads, by operator argument; its key).
+def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str | None]:
+    """Return (tensors that a call's score_mod reads, by operator argument; its key), none for None.
 
     Raises TypeError for another kind, ValueError for tensors that require gradients.
     """
+    if score_mod is None:
+        return {}, None
     if not isinstance(score_mod, ScoreMod):
         raise TypeError(
             f"score_mod is {type(score_mod).__name__}; accepted: a ScoreMod of "
             "fa4_hd256.score_mods, such as alibi(slopes)"
         )
-    return read_of(SCORE_MOD, score_mod)
+    return score_mod.read()
 
 
 def in_part(score_mod: ScoreMod, origins: torch.Tensor) -> ScoreMod:

@@ -49,8 +49,8 @@ def gradients_of_results(
         masks = {MASK_BLOCKS: block_mask.blocks, MASK_KEY_BITS: block_mask.key_bits}
         listed_tiles = listed_tiles_of(block_mask)
     dynamic = backward_use_clc(use_clc)
-    scores, key = ({}, None) if score_mod is None else read_by(score_mod)
-    asked, key_of_mask = ({}, None) if mask_mod is None else read_by_mask(mask_mod)
+    scores, key = read_by(score_mod)
+    asked, key_of_mask = read_by_mask(mask_mod)
     dq, dk, dv, _ = call_backward(
         BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **(masks | scores | asked)),
         BackwardValues(

@@ -25,9 +25,7 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.function_tensors import functions_of_keys
 from fa4_hd256.call.options import Options
 from fa4_hd256.call.tile_mask import TileMask
-from fa4_hd256.function_keys import read_of
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.functions.mask_function import MASK_MOD
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.mask.block_mask import FULL, MASK_BITS, MASK_STEPS, MASK_TILE
 from fa4_hd256.mask_mods import MaskMod
@@ -170,7 +168,7 @@ def call_on(
     assert mask.bits is not None
     ragged = {MASK_STEPS: mask.steps(HALVES), MASK_BITS: mask.bits}
     if mask_mod is not None:
-        read, key = read_of(MASK_MOD, mask_mod)
+        read, key = mask_mod.read()
         _, function = functions_of_keys((None, key), read, q)
         options = replace(options, mask_mod=function)
         ragged = {MASK_STEPS: mask.lists.steps(HALVES), **read}

@@ -71,8 +71,8 @@ def settings_of(
     order, cu_seqlens."""
     q, k, v, sink = tensors
     options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
-    read, key = ({}, None) if given.score_mod is None else read_by(given.score_mod)
-    asked, mask_key = ({}, None) if given.mask_mod is None else read_by_mask(given.mask_mod)
+    read, key = read_by(given.score_mod)
+    asked, mask_key = read_by_mask(given.mask_mod)
     order, offsets = divided
     counted = {} if offsets is None else {"cu_seqlens_q": torch.empty(_count(offsets))}
     score_mod, _ = functions_of_keys((key, mask_key), read | asked | counted, q)
