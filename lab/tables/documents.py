@@ -261,6 +261,6 @@ DOCUMENTS = {
     "predict_hopper": Document("Attention on Hopper GPUs, predicted", ("predict",), "timing.md"),
     "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), "timing.md"),
     "mutation": Document(
-        "Mutation score of the kernels", ("mutation",), "../sm100_sim/docs/sanitizer.md"
+        "Mutation score of the kernels", ("mutation",), "../lab/mutation.md"
     ),
 }  # fmt: skip
