@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .call.operator_arguments import ForwardTensors, backward_arguments, forward_arguments
+from .call.cache_checks import counted
+from .call.operator_arguments import (
+    ForwardTensors,
+    backward_arguments,
+    cache_arguments,
+    forward_arguments,
+)
 from .call.options import UNBOUNDED
 from .call.process import without_modes
 from .kernels.backward.ds_tiles import count_blocks
@@ -37,6 +43,14 @@ def _forward_flops(*given: Any, out_val: Any = None, **_: Any) -> int:
 
 def _forward_out_flops(_out: Any, *given: Any, **options: Any) -> int:
     return _forward_flops(*given, **options)
+
+
+def _kvcache_flops(*given: Any, out_val: Any = None, **_: Any) -> int:
+    tensors, values = cache_arguments(given)
+    with without_modes():
+        after = counted(tensors.lengths, tensors.k, tensors.cu_seqlens_k_new)
+    attention = tensors.attention(after).with_batches()
+    return 2 * _OF_PAIR * _pairs(attention, values, None, None)
 
 
 def _backward_flops(*given: Any, out_val: Any = None, **_options: Any) -> int:
@@ -146,6 +160,7 @@ def _register() -> None:
         (operators.forward, _forward_flops),
         (operators.forward_max_logits, _forward_flops),
         (operators.forward_out, _forward_out_flops),
+        (operators.forward_kvcache, _kvcache_flops),
         (operators.backward, _backward_flops),
     ):
         if operator not in flop_counter.flop_registry:

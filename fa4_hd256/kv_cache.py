@@ -2,41 +2,36 @@
 written to it first.
 
 A call without new rows is one of the attention alone (`interface.attend_sequences`). One with new
-rows is a single plan, `_plan`: the kernel that writes rows, then the attention. It is found by the
-call's tensors in one tuple, in the order of `_NAMES`. Shapes, dtypes and options are checked when
-it is made (`_resolved`), before anything is written; where tensors lie at every call
-(`_check_memory`). Where something intercepts calls (`is_intercepted`) there is no such plan: the
-operator `append_rows` is called, then the attention.
+rows is a single plan (`run.append.plan_cache`): the kernel that writes rows, then the attention. An
+eager call finds it by its tensors, in one tuple in the order of `CacheTensors`. Where something
+intercepts calls (`is_intercepted`) it is the operator `forward_kvcache`, whose body finds the same
+kind of plan. Shapes, dtypes and options are checked first (`_resolve`), contents when the plan is
+made, and where tensors lie at every call (`check_memory`): all before anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from . import environment, plans
-from .call import cache_checks, checks, memory
+from . import plans
+from .call import cache_checks
 from .call.autocast import autocast, is_autocasting
-from .call.descales import descale_of
-from .call.forward_problem import Call, bounded, check_operator
-from .call.new_rows import NewRows
-from .call.operator_arguments import ForwardTensors
-from .call.options import BY_RULE, NO_WINDOW, Options
+from .call.cache_checks import CachePlaces, NewRows, check_call, check_memory
+from .call.forward_problem import LONGEST, Call, bounded
+from .call.operator_arguments import CacheTensors, CacheValues
+from .call.options import BY_RULE, NO_WINDOW
 from .call.part_lists import marked
 from .call.process import is_intercepted, refuse_tangents
 from .call.tree_mask import tree_words
 from .interface import NO_TENSORS, attend_sequences, read_options
 from .kernels.functions.score_change import SCORE_MOD
 from .kernels.problem_class import DESCALES
-from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
-from .operators import append_rows
-from .run.append import add_append
-from .run.append_arguments import AppendOptions, AppendTensors
-from .run.forward import ForwardWork, add_forward, work_of
-from .run.plan import LaunchPlan, PlanBuilder
+from .kernels.rows.sequences import TREE_WORDS
+from .operators import WRITTEN, forward_kvcache
+from .run.append import plan_cache
 from .score_mods import ScoreMod
 
 __all__ = ["flash_attn_with_kvcache"]
@@ -46,8 +41,6 @@ _DIFFERENTIABLE = (
     "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "out", "rotary_cos", "rotary_sin",
     "k_descale", "v_descale",
 )  # fmt: skip
-#: In a page table, a number that no page has.
-NO_PAGE = -1
 
 
 def flash_attn_with_kvcache(
@@ -139,9 +132,8 @@ def flash_attn_with_kvcache(
     """
     if is_autocasting():
         q, k, v = autocast(q, k, v, fixed=k_cache)
-    words = None
-    if tree_mask is not None:
-        words = tree_words(tree_mask)
+    words = None if tree_mask is None else tree_words(tree_mask)
+    if words is not None:
         cache_checks.check_beside_tree(rotary_cos)
     if qv is not None:
         cache_checks.refuse({"qv": qv})
@@ -153,31 +145,33 @@ def flash_attn_with_kvcache(
     others, key = NO_TENSORS, None
     if not (words is score_mod is k_descale is v_descale is None):
         others, key = read_options(words, score_mod, k_descale, v_descale)
-    asked = Call(
+    arguments = (  # fields of `Call`
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
         max_seqlen_q, max_seqlen_k, config, None, key, None, 0,
     )  # fmt: skip
-    places = _Places(
+    places = CachePlaces(
         q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, scheduler_metadata,
         cache_batch_idx, cache_leftpad,
     )  # fmt: skip
-    attention = _RequestedAttention(learnable_sink, others, asked, out)
     # Engines write their caches themselves: such calls are those of the attention at once.
     is_attention = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
     if not is_attention or not _are_plain(cache_seqlens):
-        new_rows = _NewRows(
-            k,
-            v,
-            cu_seqlens_k_new,
-            rotary_cos,
-            rotary_sin,
-            rotary_interleaved,
-            None if rotary_cos is rotary_sin is None else rotary_seqlens,
+        rows = NewRows(
+            k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
         )
-        places, results = new_rows.write_and_attend(places, attention, return_lse)
-        if results is not None:
+        places, are_rows_given = _checked(places, rows)
+        if are_rows_given:
+            attention = learnable_sink, others, out
+            results = _write_and_attend(places, rows, attention, arguments, return_lse)
             return results if return_lse else results[0]
-    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = attention.of(places, return_lse)
+    in_cache = places.in_cache
+    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = attend_sequences(
+        (q, k_cache, v_cache, learnable_sink),
+        (cu_seqlens_q, None, None, places.lengths, places.page_table, scheduler_metadata),
+        {**others, **in_cache} if in_cache else others,
+        arguments,
+        (out, return_lse, False),
+    )
     return found
 
 
@@ -189,430 +183,79 @@ def _are_plain(cache_seqlens: Any) -> bool:
     return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
 
 
-class _Places(NamedTuple):
-    """Queries, and where the keys of each sequence lie: arguments as users give them, or checked
-    and brought into one form (`in_use`).
-
-    lengths: cache_seqlens; in that form (batch,) int32 rows in use, None for all. entries:
-    cache_batch_idx; None in that form with a page_table, which then has the chosen rows alone, one
-    for each sequence. chosen: numbers of these rows as cache_batch_idx has them, and as they were
-    taken, the nearest ones that the table has; None where nothing was chosen. leftpad:
-    cache_leftpad.
-    """
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    cu_seqlens_q: torch.Tensor | None
-    page_table: torch.Tensor | None
-    lengths: Any
-    scheduler_metadata: torch.Tensor | None = None
-    entries: torch.Tensor | None = None
-    leftpad: torch.Tensor | None = None
-    chosen: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def in_cache(self) -> dict[str, torch.Tensor]:
-        """Return the tensors beside page_table and lengths that say where in a cache keys lie, by
-        name."""
-        if self.entries is self.leftpad is None:
-            return NO_TENSORS
-        given = {CACHE_BATCH_IDX: self.entries, CACHE_LEFTPAD: self.leftpad}
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
-
-    @property
-    def table_of_rows(self) -> torch.Tensor | None:
-        """Return the page table for the kernel that writes rows. With cache_batch_idx alone each
-        entry of the cache counts as one page. A sequence whose cache_batch_idx chooses a row that
-        the table has not gets no pages, so that none of its new rows is written."""
-        if self.chosen is not None and self.page_table is not None:
-            asked, there = self.chosen
-            return self.page_table.masked_fill((asked != there)[:, None], NO_PAGE)
-        return self.page_table if self.entries is None else self.entries[:, None]
-
-    @property
-    def batch(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
-
-    @property
-    def capacity(self) -> int:
-        """Rows that a sequence can have."""
-        rows = self.k_cache.shape[1]
-        return rows if self.page_table is None else rows * self.page_table.shape[1]
-
-    @property
-    def read_back(self) -> bool:
-        """Return True if contents are checked: on the CPU, where that waits for nothing, and on a
-        GPU where the user says so; a capture is then the attention's to refuse."""
-        if is_intercepted():
-            return False
-        if self.q.device.type == "cpu":
-            return True
-        return environment.checks_pages() and not torch.cuda.is_current_stream_capturing()
-
-    def in_use(self) -> _Places:
-        """Return the places checked: lengths as a tensor, and of page_table the rows of the
-        sequences. Unchanged if it is called again. Raises TypeError or ValueError for what is not
-        accepted."""
-        cache_checks.check_caches(
-            self.q, self.k_cache, self.v_cache, self.page_table, self.cu_seqlens_q
-        )
-        device, places, cache_seqlens = self.q.device, self._of_entries(), self.lengths
-        if self.leftpad is not None:
-            before = cache_checks.of_batch("cache_leftpad", self.leftpad, self.batch, device)
-            places = places._replace(leftpad=before.contiguous())
-        if cache_seqlens is not None:
-            found = cache_checks.lengths_of(cache_seqlens, self.batch, self.capacity, device)
-            if self.read_back:
-                cache_checks.check_lengths(found, self.capacity)
-            places = places._replace(lengths=found)
-        if self.read_back and places.leftpad is not None:
-            checks.check_leftpad(places.leftpad, places.lengths, self.capacity)
-        return places
-
-    def _of_entries(self) -> _Places:
-        """Return the places with the rows of page_table that cache_batch_idx chooses, where both
-        are given."""
-        if self.entries is None:
-            return self
-        device, table = self.q.device, self.page_table
-        entries = cache_checks.of_batch("cache_batch_idx", self.entries, self.batch, device)
-        of_what = "the entries of the cache" if table is None else "the rows of page_table"
-        if self.read_back:
-            count = len(self.k_cache) if table is None else len(table)
-            cache_checks.check_within("cache_batch_idx holds", entries, count, of_what)
-        if table is None:
-            return self._replace(entries=entries.contiguous())
-        cache_checks.check_rows(table)
-        there = entries.clamp(0, table.shape[0] - 1)
-        table = table.index_select(0, there)
-        return self._replace(page_table=table, entries=None, chosen=(entries, there))
-
-    @property
-    def sequences(self) -> tuple[Any, ...]:
-        """Return the arguments of `interface.attend_sequences`."""
-        return (
-            self.cu_seqlens_q,
-            None,
-            None,
-            self.lengths,
-            self.page_table,
-            self.scheduler_metadata,
-        )
+def _checked(places: CachePlaces, rows: NewRows) -> tuple[CachePlaces, bool]:
+    """Return the places as a plan has them, with (batch,) lengths and pages of the sequences alone,
+    and whether there are new rows. Rows whose places are such already are checked with their
+    plan."""
+    are_given = rows.k is not None or rows.v is not None
+    is_plain = places.entries is places.leftpad is None
+    if are_given and is_plain and isinstance(places.lengths, torch.Tensor):
+        return places, True
+    places = places.in_use()
+    return places, rows.check(places)
 
 
-class _RequestedAttention(NamedTuple):
-    """Attention of a call: its arguments but for queries and caches, which are in `_Places`.
-    others: tensors by name."""
+def _write_and_attend(
+    places: CachePlaces,
+    rows: NewRows,
+    attention: tuple[Any, dict[str, torch.Tensor], Any],
+    arguments: tuple[Any, ...],
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write new rows and attend to all; return (out, lse). attention: the sink, further tensors by
+    name, out. arguments: fields of `Call`.
 
-    sink: Any
-    others: dict[str, torch.Tensor]
-    asked: Call
-    out: Any
-
-    def of(self, places: _Places, return_lse: bool) -> Any:
-        """Call the attention and return its results: `flash_attn_varlen_func`, with tensors that
-        its signature lacks (`_Places.in_cache`)."""
-        in_cache = places.in_cache
-        return attend_sequences(
-            (places.q, places.k_cache, places.v_cache, self.sink),
-            places.sequences,
-            {**self.others, **in_cache} if in_cache else self.others,
-            self.asked,
-            (self.out, return_lse, False),
-        )
-
-    def bounded(self, q: torch.Tensor) -> _RequestedAttention:
-        """Return it with numbers for max_seqlen_q and max_seqlen_k."""
-        longest = self.asked.max_seqlen_q, self.asked.max_seqlen_k
-        if not isinstance(longest[0], torch.Tensor) and not isinstance(longest[1], torch.Tensor):
-            return self
-        return self._replace(asked=Call(*bounded(self.asked, q, self.others.get(TREE_WORDS))))
-
-    def described(self, places: _Places, read: Iterable[Any]) -> tuple[str, ForwardWork | None]:
-        """Describe the attention, which raises all that it refuses before anything is written.
-        Return (whose scales keys and values have, the described attention, None in graphs).
-
-        read: tensors that the call reads beside q, the caches and those of this attention."""
-        inputs = places.q, places.k_cache, places.v_cache, self.sink, *places.sequences
-        tensors = ForwardTensors(*inputs, **{**places.in_cache, **self.others})
-        values, ragged = self.asked.values(tensors), tensors.others()
-        self._check_out(places, (*read, self.sink, *ragged.values()))
-        batched = tensors.with_batches()
-        if is_intercepted():
-            check_operator(batched, values)
-            paged = places.page_table is not None
-            return descale_of(ragged, places.k_cache, places.batch, paged), None
-        work = work_of(batched, values)
-        return work.problem.descale, work
-
-    def _check_out(self, places: _Places, read: tuple[Any, ...]) -> None:
-        """read: tensors that the attention reads beside q and the caches."""
-        if self.out is None:
-            return
-        memory.check_out(self.out, places.q)
-        if not is_intercepted():
-            inputs = places.q, places.k_cache, places.v_cache, *read
-            memory.check_writable(self.out, inputs)
+    Raises TypeError or ValueError for what is not accepted, before anything is written."""
+    sink, others, out = attention
+    longest = arguments[LONGEST]
+    if isinstance(longest[0], torch.Tensor) or isinstance(longest[1], torch.Tensor):
+        arguments = bounded(arguments, places.q, others.get(TREE_WORDS))
+    tensors = _tensors_of(places, rows, sink, others, out)
+    if not is_intercepted():
+        metadata = places.scheduler_metadata
+        mark = None if metadata is None else marked(metadata)
+        form = mark, bytes([tensor is None for tensor in tensors]), rows.interleaved
+        found = plans.find((_KVCACHE, *plans.facts_of(arguments, form)), tensors)
+        if found is not None:
+            entry, addresses = found
+            check_memory(tensors, entry.execution is not None)
+            out, lse = plans.run(entry, tensors, addresses, not wants_lse)
+            return out, lse
+    refuse_tangents(tensors)
+    values = _resolve(tensors, (*arguments, rows.interleaved))
+    if out is None:
+        out = torch.empty_like(places.q, memory_format=torch.contiguous_format)
+    return out, forward_kvcache(out, *tensors[1:], *values)
 
 
-class _NewRows(NamedTuple):
-    """New rows of a call, and their rotary embedding, as users give them; k and v None for none."""
-
-    k: Any
-    v: Any
-    cu_seqlens: Any = None
-    rotary_cos: Any = None
-    rotary_sin: Any = None
-    interleaved: Any = True
-    rotary_seqlens: Any = None
-
-    def write_and_attend(
-        self, places: _Places, attention: _RequestedAttention, wants_lse: bool
-    ) -> tuple[_Places, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Write the rows and attend to all; return (places, (out, lse)).
-
-        Results are None, and the caller calls the attention with the places returned, in two cases:
-        there are no rows to be written; and in graphs, where they are written by an operator.
-
-        Raises TypeError or ValueError for what is not accepted, before anything is written."""
-        are_given = self.k is not None or self.v is not None
-        is_plain = places.entries is places.leftpad is None
-        # Plain calls are checked with their plan. Others become tensors like theirs first: a plan
-        # has (batch,) lengths, and pages of the sequences alone.
-        if not (are_given and is_plain and isinstance(places.lengths, torch.Tensor)):
-            places = places.in_use()
-            if not self.check(places):
-                return places, None
-        attention = attention.bounded(places.q)
-        tensors = _tensors_of(places, self, attention)
-        if not is_intercepted():
-            metadata = places.scheduler_metadata
-            mark = None if metadata is None else marked(metadata)
-            form = (mark, self.interleaved, bytes([tensor is None for tensor in tensors]))
-            asked = attention.asked
-            found = plans.find((_CACHE, *plans.facts_of(asked, form)), tensors)
-            if found is not None:
-                if found[0].execution is not None:
-                    # Addresses and modes are no part of a key.
-                    _check_memory(tensors)
-                    if attention.out is not None:
-                        memory.check_writable_again(attention.out, tensors[:-1])
-                out, lse = plans.run(found[0], tensors, found[1], not wants_lse)
-                return places, (out, lse)
-        refuse_tangents(tensors)
-        options, _ = _resolved(tensors, attention.asked, self.interleaved)
-        after, rotated = append_rows(*_append_tensors(tensors), *options)
-        places = places._replace(lengths=after)
-        return places if self.rotary_cos is None else places._replace(q=rotated), None
-
-    def check(self, places: _Places) -> bool:
-        """Return True if there are any new rows. Raises TypeError or ValueError for what is not
-        accepted."""
-        given = self.k is not None or self.v is not None
-        if self.rotary_cos is not None or self.rotary_sin is not None:
-            cache_checks.check_rotary(
-                self.rotary_cos, self.rotary_sin, self.interleaved, places.q, given
-            )
-        if not given:
-            return False
-        if places.lengths is None:
-            raise ValueError(
-                "cache_seqlens is None; accepted with k and v, which are written behind the rows "
-                "in use: an int or a (batch,) int32 tensor"
-            )
-        cache_checks.check_new_rows(
-            {"k": self.k, "v": self.v},
-            places.k_cache,
-            self.cu_seqlens,
-            places.batch,
-            places.q.dtype,
-        )
-        if self.rotary_cos is not None:
-            cache_checks.check_rotated(self.k, places.q)
-            if self.rotary_seqlens is not None:
-                cache_checks.of_batch(
-                    "rotary_seqlens", self.rotary_seqlens, places.batch, places.q.device
-                )
-        if self.cu_seqlens is not None and places.read_back:
-            cache_checks.check_offsets("cu_seqlens_k_new", self.cu_seqlens, self.k.shape[0])
-        return True
-
-    def check_room(self, places: _Places) -> None:
-        """Raise ValueError for rows that the cache has no room for, or no such entry. Waits for the
-        device."""
-        if places.page_table is not None:
-            cache_checks.check_entries(places.page_table, places.batch, places.q.device)
-        table = places.table_of_rows
-        rows = NewRows.of(self.k, self.cu_seqlens)
-        positions = rows.positions(places.lengths)
-        cache_checks.check_within(
-            "a new row would be row", positions, places.capacity, "the rows of the cache"
-        )
-        if table is not None:
-            entries = table[rows.sequence, positions // places.k_cache.shape[1]]
-            cache_checks.check_within(
-                "a new row belongs to page or batch entry",
-                entries,
-                len(places.k_cache),
-                "those of the cache",
-            )
-
-    def counted(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Rows in use with them."""
-        added = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
-        return lengths + added
-
-    def check_angles(self, places: _Places, ordered: bool) -> None:
-        """Raise ValueError for positions that rotary_cos has not. ordered: whether queries have
-        positions one after the other, as with a mask that has an order of them; else all have that
-        of the first new row, as in the field. Waits for the device."""
-        first = places.lengths if self.rotary_seqlens is None else self.rotary_seqlens
-        rows = NewRows.of(self.k, self.cu_seqlens)
-        queries = NewRows.of(places.q, places.cu_seqlens_q)
-        if not ordered:
-            queries = replace(queries, index=torch.zeros_like(queries.index))
-        for positions in (rows.positions(first), queries.positions(first)):
-            cache_checks.check_within(
-                "a row to be rotated is at position",
-                positions,
-                len(self.rotary_cos),
-                "the positions of rotary_cos",
-            )
-
-
-#: Tensors of a call with new rows, in the order of `_tensors_of`: fields of `AppendTensors`, whose
-#: page_table is `_Places.table_of_rows`, then what the attention takes beside them, by its names.
-#: `_READ_PAGES` is the attention's page table where cache_batch_idx chose its rows; else it reads
-#: page_table, or with cache_batch_idx alone none.
-_READ_PAGES = "read_pages"
-_NAMES = (
-    *AppendTensors._fields, "sink", PART_LIST, CACHE_BATCH_IDX, CACHE_LEFTPAD, _READ_PAGES,
-    TREE_WORDS, *SCORE_MOD.tensors, "out",
-)  # fmt: skip
-_APPENDED = len(AppendTensors._fields)
-_place_of = {name: place for place, name in enumerate(_NAMES)}
-
-
-def _tensors_of(places: _Places, rows: _NewRows, attention: _RequestedAttention) -> tuple[Any, ...]:
-    """Return the tensors of a call in the order of `_NAMES`, None where not given."""
-    others = attention.others
-    k_descale = v_descale = None
-    more: Sequence[Any] = _NO_MORE
-    if others:
-        k_descale, v_descale = (others.get(name) for name in DESCALES)
-        more = [others.get(name) for name in (TREE_WORDS, *SCORE_MOD.tensors)]
+def _tensors_of(
+    places: CachePlaces, rows: NewRows, sink: Any, others: dict[str, torch.Tensor], out: Any
+) -> tuple[Any, ...]:
+    """Return the fields of `CacheTensors`, whose class takes twice the time to make."""
+    named = [others.get(name) for name in _OTHERS] if others else _NO_OTHERS
+    begins = None if rows.rotary_cos is None else rows.rotary_seqlens
     return (
-        rows.k, rows.v, places.k_cache, places.v_cache, places.lengths, places.table_of_rows,
-        rows.cu_seqlens, k_descale, v_descale, rows.rotary_cos, rows.rotary_sin,
-        rows.rotary_seqlens, places.q, places.cu_seqlens_q, attention.sink,
-        places.scheduler_metadata, places.entries, places.leftpad,
-        None if places.chosen is None else places.page_table, *more, attention.out,
+        out, places.k_cache, places.v_cache, places.q, rows.k, rows.v, places.lengths, sink,
+        places.cu_seqlens_q, places.page_table, places.scheduler_metadata, places.entries,
+        places.leftpad, *named, rows.cu_seqlens, places.new_page_table, rows.rotary_cos,
+        rows.rotary_sin, begins,
     )  # fmt: skip
 
 
-_NO_MORE = [None] * (1 + len(SCORE_MOD.tensors))
+#: Fields of `CacheTensors` that come by name.
+_OTHERS = (TREE_WORDS, *DESCALES, *SCORE_MOD.tensors)
+_NO_OTHERS = [None] * len(_OTHERS)
+assert CacheTensors._fields[13 : 13 + len(_OTHERS)] == _OTHERS
 
 
-def _append_tensors(tensors: Sequence[Any]) -> AppendTensors:
-    """Return the tensors of the kernel that writes rows: queries for their rotary embedding
-    alone."""
-    found = AppendTensors(*tensors[:_APPENDED])
-    return found if found.rotary_cos is not None else found._replace(q=None, cu_seqlens_q=None)
+def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
+    """Check a first call and return its values. facts: fields of `Call` first, rotary_interleaved
+    last."""
+    call, interleaved = CacheTensors(*tensors), facts[-1]
+    check_call(call, interleaved)
+    values = Call(*facts[: len(Call._fields)]).values(call.attention(call.lengths))
+    return CacheValues.of(values, bool(interleaved))
 
 
-def _resolved(
-    tensors: Sequence[Any], asked: Call, interleaved: Any
-) -> tuple[AppendOptions, ForwardWork | None]:
-    """Return (options of the kernel that writes rows, the described attention, None in graphs).
-    tensors: by `_tensors_of`.
-
-    Checks all of a call, so that what it raises comes before anything is written. From the tensors
-    it makes `_Places`, `_NewRows` and `_RequestedAttention` again, since an entry keeps no tensor.
-    """
-    call, given = AppendTensors(*tensors[:_APPENDED]), dict(zip(_NAMES, tensors, strict=True))
-    rows = _NewRows(
-        call.k,
-        call.v,
-        call.cu_seqlens_k_new,
-        call.rotary_cos,
-        call.rotary_sin,
-        interleaved,
-        call.rotary_seqlens,
-    )
-    entries, table = given[CACHE_BATCH_IDX], given[_READ_PAGES]
-    if table is None and entries is None:
-        table = call.page_table
-    places = _Places(
-        call.q, call.k_cache, call.v_cache, call.cu_seqlens_q, table, call.lengths,
-        given[PART_LIST], entries, given[CACHE_LEFTPAD],
-    ).in_use()  # fmt: skip
-    rows.check(places)
-    if not is_intercepted():
-        cache_checks.check_in_place({"k_cache": call.k_cache, "v_cache": call.v_cache})
-        _check_memory(tensors)
-    with_rows = places
-    if places.read_back:
-        rows.check_room(places)
-        with_rows = places._replace(lengths=rows.counted(places.lengths))
-    names = TREE_WORDS, *DESCALES, *SCORE_MOD.tensors
-    others = {name: given[name] for name in names if given[name] is not None}
-    attention = _RequestedAttention(given["sink"], others, asked, given["out"])
-    descale, work = attention.described(with_rows, (call.k, call.v))
-    window = Options.check(
-        asked.softmax_scale, asked.causal, asked.window_size, asked.softcap
-    ).window
-    ordered = window != (None, None)
-    if places.read_back and rows.rotary_cos is not None:
-        rows.check_angles(places, ordered)
-    return AppendOptions(descale, bool(interleaved), ordered), work
-
-
-def _check_memory(tensors: Sequence[Any]) -> None:
-    """Raise ValueError for caches that PyTorch may not write to now, and for new rows or queries to
-    be rotated that lie in them."""
-    k, v, k_cache, v_cache = tensors[:4]
-    caches, read = {"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v}
-    if tensors[_place_of["rotary_cos"]] is not None:
-        read["q"] = tensors[_place_of["q"]]
-    cache_checks.check_written(caches, read)
-
-
-def _plan(tensors: Sequence[Any], values: tuple[Call, Any]) -> LaunchPlan:
-    """Return the plan of new rows and of the attention behind them, whose results are (out, lse).
-    values: arguments of the attention, and rotary_interleaved. Raises as `_resolved` does."""
-    options, work = _resolved(tensors, *values)
-    assert work is not None, "a plan is made in a graph"
-    builder = PlanBuilder.for_tensors(work.problem.device, _NAMES, tensors)
-    appended, views = _append_tensors(tensors), dict(builder.inputs)
-    after, rotated = add_append(builder, (appended, options, work.problem.architecture), views)
-    # Under the names that the attention has for them.
-    views |= {"k": views["k_cache"], "v": views["v_cache"], "seqused_k": after}
-    if _READ_PAGES in views:
-        views["page_table"] = views[_READ_PAGES]
-    queries = views["q"] if rotated is None else rotated
-    has_batch = queries.ndim == work.tensors.q.ndim
-    views["q"] = queries if has_batch else queries.unsqueeze(0)
-    if "out" in views and not has_batch:
-        views["out"] = views["out"].unsqueeze(0)
-    return builder.plan(*add_forward(builder, work, views, has_batch))
-
-
-def _values(tensors: Sequence[Any], facts: tuple[Any, ...]) -> tuple[Call, Any]:
-    """Return the arguments of the attention and rotary_interleaved, without a check: `_plan` has
-    all. facts: fields of `Call`, what `plans.facts_of` adds, then the form of `write_and_attend`:
-    a mark, rotary_interleaved, which tensors are given."""
-    added = len(Call._fields)
-    _mark, interleaved, _given = facts[added + _ADDED :]
-    return Call(*facts[:added]), interleaved
-
-
-#: How many facts `plans.facts_of` adds behind those given.
-_ADDED = 2
-#: Named as the operator of its first launch; its plan has the attention, too.
-_CACHE = plans.Kind(
-    "append_rows",
-    _values,
-    _plan,
-    tuple(_place_of[name] for name in ("k_cache", "v_cache", "out")),
-)
+#: Eager calls; `operators` has the kind of the same operator's body.
+_KVCACHE = plans.Kind("forward_kvcache", _resolve, plan_cache, tuple(range(len(WRITTEN))))

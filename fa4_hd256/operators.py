@@ -1,8 +1,9 @@
-"""The torch operators of the forward, of one that writes to a tensor given, whose gradients
-`autograd` has, and of new rows of a cache."""
+"""The torch operators of the forward: one whose gradients `autograd` has, one that writes to a
+tensor given, one that writes new rows to a KV cache first."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,27 +12,25 @@ import torch
 from . import plans
 from .autograd import gradients, save_for_backward
 from .call.autocast import autocast
+from .call.cache_checks import check_call as check_cache
+from .call.cache_checks import check_memory
 from .call.forward_problem import check_operator
 from .call.memory import check_writable
 from .call.operator_arguments import (
+    CacheTensors,
+    CacheValues,
     ForwardTensors,
     ForwardValues,
+    cache_arguments,
     forward_arguments,
     schema_of,
 )
 from .package_name import NAMESPACE
 from .private_torch import DispatchKey, excluding
-from .run.append import plan_append
-from .run.append_arguments import AppendOptions, AppendTensors
+from .run.append import plan_cache
 from .run.forward import plan_call
 
-__all__ = [
-    "OUT",
-    "append_rows",
-    "forward",
-    "forward_max_logits",
-    "forward_out",
-]
+__all__ = ["OUT", "WRITTEN", "forward", "forward_kvcache", "forward_max_logits", "forward_out"]
 
 _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
 
@@ -48,16 +47,13 @@ def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _values = plans.leading(ForwardValues)
-#: Places of out, and of the caches of `append_rows`.
+#: Place of out.
 OUT = len(ForwardTensors._fields)
+#: Tensors that `forward_kvcache` writes to, the first ones.
+WRITTEN = CacheTensors._fields[:3]
 #: Kinds of the operators' bodies; `interface` has those of eager calls.
 _FORWARD = plans.Kind("forward", _values, plan_call, (OUT,))
 _MAXIMA = plans.Kind("forward_max_logits", _values, partial(plan_call, max_logits=True))
-_APPEND = plans.Kind(
-    "append_rows",
-    plans.leading(AppendOptions),
-    lambda tensors, options: plan_append(AppendTensors(*tensors), options),
-)
 
 
 @forward.register_fake
@@ -113,30 +109,35 @@ def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::append_rows",
-    mutates_args=("k_cache", "v_cache"),
-    schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
-    "Tensor? page_table, Tensor? cu_seqlens_k_new, Tensor? k_descale, Tensor? v_descale, "
-    "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_seqlens, Tensor? q, "
-    "Tensor? cu_seqlens_q, str descale, bool interleaved, bool ordered) -> (Tensor, Tensor)",
+    f"{NAMESPACE}::forward_kvcache",
+    mutates_args=WRITTEN,
+    schema=f"({schema_of(CacheTensors, CacheValues, written=WRITTEN)}) -> Tensor",
 )
-def append_rows(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the new rows k and v to the caches. given: the fields of `AppendTensors`, then those of
-    `AppendOptions`. Returns the rows in use with them, and q, rotated; without rotary_cos something
-    empty, since a schema with results that may be missing is none that PyTorch compiles."""
-    count = len(AppendTensors._fields)
-    tensors, options = AppendTensors(*given[:count]), AppendOptions(*given[count:])
-    after, rotated = plans.within(_APPEND, tensors, options)
-    return after, after.new_empty(0) if rotated is None else rotated
+def forward_kvcache(*given: Any) -> torch.Tensor:
+    """Write new rows to the caches and the result of the attention over all rows to out; return its
+    lse. given: the fields of `CacheTensors`, then those of `CacheValues`."""
+    tensors, values = cache_arguments(given)
+    check_memory(tensors)
+    _, lse = plans.within(_KVCACHE, tensors, values)
+    return lse
 
 
-@append_rows.register_fake
-def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = AppendTensors(*given[: len(AppendTensors._fields)])
-    after, empty = torch.empty_like(tensors.lengths), tensors.lengths.new_empty(0)
-    if tensors.rotary_cos is None:
-        return after, empty
-    return after, torch.empty_like(tensors.q, memory_format=torch.contiguous_format)
+def _checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
+    """Check the tensors of `forward_kvcache`: the `Kind.resolve` of its body."""
+    check_cache(CacheTensors(*tensors))
+    return CacheValues(*facts[: len(CacheValues._fields)])
+
+
+_KVCACHE = plans.Kind("forward_kvcache", _checked, plan_cache, tuple(range(len(WRITTEN))))
+
+
+@forward_kvcache.register_fake
+def _(*given: Any) -> torch.Tensor:
+    tensors, values = cache_arguments(given)
+    check_cache(tensors, values.rotary_interleaved)
+    check_operator(tensors.attention(tensors.lengths).with_batches(), values.attention())
+    *batch, rows, heads, _ = tensors.q.shape
+    return tensors.q.new_empty((*batch, heads, rows), dtype=torch.float32)
 
 
 def _with_autocast(operator: Any, leading: int, count: int, fixed: int | None) -> None:
@@ -163,4 +164,4 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _with_autocast(forward, 0, 3, None)
 _with_autocast(forward_max_logits, 0, 3, None)
 _with_autocast(forward_out, 1, 3, 0)
-_with_autocast(append_rows, 0, 2, 2)
+_with_autocast(forward_kvcache, 3, 3, 1)

@@ -255,11 +255,11 @@ LONG_WAY = {
         "fa4_hd256.call.forward_problem:Problem.describe",
         "fa4_hd256.call.backward_problem:BackwardProblem.describe",
         "fa4_hd256.call.forward_problem:Call.values",
-        "fa4_hd256.kv_cache:_resolved",
+        "fa4_hd256.kv_cache:check_call", "fa4_hd256.run.append:check_contents",
     ),
     "plan": (
         "fa4_hd256.run.forward:plan_forward", "fa4_hd256.run.backward:plan_backward",
-        "fa4_hd256.kv_cache:_plan",
+        "fa4_hd256.run.append:plan_cache",
     ),
     "compiled kernel": ("fa4_hd256.run.execute:compile_kernel",),
     "packing": (

@@ -1,5 +1,5 @@
-"""Checks of what a user of a KV cache can get wrong, before anything is written; as `checks`
-otherwise.
+"""A call with a KV cache: where the keys of each sequence lie, its new rows, and what a user can
+get wrong of both, checked before anything is written; as `checks` otherwise.
 
 Lengths, page numbers and positions lie on the device. On the CPU they are checked, on a GPU where
 the user requests it (`environment.checks_pages`).
@@ -8,16 +8,20 @@ the user requests it (`environment.checks_pages`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from .. import environment
 from ..kernels.limits import HEAD_DIM
 from ..kernels.problem_class import KV_DTYPES
+from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD
 from ..words import shown
 from . import checks, memory
 from .memory import memory_span
+from .operator_arguments import CacheTensors
 from .options import is_sure, plain
+from .process import is_intercepted
 
 #: Arguments of the field's function that are not offered, and why or what serves instead.
 NOT_OFFERED = {
@@ -27,8 +31,256 @@ NOT_OFFERED = {
 #: Sizes of tensors here are below: two of them and a row of 256 stay within 64 bits.
 LARGEST_SIZE = 1 << 40
 
+#: In a page table, a number that no page has.
+NO_PAGE = -1
+
 #: Rotary dimensions come in multiples of this, as in the field.
 ROTARY_MULTIPLE = 16
+
+
+# ---------------------------------------------------------------- the call
+
+
+class CachePlaces(NamedTuple):
+    """Queries, and where the keys of each sequence lie: arguments as users give them, or checked
+    and brought into one form (`in_use`).
+
+    lengths: cache_seqlens; in that form (batch,) int32 rows in use, None for all. entries:
+    cache_batch_idx; None in that form with a page_table, which then has the chosen rows alone, one
+    for each sequence. chosen: numbers of these rows as cache_batch_idx has them, and as they were
+    taken, the nearest ones that the table has; None where nothing was chosen. leftpad:
+    cache_leftpad.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    page_table: torch.Tensor | None
+    lengths: Any
+    scheduler_metadata: torch.Tensor | None = None
+    entries: torch.Tensor | None = None
+    leftpad: torch.Tensor | None = None
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def in_cache(self) -> dict[str, torch.Tensor]:
+        """Return the tensors beside page_table and lengths that say where in a cache keys lie, by
+        name."""
+        named = {CACHE_BATCH_IDX: self.entries, CACHE_LEFTPAD: self.leftpad}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def new_page_table(self) -> torch.Tensor | None:
+        """Return the page table of new rows, None for `page_table`. With cache_batch_idx alone each
+        entry of the cache counts as one page. A sequence whose cache_batch_idx chooses a row that
+        the table has not gets no pages, so that none of its new rows is written."""
+        if self.chosen is not None and self.page_table is not None:
+            requested, there = self.chosen
+            return self.page_table.masked_fill((requested != there)[:, None], NO_PAGE)
+        return None if self.entries is None else self.entries[:, None]
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence can have."""
+        rows = self.k_cache.shape[1]
+        return rows if self.page_table is None else rows * self.page_table.shape[1]
+
+    @property
+    def read_back(self) -> bool:
+        """Return True if contents are checked: on the CPU, where that waits for nothing, and on a
+        GPU where the user says so; a capture is then the attention's to refuse."""
+        if is_intercepted():
+            return False
+        if self.q.device.type == "cpu":
+            return True
+        return environment.checks_pages() and not torch.cuda.is_current_stream_capturing()
+
+    def in_use(self) -> CachePlaces:
+        """Return the places checked: lengths as a tensor, and of page_table the rows of the
+        sequences. Unchanged if it is called again. Raises TypeError or ValueError for what is not
+        accepted."""
+        check_caches(self.q, self.k_cache, self.v_cache, self.page_table, self.cu_seqlens_q)
+        device, places, cache_seqlens = self.q.device, self._of_entries(), self.lengths
+        if self.leftpad is not None:
+            before = of_batch("cache_leftpad", self.leftpad, self.batch, device)
+            places = places._replace(leftpad=before.contiguous())
+        if cache_seqlens is not None:
+            lengths = lengths_of(cache_seqlens, self.batch, self.capacity, device)
+            if self.read_back:
+                check_lengths(lengths, self.capacity)
+            places = places._replace(lengths=lengths)
+        if self.read_back and places.leftpad is not None:
+            checks.check_leftpad(places.leftpad, places.lengths, self.capacity)
+        return places
+
+    def _of_entries(self) -> CachePlaces:
+        """Return the places with the rows of page_table that cache_batch_idx chooses, where both
+        are given."""
+        if self.entries is None:
+            return self
+        device, table = self.q.device, self.page_table
+        entries = of_batch("cache_batch_idx", self.entries, self.batch, device)
+        of_what = "the entries of the cache" if table is None else "the rows of page_table"
+        if self.read_back:
+            count = len(self.k_cache) if table is None else len(table)
+            check_within("cache_batch_idx holds", entries, count, of_what)
+        if table is None:
+            return self._replace(entries=entries.contiguous())
+        check_rows(table)
+        there = entries.clamp(0, table.shape[0] - 1)
+        table = table.index_select(0, there)
+        return self._replace(page_table=table, entries=None, chosen=(entries, there))
+
+
+class NewRows(NamedTuple):
+    """New rows of a call, and their rotary embedding, as users give them; k and v None for none."""
+
+    k: Any
+    v: Any
+    cu_seqlens: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    rotary_seqlens: Any = None
+    interleaved: Any = True
+
+    def check(self, places: CachePlaces) -> bool:
+        """Return True if there are any new rows. Raises TypeError or ValueError for what is not
+        accepted."""
+        has_rows = self.k is not None or self.v is not None
+        if self.rotary_cos is not None or self.rotary_sin is not None:
+            check_rotary(self.rotary_cos, self.rotary_sin, self.interleaved, places.q, has_rows)
+        if not has_rows:
+            return False
+        if places.lengths is None:
+            raise ValueError(
+                "cache_seqlens is None; accepted with k and v, which are written behind the rows "
+                "in use: an int or a (batch,) int32 tensor"
+            )
+        new = {"k": self.k, "v": self.v}
+        check_new_rows(new, places.k_cache, self.cu_seqlens, places.batch, places.q.dtype)
+        if self.rotary_cos is not None:
+            check_rotated(self.k, places.q)
+            if self.rotary_seqlens is not None:
+                of_batch("rotary_seqlens", self.rotary_seqlens, places.batch, places.q.device)
+        if self.cu_seqlens is not None and places.read_back:
+            check_offsets("cu_seqlens_k_new", self.cu_seqlens, self.k.shape[0])
+        return True
+
+
+def counted(lengths: torch.Tensor, k: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows in use with new ones. offsets: cu_seqlens_k_new."""
+    return lengths + (k.shape[1] if offsets is None else offsets.diff())
+
+
+def _parts_of(call: CacheTensors, interleaved: Any) -> tuple[CachePlaces, NewRows]:
+    """Return places and new rows of a call, not checked."""
+    places = CachePlaces(
+        call.q, call.k_cache, call.v_cache, call.cu_seqlens_q, call.page_table, call.lengths,
+        call.part_list, call.cache_batch_idx, call.cache_leftpad,
+    )  # fmt: skip
+    rows = NewRows(
+        call.k, call.v, call.cu_seqlens_k_new, call.rotary_cos, call.rotary_sin,
+        call.rotary_seqlens, interleaved,
+    )  # fmt: skip
+    return places, rows
+
+
+def check_call(call: CacheTensors, interleaved: Any = True) -> None:
+    """Raise TypeError or ValueError for tensors that are not accepted, whatever they hold."""
+    places, rows = _parts_of(call, interleaved)
+    rows.check(places.in_use())
+    if call.out is not None:
+        memory.check_out(call.out, call.q)
+    if not is_intercepted():
+        check_in_place({"k_cache": call.k_cache, "v_cache": call.v_cache})
+
+
+def check_memory(tensors: Sequence[Any], again: bool = False) -> None:
+    """Raise ValueError for caches and an out that PyTorch may not write to now, and for tensors of
+    the call that lie in them; again: a call like it was checked before.
+
+    tensors: fields of `CacheTensors`. Each call checks this: neither modes nor addresses are part
+    of the key of a plan."""
+    out, k_cache, v_cache, q, k, v = tensors[:6]
+    read = {"k": k, "v": v}
+    if tensors[_ROTARY_COS] is not None:
+        read["q"] = q
+    check_written({"k_cache": k_cache, "v_cache": v_cache}, read)
+    if out is not None:
+        check = memory.check_writable_again if again else memory.check_writable
+        check(out, tensors[1:])
+
+
+_ROTARY_COS = CacheTensors._fields.index("rotary_cos")
+
+
+def check_contents(call: CacheTensors, ordered: bool) -> torch.Tensor:
+    """Raise ValueError for lengths, numbers of pages and positions that are not accepted, where
+    contents are checked. Return the rows in use with the new ones there, else before the call.
+
+    ordered: whether queries have positions one after the other, as with a mask that has an order of
+    them; else all have that of the first new row, as in the field."""
+    places, rows = _parts_of(call, True)
+    if not places.read_back:
+        return call.lengths
+    rows.check(places.in_use())
+    table = call.page_table if call.new_page_table is None else call.new_page_table
+    if call.page_table is not None:
+        check_entries(call.page_table, places.batch, call.q.device)
+    new = _Positions.of(call.k, call.cu_seqlens_k_new)
+    written = new.behind(call.lengths)
+    check_within("a new row would be row", written, places.capacity, "the rows of the cache")
+    if table is not None:
+        entries = table[new.sequence, written // call.k_cache.shape[1]]
+        check_within(
+            "a new row belongs to page or batch entry", entries, len(call.k_cache),
+            "those of the cache",
+        )  # fmt: skip
+    if call.rotary_cos is not None:
+        queries = _Positions.of(call.q, call.cu_seqlens_q)
+        if not ordered:
+            queries = queries._replace(offset=torch.zeros_like(queries.offset))
+        first = call.lengths if call.rotary_seqlens is None else call.rotary_seqlens
+        for positions in (new.behind(first), queries.behind(first)):
+            check_within(
+                "a row to be rotated is at position", positions, len(call.rotary_cos),
+                "the positions of rotary_cos",
+            )  # fmt: skip
+    return counted(call.lengths, call.k, call.cu_seqlens_k_new)
+
+
+class _Positions(NamedTuple):
+    """Sequence of each row of a tensor, and its number among the rows of that sequence: int64,
+    shaped like the tensor's dimensions before the heads."""
+
+    sequence: torch.Tensor
+    offset: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, offsets: torch.Tensor | None) -> _Positions:
+        """rows: (batch, length, heads, 256), or (total, heads, 256) with offsets, (batch + 1,)
+        int32 that ascend from 0 to the total."""
+        count = torch.arange(rows.shape[0], device=rows.device)
+        if offsets is None:
+            offset = torch.arange(rows.shape[1], device=rows.device)
+            shape = rows.shape[:2]
+            return cls(count[:, None].expand(shape), offset.expand(shape))
+        # Of equal offsets, those of empty sequences, the last one begins the sequence of the row.
+        sequence = torch.searchsorted(offsets, count.int(), right=True) - 1
+        return cls(sequence, count - offsets[sequence])
+
+    def behind(self, first: torch.Tensor) -> torch.Tensor:
+        """Return the position of each row in its sequence; first: (batch,) positions of the first
+        rows."""
+        return first[self.sequence] + self.offset
+
+
+# ---------------------------------------------------------------- its arguments
 
 
 def refuse(given: dict[str, Any]) -> None:
@@ -160,25 +412,26 @@ def check_rows(table: torch.Tensor) -> None:
 
 
 def check_in_place(caches: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError unless k_cache and v_cache have strides and memory that rows can be written
-    to."""
-    k_cache, v_cache = caches.values()
-    if k_cache.numel() and not k_cache.is_meta and k_cache.data_ptr() == v_cache.data_ptr():
-        raise ValueError(
-            "k_cache and v_cache lie in one place; accepted: memory of its own for each, as both "
-            "are written to"
-        )
+    """Raise ValueError unless k_cache and v_cache have strides that rows can be written with."""
     for name, cache in caches.items():
         memory.check_not_overlapping(name, cache)
     memory.check_in_place(caches, "k and v, which are written in place")
 
 
 def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError unless PyTorch may write to caches now, and new rows do not lie in them."""
+    """Raise ValueError unless PyTorch may write to caches now, each has memory of its own, and new
+    rows do not lie in them."""
     spans = [(given, rows, memory_span(rows)) for given, rows in new.items()]
+    before = -1
     for name, cache in caches.items():
         memory.check_changeable(name, cache)
         begin, end = memory_span(cache)
+        if begin == before and end > begin:
+            raise ValueError(
+                "k_cache and v_cache lie in one place; accepted: memory of its own for each, as "
+                "both are written to"
+            )
+        before = begin
         for given, rows, (first, last) in spans:
             if first < end and begin < last:
                 memory.check_apart(cache, [rows], f"{name} lies in the memory of {given}")

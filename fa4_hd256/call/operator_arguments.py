@@ -25,9 +25,12 @@ __all__ = [
     "RAGGED",
     "BackwardTensors",
     "BackwardValues",
+    "CacheTensors",
+    "CacheValues",
     "ForwardTensors",
     "ForwardValues",
     "backward_arguments",
+    "cache_arguments",
     "forward_arguments",
     "schema_of",
     "with_batch",
@@ -197,6 +200,78 @@ class BackwardValues(NamedTuple):
     wanted: Sequence[bool]
 
 
+class CacheTensors(NamedTuple):
+    """Tensors of a call that writes new rows to a KV cache and attends to all; None where not
+    given, as out is in eager calls alone. Their meanings: `flash_attn_with_kvcache`.
+
+    out, k_cache, v_cache: written to. lengths: (batch,) int32 rows in use before the call.
+    page_table: that of the attention. new_page_table: that of the new rows, None for the same one;
+    without page_table each entry of the cache counts as one page. Packed q and out have no batch.
+    """
+
+    out: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
+    sink: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    part_list: torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None
+    cache_leftpad: torch.Tensor | None = None
+    tree_words: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+    score_tensor_0: torch.Tensor | None = None
+    score_tensor_1: torch.Tensor | None = None
+    score_tensor_2: torch.Tensor | None = None
+    score_tensor_3: torch.Tensor | None = None
+    score_tensor_4: torch.Tensor | None = None
+    cu_seqlens_k_new: torch.Tensor | None = None
+    new_page_table: torch.Tensor | None = None
+    rotary_cos: torch.Tensor | None = None
+    rotary_sin: torch.Tensor | None = None
+    rotary_seqlens: torch.Tensor | None = None
+
+    def attention(self, lengths: torch.Tensor) -> ForwardTensors:
+        """Return the tensors of the attention. lengths: rows in use with the new ones."""
+        shared = {name: getattr(self, name) for name in _OF_ATTENTION}
+        return ForwardTensors(k=self.k_cache, v=self.v_cache, seqused_k=lengths, **shared)
+
+
+class CacheValues(NamedTuple):
+    """Values of such a call: those of `ForwardValues` that it has, and rotary_interleaved."""
+
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    use_clc: bool
+    config: str
+    num_splits: int
+    score_mod: str | None
+    rotary_interleaved: bool
+
+    @classmethod
+    def of(cls, attention: ForwardValues, interleaved: Any) -> CacheValues:
+        """Return those of an attention."""
+        shared = [getattr(attention, name) for name in cls._fields[:-1]]
+        return cls._make((*shared, interleaved))
+
+    def attention(self) -> ForwardValues:
+        """Return the values of the attention."""
+        own: dict[str, Any] = self._asdict()
+        del own["rotary_interleaved"]
+        return ForwardValues(
+            **own, backward_config="", backward_use_clc=False, mask_mod=None, listed_tiles=0
+        )
+
+
 def forward_arguments(given: Sequence[Any]) -> tuple[ForwardTensors, ForwardValues]:
     """Return the arguments of a forward's operator by name."""
     count = len(ForwardTensors._fields)
@@ -208,6 +283,17 @@ def backward_arguments(given: Sequence[Any]) -> tuple[BackwardTensors, BackwardV
     count = len(BackwardTensors._fields)
     return BackwardTensors(*given[:count]), BackwardValues(*given[count:])
 
+
+def cache_arguments(given: Sequence[Any]) -> tuple[CacheTensors, CacheValues]:
+    """Return the arguments of the operator of a KV cache by name."""
+    count = len(CacheTensors._fields)
+    return CacheTensors(*given[:count]), CacheValues(*given[count:])
+
+
+#: Tensors of the attention that a call with new rows has under the same names.
+_OF_ATTENTION = tuple(
+    name for name in CacheTensors._fields if name in ("q", *ForwardTensors._fields[3:])
+)
 
 #: Tensors of a backward that have a batch, by their dimensions then.
 _BATCHED = {4: ("dout", "out", "q", "k", "v"), 3: ("lse", "dlse")}
@@ -239,10 +325,12 @@ _TYPES: dict[Any, str] = {
 }
 
 
-def schema_of(*kinds: type) -> str:
-    """The arguments of an operator, as its schema has them: the fields of these, in order."""
+def schema_of(*kinds: type, written: Sequence[str] = ()) -> str:
+    """The arguments of an operator, as its schema has them: the fields of these, in order.
+    written: those that it writes to."""
+    marks = {name: f"({letter}!)" for name, letter in zip(written, "abc")}
     return ", ".join(
-        f"{_TYPES[hint]} {name}"
+        f"{_TYPES[hint]}{marks.get(name, '')} {name}"
         for kind in kinds
         for name, hint in typing.get_type_hints(kind).items()
     )

@@ -1,112 +1,136 @@
-"""The plan of new rows of a KV cache: the kernel that writes them, and rotates queries."""
+"""The plan of a call with new rows of a KV cache: the kernel that writes these and rotates queries,
+then the attention over all rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..architectures import Architecture
+from ..call.cache_checks import check_contents
 from ..call.memory import View
-from ..gpus.family import architecture_of
-from ..kernels.problem_class import DESCALES, KV_DTYPES, AppendClass
-from .append_arguments import AFTER, ROTATED, AppendOptions, AppendTensors, append_call_arguments
+from ..call.operator_arguments import CacheTensors, CacheValues
+from ..call.options import UNBOUNDED
+from ..kernels.problem_class import DESCALES, KV_DTYPES, AppendClass, RotaryClass
+from ..kernels.small.append_rotary import RotaryTables
+from ..kernels.small.append_rows import AppendTables
+from .arguments import STREAM
 from .catalogue import append_spec
-from .execute import execute
-from .plan import LaunchPlan, PlanBuilder
+from .forward import add_forward, work_of
+from .plan import LaunchPlan, PlanBuilder, aligned
 
-__all__ = ["add_append", "plan_append", "run_append"]
-
-
-def run_append(
-    tensors: AppendTensors, options: AppendOptions
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Write new rows by themselves; return what `add_append` does."""
-    after, rotated = execute(plan_append(tensors, options), tensors)
-    return after, rotated
+__all__ = ["add_append", "append_class", "plan_cache"]
 
 
-def plan_append(tensors: AppendTensors, options: AppendOptions) -> LaunchPlan:
-    """Return the plan of new rows by themselves, whose results are those of `add_append`, None for
-    queries that are not rotated."""
-    builder = PlanBuilder.for_tensors(tensors.k.device, AppendTensors._fields, tensors)
-    given = tensors, options, architecture_of(builder.device)
-    after, rotated = add_append(builder, given, builder.inputs)
-    return builder.plan(after, rotated)
+def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
+    """Return the plan of new rows and of the attention behind them, whose results are (out, lse).
+    tensors: fields of `CacheTensors`, which `cache_checks.check_call` accepts.
+
+    Raises TypeError or ValueError for what the attention refuses, and for contents: all of it
+    before anything is written."""
+    call = CacheTensors(*tensors)
+    ordered = (values.window_left, values.window_right) != (UNBOUNDED, UNBOUNDED)
+    after = check_contents(call, ordered)
+    work = work_of(call.attention(after).with_batches(), values.attention())
+    problem = work.problem
+    builder = PlanBuilder.for_tensors(problem.device, CacheTensors._fields, tensors)
+    views = dict(builder.inputs)
+    rows = dict(views)
+    if call.new_page_table is not None:
+        rows["page_table"] = views["new_page_table"]
+    own = append_class(rows, problem.descale, values.rotary_interleaved, ordered)
+    views["seqused_k"], rotated = add_append(builder, rows, own, problem.architecture)
+    # Under the names that the attention has for them.
+    views |= {"k": views["k_cache"], "v": views["v_cache"], "q": rotated or views["q"]}
+    has_batch = call.cu_seqlens_q is None
+    for name in () if has_batch else ("q", "out"):
+        if name in views:
+            views[name] = views[name].unsqueeze(0)
+    return builder.plan(*add_forward(builder, work, views, has_batch))
+
+
+def append_class(
+    views: Mapping[str, View], descale: str, interleaved: bool, ordered: bool
+) -> AppendClass:
+    """Return what is compiled into the kernel that writes new rows. views: of its tensors, by name.
+    descale: whose scales K and V have. interleaved, ordered: as of `RotaryClass`."""
+    dtype, kv_dtype, rotary = views["k"].dtype, views["k_cache"].dtype, None
+    if "rotary_cos" in views:
+        packed = "cu_seqlens_q" in views
+        rotary = RotaryClass(views["rotary_cos"].dtype, interleaved, ordered, packed)
+    packed, paged = "cu_seqlens_k_new" in views, "page_table" in views
+    if dtype == kv_dtype:
+        return AppendClass(dtype, packed, paged, rotary=rotary)
+    return AppendClass(dtype, packed, paged, kv_dtype, descale, rotary)
 
 
 def add_append(
-    builder: PlanBuilder,
-    given: tuple[AppendTensors, AppendOptions, Architecture],
-    views: Mapping[str, View],
+    builder: PlanBuilder, views: Mapping[str, View], own: AppendClass, architecture: Architecture
 ) -> tuple[View, View | None]:
     """Add the launch that writes new rows; return (batch,) int32, the rows in use with them, and
-    with rotary embedding the queries, rotated, as a contiguous tensor.
-
-    given: tensors, or views of these; options; whose kernel it is. views: of the tensors, by name.
-    """
-    tensors, options, architecture = given
-    lengths, q = views["lengths"], views.get("q")
-    is_rotary = tensors.rotary_cos is not None
-    if not lengths.numel() or not tensors.k.numel() and not (is_rotary and tensors.q.numel()):
+    with rotary embedding the queries, rotated, as a contiguous tensor."""
+    lengths, q = views["lengths"], views["q"] if own.rotary else None
+    has_work = views["k"].numel() or (q is not None and q.numel())
+    if not lengths.numel() or not has_work:
         after = builder.copied(builder.dense(lengths))
-        return after, builder.copied(q) if is_rotary and q is not None else None
-    own = tensors.compiled_in(options)
+        return after, None if q is None else builder.copied(q)
     # No rows are in use where nobody has counted them, as on the CPU without the simulator.
     size = lengths.numel()
     fills = ((0, size, 0.0),) if builder.device.type == "cpu" else ()
-    made: dict[str, View] = {AFTER: builder.allocate(AFTER, lengths.shape, torch.int32, fills)}
-    if is_rotary:
-        made[ROTATED] = builder.allocate(ROTATED, tensors.q.shape, tensors.q.dtype)
-    operands = _operands(builder, views, made, own)
-    spec = append_spec(own, architecture)
-    builder.launch(spec, append_call_arguments(operands, None))
-    return made[AFTER], made.get(ROTATED)
+    after = builder.allocate("after", lengths.shape, torch.int32, fills)
+    rotated = None if q is None else builder.allocate("rotated", q.shape, q.dtype)
+    caches = tuple(_elements(builder, views[name], own) for name in ("k_cache", "v_cache"))
+    rows = tuple(_elements(builder, _batched(views[name], own.packed), own) for name in "kv")
+    lengths = builder.dense(lengths)
+    tables = AppendTables(
+        lengths=lengths,
+        after=after,
+        offsets=views.get("cu_seqlens_k_new"),
+        page_table=builder.table(views["page_table"]) if own.paged else None,
+        scales=tuple(builder.scale(views[name], own.descale) for name in DESCALES)
+        if own.descale
+        else None,
+        rotary=_rotary_tables(builder, views, own, lengths, rotated),
+    )
+    arguments = aligned((caches, rows, tables))
+    builder.launch(append_spec(own, architecture), (*arguments, STREAM))
+    return after, rotated
 
 
-def _operands(
-    builder: PlanBuilder, views: Mapping[str, View], made: Mapping[str, View], own: AppendClass
-) -> dict[str, Any]:
-    """Views as the kernel reads them, by name; None for what it does not take."""
-    found: dict[str, Any] = {}
-    for name in ("k_cache", "v_cache", "k", "v"):
-        view = views[name]
-        if own.packed and name in ("k", "v"):
-            view = view.unsqueeze(0)
-        view = builder.operand(view)
-        # CuTe DSL takes no tensor of single bytes from PyTorch.
-        found[name] = view.view(own.torch_type) if view.dtype in KV_DTYPES else view
-    found["lengths"] = builder.dense(views["lengths"])
-    found[AFTER] = made[AFTER]
-    found["cu_seqlens_k_new"] = views.get("cu_seqlens_k_new")
-    found["page_table"] = builder.table(views["page_table"]) if own.paged else None
-    for name in DESCALES:
-        found[name] = builder.scale(views[name], own.descale) if own.descale else None
-    return found | _rotary_operands(builder, views, made, own, found["lengths"])
+def _batched(view: View, packed: bool) -> View:
+    """Return packed rows with a batch of 1."""
+    return view.unsqueeze(0) if packed else view
 
 
-def _rotary_operands(
+def _elements(builder: PlanBuilder, view: View, own: AppendClass) -> View:
+    """Return K or V as the kernel takes it: CuTe DSL takes no tensor of single bytes from
+    PyTorch."""
+    view = builder.operand(view)
+    return view.view(own.torch_type) if view.dtype in KV_DTYPES else view
+
+
+def _rotary_tables(
     builder: PlanBuilder,
     views: Mapping[str, View],
-    made: Mapping[str, View],
     own: AppendClass,
     lengths: View,
-) -> dict[str, Any]:
-    """Return the operands of rotary embedding. lengths: positions where the user gives none."""
-    if own.rotary is None:
-        return dict.fromkeys(
-            ("rotary_cos", "rotary_sin", "rotary_seqlens", "q", ROTATED, "cu_seqlens_q")
-        )
-    found: dict[str, Any] = {}
-    for name in ("rotary_cos", "rotary_sin"):
-        view = views[name]
-        found[name] = builder.table(view if view.stride(1) == 1 else builder.dense(view))
-    begins = views.get("rotary_seqlens")
-    found["rotary_seqlens"] = lengths if begins is None else builder.dense(begins)
-    q, rotated = views["q"], made[ROTATED]
-    if own.rotary.packed:
-        q, rotated = q.unsqueeze(0), rotated.unsqueeze(0)
-    found["q"], found[ROTATED] = builder.operand(q), builder.operand(rotated)
-    found["cu_seqlens_q"] = views.get("cu_seqlens_q")
-    return found
+    rotated: View | None,
+) -> RotaryTables | None:
+    """Return the tables of rotary embedding. lengths: positions where the user gives none."""
+    if own.rotary is None or rotated is None:
+        return None
+    angles = (views[name] for name in ("rotary_cos", "rotary_sin"))
+    cos, sin = (
+        builder.table(view if view.stride(1) == 1 else builder.dense(view)) for view in angles
+    )
+    begins, packed = views.get("rotary_seqlens"), own.rotary.packed
+    return RotaryTables(
+        cos,
+        sin,
+        lengths if begins is None else builder.dense(begins),
+        builder.operand(_batched(views["q"], packed)),
+        builder.operand(_batched(rotated, packed)),
+        views.get("cu_seqlens_q"),
+    )

@@ -39,7 +39,7 @@ from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from ..kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
-from ..kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SEQUENCES, RotaryClass
+from ..kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES, AppendClass, RotaryClass
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
@@ -50,11 +50,9 @@ from ..kernels.rows.sequences import (
 from ..kernels.small.combine_config import MOST_PARTS
 from ..models import FULL, AttentionModel, Mask
 from ..words import shown
-from .append import add_append
-from .append_arguments import AppendOptions, AppendTensors
 from .arguments import table_rank
 from .backward import Wanted, add_division
-from .catalogue import KernelSpec, TuningKey, tuning_key
+from .catalogue import KernelSpec, TuningKey, append_spec, tuning_key
 from .forward import add_combine, add_parts
 from .plan import PlanBuilder
 
@@ -257,8 +255,7 @@ def specs_of(
             found |= dict.fromkeys(_of_forward(call, model.heads_kv, where))
     for dtype in needs.dtypes:
         found |= dict.fromkeys(_combines(dtype, architecture))
-    for append in _appends(model, needs):
-        found |= dict.fromkeys(append.kernels(architecture))
+    found |= dict.fromkeys(append_spec(own, architecture) for own in _appends(model, needs))
     if TRAINING in needs.uses:
         trained = map(_of_one_row, _changed(_trained(model, needs, architecture), needs))
         for problem in dict.fromkeys(trained):
@@ -472,54 +469,15 @@ def _combines(dtype: torch.dtype, architecture: Architecture) -> tuple[KernelSpe
     return builder.plan().specs
 
 
-@dataclass(frozen=True)
-class _Append:
-    """New rows of a cache. dtype: of the rows. of_cache: its dtype. descale: see `ProblemClass`."""
-
-    dtype: torch.dtype
-    of_cache: torch.dtype
-    packed: bool
-    paged: bool
-    descale: str = ""
-    rotary: RotaryClass | None = None
-
-    def kernels(self, architecture: Architecture) -> Sequence[KernelSpec]:
-        """Return the kernels of their plan."""
-
-        def view(name: str, rank: int, dtype: torch.dtype = torch.int32) -> View:
-            return View.contiguous(name, (*(1,) * (rank - 1), HEAD_DIM), dtype)
-
-        given = {name: view(name, 4 - self.packed, self.dtype) for name in "kv"}
-        given |= {name: view(name, 4, self.of_cache) for name in ("k_cache", "v_cache")}
-        given["lengths"] = view("lengths", 1)
-        if self.packed:
-            given["cu_seqlens_k_new"] = view("cu_seqlens_k_new", 1)
-        if self.paged:
-            given["page_table"] = view("page_table", 2)
-        for name in DESCALES if self.descale else ():
-            given[name] = View.contiguous(name, (1, 1), torch.float32)
-        options, rotary = AppendOptions(self.descale), self.rotary
-        if rotary is not None:
-            options = AppendOptions(self.descale, rotary.interleaved, rotary.ordered)
-            given["q"] = view("q", 4 - rotary.packed, self.dtype)
-            for name in ("rotary_cos", "rotary_sin"):
-                given[name] = view(name, 2, rotary.table_dtype)
-            if rotary.packed:
-                given["cu_seqlens_q"] = view("cu_seqlens_q", 1)
-        builder = PlanBuilder(torch.device("cpu"), given)
-        add_append(builder, (AppendTensors(**given), options, architecture), given)
-        return builder.plan().specs
-
-
-def _appends(model: AttentionModel, needs: Needs) -> Iterator[_Append]:
-    """Yield new rows as calls with lengths of the keys may have them."""
+def _appends(model: AttentionModel, needs: Needs) -> Iterator[AppendClass]:
+    """Yield the classes of new rows that calls with lengths of the keys may have."""
     forms = [FORMS[form] for form in needs.forms if _takes_list(FORMS[form])]
     choices = itertools.product(forms, needs.dtypes, needs.kv_dtypes, (False, True))
     for ragged, dtype, kv_dtype, packed in choices:
-        paged, of_cache = PAGE_TABLE in ragged, kv_dtype or dtype
-        found = [_Append(of_cache, of_cache, packed, paged)]
+        paged = PAGE_TABLE in ragged
+        found = [AppendClass(kv_dtype or dtype, packed, paged)]
         for descale in () if kv_dtype is None else _descales(kv_dtype, paged):
-            found.append(_Append(dtype, of_cache, packed, paged, descale))
+            found.append(AppendClass(dtype, packed, paged, kv_dtype, descale))
         if needs.cache_batch_idx and not paged:
             # An entry of the cache is a page of all its rows.
             found += [replace(own, paged=True) for own in found]

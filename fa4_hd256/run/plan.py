@@ -18,10 +18,13 @@ import torch
 
 from ..call.descales import scale_layout
 from ..call.memory import View, contiguous_strides, tma_can_take, without_loose_strides
-from .arguments import COUNTER, Number, Slot, leaves, plain_arguments
+from ..kernels.limits import TMA_ALIGNMENT
+from .arguments import COUNTER, Number, Slot, dynamic_tensor, leaves, mapped, plain_arguments
 from .catalogue import KernelSpec
 
-__all__ = ["Allocation", "Launch", "LaunchPlan", "Lifetime", "Operation", "PlanBuilder"]
+__all__ = [
+    "Allocation", "Launch", "LaunchPlan", "Lifetime", "Operation", "PlanBuilder", "aligned",
+]  # fmt: skip
 
 
 class Lifetime(enum.Enum):
@@ -122,6 +125,16 @@ class LaunchPlan:
         lines += [f"allocate {allocation}" for allocation in self.allocations]
         lines += map(str, self.steps)
         return "\n".join([*lines, f"return {', '.join(map(str, self.results))}"])
+
+
+def aligned(views: Any) -> Any:
+    """Return nested views of a plan, all checked as `dynamic_tensor` does: rows of tensors for TMA,
+    vectors and tables by their elements."""
+
+    def checked(view: Any) -> Any:
+        return dynamic_tensor(view, TMA_ALIGNMENT if view.ndim == 4 else view.element_size())
+
+    return mapped(views, checked)
 
 
 def _numbers(arguments: Any, name: str = "scalar") -> Iterator[tuple[str, Number]]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import cutlass
+import torch
+
 from ..call.forward_problem import Problem
 from ..call.memory import View
 from ..kernels.mask.masking import MaskKind
 from ..kernels.mask.windows import Reach
 from ..kernels.rows.sequences import DS_BEGINS
 from ..kernels.small.tail_rows import TailBounds, TailClass, TailTensors
-from .arguments import LARGEST_LENGTH, LARGEST_WINDOW
+from .arguments import LARGEST_LENGTH, LARGEST_WINDOW, STREAM
 from .catalogue import tail_spec
-from .plan import PlanBuilder
-from .tail_arguments import tail_call_arguments
+from .plan import PlanBuilder, aligned
 
 __all__ = ["add_tail", "class_of", "sides_of"]
 
@@ -59,7 +61,9 @@ def add_tail(
     own = class_of(problem, (side for side, _ in results), lse is not None)
     offsets = {_OFFSETS[side]: tables[_OFFSETS[side]] for side in own.sides}
     begins = {} if own.ds is None else {DS_BEGINS: tables[DS_BEGINS]}
-    tensors = TailTensors(tuple(view for _, view in results), lse, **offsets, **begins)
+    # Rows as words of 32 bits, whatever their dtype.
+    words = tuple(view.view(torch.int32) for _, view in results)
+    tensors = TailTensors(words, lse, **offsets, **begins)
     rows_k, longest_k, ds_tiles = lengths
     unseen_queries, unseen_keys, window = Reach.of(problem.options.window)
     left, right = (min(side or 0, LARGEST_WINDOW) for side in window)
@@ -72,4 +76,5 @@ def add_tail(
         problem.q_shape[1], rows_k, longest_q, longest_k, left, right, unseen_queries, unseen_keys,
         ds_tiles,
     )  # fmt: skip
-    builder.launch(tail_spec(own, problem), tail_call_arguments(tensors, bounds, None))
+    numbers = TailBounds(*map(cutlass.Int32, bounds))
+    builder.launch(tail_spec(own, problem), (*aligned((tensors,)), numbers, STREAM))

@@ -1,4 +1,4 @@
-"""The calling convention of the last kernel over packed results, in two forms.
+"""The calling convention of the last kernel over packed results; `tail` has the slots.
 
 tensors   `kernels.small.tail_rows.TailTensors`: results by rows, in 32-bit words, and their offsets
 bounds    `kernels.small.tail_rows.TailBounds`
@@ -11,13 +11,12 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.small.tail_rows import TailBounds, TailClass, TailTensors
-from .arguments import WORD, dynamic_tensor, stream_argument, tensor_type, vector_type
+from .arguments import WORD, tensor_type, vector_type
 
-__all__ = ["tail_call_arguments", "tail_compile_arguments"]
+__all__ = ["tail_compile_arguments"]
 
 
 def tail_compile_arguments(own: TailClass) -> tuple[Any, ...]:
@@ -31,16 +30,3 @@ def tail_compile_arguments(own: TailClass) -> tuple[Any, ...]:
     )
     bounds = TailBounds(*(cutlass.Int32(1) for _ in TailBounds._fields))
     return tensors, bounds, cuda.CUstream(0)
-
-
-def tail_call_arguments(
-    tensors: TailTensors, bounds: TailBounds, stream: int | None
-) -> tuple[Any, ...]:
-    """The arguments of one call. tensors: PyTorch's, of any dtype, or views of a plan, whose stream
-    is None; bounds: ints."""
-    words = (result.detach().view(torch.int32) for result in tensors.results)
-    given = TailTensors(
-        tuple(dynamic_tensor(result, TMA_ALIGNMENT) for result in words),
-        *(None if tensor is None else dynamic_tensor(tensor, WORD) for tensor in tensors[1:]),
-    )
-    return given, TailBounds(*map(cutlass.Int32, bounds)), stream_argument(stream)

@@ -7,6 +7,8 @@ from typing import Any
 from fa4_hd256.call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
+    CacheTensors,
+    CacheValues,
     ForwardTensors,
     ForwardValues,
 )
@@ -18,6 +20,7 @@ _PLAIN: dict[str, Any] = {
     "softcap": 0.0, "max_seqlen_q": None, "max_seqlen_k": None, "use_clc": False, "config": "",
     "backward_config": "", "num_splits": 1, "backward_use_clc": False, "score_mod": None,
     "mask_mod": None, "listed_tiles": 0, "wanted": [True, True, False],
+    "rotary_interleaved": True,
 }  # fmt: skip
 
 
@@ -30,6 +33,13 @@ def forward_arguments(q: Any, k: Any, v: Any, **others: Any) -> tuple[Any, ...]:
 def backward_arguments(**others: Any) -> tuple[Any, ...]:
     """Return the arguments of `fa4_hd256::backward`, in order."""
     return _arguments(BackwardTensors, BackwardValues, {"dlse": None, **others})
+
+
+def kvcache_arguments(*given: Any, **others: Any) -> tuple[Any, ...]:
+    """Return the arguments of `fa4_hd256::forward_kvcache`, in order. given: out, the caches, q, k
+    and v."""
+    named = dict(zip(CacheTensors._fields, given))
+    return _arguments(CacheTensors, CacheValues, named | others)
 
 
 def _arguments(tensors: Any, values: Any, given: dict[str, Any]) -> tuple[Any, ...]:

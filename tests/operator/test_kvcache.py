@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operator_calls import kvcache_arguments
 
 from fa4_hd256 import (
     BackwardConfig,
@@ -598,6 +599,79 @@ def test_under_torch_compile(device):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*again), step(*given))
     assert all(torch.equal(one, other) for one, other in zip(again, given))
+
+
+def rotated_step(q, k_cache, v_cache, k, v, lengths, *others):
+    """Rotary embedding, the lse, and a tensor for the result."""
+    table, cos, sin, out = others
+    return flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, page_table=table, causal=True,
+        rotary_cos=cos, rotary_sin=sin, return_lse=True, out=out,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [step, rotated_step])
+def test_a_graph_has_one_operator(device, call):
+    """New rows and the attention are one operator, whose schema says what it writes to."""
+    given = step_tensors(device)
+    if call is rotated_step:
+        given = *given, *tables(device, positions=32), torch.empty_like(given[0])
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module.graph)
+        return module
+
+    torch._dynamo.reset()
+    torch.compile(call, fullgraph=True, backend=backend)(*given)
+    called = [node.target for graph in graphs for node in graph.nodes]
+    ours = [target for target in called if "fa4_hd256" in str(target)]
+    assert ours == [torch.ops.fa4_hd256.forward_kvcache.default]
+    arguments = ours[0]._schema.arguments
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert written == ["out", "k_cache", "v_cache"]
+
+
+@pytest.mark.parametrize("form", ["pages", "packed", "rotary"])
+@pytest.mark.sampled("pages", "rotary")
+def test_opcheck(device, form):
+    """Schema, fake implementation and dispatch, as PyTorch itself checks them."""
+    q, k_cache, v_cache, k, v, lengths, table = step_tensors(device)
+    others = {"page_table": table}
+    if form == "packed":
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        begins = int32([0, 1, 2], device)
+        others |= {"cu_seqlens_q": begins, "max_seqlen_q": 1, "cu_seqlens_k_new": begins}
+    if form == "rotary":
+        cos, sin = tables(device, positions=32)
+        others |= {"rotary_cos": cos, "rotary_sin": sin}
+    arguments = kvcache_arguments(
+        torch.empty_like(q), k_cache, v_cache, q, k, v, lengths=lengths, **others
+    )
+    torch.library.opcheck(torch.ops.fa4_hd256.forward_kvcache.default, arguments)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"k": "k_cache"}, "k_cache lies in the memory of k"),
+        ({"v_cache": "k_cache"}, "k_cache and v_cache lie in one place"),
+        ({"out": "q"}, "out lies in memory that the call reads"),
+    ],
+)
+def test_the_operator_refuses_memory(changed, says):
+    """Nothing but the operator's own body sees where tensors of a graph lie."""
+    q, k_cache, v_cache, k, v, lengths, table = step_tensors("cpu")
+    named = {"out": torch.empty_like(q), "k_cache": k_cache, "v_cache": v_cache, "q": q, "k": k,
+             "v": v}  # fmt: skip
+    (name, other), *_ = changed.items()
+    named[name] = named[other][: len(named[name]), :1] if name == "k" else named[other]
+    before = k_cache.clone()
+    arguments = kvcache_arguments(*named.values(), lengths=lengths, page_table=table)
+    with pytest.raises(ValueError, match=says):
+        torch.ops.fa4_hd256.forward_kvcache(*arguments)
+    assert torch.equal(k_cache, before)
 
 
 @pytest.mark.cuda

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from appended_rows import AppendTensors, run_append
 from e4m3_cases import E4M3
 from paged_cases import int32, offsets
 from replays import copied, forget, simulated
@@ -15,8 +16,6 @@ from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.problem_class import OF_PAGES, AppendClass, RotaryClass
 from fa4_hd256.kernels.small.append_rotary import RotaryRows
-from fa4_hd256.run.append import run_append
-from fa4_hd256.run.append_arguments import AppendOptions, AppendTensors
 from fa4_hd256.run.catalogue import append_spec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage
@@ -89,8 +88,8 @@ class Case:
             found[row, :, one], found[row, :, two] = a * cos - b * sin, b * cos + a * sin
         return found
 
-    def options(self) -> AppendOptions:
-        return AppendOptions("", self.interleaved, self.ordered)
+    def options(self) -> tuple[str, bool, bool]:
+        return "", self.interleaved, self.ordered
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, columns: int) -> None:
@@ -106,7 +105,7 @@ def close(found: torch.Tensor, exact: torch.Tensor, columns: int) -> None:
 def check(case: Case, device) -> None:
     tensors = case.tensors(device)
     before = tensors.k_cache.clone(), tensors.v_cache.clone(), tensors.q.clone(), tensors.k.clone()
-    after, rotated = run_append(tensors, case.options())
+    after, rotated = run_append(tensors, *case.options())
     added = [length + new for length, new in zip(case.lengths, case.counts[0], strict=True)]
     assert after.tolist() == added and rotated.is_contiguous()
     assert torch.equal(tensors.q, before[2]) and torch.equal(tensors.k, before[3])
@@ -178,7 +177,7 @@ def test_tables_of_other_layouts(device):
         [table[:1, 3:11].expand(POSITIONS, 8) for table in wide],
     ):
         given = tensors._replace(rotary_cos=cos, rotary_sin=sin)
-        _, rotated = run_append(given, case.options())
+        _, rotated = run_append(given, *case.options())
         close(rotated.flatten(0, 1), case.turned(given.q, given, 1), case.columns)
 
 
@@ -314,12 +313,3 @@ def test_over_a_cache_in_e4m3():
     given |= {name: given[name].to(E4M3) for name in ("k", "v")}
     with pytest.raises(TypeError, match="k is torch.float8_e4m3fn with rotary_cos; accepted"):
         flash_attn_with_kvcache(**given)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.sampled("False")
-def test_opcheck(device, packed):
-    counts = ((1, 1), (1, 1))
-    case = Case(lengths=(3, 9), counts=counts, packed=(packed, packed))
-    given = *case.tensors(device), *case.options()
-    torch.library.opcheck(torch.ops.fa4_hd256.append_rows.default, given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from appended_rows import AppendTensors, run_append
 from e4m3_cases import E4M3, codes, scales
 from paged_cases import int32, offsets
 from replays import copied, forget, simulated
@@ -13,8 +14,6 @@ from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES, AppendClass
 from fa4_hd256.kernels.small.append_rows import AppendKernel
-from fa4_hd256.run.append import run_append
-from fa4_hd256.run.append_arguments import AppendOptions, AppendTensors
 from fa4_hd256.run.catalogue import append_spec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage
@@ -59,7 +58,7 @@ def check(caches, new, lengths, counts, table=None, packed=False):
             *new, *caches, int32(lengths, device),
             None if table is None else int32(table, device),
             offsets(counts, device) if packed else None,
-        ), AppendOptions(),
+        )
     )  # fmt: skip
     assert after.tolist() == [length + count for length, count in zip(lengths, counts)]
     for cache, old, rows in zip(caches, before, new, strict=True):
@@ -99,7 +98,7 @@ def test_rows_past_the_last_offset_are_not_written(device):
     caches, new = caches_and_rows(2, 16, 2, (7,), device=device)
     before = [cache.clone() for cache in caches]
     lengths, begins = int32([3, 5], device), offsets([2, 1], device)
-    run_append(AppendTensors(*new, *caches, lengths, None, begins), AppendOptions())
+    run_append(AppendTensors(*new, *caches, lengths, None, begins))
     for cache, old, rows in zip(caches, before, new, strict=True):
         old[0, 3:5], old[1, 5] = rows[:2], rows[2]
         assert torch.equal(bits(cache), bits(old))
@@ -162,7 +161,7 @@ def test_rows_brought_to_e4m3(of_architecture, descale, paged):
             cache[place] = values.clamp(-448, 448).to(E4M3)
     run_append(
         AppendTensors(*new, *caches, int32(lengths), int32(table) if paged else None, None, *given),
-        AppendOptions(descale),
+        descale,
     )
     for cache, expected in zip(caches, wanted, strict=True):
         is_nan = expected.isnan()
@@ -227,6 +226,7 @@ def test_repeated_calls(launched):
 @pytest.mark.simulator
 @pytest.mark.parametrize(("name", "says"), [
     ("k", "k_cache lies in the memory of k"),
+    ("v_cache", "k_cache and v_cache lie in one place"),
     ("out", "out lies in memory that the call reads"),
 ])  # fmt: skip
 def test_memory_is_looked_at_in_repeated_calls(launched, name, says):
@@ -235,7 +235,11 @@ def test_memory_is_looked_at_in_repeated_calls(launched, name, says):
     flash_attn_with_kvcache(**given_call(out=out))
     given = given_call(out=out.clone())
     cache = given["k_cache"]
-    given[name] = cache[:2, :1] if name == "k" else cache.view(-1)[: out.numel()].view_as(out)
+    given |= {
+        "k": {"k": cache[:2, :1]},
+        "v_cache": {"v_cache": cache},
+        "out": {"out": cache.view(-1)[: out.numel()].view_as(out)},
+    }[name]
     before = cache.clone()
     with pytest.raises(ValueError, match=says):
         flash_attn_with_kvcache(**given)
@@ -264,17 +268,3 @@ def test_what_is_refused_is_refused_after_a_call_that_was_not(launched, changed)
     with pytest.raises((TypeError, ValueError)):
         flash_attn_with_kvcache(**given)
     assert torch.equal(given["k_cache"], before)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.sampled("False-False", "False-True", "True-False")
-def test_opcheck(device, packed, paged):
-    shape = (3,) if packed else (2, 2)
-    caches, new = caches_and_rows(4, 16, 1, shape, device=device)
-    if not paged:
-        caches = [cache[:2] for cache in caches]
-    table = int32([[3, 0], [1, 2]], device) if paged else None
-    begins = offsets([1, 2], device) if packed else None
-    given = *new, *caches, int32([3, 9], device), table, begins, *[None] * 7, *AppendOptions()
-    torch.library.opcheck(torch.ops.fa4_hd256.append_rows.default, given)
