@@ -100,7 +100,7 @@ def _origins(*names: str) -> str:
         found.append(
             f"[{name.removeprefix('throughput_')}](tables/{name}.md) {match[2]}, {match[1]}"
         )
-    return f"Measured: {'; '.join(found)}."
+    return "Measured: " + ";\n".join(found) + "."
 
 
 def dense() -> str:
