@@ -27,7 +27,7 @@ from .call.part_lists import marked
 from .call.process import is_intercepted, refuse_tangents
 from .call.tree_mask import tree_words
 from .interface import NO_TENSORS, attend_sequences, read_options
-from .kernels.functions.score_change import SCORE_MOD
+from .kernels.functions.kernel_functions import SCORE_MOD
 from .kernels.problem_class import DESCALES
 from .kernels.rows.sequences import TREE_WORDS
 from .operators import WRITTEN, forward_kvcache

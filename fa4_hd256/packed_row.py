@@ -27,9 +27,8 @@ from .call.operator_arguments import with_batch
 from .call.options import BY_RULE
 from .call.tile_mask import TileMask
 from .gpus.devices import is_captured
-from .kernels.functions.mask_function import MASK_MOD
+from .kernels.functions.kernel_functions import ALIBI, MASK_MOD, SCORE_MOD
 from .kernels.functions.row_places import SequenceOfQuery, key_in_row
-from .kernels.functions.score_change import ALIBI, SCORE_MOD
 from .kernels.functions.user_functions import Functions
 from .mask_mods import MaskMod
 from .masks import as_tile_mask, in_sequences, keys_of_rows

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .function_keys import KernelFunction, check_function, key_of, register
+from .kernels.functions.kernel_functions import ALIBI, SCORE_MOD, Scored
 from .kernels.functions.part_places import key_in_part
-from .kernels.functions.score_change import ALIBI, SCORE_MOD, Scored
 from .kernels.functions.user_functions import Functions
 
 __all__ = ["ScoreMod", "Scored", "alibi"]

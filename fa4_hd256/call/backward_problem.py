@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..gpus.devices import Gpu
 from ..kernels.backward.ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
-from ..kernels.functions.score_change import ScoreOrigin
+from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
 from ..kernels.mask.windows import Reach
 from ..kernels.problem_class import GradientClass, PreprocessClass

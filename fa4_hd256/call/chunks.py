@@ -23,7 +23,7 @@ from ..kernels.backward.ds_tiles import (
     count_blocks,
     count_tiles,
 )
-from ..kernels.functions.score_change import ScoreOrigin
+from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.rows.sequences import DS_BEGINS, PADDING
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked

@@ -1,4 +1,4 @@
-"""Context of the warp roles of a CTA, on every architecture."""
+"""Context of the warp roles of a CTA, and the role of its scheduler warp, on every architecture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.memory import SmemAllocator
 
 from ..schedulers.order import TileOrder
@@ -15,12 +15,11 @@ from ..schedulers.protocol import WorkTile
 from .mask.masking import KvSplit, MaskKind, Visibility
 from .operands import SharedMemory
 from .plan.edges import Barrier, EdgeTable, SharedByReference
-from .problem_class import ProblemClass
+from .problem_class import CallScalars, ProblemClass
 from .rows.pages import FirstPage
 from .rows.sequences import Sequences, cache_entries, sequence_tensors
-from .scalars import CallScalars
 
-__all__ = ["KernelContext", "shared_fields"]
+__all__ = ["CLAIM_STEPS", "KernelContext", "schedule", "shared_fields", "want_next_tile_if"]
 
 #: Class of a kernel's own context.
 OwnContext = TypeVar("OwnContext", bound="KernelContext")
@@ -162,3 +161,31 @@ def shared_fields(
         "order": order,
         "channel": kernel.scheduler.setup(allocator, kernel.scheduled_warps, scalars.tile_counter),
     }
+
+
+#: Steps of a tile that the load role has left when it lets the scheduler request the next one. Too
+#: early keeps tiles from clusters that have nothing to do; the response takes 500 to 2,000 clocks,
+#: and the load role wants it when these steps are loaded.
+CLAIM_STEPS = 2
+
+
+@cute.jit
+def schedule(scheduler_class: Any, context: KernelContext) -> None:
+    """Request each next tile when the load warp wants it; nothing to do under a static scheduler.
+
+    scheduler_class: of the `schedulers` protocol.
+    """
+    if cutlass.const_expr(scheduler_class.needs_scheduler_warp):
+        scheduler = scheduler_class.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            scheduler.prefetch_next_work()
+            work = scheduler.advance_to_next_work()
+        scheduler.producer_tail()
+
+
+@cute.jit
+def want_next_tile_if(scheduler: Any, is_time: Boolean) -> None:
+    """Let the scheduler warp request the next tile, once in a tile."""
+    if is_time:
+        scheduler.want_next_work()

@@ -4,7 +4,7 @@ caches    K and V, (batch, rows, heads_kv, 256), or in pages; in e4m3 (.., 128) 
           type, two elements in each
 rows      of both, (batch, rows, heads_kv, 256), packed ones with a batch of 1; likewise
 tables    `kernels.small.append_rows.AppendTables`, in it
-          `kernels.small.append_rotary.RotaryTables`
+          `kernels.small.append_rows.RotaryTables`
 stream    CUDA stream, 0 in the simulator
 """
 
@@ -17,8 +17,7 @@ import cutlass
 
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.problem_class import DESCALES, AppendClass
-from ..kernels.small.append_rotary import RotaryTables
-from ..kernels.small.append_rows import AppendTables
+from ..kernels.small.append_rows import AppendTables, RotaryTables
 from .arguments import WORD, tensor_type, vector_type
 
 __all__ = ["append_compile_arguments"]

@@ -19,7 +19,7 @@ NOTE [arguments of the forward].  One list, in two forms:
                   masks (`kernels.rows.sequences.SequenceTensors`), then k_descale and v_descale
                   (entries, heads_kv) float32, then what functions of the call read; None if that
                   is nothing
-    scalars       `kernels.scalars.CallScalars`
+    scalars       `kernels.problem_class.CallScalars`
     stream        CUDA stream, 0 in the simulator
 
 With split keys the results are (batch * splits, seqlen_q, heads_q, 256) and (batch * splits,
@@ -46,13 +46,12 @@ from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 from ..call.forward_problem import Problem
 from ..call.memory import View
 from ..gpus.devices import Gpu
-from ..kernels.functions.score_change import ScoreOrigin
+from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from ..kernels.mask.windows import Reach
-from ..kernels.problem_class import DESCALES, CombineClass, ProblemClass
+from ..kernels.problem_class import DESCALES, CallScalars, CombineClass, ProblemClass
 from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
-from ..kernels.scalars import CallScalars
 from .tile_counter import tile_counter
 
 __all__ = [

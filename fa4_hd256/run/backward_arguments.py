@@ -11,7 +11,7 @@ ds            (heads_q, units, tiles, elements), like k: `kernels.backward.ds_ti
               it is not stored
 ragged        int32 tensors in the problem class's order, then what functions of the call read;
               None if there are none
-scalars       `kernels.scalars.CallScalars`
+scalars       `kernels.problem_class.CallScalars`
 stream        CUDA stream, 0 in the simulator
 """
 
@@ -27,7 +27,7 @@ import cutlass
 from ..call.backward_problem import BackwardProblem
 from ..call.chunks import Chunk
 from ..gpus.devices import Gpu
-from ..kernels.functions.score_change import ScoreOrigin
+from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
 from ..kernels.problem_class import ELEMENT_TYPES, GradientClass, PreprocessClass
 from ..kernels.rows.sequences import padded_rows

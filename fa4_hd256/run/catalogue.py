@@ -201,7 +201,7 @@ def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
-    from ..kernels.small.forward_combine_ragged import RaggedCombineKernel
+    from ..kernels.small.forward_combine import RaggedCombineKernel
     from .arguments import ragged_combine_compile_arguments
 
     kernel = RaggedCombineKernel(spec.config, spec.problem_class)

@@ -34,7 +34,7 @@ from ..call.operator_arguments import RAGGED
 from ..call.options import Options, check_options
 from ..call.tree_mask import WORD_NODES
 from ..gpus.gpu import Gpu
-from ..kernels.functions.score_change import ALIBI
+from ..kernels.functions.kernel_functions import ALIBI
 from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE

@@ -24,7 +24,7 @@ from fa4_hd256.call.options import MOST_SPLITS
 from fa4_hd256.kernels.blackwell.architecture import STORED
 from fa4_hd256.kernels.blackwell.backward.config import DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
-from fa4_hd256.kernels.scheduler_role import CLAIM_STEPS
+from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.run.kernel_names import in_words
 from fa4_hd256.schedulers.choice import MOST_EMPTY, prefers_clc
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern

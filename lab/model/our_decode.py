@@ -20,9 +20,9 @@ from bench.tables.paths import Paths
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
+from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import query_rows
-from fa4_hd256.kernels.scheduler_role import CLAIM_STEPS
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel

@@ -22,8 +22,8 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import BY_RULE, Options
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
+from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.scheduler_role import CLAIM_STEPS
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments

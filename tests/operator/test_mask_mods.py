@@ -15,7 +15,7 @@ from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.call.tile_mask import ASKED
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.backward import block_mask as backward_block_mask
-from fa4_hd256.kernels.functions import mask_function, score_change
+from fa4_hd256.kernels.functions import kernel_functions
 from fa4_hd256.kernels.mask import block_mask
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run import backward as run_of_backward
@@ -269,8 +269,8 @@ def test_places_stay_inside(device):
 def test_places_beyond_are_seen(planted):
     """The simulator knows what memory a call has."""
     planted.setattr(
-        score_change.ScorePlaces, "at",
-        lambda own, n: score_change.Scored(own._batch, *own._locate(n), *own._lengths),
+        kernel_functions.ScorePlaces, "at",
+        lambda own, n: kernel_functions.Scored(own._batch, *own._locate(n), *own._lengths),
     )  # fmt: skip
     with pytest.raises(SimulationError):
         call_of_exact_tensors("cpu")
@@ -286,26 +286,26 @@ def test_no_findings(seed, sanitize):
     assert all(report.seed == seed and report.findings == [] for report in reports)
 
 
-AT, HIDE = score_change.ScorePlaces.at, mask_function.MaskFunction.hide
+AT, HIDE = kernel_functions.ScorePlaces.at, kernel_functions.MaskFunction.hide
 TILE = backward_block_mask.BlockList.bit_tile
 BUGS = {
     "another head": (
-        score_change.ScorePlaces, "at",
+        kernel_functions.ScorePlaces, "at",
         lambda own, n: AT(own, n)._replace(head=cutlass.Int32(0)),
     ),
     "another entry": (
-        score_change.ScorePlaces, "at",
+        kernel_functions.ScorePlaces, "at",
         lambda own, n: AT(own, n)._replace(batch=cutlass.Int32(0)),
     ),
     "the key before": (
-        score_change.ScorePlaces, "at",
+        kernel_functions.ScorePlaces, "at",
         lambda own, n: AT(own, n)._replace(key=cutlass.max(AT(own, n).key - 1, 0)),
     ),
     "keys past the end are seen": (
-        score_change.ScorePlaces, "key", lambda own, n: cutlass.Int32(0)
+        kernel_functions.ScorePlaces, "key", lambda own, n: cutlass.Int32(0)
     ),
     "halves that see nothing are asked": (
-        mask_function.MaskFunction, "hide",
+        kernel_functions.MaskFunction, "hide",
         lambda own, scores, places, number: HIDE(own, scores, places, number | 1),
     ),
     "the other half of a block of keys": (

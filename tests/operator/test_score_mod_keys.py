@@ -26,8 +26,7 @@ from fa4_hd256.call import function_meaning
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
-from fa4_hd256.kernels.functions.kernel_functions import check_unchanged
-from fa4_hd256.kernels.functions.score_change import SCORE_MOD
+from fa4_hd256.kernels.functions.kernel_functions import SCORE_MOD, check_unchanged
 from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.mask_mods import MaskMod

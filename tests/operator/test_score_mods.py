@@ -20,7 +20,7 @@ from fa4_hd256 import (
     masks,
 )
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.functions import score_change
+from fa4_hd256.kernels.functions import kernel_functions
 from fa4_hd256.run import compile
 from fa4_hd256.score_mods import ScoreMod, alibi
 from sm100_sim.errors import SimulationError
@@ -235,9 +235,11 @@ def test_a_cache_with_new_rows(paged, device):
 @pytest.mark.sampled
 def test_a_wrong_head_is_seen(planted):
     """Heads taken for one another, as a kernel would that forgets which of a group a row is of."""
-    right = score_change.ScorePlaces.at
+    right = kernel_functions.ScorePlaces.at
     planted.setattr(
-        score_change.ScorePlaces, "at", lambda own, n: right(own, n)._replace(head=cute.Int32(0))
+        kernel_functions.ScorePlaces,
+        "at",
+        lambda own, n: right(own, n)._replace(head=cute.Int32(0)),
     )
     case, tensors = CASES["alibi"], inputs(64, 64, (2, 2))
     found = flash_attn_func(*tensors, score_mod=case.mod("cpu", (1, 2)), return_lse=True)
@@ -270,8 +272,8 @@ def test_places_stay_inside(device):
 def test_places_beyond_are_seen(planted):
     """The simulator knows what memory a call has."""
     planted.setattr(
-        score_change.ScorePlaces, "at",
-        lambda own, n: score_change.Scored(own._batch, *own._locate(n), *own._lengths),
+        kernel_functions.ScorePlaces, "at",
+        lambda own, n: kernel_functions.Scored(own._batch, *own._locate(n), *own._lengths),
     )  # fmt: skip
     with pytest.raises(SimulationError):
         call_of_exact_tensors("cpu")

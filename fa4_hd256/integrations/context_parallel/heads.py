@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ...kernels.functions.score_change import ScoreOrigin
+from ...kernels.functions.kernel_functions import ScoreOrigin
 from ...mask_mods import in_part as mask_in_part
 from ...private_torch import keeps_graph
 from ...score_mods import in_part

@@ -21,7 +21,7 @@ import torch
 from ...call.options import ExactWindow, Options
 from ...call.tile_mask import TileMask
 from ...interface import flash_attn_func, flash_attn_varlen_func
-from ...kernels.functions.score_change import ScoreOrigin
+from ...kernels.functions.kernel_functions import ScoreOrigin
 from ...kernels.mask.block_mask import MASK_TILE
 from ...mask_mods import MaskMod, part_tiles
 from ...mask_mods import in_part as mask_in_part

@@ -3,7 +3,7 @@
 With s = softmax_scale q k (changed or not), P = exp(s - LSE), dP = dO V^T and delta = rowsum(dO O)
 - dLSE::
 
-    dS = P (dP - delta) * slope of what changes s (`score_change`)
+    dS = P (dP - delta) * slope of what changes s (`ScoreChange`)
     dV = P^T dO      dQ = softmax_scale dS K      dK = softmax_scale dS^T Q
 
 P and dS are stored in 16 bits, unscaled, as operands.
@@ -25,10 +25,8 @@ from ..context import KernelContext
 from ..functions.kernel_functions import KernelFunctions
 from ..limits import SECTOR_BYTES
 from ..operands import TmaTensor, smem_layout
-from ..problem_class import ProblemClass
-from ..rows.sequences import clipped_view, sequence_tensors
-from ..rows.views import by_sequence
-from ..scalars import CallScalars
+from ..problem_class import CallScalars, ProblemClass
+from ..rows.sequences import by_sequence, clipped_view, sequence_tensors
 
 __all__ = [
     "BackwardContext",

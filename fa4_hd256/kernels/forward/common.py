@@ -27,11 +27,16 @@ from ..functions.kernel_functions import KernelFunctions
 from ..limits import ELEMENT_BYTES, HEAD_DIM
 from ..mask.block_mask import MASK_TILE, StepList
 from ..operands import LoadTarget, TmaTensor, load_tile, smem_layout
-from ..problem_class import DESCALES, query_rows
+from ..problem_class import DESCALES, CallScalars, query_rows
 from ..rows.pages import PagedKeys, box_rows, load_pages
-from ..rows.sequences import TilePlace, clipped_at_start, clipped_view, sequence_tensors
-from ..rows.views import by_packed_heads, by_sequence
-from ..scalars import CallScalars
+from ..rows.sequences import (
+    TilePlace,
+    by_packed_heads,
+    by_sequence,
+    clipped_at_start,
+    clipped_view,
+    sequence_tensors,
+)
 from .context import ForwardContext, ForwardKernelTensors
 
 __all__ = ["ForwardCommon"]

@@ -35,7 +35,7 @@ from ..operands import ATOM_ROWS, load_tile
 from ..plan.edges import RingState, SharedByReference
 from ..problem_class import OF_PAGES, ProblemClass
 from ..ranges import traced
-from ..rows.views import lane_columns
+from ..rows.sequences import lane_columns
 from .context import DescaledContext
 from .decode_rows import TileRows
 

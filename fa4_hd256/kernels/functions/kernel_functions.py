@@ -1,20 +1,325 @@
-"""Functions of a call as its kernels know them: score_mod and mask_mod."""
+"""Functions of a call as its kernels know them: softcap, score_mod and mask_mod.
+
+Scores are changed between Q K^T and the mask.  With s = softmax_scale * q k a score becomes
+softcap * tanh(s / softcap), or f(s, place, tensors) of a score_mod that the user wrote in CuTe DSL.
+The softmax, the mask and LSE use the changed score; dS of the gradients is multiplied by the slope,
+its derivative with respect to s.
+
+A mask_mod says what is seen in the partial tiles of a block mask, instead of bits.  The lists of
+the block mask are those of `block_mask` and `backward.block_mask`, with `FULL` and `NOTHING` as
+there; any other number is of a tile whose scores the mask_mod is evaluated for.
+
+NOTE [places].  Functions get the place of each score as Int32.  Rows of a tile past the end of a
+sequence have that of the sequence's last row, so that tensors may be read by it; nobody sees what
+comes of these.  For a mask_mod keys past the end, which nobody sees, are the last key.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32
 
+from ...softmax_emu.online import soft_cap
 from ..context import KernelContext
+from ..mask.block_mask import FULL, NOTHING
+from ..mask.masking import WORD_BITS
 from ..plan.edges import SharedByReference
-from .mask_function import MASK_MOD, MASK_TENSORS, MaskFunction
-from .score_change import SCORE_MOD, SCORE_TENSORS, Locate, ScoreChange, ScorePlaces
-from .user_functions import FunctionKind
+from .user_functions import FunctionClass, FunctionKind, Functions
 
-__all__ = ["FUNCTION_KINDS", "FUNCTION_TENSORS", "KernelFunctions", "check_unchanged"]
+__all__ = [
+    "ALIBI",
+    "FUNCTION_KINDS",
+    "FUNCTION_TENSORS",
+    "MASK_MOD",
+    "MASK_TENSORS",
+    "SCORE_MOD",
+    "SCORE_TENSORS",
+    "KernelFunctions",
+    "MaskFunction",
+    "ScoreChange",
+    "ScoreOrigin",
+    "ScorePlaces",
+    "Scored",
+    "check_unchanged",
+    "times_asked",
+    "truth_of",
+]
+
+SCORE_MOD = FunctionKind("score_mod", "ScoreMod", "(score, place, tensors)")
+#: Names of the tensors that a score_mod reads, and of where a part lies, in the order in which
+#: kernels get them.
+SCORE_TENSORS = SCORE_MOD.tensors
+
+#: Function from the number of a score to its (query head, query, key).
+Locate = Callable[[int], tuple[Int32, Int32, Int32]]
+
+
+class Scored(NamedTuple):
+    """Place of a score, Int32 values inside a kernel.
+
+    head: of the queries.  query, key: counted in their sequence.  seqlen_q, seqlen_k: its lengths.
+    """
+
+    batch: Any
+    head: Any
+    query: Any
+    key: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+class ScoreOrigin(NamedTuple):
+    """Position of a part of a call in it, for the places of its scores: its first batch entry,
+    query head, query and key, and by how much the sequences are longer than the part's; int or
+    Int32."""
+
+    batch: Any = 0
+    head: Any = 0
+    query: Any = 0
+    key: Any = 0
+    more_queries: Any = 0
+    more_keys: Any = 0
+
+    def of_whole(self, place: Scored) -> Scored:
+        """A place of the part, as the call has it."""
+        return Scored(
+            place.batch + self.batch,
+            place.head + self.head,
+            place.query + self.query,
+            place.key + self.key,
+            place.seqlen_q + self.more_queries,
+            place.seqlen_k + self.more_keys,
+        )
+
+
+def _alibi(score: Float32, place: Scored, tensors: tuple[cute.Tensor, ...]) -> Float32:
+    """Less slope * |distance to the key that the query is level with|; slopes of (heads,), or of
+    (batch, heads)."""
+    slopes = tensors[0]
+    which = place.head if cute.rank(slopes) == 1 else (place.batch, place.head)
+    distance = Float32(place.query + place.seqlen_k - place.seqlen_q - place.key)
+    return score - slopes[which] * cute.arch.fmax(distance, -distance)
+
+
+#: The key of ALiBi (arXiv 2108.12409), as the alibi_slopes of flash-attention.
+ALIBI = "alibi"
+SCORE_MOD.register(ALIBI, Functions(_alibi))
+
+
+class ScorePlaces:
+    """Places of the scores of a register tensor.
+
+    batch: their batch entry; lengths: (seqlen_q, seqlen_k) of it.  locate: number of a score ->
+    (query head, query, key).  keys_exist: static; where they may not, they are the last one, NOTE
+    [places].  tensors: those of the call.  origin: of a part of a call.
+    """
+
+    def __init__(
+        self,
+        batch: Int32,
+        lengths: tuple[Int32, Int32],
+        locate: Locate,
+        keys_exist: bool,
+        tensors: tuple[cute.Tensor, ...],
+        origin: ScoreOrigin | None = None,
+    ) -> None:
+        self.tensors = tensors
+        self._batch, self._lengths, self._locate = batch, lengths, locate
+        self._keys_exist, self._origin = keys_exist, origin
+
+    @property
+    def seqlen_k(self) -> Int32:
+        """Keys of the sequence, of a part of a call those of the part."""
+        return self._lengths[1]
+
+    def key(self, number: int) -> Int32:
+        """The key of a score in the sequence, or in the part; it may lie past the end."""
+        return self._locate(number)[2]
+
+    def at(self, number: int) -> Scored:
+        """The place of a score."""
+        (seqlen_q, seqlen_k), batch = self._lengths, self._batch
+        head, query, key = self._locate(number)
+        query = cutlass.min(query, seqlen_q - 1)
+        if not self._keys_exist:
+            key = cutlass.min(key, seqlen_k - 1)
+        place = Scored(batch, head, query, key, seqlen_q, seqlen_k)
+        if self._origin is not None:
+            place = self._origin.of_whole(place)
+        return Scored(*map(Int32, place))
+
+
+class ScoreChange:
+    """Change of a kernel's scores: softcap, score_mod or none; all of it static."""
+
+    def __init__(self, softcap: bool, asked: FunctionClass | None) -> None:
+        self.is_softcap = softcap
+        self._key = "" if asked is None else asked.key
+        self._functions = None if asked is None else SCORE_MOD.functions_of(asked.key)
+
+    @property
+    def exists(self) -> bool:
+        return self.is_softcap or self.by_place
+
+    @property
+    def by_place(self) -> bool:
+        """Return True if the change depends on the scores' places."""
+        return self._functions is not None
+
+    @property
+    def has_slopes(self) -> bool:
+        """Return True if the derivative is not 1 everywhere."""
+        functions = self._functions
+        return self.is_softcap or (functions is not None and functions.slope is not None)
+
+    def apply(
+        self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None, packed: bool = True
+    ) -> None:
+        """Change scores in place, before any mask.
+
+        scores: register tensor of Float32; scale: `CallScalars.cap_scale`; places: of them, None
+        where it does not depend on these; packed: see `soft_cap`.
+        """
+        if self.is_softcap:
+            soft_cap(scores, scale, packed=packed)
+        elif self.by_place:
+            self._each(scores, scale, places, None)
+
+    def apply_with_slopes(
+        self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None
+    ) -> cute.Tensor | None:
+        """Change scores by instructions on pairs; return the slope of each score, None where it is
+        1."""
+        if not self.has_slopes:
+            self.apply(scores, scale, places)
+            return None
+        slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
+        if self.by_place:
+            self._each(scores, scale, places, slopes)
+            return slopes
+        soft_cap(scores, scale)
+        for i in range(0, cute.size(scores), 2):
+            pair, negated = (scores[i], scores[i + 1]), (-scores[i], -scores[i + 1])
+            slopes[i], slopes[i + 1] = cute.arch.fma_packed_f32x2(negated, pair, (1.0, 1.0))
+        return slopes
+
+    def apply_for_slopes(
+        self, scores: cute.Tensor, scale: Float32, places: ScorePlaces | None
+    ) -> Callable[[int, Float32], Float32] | None:
+        """Change scores without instructions on pairs; return a function from the number of a score
+        and the changed score, masked or not, to its slope; None where the slope is 1.
+
+        The softcap's slope takes no register of its own so.
+        """
+        if self.by_place and self.has_slopes:
+            slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
+            self._each(scores, scale, places, slopes)
+            return lambda number, changed: slopes[number]
+        self.apply(scores, scale, places, packed=False)
+        if not self.has_slopes:
+            return None
+        # 0 where the score is -inf.
+        return lambda number, changed: cute.arch.fmax(1.0 - changed * changed, 0.0)
+
+    def _each(
+        self,
+        scores: cute.Tensor,
+        scale: Float32,
+        places: ScorePlaces | None,
+        slopes: cute.Tensor | None,
+    ) -> None:
+        """The functions of a score_mod, score by score."""
+        assert places is not None and self._functions is not None
+        function, slope = self._functions
+        for i in range(cute.size(scores)):
+            given = scores[i] * scale, places.at(i), places.tensors
+            if slopes is not None:
+                assert slope is not None
+                slopes[i] = self._float(slope(*given), "slope")
+            scores[i] = self._float(function(*given), "function")
+
+    def _float(self, value: Any, name: str) -> Float32:
+        try:
+            return Float32(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"the {name} of the score_mod {self._key!r} returns {type(value).__name__}; "
+                "accepted: a Float32 of CuTe DSL"
+            ) from error
+
+
+MASK_MOD = FunctionKind("mask_mod", "MaskMod", "(batch, head, query, key, tensors)")
+#: Names of the tensors that a mask_mod reads, in the order in which kernels get them.
+MASK_TENSORS = MASK_MOD.tensors
+
+
+class MaskFunction:
+    """mask_mod of a kernel, if it has one; all of it static."""
+
+    def __init__(self, asked: FunctionClass | None) -> None:
+        self._key = "" if asked is None else asked.key
+        self._function = None if asked is None else MASK_MOD.functions_of(asked.key).function
+
+    @property
+    def exists(self) -> bool:
+        return self._function is not None
+
+    def hide(self, scores: cute.Tensor, places: ScorePlaces, number: Int32) -> None:
+        """Set scores that are not seen to -inf.
+
+        scores: register tensor of Float32.  places: of them, with the mask_mod's tensors.  number:
+        of the listed tile, not `FULL`.
+        """
+        assert self._function is not None
+        limit = cutlass.select_(number == NOTHING, Int32(0), places.seqlen_k)
+        for first in range(0, cute.size(scores), WORD_BITS):
+            numbers = range(first, min(first + WORD_BITS, cute.size(scores)))
+            word = Uint32(0)
+            for i in numbers:
+                place = places.at(i)
+                given = place.batch, place.head, place.query, place.key, places.tensors
+                truth = truth_of(self._function(*given), f"the mask_mod {self._key!r}")
+                is_seen = truth & (places.key(i) < limit)
+                word = cutlass.select_(is_seen, word | Uint32(1 << (i - first)), word)
+            word = _as_it_is(word)
+            for i in numbers:
+                is_seen = (word & Uint32(1 << (i - first))) != 0
+                scores[i] = cutlass.select_(is_seen, scores[i], Float32(-math.inf))
+
+
+def times_asked(number: Int32) -> Int32:
+    """Return how often the mask_mod is evaluated in a listed tile of this number: 0 if it is
+    `FULL`, else 1.
+
+    NOTE [a loop that runs once].  Under a branch ptxas executes the function in every step, each of
+    its instructions under a predicate, however many there are; a loop it leaves out where it does
+    not run.  So the function stands in one, and neither compiler knows how often that runs.
+    """
+    return Int32(_as_it_is(Uint32(number != FULL)))
+
+
+def truth_of(value: Any, name: str = "a mask_mod") -> Boolean:
+    """Return the result of a mask_mod as a Boolean. Raises TypeError for another kind."""
+    try:
+        return Boolean(value)
+    except Exception as error:
+        raise TypeError(
+            f"{name} returns {type(value).__name__}; accepted: a Boolean of CuTe DSL"
+        ) from error
+
+
+def _as_it_is(word: Uint32) -> Uint32:
+    """Return the word by an instruction that neither compiler looks into."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[word]
+    )
+
 
 #: In the order in which kernels get what their functions read.
 FUNCTION_KINDS: tuple[FunctionKind, ...] = (SCORE_MOD, MASK_MOD)

@@ -19,8 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from ..mask.block_mask import FULL, MASK_TILE, NOTHING
-from .mask_function import MASK_MOD, truth_of
-from .score_change import SCORE_MOD, Scored, ScoreOrigin
+from .kernel_functions import MASK_MOD, SCORE_MOD, Scored, ScoreOrigin, truth_of
 
 __all__ = ["PartTiles", "key_in_part"]
 

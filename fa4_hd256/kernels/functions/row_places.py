@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from .mask_function import MASK_MOD, truth_of
-from .score_change import SCORE_MOD, Scored
+from .kernel_functions import MASK_MOD, SCORE_MOD, Scored, truth_of
 
 __all__ = ["SequenceOfQuery", "key_in_row"]
 

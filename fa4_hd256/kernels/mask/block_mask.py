@@ -11,8 +11,8 @@ A tile of bits has 128 rows of 128 bits, 16 bytes per row, bit j of word w that 
 first one, `NOTHING`, is all zeros: rows of a CTA that see nothing of a tile which the other's see.
 Keys past the end have no bits, so a tile that ends behind the last key is never `FULL`.
 
-Where a mask_mod of the user's says what is seen (`mask_function`), there are no tiles of bits: the
-number of a tile is `FULL`, `NOTHING`, or that of those for which it is evaluated.
+Where a mask_mod of the user's says what is seen (`kernel_functions`), there are no tiles of bits:
+the number of a tile is `FULL`, `NOTHING`, or that of those for which it is evaluated.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class RowBits:
         return self._steps.kv_tile(self._step)
 
     @cute.jit
-    def apply(self, scores: cute.Tensor):
+    def apply(self, scores: cute.Tensor) -> None:
         """Set the scores of keys that the row does not see to -inf.  scores: register tensor of
         Float32 of the row, of all keys of the step."""
         if self._numbers[0] != FULL:

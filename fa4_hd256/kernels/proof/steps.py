@@ -25,8 +25,8 @@ import enum
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
+from ..context import CLAIM_STEPS
 from ..plan.edges import EdgeTable
-from ..scheduler_role import CLAIM_STEPS
 
 __all__ = [
     "Act",

@@ -12,6 +12,7 @@ holds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,14 +22,105 @@ from cutlass import Float32, Int32
 
 from ..e4m3_codes import WORD_CODES, codes_of, scale_of
 from ..limits import HEAD_DIM, WARP_SIZE
-from ..problem_class import OF_PAGES, AppendClass
-from ..rows.views import by_sequence, columns_of, lane_columns, load_lane_columns
-from .append_rotary import RotaryRows, RotaryTables
+from ..problem_class import OF_PAGES, AppendClass, RotaryClass
+from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
 
-__all__ = ["AppendConfig", "AppendKernel", "AppendTables"]
+__all__ = ["AppendConfig", "AppendKernel", "AppendTables", "RotaryRows", "RotaryTables"]
 
 #: The largest number of rows.
 LARGEST_COUNT = (1 << 31) - 1
+
+
+class RotaryTables(NamedTuple):
+    """cos, sin: (positions, columns). begins: (batch,) int32, positions of the sequences' first
+    rows. queries, rotated: (batch, rows, heads, 256), packed ones with a batch of 1; the second is
+    the kernel's own. offsets: (batch + 1,) int32 of packed queries, None for others."""
+
+    cos: Any
+    sin: Any
+    begins: Any
+    queries: Any
+    rotated: Any
+    offsets: Any
+
+
+class RotaryRows:
+    """Rotary embedding of rows of K, and of queries; a lane of a warp has 8 consecutive elements.
+
+    The first 2 * columns elements of a row are pairs, of neighbours (2i and 2i + 1) or of halves (i
+    and i + columns), each rotated by the angle whose cosine and sine the tables hold for the row's
+    position and i. As columns are a multiple of 8, a lane's 8 elements are rotated or not as one,
+    and the other halves of their pairs are those of one other lane. A row whose position the tables
+    have not becomes NaN there.
+    """
+
+    def __init__(self, rotary_class: RotaryClass) -> None:
+        self.rotary_class = rotary_class
+
+    def turned(self, values: cute.Tensor, tables: RotaryTables, position: Int32) -> cute.Tensor:
+        """A row at a position, computed in float32, typed as before. For a whole warp."""
+        if self.rotary_class.interleaved:
+            return self._neighbours(values, tables, position)
+        return self._halves(values, tables, position)
+
+    def _neighbours(
+        self, values: cute.Tensor, tables: RotaryTables, position: Int32
+    ) -> cute.Tensor:
+        pairs = LANE_COLUMNS // 2
+        begin = cute.arch.lane_idx() * pairs
+        is_turned = begin < cute.size(tables.cos, mode=[1])
+        cos, sin = self._angles(tables, position, cutlass.select_(is_turned, begin, 0), pairs)
+        own = [Float32(values[i]) for i in range(LANE_COLUMNS)]
+        turned = []
+        for i in range(pairs):
+            one, two = own[2 * i], own[2 * i + 1]
+            turned += [one * cos[i] - two * sin[i], two * cos[i] + one * sin[i]]
+        return self._chosen(is_turned, turned, own, values.element_type)
+
+    def _halves(self, values: cute.Tensor, tables: RotaryTables, position: Int32) -> cute.Tensor:
+        lane, lanes = cute.arch.lane_idx(), cute.size(tables.cos, mode=[1]) // LANE_COLUMNS
+        is_first, is_turned = lane < lanes, lane < 2 * lanes
+        of_half = cutlass.select_(is_first, lane, lane - lanes)
+        partner = cutlass.select_(is_first, lane + lanes, of_half)
+        partner = cutlass.select_(is_turned, partner, lane)
+        begin = cutlass.select_(is_turned, of_half, 0) * LANE_COLUMNS
+        cos, sin = self._angles(tables, position, begin, LANE_COLUMNS)
+        words = cute.recast_tensor(values, Int32)
+        received = cute.make_rmem_tensor_like(words)
+        for word in range(cute.size(words)):
+            received[word] = cute.arch.shuffle_sync(words[word], partner)
+        others = cute.recast_tensor(received, values.element_type)
+        own = [Float32(values[i]) for i in range(LANE_COLUMNS)]
+        turned = []
+        for i in range(LANE_COLUMNS):
+            # The second of a pair has the first one's part added, the first the second's taken off.
+            signed = cutlass.select_(is_first, -sin[i], sin[i])
+            turned.append(own[i] * cos[i] + Float32(others[i]) * signed)
+        return self._chosen(is_turned, turned, own, values.element_type)
+
+    def _angles(
+        self, tables: RotaryTables, position: Int32, begin: Int32, count: int
+    ) -> tuple[list[Float32], list[Float32]]:
+        """Cosines and sines of `count` columns, NaN at a position that the tables have not."""
+        is_known = (position >= 0) & (position < cute.size(tables.cos, mode=[0]))
+        row = cutlass.select_(is_known, position, Int32(0))
+        found = []
+        for table in (tables.cos, tables.sin):
+            loaded = [Float32(table[row, begin + i]) for i in range(count)]
+            unknown = Float32(math.nan)
+            found.append([cutlass.select_(is_known, value, unknown) for value in loaded])
+        return found[0], found[1]
+
+    def _chosen(
+        self, is_turned: Any, turned: list[Float32], own: list[Float32], element_type: Any
+    ) -> cute.Tensor:
+        """Elements of a lane whose columns are rotated, or not."""
+        rows = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+        for i in range(LANE_COLUMNS):
+            rows[i] = cutlass.select_(is_turned, turned[i], own[i])
+        found = cute.make_rmem_tensor(LANE_COLUMNS, element_type)
+        found.store(rows.load().to(element_type))
+        return found
 
 
 @dataclass(frozen=True)
@@ -43,8 +135,8 @@ class AppendTables(NamedTuple):
 
     lengths: (batch,) int32, rows in use. after: likewise, of the kernel's own: with the new ones.
     offsets: (batch + 1,) int32 of packed new rows. page_table: (batch, pages) int32. scales: of K
-    and of V, (entries, heads_kv) float32, one of either where all have the same. rotary: those of
-    rotary embedding, and its queries.
+    and of V, (entries, heads_kv) float32, one of either where all have the same. rotary:
+    `RotaryTables`.
     """
 
     lengths: Any
@@ -52,7 +144,7 @@ class AppendTables(NamedTuple):
     offsets: Any
     page_table: Any
     scales: Any
-    rotary: RotaryTables | None
+    rotary: Any
 
 
 class AppendKernel:
@@ -62,7 +154,7 @@ class AppendKernel:
         self.config = config
         self.problem_class = problem_class
         rotary = problem_class.rotary
-        self.rotary_rows = None if rotary is None else RotaryRows(rotary)
+        self.rotary_rows: Any = None if rotary is None else RotaryRows(rotary)
 
     @cute.jit
     def __call__(
@@ -71,7 +163,7 @@ class AppendKernel:
         rows: tuple[cute.Tensor, cute.Tensor],
         tables: AppendTables,
         stream: Any,
-    ):
+    ) -> None:
         """caches: K and V, (batch or pages, rows of one, heads_kv, 256).  rows: new ones of both,
         (batch, rows, heads_kv, 256), packed ones with a batch of 1.  Tensors of e4m3 are given as
         (.., 128) of a 16-bit type, two elements in each.  At least one row or query, and one
@@ -97,7 +189,7 @@ class AppendKernel:
     @cute.kernel
     def kernel(
         self, caches: tuple[cute.Tensor, ...], rows: tuple[cute.Tensor, ...], tables: AppendTables
-    ):
+    ) -> None:
         """A row and head of K and V for each warp, or of the queries; neighbouring warps have
         neighbouring heads."""
         block, _, _ = cute.arch.block_idx()
@@ -118,7 +210,7 @@ class AppendKernel:
         rows: tuple[cute.Tensor, ...],
         tables: AppendTables,
         index: Int32,
-    ):
+    ) -> None:
         """A row and head of K and V, by number."""
         row, head, entry = _place_of(index, rows[0])
         loaded = [self._load(tensor[row, None, head, entry]) for tensor in rows]
@@ -139,14 +231,14 @@ class AppendKernel:
                 self._store(cache[place, None, head, to], values, scale)
 
     @cute.jit
-    def _turn_query(self, tables: AppendTables, index: Int32):
+    def _turn_query(self, tables: AppendTables, index: Int32) -> None:
         """A row and head of the queries, by number."""
         rotary = tables.rotary
         row, head, entry = _place_of(index, rotary.queries)
         values = load_lane_columns(rotary.queries[row, None, head, entry], cute.arch.lane_idx())
         sequence, number = self._of_row(tables, rotary.offsets, row, entry)
         position = rotary.begins[sequence]
-        if cutlass.const_expr(self.problem_class.rotary.ordered):
+        if cutlass.const_expr(self.rotary_rows.rotary_class.ordered):
             position += number
         turned = self.rotary_rows.turned(values, rotary, position)
         to = lane_columns(rotary.rotated[row, None, head, entry], cute.arch.lane_idx())
@@ -161,7 +253,7 @@ class AppendKernel:
 
     @cute.jit
     def _of_row(
-        self, tables: AppendTables, offsets: cute.Tensor | None, row: Int32, entry: Int32
+        self, tables: AppendTables, offsets: Any, row: Int32, entry: Int32
     ) -> tuple[Int32, Int32]:
         """Return (sequence of a row, its number among the rows of that sequence).  offsets: of
         packed rows; they ascend, and of equal ones, those of sequences without rows, the last
@@ -213,7 +305,7 @@ class AppendKernel:
         return cute.recast_tensor(codes, row.element_type)
 
     @cute.jit
-    def _count(self, tables: AppendTables, seqlen: Int32):
+    def _count(self, tables: AppendTables, seqlen: Int32) -> None:
         """Rows in use of each sequence, with the new ones: one sequence per thread at a time.
         seqlen: new rows of each where they are not packed."""
         thread, _, _ = cute.arch.thread_idx()

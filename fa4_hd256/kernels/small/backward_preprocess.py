@@ -29,8 +29,14 @@ from cutlass import Float32, Int32
 from ..limits import WARP_SIZE
 from ..plan.edges import SharedByReference
 from ..problem_class import PreprocessClass
-from ..rows.sequences import PADDING, Sequence, Sequences, SequenceTensors
-from ..rows.views import by_sequence, load_lane_columns
+from ..rows.sequences import (
+    PADDING,
+    Sequence,
+    Sequences,
+    SequenceTensors,
+    by_sequence,
+    load_lane_columns,
+)
 
 __all__ = ["PreprocessConfig", "PreprocessKernel", "PreprocessRows"]
 
@@ -99,7 +105,7 @@ class PreprocessKernel:
         ragged: Any,
         max_seqlen_q: Int32,
         stream: Any,
-    ):
+    ) -> None:
         """rows: last stride 1 and other strides multiples of 16 bytes for out and dout; packed
         sequences have a batch of 1.  stats: (2, heads, `padded_rows`) float32.
 
@@ -127,7 +133,7 @@ class PreprocessKernel:
         stats: cute.Tensor,
         tensors: SequenceTensors,
         sizes: tuple[Int32, Int32, Int32],
-    ):
+    ) -> None:
         """One CTA: `tile_rows` rows of one head; neighbouring CTAs read neighbouring heads."""
         config = self.config
         seqlen_q, heads, blocks = sizes
@@ -175,7 +181,7 @@ class PreprocessKernel:
     @cute.jit
     def _store(
         self, context: _Context, sequence: Sequence, row: Int32, result: tuple[Float32, Int32]
-    ):
+    ) -> None:
         """Both values of one row; (delta, where to)."""
         delta, to = result
         rows, head = context.rows, context.head

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..limits import WARP_SIZE
-from ..rows.views import LANE_COLUMNS, by_sequence, lane_columns, load_lane_columns
+from ..rows.sequences import LANE_COLUMNS, by_sequence, lane_columns, load_lane_columns
 
 __all__ = ["SumConfig", "SumKernel"]
 
@@ -43,7 +43,7 @@ class SumKernel:
         parts: tuple[cute.Tensor, cute.Tensor],
         results: tuple[cute.Tensor, cute.Tensor],
         stream: Any,
-    ):
+    ) -> None:
         """parts: of dK and of dV, (batch, rows, heads * parts, 256) float32, those of a head one
         after the other.  results: dK and dV, (batch, rows, heads, 256)."""
         batch, rows, heads, _ = results[0].shape
@@ -63,7 +63,7 @@ class SumKernel:
         parts: tuple[cute.Tensor, ...],
         results: tuple[cute.Tensor, ...],
         sizes: tuple[Int32, Int32, Int32],
-    ):
+    ) -> None:
         """A row of dK, or of dV, for each warp; neighbouring rows are neighbouring heads."""
         rows, heads, count = sizes
         block, which, _ = cute.arch.block_idx()
@@ -77,7 +77,9 @@ class SumKernel:
                 self._add(parts[1], results[1], place)
 
     @cute.jit
-    def _add(self, parts: cute.Tensor, result: cute.Tensor, place: tuple[Int32, Int32, Int32]):
+    def _add(
+        self, parts: cute.Tensor, result: cute.Tensor, place: tuple[Int32, Int32, Int32]
+    ) -> None:
         """One row.  place: (row, head, batch entry) of the result."""
         row, head, batch = place
         lane = cute.arch.lane_idx()

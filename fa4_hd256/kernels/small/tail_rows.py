@@ -24,7 +24,7 @@ from cutlass.memory import SmemAllocator
 from ..backward.ds_tiles import DsTiles
 from ..limits import WARP_SIZE
 from ..mask.masking import MaskKind
-from ..rows.views import columns_of
+from ..rows.sequences import columns_of
 
 __all__ = ["TailBounds", "TailClass", "TailConfig", "TailKernel", "TailTensors"]
 
@@ -95,12 +95,14 @@ class TailBounds(NamedTuple):
 class TailKernel:
     """Launch with `__call__`, under `cute.compile`."""
 
+    problem_class: Any  #: A `TailClass`.
+
     def __init__(self, config: TailConfig, problem_class: TailClass) -> None:
         self.config = config
         self.problem_class = problem_class
 
     @cute.jit
-    def __call__(self, tensors: TailTensors, bounds: TailBounds, stream: Any):
+    def __call__(self, tensors: TailTensors, bounds: TailBounds, stream: Any) -> None:
         """Launch.  tensors.results: as many as the problem class says."""
         views, most = [], Int32(1)
         for tensor in tensors.results:
@@ -116,7 +118,7 @@ class TailKernel:
         )
 
     @cute.kernel
-    def kernel(self, tensors: TailTensors, bounds: TailBounds):
+    def kernel(self, tensors: TailTensors, bounds: TailBounds) -> None:
         """A row of a head for each warp at a time; neighbouring warps have neighbouring heads."""
         _, which, _ = cute.arch.block_idx()
         is_wrong = self._any_thread(self._found_wrong(tensors, bounds))
@@ -190,7 +192,7 @@ class TailKernel:
         return total > 0
 
     @cute.jit
-    def _fill(self, result: cute.Tensor, offsets: Any, lse: Any, is_wrong: Boolean):
+    def _fill(self, result: cute.Tensor, offsets: Any, lse: Any, is_wrong: Boolean) -> None:
         """Zeros behind the last offset; NaN in all rows where lengths are wrong."""
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()

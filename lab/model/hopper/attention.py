@@ -25,9 +25,9 @@ from fa4_hd256.call.division import divided
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.environment import ARCHITECTURE
+from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.scheduler_role import CLAIM_STEPS
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments

@@ -9,7 +9,7 @@ from fa4_hd256.kernels.blackwell.decode.config import DECODE_E4M3
 from fa4_hd256.kernels.forward.e4m3 import ScaledRows
 from fa4_hd256.kernels.operands import ATOM_ROWS
 from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.kernels.rows.views import load_lane_columns
+from fa4_hd256.kernels.rows.sequences import load_lane_columns
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.host.cubin import launch_registers

@@ -12,8 +12,8 @@ from step_traces import assert_as_declared, attend, of_entry, steps_of, traced_l
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
+from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.proof.programs import OperationKind
-from fa4_hd256.kernels.scheduler_role import CLAIM_STEPS
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 

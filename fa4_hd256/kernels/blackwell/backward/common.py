@@ -15,13 +15,12 @@ from ....schedulers.protocol import WorkTile
 from ....softmax_emu.pattern import Ex2Pattern
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 from ...backward.common import BackwardEntry, BackwardKernelTensors
-from ...functions.score_change import ScorePlaces
+from ...context import schedule
+from ...functions.kernel_functions import ScorePlaces
 from ...mask.masking import Visibility
 from ...operands import TmaTensor
 from ...plan.edges import RingStates
-from ...problem_class import GradientClass
-from ...scalars import CallScalars
-from ...scheduler_role import schedule
+from ...problem_class import CallScalars, GradientClass
 from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,

@@ -35,14 +35,13 @@ from cutlass import Boolean, Float32, Int32
 
 from ....schedulers.protocol import WorkTile
 from ...backward.query_tiles import QueryTiles
+from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory, load_tile
 from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
-from ...rows.sequences import Sequence, TilePlace
-from ...rows.views import columns_of
-from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
+from ...rows.sequences import Sequence, TilePlace, columns_of
 from ..context import claim_buffer
 from ..instructions import (
     Mma,

@@ -41,7 +41,8 @@ from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import DS_BLOCK, RUN
 from ...backward.key_tiles import KeyTiles, ListedStep
-from ...functions.score_change import Locate, ScorePlaces
+from ...context import CLAIM_STEPS, want_next_tile_if
+from ...functions.kernel_functions import Locate, ScorePlaces
 from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL
 from ...mask.masking import WORD_BITS
@@ -49,9 +50,7 @@ from ...operands import SharedMemory, load_tile
 from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
-from ...rows.sequences import TilePlace
-from ...rows.views import columns_of
-from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
+from ...rows.sequences import TilePlace, columns_of
 from ..context import claim_buffer
 from ..instructions import (
     Mma,

@@ -27,13 +27,13 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from ....schedulers.protocol import WorkTile
 from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
 from ...backward.product_tiles import ProductTiles, ResultTile, Walk
+from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile
 from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
-from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import MmaShape, fence_after_thread_sync, mma_chain
 from ..operands import mn_major_operand

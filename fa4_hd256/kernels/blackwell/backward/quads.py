@@ -16,8 +16,7 @@ from ....schedulers.protocol import WorkTile
 from ...backward.block_mask import WORD_PAIR
 from ...backward.common import Step
 from ...backward.ds_tiles import DS_TILE, RUN
-from ...functions.mask_function import MaskFunction
-from ...functions.score_change import ScorePlaces
+from ...functions.kernel_functions import MaskFunction, ScorePlaces
 from ...limits import WARP_SIZE
 from ...mask.masking import Visibility, hide_unseen
 from ..tmem import quad_fragment

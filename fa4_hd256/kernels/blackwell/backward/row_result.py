@@ -15,8 +15,7 @@ from ...limits import HEAD_DIM
 from ...plan.budgets import TmemPlan
 from ...plan.edges import RingStates, SharedByReference
 from ...ranges import traced
-from ...rows.sequences import Sequence
-from ...rows.views import columns_of
+from ...rows.sequences import Sequence, columns_of
 from ..instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,

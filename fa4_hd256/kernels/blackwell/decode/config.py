@@ -64,9 +64,9 @@ from ...plan.budgets import (
     TmemRegion,
     WarpPlan,
     check_budgets,
+    check_fields,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
-from ...plan.fields import check_fields
 from ..pair_plan import check_ring, common_regions
 
 __all__ = [

@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.by_key import KeySoftmax
+from ...context import CLAIM_STEPS, want_next_tile_if
 from ...forward.context import ForwardKernelTensors
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
@@ -30,8 +31,7 @@ from ...operands import ATOM_ROWS, SharedMemory
 from ...plan.edges import RingState, RingStates
 from ...problem_class import ProblemClass
 from ...ranges import traced
-from ...rows.views import columns_of
-from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
+from ...rows.sequences import columns_of
 from ..instructions import Mma, MmaShape, fence_after_thread_sync
 from ..operands import E4M3_SLICE, k_major_operand, mn_major_operand
 from ..tmem import multiply, multiply_rows, tmem_buffer, tmem_load

@@ -37,6 +37,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
+from ...context import CLAIM_STEPS, schedule, want_next_tile_if
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...forward.decode_rows import (
@@ -53,8 +54,7 @@ from ...plan.edges import RingState, SharedByReference
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.pages import PagedTile
-from ...rows.views import columns_of
-from ...scheduler_role import CLAIM_STEPS, schedule, want_next_tile_if
+from ...rows.sequences import columns_of
 from ..context import claim_buffer
 from ..instructions import (
     Mma,

@@ -16,8 +16,7 @@ from cutlass import Float32, Int32
 
 from ....schedulers.protocol import WorkTile
 from ...forward.decode_rows import TileRows
-from ...functions.kernel_functions import KernelFunctions
-from ...functions.score_change import ScorePlaces
+from ...functions.kernel_functions import KernelFunctions, ScorePlaces
 from ...plan.edges import SharedByReference
 from .context import BlackwellDecodeContext
 

@@ -16,9 +16,9 @@ from ...plan.budgets import (
     TmemRegion,
     WarpPlan,
     check_budgets,
+    check_fields,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
-from ...plan.fields import check_fields
 from .. import tuning
 from ..pair_plan import (
     BLOCK_KV,

@@ -41,6 +41,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
 from ....softmax_emu.pattern import FRAGMENT_COLUMNS
+from ...context import CLAIM_STEPS, schedule, want_next_tile_if
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...limits import HEAD_DIM
@@ -49,7 +50,6 @@ from ...operands import SharedMemory, TmaTensor, load_tile
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.pages import PagedTile
-from ...scheduler_role import CLAIM_STEPS, schedule, want_next_tile_if
 from ..context import claim_buffer
 from ..instructions import (
     Mma,

@@ -16,9 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...functions.kernel_functions import KernelFunctions
-from ...functions.mask_function import times_asked
-from ...functions.score_change import ScorePlaces
+from ...functions.kernel_functions import KernelFunctions, ScorePlaces, times_asked
 from ...plan.edges import Barrier, RingState
 from ..instructions import fence_before_thread_sync
 from ..tmem import tmem_load

@@ -18,13 +18,11 @@ from cutlass.memory import SmemAllocator
 from ....schedulers.order import TileOrder, TileProblem
 from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTensors
-from ...context import shared_fields
+from ...context import schedule, shared_fields
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile, prefetch_tile
 from ...plan.edges import RingStates
-from ...problem_class import GradientClass
+from ...problem_class import CallScalars, GradientClass
 from ...rows.sequences import Sequence, TilePlace
-from ...scalars import CallScalars
-from ...scheduler_role import schedule
 from ..fragments import store_row
 from ..instructions import row_of_fragment, rows_of
 from .config import GradientConfig

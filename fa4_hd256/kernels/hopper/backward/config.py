@@ -11,9 +11,8 @@ from typing import ClassVar
 from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets
+from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets, check_fields
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
-from ...plan.fields import check_fields
 
 __all__ = [
     "CTAS",

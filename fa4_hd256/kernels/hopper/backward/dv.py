@@ -48,13 +48,13 @@ from ...backward.ds_tiles import (
     tiles_of_head,
     within_head,
 )
+from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...mask.masking import Visibility
 from ...operands import LoadTarget, SharedMemory
 from ...plan.edges import RingStates, SharedByReference
 from ...problem_class import GradientClass
 from ...ranges import traced
-from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..instructions import (
     QUAD,
     ROWS,

@@ -15,8 +15,7 @@ from ...backward.block_mask import WORD_PAIR, BlockList
 from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import RUN
 from ...backward.key_tiles import KeyTiles
-from ...functions.kernel_functions import KernelFunctions
-from ...functions.score_change import Locate
+from ...functions.kernel_functions import KernelFunctions, Locate
 from ...mask.block_mask import FULL
 from ...mask.masking import Visibility, hide_unseen
 from ...rows.sequences import Sequence, TilePlace

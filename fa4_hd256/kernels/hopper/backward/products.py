@@ -38,13 +38,13 @@ from ...backward.ds_tiles import (
     within_head,
 )
 from ...backward.product_tiles import ProductTiles, Walk
+from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
-from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..instructions import (
     ROWS,
     WgmmaShape,

@@ -12,8 +12,7 @@ from cutlass import Float32, Int32
 from ....schedulers.protocol import WorkTile
 from ...backward.common import BackwardContext
 from ...backward.query_tiles import QueryTiles
-from ...functions.kernel_functions import KernelFunctions
-from ...functions.score_change import Locate
+from ...functions.kernel_functions import KernelFunctions, Locate
 from ...mask.masking import Visibility
 from ...rows.sequences import TilePlace
 from ..instructions import QUAD, ROWS, fragment_columns, own_warpgroup, row_of_fragment, rows_of

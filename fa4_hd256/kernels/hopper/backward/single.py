@@ -32,12 +32,12 @@ from ....softmax_emu.exp2 import exp2_hardware
 from ....softmax_emu.recompute import scale_for_masking
 from ...backward.common import BackwardContext, Step
 from ...backward.ds_tiles import RUN
+from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
 from ...plan.edges import RingStates, SharedByReference
 from ...problem_class import GradientClass
 from ...ranges import traced
-from ...scheduler_role import CLAIM_STEPS, want_next_tile_if
 from ..instructions import (
     ROWS,
     WgmmaShape,

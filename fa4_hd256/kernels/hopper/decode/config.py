@@ -31,9 +31,8 @@ from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
 from ...forward.tiles import ForwardTiles
 from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets
+from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets, check_fields
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
-from ...plan.fields import check_fields
 
 __all__ = ["BLOCK_KV", "DECODE_E4M3", "QK_PARTS", "ROWS", "E4m3Config", "E4m3WarpPlan"]
 

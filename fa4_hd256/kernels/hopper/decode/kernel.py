@@ -36,7 +36,7 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
-from ...context import shared_fields
+from ...context import CLAIM_STEPS, schedule, shared_fields, want_next_tile_if
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...forward.decode_rows import TileRows, any_of_softmax, combine_warps, sum_of_row, synchronise
@@ -45,11 +45,9 @@ from ...limits import HEAD_DIM, WARP_SIZE
 from ...mask.masking import Visibility
 from ...operands import SharedMemory
 from ...plan.edges import RingState
-from ...problem_class import ProblemClass
+from ...problem_class import CallScalars, ProblemClass
 from ...ranges import traced
-from ...rows.views import columns_of
-from ...scalars import CallScalars
-from ...scheduler_role import CLAIM_STEPS, schedule, want_next_tile_if
+from ...rows.sequences import columns_of
 from ..instructions import (
     COLUMN_GROUP,
     QUAD,

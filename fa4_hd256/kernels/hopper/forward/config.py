@@ -14,9 +14,15 @@ from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
 from ...forward.tiles import ForwardTiles
 from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plan.budgets import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan, check_budgets
+from ...plan.budgets import (
+    WARPS_PER_WARPGROUP,
+    SmemPlan,
+    SmemRegion,
+    WarpPlan,
+    check_budgets,
+    check_fields,
+)
 from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
-from ...plan.fields import check_fields
 from .plan import BLOCK_KV, CTAS, DECODE_SECONDS, SECONDS, SHORT_BLOCK_KV, WARPGROUP_ROWS
 
 __all__ = ["DECODE", "ForwardConfig", "ForwardWarpPlan"]

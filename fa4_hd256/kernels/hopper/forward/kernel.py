@@ -40,19 +40,17 @@ from cutlass.memory import SmemAllocator
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
-from ...context import shared_fields
+from ...context import CLAIM_STEPS, schedule, shared_fields, want_next_tile_if
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
-from ...functions.score_change import Locate
+from ...functions.kernel_functions import Locate
 from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL, StepList
 from ...mask.masking import TileRange, Visibility
 from ...operands import SharedMemory, load_tile
 from ...plan.edges import RingState
-from ...problem_class import ProblemClass, query_rows
+from ...problem_class import CallScalars, ProblemClass, query_rows
 from ...ranges import traced
-from ...scalars import CallScalars
-from ...scheduler_role import CLAIM_STEPS, schedule, want_next_tile_if
 from ..fragments import exchanged_words, rescale, store_exchanged, store_float32
 from ..instructions import (
     QUAD,

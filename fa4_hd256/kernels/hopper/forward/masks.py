@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...functions.score_change import Locate
+from ...functions.kernel_functions import Locate
 from ...mask.block_mask import FULL, StepList
 from ...mask.masking import hide_unseen
 from ..instructions import QUAD, fragment_columns, row_of_fragment
