@@ -92,15 +92,17 @@ class BackwardSet:
 class KernelSet:
     """The kernels of one architecture.
 
-    classes: kind of kernel -> "module:class" below the folder; a kernel is made as
-    `class(config, problem_class, scheduler)`, with a class of the `schedulers` protocol.
-    forward_config, backward_config: the same of the configuration of each direction, None where it
-    has none yet.  decode_config: the same of a further forward kernel for a few query rows, None
-    where there is none.  forwards: what the host must know of the
-    tiles that calls may get of the forward, for every dtype of K and V, in the order in which they
-    are preferred; none likewise.  backward: the same of the backward, None likewise.
-    counts_tiles: the dynamic scheduler takes a counter in global memory.  combine: which
-    configurations the combining kernel gets.
+    classes: kind of kernel -> "module:class" below the folder; a kernel is made as `class(config,
+    problem_class, scheduler)`, with a class of the `schedulers` protocol. forward_config,
+    backward_config: the same of the configuration of each direction, None where it has none yet.
+    decode_config: the same of a further forward kernel for a few query rows, None where there is
+    none. tuned: a function of (tiles, causal, seqlen_k, gpu, paged) that returns the forward's
+    default configuration of a call with such tiles; causal: the mask bounds the keys on the right;
+    seqlen_k: of the longest key sequence; gpu: its rows of the tuning table; paged: keys lie in
+    pages. forwards: what the host must know of the tiles that calls may get of the forward, for
+    every dtype of K and V, in the order in which they are preferred; none likewise. backward: the
+    same of the backward, None likewise. counts_tiles: the dynamic scheduler takes a counter in
+    global memory. combine: which configurations the combining kernel gets.
     """
 
     architecture: Architecture
@@ -108,6 +110,7 @@ class KernelSet:
     forward_config: str | None = None
     backward_config: str | None = None
     decode_config: str | None = None
+    tuned: Any = None
     forwards: tuple[ForwardTiles, ...] = ()
     backward: BackwardSet | None = None
     counts_tiles: bool = False
@@ -120,9 +123,7 @@ class KernelSet:
     def config(self, direction: str) -> Any:
         """The class of a direction's configurations, "forward" or "backward". Raises as `kernel`.
 
-        That of the forward has `tiles`, and `tuned(causal, seqlen_k, gpu, tiles, paged)`, the
-        default of a call with such tiles; that of the backward has `ds_bytes` and
-        `of_kernel(kind)`.
+        That of the forward has `tiles`, that of the backward `ds_bytes` and `of_kernel(kind)`.
         """
         return self._class(getattr(self, f"{direction}_config"), direction)
 
@@ -132,10 +133,6 @@ class KernelSet:
         if direction == "forward" and self.decode_config is not None:
             return (*own, self._class(self.decode_config, direction))
         return own
-
-    def config_of(self, tiles: ForwardTiles) -> Any:
-        """The class of the configurations of a forward with such tiles."""
-        return self.configs("forward")[-1 if tiles.kind.startswith("forward_decode") else 0]
 
     def plans_of(self, config: Any) -> tuple[Any, ...]:
         """Return the plans in a configuration with their steps, for `proof.plans`."""

@@ -86,8 +86,8 @@ class TuningKey(NamedTuple):
 
     def config(self, keys: int) -> Any:
         """Return the configuration of calls with so many keys in the longest sequence."""
-        known = kernels_of(self.architecture).config_of(self.tiles)
-        return known.tuned(self.causal, keys, self.gpu, self.tiles, paged=self.paged)
+        tuned = kernels_of(self.architecture).tuned
+        return tuned(self.tiles, self.causal, keys, self.gpu, self.paged)
 
 
 def tuning_key(problem: Problem, gpu: str) -> TuningKey:

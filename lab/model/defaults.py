@@ -21,7 +21,7 @@ from bench.tables.comparison import OURS
 from fa4_hd256 import BackwardConfig, progress
 from fa4_hd256.call.division import splits_for
 from fa4_hd256.call.options import MOST_SPLITS
-from fa4_hd256.kernels.blackwell.architecture import STORED
+from fa4_hd256.kernels.blackwell.architecture import STORED, tuned
 from fa4_hd256.kernels.blackwell.backward.config import DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.context import CLAIM_STEPS
@@ -303,8 +303,8 @@ MIXES = {
 
 def _mixes(case: Case, predictor: Predictor) -> Decided:
     gpu, kind = gpu_of(predictor.machine), Kind.of(case)
-    tuned = ForwardConfig.tuned(case.causal, case.seqlen_k, gpu.tuning_name)
-    assert tuned.ex2_pattern == MIXES[DEFAULT_MIX]
+    config = tuned(TILES, case.causal, case.seqlen_k, gpu.tuning_name, paged=False)
+    assert config.ex2_pattern == MIXES[DEFAULT_MIX]
     kernel = predictor.forward(OURS, case, defaults_to_clc(case, FORWARD))
     runs = {}
     for name, pattern in MIXES.items():

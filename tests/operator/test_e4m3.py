@@ -25,7 +25,7 @@ def config_of(architecture, rows):
     """The configuration of tiles of so many rows."""
     kernels = kernels_of(named(architecture))
     tiles = next(t for t in kernels.forward_tiles(kv_dtype=E4M3) if t.rows == rows)
-    return kernels.config_of(tiles).tuned(False, 1, "", tiles)
+    return kernels.tuned(tiles, False, 1, "", False)
 
 
 def dense(queries, keys, heads, batch=2, dtype=torch.bfloat16):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from ...architectures import named
+from ...softmax_emu.pattern import Ex2Pattern
 from ..backward.ds_tiles import DS_BLOCK, DS_TILE
+from ..forward.tiles import ForwardTiles
 from ..kernel_set import (
     BackwardKernel,
     BackwardSet,
@@ -11,8 +16,9 @@ from ..kernel_set import (
     KeyKernel,
 )
 from ..rows.sequences import PADDING
+from . import tuning
 from .decode.config import DECODE, DECODE_E4M3
-from .forward.config import TILES
+from .forward.config import TILES, ForwardConfig
 from .pair_plan import BLOCK_KV, CTAS
 
 __all__ = ["RECOMPUTED", "KERNELS", "STORED"]
@@ -20,6 +26,23 @@ __all__ = ["RECOMPUTED", "KERNELS", "STORED"]
 RECOMPUTED = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
 #: Modelled calls lose least with 2 MB per part, of 0.5 to 4 (`lab defaults "parts of a group"`).
 STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
+
+
+def tuned(tiles: ForwardTiles, causal: bool, seqlen_k: int, gpu: str, paged: bool) -> Any:
+    """The default configuration of a call with such tiles: `KernelSet`.
+
+    Loads bound tiles of few rows, never exponentials: every mask, length and GPU gets the same.
+    Others take the exp2 mix of the tuning table; gpu: "B200" or "B300".
+    """
+    few = [config for config in (*DECODE, *DECODE_E4M3) if config.tiles == tiles]
+    return few[0] if few else _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu))
+
+
+@functools.lru_cache(maxsize=64)
+def _with_pattern(pattern: Ex2Pattern) -> ForwardConfig:
+    """Every call needs one, and the plans take longer to derive than a small call to launch."""
+    return ForwardConfig(ex2_pattern=pattern)
+
 
 KERNELS = KernelSet(
     named("sm_100a"),
@@ -35,6 +58,7 @@ KERNELS = KernelSet(
     forward_config="forward.config:ForwardConfig",
     decode_config="decode.config:DecodeConfig",
     backward_config="backward.config:BackwardConfig",
+    tuned=tuned,
     # Tiles of few rows come first: NOTE [keys as M] in `decode.config`.
     forwards=(
         *(config.tiles for config in DECODE),

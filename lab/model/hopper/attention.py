@@ -31,7 +31,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
-from fa4_hd256.run.catalogue import backward_specs, forward_spec
+from fa4_hd256.run.catalogue import backward_specs, forward_spec, tuning_key
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import empty_results
 from lab.model.backward import Backward
@@ -112,12 +112,7 @@ def forward_variant(
     """Return the variant that a call takes. use_clc: None for its default."""
     gpu = gpu_of(machine)
     problem = forward_problem(case, architecture_on(gpu))
-    causal = problem.options.window[1] is not None
-    config: Any = (
-        kernels_of(problem.architecture)
-        .config("forward")
-        .tuned(causal, case.seqlen_k, gpu.tuning_name, problem.tiles)
-    )
+    config = forward_spec(problem, gpu).config
     return Variant(
         Kind.of(case), defaults_to_clc(case, FORWARD) if use_clc is None else use_clc,
         keys=config.block_kv,
@@ -197,11 +192,8 @@ def call(variant: Variant, sample: Sample) -> tuple[Any, tuple]:
             return _backward_call(variant, problem, tensors, alone)
         if variant.splits:
             problem = divided(problem, 2, alone)
-        config = (
-            kernels_of(problem.architecture)
-            .config("forward")
-            .tuned(kind.causal, keys, alone.tuning_name, problem.tiles)
-        )
+        key = tuning_key(problem, alone.tuning_name)
+        config = key.config(keys)
         if config.block_kv != variant.keys:
             config = replace(config, block_kv=variant.keys)
         compiled = compile_kernel(forward_spec(problem, alone, config))

@@ -12,7 +12,8 @@ from bench.commands.ex2_sweep import Error, Times
 from bench.measure import exp2 as measured
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell import tuning
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.blackwell.architecture import tuned
+from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 from lab.model import exp2 as modelled
 from lab.model.calls import Kind
@@ -116,9 +117,9 @@ def test_the_default_configuration_reads_the_table(monkeypatch):
     for causal in (False, True):
         for seqlen in (1, 4096, 1 << 20):
             expected = tuning.pattern_for(causal, seqlen, "B200")
-            assert ForwardConfig.tuned(causal, seqlen, "B200").ex2_pattern == expected
+            assert tuned(TILES, causal, seqlen, "B200", False).ex2_pattern == expected
     monkeypatch.setattr(tuning, "pattern_for", lambda causal, seqlen_k, gpu: HALF)
-    assert ForwardConfig.tuned(True, 5, "B200") == ForwardConfig(ex2_pattern=HALF)
+    assert tuned(TILES, True, 5, "B200", False) == ForwardConfig(ex2_pattern=HALF)
 
 
 def planted(monkeypatch):

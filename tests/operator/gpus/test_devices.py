@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpus import gpu
 
-from fa4_hd256 import ForwardConfig, flash_attn_func
+from fa4_hd256 import flash_attn_func
 from fa4_hd256.call.backward_problem import choose_head_parts
 from fa4_hd256.call.division import splits_for
 from fa4_hd256.call.forward_problem import Problem
@@ -134,11 +134,11 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
     assert all(entry["gpu"] in ("B200", "B300") for entry in listed)
     asked = []
 
-    def tuned(causal, seqlen_k, name, tiles, paged):
+    def pattern_for(causal, seqlen_k, name):
         asked.append(name)
-        return ForwardConfig()
+        return HARDWARE_ONLY
 
-    monkeypatch.setattr(ForwardConfig, "tuned", tuned)
+    monkeypatch.setattr(tuning, "pattern_for", pattern_for)
     options = SimpleNamespace(window=(None, 0))
     problem = SimpleNamespace(
         options=options,
@@ -154,7 +154,7 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
     assert asked == ["B200", "B200", "B300", "B300"]
     monkeypatch.undo()
     if "B300" not in {entry["gpu"] for entry in listed}:
-        assert ForwardConfig.tuned(True, 4096, "B300").ex2_pattern == HARDWARE_ONLY
+        assert KERNELS.tuned(TILES, True, 4096, "B300", False).ex2_pattern == HARDWARE_ONLY
 
 
 # Pairs of a static grid: all, all but one, odd numbers, never none.

@@ -27,7 +27,7 @@ def default_plans(architecture):
     for tiles, causal, length, paged in itertools.product(
         kernels.forwards, (False, True), LENGTHS, (False, True)
     ):
-        configs.append(kernels.config_of(tiles).tuned(causal, length, "", tiles, paged))
+        configs.append(kernels.tuned(tiles, causal, length, "", paged))
     return dict.fromkeys(plan for config in configs for plan in kernels.plans_of(config))
 
 

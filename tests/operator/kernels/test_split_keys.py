@@ -25,6 +25,7 @@ from fa4_hd256.call.options import BY_RULE, MOST_SPLITS, Options, check_num_spli
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
+from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.mask.masking import Visibility
 from fa4_hd256.run import compile
 from fa4_hd256.run.catalogue import forward_spec
@@ -81,7 +82,8 @@ def test_each_part_is_the_attention_over_its_keys(
 ):
     """Part i of n has the KV tiles from t i // n to t (i + 1) // n of t."""
     gpu = next(iter(named(architecture).gpus.values()))[0]
-    step = forward_config.tuned(False, 520, gpu).block_kv
+    tuned = kernels_of(named(architecture)).tuned
+    step = tuned(forward_config().tiles, False, 520, gpu, False).block_kv
     tiles = -(-520 // step)
     q, k, v = inputs((40, 520), HEADS, device=device)
     check((q, k, v), num_splits)

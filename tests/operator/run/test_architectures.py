@@ -84,7 +84,7 @@ def test_kernels_that_are_named_exist(name):
         config = kernels.config("forward")
         assert {"forward"} <= set(kernels.classes) and config().tiles in kernels.forwards
         for tiles in kernels.forwards:
-            tuned = kernels.config_of(tiles).tuned(True, 4096, "", tiles).tiles
+            tuned = kernels.tuned(tiles, True, 4096, "", False).tiles
             for name in ("cta_rows", "rows", "cluster", "most_rows"):
                 assert getattr(tuned, name) == getattr(tiles, name)
         # One is for calls that no other is meant for.

@@ -376,14 +376,6 @@ class DecodeConfig:
                  "they have been read", True),
         )  # fmt: skip
 
-    @classmethod
-    def tuned(
-        cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles, paged: bool = False
-    ) -> DecodeConfig:
-        """The default configuration of a call with such tiles; see `ForwardConfig.tuned`. Every
-        mask, length and GPU gets the same: loads bound it, never exponentials."""
-        return next(config for config in (*DECODE, *DECODE_E4M3) if config.tiles == tiles)
-
     def score_elements(self, products: int) -> int:
         """Elements of S that so many MMA instructions of QK and PV, K = 32 bytes each, stand
         for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 
 from ....softmax_emu.online import ARITHMETICS
@@ -19,7 +18,6 @@ from ...plan.budgets import (
     check_fields,
 )
 from ...plan.edges import Edge, EdgeTable, Signal
-from .. import tuning
 from ..pair_plan import (
     BLOCK_KV,
     BLOCK_Q,
@@ -144,22 +142,6 @@ class ForwardConfig:
             )
         check_budgets(self)
 
-    @classmethod
-    def tuned(
-        cls,
-        causal: bool,
-        seqlen_k: int,
-        gpu: str,
-        tiles: ForwardTiles = TILES,
-        paged: bool = False,
-    ) -> ForwardConfig:
-        """The default configuration of a call, with the exp2 mix of the tuning table.
-
-        causal: the mask bounds the keys on the right. seqlen_k: of the longest key sequence. gpu:
-        "B200" or "B300"; see `tuning`. tiles: the only ones there are. paged: as without.
-        """
-        return _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu))
-
     @property
     def tiles(self) -> ForwardTiles:
         """Return what the host must know of its tiles."""
@@ -281,9 +263,3 @@ class ForwardConfig:
             f"head_dim {HEAD_DIM}; {self.ex2_pattern}; "
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _with_pattern(pattern: Ex2Pattern) -> ForwardConfig:
-    """Every call needs one, and the plans take longer to derive than a small call to launch."""
-    return ForwardConfig(ex2_pattern=pattern)

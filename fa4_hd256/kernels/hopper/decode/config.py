@@ -214,14 +214,6 @@ class E4m3Config:
             )
         )  # fmt: skip
 
-    @classmethod
-    def tuned(
-        cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles, paged: bool = False
-    ) -> E4m3Config:
-        """The default configuration of a call with such tiles; see `ForwardConfig.tuned`. Every
-        mask, length and GPU gets the same."""
-        return next(config for config in DECODE_E4M3 if config.tiles == tiles)
-
     def score_elements(self, products: int) -> int:
         """Elements of S that so many wgmma instructions, of all warps, stand for."""
         per_step = len(self.warps.consumers) * (HEAD_DIM // 16 + 2 * BLOCK_KV // 16)

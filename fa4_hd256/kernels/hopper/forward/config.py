@@ -27,8 +27,6 @@ from .plan import BLOCK_KV, CTAS, DECODE_SECONDS, SECONDS, SHORT_BLOCK_KV, WARPG
 
 __all__ = ["DECODE", "ForwardConfig", "ForwardWarpPlan"]
 
-SHORT_COST = 1.024  # of a key in a short step, over that in a long one
-
 
 @dataclass(frozen=True)
 class ForwardWarpPlan(WarpPlan):
@@ -111,30 +109,6 @@ class ForwardConfig:
                 "(P reaches 2^threshold and must stay finite in float16)"
             )
         check_budgets(self)
-
-    @classmethod
-    def tuned(
-        cls,
-        causal: bool,
-        seqlen_k: int,
-        gpu: str,
-        tiles: ForwardTiles | None = None,
-        paged: bool = False,
-    ) -> ForwardConfig:
-        """The default configuration of a call.
-
-        causal: the mask bounds the keys on the right.  seqlen_k: of the longest key sequence.
-        tiles: those of the call, `DECODE` of a few rows, `MASKED` of a block mask.  paged: keys lie
-        in pages; few page sizes share more than 16 rows with 80 keys. Measured on an H200
-        (lab/notes.md): with a mask steps of 64 keys leave out more; without, 80 keys take 2.4 %
-        less a key than 64, but more of the last step may be waste.
-        """
-        if tiles == DECODE.tiles:
-            return DECODE
-        if tiles == _SHORT.tiles:
-            return _SHORT
-        long, short = (-(-seqlen_k // keys) * keys for keys in (BLOCK_KV, SHORT_BLOCK_KV))
-        return _SHORT if causal or paged or short * SHORT_COST < long else _LONG
 
     @property
     def tiles(self) -> ForwardTiles:
@@ -245,10 +219,8 @@ class ForwardConfig:
         )
 
 
-_LONG, _SHORT = ForwardConfig(), ForwardConfig(block_kv=SHORT_BLOCK_KV)
-
-#: Configuration for a block mask, whose tiles are of two steps each.
-MASKED = _SHORT
+#: Configuration for steps of fewer keys, and for a block mask, whose tiles are of two steps each.
+MASKED = ForwardConfig(block_kv=SHORT_BLOCK_KV)
 
 #: Configuration for a few rows against many keys, NOTE [decode].
 DECODE = ForwardConfig(
