@@ -432,12 +432,6 @@ class StepTable:
         return next(role for role in self.roles if name in (role.name, *role.names))
 
     @property
-    def claims(self) -> float:
-        """Steps that a tile has left when the next one is requested.  Raises StopIteration for a
-        table without roles."""
-        return next(role.claims for role in self.roles if role.claims is not None)
-
-    @property
     def fills(self) -> tuple[tuple[Load, When], ...]:
         """Return all loads, with the steps in which they happen."""
         return (
@@ -455,22 +449,6 @@ class StepTable:
     def copies(self) -> tuple[Copy, ...]:
         """All copies of all loads."""
         return tuple(copy for load, _ in self.fills for copy in load.copies)
-
-    @property
-    def filled_rings(self) -> tuple[Ring, ...]:
-        """Rings that are filled by copies."""
-        names = {load.ring for load, _ in self.fills}
-        return tuple(ring for ring in self.rings if ring.name in names)
-
-    def loads_of(self, role: str, is_first: bool) -> tuple[Load, ...]:
-        """Return a role's loads in a tile's first step, or in every later one, in order."""
-        return tuple(
-            action.load
-            for act in self.role(role).acts
-            if act.when.applies(is_first, False)
-            for action in act.actions
-            if action.load
-        )
 
     def is_of_tile(self, content: str) -> bool:
         """Return True if a content is loaded, or written by a role, once a tile."""

@@ -22,6 +22,7 @@ from step_traces import (
 
 from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.architectures import named
+from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.hopper.backward.config import (
     BackwardConfig,
     DvPlan,
@@ -135,7 +136,7 @@ def fills_when_claimed(report, plan):
 def claimed_late(claimed, table, steps, once, each):
     """Return True if every tile, of so many steps, has begun all that its table requires when the
     next is claimed.  once, each: buffers filled for a tile, and for a step."""
-    of_tile, left = once + each * steps, each * table.claims
+    of_tile, left = once + each * steps, each * CLAIM_STEPS
     return all(fills >= of_tile * (tile + 1) - left for tile, fills in enumerate(claimed))
 
 

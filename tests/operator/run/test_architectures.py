@@ -28,12 +28,13 @@ from fa4_hd256.kernels.kernel_set import KernelSet
 folder, module, config = (types.ModuleType(f"{kernels.__name__}.{row.folder}{name}")
                           for name in ("", ".architecture", ".config"))
 class Config:
-    @classmethod
-    def tuned(cls, causal, seqlen_k, gpu, tiles, paged=False):
-        return f"tuned for {gpu}"
+    pass
+def tuned(tiles, causal, seqlen_k, gpu, paged):
+    return f"tuned for {gpu}"
 config.Config = Config
 module.KERNELS = KernelSet(row, {"forward_third": "kernel:Kernel", "forward": "kernel:Kernel"},
-                           "config:Config", forwards=(ForwardTiles(48, 96, 64, 1, 1e-6, 5),))
+                           "config:Config", tuned=tuned,
+                           forwards=(ForwardTiles(48, 96, 64, 1, 1e-6, 5),))
 for one in (folder, module, config):
     sys.modules[one.__name__] = one
 
