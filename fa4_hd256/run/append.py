@@ -14,8 +14,7 @@ from ..call.memory import View
 from ..call.operator_arguments import CacheTensors, CacheValues
 from ..call.options import UNBOUNDED
 from ..kernels.problem_class import DESCALES, KV_DTYPES, AppendClass, RotaryClass
-from ..kernels.small.append_rotary import RotaryTables
-from ..kernels.small.append_rows import AppendTables
+from ..kernels.small.append_rows import AppendTables, RotaryTables
 from .arguments import STREAM
 from .catalogue import append_spec
 from .forward import add_forward, work_of
