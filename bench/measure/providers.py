@@ -14,7 +14,7 @@ import torch
 from bench.peers import flash_attn_4, frost
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
-from fa4_hd256.gpus.family import describe_family, in_family
+from fa4_hd256.gpus.family import describe_family, of_capability
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 
@@ -165,7 +165,7 @@ class Ours:
         if not torch.cuda.is_available():
             return "no CUDA device"
         capability = torch.cuda.get_device_capability()
-        if not in_family(capability):
+        if not of_capability(capability):
             major, minor = capability
             return f"needs a {describe_family()}; this GPU has {major}.{minor}"
         return None

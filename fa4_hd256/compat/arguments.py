@@ -1,6 +1,6 @@
-"""Fate of each argument of flash-attention's functions: one table for each library.
+"""Fate of each argument of another library's functions: one table for each library.
 
-The tables are the source of the checks here and of the tables in docs/api.md.
+The tables of flash-attention's libraries are also those of docs/api.md.
 """
 
 from __future__ import annotations
@@ -15,10 +15,24 @@ import torch
 
 from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 
-__all__ = ["FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "Argument", "Library", "document"]
+__all__ = [
+    "FLASH_ATTN_2",
+    "FLASH_ATTN_3",
+    "FLASH_ATTN_4",
+    "HONOURED",
+    "NEUTRAL",
+    "REFUSED",
+    "SEQUENCES",
+    "Argument",
+    "Library",
+    "document",
+    "honoured",
+    "neutral",
+    "refused",
+]
 
-#: Fates of an argument: its meaning is kept; any value gives the same result; any value that
-#: requests something is refused.
+#: Fates of an argument. Honoured: its meaning is kept. Neutral: any value gives the same result.
+#: Refused: only values that request nothing are accepted.
 HONOURED, NEUTRAL, REFUSED = "honoured", "neutral", "refused"
 
 
@@ -27,33 +41,48 @@ class Argument:
     """Fate of an argument.
 
     fate: `HONOURED`, `NEUTRAL` or `REFUSED`. note: how, why, or what to do instead. accepted: the
-    values of a refused argument that request nothing.
+    values of a refused argument that request nothing. ours: the name of an honoured argument in our
+    functions, where it is another one.
     """
 
     fate: str
     note: str
     accepted: tuple[Any, ...] = (None,)
+    ours: str = ""
 
 
 @dataclass(frozen=True)
 class Library:
     """A library whose functions are offered here.
 
-    name, module: of its distribution and of the module with its functions. arguments: by name, of
-    all of its functions.
+    name, module: its name, and the module with its functions. arguments: of all of its functions,
+    by name.
     """
 
     name: str
     module: str
     arguments: dict[str, Argument]
 
-    def refuse(self, function: str, given: dict[str, Any]) -> None:
-        """Raise NotImplementedError for a refused argument that requests something.
+    def checked(self, function: str, given: dict[str, Any], *tensors: Any) -> Any:
+        """Return the library's own function for tensors of another head_dim, else None.
 
-        given: all arguments of a call of `function`, by name.
+        given: all arguments of the call, by name. tensors: those with a head_dim. Raises
+        NotImplementedError for a refused argument that requests something, ValueError for another
+        head_dim where the library is not installed.
         """
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] != HEAD_DIM:
+                return self.original(function, tensor.shape[-1])
+        self.refuse(function, given)
+        return None
+
+    def refuse(self, function: str, given: dict[str, Any]) -> None:
+        """Raise NotImplementedError for a refused argument that requests something, TypeError for
+        a name that the table does not have."""
         for name, value in given.items():
-            argument = self.arguments[name]
+            argument = self.arguments.get(name)
+            if argument is None:
+                raise TypeError(f"{self.name}'s {function} got an unexpected argument {name!r}")
             if argument.fate != REFUSED or _is_one_of(value, argument.accepted):
                 continue
             shown = " or ".join(map(repr, argument.accepted))
@@ -66,7 +95,7 @@ class Library:
     def refuse_pages(self, name: str, page_table: Any, pages: torch.Tensor) -> None:
         """Raise NotImplementedError for a page size that kernels cannot read.
 
-        name: that of the argument page_table. pages: (pages, page_size, heads_kv, 256).
+        name: of the argument page_table. pages: (pages, page_size, heads_kv, 256).
         """
         if page_table is not None and pages.ndim == 4 and pages.shape[1] % PAGE_MULTIPLE:
             raise NotImplementedError(
@@ -75,10 +104,7 @@ class Library:
             )
 
     def original(self, function: str, head_dim: int) -> Callable[..., Any]:
-        """Return the library's own function, for tensors of another head_dim.
-
-        Raises ValueError where the library is not installed.
-        """
+        """Return the library's own function. Raises ValueError where it is not installed."""
         module: Any = sys.modules.get(self.module)
         if module is None:
             try:
@@ -88,25 +114,17 @@ class Library:
                     f"{function} is given head_dim {head_dim}; accepted: {HEAD_DIM}, or another "
                     f"one where {self.name} is installed, which it is not ({error})"
                 ) from error
-        found: Callable[..., Any] = getattr(module, function)
-        if found.__module__.startswith(__package__ or "fa4_hd256.compat"):
+        original: Callable[..., Any] = getattr(module, function)
+        if original.__module__.startswith(__package__ or "fa4_hd256.compat"):
             raise ValueError(
                 f"{function} is given head_dim {head_dim}; accepted: {HEAD_DIM}, since the module "
                 f"{self.module} of this process is fa4_hd256's own"
             )
-        return found
-
-
-def other_head_dim(*tensors: Any) -> int | None:
-    """Return the first head_dim of tensors that is not ours, or None."""
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] != HEAD_DIM:
-            return tensor.shape[-1]
-    return None
+        return original
 
 
 def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Compare numbers by value and all else by identity: tensors are not read."""
+    """Compare numbers by value, and all else by identity: comparing tensors may wait for a GPU."""
     plain = (bool, int, float, str)
     return any(
         value is one or (isinstance(value, plain) and isinstance(one, plain) and value == one)
@@ -126,120 +144,118 @@ def document(library: Library) -> str:
     return "\n".join(["| arguments | | what becomes of them |", "|---|---|---|", *rows])
 
 
-def _kept(note: str = "as there") -> Argument:
-    return Argument(HONOURED, note)
+def honoured(note: str = "as there", ours: str = "") -> Argument:
+    return Argument(HONOURED, note, ours=ours)
 
 
-def _neutral(note: str) -> Argument:
+def neutral(note: str) -> Argument:
     return Argument(NEUTRAL, note)
 
 
-def _refused(note: str, *accepted: Any) -> Argument:
+def refused(note: str, *accepted: Any) -> Argument:
     return Argument(REFUSED, note, accepted or (None,))
 
 
-_TENSORS = _kept("as there; another head_dim goes to the library itself")
-_PACK_GQA = _neutral("query heads of a group share tiles wherever that helps")
-_SM_MARGIN = _neutral("no call reserves SMs; `FA4_HD256_RESERVED_SMS` does for a process")
-_DETERMINISTIC = _neutral("results and gradients are deterministic in any case")
-_QV = _refused("A second query for V belongs to MLA at head_dim 64")
-_CHUNK = _refused("Use a block_mask of fa4_hd256.flash_attn_func for chunked attention", 0)
-_WINDOW = _kept("keys before and behind; a negative number is unbounded")
-_SEQUENCES = {
-    "cu_seqlens_q": _kept(),
-    "cu_seqlens_k": _kept(),
-    "max_seqlen_q": _kept(),
-    "max_seqlen_k": _kept(),
-    "seqused_q": _kept(),
-    "seqused_k": _kept(),
-}
+_TENSORS = honoured("as there; another head_dim goes to the library itself")
+_PACK_GQA = neutral("query heads of a group share tiles wherever that helps")
+_SM_MARGIN = neutral("no call reserves SMs; `FA4_HD256_RESERVED_SMS` does for a process")
+_DETERMINISTIC = neutral("results and gradients are deterministic in any case")
+_QV = refused("A second query for V belongs to MLA at head_dim 64")
+_CHUNK = refused("Use a block_mask of fa4_hd256.flash_attn_func for chunked attention", 0)
+_WINDOW = honoured("keys before and behind; a negative number is unbounded")
+#: Lengths of packed sequences, which all three libraries and our functions name alike.
+SEQUENCES = (
+    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k",
+)  # fmt: skip
+_SEQUENCES = dict.fromkeys(SEQUENCES, honoured())
 _CACHE = {
     "k_cache": _TENSORS,
     "v_cache": _TENSORS,
-    "rotary_cos": _kept(),
-    "rotary_sin": _kept(),
-    "cache_seqlens": _kept(),
-    "cache_batch_idx": _kept(),
-    "cache_leftpad": _kept("with pages, too"),
-    "rotary_interleaved": _kept(),
-    "return_softmax_lse": _kept("True: `(out, lse)`"),
+    "rotary_cos": honoured(),
+    "rotary_sin": honoured(),
+    "cache_seqlens": honoured(),
+    "cache_batch_idx": honoured(),
+    "cache_leftpad": honoured("with pages, too"),
+    "rotary_interleaved": honoured(),
+    "return_softmax_lse": honoured("True: `(out, lse)`"),
 }
 _COMBINED = {
-    "out_partial": _kept("any head_dim; in PyTorch's operations"),
-    "lse_partial": _kept(),
-    "out": _kept(),
-    "out_dtype": _kept("the partial results' if None"),
+    "out_partial": honoured("any head_dim; in PyTorch's operations"),
+    "lse_partial": honoured(),
+    "out": honoured(),
+    "out_dtype": honoured("the partial results' if None"),
 }
 
 FLASH_ATTN_4 = Library("flash-attn-4", "flash_attn.cute.interface", {
     "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, **_SEQUENCES,
-    "page_table": _kept("page sizes that are multiples of 16"),
-    "softmax_scale": _kept(),
-    "causal": _kept("ignored with mask_mod, as there"),
-    "window_size": _kept(
+    "page_table": honoured("page sizes that are multiples of 16"),
+    "softmax_scale": honoured(),
+    "causal": honoured("ignored with mask_mod, as there"),
+    "window_size": honoured(
         "two negative numbers are unbounded, one shifts the window; ignored with mask_mod, as there"
     ),
-    "learnable_sink": _kept(), "softcap": _kept(),
-    "num_splits": _kept("below 1: the operator's own rule"),
-    "return_lse": _kept(
+    "learnable_sink": honoured(), "softcap": honoured(),
+    "num_splits": honoured("below 1: the operator's own rule"),
+    "return_lse": honoured(
         "the result is a pair in any case; without it lse is None unless there are gradients, and "
         "has none itself"
     ),
-    "score_mod": _kept("translated; called with vectors of one score"),
-    "score_mod_bwd": _kept("translated: its result for a gradient of 1 is the slope"),
-    "mask_mod": _kept("translated; refused with cu_seqlens, seqused or pages"),
-    "aux_tensors": _kept("up to 4; 16-bit floats are read as copies in float32"),
-    "aux_scalars": _kept("compiled in: a new value is a new kernel"),
-    "block_sparse_tensors": _kept(
+    "score_mod": honoured("translated; called with vectors of one score"),
+    "score_mod_bwd": honoured("translated: its result for a gradient of 1 is the slope"),
+    "mask_mod": honoured("translated; refused with cu_seqlens, seqused or pages"),
+    "aux_tensors": honoured("up to 4; 16-bit floats are read as copies in float32"),
+    "aux_scalars": honoured("compiled in: a new value is a new kernel"),
+    "block_sparse_tensors": honoured(
         "a mask of tiles; block_size: multiples of 128; refused with cu_seqlens, seqused or pages"
     ),
-    "block_sparse_tensors_bwd": _neutral("gradients follow block_sparse_tensors"),
+    "block_sparse_tensors_bwd": neutral("gradients follow block_sparse_tensors"),
     "deterministic": _DETERMINISTIC, "pack_gqa": _PACK_GQA,
-    "min_seqlen_k": _neutral("only its gathered keys need it"),
-    "scheduler_metadata": _neutral("the operator's own rule splits the work"),
-    "disable_scheduler_metadata": _neutral("as scheduler_metadata"),
+    "min_seqlen_k": neutral("only its gathered keys need it"),
+    "scheduler_metadata": neutral("the operator's own rule splits the work"),
+    "disable_scheduler_metadata": neutral("as scheduler_metadata"),
     "qv": _QV,
-    "gather_kv_indices": _refused("Gathered keys belong to sparse MLA"),
-    "gather_bwd_recompute_p": _refused("It belongs to gather_kv_indices", False),
-    "gather_bwd_token_chunk": _refused("It belongs to gather_kv_indices"),
-    "seqlen_k_per_split": _refused("Use batch_invariant=True of fa4_hd256's own function"),
+    "gather_kv_indices": refused("Gathered keys belong to sparse MLA"),
+    "gather_bwd_recompute_p": refused("It belongs to gather_kv_indices", False),
+    "gather_bwd_token_chunk": refused("It belongs to gather_kv_indices"),
+    "seqlen_k_per_split": refused("Use batch_invariant=True of fa4_hd256's own function"),
     **_COMBINED,
-    "cu_seqlens": _neutral("rows are combined one by one"),
-    "seqused": _neutral("rows past those in use are combined, too"),
-    "virtual_batch_idx": _refused("It belongs to a scheduler that sorts sequences"),
+    "cu_seqlens": neutral("rows are combined one by one"),
+    "seqused": neutral("rows past those in use are combined, too"),
+    "virtual_batch_idx": refused("It belongs to a scheduler that sorts sequences"),
 })  # fmt: skip
 
 FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", {
     "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, "qkv": _TENSORS, **_SEQUENCES, **_CACHE,
-    "cu_seqlens_k_new": _kept(), "rotary_seqlens": _kept("ignored without rotary tables"),
-    "page_table": _kept("page sizes that are multiples of 16"),
-    "softmax_scale": _kept(), "causal": _kept(), "window_size": _WINDOW, "softcap": _kept(),
-    "q_descale": _kept("with q in e4m3, which is read as bfloat16; part of k_descale"),
-    "k_descale": _kept(), "v_descale": _kept(),
-    "num_splits": _kept("0: the operator's own rule"),
-    "num_heads_q": _kept("of flash_attn_qkvpacked_func"),
-    "return_attn_probs": _kept("True: `(out, lse)`, as there"),
+    "cu_seqlens_k_new": honoured(), "rotary_seqlens": honoured("ignored without rotary tables"),
+    "page_table": honoured("page sizes that are multiples of 16"),
+    "softmax_scale": honoured(), "causal": honoured(), "window_size": _WINDOW,
+    "softcap": honoured(),
+    "q_descale": honoured("with q in e4m3, which is read as bfloat16; part of k_descale"),
+    "k_descale": honoured(), "v_descale": honoured(),
+    "num_splits": honoured("0: the operator's own rule"),
+    "num_heads_q": honoured("of flash_attn_qkvpacked_func"),
+    "return_attn_probs": honoured("True: `(out, lse)`, as there"),
     "deterministic": _DETERMINISTIC, "pack_gqa": _PACK_GQA, "sm_margin": _SM_MARGIN,
-    "scheduler_metadata": _neutral("the operator's own rule splits the work"),
+    "scheduler_metadata": neutral("the operator's own rule splits the work"),
     "qv": _QV, "attention_chunk": _CHUNK,
     **_COMBINED,
     **dict.fromkeys(
         ("batch_size", "num_heads_kv", "headdim", "qkv_dtype", "headdim_v",
          "page_size", "max_seqlen_k_new", "has_softcap"),
-        _neutral("get_scheduler_metadata returns None: no plan is needed"),
+        neutral("get_scheduler_metadata returns None: no plan is needed"),
     ),
 })  # fmt: skip
 
 FLASH_ATTN_2 = Library("flash-attn", "flash_attn", {
     "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, "kv": _TENSORS, "qkv": _TENSORS,
     **{name: note for name, note in _SEQUENCES.items() if not name.startswith("seqused")},
-    "cu_seqlens": _kept(), "max_seqlen": _kept(), **_CACHE,
-    "block_table": _kept("page sizes that are multiples of 16"),
-    "dropout_p": _refused("There is no dropout; apply it to the result of the layer", 0.0),
-    "softmax_scale": _kept(), "causal": _kept(), "window_size": _WINDOW,
-    "softcap": _kept("0 and below: none"),
-    "alibi_slopes": _kept("`fa4_hd256.score_mods.alibi`; no gradient to them"),
-    "num_splits": _kept("0: the operator's own rule"),
-    "return_attn_probs": _kept("True: `(out, lse, S)`, S empty as there without dropout"),
+    "cu_seqlens": honoured(), "max_seqlen": honoured(), **_CACHE,
+    "block_table": honoured("page sizes that are multiples of 16"),
+    "dropout_p": refused("There is no dropout; apply it to the result of the layer", 0.0),
+    "softmax_scale": honoured(), "causal": honoured(), "window_size": _WINDOW,
+    "softcap": honoured("0 and below: none"),
+    "alibi_slopes": honoured("`fa4_hd256.score_mods.alibi`; no gradient to them"),
+    "num_splits": honoured("0: the operator's own rule"),
+    "return_attn_probs": honoured("True: `(out, lse, S)`, S empty as there without dropout"),
     "deterministic": _DETERMINISTIC,
 })  # fmt: skip

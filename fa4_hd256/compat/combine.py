@@ -13,14 +13,12 @@ def combine(
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of the splits of a call.
+    """Return (out, lse) of a call's KV splits.
 
-    out_partial: (splits, ..., heads, head_dim); lse_partial: (splits, ..., heads) float32, -inf
-    where a split sees no key. out: where the result is written, None for a new tensor. out_dtype:
-    of a new one, None for that of out_partial. lse: (..., heads) float32. A row without keys has
-    out = 0 and lse = -inf.
-
-    Raises ValueError for shapes that do not agree.
+    out_partial: (splits, ..., heads, head_dim). lse_partial: (splits, ..., heads) float32, -inf
+    where a split sees no key. out: where the result is written; None: a new tensor of out_dtype, or
+    of out_partial's dtype. lse: (..., heads) float32. A row without keys has out = 0 and lse =
+    -inf. Raises ValueError for shapes that do not agree.
     """
     if out_partial.shape[:-1] != lse_partial.shape:
         raise ValueError(
@@ -31,8 +29,8 @@ def combine(
     lse = torch.logsumexp(lse_partial.float(), dim=0)
     weights = torch.exp(lse_partial.float() - lse).masked_fill(lse_partial == -torch.inf, 0.0)
     # A split without keys may hold anything.
-    parts = out_partial.float().masked_fill((weights == 0.0)[..., None], 0.0)
-    found = (weights[..., None] * parts).sum(0)
+    partial = out_partial.float().masked_fill((weights == 0.0)[..., None], 0.0)
+    combined = (weights[..., None] * partial).sum(0)
     if out is None:
-        return found.to(out_dtype or out_partial.dtype), lse
-    return out.copy_(found), lse
+        return combined.to(out_dtype or out_partial.dtype), lse
+    return out.copy_(combined), lse

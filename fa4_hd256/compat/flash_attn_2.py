@@ -8,7 +8,7 @@ import torch
 
 from .. import interface, kv_cache
 from ..score_mods import alibi
-from .arguments import FLASH_ATTN_2, other_head_dim
+from .arguments import FLASH_ATTN_2
 from .windows import window_of
 
 __all__ = [
@@ -37,13 +37,13 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` with q, k and v in one tensor, qkv: (batch, seqlen, 3, heads, 256)."""
-    given = dict(locals())
-    head_dim = other_head_dim(qkv)
-    if head_dim is not None:
-        return FLASH_ATTN_2.original("flash_attn_qkvpacked_func", head_dim)(**given)
-    del given["qkv"]
+    arguments = dict(locals())
+    original = FLASH_ATTN_2.checked("flash_attn_qkvpacked_func", arguments, qkv)
+    if original is not None:
+        return original(**arguments)
+    del arguments["qkv"]
     q, k, v = qkv.unbind(dim=-3)
-    return flash_attn_func(q, k, v, **given)
+    return flash_attn_func(q, k, v, **arguments)
 
 
 def flash_attn_kvpacked_func(
@@ -59,13 +59,13 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` with k and v in one tensor, kv: (batch, seqlen_k, 2, heads_kv, 256)."""
-    given = dict(locals())
-    head_dim = other_head_dim(q, kv)
-    if head_dim is not None:
-        return FLASH_ATTN_2.original("flash_attn_kvpacked_func", head_dim)(**given)
-    del given["q"], given["kv"]
+    arguments = dict(locals())
+    original = FLASH_ATTN_2.checked("flash_attn_kvpacked_func", arguments, q, kv)
+    if original is not None:
+        return original(**arguments)
+    del arguments["q"], arguments["kv"]
     k, v = kv.unbind(dim=-3)
-    return flash_attn_func(q, k, v, **given)
+    return flash_attn_func(q, k, v, **arguments)
 
 
 def flash_attn_func(
@@ -81,7 +81,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention with the arguments and the result of flash-attention 2's function of this name.
+    """Compute attention with the arguments and the result of flash-attention 2's function.
 
     `fa4_hd256.compat.arguments` lists what becomes of each argument. Another head_dim than 256
     goes to flash-attention 2 itself.
@@ -90,13 +90,12 @@ def flash_attn_func(
     NotImplementedError for arguments that are not offered, ValueError for another head_dim without
     flash-attention 2, else as `fa4_hd256.flash_attn_func` does.
     """
-    given = dict(locals())
-    head_dim = other_head_dim(q, k, v)
-    if head_dim is not None:
-        return FLASH_ATTN_2.original("flash_attn_func", head_dim)(**given)
-    FLASH_ATTN_2.refuse("flash_attn_func", given)
-    found = interface.flash_attn_func(q, k, v, return_lse=return_attn_probs, **_options(given))
-    return (*found, q.new_empty(0)) if return_attn_probs else found
+    arguments = dict(locals())
+    original = FLASH_ATTN_2.checked("flash_attn_func", arguments, q, k, v)
+    if original is not None:
+        return original(**arguments)
+    result = interface.flash_attn_func(q, k, v, return_lse=return_attn_probs, **_options(arguments))
+    return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -113,14 +112,14 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` with q, k and v in one tensor, qkv: (total, 3, heads, 256)."""
-    given = dict(locals())
-    head_dim = other_head_dim(qkv)
-    if head_dim is not None:
-        return FLASH_ATTN_2.original("flash_attn_varlen_qkvpacked_func", head_dim)(**given)
-    del given["qkv"], given["cu_seqlens"], given["max_seqlen"]
+    arguments = dict(locals())
+    original = FLASH_ATTN_2.checked("flash_attn_varlen_qkvpacked_func", arguments, qkv)
+    if original is not None:
+        return original(**arguments)
+    del arguments["qkv"], arguments["cu_seqlens"], arguments["max_seqlen"]
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     q, k, v = qkv.unbind(dim=-3)
-    return flash_attn_varlen_func(q, k, v, *lengths, **given)
+    return flash_attn_varlen_func(q, k, v, *lengths, **arguments)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -140,13 +139,13 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` with k and v in one tensor, kv: (total_k, 2, heads_kv, 256)."""
-    given = dict(locals())
-    head_dim = other_head_dim(q, kv)
-    if head_dim is not None:
-        return FLASH_ATTN_2.original("flash_attn_varlen_kvpacked_func", head_dim)(**given)
-    del given["q"], given["kv"]
+    arguments = dict(locals())
+    original = FLASH_ATTN_2.checked("flash_attn_varlen_kvpacked_func", arguments, q, kv)
+    if original is not None:
+        return original(**arguments)
+    del arguments["q"], arguments["kv"]
     k, v = kv.unbind(dim=-3)
-    return flash_attn_varlen_func(q, k, v, **given)
+    return flash_attn_varlen_func(q, k, v, **arguments)
 
 
 def flash_attn_varlen_func(
@@ -169,30 +168,23 @@ def flash_attn_varlen_func(
 ) -> Result:
     """`flash_attn_func` for packed sequences, as flash-attention 2's function of this name.
 
-    With block_table k and v are (pages, page_size, heads_kv, 256), and cu_seqlens_k says how many
-    keys each sequence has.
+    With block_table k and v are (pages, page_size, heads_kv, 256), and cu_seqlens_k counts the keys
+    of each sequence.
     """
-    given = dict(locals())
-    head_dim = other_head_dim(q, k, v)
-    if head_dim is not None:
-        return FLASH_ATTN_2.original("flash_attn_varlen_func", head_dim)(**given)
-    FLASH_ATTN_2.refuse("flash_attn_varlen_func", given)
+    arguments = dict(locals())
+    original = FLASH_ATTN_2.checked("flash_attn_varlen_func", arguments, q, k, v)
+    if original is not None:
+        return original(**arguments)
     FLASH_ATTN_2.refuse_pages("block_table", block_table, k)
-    keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_k}
-    if block_table is not None:
-        keys = {"page_table": block_table, "seqused_k": cu_seqlens_k.diff()}
-    found = interface.flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        return_lse=return_attn_probs,
-        **keys,
-        **_options(given),
+    lengths = {name: arguments[name] for name in ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")}
+    if block_table is None:
+        lengths["cu_seqlens_k"] = cu_seqlens_k
+    else:
+        lengths |= {"page_table": block_table, "seqused_k": cu_seqlens_k.diff()}
+    result = interface.flash_attn_varlen_func(
+        q, k, v, return_lse=return_attn_probs, **lengths, **_options(arguments)
     )
-    return (*found, q.new_empty(0)) if return_attn_probs else found
+    return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
 def flash_attn_with_kvcache(
@@ -216,17 +208,17 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Result:
-    """Attention over a cache, new rows written to it first, as flash-attention 2's of this name.
+    """Write new rows to a cache, then attend over it, as flash-attention 2's function does.
 
     Returns out, or (out, lse) with return_softmax_lse. Raises as `flash_attn_func` of this module
     and `fa4_hd256.flash_attn_with_kvcache` do.
     """
-    given = dict(locals())
-    head_dim = other_head_dim(q, k_cache, v_cache)
-    if head_dim is not None:
-        return FLASH_ATTN_2.original("flash_attn_with_kvcache", head_dim)(**given)
+    arguments = dict(locals())
+    original = FLASH_ATTN_2.checked("flash_attn_with_kvcache", arguments, q, k_cache, v_cache)
+    if original is not None:
+        return original(**arguments)
     FLASH_ATTN_2.refuse_pages("block_table", block_table, k_cache)
-    places = {name: given[name] for name in _PLACES if given[name] is not None}
+    cache = {name: arguments[name] for name in _OF_CACHE if arguments[name] is not None}
     return kv_cache.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -237,23 +229,23 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved,
         return_lse=return_softmax_lse,
         num_splits=num_splits,
-        **places,
-        **_options(given),
+        **cache,
+        **_options(arguments),
     )
 
 
 #: Arguments of a cache that our function has under the same names.
-_PLACES = ("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad")
+_OF_CACHE = ("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad")
 
 
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of our functions that all of these share."""
+def _options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that all of our functions take."""
     options = {
-        "softmax_scale": given["softmax_scale"],
-        "causal": given["causal"],
-        "window_size": window_of(given["window_size"]),
-        "softcap": max(given["softcap"], 0.0),
+        "softmax_scale": arguments["softmax_scale"],
+        "causal": arguments["causal"],
+        "window_size": window_of(arguments["window_size"]),
+        "softcap": max(arguments["softcap"], 0.0),
     }
-    if given["alibi_slopes"] is not None:
-        options["score_mod"] = alibi(given["alibi_slopes"])
+    if arguments["alibi_slopes"] is not None:
+        options["score_mod"] = alibi(arguments["alibi_slopes"])
     return options

@@ -8,7 +8,7 @@ import torch
 
 from .. import interface, kv_cache
 from ..kernels.problem_class import KV_DTYPES
-from .arguments import FLASH_ATTN_3, other_head_dim
+from .arguments import FLASH_ATTN_3, SEQUENCES
 from .combine import combine
 from .windows import window_of
 
@@ -40,16 +40,16 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention with q, k and v in one tensor, as flash-attention 3's function of this name.
+    """`flash_attn_func` with q, k and v in one tensor, as flash-attention 3's function.
 
     qkv: (batch, seqlen, 3, heads, 256), or (batch, seqlen, heads + 2 heads_kv, 256) with
     num_heads_q. Returns and raises as `flash_attn_func` does.
     """
-    given = dict(locals())
-    head_dim = other_head_dim(qkv)
-    if head_dim is not None:
-        return FLASH_ATTN_3.original("flash_attn_qkvpacked_func", head_dim)(**given)
-    del given["qkv"], given["num_heads_q"]
+    arguments = dict(locals())
+    original = FLASH_ATTN_3.checked("flash_attn_qkvpacked_func", arguments, qkv)
+    if original is not None:
+        return original(**arguments)
+    del arguments["qkv"], arguments["num_heads_q"]
     if qkv.ndim == 5:
         q, k, v = qkv.unbind(dim=-3)
     else:
@@ -60,7 +60,7 @@ def flash_attn_qkvpacked_func(
             )
         heads_kv = (qkv.shape[-2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=-2)
-    return flash_attn_func(q, k, v, **given)
+    return flash_attn_func(q, k, v, **arguments)
 
 
 def flash_attn_func(
@@ -82,7 +82,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention with the arguments and the result of flash-attention 3's function of this name.
+    """Compute attention with the arguments and the result of flash-attention 3's function.
 
     `fa4_hd256.compat.arguments` lists what becomes of each argument. Another head_dim than 256
     goes to flash-attention 3 itself.
@@ -91,13 +91,12 @@ def flash_attn_func(
     that are not offered, ValueError for another head_dim without flash-attention 3, else as
     `fa4_hd256.flash_attn_func` does.
     """
-    given = dict(locals())
-    head_dim = other_head_dim(q, k, v)
-    if head_dim is not None:
-        return FLASH_ATTN_3.original("flash_attn_func", head_dim)(**given)
-    FLASH_ATTN_3.refuse("flash_attn_func", given)
+    arguments = dict(locals())
+    original = FLASH_ATTN_3.checked("flash_attn_func", arguments, q, k, v)
+    if original is not None:
+        return original(**arguments)
     return interface.flash_attn_func(
-        _queries(q), k, v, return_lse=return_attn_probs, **_options(given)
+        _queries(q), k, v, return_lse=return_attn_probs, **_options(arguments)
     )
 
 
@@ -127,23 +126,13 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` for packed sequences, as flash-attention 3's function of this name."""
-    given = dict(locals())
-    head_dim = other_head_dim(q, k, v)
-    if head_dim is not None:
-        return FLASH_ATTN_3.original("flash_attn_varlen_func", head_dim)(**given)
-    FLASH_ATTN_3.refuse("flash_attn_varlen_func", given)
+    arguments = dict(locals())
+    original = FLASH_ATTN_3.checked("flash_attn_varlen_func", arguments, q, k, v)
+    if original is not None:
+        return original(**arguments)
+    lengths = {name: arguments[name] for name in SEQUENCES}
     return interface.flash_attn_varlen_func(
-        _queries(q),
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        return_lse=return_attn_probs,
-        **_options(given),
+        _queries(q), k, v, return_lse=return_attn_probs, **lengths, **_options(arguments)
     )
 
 
@@ -189,18 +178,17 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Result:
-    """Attention over a cache, new rows written to it first, as flash-attention 3's of this name.
+    """Write new rows to a cache, then attend over it, as flash-attention 3's function does.
 
     Returns out, or (out, lse) with return_softmax_lse. Raises as `flash_attn_func` of this module
     and `fa4_hd256.flash_attn_with_kvcache` do.
     """
-    given = dict(locals())
-    head_dim = other_head_dim(q, k_cache, v_cache)
-    if head_dim is not None:
-        return FLASH_ATTN_3.original("flash_attn_with_kvcache", head_dim)(**given)
-    FLASH_ATTN_3.refuse("flash_attn_with_kvcache", given)
+    arguments = dict(locals())
+    original = FLASH_ATTN_3.checked("flash_attn_with_kvcache", arguments, q, k_cache, v_cache)
+    if original is not None:
+        return original(**arguments)
     FLASH_ATTN_3.refuse_pages("page_table", page_table, k_cache)
-    places = {name: given[name] for name in _PLACES if given[name] is not None}
+    cache = {name: arguments[name] for name in _OF_CACHE if arguments[name] is not None}
     return kv_cache.flash_attn_with_kvcache(
         _queries(q),
         k_cache,
@@ -209,24 +197,16 @@ def flash_attn_with_kvcache(
         v,
         rotary_interleaved=rotary_interleaved,
         return_lse=return_softmax_lse,
-        **places,
-        **_options(given),
+        **cache,
+        **_options(arguments),
     )
 
 
 #: Arguments of a cache that our function has under the same names.
-_PLACES = (
-    "rotary_cos",
-    "rotary_sin",
-    "cache_seqlens",
-    "cache_batch_idx",
-    "cache_leftpad",
-    "page_table",
-    "cu_seqlens_q",
-    "cu_seqlens_k_new",
-    "max_seqlen_q",
-    "rotary_seqlens",
-)
+_OF_CACHE = (
+    "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table",
+    "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens",
+)  # fmt: skip
 
 
 def get_scheduler_metadata(
@@ -252,36 +232,36 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Any:
-    """Return None at head_dim 256: calls here need no plan, and take any as scheduler_metadata.
+    """Return None at head_dim 256: calls here need no scheduler_metadata, and ignore it.
 
-    `fa4_hd256.get_scheduler_metadata` makes plans for `fa4_hd256.flash_attn_with_kvcache`. Another
-    headdim goes to flash-attention 3 itself.
+    `fa4_hd256.get_scheduler_metadata` makes metadata for `fa4_hd256.flash_attn_with_kvcache`.
+    Another headdim goes to flash-attention 3 itself.
     """
-    given = dict(locals())
+    arguments = dict(locals())
     other = next((dim for dim in (headdim, headdim_v) if dim not in (None, 256)), None)
     if other is None:
         return None
-    return FLASH_ATTN_3.original("get_scheduler_metadata", other)(**given)
+    return FLASH_ATTN_3.original("get_scheduler_metadata", other)(**arguments)
 
 
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of our functions that all of these share."""
+def _options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that all of our functions take."""
     options = {
-        "softmax_scale": given["softmax_scale"],
-        "causal": given["causal"],
-        "window_size": window_of(given["window_size"]),
-        "softcap": given["softcap"],
-        "num_splits": given.get("num_splits", 1),
+        "softmax_scale": arguments["softmax_scale"],
+        "causal": arguments["causal"],
+        "window_size": window_of(arguments["window_size"]),
+        "softcap": arguments["softcap"],
+        "num_splits": arguments.get("num_splits", 1),
     }
-    q, k_descale = given["q"], given["k_descale"]
-    if q.dtype in KV_DTYPES and given["q_descale"] is not None:
-        # Scores are products of both: one of a sequence and a KV head is as good as two.
-        q_descale = given["q_descale"]
+    q, k_descale = arguments["q"], arguments["k_descale"]
+    if q.dtype in KV_DTYPES and arguments["q_descale"] is not None:
+        # Scores are products of both, so one scale for each sequence and KV head is enough.
+        q_descale = arguments["q_descale"]
         k_descale = q_descale if k_descale is None else q_descale * k_descale
-    scales = {"k_descale": k_descale, "v_descale": given["v_descale"]}
+    scales = {"k_descale": k_descale, "v_descale": arguments["v_descale"]}
     return options | {name: scale for name, scale in scales.items() if scale is not None}
 
 
 def _queries(q: torch.Tensor) -> torch.Tensor:
-    """Return q, of e4m3 the same values in bfloat16, as the result then is."""
+    """Return q, in bfloat16 if it is e4m3; the result is bfloat16, too."""
     return q.to(torch.bfloat16) if q.dtype in KV_DTYPES else q

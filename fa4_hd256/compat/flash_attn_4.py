@@ -9,14 +9,14 @@ import torch
 
 from .. import interface
 from ..call.options import ExactWindow
-from .arguments import FLASH_ATTN_4, other_head_dim
+from ..kernels.mask.windows import Window
+from .arguments import FLASH_ATTN_4
 from .combine import combine
 from .functions import translate_mask_mod, translate_score_mod
 from .masks import translate_blocks
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 
-Window = tuple[int | None, int | None]
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -45,7 +45,7 @@ def flash_attn_func(
     gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
 ) -> Pair:
-    """Attention with the arguments and the result of flash-attn-4's function of this name.
+    """Compute attention with the arguments and the result of flash-attn-4's function.
 
     `fa4_hd256.compat.arguments` lists what becomes of each argument. Another head_dim than 256
     goes to flash-attn-4 itself.
@@ -54,14 +54,13 @@ def flash_attn_func(
     Raises NotImplementedError for arguments that are not offered, ValueError for another head_dim
     without flash-attn-4, else as `fa4_hd256.flash_attn_func` does.
     """
-    given = dict(locals())
-    head_dim = other_head_dim(q, k, v)
-    if head_dim is not None:
-        return FLASH_ATTN_4.original("flash_attn_func", head_dim)(**given)
-    FLASH_ATTN_4.refuse("flash_attn_func", given)
-    options = _options(given)
+    arguments = dict(locals())
+    original = FLASH_ATTN_4.checked("flash_attn_func", arguments, q, k, v)
+    if original is not None:
+        return original(**arguments)
+    options = _options(arguments)
     if mask_mod is not None or block_sparse_tensors is not None:
-        options |= _masks(given)
+        options |= _masks(arguments)
     out, lse = interface.flash_attn_func(q, k, v, return_lse=True, **options)
     return out, _lse_of(lse, return_lse, (q, k, v, learnable_sink))
 
@@ -106,35 +105,26 @@ def flash_attn_varlen_func(
     Returns and raises as `flash_attn_func` does, and NotImplementedError for mask_mod and
     block_sparse_tensors with cu_seqlens, seqused or page_table.
     """
-    given = dict(locals())
-    head_dim = other_head_dim(q, k, v)
-    if head_dim is not None:
-        return FLASH_ATTN_4.original("flash_attn_varlen_func", head_dim)(**given)
-    FLASH_ATTN_4.refuse("flash_attn_varlen_func", given)
+    arguments = dict(locals())
+    original = FLASH_ATTN_4.checked("flash_attn_varlen_func", arguments, q, k, v)
+    if original is not None:
+        return original(**arguments)
     FLASH_ATTN_4.refuse_pages("page_table", page_table, k)
-    options = _options(given, (cu_seqlens_q, cu_seqlens_k))
-    lengths = {name: given[name] for name in _LENGTHS if given[name] is not None}
+    options = _options(arguments, (cu_seqlens_q, cu_seqlens_k))
+    lengths = {name: arguments[name] for name in _LENGTHS if arguments[name] is not None}
     if mask_mod is not None or block_sparse_tensors is not None:
         _check_unpacked(lengths)
-        options |= _masks(given)
+        options |= _masks(arguments)
         out, lse = interface.flash_attn_func(q, k, v, return_lse=True, **options)
     else:
         if cu_seqlens_q is not None and max_seqlen_q is None:
             max_seqlen_q = q.shape[0]
-        out, lse = interface.flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            return_lse=True,
-            **lengths,
-            **options,
-        )
+        options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, **lengths}
+        out, lse = interface.flash_attn_varlen_func(q, k, v, return_lse=True, **options)
     return out, _lse_of(lse, return_lse, (q, k, v, learnable_sink))
 
 
-#: Arguments that say where rows of a sequence are.
+#: Arguments that say where the rows of sequences are.
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table")
 
 
@@ -153,26 +143,26 @@ def flash_attn_combine(
     Returns (out, lse), lse None without return_lse; see `fa4_hd256.compat.combine.combine`.
     """
     FLASH_ATTN_4.refuse("flash_attn_combine", {"virtual_batch_idx": virtual_batch_idx})
-    found, lse = combine(out_partial, lse_partial, out, out_dtype)
-    return found, lse if return_lse else None
+    result, lse = combine(out_partial, lse_partial, out, out_dtype)
+    return result, lse if return_lse else None
 
 
 def _options(
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     offsets: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> dict[str, Any]:
-    """Return the options of our functions that dense and packed calls share."""
+    """Return the options that dense and packed calls of our functions take."""
     options = {
-        "softmax_scale": given["softmax_scale"],
-        "causal": given["causal"],
-        "window_size": window_of(given["window_size"]),
-        "learnable_sink": given["learnable_sink"],
-        "softcap": given["softcap"] or 0.0,
-        "num_splits": max(given["num_splits"], 0),
+        "softmax_scale": arguments["softmax_scale"],
+        "causal": arguments["causal"],
+        "window_size": window_of(arguments["window_size"]),
+        "learnable_sink": arguments["learnable_sink"],
+        "softcap": arguments["softcap"] or 0.0,
+        "num_splits": max(arguments["num_splits"], 0),
     }
-    if given["score_mod"] is not None:
-        aux = given["aux_tensors"], given["aux_scalars"]
-        functions = given["score_mod"], given["score_mod_bwd"]
+    if arguments["score_mod"] is not None:
+        aux = arguments["aux_tensors"], arguments["aux_scalars"]
+        functions = arguments["score_mod"], arguments["score_mod_bwd"]
         options["score_mod"] = translate_score_mod(*functions, aux, offsets)
     return options
 
@@ -186,26 +176,26 @@ def window_of(window_size: Window) -> Window:
     return ExactWindow(left, right) if is_shifted else (left, right)
 
 
-def _masks(given: dict[str, Any]) -> dict[str, Any]:
-    """Return block_mask and mask_mod of our function, with what they replace."""
-    q, k, mask_mod = given["q"], given["k"], given["mask_mod"]
+def _masks(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return block_mask and mask_mod of our function. They replace causal and window_size."""
+    q, k, mask_mod = arguments["q"], arguments["k"], arguments["mask_mod"]
     lengths = q.shape[1], k.shape[1]
-    left, right = window_of(given["window_size"])
-    window = left, 0 if given["causal"] else right
-    found: dict[str, Any] = {"causal": False, "window_size": (None, None)}
-    found["block_mask"] = translate_blocks(
-        given["block_sparse_tensors"], lengths, q.device, mask_mod is not None, window
+    left, right = window_of(arguments["window_size"])
+    window = left, 0 if arguments["causal"] else right
+    options: dict[str, Any] = {"causal": False, "window_size": (None, None)}
+    options["block_mask"] = translate_blocks(
+        arguments["block_sparse_tensors"], lengths, q.device, mask_mod is not None, window
     )
     if mask_mod is not None:
-        aux = given["aux_tensors"], given["aux_scalars"]
-        found["mask_mod"] = translate_mask_mod(mask_mod, aux, lengths, q.device)
-    return found
+        aux = arguments["aux_tensors"], arguments["aux_scalars"]
+        options["mask_mod"] = translate_mask_mod(mask_mod, aux, lengths, q.device)
+    return options
 
 
 def _check_unpacked(lengths: dict[str, Any]) -> None:
     if lengths:
         raise NotImplementedError(
-            f"mask_mod or block_sparse_tensors is given with {', '.join(lengths)}; accepted: "
+            f"mask_mod or block_sparse_tensors is arguments with {', '.join(lengths)}; accepted: "
             "sequences of one length. Use block_mask and mask_mod of "
             "fa4_hd256.flash_attn_varlen_func, whose positions are those of the packed rows"
         )

@@ -1,7 +1,7 @@
-"""Functions of flash-attn-4 inside our kernels: its score_mod, score_mod_bwd and mask_mod.
+"""flash-attn-4's score_mod, score_mod_bwd and mask_mod inside our kernels.
 
-They take values in vectors (`cute.TensorSSA`), which hold one score here. A translated function is
-made of one of theirs and named by what that means (`fa4_hd256.function_keys`).
+They take values in vectors (`cute.TensorSSA`), which hold one score here. The key of a translated
+function is derived from the meaning of the original one (`fa4_hd256.function_keys`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..score_mods import ScoreMod
 
 __all__ = ["SequenceLengths", "translate_mask_mod", "translate_score_mod"]
 
-#: Dtypes that kernels read as copies of another one, which holds the same values.
+#: Dtypes of tensors that kernels read as copies in another dtype, with the same values.
 COPIED = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -35,15 +35,15 @@ COPIED = {
     torch.uint8: torch.int32,
     torch.int16: torch.int32,
 }
-#: Translations of each kind that are kept.
+#: Cached translations of each kind.
 MOST_TRANSLATIONS = 128
 #: Keys of a word that a vectorised mask_mod returns.
 WORD = 32
 
 
 class SequenceLengths(NamedTuple):
-    """Lengths that functions read of `seqlen_info`, Int32, and the start of their rows in packed
-    ones."""
+    """Fields of `seqlen_info` that functions read, Int32: the lengths of a sequence, and where its
+    packed rows begin."""
 
     seqlen_q: Any
     seqlen_k: Any
@@ -59,65 +59,66 @@ def translate_score_mod(
 ) -> ScoreMod:
     """Return a score_mod of flash-attn-4 as one of ours.
 
-    aux: (aux_tensors, aux_scalars) as given. offsets: cu_seqlens_q and cu_seqlens_k, for functions
-    that read where a sequence begins. Raises TypeError for a score_mod that is no function, and as
-    `ScoreMod` does for tensors that kernels cannot read.
+    aux: (aux_tensors, aux_scalars). offsets: cu_seqlens_q and cu_seqlens_k, for functions that read
+    where a sequence begins. Raises TypeError for a score_mod that is no function, and as `ScoreMod`
+    does for tensors that kernels cannot read.
     """
     _check("score_mod", score_mod)
-    own, scalars = _tensors_of(aux[0]), _scalars_of(aux[1])
+    tensors, scalars = _tensors_of(aux[0]), _scalars_of(aux[1])
     begins = [each for each in offsets if each is not None]
     if begins and begins[0] is begins[-1]:
         begins = begins[:1]
-    if len(own) + len(begins) > MOST_TENSORS:
+    if len(tensors) + len(begins) > MOST_TENSORS:
         begins = []
     packed = tuple(each is not None for each in offsets) if begins else None
-    found = _score_mods((score_mod, score_mod_bwd), scalars, len(own), packed)
-    return found.with_tensors((*own, *begins))
+    translated = _score_mods((score_mod, score_mod_bwd), scalars, len(tensors), packed)
+    return translated.with_tensors((*tensors, *begins))
 
 
 class _Translations:
-    """Translations of functions, until what they read changes: to make one takes milliseconds.
+    """Cache of translations, each valid until something that its functions read changes.
 
-    make: of a tuple of functions, and of what else their translation depends on.
+    make: translates a tuple of functions, which takes milliseconds. Its other arguments are what
+    the translation also depends on.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self._make, self._lock = make, threading.Lock()
-        self._kept: dict[tuple[Any, ...], tuple[FunctionState, Any]] = {}
+        self._cached: dict[tuple[Any, ...], tuple[FunctionState, Any]] = {}
 
     def __call__(self, functions: tuple[Any, ...], *facts: Any) -> Any:
         sizes = [getattr(function, "__vec_size__", 1) for function in functions]
-        # As text: of equal numbers types differ, and signs of zeros.
+        # As text: equal numbers may differ in their types, and zeros in their signs.
         key = functions, repr((facts, sizes))
-        own = tuple(map(_bare, functions))
-        known = self._kept.get(key)
-        if known is not None and known[0].is_of(own):
+        bare = tuple(map(_bare, functions))
+        known = self._cached.get(key)
+        if known is not None and known[0].is_of(bare):
             return known[1]
-        state = FunctionState.of(own)
-        made = self._make(functions, *facts)
+        state = FunctionState.of(bare)
+        translated = self._make(functions, *facts)
         with self._lock:
-            self._kept.pop(key, None)
+            self._cached.pop(key, None)
             if state is not None:
-                while len(self._kept) >= MOST_TRANSLATIONS:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[key] = state, made
-        return made
+                while len(self._cached) >= MOST_TRANSLATIONS:
+                    del self._cached[next(iter(self._cached))]
+                self._cached[key] = state, translated
+        return translated
 
     def forget(self) -> None:
         with self._lock:
-            self._kept.clear()
+            self._cached.clear()
 
 
 def _bare(function: Any) -> Any:
-    """Return a function as its user wrote it, without what CuTe DSL has made of it."""
-    own = inspect.unwrap(function) if callable(function) else function
-    if not isinstance(own, types.FunctionType):
-        return own
-    code = vars(own).get("_original_code", own.__code__)
-    about = own.__globals__, own.__name__, own.__defaults__, own.__closure__
-    found = types.FunctionType(code, *about)
-    found.__kwdefaults__ = own.__kwdefaults__
-    return found
+    """Return a function as its user wrote it, before CuTe DSL rewrote it."""
+    inner = inspect.unwrap(function) if callable(function) else function
+    if not isinstance(inner, types.FunctionType):
+        return inner
+    code = vars(inner).get("_original_code", inner.__code__)
+    about = inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__
+    bare = types.FunctionType(code, *about)
+    bare.__kwdefaults__ = inner.__kwdefaults__
+    return bare
 
 
 def _score_mod(
@@ -165,16 +166,18 @@ def translate_mask_mod(
 ) -> MaskMod:
     """Return a mask_mod of flash-attn-4 as one of ours.
 
-    aux: as of `translate_score_mod`. lengths: (seqlen_q, seqlen_k) of the call, in a tensor on
-    `device` where aux_tensors leave room for one, else compiled in. A mask_mod with `__vec_size__`
+    aux: (aux_tensors, aux_scalars). lengths: (seqlen_q, seqlen_k) of the call. They are in a tensor
+    on `device` if aux_tensors leave room for one, else compiled in. A mask_mod with `__vec_size__`
     n above 1 is called for n keys at once and returns their bits. Raises as `translate_score_mod`.
     """
     _check("mask_mod", mask_mod)
-    own, scalars = _tensors_of(aux[0]), _scalars_of(aux[1])
-    has_room = len(own) < MOST_TENSORS
+    tensors, scalars = _tensors_of(aux[0]), _scalars_of(aux[1])
+    has_room = len(tensors) < MOST_TENSORS
     fixed = None if has_room else tuple(map(int, lengths))
-    found = _mask_mods((mask_mod,), scalars, len(own), fixed)
-    return found.with_tensors((*own, _length_tensor(lengths, device)) if has_room else own)
+    translated = _mask_mods((mask_mod,), scalars, len(tensors), fixed)
+    if has_room:
+        tensors = (*tensors, _length_tensor(lengths, device))
+    return translated.with_tensors(tensors)
 
 
 def _mask_mod(
@@ -205,7 +208,7 @@ _score_mods, _mask_mods = _Translations(_score_mod), _Translations(_mask_mod)
 
 @lru_cache(maxsize=256)
 def _length_tensor(lengths: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Return lengths for all later calls, in whatever mode this one is."""
+    """Return lengths for all later calls, whatever mode this one runs in."""
     return made_to_keep(lambda: torch.tensor(lengths, dtype=torch.int32, device=device), device)
 
 
@@ -216,18 +219,17 @@ def _check(name: str, function: Any) -> None:
 
 def _tensors_of(aux_tensors: Any) -> tuple[torch.Tensor, ...]:
     """Return aux_tensors as kernels read them."""
-    given = tuple(aux_tensors or ())
     return tuple(
         tensor.to(COPIED[tensor.dtype])
         if isinstance(tensor, torch.Tensor) and tensor.dtype in COPIED
         else tensor
-        for tensor in given
+        for tensor in aux_tensors or ()
     )
 
 
 def _scalars_of(aux_scalars: Any) -> tuple[tuple[str, Any], ...]:
     """Return aux_scalars as (name of a type of CuTe DSL, Python number)."""
-    found = []
+    scalars = []
     for scalar in aux_scalars or ():
         value = getattr(scalar, "value", scalar)
         if not isinstance(value, (bool, int, float)):
@@ -236,8 +238,8 @@ def _scalars_of(aux_scalars: Any) -> tuple[tuple[str, Any], ...]:
                 "CuTe DSL"
             )
         named = type(scalar).__name__ if value is not scalar else _TYPES[type(value)]
-        found.append((named, value))
-    return tuple(found)
+        scalars.append((named, value))
+    return tuple(scalars)
 
 
 _TYPES = {bool: "Boolean", int: "Int32", float: "Float32"}
@@ -276,7 +278,7 @@ def _bit_of(words: Any, number: Any) -> Any:
 
 
 def _lengths(place: Any, begins: tuple[Any, ...], packed: tuple[bool, bool] | None) -> Any:
-    """Return what a function reads of a sequence. begins: its offsets; packed: which sides have."""
+    """Return the `seqlen_info` of a sequence. packed: which sides have offsets in `begins`."""
     of_q = of_k = Int32(0)
     if packed is not None:
         of_q = begins[0][place.batch] if packed[0] else of_q

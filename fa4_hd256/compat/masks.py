@@ -8,11 +8,11 @@ import torch
 
 from ..call.tile_mask import PARTIAL, WHOLE, TileMask, count_mask_tiles
 from ..kernels.mask.block_mask import MASK_TILE
+from ..kernels.mask.windows import Window
 from ..masks import kinds_of_blocks
+from .windows import seen_in_window
 
 __all__ = ["translate_blocks"]
-
-Window = tuple[int | None, int | None]
 
 
 def translate_blocks(
@@ -37,16 +37,11 @@ def translate_blocks(
         kinds = torch.where(kinds == PARTIAL, WHOLE, kinds)
     else:
         kinds = kinds.clamp(max=PARTIAL)
-    left, right = window
 
     def evaluate(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        ahead = key - query - (lengths[1] - lengths[0])
-        seen = torch.ones_like(ahead, dtype=torch.bool)
-        if left is not None:
-            seen &= ahead >= -left
-        return seen if right is None else seen & (ahead <= right)
+        return seen_in_window(key - query - (lengths[1] - lengths[0]), window)
 
     return TileMask.of(lengths, kinds.to(torch.int8), evaluate)
 

@@ -1,13 +1,27 @@
-"""Windows of flash-attention 2 and 3."""
+"""Windows of other libraries."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["window_of"]
+import torch
+
+from ..kernels.mask.windows import Window
+
+__all__ = ["seen_in_window", "window_of"]
 
 
-def window_of(window_size: Any) -> tuple[int | None, int | None]:
-    """Return a window in which any negative number is unbounded as our functions take it."""
+def window_of(window_size: Any) -> Window:
+    """Return a window of flash-attention 2 and 3, where any negative number is unbounded, as our
+    functions take it."""
     left, right = (int(side) for side in window_size)
     return None if left < 0 else left, None if right < 0 else right
+
+
+def seen_in_window(ahead: torch.Tensor, window: Window) -> torch.Tensor:
+    """Return True where a query sees a key. ahead: the key's position less the query's."""
+    left, right = window
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if left is not None:
+        seen = seen & (ahead >= -left)
+    return seen if right is None else seen & (ahead <= right)

@@ -1,7 +1,7 @@
 """Facts of the GPU that holds the tensors.
 
-NOTE [pairs that fit].  The driver says how many CTA pairs are resident at once: SMs come in groups,
-and one that is odd, or a slice of a GPU (MIG), leaves an SM without a peer.
+NOTE [pairs that fit].  The driver says how many CTA pairs are resident at once.  SMs come in
+groups.  In a group with an odd number, and in a slice of a GPU (MIG), an SM may have no peer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ __all__ = ["Gpu", "cuda_gpu", "is_captured"]
 
 
 def cuda_gpu(device: torch.device) -> Gpu:
-    """The GPU that a CUDA device is, queried once for each of the process's devices.
-
-    Raises ValueError for one that holds no CTA pair.
-    """
+    """Return the figures of a CUDA device, which are queried once. Raises ValueError for a device
+    that holds no CTA pair."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _cuda_gpu(index)
 
@@ -34,8 +32,8 @@ def _cuda_gpu(index: int) -> Gpu:
         pairs, hbm = driver.resident_pairs(index), driver.hbm_bytes_per_second(index)
     except driver.DriverError as error:
         warnings.warn(
-            f"the driver does not say how many CTA pairs cuda:{index} holds ({error}); half of its "
-            f"{sms} SMs are taken",
+            f"the driver does not say how many CTA pairs cuda:{index} holds ({error}); calls take "
+            f"half of its {sms} SMs",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -12,17 +12,17 @@ __all__ = ["DriverError", "hbm_bytes_per_second", "resident_pairs"]
 
 CTAS_OF_PAIR = 2
 
-# A kernel that does nothing, in PTX of no special target: what fits depends on the shared memory
-# that it is launched with. The driver compiles it.
+# A kernel that does nothing, which the driver compiles. What fits on an SM depends on the shared
+# memory of the launch.
 _PROBE = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry probe() { ret; }\n\0"
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed; says which and how."""
+    """Failure of a call of the driver."""
 
 
 def _checked(name: str, *arguments: Any) -> Any:
-    """The results of a driver call. Raises DriverError if it fails."""
+    """Return the result of a driver call. Raises DriverError if it fails."""
     try:
         status, *results = getattr(cuda, name)(*arguments)
     except RuntimeError as error:  # no driver at all
@@ -34,7 +34,7 @@ def _checked(name: str, *arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def _context(index: int) -> Iterator[Any]:
-    """The device's primary context, current in this thread meanwhile whatever is current else."""
+    """Make the device's primary context current in this thread."""
     _checked("cuInit", 0)
     device = _checked("cuDeviceGet", index)
     _checked("cuCtxPushCurrent", _checked("cuDevicePrimaryCtxRetain", device))
@@ -51,10 +51,10 @@ def _attribute(device: Any, name: str) -> int:
 
 
 def resident_pairs(index: int) -> int:
-    """CTA pairs that a device runs at once where each CTA takes all shared memory of its SM.
+    """Return how many CTA pairs a device runs at once if each CTA takes all shared memory of an SM.
 
-    index: among the process's CUDA devices. Of the context: its limits (MPS) count.
-    CUDA driver API, cuOccupancyMaxActiveClusters. Raises DriverError.
+    index: among the process's CUDA devices. Limits of the context (MPS) count. CUDA driver API,
+    cuOccupancyMaxActiveClusters. Raises DriverError.
     """
     with _context(index) as device:
         module = _checked("cuModuleLoadData", _PROBE)
@@ -63,13 +63,13 @@ def resident_pairs(index: int) -> int:
             shared = _attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
             kind = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked("cuFuncSetAttribute", probe, kind, shared)
-            return _checked("cuOccupancyMaxActiveClusters", probe, _launch(shared))
+            return _checked("cuOccupancyMaxActiveClusters", probe, _launch_of_pair(shared))
         finally:
             _checked("cuModuleUnload", module)
 
 
-def _launch(shared: int) -> Any:
-    """One pair of CTAs, each with so much shared memory."""
+def _launch_of_pair(shared: int) -> Any:
+    """Return the launch of one CTA pair. shared: bytes of each CTA."""
     pair = cuda.CUlaunchAttribute()
     pair.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     value = cuda.CUlaunchAttributeValue()
@@ -83,8 +83,8 @@ def _launch(shared: int) -> Any:
 
 
 def hbm_bytes_per_second(index: int) -> float:
-    """Rate of the device's memory: two transfers a clock over its bus. 0 where the driver does not
-    tell the clock. Raises DriverError."""
+    """Return the rate of the device's memory: two transfers per clock over its bus. Returns 0 where
+    the driver does not tell the clock. Raises DriverError."""
     with _context(index) as device:
         kilohertz = _attribute(device, "MEMORY_CLOCK_RATE")
         return 2e3 * kilohertz * _attribute(device, "GLOBAL_MEMORY_BUS_WIDTH") / 8

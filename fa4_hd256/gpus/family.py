@@ -21,7 +21,7 @@ import torch
 
 from .. import environment
 from ..architectures import Architecture
-from .gpu import FAMILY, describe_family, in_family, of_capability
+from .gpu import FAMILY, describe_family, of_capability
 
 __all__ = [
     "FAMILY",
@@ -29,20 +29,19 @@ __all__ = [
     "as_if_seen",
     "as_seen",
     "describe_family",
-    "in_family",
     "of_capability",
     "target",
 ]
 
-#: Compute capabilities that count as those of the process's GPUs, None for what it sees.
+#: Compute capabilities that stand in for those of the process's GPUs; None: those that it sees.
 _as_if: ContextVar[frozenset[tuple[int, int]] | None] = ContextVar("as_if_seen", default=None)
 
 
 def architecture_of(device: torch.device) -> Architecture:
-    """Return the architecture whose kernels work on tensors of a device: for the CPU the one that
-    the simulator is to run (`environment.architecture`), for a GPU by its compute capability.
+    """Return the architecture whose kernels work on tensors of a device.
 
-    Raises ValueError for a device on which none runs.
+    A GPU's compute capability tells it. For the CPU it is what the simulator is to run
+    (`environment.architecture`). Raises ValueError for any other device.
     """
     if device.type == "cpu":
         return environment.architecture()
@@ -53,19 +52,21 @@ def architecture_of(device: torch.device) -> Architecture:
     if device.type != "cuda":
         raise ValueError(f"q, k and v are on device {device}; {accepted}")
     capability = torch.cuda.get_device_capability(device)
-    found = of_capability(capability)
-    if found is None:
+    architecture = of_capability(capability)
+    if architecture is None:
         raise ValueError(
             f"q, k and v are on {device}, a {torch.cuda.get_device_name(device)} with compute "
             f"capability {capability[0]}.{capability[1]}; {accepted}"
         )
-    return found
+    return architecture
 
 
 def target(architecture: Architecture) -> str:
-    """Return the compile target of an architecture's kernels in this process: the specific target
-    of a compute capability that all of the process's GPUs of the architecture have, else the first
-    of its targets; NOTE [twice the exponentials]."""
+    """Return the compile target of an architecture's kernels in this process.
+
+    If all of the process's GPUs of the architecture have one compute capability with a target of
+    its own, it is that one, else the architecture's first: NOTE [twice the exponentials].
+    """
     capabilities = _as_if.get()
     if capabilities is None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -85,5 +86,5 @@ def as_if_seen(*capabilities: tuple[int, int]) -> Iterator[None]:
         _as_if.reset(before)
 
 
-#: Compute capabilities that `as_if_seen` gives this thread; None outside of it. Each call asks.
+#: Return the compute capabilities that `as_if_seen` gives this thread, None outside of it.
 as_seen: Callable[[], frozenset[tuple[int, int]] | None] = _as_if.get

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .. import environment
 from ..architectures import ARCHITECTURES, Architecture
 
-__all__ = ["FAMILY", "Gpu", "describe_family", "in_family", "of_capability"]
+__all__ = ["FAMILY", "Gpu", "describe_family", "of_capability"]
 
 #: Compute capability -> the GPUs that have it, of all architectures.
 FAMILY = {
@@ -21,18 +21,12 @@ FAMILY = {
 
 
 def of_capability(capability: tuple[int, int]) -> Architecture | None:
-    """The architecture whose kernels run on GPUs of this compute capability, if there is one."""
-    found = (a for a in ARCHITECTURES if tuple(capability) in a.gpus)
-    return next(found, None)
-
-
-def in_family(capability: tuple[int, int]) -> bool:
-    """Return True if the kernels of any architecture run on GPUs of this compute capability."""
-    return tuple(capability) in FAMILY
+    """Return the architecture whose kernels run on GPUs of this compute capability, or None."""
+    return next((one for one in ARCHITECTURES if tuple(capability) in one.gpus), None)
 
 
 def describe_family() -> str:
-    """Name the accepted GPUs, for errors: "B200 or GB200 (compute capability 10.0), ..."."""
+    """Name the accepted GPUs: "B200 or GB200 (compute capability 10.0), ..."."""
     return ", ".join(architecture.describe() for architecture in ARCHITECTURES)
 
 
@@ -40,7 +34,7 @@ def describe_family() -> str:
 class Gpu:
     """Figures of a GPU that the operator needs.
 
-    capability: compute capability.  pairs: CTA pairs, one CTA per SM, that it holds at once.
+    pairs: CTA pairs, one CTA per SM, that it holds at once.
     """
 
     capability: tuple[int, int]
@@ -53,11 +47,11 @@ class Gpu:
         if self.pairs < 1:
             raise ValueError(
                 f"the device holds no CTA pair: it has {self.sms} SMs, of which no two are peers; "
-                "accepted are GPUs and slices with a pair of SMs or more"
+                "accepted: a GPU, or a slice of one, with at least one pair of SMs"
             )
 
     def describe(self) -> str:
-        """All of it in a line."""
+        """Return all figures in one line."""
         return (
             f"{self.sms} SMs, {self.pairs} CTA pairs at once, {self.grid_clusters(2)} in a "
             f"static grid, L2 {self.l2_bytes / 1e6:.1f} MB, HBM "
@@ -72,18 +66,18 @@ class Gpu:
 
     @property
     def l2_bytes_for_tiles(self) -> int:
-        """Half of L2, for what the tiles of a section share. To the nearest 4 MiB: lengths that are
-        powers of two then fill it, though a GPU has somewhat less than one (126.5 MB)."""
+        """Half of L2, for what the tiles of a section share. It is rounded to 4 MiB: lengths that
+        are powers of two then fill it, though a GPU has somewhat less (126.5 MB)."""
         step = 4 << 20
         return max(1, round(self.l2_bytes / 2 / step)) * step
 
     def clusters(self, size: int) -> int:
-        """Clusters of 1 or 2 CTAs, one CTA per SM, that it holds at once."""
+        """Return how many clusters of 1 or 2 CTAs, one CTA per SM, the GPU holds at once."""
         return {1: self.sms, 2: self.pairs}[size]
 
     def grid_clusters(self, size: int) -> int:
-        """Clusters of so many CTAs of a static grid: all but those left to other kernels
-        (RESERVED_SMS)."""
+        """Return the clusters of a static grid: all but those left to other kernels
+        (RESERVED_SMS). size: CTAs of a cluster."""
         reserved = environment.reserved_sms()
         if reserved >= self.sms:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Memory limit of dS in backwards that an adapter calls for somebody else."""
+"""Memory limit of dS in the backwards of adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["backward_config_of", "check_ds_bytes"]
 
 
 def check_ds_bytes(ds_bytes: Any) -> None:
-    """Raise TypeError for what is neither None nor an int, ValueError for one below 0."""
+    """Raise TypeError unless ds_bytes is an int or None, ValueError if it is below 0."""
     if ds_bytes is None:
         return
     if isinstance(ds_bytes, bool) or not isinstance(ds_bytes, int):
@@ -26,7 +26,7 @@ def check_ds_bytes(ds_bytes: Any) -> None:
 
 @constant_in_graphs
 def backward_config_of(ds_bytes: int | None, device: torch.device) -> Any:
-    """The backward configuration with these ds_bytes on a device; None for the default one."""
+    """Return the backward configuration with these ds_bytes on a device; None: the default one."""
     if ds_bytes is None:
         return None
     return kernels_of(architecture_of(device)).config("backward")(ds_bytes=ds_bytes)

@@ -3,9 +3,8 @@
     from fa4_hd256.integrations.flex_attention import flex_attention
     out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
 
-The arguments are PyTorch's, and so is their meaning. A `BlockMask` is taken as it is; a `score_mod`
-is traced and becomes part of the kernels, its derivative of those of the backward. The mask_mod of
-a `BlockMask` can be, too.
+The arguments are PyTorch's, and so is their meaning. A `score_mod` is traced and becomes part of
+the kernels, and its derivative part of the backward's. So can the mask_mod of a `BlockMask`.
 """
 
 from __future__ import annotations
@@ -49,18 +48,18 @@ def flex_attention(
     """Compute what PyTorch's function of this name computes.
 
     query: (batch, heads, seqlen_q, 256); key, value: (1 or batch, heads_kv, seqlen_k, 256);
-        bfloat16 or float16, any strides. Another head_dim is computed by PyTorch's function, which
-        a line in the log says once.
+        bfloat16 or float16, any strides. PyTorch's function computes another head_dim, which is
+        logged once.
     score_mod: of (score, batch, head, query, key), tensors of no dimension; or the result of
         `score_mod_of`, which spares tracing in every call.
     block_mask: a `BlockMask`, or a mask of `fa4_hd256.masks`.
     enable_gqa: needed where there are fewer KV heads than query heads.
     kernel_options: for PyTorch's own kernels, without effect.
     traces_mask: the kernels evaluate the mask_mod of a `BlockMask` in its partial blocks, instead
-        of bits that PyTorch makes of it once.
+        of reading bits that PyTorch makes of it once.
 
     Returns out, (batch, heads, seqlen_q, 256); with return_lse (out, lse), with return_aux (out,
-    AuxOutput); lse: (batch, heads, seqlen_q) float32, natural log. Tensors that score_mod reads get
+    AuxOutput). lse: (batch, heads, seqlen_q) float32, natural log. Tensors that score_mod reads get
     no gradients.
 
     Raises NotImplementedError for functions that kernels cannot evaluate (`score_mod_of`,
@@ -84,7 +83,7 @@ def flex_attention(
     heads, heads_kv = query.shape[1], key.shape[1]
     if heads != heads_kv and not enable_gqa:
         raise ValueError(
-            f"query has {heads} heads, key {heads_kv}; accepted: as many, or enable_gqa=True"
+            f"query has {heads} heads and key {heads_kv}; accepted: equal, or enable_gqa=True"
         )
     if key.shape[0] == 1 < query.shape[0] and value.shape[0] == 1:
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
@@ -109,8 +108,8 @@ def _by_pytorch(
     traces_mask: bool,
     **options: Any,
 ) -> Any:
-    """Return what PyTorch's function returns, for another head_dim. Raises ValueError for functions
-    and masks that only the kernels here evaluate."""
+    """Call PyTorch's function. Raises ValueError for functions and masks that only the kernels here
+    evaluate."""
     if isinstance(score_mod, ScoreMod) or isinstance(block_mask, TileMask) or traces_mask:
         raise ValueError(
             f"head_dim is {tensors[0].shape[-1]} with a ScoreMod, a mask of fa4_hd256.masks or "
@@ -127,14 +126,14 @@ def score_mod_of(
 ) -> ScoreMod:
     """Translate a score_mod of FlexAttention into one that attention functions take.
 
-    function: of (score, batch, head, query, key), tensors of no dimension on the device, float32
-    and int32; it returns one such number. It may use the operators of `score_graph.OPERATIONS` and
-    elements of tensors, by one number per dimension; an index beyond a dimension is that of its
-    nearest element. Kernels compute in float32 and int32. Contiguous tensors of these types are
-    read again in every call; others, and all numbers of Python, are of now, so make a new one where
-    they change.
+    function: of (score, batch, head, query, key), float32 and int32 tensors of no dimension on the
+    device. It returns one such number. It may use the operators of `score_graph.OPERATIONS`, and
+    elements of tensors by one number per dimension. An index beyond a dimension reads the nearest
+    element. Kernels compute in float32 and int32. Contiguous tensors of these types are read again
+    in every call. Other tensors, and numbers of Python, are read now: translate again when they
+    change.
 
-    Raises TranslationError, a NotImplementedError, for other functions; it says of what.
+    Raises TranslationError, a NotImplementedError, for other functions.
     """
     tensors: list[torch.Tensor] = []
     device = torch.device(device)
@@ -150,10 +149,8 @@ def mask_mod_of(
 ) -> MaskMod:
     """Translate a mask_mod of FlexAttention into one that `flash_attn_func` takes.
 
-    function: of (batch, head, query, key), int32 tensors of no dimension on the device; it returns
-    such a bool. What it may use, and what of its tensors is read when, is as for `score_mod_of`.
-
-    Raises TranslationError, a NotImplementedError, for other functions; it says of what.
+    function: of (batch, head, query, key), int32 tensors of no dimension on the device. It returns
+    such a bool. It may use what `score_mod_of` accepts, and errors are the same.
     """
     tensors: list[torch.Tensor] = []
     graph = ScoreGraph(function, torch.device(device), tensors, MASK)
@@ -165,7 +162,7 @@ def mask_mod_of(
     return MaskMod(seen, key, read)
 
 
-#: Traced mask_mods that are alive, and the state in which they were traced.
+#: Traced mask_mods of living `BlockMask`s, and the state in which they were traced.
 _masks: weakref.WeakKeyDictionary[BlockMask, tuple[FunctionState, MaskMod]]
 _masks = weakref.WeakKeyDictionary()
 
@@ -173,7 +170,7 @@ _masks = weakref.WeakKeyDictionary()
 def _traced_mask(block_mask: Any, device: torch.device) -> MaskMod:
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
-            f"traces_mask is True and block_mask {type(block_mask).__name__}; accepted: a "
+            f"traces_mask is True and block_mask is {type(block_mask).__name__}; accepted: a "
             "BlockMask, whose mask_mod is traced"
         )
     mask_mod = block_mask.mask_mod
@@ -186,10 +183,10 @@ def _traced_mask(block_mask: Any, device: torch.device) -> MaskMod:
     state = FunctionState.of(mask_mod)
     # No inference tensors, which a later training could not save.
     with torch.inference_mode(False):
-        found = mask_mod_of(mask_mod, device)
-    if state is not None and all(map(is_lasting, found.tensors)):
-        _masks[block_mask] = state, found
-    return found
+        traced = mask_mod_of(mask_mod, device)
+    if state is not None and all(map(is_lasting, traced.tensors)):
+        _masks[block_mask] = state, traced
+    return traced
 
 
 def _key_and_tensors(

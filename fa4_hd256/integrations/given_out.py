@@ -1,4 +1,4 @@
-"""`out=` of functions of other projects, which lay it out as they like."""
+"""Results of other projects' functions, written to their `out=` in any layout."""
 
 from __future__ import annotations
 
@@ -14,22 +14,17 @@ __all__ = ["written_to"]
 
 
 def written_to(out: Any, q: torch.Tensor, attend: Callable[..., Any], wants_lse: bool) -> Any:
-    """Return out, or (out, lse), of `attend`: a function of attention with all its arguments but
-    out and return_lse.
+    """Call `attend` with out and return_lse, and return out, or (out, lse).
 
-    out: like q, to which the result is written, by the kernels themselves in the layouts that the
-    function's own `out=` accepts, else by a copy; None for a new tensor. In a graph that is being
-    traced there is no address to look at, and such layouts are the only ones.
+    out: like q, or None for a new tensor. Kernels write to it if they can take its layout, else the
+    result is copied. A graph that is being traced has no addresses to check, so there only such
+    layouts are accepted. attend: a function of attention with all its other arguments.
 
-    Raises TypeError for an out of another kind or dtype, ValueError for another shape or device,
-    and as `attend` does.
+    Raises TypeError or ValueError for an out of another kind, dtype, shape or device.
     """
     if not isinstance(out, torch.Tensor) or is_intercepted() or tma_can_take(out):
         given = {} if out is None else {"out": out}
         return attend(return_lse=wants_lse, **given)
     check_out(out, q)
     result = attend(return_lse=wants_lse)
-    if wants_lse:
-        found, lse = result
-        return out.copy_(found), lse
-    return out.copy_(result)
+    return (out.copy_(result[0]), result[1]) if wants_lse else out.copy_(result)

@@ -1,4 +1,4 @@
-"""Gradients where out and LSE are another's: an adapter's, or of more keys than are given."""
+"""Gradients from out and LSE of another call: an adapter's, or over more keys than the call has."""
 
 from __future__ import annotations
 
@@ -8,62 +8,55 @@ import torch
 
 from ..autograd import call_backward, listed_tiles_of
 from ..call import named_configs
-from ..call.forward_problem import backward_use_clc
 from ..call.operator_arguments import BackwardTensors, BackwardValues
 from ..call.options import Options
+from ..call.packed_ds import BackwardMetadata
 from ..call.tile_mask import TileMask
 from ..kernels.mask.block_mask import MASK_BLOCKS, MASK_KEY_BITS
 from ..mask_mods import MaskMod
 from ..mask_mods import read_by as read_by_mask
-from ..score_mods import ScoreMod, read_by
+from ..score_mods import ScoreMod
+from ..score_mods import read_by as read_by_score
 
 __all__ = ["gradients_of_results"]
 
 
 def gradients_of_results(
-    tensors: tuple[torch.Tensor, ...],
+    tensors: BackwardTensors,
     options: Options,
-    offsets: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     longest: tuple[int | None, int | None] = (None, None),
     *,
-    dlse: torch.Tensor | None = None,
-    use_clc: bool | None = None,
-    backward_config: str = named_configs.DEFAULT,
-    functions: tuple[ScoreMod | None, TileMask | None, MaskMod | None] = (None, None, None),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv), shaped and typed like q, k and v.
+    backward_config: Any = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: TileMask | None = None,
+    mask_mod: MaskMod | None = None,
+    metadata: BackwardMetadata | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return (dq, dk, dv, dsink), shaped and typed like q, k, v and the sink.
 
-    tensors: q, k, v, out, dout, lse, shaped as for `flash_attn_varlen_func`; out and lse may count
-    keys that are not among k and v, and a sink. offsets: cu_seqlens_q and cu_seqlens_k, longest:
-    the bounds of their lengths, None where sequences are not packed. dlse: gradient of lse, None
-    for 0. use_clc, backward_config, functions: as `flash_attn_func` takes them, the second by name,
-    the third score_mod, block_mask and mask_mod.
-
-    Raises as `flash_attn_varlen_func` does.
+    tensors: those of the call, without what the other arguments read. out and lse may count keys
+    that are not among k and v, and a sink. options: with the scheduler of the backward. longest:
+    bounds of the lengths of packed sequences. metadata: as `backward_metadata`. The other
+    arguments are those of `flash_attn_func`, and errors those of `flash_attn_varlen_func`.
     """
-    q, k, v, out, dout, lse = tensors
-    score_mod, block_mask, mask_mod = functions
-    masks: dict[str, Any] = {}
-    listed_tiles = 0
+    listed_tiles, others = 0, dict[str, Any]()
     if block_mask is not None:
-        masks = {MASK_BLOCKS: block_mask.blocks, MASK_KEY_BITS: block_mask.key_bits}
         listed_tiles = listed_tiles_of(block_mask)
-    dynamic = backward_use_clc(use_clc)
-    scores, key = read_by(score_mod)
-    asked, key_of_mask = read_by_mask(mask_mod)
-    dq, dk, dv, _ = call_backward(
-        BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **(masks | scores | asked)),
-        BackwardValues(
-            options.softmax_scale,
-            *options.bounds,
-            options.softcap,
-            *longest,
-            dynamic,
-            backward_config,
-            key,
-            key_of_mask,
-            listed_tiles,
-            (True, True, False),
-        ),
+        others = {MASK_BLOCKS: block_mask.blocks, MASK_KEY_BITS: block_mask.key_bits}
+    if metadata is not None:
+        listed_tiles, others = metadata.ds_tiles, {"ds_begins": metadata.ds_begins}
+    scores, score_key = read_by_score(score_mod)
+    seen, mask_key = read_by_mask(mask_mod)
+    values = BackwardValues(
+        options.softmax_scale,
+        *options.bounds,
+        options.softcap,
+        *longest,
+        options.use_clc,
+        named_configs.encode(backward_config, type(backward_config)),
+        score_key,
+        mask_key,
+        listed_tiles,
+        (True, True, tensors.sink is not None),
     )
-    return dq, dk, dv
+    return call_backward(tensors._replace(**others, **scores, **seen), values)

@@ -31,10 +31,10 @@ SCORE, MASK = "score_mod", "mask_mod"
 
 
 class TranslationError(NotImplementedError):
-    """A function that kernels cannot evaluate; the message says what of it."""
+    """Refusal of a function that kernels cannot evaluate."""
 
 
-#: Numbers of Python, and what kernels have for them.
+#: Types of Python numbers -> the kernels' types.
 _KINDS: dict[type, Any] = {bool: Boolean, int: Int32, float: Float32}
 
 
@@ -42,9 +42,9 @@ _KINDS: dict[type, Any] = {bool: Boolean, int: Int32, float: Float32}
 class GraphOperation:
     """Implementation of an ATen operator in kernels.
 
-    emit: from its operands, numbers of the DSL or of Python, and its keywords.  operands: the type
-    that they are brought to: that of the "result", where "branches" but for the first operand, or
-    the "common" one of them all.
+    emit: computes the result from operands, numbers of the DSL or of Python, and keywords.
+    operands: the type to which operands are converted: that of the "result"; the same for all but
+    the first operand ("branches"); or the "common" type of all operands.
     """
 
     emit: Callable[..., Any]
@@ -87,7 +87,7 @@ def _sign(x: Any) -> Any:
 
 
 def _floor_quotient(a: Any, b: Any) -> Any:
-    """a / b rounded down, of integers too."""
+    """Return a / b rounded down, for integers too."""
     if isinstance(a, Float32) or isinstance(b, Float32):
         return cute.math.floor(Float32(a) / Float32(b))
     a, b = Int32(a), Int32(b)
@@ -117,13 +117,13 @@ def _remainder(a: Any, b: Any) -> Any:
 
 
 def _shifted_left(a: Any, b: Any) -> Int32:
-    """0 where b is no number of a bit; the instruction's own result is not defined there."""
+    """Shift left; 0 where b is no bit number, for which the instruction's result is undefined."""
     a, b = Int32(a), Int32(b)
     return _select((b >= 0) & (b < _BITS), a << (b & (_BITS - 1)), Int32(0))
 
 
 def _shifted_right(a: Any, b: Any) -> Int32:
-    """Shift right with the sign of a; the sign alone is left where b is no bit number."""
+    """Shift right with the sign of a; the sign alone where b is no bit number."""
     a, b = Int32(a), Int32(b)
     return a >> _select((b >= 0) & (b < _BITS), b, Int32(_BITS - 1))
 
@@ -141,19 +141,21 @@ def _sigmoid(x: Float32) -> Float32:
     return Float32(1.0) / (Float32(1.0) + cute.math.exp(-x))
 
 
-#: 2 pi, the first part of so few bits that its multiples below 2^16 are exact.
+#: 2 pi in two parts. The first has so few bits that its multiples below 2^16 are exact.
 _TURN = 6.28125, 2 * math.pi - 6.28125
 
 
 def _of_angle(function: Callable[..., Any]) -> Callable[[Float32], Float32]:
-    """sin or cos by the hardware's approximation, within a few 2^-20 of angles up to 2^16: it is as
-    exact from -pi to pi alone. The exact functions would give every thread a stack, for angles
-    beyond."""
+    """Return sin or cos by the hardware's approximation, within a few 2^-20 for angles up to 2^16.
+
+    The approximation is that exact from -pi to pi only, so whole turns are subtracted first. The
+    exact functions would give every thread a stack, for larger angles.
+    """
 
     def computed(x: Float32) -> Float32:
         turns = cute.math.floor(x * Float32(0.5 / math.pi) + Float32(0.5))
-        within = x - turns * Float32(_TURN[0]) - turns * Float32(_TURN[1])
-        return Float32(function(within, approx=True))
+        reduced = x - turns * Float32(_TURN[0]) - turns * Float32(_TURN[1])
+        return Float32(function(reduced, approx=True))
 
     return computed
 
@@ -174,7 +176,7 @@ _LOGICAL_XOR = GraphOperation(operator.xor)
 _SHIFT_LEFT, _SHIFT_RIGHT = GraphOperation(_shifted_left), GraphOperation(_shifted_right)
 _SAME = GraphOperation(_first)
 
-#: Operations by the operator's name. An operator without a row here is refused.
+#: Operators by name. An operator without a row here is refused.
 OPERATIONS: dict[str, GraphOperation] = {
     "add": GraphOperation(lambda a, b, alpha=1: a + b * alpha if alpha != 1 else a + b),
     "sub": GraphOperation(lambda a, b, alpha=1: a - b * alpha if alpha != 1 else a - b),
@@ -228,7 +230,7 @@ OPERATIONS: dict[str, GraphOperation] = {
     "clone": _SAME,
 }
 
-#: Operators whose result is a number that their operand's value has no part in.
+#: Operators whose result is a number that does not depend on their operand's value.
 _NUMBERS: dict[str, Callable[..., Any]] = {
     "full_like": lambda _, value, **__: value,
     "ones_like": lambda _, **__: 1,
@@ -240,11 +242,11 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
 
 @functools.cache
 def _source() -> str:
-    """Names the rows above, which caches of kernels do not look into."""
+    """Return a digest of the rows above, which caches of kernels do not look into."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-#: Operators that take an element of a tensor, or what lies at one of its first dimension.
+#: Operators that index a tensor.
 _INDEXING = ("index", "select")
 
 
@@ -257,7 +259,7 @@ class _Elements:
 
 
 class _Captured(NamedTuple):
-    """A tensor that a function reads. number: among all of a call's."""
+    """Tensor that a function reads. number: its index among all tensors of a call."""
 
     number: int
     dtype: str
@@ -265,11 +267,11 @@ class _Captured(NamedTuple):
 
 
 class ScoreGraph(SelfDescribed):
-    """A function of (score, batch, head, query, key), or of a mask the same without the score,
-    tensors of no dimension, as PyTorch traced it.
+    """Traced score_mod of (score, batch, head, query, key), or mask_mod without the score; all are
+    tensors of no dimension.
 
-    tensors: those that it reads, in the order in which kernels get them; several graphs share the
-    list.  kind: `SCORE` or `MASK`.
+    tensors: those that functions read, in the order in which kernels get them. Several graphs share
+    the list.  kind: `SCORE` or `MASK`.
     """
 
     def __init__(
@@ -279,8 +281,8 @@ class ScoreGraph(SelfDescribed):
         tensors: list[torch.Tensor],
         kind: str = SCORE,
     ) -> None:
-        """Raises TranslationError for one that takes a branch by a value, has an operator without a
-        row in `OPERATIONS`, or reads a tensor other than by one number per dimension."""
+        """Raises TranslationError for a function that branches on a value, has an operator without
+        a row in `OPERATIONS`, or indexes a tensor by anything but one number per dimension."""
         self._kind = kind
         self._module = _traced(function, device, kind)
         self._captured: dict[str, _Captured] = {}  # by name in the graph
@@ -295,34 +297,34 @@ class ScoreGraph(SelfDescribed):
 
     @property
     def text(self) -> str:
-        """Return the text of the computation; of tensors their kind and number."""
+        """Return the text of the computation, with the kinds and numbers of tensors."""
         return f"{self._kind} {self._module.code} {self._captured} {_source()}"
 
     @property
     def number(self) -> bool | int | float | None:
-        """The result where it is the same for every argument, else None."""
+        """The result if it is the same for all arguments, else None."""
         return self._numbers.get(self._result)
 
     def __call__(self, arguments: Sequence[Any], tensors: Sequence[cute.Tensor]) -> Any:
-        """Evaluate the graph for one score in a kernel: a Float32, of a mask a Boolean.  arguments:
-        Float32 and Int32 numbers."""
+        """Evaluate the graph for one score in a kernel. Return a Float32, of a mask a Boolean.
+        arguments: Float32 and Int32 numbers."""
         values: dict[Any, Any] = dict(self._numbers)
-        given = iter(arguments)
+        remaining = iter(arguments)
         for node in self._module.graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(given)
+                values[node] = next(remaining)
             elif node.op == "get_attr":
-                found = self._captured[node.target]
-                values[node] = _Elements(found.number)
-                if found.ndim == 0:
-                    values[node] = _typed(tensors[found.number][0], _dtype(node))
+                captured = self._captured[node.target]
+                values[node] = _Elements(captured.number)
+                if captured.ndim == 0:
+                    values[node] = _typed(tensors[captured.number][0], _dtype(node))
             elif node.op == "call_function" and node not in self._numbers:
                 values[node] = _computed(node, values, tensors)
         result = values[self._result]
         return Float32(result) if self._kind == SCORE else _typed(result, torch.bool)
 
     def _take_in(self, node: Any, tensors: list[torch.Tensor]) -> None:
-        """Check a node; compute it where it has one value."""
+        """Check a node, and compute it if its value is constant."""
         if node.op == "get_attr":
             tensor = getattr(self._module, node.target)
             known = [i for i, other in enumerate(tensors) if other is tensor]
@@ -340,14 +342,14 @@ class ScoreGraph(SelfDescribed):
             _check_index(node, self._kind)
         elif name not in OPERATIONS:
             raise TranslationError(
-                f"{self._kind} computes {node.target}; accepted are indexing by one number a "
-                f"dimension and {', '.join(sorted(OPERATIONS))}"
+                f"{self._kind} computes {node.target}; accepted: indexing by one number per "
+                f"dimension, and {', '.join(sorted(OPERATIONS))}"
             )
         elif all(operand in self._numbers for operand in node.all_input_nodes):
             self._numbers[node] = self._folded(node)
 
     def _folded(self, node: Any) -> bool | int | float:
-        """The value of a node whose operands are numbers."""
+        """Return the value of a node whose operands are numbers."""
 
         def tensor_of(operand: Any) -> torch.Tensor:
             return torch.tensor(self._numbers[operand], dtype=_dtype(operand))
@@ -367,31 +369,29 @@ def _traced(function: Callable[..., torch.Tensor], device: torch.device, kind: s
     def of_four(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         return function(batch, head, query, key)
 
-    given = place if kind == MASK else [torch.zeros((), device=device), *place]
+    arguments = place if kind == MASK else [torch.zeros((), device=device), *place]
     decompositions: Any = torch._decomp.core_aten_decompositions()
     try:
         with _OneElementEach():
             plain = of_four if kind == MASK else of_five
             functional = torch.func.functionalize(plain, remove="mutations")
-            module = make_fx(functional, decompositions)(*given)
+            module = make_fx(functional, decompositions)(*arguments)
     except RuntimeError as error:
         advice = str(error)
         if "data-dependent" in advice:
             advice = (
-                "it takes a branch by a value, or makes it a number of Python; choose between "
-                "values by torch.where, and index tensors by one number a dimension"
+                "it branches on a value, or converts it to a Python number; choose between values "
+                "by torch.where, and index tensors by one number per dimension"
             )
-        raise TranslationError(f"PyTorch cannot trace {kind}{_OR_SLOPE[kind]}: {advice}") from error
+        what = kind if kind == MASK else f"{kind}, or not its derivative"
+        raise TranslationError(f"PyTorch cannot trace {what}: {advice}") from error
     module.graph.eliminate_dead_code()
     return module
 
 
-_OR_SLOPE = {SCORE: ", or not its derivative", MASK: ""}
-
-
 class _OneElementEach(TorchFunctionMode):
-    """Indexing by numbers reads an element, which is traced, where PyTorch alone would read the
-    number's value."""
+    """Traces indexing by numbers as reading an element. PyTorch alone would read the number's
+    value."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -424,13 +424,12 @@ def _check_index(node: Any, kind: str) -> None:
     is_whole = _name(node) == "index" or node.args[1] == 0
     if not is_whole or not all(isinstance(i, (int, torch.fx.Node)) for i in indices):
         raise TranslationError(
-            f"{kind} takes more than an element of a tensor; accepted: one number for each "
-            "dimension"
+            f"{kind} takes more than one element of a tensor; accepted: one number per dimension"
         )
 
 
 def _computed(node: Any, values: dict, tensors: Sequence[cute.Tensor]) -> Any:
-    """The value of an operator in a kernel."""
+    """Return the value of an operator in a kernel."""
     args, kwargs = _mapped(node, values.__getitem__)
     if _name(node) in _INDEXING:
         of, indices = args[0], args[1] if _name(node) == "index" else args[2:]
@@ -438,25 +437,25 @@ def _computed(node: Any, values: dict, tensors: Sequence[cute.Tensor]) -> Any:
         within = (
             _within(index, cute.size(tensor, mode=[first + i])) for i, index in enumerate(indices)
         )
-        found = _Elements(of.number, (*of.indices, *within))
-        if len(found.indices) < cute.rank(tensor):
-            return found
-        return _typed(tensor[found.indices], _dtype(node))
+        elements = _Elements(of.number, (*of.indices, *within))
+        if len(elements.indices) < cute.rank(tensor):
+            return elements
+        return _typed(tensor[elements.indices], _dtype(node))
     operation, dtype = OPERATIONS[_name(node)], _dtype(node)
-    of_operands = dtype
+    operand_dtype = dtype
     if operation.operands == "common":
         known = [_dtype(operand) for operand in node.all_input_nodes]
         known += [_DTYPES[type(a)] for a in args if type(a) in _DTYPES]
-        of_operands = max(known, key=_order)
-    kept = 1 if operation.operands == "branches" else 0
-    operands = [a if i < kept else _typed(a, of_operands) for i, a in enumerate(args)]
+        operand_dtype = max(known, key=_order)
+    first = 1 if operation.operands == "branches" else 0
+    operands = [*args[:first], *(_typed(operand, operand_dtype) for operand in args[first:])]
     named = {name: value for name, value in kwargs.items() if name in _KEYWORDS}
     return _typed(operation.emit(*operands, **named), dtype)
 
 
 def _within(index: Any, size: Any) -> Int32:
-    """An index of a dimension, counted from its end where it is negative; the nearest one where
-    there is none, as there may be for keys that a query does not see."""
+    """Return an index of a dimension; a negative one counts from its end. An index beyond becomes
+    the nearest one: keys that a query does not see may have such indices."""
     index = Int32(index)
     index = _select(index < 0, index + size, index)
     return cutlass.max(cutlass.min(index, size - 1), 0)
@@ -473,7 +472,7 @@ _DTYPES = {bool: torch.bool, int: torch.int32, float: torch.float32}
 
 
 def _order(dtype: torch.dtype) -> int:
-    """Later for one to which the others are brought."""
+    """Return the rank of a dtype: operands are converted to the highest one."""
     return 2 if dtype.is_floating_point else int(dtype != torch.bool)
 
 
@@ -482,7 +481,7 @@ def _python_type(dtype: torch.dtype) -> type:
 
 
 def _typed(value: Any, dtype: torch.dtype) -> Any:
-    """A number of the kernel's, or of Python's, of a kind; None as it is."""
+    """Convert a number of the kernel or of Python; None stays."""
     kind = _python_type(dtype)
     if value is None or isinstance(value, (bool, int, float)):
         return value if value is None else kind(value)
@@ -498,5 +497,5 @@ def _dtype(node: Any) -> torch.dtype:
 
 
 def _name(node: Any) -> str:
-    """The operator's, without namespace and overload."""
+    """Return the operator's name without namespace and overload."""
     return str(node.target.__name__).split(".")[0]

@@ -4,10 +4,10 @@
     register()
     torch.nn.attention.activate_flash_attention_impl("fa4_hd256")
 
-PyTorch 2.13 replaces its flash-attention operators by an adapter over a module's `_flash_attn_fwd`
-and `_flash_attn_bwd`, which it calls by keyword; this module has both. While it is active, every
-SDPA call that PyTorch gives to flash attention comes here. Layers of another head_dim take SDPA's
-other kernels. torch.nn.attention.restore_flash_attention_impl() ends that.
+PyTorch 2.13 replaces its flash-attention operators by an adapter that calls `_flash_attn_fwd` and
+`_flash_attn_bwd` of a module by keyword. This is such a module. While it is active, it gets every
+SDPA call that PyTorch gives to flash attention. Layers of another head_dim take SDPA's other
+kernels. torch.nn.attention.restore_flash_attention_impl() deactivates it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from ..call import named_configs
+from ..call.forward_problem import backward_use_clc
+from ..call.operator_arguments import BackwardTensors
 from ..call.options import Options
 from ..interface import flash_attn_varlen_func
 from ..until_changed import UntilChanged
@@ -29,8 +30,8 @@ from .given_results import gradients_of_results
 
 NAME = "fa4_hd256"
 
-#: The longest sequence of cu_seqlens of forward calls. The adapter hands the backward the tensor,
-#: but not the number that its grids need; reading it from the device would synchronise.
+#: The longest sequence by cu_seqlens, from forward calls. The backward's grids need the number, but
+#: the adapter passes it cu_seqlens alone, and reading these would wait for the device.
 _longest = UntilChanged()
 
 
@@ -43,12 +44,12 @@ class _Active:
 def register(name: str = NAME, *, ds_bytes: int | None = None) -> str:
     """Make this attention available to torch.nn.attention.activate_flash_attention_impl(name).
 
-    ds_bytes: memory that dS of a backward may take at a time while it is active, as of
-    `BackwardConfig`; None: what FA4_HD256_DS_BYTES says, or the default.
+    ds_bytes: most bytes of dS at a time in a backward, as in `BackwardConfig`; None: the value of
+    FA4_HD256_DS_BYTES, or the default.
 
     Returns name. Raises TypeError or ValueError for other ds_bytes, ImportError for a PyTorch
-    without that registry or its adapter. Activation raises RuntimeError where there is no CUDA
-    device: PyTorch dispatches CUDA tensors only.
+    without the registry or its adapter. Activation raises RuntimeError without a CUDA device:
+    PyTorch dispatches CUDA tensors only.
     """
     check_ds_bytes(ds_bytes)
     try:
@@ -85,13 +86,13 @@ def _flash_attn_fwd(
     return_lse: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The forward that PyTorch's adapter calls.
+    """Compute the forward for PyTorch's adapter.
 
     q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q; k, v likewise.
-    out: written to if given. options: other arguments of `flash_attn_varlen_func`; the adapter
-    hands over num_splits=1, no KV splits, unless its caller requests another number. Adapters
-    before PyTorch 2.13 do not say how long packed sequences are: grids then follow the number of
-    rows.
+    out: where the result is written, or None. options: other arguments of
+    `flash_attn_varlen_func`. The adapter passes num_splits=1 unless its caller requests another
+    number. Adapters before PyTorch 2.13 do not pass the longest packed sequence: grids then follow
+    the number of rows.
 
     Returns (out, lse); lse: (batch, heads, seqlen_q) or (heads, total_q) float32, None without
     return_lse. Raises as `flash_attn_varlen_func` does.
@@ -104,8 +105,10 @@ def _flash_attn_fwd(
         options["max_seqlen_q"] = q.shape[0]
     window = (window_size_left, window_size_right)
     if other_dims.has_other_dim(q, k, v):
-        out, lse = _by_pytorch((q, k, v), out, window, options)
-        return out, lse if return_lse else None
+        call = _of_pytorch(window, options)
+        other_dims.say_once("SDPA", "SDPA's other kernels", q, k, v)
+        result, lse = other_dims.attend((q, k, v), *call)
+        return result if out is None else out.copy_(result), lse if return_lse else None
     attend = partial(flash_attn_varlen_func, q, k, v, window_size=window, **options)
     # PyTorch records gradients above its adapter, whose tensors may require them still.
     with contextlib.nullcontext() if out is None else torch.no_grad():
@@ -122,34 +125,38 @@ def _flash_attn_bwd(
     lse: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The backward that PyTorch's adapter calls.
+    """Compute (dq, dk, dv) for PyTorch's adapter.
 
-    Tensors as in `_flash_attn_fwd`, out and lse its results. options: softmax_scale, causal,
-    window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k; the result is deterministic
-    whatever `deterministic` says. Grids follow the longest sequence that the forward was told for
-    the same cu_seqlens, the number of rows where it was told of none.
-
-    Returns (dq, dk, dv). Raises as `flash_attn_varlen_func` does.
+    Tensors are those of `_flash_attn_fwd`, out and lse its results. options: those of
+    `_OF_BACKWARD`. Results are always deterministic. Grids follow the longest sequence that the
+    forward got for the same cu_seqlens, or the number of rows. Raises as `flash_attn_varlen_func`
+    does.
     """
     if other_dims.has_other_dim(q, k, v):
-        return _gradients_by_pytorch((q, k, v), dout, options)
-    options.pop("deterministic", None)
-    ragged = (options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None))
-    window = (options.pop("window_size_left", None), options.pop("window_size_right", None))
-    checked = Options.check(
-        options.pop("softmax_scale", None), options.pop("causal", False), window, 0.0
-    )
+        window = options.pop("window_size_left", None), options.pop("window_size_right", None)
+        dq, dk, dv = other_dims.gradients((q, k, v), dout, *_of_pytorch(window, options))
+        return dq, dk, dv
+    options.setdefault("causal", False)
+    scale, causal, left, right, of_q, of_k, _ = (options.pop(n, None) for n in _OF_BACKWARD)
+    checked = Options.check(scale, causal, (left, right), 0.0, backward_use_clc(None))
     if options:
-        raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
-    of_q, of_k = (_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True))
-    config = backward_config_of(_Active.ds_bytes, q.device)
-    return gradients_of_results(
-        (q, k, v, out, dout, lse),
+        raise NotImplementedError(
+            f"{', '.join(options)} is given to the backward; accepted: {', '.join(_OF_BACKWARD)}"
+        )
+    dq, dk, dv, _ = gradients_of_results(
+        BackwardTensors(dout, None, q, k, v, out, lse, None, of_q, of_k),
         checked,
-        ragged,
-        (of_q, of_k),
-        backward_config=named_configs.encode(config, type(config)),
+        (_longest_of(q, of_q), _longest_of(k, of_k)),
+        backward_config=backward_config_of(_Active.ds_bytes, q.device),
     )
+    return dq, dk, dv
+
+
+#: Options of the backward. The last one changes nothing.
+_OF_BACKWARD = (
+    "softmax_scale", "causal", "window_size_left", "window_size_right", "cu_seqlens_q",
+    "cu_seqlens_k", "deterministic",
+)  # fmt: skip
 
 
 #: Options of the adapter that change nothing of PyTorch's own attention.
@@ -158,48 +165,26 @@ _NEUTRAL = {"deterministic", "max_seqlen_q", "max_seqlen_k", "num_splits", "pack
 
 def _of_pytorch(window: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
     """Return (scale, window, offsets) of a call that PyTorch's SDPA computes. Raises
-    NotImplementedError for options that it has not."""
-    given = dict(options)
-    offsets = given.pop("cu_seqlens_q", None), given.pop("cu_seqlens_k", None)
-    scale, causal = given.pop("softmax_scale", None), given.pop("causal", False)
-    named = [
+    NotImplementedError for options that SDPA does not have."""
+    others = dict(options)
+    offsets = others.pop("cu_seqlens_q", None), others.pop("cu_seqlens_k", None)
+    scale, causal = others.pop("softmax_scale", None), others.pop("causal", False)
+    refused = [
         name
-        for name, value in given.items()
+        for name, value in others.items()
         if name not in _NEUTRAL and (isinstance(value, torch.Tensor) or value)
     ]
-    if named:
+    if refused:
         raise NotImplementedError(
-            f"{', '.join(named)} with a head_dim other than 256; accepted: none of these, as "
-            "PyTorch's SDPA computes such calls"
+            f"{', '.join(refused)} with a head_dim other than 256; accepted: calls without it, "
+            "which PyTorch's SDPA computes"
         )
     left, right = (None if side in (None, -1) else side for side in window)
     return scale, (left, 0 if causal else right), offsets
 
 
-def _by_pytorch(
-    tensors: tuple[torch.Tensor, ...],
-    out: torch.Tensor | None,
-    window: tuple[Any, Any],
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a call with another head_dim."""
-    given = _of_pytorch(window, options)
-    other_dims.say_once("SDPA", "SDPA's other kernels", *tensors)
-    found, lse = other_dims.attend(tensors, *given)
-    return (found if out is None else out.copy_(found)), lse
-
-
-def _gradients_by_pytorch(
-    tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv) of a call with another head_dim."""
-    window = options.pop("window_size_left", None), options.pop("window_size_right", None)
-    dq, dk, dv = other_dims.gradients(tensors, dout, *_of_pytorch(window, options))
-    return dq, dk, dv
-
-
 def _longest_of(rows: torch.Tensor, offsets: torch.Tensor | None) -> int | None:
-    """A bound on the sequences packed in `rows`; None where they are not packed."""
+    """Return a bound on the lengths of packed sequences, None if rows are not packed."""
     if offsets is None:
         return None
     return _longest.get(offsets) or rows.shape[0]

@@ -19,48 +19,40 @@ from typing import Any
 import torch
 
 from .. import interface, kv_cache
-from .engine_options import METADATA, EngineOptions, scaled_alone
+from ..compat.arguments import Library, honoured, neutral, refused
+from .engine_options import METADATA, our_options
 from .given_out import written_to
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
-_SCALES = "scales queries in float8, which are refused: they are bfloat16 or float16"
-_CODE = "changes of scores or masks given as code"
-_MX = "block-scaled float8"
+_HONOURED = (
+    "softmax_scale", "causal", "window_size", "softcap", "num_splits", "k_descale", "v_descale",
+    METADATA,
+)  # fmt: skip
+_MLA = "The second part of a query (MLA) is not offered"
+_CODE = refused("Changes of scores or masks given as code are not offered")
+_BIAS = refused("A bias of relative positions is not offered")
+_MX = refused("Block-scaled float8 is not offered")
 
-OPTIONS = EngineOptions(
-    "SGLang's attention",
-    honoured={
-        "softmax_scale": "softmax_scale",
-        "causal": "causal",
-        "window_size": "window_size",
-        "softcap": "softcap",
-        "num_splits": "num_splits",
-        "sinks": "learnable_sink",
-        "k_descale": "k_descale",
-        "v_descale": "v_descale",
-        METADATA: METADATA,
-    },
-    unused={
-        "ver": "chooses among SGLang's own kernels",
-        "pack_gqa": "a choice of another kernel's tiles",
-        "q_descale": _SCALES,
-    },
-    neutral={
-        "qv": ((None,), "the second part of a query (MLA)"),
-        "only_qv": ((False,), "the second part of a query (MLA)"),
-        "attention_chunk": ((0, None), "attention in chunks"),
-        "sm_margin": ((0,), "SMs left to others in a single call; FA4_HD256_RESERVED_SMS does it"),
-        "score_mod": ((None,), _CODE),
-        "mask_mod": ((None,), _CODE),
-        "aux_tensors": ((None,), _CODE),
-        "rel_bias": ((None,), "a bias of relative positions"),
-        "rel_bias_prep_cache": ((None,), "a bias of relative positions"),
-        "sfq": ((None,), _MX),
-        "sfk": ((None,), _MX),
-        "sfv": ((None,), _MX),
-    },
-)
+OPTIONS = Library("SGLang", "sglang.srt.layers.attention.flashattention_backend", {
+    **dict.fromkeys(_HONOURED, honoured()),
+    "sinks": honoured(ours="learnable_sink"),
+    "ver": neutral("chooses among SGLang's own kernels"),
+    "pack_gqa": neutral("a choice of another kernel's tiles"),
+    "q_descale": neutral("queries in float8 are refused: they are bfloat16 or float16"),
+    "qv": refused(_MLA),
+    "only_qv": refused(_MLA, False),
+    "attention_chunk": refused("Attention in chunks is not offered", 0, None),
+    "sm_margin": refused("No call reserves SMs; FA4_HD256_RESERVED_SMS does for a process", 0),
+    "score_mod": _CODE,
+    "mask_mod": _CODE,
+    "aux_tensors": _CODE,
+    "rel_bias": _BIAS,
+    "rel_bias_prep_cache": _BIAS,
+    "sfq": _MX,
+    "sfk": _MX,
+    "sfv": _MX,
+})  # fmt: skip
 
 #: Options of `flash_attn_with_kvcache` beside `OPTIONS`, under the same names there.
 CACHE_OPTIONS = (
@@ -73,7 +65,7 @@ CACHE_OPTIONS = (
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over pages of SGLang's cache.
+    """Compute attention over pages of SGLang's cache.
 
     q: (total_q, heads, 256) with cu_seqlens_q and max_seqlen_q. k_cache, v_cache: (pages,
     page_size, heads_kv, 256) with page_table and cache_seqlens. options: out (written to, like q),
@@ -84,9 +76,9 @@ def flash_attn_with_kvcache(
     `fa4_hd256.flash_attn_with_kvcache` does.
     """
     out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
-    places = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
-    ours = OPTIONS.translated(scaled_alone(options, k_cache))
-    attend = partial(kv_cache.flash_attn_with_kvcache, q, k_cache, v_cache, **places, **ours)
+    lengths = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
+    ours = our_options(OPTIONS, "flash_attn_with_kvcache", options, k_cache)
+    attend = partial(kv_cache.flash_attn_with_kvcache, q, k_cache, v_cache, **lengths, **ours)
     return written_to(out, q, attend, wants_lse)
 
 
@@ -100,7 +92,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int | None = None,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over packed keys.
+    """Compute attention over packed keys.
 
     q: (total_q, heads, 256); k, v: (total_k, heads_kv, 256). options: seqused_q, seqused_k,
     page_table, out (written to, like q), return_softmax_lse, and those of `OPTIONS`.
@@ -109,8 +101,8 @@ def flash_attn_varlen_func(
     """
     out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
     others = ("seqused_q", "seqused_k", "page_table")
-    places = {name: options.pop(name) for name in others if name in options}
-    ours = OPTIONS.translated(scaled_alone(options, k))
+    lengths = {name: options.pop(name) for name in others if name in options}
+    ours = our_options(OPTIONS, "flash_attn_varlen_func", options, k)
     if METADATA not in ours:
         # SGLang's own default is one KV split.
         ours.setdefault("num_splits", 1)
@@ -123,7 +115,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        **places,
+        **lengths,
         **ours,
     )
     return written_to(out, q, attend, wants_lse)

@@ -16,52 +16,44 @@ from typing import Any
 import torch
 
 from .. import interface
+from ..compat.arguments import Library, honoured, neutral, refused
 from ..score_mods import alibi
-from .engine_options import METADATA, EngineOptions, scaled_alone
+from .engine_options import METADATA, our_options
 from .given_out import written_to
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
-_SCALES = "scales queries in float8, which are refused: they are bfloat16 or float16"
-_MASKS = "masks given as code"
+_HONOURED = (
+    "softmax_scale", "causal", "window_size", "softcap", "num_splits", "deterministic", "k_descale",
+    "v_descale", METADATA,
+)  # fmt: skip
+_MLA = refused("The second part of a query (MLA) is not offered")
+_RANKS = "Keys that are dealt out to ranks one by one are not offered"
+_MASKS = refused("Masks given as code are not offered")
+_GATHERED = refused("Keys chosen one by one are not offered")
 
-OPTIONS = EngineOptions(
-    "vLLM's flash_attn_varlen_func",
-    honoured={
-        "softmax_scale": "softmax_scale",
-        "causal": "causal",
-        "window_size": "window_size",
-        "softcap": "softcap",
-        "num_splits": "num_splits",
-        "s_aux": "learnable_sink",
-        "block_table": "page_table",
-        "deterministic": "deterministic",
-        "k_descale": "k_descale",
-        "v_descale": "v_descale",
-        "alibi_slopes": "score_mod",
-        METADATA: METADATA,
-    },
-    unused={
-        "fa_version": "chooses among vLLM's own kernels",
-        "q_descale": _SCALES,
-    },
-    neutral={
-        "q_v": ((None,), "the second part of a query (MLA)"),
-        "dropout_p": ((0.0,), "dropout"),
-        "return_attn_probs": ((False,), "probabilities"),
-        "output_scale": ((None,), "float8 results"),
-        "cp_world_size": ((1,), "masks of keys dealt out to ranks one by one"),
-        "cp_rank": ((0,), "masks of keys dealt out to ranks one by one"),
-        "cp_tot_seqused_k": ((None,), "masks of keys dealt out to ranks one by one"),
-        "mask_mod": ((None,), _MASKS),
-        "block_sparse_tensors": ((None,), _MASKS),
-        "aux_tensors": ((None,), _MASKS),
-        "aux_tensor_leading_dims": ((None,), _MASKS),
-        "dynamic_causal": ((None,), "causality that each sequence chooses"),
-        "gather_kv_indices": ((None,), "keys chosen one by one"),
-        "gather_kv_valid_length": ((None,), "keys chosen one by one"),
-    },
-)
+OPTIONS = Library("vLLM", "vllm.v1.attention.backends.flash_attn", {
+    **dict.fromkeys(_HONOURED, honoured()),
+    "s_aux": honoured(ours="learnable_sink"),
+    "block_table": honoured(ours="page_table"),
+    "alibi_slopes": honoured(ours="score_mod"),
+    "fa_version": neutral("chooses among vLLM's own kernels"),
+    "q_descale": neutral("queries in float8 are refused: they are bfloat16 or float16"),
+    "q_v": _MLA,
+    "dropout_p": refused("Dropout is not offered", 0.0),
+    "return_attn_probs": refused("Probabilities are not offered", False),
+    "output_scale": refused("Results in float8 are not offered"),
+    "cp_world_size": refused(_RANKS, 1),
+    "cp_rank": refused(_RANKS, 0),
+    "cp_tot_seqused_k": refused(_RANKS),
+    "mask_mod": _MASKS,
+    "block_sparse_tensors": _MASKS,
+    "aux_tensors": _MASKS,
+    "aux_tensor_leading_dims": _MASKS,
+    "dynamic_causal": refused("Causality that each sequence chooses is not offered"),
+    "gather_kv_indices": _GATHERED,
+    "gather_kv_valid_length": _GATHERED,
+})  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -74,7 +66,7 @@ def flash_attn_varlen_func(
     cu_seqlens_k: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over pages of vLLM's cache, or over packed keys.
+    """Compute attention over pages of vLLM's cache, or over packed keys.
 
     q: (total_q, heads, 256). k, v: (blocks, block_size, heads_kv, 256) with block_table and
     seqused_k, in any strides that `flash_attn_varlen_func` reads in place; else (total_k, heads_kv,
@@ -87,7 +79,7 @@ def flash_attn_varlen_func(
     """
     seqused_k, out = options.pop("seqused_k", None), options.pop("out", None)
     wants_lse = options.pop("return_softmax_lse", False)
-    ours = OPTIONS.translated(scaled_alone(options, k))
+    ours = our_options(OPTIONS, "flash_attn_varlen_func", options, k)
     if ours.get("window_size", ()) is None:
         del ours["window_size"]
     if ours.get("score_mod") is not None:
@@ -109,5 +101,5 @@ def flash_attn_varlen_func(
 
 def get_scheduler_metadata(*args: Any, **options: Any) -> None:
     """Return None: the operator's own rule splits the keys. vLLM copies a plan into memory that is
-    too small for that of `fa4_hd256.get_scheduler_metadata`."""
+    too small for one of `fa4_hd256.get_scheduler_metadata`."""
     return None

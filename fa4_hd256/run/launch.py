@@ -12,7 +12,7 @@ import torch
 from .. import environment
 from ..architectures import ARCHITECTURES
 from ..gpus.devices import Gpu, cuda_gpu
-from ..gpus.family import architecture_of, in_family, target
+from ..gpus.family import architecture_of, of_capability, target
 from . import simulated
 from .compile import CompiledKernel
 from .tile_counter import tile_counter
@@ -85,7 +85,7 @@ def describe_gpus() -> str:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         name, capability = torch.cuda.get_device_name(index), _capability(index)
         found = "not in the family"
-        if in_family(capability):
+        if of_capability(capability):
             try:
                 found = cuda_gpu(torch.device("cuda", index)).describe()
             except (RuntimeError, ValueError) as error:

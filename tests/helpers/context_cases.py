@@ -389,7 +389,7 @@ def _sums_stay_away() -> Any:
 
 def _own_keys_at_every_hop() -> Any:
     return mock.patch.object(
-        ring.RingAttention, "parts", lambda self, rows: parts_of(self.own, self.own, self.mask)
+        ring.RingAttention, "parts", lambda self, rows: parts_of(self.local, self.local, self.mask)
     )
 
 
@@ -404,9 +404,11 @@ def _one_key_too_many() -> Any:
 
 def _lse_without_its_gradient() -> Any:
     right = local.gradients_of_results
-    return mock.patch.object(
-        local, "gradients_of_results", lambda *given, dlse, **more: right(*given, **more)
-    )
+
+    def wrong(tensors: Any, *given: Any, **more: Any) -> Any:
+        return right(tensors._replace(dlse=None), *given, **more)
+
+    return mock.patch.object(local, "gradients_of_results", wrong)
 
 
 def _places_of_the_part() -> Any:

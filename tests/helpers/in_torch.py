@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cache_reference
 import torch
 
 from fa4_hd256.check import reference
@@ -72,7 +73,9 @@ def flash_attn_with_kvcache(
             k_cache[pages[page], row] = key[0].to(k_cache.dtype)
             v_cache[pages[page], row] = value[0].to(v_cache.dtype)
             length += 1
-        rows = [reference.gathered(cache, pages, length)[None] for cache in (k_cache, v_cache)]
+        rows = [
+            cache_reference.gathered(cache, pages, length)[None] for cache in (k_cache, v_cache)
+        ]
         own = {name: None if scale is None else scale[b : b + 1] for name, scale in scales.items()}
         outs.append(flash_attn_func(query, *rows, **own, **options))
     return torch.cat(outs)

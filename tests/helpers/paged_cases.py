@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import cache_reference
 import torch
 
 from fa4_hd256 import flash_attn_varlen_func
@@ -78,7 +79,7 @@ class Paged:
     def keys(self, row):
         """Return (1, length, heads_kv, 256) of a sequence: its keys, and its values."""
         return tuple(
-            reference.gathered(t, self.table[row], self.lengths[row])[None]
+            cache_reference.gathered(t, self.table[row], self.lengths[row])[None]
             for t in (self.k, self.v)
         )
 

@@ -64,7 +64,7 @@ _OWN = tuple(
     for folder in _FOLDERS
     for package in ("", "/architecture", "/forward", "/backward")
 )
-_CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/integrations", "sm100_sim", *_OPERATOR)
+_CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/compat", "fa4_hd256/integrations", "sm100_sim", *_OPERATOR)
 
 _KNOWN = ("fa4_hd256/check", *_CHECK)
 #: Packages of bench and of the lab, from the lowest.
@@ -116,9 +116,9 @@ PACKAGES = {
     "fa4_hd256/run/simulated": ("sm100_sim", *_RUN),
     # The top also names what users import of an architecture.
     "fa4_hd256": (*_OWN, *_OPERATOR),
-    "fa4_hd256/integrations": ("fa4_hd256", *_OPERATOR),
     # flash-attention's functions, on ours.
     "fa4_hd256/compat": ("fa4_hd256", *_OPERATOR),
+    "fa4_hd256/integrations": ("fa4_hd256/compat", "fa4_hd256", *_OPERATOR),
     "fa4_hd256/check": _CHECK,
     # The commands: above all packages, and imported by none.
     "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),

@@ -116,8 +116,8 @@ def test_over_ranks(monkeypatch):
     class Stop(Exception):
         pass
 
-    def batched(tensors, is_packed):
-        raise Stop([tensor.dtype for tensor in tensors[:3]])
+    def batched(*inputs):
+        raise Stop([tensor.dtype for tensor in inputs[:3]])
 
     class Ranks:
         def agree(self, check):
@@ -126,4 +126,4 @@ def test_over_ranks(monkeypatch):
     monkeypatch.setattr(over_ranks, "batched", batched)
     q, k, v = inputs("cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(Stop, match="bfloat16"):
-        over_ranks._attend((q, k, v, None), None, Ranks(), ("ring", "", None), False)
+        over_ranks._attend("ring", (q, k, v), None, Ranks())

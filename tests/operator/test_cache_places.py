@@ -6,13 +6,13 @@ have one kernel.
 
 from __future__ import annotations
 
+import cache_reference
 import pytest
 import torch
 from paged_cases import accurate, int32
 
 from fa4_hd256 import flash_attn_varlen_func, flash_attn_with_kvcache
 from fa4_hd256.call import cache_checks, checks
-from fa4_hd256.check import reference
 
 #: Rows in use, left padding among them: none, a few, more than a tile of keys, all.
 LENGTHS, LEFTPAD = [0, 21, 150, 203], [0, 21, 140, 7]
@@ -38,7 +38,7 @@ def check(caches, q, new=(), rotary=None, leftpad=None, **options):
     device, lengths = q.device, LENGTHS
     if new:
         lengths = [min(length, caches[0].shape[1] - new[0].shape[1]) for length in LENGTHS]
-    before = reference.KvCache(
+    before = cache_reference.KvCache(
         *(t.clone() for t in caches), lengths, [[entry] for entry in ENTRIES], leftpad
     )
     rows_of = list(zip(*new)) if new else None
@@ -91,7 +91,9 @@ def test_new_rows_behind_left_padding(device):
     """New rows lie behind those in use, and have the positions of their rows: padding counts."""
     new = tuple(randn(4, 3, 1, device=device) for _ in "kv")
     angles = torch.randn(210, 32)
-    rotary = reference.Rotary(*(t.to(device, torch.bfloat16) for t in (angles.cos(), angles.sin())))
+    rotary = cache_reference.Rotary(
+        *(t.to(device, torch.bfloat16) for t in (angles.cos(), angles.sin()))
+    )
     check(cache(203, device), randn(4, 3, 4, device=device), new, rotary, LEFTPAD)
 
 

@@ -3,6 +3,7 @@ scheduler metadata."""
 
 from __future__ import annotations
 
+import cache_reference
 import pytest
 import torch
 from e4m3_cases import E4M3, accurate, codes, exact, scales
@@ -178,7 +179,7 @@ def test_engines(engine):
             )  # fmt: skip
         found.append(out)
     for b, length in enumerate(used.tolist()):
-        rows = [reference.gathered(t.float(), table[b], length)[None].double() for t in cache]
+        rows = [cache_reference.gathered(t.float(), table[b], length)[None].double() for t in cache]
         rows = [t * scale[0, 0].double() for t, scale in zip(rows, given)]
         out, _ = reference.attention(q[b][None, None], *rows)
         assert (found[0][b].double() - out[0, 0]).abs().max() < 4e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cache_reference
 import pytest
 import torch
 from operator_calls import kvcache_arguments
@@ -59,7 +60,7 @@ def check(q, caches, lengths, new=None, counts=(None, None), rotary=None, table=
     new: (k, v); counts: rows of each sequence of q and of k, None where padded; rotary: of the
     reference; options: of the attention.
     """
-    before = reference.KvCache(*(t.clone() for t in caches), lengths, table)
+    before = cache_reference.KvCache(*(t.clone() for t in caches), lengths, table)
     ordered = options.get("causal", False) or options.get("window_size", (None, None)) != (
         None, None
     )  # fmt: skip
@@ -128,7 +129,7 @@ def test_rotary_embedding(device, interleaved, causal, window):
     """
     rotary_dim, dtype = (256, torch.float32) if interleaved else (64, torch.bfloat16)
     first = [3, 17, 40] if causal else None
-    rotary = reference.Rotary(*tables(device, rotary_dim, dtype=dtype), interleaved, first)
+    rotary = cache_reference.Rotary(*tables(device, rotary_dim, dtype=dtype), interleaved, first)
     q = randn(3, NEW, 2, 256, device=device)
     new = tuple(randn(3, NEW, 1, 256, device=device) for _ in "kv")
     window = {} if window is None else {"window_size": window}
@@ -141,7 +142,7 @@ def test_packed_queries_and_new_rows(device):
     counts = [4, 0, 3], [2, 5, 0]
     q = randn(sum(counts[0]), 2, 256, device=device)
     new = tuple(randn(sum(counts[1]), 1, 256, device=device) for _ in "kv")
-    rotary = reference.Rotary(*tables(device))
+    rotary = cache_reference.Rotary(*tables(device))
     check(q, dense_cache(device), LENGTHS, new, counts, rotary, causal=True)
 
 
@@ -242,7 +243,7 @@ def test_pages_packed_and_turned(device):
     caches, table = pages(device, 16, [2, 2, 2], 2, heads_first=True)
     q = randn(sum(counts[0]), 4, 256, device=device)
     new = tuple(randn(sum(counts[1]), 2, 256, device=device) for _ in "kv")
-    rotary = reference.Rotary(*tables(device), interleaved=False)
+    rotary = cache_reference.Rotary(*tables(device), interleaved=False)
     check(q, caches, [14, 31, 0], new, counts, rotary, table, causal=True)
 
 
@@ -267,7 +268,7 @@ def test_results_in_memory_that_is_given(device, with_rows):
 def test_entries_of_a_larger_cache(device):
     """cache_batch_idx: each sequence has an entry of the cache."""
     caches = dense_cache(device, batch=5)
-    before = reference.KvCache(*(t.clone() for t in caches), LENGTHS, [[4], [0], [2]])
+    before = cache_reference.KvCache(*(t.clone() for t in caches), LENGTHS, [[4], [0], [2]])
     q = randn(3, NEW, 2, 256, device=device)
     new = tuple(randn(3, NEW, 1, 256, device=device) for _ in "kv")
     given = {"cache_batch_idx": int32([4, 0, 2], device), "causal": True}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cache_reference
 import cutlass
 import e4m3_cases
 import pytest
@@ -17,7 +18,6 @@ from paged_cases import NO_PAGE, NOT_OF_MATHS, Paged, accurate, int32, offsets
 from replays import forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache, get_scheduler_metadata
-from fa4_hd256.check import reference
 from fa4_hd256.kernels.rows import pages
 from fa4_hd256.score_mods import alibi
 
@@ -153,7 +153,7 @@ def test_a_tree(device):
     found = attend(q, paged, tree_mask=mask, num_splits=2)
     for row, (k, v) in enumerate(keys):
         own, *results = parts_of(q, found, row, None)
-        seen = reference.seen_by_nodes(mask[row : row + 1], k.shape[1])
+        seen = cache_reference.seen_by_nodes(mask[row : row + 1], k.shape[1])
         accurate(*results, (own, k, v), mask=seen)
 
 
@@ -205,8 +205,10 @@ def test_new_rows(by_index, device):
         table[row, count : count + 2] = more[row]
     q, new = queries(8, 3, 4, device=device), [queries(8, 3, 1, device=device) for _ in "kv"]
     angles = torch.randn(310, 32)
-    rotary = reference.Rotary(*(t.to(device, torch.bfloat16) for t in (angles.cos(), angles.sin())))
-    before = reference.KvCache(
+    rotary = cache_reference.Rotary(
+        *(t.to(device, torch.bfloat16) for t in (angles.cos(), angles.sin()))
+    )
+    before = cache_reference.KvCache(
         k_cache.clone(), v_cache.clone(), list(LENGTHS), table.tolist(), list(LEFTPAD)
     )
     after, rows = before.appended(list(q), list(zip(*new)), rotary, True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cache_reference
 import cutlass
 import cutlass.cute as cute
 import pytest
@@ -196,7 +197,7 @@ def test_keys_in_pages(device):
         return_lse=True,
     )
     for b, count in enumerate(used.tolist()):
-        alone = (q[b : b + 1], *(reference.gathered(t, table[b], count)[None] for t in pages))
+        alone = (q[b : b + 1], *(cache_reference.gathered(t, table[b], count)[None] for t in pages))
         own = case.of_reference(1, count, b)
         check((out[b : b + 1], lse[b : b + 1]), alone, score_mod=own)
 
@@ -216,7 +217,7 @@ def test_a_cache_with_new_rows(paged, device):
     )
     k_cache, v_cache = (torch.randn(shape).to(device, torch.bfloat16) for _ in "kv")
     q, k, v = inputs(new, new, (4, 1), 3, device)
-    before = reference.KvCache(
+    before = cache_reference.KvCache(
         k_cache.clone(), v_cache.clone(), lengths, None if table is None else table.tolist()
     )
     _, sequences = before.appended(list(q), list(zip(k, v)), None, True)

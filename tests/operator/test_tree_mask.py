@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import cache_reference
 import pytest
 import torch
 from e4m3_cases import accurate as accurate_e4m3
@@ -24,7 +25,6 @@ from fa4_hd256 import (
     get_scheduler_metadata,
     masks,
 )
-from fa4_hd256.check import reference
 from fa4_hd256.kernels import context
 from fa4_hd256.kernels.mask import masking
 from fa4_hd256.score_mods import alibi
@@ -59,7 +59,7 @@ def check(tensors, mask, **options):
     """Return (out, lse) of a call, which is as accurate as others."""
     out, lse = flash_attn_func(*tensors, tree_mask=mask, return_lse=True, **options)
     wanted = {name: options[name] for name in OF_MATHS if name in options}
-    seen = reference.seen_by_nodes(mask, tensors[1].shape[1])
+    seen = cache_reference.seen_by_nodes(mask, tensors[1].shape[1])
     accurate(out, lse, tensors, mask=seen, **wanted)
     return out, lse
 
@@ -176,7 +176,7 @@ def test_beside_a_score_mod(device):
         *tensors, tree_mask=mask, causal=True, return_lse=True, score_mod=alibi(slopes.to(device))
     )
     accurate(
-        out, lse, tensors, causal=True, mask=reference.seen_by_nodes(mask, 130),
+        out, lse, tensors, causal=True, mask=cache_reference.seen_by_nodes(mask, 130),
         score_mod=lambda s, b, h, q, k: s - slopes.double()[h] * (q + 126 - k).abs(),
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def check_pages(q, paged, lengths_q, mask, **options):
         nodes = mask[row, :count, :count]
         accurate(
             out[rows][None], lse[:, rows][None], (q[rows][None], *paged.keys(row)),
-            mask=reference.seen_by_nodes(nodes, paged.lengths[row]),
+            mask=cache_reference.seen_by_nodes(nodes, paged.lengths[row]),
             causal=options.get("causal", False),
         )  # fmt: skip
     return out, lse
@@ -262,7 +262,7 @@ def test_one_mask_for_all_and_words_that_were_packed_before(device):
         num_splits=1,
     )  # fmt: skip
     accurate(packed.unflatten(0, (2, 32)), found[1], tensors,
-             mask=reference.seen_by_nodes(mask, 140))  # fmt: skip
+             mask=cache_reference.seen_by_nodes(mask, 140))  # fmt: skip
 
 
 @pytest.mark.sampled
@@ -275,7 +275,7 @@ def test_padded_queries(device):
     )
     for row, n in enumerate(used):
         one = q[row : row + 1, :n], k[row : row + 1], v[row : row + 1]
-        seen = reference.seen_by_nodes(mask[row, :n, :n], 135)
+        seen = cache_reference.seen_by_nodes(mask[row, :n, :n], 135)
         accurate(out[row : row + 1, :n], lse[row : row + 1, :, :n], one, mask=seen)
 
 
@@ -290,7 +290,7 @@ def test_new_rows_of_a_cache_are_the_tree(device):
     for row, length in enumerate(lengths):
         keys = [cache[row : row + 1, : length + 4] for cache in caches]
         assert torch.equal(keys[0][0, length:], k[row])
-        seen = reference.seen_by_nodes(mask[row], length + 4)
+        seen = cache_reference.seen_by_nodes(mask[row], length + 4)
         accurate(out[row : row + 1], lse[row : row + 1], (q[row : row + 1], *keys), mask=seen)
 
 
@@ -302,7 +302,7 @@ def test_keys_in_e4m3(queries):
     found = flash_attn_func(
         q, *keys, tree_mask=mask, return_lse=True, k_descale=given[0], v_descale=given[1]
     )
-    seen = reference.seen_by_nodes(mask, keys[0].shape[1])
+    seen = cache_reference.seen_by_nodes(mask, keys[0].shape[1])
     accurate_e4m3(found, q, exact(keys, given), mask=seen)
 
 

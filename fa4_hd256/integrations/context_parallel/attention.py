@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from ...call.autocast import autocast, is_autocasting
 from ...mask_mods import MaskMod
 from ...score_mods import ScoreMod
-from .checks import UserArguments, batched, check_heads, settings_of, text_of
+from .checks import Arguments, batched, check_heads, settings_of, text_of
 from .exchange import Ranks
 from .gathered import Gathered
 from .heads import attend_by_heads
@@ -76,12 +76,12 @@ def ring_attention(
     call or has ended, at every later call over that group, and if torch.distributed is not
     initialised.
     """
-    given = UserArguments(
-        softmax_scale, causal, window_size, softcap, config, backward_config, use_clc, score_mod,
-        block_mask, mask_mod,
+    arguments = Arguments(
+        group, order, cu_seqlens, softmax_scale, causal, window_size, learnable_sink, softcap,
+        deterministic, return_lse, config, backward_config, use_clc, score_mod, block_mask,
+        mask_mod,
     )  # fmt: skip
-    tensors = q, k, v, learnable_sink
-    return _attend(tensors, given, Ranks(group), ("ring", order, cu_seqlens), return_lse)
+    return _attend("ring", (q, k, v), arguments, Ranks(group))
 
 
 def all_gather_attention(
@@ -116,47 +116,35 @@ def _with_arguments(name: str, tensors: tuple[Any, ...], options: dict[str, Any]
     """Bind the arguments to the signature of `ring_attention`, and attend by the named method."""
     bound = _SIGNATURE.bind(*tensors, **options)
     bound.apply_defaults()
-    found = bound.arguments
-    given = UserArguments(*(found[field] for field in UserArguments._fields))
-    tensors = *tensors, found["learnable_sink"]
-    method = name, found["order"], found["cu_seqlens"]
-    return _attend(tensors, given, Ranks(found["group"]), method, found["return_lse"])
+    q, k, v, *others = bound.arguments.values()
+    arguments = Arguments(*others)
+    return _attend(name, (q, k, v), arguments, Ranks(arguments.group))
 
 
 _SIGNATURE = inspect.signature(ring_attention)
 
 
 @torch.compiler.disable
-def _attend(
-    tensors: tuple[Any, ...],
-    given: UserArguments,
-    ranks: Ranks,
-    method: tuple[str, str, Any],
-    wants_lse: bool,
-) -> Any:
-    """Check the call on all ranks, then attend. tensors: q, k, v, the sink. method: its name, order
-    and cu_seqlens."""
-    if is_autocasting():
-        tensors = *autocast(*tensors[:3]), tensors[3]
-    name, order, offsets = method
-    is_packed = offsets is not None
+def _attend(name: str, inputs: tuple[Any, ...], arguments: Arguments, ranks: Ranks) -> Any:
+    """Check the call on all ranks, then attend. inputs: q, k, v."""
+    q, k, v = autocast(*inputs) if is_autocasting() else inputs
 
     def check() -> tuple[str, tuple[tuple[Any, ...], Settings]]:
-        found = batched(tensors, is_packed)
-        settings = settings_of(found, given, ranks, (order, offsets))
+        tensors = batched(q, k, v, arguments)
+        settings = settings_of(tensors, arguments, ranks.count)
         if name == "ulysses":
-            check_heads(found, ranks.count)
-        return text_of(found, settings, name, order), (found, settings)
+            check_heads(tensors, ranks.count)
+        return text_of(tensors, settings, name), (tensors, settings)
 
-    (q, k, v, sink), settings = ranks.agree(check)
+    tensors, settings = ranks.agree(check)
     if name == "ulysses":
-        out, lse = attend_by_heads((q, k, v, sink), settings, given._asdict(), (ranks, order))
+        out, lse = attend_by_heads(tensors, settings, ranks)
     else:
         kind = RingAttention if name == "ring" else Gathered
-        out, lse = _OverRanks.apply(kind, ranks, order, settings, q, k, v, sink)
-    if is_packed:
+        out, lse = _OverRanks.apply(kind, ranks, settings, *tensors)
+    if settings.documents is not None:
         out, lse = out.squeeze(0), lse.squeeze(0)
-    return (out, lse) if wants_lse else out
+    return (out, lse) if arguments.return_lse else out
 
 
 class _OverRanks(torch.autograd.Function):
@@ -172,18 +160,18 @@ class _OverRanks(torch.autograd.Function):
         ctx: Any,
         kind: type[RingAttention] | type[Gathered],
         ranks: Ranks,
-        order: str,
         settings: Settings,
-        *tensors: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """tensors: q, k, v, the sink, which may be None."""
-        q, k, v, sink = tensors
         with ranks.failing_together():
-            walk = kind(ranks, order, k.shape[1], settings)
-            out, lse = walk.attend(q, (k, v), settings).results(sink, q.dtype)
+            walk = kind(ranks, k.shape[1], settings)
+            out, lse = walk.attend(q, (k, v)).results(sink, q.dtype)
         # Tensors that a score_mod or mask_mod reads are saved: autograd checks their versions.
         ctx.save_for_backward(q, k, v, sink, out, lse, *settings.read)
-        ctx.walk, ctx.settings = walk, settings
+        ctx.walk = walk
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -195,9 +183,8 @@ class _OverRanks(torch.autograd.Function):
         q, k, v, sink, out, lse, *_ = ctx.saved_tensors
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        own = LocalResults(q, out, dout, lse, dlse)
+        local = LocalResults(q, out, dout, lse, dlse)
         with ctx.walk.ranks.failing_together():
-            dq, (dk, dv) = ctx.walk.gradients(own, (k, v), ctx.settings)
-            dsink = None if sink is None else sink_gradient(own, sink)
-        found = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
-        return None, None, None, None, *found
+            dq, (dk, dv) = ctx.walk.gradients(local, (k, v))
+            dsink = None if sink is None else sink_gradient(local, sink)
+        return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink

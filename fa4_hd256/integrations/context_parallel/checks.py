@@ -22,20 +22,25 @@ from ...mask_mods import MaskMod
 from ...mask_mods import read_by as read_by_mask
 from ...masks import as_tile_mask
 from ...score_mods import ScoreMod, read_by
-from .exchange import Ranks
 from .local import Settings
 from .spans import Units, spans_by_rank, unit
 
-__all__ = ["UserArguments", "batched", "check_heads", "settings_of", "text_of"]
+__all__ = ["Arguments", "batched", "check_heads", "settings_of", "text_of"]
 
 
-class UserArguments(NamedTuple):
-    """Options of `ring_attention` as the user passed them."""
+class Arguments(NamedTuple):
+    """Keyword arguments of `ring_attention`, in its order, as the user passed them."""
 
+    group: Any
+    order: Any
+    cu_seqlens: Any
     softmax_scale: Any
     causal: Any
     window_size: Any
+    learnable_sink: Any
     softcap: Any
+    deterministic: Any
+    return_lse: Any
     config: Any
     backward_config: Any
     use_clc: Any
@@ -44,72 +49,73 @@ class UserArguments(NamedTuple):
     mask_mod: Any
 
 
-def batched(tensors: tuple[Any, ...], is_packed: bool) -> tuple[Any, ...]:
-    """Return q, k, v with a batch dimension, and the sink. is_packed: there are cu_seqlens.
+def batched(q: Any, k: Any, v: Any, arguments: Arguments) -> tuple[Any, ...]:
+    """Return q, k, v with a batch dimension, and the sink.
 
     Raises TypeError for an argument that is no tensor, and if k or v has another dtype than q: a
     rank reads the bytes that it receives in q's dtype, and e4m3 scales are not exchanged.
     """
-    named = dict(zip(("q", "k", "v", "learnable_sink"), tensors, strict=True))
-    check_kinds(named, {}, BY_RULE)
-    q, k, v, sink = tensors
+    sink = arguments.learnable_sink
+    check_kinds({"q": q, "k": k, "v": v, "learnable_sink": sink}, {}, BY_RULE)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise TypeError(
                 f"{name} has dtype {tensor.dtype}; accepted over ranks: {q.dtype}, like q. Convert "
                 "it before the call"
             )
-    if is_packed:
+    if arguments.cu_seqlens is not None:
         q, k, v = (with_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
     return q, k, v, sink
 
 
-def settings_of(
-    tensors: tuple[Any, ...], given: UserArguments, ranks: Ranks, divided: tuple[str, Any]
-) -> Settings:
-    """Check the options and return them. tensors: q, k, v with a batch, the sink. divided: the
-    order, cu_seqlens."""
+def settings_of(tensors: tuple[Any, ...], arguments: Arguments, ranks: int) -> Settings:
+    """Check the arguments and return the settings. tensors: the result of `batched`."""
     q, k, v, sink = tensors
-    options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
-    read, key = read_by(given.score_mod)
-    asked, mask_key = read_by_mask(given.mask_mod)
-    order, offsets = divided
+    order, offsets = arguments.order, arguments.cu_seqlens
+    options = Options.check(
+        arguments.softmax_scale, arguments.causal, arguments.window_size, arguments.softcap
+    )
+    score_mod, mask_mod = arguments.score_mod, arguments.mask_mod
+    read, key = read_by(score_mod)
+    seen, mask_key = read_by_mask(mask_mod)
     counted = {} if offsets is None else {"cu_seqlens_q": torch.empty(_count(offsets))}
-    score_mod, _ = functions_of_keys((key, mask_key), read | asked | counted, q)
-    with_scores = replace(options, score_mod=score_mod)
+    score_class, _ = functions_of_keys((key, mask_key), read | seen | counted, q)
+    with_scores = replace(options, score_mod=score_class)
     operands = operands_of(ForwardTensors(q, k, v, sink, **read))
-    Problem.describe(operands, with_scores, sink, read, config=given.config)
+    Problem.describe(operands, with_scores, sink, read, config=arguments.config)
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"a rank has {q.shape[1]} rows of q and {k.shape[1]} of k; accepted: equal numbers"
         )
-    spans_by_rank(order, ranks.count, q.shape[1])
-    documents = None if offsets is None else _documents(offsets, ranks.count * q.shape[1])
+    spans_by_rank(order, ranks, q.shape[1])
+    rows = ranks * q.shape[1]
+    documents = None if offsets is None else _documents(offsets, rows)
     kinds = kernels_of(architecture_of(q.device)).configs("backward")
-    backward = named_configs.encode(given.backward_config, *kinds, said="backward_config")
-    rows = ranks.count * q.shape[1]
-    mask = None
-    if given.block_mask is not None or given.mask_mod is not None:
+    named_configs.encode(arguments.backward_config, *kinds, said="backward_config")
+    mask, units = None, None
+    if arguments.block_mask is not None or mask_mod is not None:
         check_mask_options(options.window, 0)
-        own = _mask_of((given.block_mask, given.mask_mod), q, rows, offsets)
+        mask = _mask_of((arguments.block_mask, mask_mod), q, rows, offsets)
         in_units = unit(order, q.shape[1])
-        mask = own, Units(in_units, own.units(in_units))
+        units = Units(in_units, mask.units(in_units))
     return Settings(
         options,
-        documents,
-        given.config,
-        backward,
-        given.use_clc,
+        order,
         rows,
-        given.score_mod,
+        documents,
+        arguments.config,
+        arguments.backward_config,
+        arguments.use_clc,
+        score_mod,
+        mask_mod,
         mask,
-        given.mask_mod,
+        units,
     )
 
 
 def _mask_of(masks: tuple[Any, Any], q: torch.Tensor, rows: int, offsets: Any) -> TileMask:
     """Return the block mask of the whole sequence, which has `rows` rows. masks: the user's
-    block_mask and mask_mod. Raises TypeError or ValueError."""
+    block_mask and mask_mod."""
     block_mask, mask_mod = masks
     if offsets is not None:
         beside = ", beside a mask_mod that is True inside documents alone" if mask_mod else ""
@@ -144,20 +150,20 @@ def _count(offsets: Any) -> int:
 
 
 def _documents(offsets: Any, rows: int) -> tuple[int, ...]:
-    """Return cu_seqlens as Python numbers. Raises TypeError or ValueError."""
-    found = offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets
-    if not isinstance(found, (list, tuple)) or not all(type(number) is int for number in found):
+    """Return cu_seqlens as Python numbers."""
+    numbers = offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets
+    if not isinstance(numbers, (list, tuple)) or not all(type(one) is int for one in numbers):
         raise TypeError(
             f"cu_seqlens is a {type(offsets).__name__}; accepted: a sequence or a one-dimensional "
             "tensor of integers"
         )
-    rising = all(begin <= end for begin, end in zip(found, found[1:]))
-    if len(found) < 2 or found[0] != 0 or found[-1] != rows or not rising:
+    rising = all(begin <= end for begin, end in zip(numbers, numbers[1:]))
+    if len(numbers) < 2 or numbers[0] != 0 or numbers[-1] != rows or not rising:
         raise ValueError(
-            f"cu_seqlens is {_shortened(found)}; accepted: rising offsets from 0 to {rows}, the "
+            f"cu_seqlens is {_shortened(numbers)}; accepted: rising offsets from 0 to {rows}, the "
             "rows of all ranks"
         )
-    return tuple(found)
+    return tuple(numbers)
 
 
 def _shortened(numbers: Sequence[int]) -> str:
@@ -175,7 +181,7 @@ def check_heads(tensors: tuple[Any, ...], count: int) -> None:
         )
 
 
-def text_of(tensors: tuple[Any, ...], settings: Settings, name: str, order: str) -> str:
+def text_of(tensors: tuple[Any, ...], settings: Settings, name: str) -> str:
     """Return a text of everything that must be equal in all ranks' calls."""
     q, k, _, sink = tensors
     has_gradient = torch.is_grad_enabled() and any(
@@ -183,17 +189,17 @@ def text_of(tensors: tuple[Any, ...], settings: Settings, name: str, order: str)
     )
     options = settings.options
     scores, seen = (
-        _told(name, given)
-        for name, given in (("score_mod", settings.score_mod), ("mask_mod", settings.mask_mod))
+        _described(kind, function)
+        for kind, function in (("score_mod", settings.score_mod), ("mask_mod", settings.mask_mod))
     )
     mask = "no block_mask"
     if settings.block_mask is not None:
-        whole, units = settings.block_mask
-        shown = zlib.crc32(repr(units).encode())
-        mask = f"block_mask {list(whole.tiles.shape)}, in units {shown:08x}"
+        units = zlib.crc32(repr(settings.units).encode())
+        mask = f"block_mask {list(settings.block_mask.tiles.shape)}, in units {units:08x}"
     return (
-        f"{name}, order {order}, q {list(q.shape)}, k {list(k.shape)}, {q.dtype}, softmax_scale "
-        f"{options.softmax_scale}, window {options.window}, softcap {options.softcap}, "
+        f"{name}, order {settings.order}, q {list(q.shape)}, k {list(k.shape)}, {q.dtype}, "
+        f"softmax_scale {options.softmax_scale}, window {options.window}, softcap "
+        f"{options.softcap}, "
         f"{'a' if sink is not None else 'no'} sink, {scores}, {mask}, {seen}, "
         f"{'with' if has_gradient else 'without'} gradients, cu_seqlens "
         f"{settings.documents and _shortened(settings.documents)}, "
@@ -201,8 +207,8 @@ def text_of(tensors: tuple[Any, ...], settings: Settings, name: str, order: str)
     )
 
 
-def _told(name: str, given: ScoreMod | MaskMod | None) -> str:
+def _described(name: str, function: ScoreMod | MaskMod | None) -> str:
     """Describe a score_mod or mask_mod: its key, and the tensors that it reads."""
-    if given is None:
+    if function is None:
         return f"no {name}"
-    return f"{name} {given.key} of {[[str(t.dtype), *t.shape] for t in given.tensors]}"
+    return f"{name} {function.key} of {[[str(t.dtype), *t.shape] for t in function.tensors]}"

@@ -2,7 +2,7 @@
 
 NOTE [a failed rank].  A rank that raises inside a call writes the reason into the group's store,
 then closes its connections.  A rank that waits for it, now or later, gets an error at once, raises,
-and closes its own connections.  So the error also reaches ranks that exchange nothing with the
+and closes its connections, too.  So the error also reaches ranks that exchange nothing with the
 first one.  A call that succeeds sends no message for this and waits for nothing.
 
 The group belongs to this package, so the user's group stays usable.  It is not made again after a
@@ -86,15 +86,15 @@ class ControlGroup:
         """Close the group because this rank has raised: NOTE [a failed rank]."""
         if self._cause or len(self._ranks) == 1:
             return
-        own = dist.get_rank(self.group)
-        self._cause = f"rank {own} raised {type(error).__name__}: {error}"[:_LONGEST]
+        local = dist.get_rank(self.group)
+        self._cause = f"rank {local} raised {type(error).__name__}: {error}"[:_LONGEST]
         # The first reason stays. The store may be gone, with the rank that served it.
         with contextlib.suppress(Exception):
             store = self.group.get_group_store()
             self._cause = store.compare_set(_CAUSE, "", self._cause).decode(errors="replace")
         # gloo closes all connections of a group when a receive times out. A receive over a broken
         # connection fails at once instead and closes nothing, so every rank is tried.
-        for rank in (*self._ranks[:own], *self._ranks[own + 1 :]):
+        for rank in (*self._ranks[:local], *self._ranks[local + 1 :]):
             nothing = torch.empty(1, dtype=torch.uint8)
             with contextlib.suppress(RuntimeError):
                 work: Any = dist.irecv(nothing, rank, self.group, _NEVER_SENT)

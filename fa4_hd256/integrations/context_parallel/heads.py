@@ -28,35 +28,39 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, there: Callable, back: Callable, *given: Any
+        ctx: Any,
+        tensor: torch.Tensor,
+        there: Callable,
+        back: Callable,
+        ranks: Ranks,
+        division: Sequence[Rows],
     ) -> torch.Tensor:
-        ctx.back, ctx.given = back, given
-        return there(tensor, *given)
+        ctx.back, ctx.division = back, (ranks, division)
+        return there(tensor, ranks, division)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.back(gradient, *ctx.given), *(None for _ in range(2 + len(ctx.given)))
+        return ctx.back(gradient, *ctx.division), None, None, None, None
 
 
-def to_heads(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
+def to_heads(tensor: torch.Tensor, ranks: Ranks, division: Sequence[Rows]) -> torch.Tensor:
     """Return (batch, all rows, heads / ranks, ...) from (batch, rows, heads, ...), in the
     sequence's order; differentiable. heads: a multiple of the ranks."""
-    return _Exchange.apply(tensor, _by_heads, _by_rows, ranks, places)
+    return _Exchange.apply(tensor, _by_heads, _by_rows, ranks, division)
 
 
-def to_rows(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
-    """The inverse of `to_heads`."""
-    return _Exchange.apply(tensor, _by_rows, _by_heads, ranks, places)
+def to_rows(tensor: torch.Tensor, ranks: Ranks, division: Sequence[Rows]) -> torch.Tensor:
+    """Undo `to_heads`."""
+    return _Exchange.apply(tensor, _by_rows, _by_heads, ranks, division)
 
 
-def _by_heads(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
+def _by_heads(tensor: torch.Tensor, ranks: Ranks, division: Sequence[Rows]) -> torch.Tensor:
     by_rank = torch.stack(tensor.chunk(ranks.count, dim=2))
-    return in_sequence_order(ranks.exchange(by_rank), places)
+    return in_sequence_order(ranks.exchange(by_rank), division)
 
 
-def _by_rows(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
-    found = ranks.exchange(split_by_rank(tensor, places))
-    return torch.cat([*found], dim=2)
+def _by_rows(tensor: torch.Tensor, ranks: Ranks, division: Sequence[Rows]) -> torch.Tensor:
+    return torch.cat([*ranks.exchange(split_by_rank(tensor, division))], dim=2)
 
 
 def _origin(head: int, device: torch.device) -> torch.Tensor:
@@ -71,8 +75,8 @@ def _origin(head: int, device: torch.device) -> torch.Tensor:
 class _FailingTogether(torch.autograd.Function):
     """A function of tensors whose forward and backward fail on all ranks if they fail on one.
 
-    It has an autograd graph of its own, so that an error of any node of the backward is seen in one
-    place: those of the exchanges, and those of the operator between them.
+    It runs a separate autograd graph. So errors of all nodes of the backward, of exchanges and of
+    the operator between them, are seen in one place.
     """
 
     @staticmethod
@@ -108,47 +112,48 @@ class _FailingTogether(torch.autograd.Function):
             )
         )
         with ctx.ranks.failing_together():
-            found = iter(
+            computed = iter(
                 torch.autograd.grad(results, ctx.leaves, of_results, retain_graph=keeps_graph())
             )
-        return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *(next(computed) if needs else None for needs in needed)
 
 
 def attend_by_heads(
-    tensors: tuple[Any, ...], settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
+    tensors: tuple[Any, ...], settings: Settings, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `ulysses_attention`. tensors: q, k, v, the sink. given: the user's
-    options. divided: the ranks, the order."""
+    """Return (out, lse) of `ulysses_attention`. tensors: q, k, v, the sink."""
 
     def attention(*leaves: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return _attend(leaves, settings, given, divided)
+        return _attend(leaves, settings, ranks)
 
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _FailingTogether.apply(divided[0], attention, *tensors)
-    with divided[0].failing_together():
+        return _FailingTogether.apply(ranks, attention, *tensors)
+    with ranks.failing_together():
         return attention(*tensors)
 
 
 def _attend(
-    tensors: tuple[Any, ...], settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
+    tensors: tuple[Any, ...], settings: Settings, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exchange, attend to this rank's heads, and exchange back."""
-    (q, k, v, sink), (ranks, order) = tensors, divided
-    places = spans_by_rank(order, ranks.count, q.shape[1])
+    q, k, v, sink = tensors
+    division = spans_by_rank(settings.order, ranks.count, q.shape[1])
     copies = max(1, ranks.count // k.shape[2])
     k, v = (t.repeat_interleave(copies, dim=2) if copies > 1 else t for t in (k, v))
-    q, k, v = (to_heads(tensor, ranks, places) for tensor in (q, k, v))
+    q, k, v = (to_heads(tensor, ranks, division) for tensor in (q, k, v))
+    first = ranks.rank * q.shape[2]
+    arguments = settings.arguments(settings.options.window)
     if sink is not None:
-        sink = sink.chunk(ranks.count)[ranks.own]
-    own = {**given, "learnable_sink": sink, "block_mask": None}
-    first = ranks.own * q.shape[2]
+        arguments["learnable_sink"] = sink.chunk(ranks.count)[ranks.rank]
     if settings.block_mask is not None:
-        whole, rows = settings.block_mask[0], range(settings.rows)
-        own["block_mask"] = whole.part(rows, rows, range(first, first + q.shape[2]))
+        rows = range(settings.rows)
+        heads = range(first, first + q.shape[2])
+        arguments["block_mask"] = settings.block_mask.part(rows, rows, heads)
     if settings.score_mod is not None:
-        own["score_mod"] = in_part(settings.score_mod, _origin(first, q.device))
+        arguments["score_mod"] = in_part(settings.score_mod, _origin(first, q.device))
     if settings.mask_mod is not None:
-        own["mask_mod"] = mask_in_part(settings.mask_mod, _origin(first, q.device))
-    out, lse = attend((q, k, v), settings.documents, own)
+        arguments["mask_mod"] = mask_in_part(settings.mask_mod, _origin(first, q.device))
+    out, lse = attend((q, k, v), settings.documents, arguments)
     by_row = lse.transpose(1, 2)
-    return to_rows(out, ranks, places), to_rows(by_row, ranks, places).transpose(1, 2)
+    return to_rows(out, ranks, division), to_rows(by_row, ranks, division).transpose(1, 2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...call.forward_problem import backward_use_clc
+from ...call.operator_arguments import BackwardTensors
 from ...call.options import ExactWindow, Options
 from ...call.tile_mask import TileMask
 from ...interface import flash_attn_func, flash_attn_varlen_func
 from ...kernels.functions.kernel_functions import ScoreOrigin
 from ...kernels.mask.block_mask import MASK_TILE
+from ...kernels.mask.windows import Window
 from ...mask_mods import MaskMod, part_tiles
 from ...mask_mods import in_part as mask_in_part
 from ...run.kept_tensors import made_to_keep
@@ -47,23 +51,24 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of a call.
+    """Checked arguments of a call.
 
-    options: softmax_scale, the window in the whole sequence, softcap. documents: offsets of packed
-    documents in the whole sequence. rows: rows of the whole sequence. config, use_clc, score_mod,
-    mask_mod: as `flash_attn_func` takes them. backward_config: an encoded name. block_mask: the
-    mask of the whole sequence, and the units in which it is split; with a mask_mod it has no bits.
+    options: softmax_scale, softcap, the window in the whole sequence. rows: of the whole sequence.
+    documents: offsets of packed documents in it. block_mask: of the whole sequence, without bits
+    beside a mask_mod. units: in which it is split. The others are as `flash_attn_func` takes them.
     """
 
     options: Options
-    documents: tuple[int, ...] | None
-    config: Any
-    backward_config: str
-    use_clc: bool | None
+    order: str
     rows: int
+    documents: tuple[int, ...] | None = None
+    config: Any = None
+    backward_config: Any = None
+    use_clc: bool | None = None
     score_mod: ScoreMod | None = None
-    block_mask: tuple[TileMask, Units] | None = None
     mask_mod: MaskMod | None = None
+    block_mask: TileMask | None = None
+    units: Units | None = None
 
     @property
     def read(self) -> tuple[torch.Tensor, ...]:
@@ -73,15 +78,31 @@ class Settings:
     @property
     def mask(self) -> PositionMask:
         """The mask by positions, from which parts are made."""
-        units = None if self.block_mask is None else self.block_mask[1]
-        return PositionMask(*self.options.window, self.documents, self.score_mod is not None, units)
+        by_place = self.score_mod is not None
+        return PositionMask(*self.options.window, self.documents, by_place, self.units)
 
-    def block_mask_of(self, part: SpanPart) -> TileMask | None:
-        """Return the block mask of a part."""
-        if self.block_mask is None:
-            return None
-        whole = self.block_mask[0]
-        return whole.part(*part.positions, range(whole.tiles.shape[1]))
+    def arguments(self, window: Window) -> dict[str, Any]:
+        """Return the arguments of `flash_attn_func` that all parts share, and a window."""
+        return {
+            "softmax_scale": self.options.softmax_scale,
+            "window_size": ExactWindow(*window),
+            "softcap": self.options.softcap,
+            "config": self.config,
+            "backward_config": self.backward_config,
+            "use_clc": self.use_clc,
+        }
+
+    def functions_of(self, part: SpanPart, device: torch.device) -> dict[str, Any]:
+        """Return the score_mod, block_mask and mask_mod of a part."""
+        block_mask = None
+        if self.block_mask is not None:
+            heads = range(self.block_mask.tiles.shape[1])
+            block_mask = self.block_mask.part(*part.positions, heads)
+        return {
+            "score_mod": self.score_mod_of(part, device),
+            "block_mask": block_mask,
+            "mask_mod": self.mask_mod_of(part, device),
+        }
 
     def score_mod_of(self, part: SpanPart, device: torch.device) -> ScoreMod | None:
         """Return the score_mod of a part, which gets positions in the whole sequence."""
@@ -93,11 +114,11 @@ class Settings:
         """Return the mask_mod of a part, which gets positions in the whole sequence."""
         if self.mask_mod is None:
             return None
-        assert self.block_mask is not None
-        (whole, units), place = self.block_mask, _origins(part, (0, self.rows), device)
+        assert self.block_mask is not None and self.units is not None
+        place = _origins(part, (0, self.rows), device)
         # All parts of a call take the same form, and so the same kernel.
-        if units.rows % MASK_TILE:
-            place = part_tiles(place, whole.met(*part.positions))
+        if self.units.rows % MASK_TILE:
+            place = part_tiles(place, self.block_mask.met(*part.positions))
         return mask_in_part(self.mask_mod, place)
 
 
@@ -122,36 +143,32 @@ class Attended:
         batch, rows, heads, _ = q.shape
         self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         self.lse = torch.full((batch, heads, rows), -math.inf, device=q.device)
-        self._found: tuple[torch.Tensor, torch.Tensor, slice] | None = None
+        self._latest: tuple[torch.Tensor, torch.Tensor, slice] | None = None
         self._is_empty = True
 
     def add(
-        self,
-        q: torch.Tensor,
-        held: KeysValues,
-        parts: Sequence[SpanPart],
-        settings: Settings,
+        self, q: torch.Tensor, held: KeysValues, parts: Sequence[SpanPart], settings: Settings
     ) -> None:
-        """Attend to further parts of the sequence. held: k, v."""
+        """Attend to further parts of the sequence."""
         for part in parts:
             self._merge()
             rows = slice(part.queries.start, part.queries.stop)
-            self._found = *_forward(q, held, part, settings), rows
+            self._latest = *_forward(q, held, part, settings), rows
 
     def _merge(self) -> None:
-        if self._found is None:
+        if self._latest is None:
             return
-        (own, own_lse, rows), self._found = self._found, None
+        (part_out, part_lse, rows), self._latest = self._latest, None
         out, lse = self.out[:, rows], self.lse[..., rows]
         if self._is_empty:
-            out.copy_(own)
-            lse.copy_(own_lse)
+            out.copy_(part_out)
+            lse.copy_(part_lse)
             self._is_empty = False
             return
-        total = torch.logaddexp(lse, own_lse)
-        # Rows that have seen nothing yet may have -inf in both total and own_lse.
-        share = torch.exp(own_lse - total).nan_to_num_(nan=0.0)
-        out.lerp_(own.float(), share.transpose(1, 2).unsqueeze(-1))
+        total = torch.logaddexp(lse, part_lse)
+        # Rows that have seen nothing yet may have -inf in both total and part_lse.
+        share = torch.exp(part_lse - total).nan_to_num_(nan=0.0)
+        out.lerp_(part_out.float(), share.transpose(1, 2).unsqueeze(-1))
         lse.copy_(total)
 
     def results(
@@ -177,58 +194,43 @@ def _forward(
     q: torch.Tensor, held: KeysValues, part: SpanPart, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a part."""
-    of_q, of_k, of_v = _operands((q,), held, part)
-    options = settings.options
-    given: dict[str, Any] = {
-        "softmax_scale": options.softmax_scale,
-        "window_size": ExactWindow(*part.window),
-        "softcap": options.softcap,
-        "config": settings.config,
-        "use_clc": settings.use_clc,
-        "score_mod": settings.score_mod_of(part, q.device),
-        "block_mask": settings.block_mask_of(part),
-        "mask_mod": settings.mask_mod_of(part, q.device),
-    }
-    return attend((of_q, of_k, of_v), part.documents, given)
+    arguments = settings.arguments(part.window) | settings.functions_of(part, q.device)
+    return attend(_operands((q,), held, part), part.documents, arguments)
 
 
 def attend(
-    tensors: tuple[torch.Tensor, ...], documents: tuple[int, ...] | None, given: dict[str, Any]
+    tensors: Sequence[torch.Tensor], documents: tuple[int, ...] | None, arguments: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) by the public functions. tensors: q, k, v, with a batch of 1 where
-    documents are packed in them. given: other arguments."""
-    (q, k, v), given = tensors, {**given, "return_lse": True}
+    documents are packed in them. arguments: the other ones."""
+    q, k, v = tensors
     if documents is None:
-        out, lse = flash_attn_func(q, k, v, **given)
+        out, lse = flash_attn_func(q, k, v, return_lse=True, **arguments)
         return out, lse
     q, k, v = (tensor.squeeze(0) for tensor in tensors)
-    offsets, longest = _lengths_of(documents, q.device)
-    out, lse = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=offsets[0],
-        cu_seqlens_k=offsets[1],
-        max_seqlen_q=longest[0],
-        max_seqlen_k=longest[1],
-        **given,
-    )
+    lengths = itertools.chain(*_lengths_of(documents, q.device))
+    arguments = arguments | dict(zip(_LENGTHS, lengths, strict=True))
+    out, lse = flash_attn_varlen_func(q, k, v, return_lse=True, **arguments)
     return out.unsqueeze(0), lse.unsqueeze(0)
+
+
+#: Arguments of packed sequences, in the order of `_lengths_of`.
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 def _operands(
     of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], part: SpanPart
 ) -> list[torch.Tensor]:
     """Return the part's rows of all tensors."""
-    pairs = ((of_queries, part.queries), (of_keys, part.keys))
-    return [t[:, rows.start : rows.stop] for tensors, rows in pairs for t in tensors]
+    rows, keys = (slice(side.start, side.stop) for side in (part.queries, part.keys))
+    return [*(t[:, rows] for t in of_queries), *(t[:, keys] for t in of_keys)]
 
 
 @functools.lru_cache(maxsize=256)
 def _lengths_of(
     documents: tuple[int, ...] | None, device: torch.device
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Return cu_seqlens and the longest sequence, of q and of k each, cached per device. All are
+    """Return cu_seqlens and the longest sequence, each of q and of k, cached per device. All are
     None without documents."""
     if documents is None:
         return (None, None), (None, None)
@@ -246,13 +248,13 @@ def _origins(part: SpanPart, documents: tuple[int, ...], device: torch.device) -
     assert part.first is not None
     first_query, first_key = part.first
     pieces = part.documents or (0, len(part.queries))
-    found = []
+    origins = []
     for number, (begin, end) in enumerate(zip(pieces, pieces[1:])):
         query, key = first_query + begin, first_key + begin
         keys = end - begin if part.documents else len(part.keys)
         document = bisect.bisect_right(documents, query) - 1
         start, length = documents[document], documents[document + 1] - documents[document]
-        found.append(
+        origins.append(
             ScoreOrigin(
                 document - number,
                 0,
@@ -262,11 +264,11 @@ def _origins(part: SpanPart, documents: tuple[int, ...], device: torch.device) -
                 length - keys,
             )
         )
-    return _kept(found if part.documents else found[0], device)
+    return _kept(origins if part.documents else origins[0], device)
 
 
 def _kept(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Return an int32 tensor that later calls may use, in whatever mode they are."""
+    """Return an int32 tensor that later calls may use, whatever mode they run in."""
     return made_to_keep(
         lambda: torch.tensor(numbers, dtype=torch.int32, device=device), torch.device(device)
     )
@@ -279,35 +281,35 @@ def add_gradients(
     parts: Sequence[SpanPart],
     settings: Settings,
 ) -> None:
-    """Add a rank's gradients of some keys to `sums`: float32 (dq, dkv), like q, and (2, batch,
-    rows, heads_kv, 256).
-
-    held: k, v.
-    """
+    """Add a rank's gradients of some keys to `sums`: float32 dq, and dkv, (2, batch, rows,
+    heads_kv, 256)."""
     q, out, dout, lse, dlse = of_rows
     dq, dkv = sums
-    options = settings.options
+    options, use_clc = settings.options, backward_use_clc(settings.use_clc)
     for part in parts:
         rows = slice(part.queries.start, part.queries.stop)
         keys = slice(part.keys.start, part.keys.stop)
-        own_q, own_out, own_dout, own_k, own_v = _operands((q, out, dout), held, part)
-        tensors = own_q, own_k, own_v, own_out, own_dout, lse[..., rows]
-        own_dlse = None if dlse is None else dlse[..., rows]
-        asked = Options(options.softmax_scale, part.window, options.softcap)
-        found = gradients_of_results(
-            tensors,
-            asked,
-            *_lengths_of(part.documents, q.device),
-            dlse=own_dlse,
-            use_clc=settings.use_clc,
+        part_q, part_out, part_dout, part_k, part_v = _operands((q, out, dout), held, part)
+        part_dlse = None if dlse is None else dlse[..., rows]
+        offsets, longest = _lengths_of(part.documents, q.device)
+        *gradients, _ = gradients_of_results(
+            BackwardTensors(
+                part_dout,
+                part_dlse,
+                part_q,
+                part_k,
+                part_v,
+                part_out,
+                lse[..., rows],
+                None,
+                *offsets,
+            ),  # fmt: skip
+            Options(options.softmax_scale, part.window, options.softcap, use_clc),
+            longest,
             backward_config=settings.backward_config,
-            functions=(
-                settings.score_mod_of(part, q.device),
-                settings.block_mask_of(part),
-                settings.mask_mod_of(part, q.device),
-            ),
+            **settings.functions_of(part, q.device),
         )
-        for total, gradient in zip((dq[:, rows], *dkv[:, :, keys]), found, strict=True):
+        for total, gradient in zip((dq[:, rows], *dkv[:, :, keys]), gradients, strict=True):
             total += gradient
 
 

@@ -47,11 +47,11 @@ class Route(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def routes(places: tuple[Rows, ...], mask: PositionMask) -> tuple[tuple[Route, Route], ...]:
-    """Return the routes of every rank's keys, forward and backward. places: rows by rank."""
-    ranks = len(places)
+def routes(division: tuple[Rows, ...], mask: PositionMask) -> tuple[tuple[Route, Route], ...]:
+    """Return the routes of every rank's keys, forward and backward. division: rows by rank."""
+    ranks = len(division)
     seen = {
-        (reader, owner): _seen(places[reader], places[owner], mask)
+        (reader, owner): _seen(division[reader], division[owner], mask)
         for reader in range(ranks)
         for owner in range(ranks)
         if reader != owner
@@ -84,16 +84,17 @@ def _cut(distances: Sequence[int], ranks: int) -> int:
 
 def _seen(queries: Rows, keys: Rows, mask: PositionMask) -> Rows:
     """Return the part of each span of keys that some query sees."""
-    found = []
+    seen = []
     for span in keys:
-        parts = parts_of(queries, (span,), mask)
-        rows = range(0)
-        if parts:
-            begin = min(part.keys.start for part in parts)
-            end = max(part.keys.stop for part in parts)
-            rows = range(span.start + begin, span.start + end)
-        found.append(rows)
-    return tuple(found)
+        rows = [part.keys for part in parts_of(queries, (span,), mask)]
+        inside = _around(rows) if rows else range(0)
+        seen.append(range(span.start + inside.start, span.start + inside.stop))
+    return tuple(seen)
+
+
+def _around(rows: Sequence[range]) -> range:
+    """Return the smallest range that holds all of these."""
+    return range(min(each.start for each in rows), max(each.stop for each in rows))
 
 
 def _route(
@@ -103,12 +104,9 @@ def _route(
     readers = [(hop, rows) for hop, rows in readers if any(rows)]
     if not readers:
         return Route(step, (), 0)
-    spans = []
-    for of_span in zip(*(rows for _, rows in readers)):
-        given = [rows for rows in of_span if rows]
-        if given:
-            spans.append(range(min(r.start for r in given), max(r.stop for r in given)))
-    return Route(step, tuple(spans), max(hop for hop, _ in readers))
+    by_span = ([rows for rows in span if rows] for span in zip(*(rows for _, rows in readers)))
+    spans = tuple(_around(rows) for rows in by_span if rows)
+    return Route(step, spans, max(hop for hop, _ in readers))
 
 
 class _Passing:
@@ -122,15 +120,15 @@ class _Passing:
         self._ranks = ranks
         self._routes = [of_owner[direction] for of_owner in all_routes]
         self.step = self._routes[0].step
-        self.after = (ranks.own + self.step) % ranks.count
-        self.before = (ranks.own - self.step) % ranks.count
+        self.after = (ranks.rank + self.step) % ranks.count
+        self.before = (ranks.rank - self.step) % ranks.count
         self.hops = max(route.hops for route in self._routes)
 
     def route(self, hop: int) -> Route | None:
-        """Return the route of the rows that this rank holds at a hop, None if it holds none. Hop 0
-        is that of its local rows."""
-        found = self._routes[self.owner(hop)]
-        return found if found.hops and hop <= found.hops else None
+        """Return the route of the rows that this rank holds at a hop, None if it holds none. At hop
+        0 it holds its local rows."""
+        route = self._routes[self.owner(hop)]
+        return route if route.hops and hop <= route.hops else None
 
     def rows(self, hop: int) -> Rows:
         """Return the positions of the rows held at a hop."""
@@ -139,15 +137,15 @@ class _Passing:
 
     def owner(self, hop: int) -> int:
         """Return the rank whose rows are held at a hop."""
-        return (self._ranks.own - self.step * hop) % self._ranks.count
+        return (self._ranks.rank - self.step * hop) % self._ranks.count
 
-    def own_rows(self, kv: KeysValues, held: Rows) -> torch.Tensor | None:
+    def first_rows(self, kv: KeysValues, held: Rows) -> torch.Tensor | None:
         """Return the local k and v that are sent: (2, batch, rows, heads_kv, 256), contiguous."""
         route = self.route(0)
         if route is None:
             return None
-        places = [local_rows(held, rows) for rows in route.rows]
-        return torch.stack([torch.cat([t[:, p.start : p.stop] for p in places], dim=1) for t in kv])
+        sent = [local_rows(held, rows) for rows in route.rows]
+        return torch.stack([torch.cat([t[:, r.start : r.stop] for r in sent], dim=1) for t in kv])
 
     def room(self, like: torch.Tensor, hop: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Allocate a buffer for the rows of a hop: (2, batch, rows, heads_kv, 256)."""
@@ -167,21 +165,22 @@ class _Passing:
 class RingAttention:
     """Ring attention of one rank: its hops, and what it sends and receives at each."""
 
-    def __init__(self, ranks: Ranks, order: str, rows: int, settings: Settings) -> None:
-        self.ranks, self.mask = ranks, settings.mask
-        places = spans_by_rank(order, ranks.count, rows)
-        self.own = places[ranks.own]
-        found = routes(places, self.mask)
-        self.ways = [_Passing(ranks, found, direction) for direction in (0, 1)]
+    def __init__(self, ranks: Ranks, rows: int, settings: Settings) -> None:
+        """rows: of each rank."""
+        self.ranks, self.settings, self.mask = ranks, settings, settings.mask
+        division = spans_by_rank(settings.order, ranks.count, rows)
+        self.local = division[ranks.rank]
+        all_routes = routes(division, self.mask)
+        self.ways = [_Passing(ranks, all_routes, direction) for direction in (0, 1)]
         self.hops = max(way.hops for way in self.ways)
 
     def parts(self, rows: Rows) -> tuple[SpanPart, ...]:
         """Return the parts of the sequence that this rank's queries see."""
-        return parts_of(self.own, rows, self.mask)
+        return parts_of(self.local, rows, self.mask)
 
     def first(self, kv: KeysValues) -> list[torch.Tensor | None]:
         """Return, for each direction, the rows that this rank sends first."""
-        return [way.own_rows(kv, self.own) for way in self.ways]
+        return [way.first_rows(kv, self.local) for way in self.ways]
 
     def pass_on(
         self, held: Sequence[torch.Tensor | None], hop: int, like: torch.Tensor
@@ -219,21 +218,21 @@ class RingAttention:
             if following is not None:
                 receives.append((following, way.before))
             nexts.append(following)
-            own, home = way.route(0), None
-            if own is not None and own.hops == hop:
+            route, home = way.route(0), None
+            if route is not None and route.hops == hop:
                 home = way.room(like, 0, torch.float32)
                 assert home is not None
-                last = (self.ranks.own + way.step * hop) % self.ranks.count
+                last = (self.ranks.rank + way.step * hop) % self.ranks.count
                 receives.append((home, last))
             returned_sums.append(home)
         return self.ranks.start(sends, receives), nexts, returned_sums
 
-    def attend(self, q: torch.Tensor, kv: KeysValues, settings: Settings) -> Attended:
+    def attend(self, q: torch.Tensor, kv: KeysValues) -> Attended:
         """Return out and lse of this rank's queries over all keys. kv: k and v of this rank."""
         k = kv[0]
         transfer, held = self.pass_on(self.first(kv), 0, k)
         attended = Attended(q)
-        attended.add(q, kv, self.parts(self.own), settings)
+        attended.add(q, kv, self.parts(self.local), self.settings)
         for hop in range(1, self.hops + 1):
             transfer.wait()
             arrived = held
@@ -241,23 +240,21 @@ class RingAttention:
             for way, tensor in zip(self.ways, arrived, strict=True):
                 if tensor is not None:
                     parts = self.parts(way.rows(hop))
-                    attended.add(q, (tensor[0], tensor[1]), parts, settings)
+                    attended.add(q, (tensor[0], tensor[1]), parts, self.settings)
         transfer.wait()
         return attended
 
-    def gradients(
-        self, own: LocalResults, kv: KeysValues, settings: Settings
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(self, local: LocalResults, kv: KeysValues) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 (dq, dkv) of this rank's rows; dkv: (2, batch, rows, heads_kv, 256)."""
         k = kv[0]
         # Without hops there is no transfer to overlap with.
         at_start, at_end = (
-            local_parts(self.own, self.mask) if self.hops else (self.parts(self.own), ())
+            local_parts(self.local, self.mask) if self.hops else (self.parts(self.local), ())
         )
         transfer, held = self.pass_on(self.first(kv), 0, k)
-        dq = torch.zeros(own.q.shape, dtype=torch.float32, device=k.device)
+        dq = torch.zeros(local.q.shape, dtype=torch.float32, device=k.device)
         dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
-        add_gradients(own, kv, (dq, dkv), at_start, settings)
+        add_gradients(local, kv, (dq, dkv), at_start, self.settings)
         summing, before, returned_sums = Transfer(), _NOTHING, _NOTHING
         for hop in range(1, self.hops + 1):
             transfer.wait()
@@ -267,14 +264,14 @@ class RingAttention:
             for way, tensor, total in zip(self.ways, arrived, sums, strict=True):
                 if tensor is not None and total is not None:
                     parts = self.parts(way.rows(hop))
-                    add_gradients(own, (tensor[0], tensor[1]), (dq, total), parts, settings)
+                    add_gradients(local, (tensor[0], tensor[1]), (dq, total), parts, self.settings)
             summing.wait()
             for total, earlier in zip(sums, before, strict=True):
                 if total is not None and earlier is not None:
                     total += earlier
             self._add_returned(dkv, returned_sums)
             summing, before, returned_sums = self.send_sums(sums, hop, k)
-        add_gradients(own, kv, (dq, dkv), at_end, settings)
+        add_gradients(local, kv, (dq, dkv), at_end, self.settings)
         transfer.wait()
         summing.wait()
         self._add_returned(dkv, returned_sums)
@@ -289,6 +286,6 @@ class RingAttention:
                 continue
             begin = 0
             for rows in way.rows(0):
-                place = local_rows(self.own, rows)
-                dkv[:, :, place.start : place.stop] += home[:, :, begin : begin + len(rows)]
+                inside = local_rows(self.local, rows)
+                dkv[:, :, inside.start : inside.stop] += home[:, :, begin : begin + len(rows)]
                 begin += len(rows)

@@ -25,7 +25,7 @@ def shard(
     """
     ranks = Ranks(group)
     rows = _rows_of_rank(tensor.shape[dim], ranks.count)
-    spans = spans_by_rank(order, ranks.count, rows)[ranks.own]
+    spans = spans_by_rank(order, ranks.count, rows)[ranks.rank]
     return torch.cat([tensor.narrow(dim, span.start, len(span)) for span in spans], dim)
 
 
@@ -35,10 +35,10 @@ def unshard(
     """Return the whole tensor from the rows of all ranks, on every rank. It has no gradients."""
     ranks = Ranks(group)
     rows_first = tensor.detach().movedim(dim, 0).unsqueeze(0)
-    places = spans_by_rank(order, ranks.count, rows_first.shape[1])
+    division = spans_by_rank(order, ranks.count, rows_first.shape[1])
     with ranks.failing_together():
         gathered = ranks.gather(rows_first)
-    return in_sequence_order(gathered, places).squeeze(0).movedim(0, dim)
+    return in_sequence_order(gathered, division).squeeze(0).movedim(0, dim)
 
 
 def _rows_of_rank(rows: int, count: int) -> int:

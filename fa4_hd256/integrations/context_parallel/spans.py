@@ -71,10 +71,10 @@ class Units(NamedTuple):
 class PositionMask(NamedTuple):
     """Mask by positions in the whole sequence.
 
-    left, right: keys before and behind the query's own position, None: all. documents: offsets of
-    packed documents, which see nothing of one another; None: the sequence is one. by_place: whether
-    scores depend on positions, so that those of a part must lie side by side. units: of a mask by
-    tiles, with which there are neither bounds nor documents; spans are of whole units then.
+    left, right: keys before and behind the query's position; None: all. documents: offsets of
+    packed documents, which do not see one another; None: the sequence is one document. by_place:
+    scores depend on positions, so the positions of a part must be contiguous. units: of a mask by
+    tiles, which has neither bounds nor documents. Spans then consist of whole units.
     """
 
     left: int | None = None
@@ -85,7 +85,7 @@ class PositionMask(NamedTuple):
 
     @property
     def has_places(self) -> bool:
-        """Return True if a part needs its position in the sequence."""
+        """True if a part needs its position in the sequence."""
         return self.by_place or self.units is not None
 
 
@@ -93,8 +93,8 @@ class SpanPart(NamedTuple):
     """One call of a kernel.
 
     queries, keys: rows of a rank's tensors. window: (left, right), bottom-right aligned, as
-    `flash_attn_func` takes it. documents: offsets of packed documents, which queries and keys have
-    in common, from 0; None: one. first: positions of the first query and key where the mask
+    `flash_attn_func` takes it. documents: offsets of packed documents from 0, the same for queries
+    and keys; None: one document. first: positions of the first query and key if the mask
     `has_places`.
     """
 
@@ -106,14 +106,14 @@ class SpanPart(NamedTuple):
 
     @property
     def positions(self) -> tuple[range, range]:
-        """Return the positions of its queries and keys, where it has a `first`."""
+        """The positions of queries and keys, for a part with a `first`."""
         assert self.first is not None
         query, key = self.first
         return range(query, query + len(self.queries)), range(key, key + len(self.keys))
 
 
 def local_rows(held: Rows, wanted: range) -> range:
-    """Return the rows, in a tensor of all spans, of positions that are in one of the spans."""
+    """Return the rows of some positions, all in one span, in a tensor of all spans."""
     begin = 0
     for span in held:
         if span.start <= wanted.start and wanted.stop <= span.stop:
@@ -125,7 +125,7 @@ def local_rows(held: Rows, wanted: range) -> range:
 @functools.lru_cache(maxsize=1024)
 def parts_of(queries: Rows, keys: Rows, mask: PositionMask) -> tuple[SpanPart, ...]:
     """Return the parts of these keys that these queries see. No pair is in two parts."""
-    found: list[SpanPart] = []
+    parts: list[SpanPart] = []
     first_query = 0
     for query_span in queries:
         first_key = 0
@@ -136,40 +136,42 @@ def parts_of(queries: Rows, keys: Rows, mask: PositionMask) -> tuple[SpanPart, .
                     keys=_moved(part.keys, first_key - key_span.start),
                     first=(part.queries.start, part.keys.start) if mask.has_places else None,
                 )
-                found.append(moved)
+                parts.append(moved)
             first_key += len(key_span)
         first_query += len(query_span)
-    return tuple(found if mask.has_places else _joined(found))
+    return tuple(parts if mask.has_places else _joined(parts))
 
 
 @functools.lru_cache(maxsize=64)
-def local_parts(own: Rows, mask: PositionMask) -> tuple[tuple[SpanPart, ...], tuple[SpanPart, ...]]:
+def local_parts(
+    rows: Rows, mask: PositionMask
+) -> tuple[tuple[SpanPart, ...], tuple[SpanPart, ...]]:
     """Return `parts_of` a rank's local rows in two halves, for the start and the end of its work.
 
-    A single part is cut between its queries. With packed documents, whose pieces would each be a
-    call, and with a mask by units, which cannot be cut, it stays whole and comes first.
+    A single part is cut between its queries. A part with packed documents, whose pieces would each
+    be a call, and one with a mask by units, which cannot be cut, stays whole and comes first.
     """
-    parts = parts_of(own, own, mask)
+    parts = parts_of(rows, rows, mask)
     if len(parts) == 1 and mask.documents is None and mask.units is None:
-        count = sum(map(len, own))
+        count = sum(map(len, rows))
         parts = tuple(
-            part._replace(queries=_moved(part.queries, rows.start))
-            for rows in (range(count // 2), range(count // 2, count))
-            for part in parts_of(_cut_out(own, rows), own, mask)
+            part._replace(queries=_moved(part.queries, half.start))
+            for half in (range(count // 2), range(count // 2, count))
+            for part in parts_of(_cut_out(rows, half), rows, mask)
         )
     middle = (len(parts) + 1) // 2
     return parts[:middle], parts[middle:]
 
 
 def _cut_out(held: Rows, rows: range) -> Rows:
-    """Return the positions of rows `rows` of a tensor that holds all spans."""
-    found, begin = [], 0
+    """Return the positions of some rows of a tensor that holds all spans."""
+    positions, begin = [], 0
     for span in held:
         common = _common(rows, range(begin, begin + len(span)))
         if common:
-            found.append(_moved(common, span.start - begin))
+            positions.append(_moved(common, span.start - begin))
         begin += len(span)
-    return tuple(found)
+    return tuple(positions)
 
 
 def _pieces(queries: range, keys: range, mask: PositionMask) -> list[SpanPart]:
@@ -179,20 +181,20 @@ def _pieces(queries: range, keys: range, mask: PositionMask) -> list[SpanPart]:
     documents = mask.documents
     if documents is None:
         documents = (0, max(queries.stop, keys.stop))
-    found: list[SpanPart] = []
-    own: list[range] = []
+    parts: list[SpanPart] = []
+    diagonal: list[range] = []
     for begin, end in zip(documents, documents[1:]):
         document = range(begin, end)
         of_queries, of_keys = _common(queries, document), _common(keys, document)
         if not of_queries or not of_keys:
             continue
         if of_queries == of_keys:
-            own.append(of_queries)
+            diagonal.append(of_queries)
             continue
         part = _cut(of_queries, of_keys, mask)
         if part is not None:
-            found.append(part)
-    return found + _own_documents(own, mask)
+            parts.append(part)
+    return parts + _on_diagonal(diagonal, mask)
 
 
 def _of_units(queries: range, keys: range, units: Units) -> list[SpanPart]:
@@ -209,8 +211,8 @@ def _of_units(queries: range, keys: range, units: Units) -> list[SpanPart]:
     return [SpanPart(rows, columns, (None, None))]
 
 
-def _own_documents(documents: Sequence[range], mask: PositionMask) -> list[SpanPart]:
-    """Return one call for all documents, or pieces of one, whose queries and keys are the same
+def _on_diagonal(documents: Sequence[range], mask: PositionMask) -> list[SpanPart]:
+    """Return one call for all documents, or pieces of one, whose queries and keys have the same
     positions."""
     if not documents:
         return []
@@ -258,7 +260,7 @@ def _cut(queries: range, keys: range, mask: PositionMask) -> SpanPart | None:
 
 
 def _joined(parts: Sequence[SpanPart]) -> list[SpanPart]:
-    """Return the parts with those merged that one call can do."""
+    """Merge parts that one call can do."""
     done: list[SpanPart] = []
     for part in parts:
         for index, other in enumerate(done):

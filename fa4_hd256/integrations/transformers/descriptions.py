@@ -1,7 +1,7 @@
 """The tensor that the mask function passes to the attention function of every layer.
 
 It describes which keys queries see, so that the layer's own settings are not needed. Models pass it
-on like any mask of four dimensions. The window is coded in its shape, which the host reads without
+on like any mask of four dimensions. The window is coded in the shape, which the host reads without
 waiting for the device:
 
     form       dtype   shape
@@ -11,9 +11,9 @@ waiting for the device:
     uncounted  uint16  (batch, left, right, seqlen)    1 where a packed sequence begins
 
 The last form has at least two rows. Graphs of torch.compile need it: they cannot count sequences.
-left and right are the numbers of keys visible before and behind a query: 1 if unbounded, else the
-number + 2. All dimensions but the batch and the last one are expanded and take no memory. Masks of
-users do not have these dtypes.
+left and right code the numbers of keys visible before and behind a query: 1 if unbounded, else the
+number + 2. All dimensions but the batch and the last one are expanded and take no memory. Users'
+masks do not have these dtypes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import torch
 
+from ...compat.windows import seen_in_window
+from ...kernels.mask.windows import Window
+
 __all__ = [
     "KEY_END", "KEY_START", "QUERY_END", "QUERY_START", "Description", "Window", "described",
     "packed", "packed_seen", "padded", "seen_by", "uncounted", "whole",
 ]  # fmt: skip
-
-#: Numbers of keys visible before and behind a query; None: all.
-Window = tuple[int | None, int | None]
 
 #: Columns of the padded form.
 KEY_START, KEY_END, QUERY_START, QUERY_END = range(4)
@@ -39,8 +39,8 @@ _WHOLE, _PADDED, _PACKED = torch.uint16, torch.uint64, torch.uint32
 class Description(NamedTuple):
     """Mask that a tensor describes.
 
-    window: keys visible on each side. ranges: (batch, 4) int64, rows in use; None if all are.
-    offsets: (sequences + 1,) int32 of packed sequences, or None; longest: the longest of them.
+    window: keys visible on each side. ranges: (batch, 4) int64, rows in use; None: all rows.
+    offsets: (sequences + 1,) int32 of packed sequences, or None. longest: the longest sequence.
     begins: (batch, seqlen) bool, True where a packed sequence begins, or None.
     """
 
@@ -74,7 +74,7 @@ def uncounted(window: Window, begins: torch.Tensor) -> torch.Tensor:
 
 
 def described(attention_mask: torch.Tensor) -> Description | None:
-    """Return the mask that a tensor describes; None for a tensor of another form."""
+    """Return the mask that a tensor describes, None for a tensor of another form."""
     if attention_mask.ndim != 4:
         return None
     if attention_mask.dtype == _PACKED:
@@ -95,8 +95,8 @@ def seen_by(
 ) -> torch.Tensor:
     """Return the mask as booleans, (1 or batch, 1, seqlen_q, seqlen_k), True where a key is seen.
 
-    q_shape: (batch, seqlen_q). The last query in use is aligned with the last key in use, in packed
-    sequences within each sequence.
+    q_shape: (batch, seqlen_q). The last query in use is aligned with the last key in use, of each
+    sequence.
     """
     window, ranges, offsets, _, begins = description
     if offsets is not None:
@@ -108,15 +108,15 @@ def seen_by(
     if begins is not None:
         numbers = begins.cumsum(1)
         is_same = numbers[:, None, :, None] == numbers[:, None, None]
-        return is_same & _within(window, queries - keys)
+        return is_same & seen_in_window(keys - queries, window)
     if ranges is None:
-        return _within(window, queries - keys + seqlen_k - q_shape[1])[None, None]
+        return seen_in_window(keys - queries - seqlen_k + q_shape[1], window)[None, None]
     first_key, end_key, first_query, end_query = (
         side[:, None, None, None] for side in ranges.unbind(1)
     )
     is_in_use = (keys >= first_key) & (keys < end_key)
     is_in_use = is_in_use & (queries >= first_query) & (queries < end_query)
-    return is_in_use & _within(window, queries - end_query - keys + end_key)
+    return is_in_use & seen_in_window(keys - end_key - queries + end_query, window)
 
 
 def packed_seen(
@@ -128,26 +128,15 @@ def packed_seen(
     aligned with its last key.
     """
     numbers, from_end = [], []
-    for of_side, total in zip(offsets, totals):
-        rows = torch.arange(total, device=of_side.device)
-        ends = of_side[1:].long().contiguous()
+    for side, total in zip(offsets, totals):
+        rows = torch.arange(total, device=side.device)
+        ends = side[1:].long().contiguous()
         number = torch.searchsorted(ends, rows, right=True)
         numbers.append(number)
         from_end.append(ends[number.clamp(max=ends.numel() - 1)] - rows)
     is_same = numbers[0][:, None] == numbers[1]
     is_used = numbers[1] < offsets[1].numel() - 1
-    return is_same & is_used & _within(window, from_end[1] - from_end[0][:, None])
-
-
-def _within(window: Window, distances: torch.Tensor) -> torch.Tensor:
-    """Return True where a window has a distance: the query's position less the key's."""
-    left, right = window
-    found = torch.ones_like(distances, dtype=torch.bool)
-    if left is not None:
-        found &= distances <= left
-    if right is not None:
-        found &= distances >= -right
-    return found
+    return is_same & is_used & seen_in_window(from_end[0][:, None] - from_end[1], window)
 
 
 def _codes(window: Window) -> tuple[int, int]:

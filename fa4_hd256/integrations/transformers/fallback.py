@@ -2,119 +2,103 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels.limits import HEAD_DIM
+from ..warnings_once import warn_once
 
-__all__ = ["Scores", "attend", "is_offered"]
-
-_log = logging.getLogger("fa4_hd256")
-_logged: set[str] = set()
+__all__ = ["attend"]
 
 
-class Scores(NamedTuple):
-    """Options of a layer that change its scores and weights, as transformers names them.
+class _Layer(NamedTuple):
+    """Attributes of a layer that transformers' SDPA reads."""
 
-    position_bias: added to the scores, (1 or batch, 1 or heads, seqlen_q, seqlen_k) or None.
-    """
-
-    scale: float | None
-    softcap: float = 0.0
-    sink: torch.Tensor | None = None
-    dropout: float = 0.0
-    position_bias: torch.Tensor | None = None
-
-
-def is_offered(*tensors: torch.Tensor) -> bool:
-    """Return True if the kernels take the head_dim of these tensors."""
-    return all(tensor.shape[-1] == HEAD_DIM for tensor in tensors)
+    num_key_value_groups: int
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     seen: torch.Tensor | None,
     causal: bool,
-    scores: Scores,
+    options: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Compute attention by `scaled_dot_product_attention`, with a softcap or a sink by single
-    operations.
+    """Compute attention as transformers' SDPA does, with a softcap or a sink by single operations.
 
-    q: (batch, seqlen_q, heads, dim); k, v: (batch, seqlen_k, heads_kv, dim), v of any dim. seen:
-    bool, (1 or batch, 1 or heads, seqlen_q, seqlen_k), or None for all keys. causal: replaces
-    `seen` where lengths are equal. The first call for each head_dim is logged.
+    query: (batch, heads, seqlen_q, dim); key, value: (batch, heads_kv, seqlen_k, dim), value of any
+    dim. seen: bool, (1 or batch, 1 or heads, seqlen_q, seqlen_k), or None for all keys. causal:
+    replaces `seen` where lengths are equal. options: those of the layer: scaling, softcap, s_aux,
+    dropout, position_bias, a bias of (1 or batch, 1 or heads, seqlen_q, seqlen_k). The first call
+    for each head_dim is logged.
 
-    Returns (batch, seqlen_q, heads, dim of v). Raises NotImplementedError for dropout beside a
+    Returns (batch, seqlen_q, heads, dim of value). Raises NotImplementedError for dropout beside a
     softcap or a sink.
     """
-    by_sdpa = not scores.softcap and scores.sink is None
-    dims = f"{q.shape[-1]}" if q.shape[-1] == v.shape[-1] else f"{q.shape[-1]}/{v.shape[-1]}"
-    _log_once(dims, by_sdpa)
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
-    bias = scores.position_bias
-    if by_sdpa and bias is None:
-        found = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, dropout_p=scores.dropout, is_causal=causal, scale=scores.scale
-        )
-        return found.transpose(1, 2).contiguous()
-    if causal:
-        shape = q.shape[2], k.shape[2]
-        seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril()[None, None]
-    if by_sdpa and bias is not None:
-        lowest = torch.finfo(q.dtype).min
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    by_sdpa = not options.get("softcap") and options.get("s_aux") is None
+    dims = "/".join(map(str, dict.fromkeys((query.shape[-1], value.shape[-1]))))
+    how = "scaled_dot_product_attention" if by_sdpa else "single operations (softcap or sink)"
+    warn_once(f"layers of head_dim {dims} run in PyTorch's {how}; kernels here take {HEAD_DIM}")
+    bias = options.get("position_bias")
+    if causal and (bias is not None or not by_sdpa):
+        lengths = query.shape[2], key.shape[2]
+        seen = torch.ones(lengths, dtype=torch.bool, device=query.device).tril()[None, None]
+    groups = query.shape[1] // key.shape[1]
+    if not by_sdpa:
+        if groups > 1:
+            key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+        return _by_operations(query, key, value, seen, options).transpose(1, 2).contiguous()
+    mask = seen
+    if bias is not None:
+        # In the mask: a release of transformers whose SDPA takes no bias would drop it in silence.
+        lowest = torch.finfo(query.dtype).min
         mask = bias if seen is None else torch.where(seen, bias, lowest)
-        found = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=scores.dropout, scale=scores.scale
-        )
-        return found.transpose(1, 2).contiguous()
-    return _by_operations(q, k, v, seen, scores).transpose(1, 2).contiguous()
+    layer: Any = _Layer(groups)
+    out, _ = sdpa_attention_forward(
+        layer,
+        query,
+        key,
+        value,
+        mask,
+        dropout=options.get("dropout") or 0.0,
+        scaling=options.get("scaling"),
+        is_causal=causal,
+    )
+    return out
 
 
 def _by_operations(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, scores: Scores
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor | None,
+    options: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Compute attention with all scores in memory.
-
-    Tensors have heads before rows, and equal numbers of heads.
-    """
-    if scores.dropout:
+    """Compute attention with all scores in memory. query, key and value have as many heads."""
+    if options.get("dropout"):
         raise NotImplementedError(
-            f"dropout is {scores.dropout} in a layer with a softcap or a sink; accepted: 0 "
+            f"dropout is {options['dropout']} in a layer with a softcap or a sink; accepted: 0 "
             "(config.attention_dropout=0, or model.eval())"
         )
-    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    logits = (q @ k.mT).float() * scale
-    if scores.softcap:
-        logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    if scores.position_bias is not None:
-        logits = logits + scores.position_bias
+    scale, softcap, sink = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
+    logits = (query @ key.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if options.get("position_bias") is not None:
+        logits = logits + options["position_bias"]
     if seen is not None:
         logits = logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
-    if scores.sink is not None:
-        sink = scores.sink.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        weights = torch.cat((logits, sink), -1).softmax(-1)[..., :-1]
-    else:
-        weights = logits.softmax(-1)
+    if sink is not None:
+        logits = torch.cat(
+            (logits, sink.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1
+        )
+    weights = logits.softmax(-1)[..., : key.shape[2]]
     if seen is not None:
         # A query that sees no key has weights of 0.
         weights = weights * seen
-    return weights.to(v.dtype) @ v
-
-
-@torch.compiler.assume_constant_result
-def _log_once(dims: str, by_sdpa: bool) -> bool:
-    """Log once that PyTorch computes layers of this head_dim. torch.compile calls it while
-    tracing."""
-    how: Any = "scaled_dot_product_attention" if by_sdpa else "single operations (softcap or sink)"
-    line = f"layers of head_dim {dims} run in PyTorch's {how}; kernels here take {HEAD_DIM}"
-    if line not in _logged:
-        _logged.add(line)
-        _log.warning(line)
-    return True
+    return weights.to(value.dtype) @ value

@@ -11,21 +11,18 @@ from typing import Any
 
 import torch
 
-from ...autograd import call_backward, listed_tiles_of
-from ...call import named_configs
 from ...call.forward_problem import backward_use_clc
-from ...call.operator_arguments import BackwardTensors, BackwardValues
+from ...call.operator_arguments import BackwardTensors
 from ...call.options import Options
-from ...call.packed_ds import BackwardMetadata
 from ...call.tile_mask import TileMask
 from ...interface import flash_attn_func, flash_attn_varlen_func
-from ...kernels.mask.block_mask import MASK_BLOCKS, MASK_KEY_BITS
+from ...kernels.mask.windows import Window
 from ...masks import from_dense
 from ...metadata import get_backward_metadata
 from ...package_name import NAMESPACE
 from ...until_changed import UntilChanged
 from ..backward_memory import backward_config_of
-from .descriptions import Window
+from ..given_results import gradients_of_results
 
 __all__ = ["attend", "counted", "tiles_of"]
 
@@ -43,8 +40,8 @@ def tiles_of(dense: torch.Tensor) -> TileMask:
 
 
 def counted(begins: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return (offsets int32, the longest sequence) of packed sequences; begins: (batch, seqlen)
-    bool. Waits for the device, except for a mask that is cached."""
+    """Return (offsets int32, the longest sequence) of packed sequences, cached. The first call
+    waits for the device. begins: (batch, seqlen) bool, True where a sequence begins."""
 
     def count() -> tuple[torch.Tensor, int]:
         starts = begins.flatten().nonzero().flatten()
@@ -66,9 +63,8 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention with a mask that is read when the graph runs.
 
-    q: (batch, seqlen_q, heads, 256); k, v likewise. mask: bool, four dimensions as for `tiles_of`,
-    or two as for `counted`. window: keys visible on each side. arguments: softmax_scale, softcap
-    and learnable_sink of `flash_attn_func`.
+    q, k, v: (batch, seqlen, heads, 256). mask: bool, four dimensions as for `tiles_of`, or two as
+    for `counted`. arguments: softmax_scale, softcap and learnable_sink of `flash_attn_func`.
     """
     scale = arguments["softmax_scale"]
     out, _ = masked_forward(
@@ -95,7 +91,7 @@ def masked_forward(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `attend`; lse: (batch, heads, seqlen_q), or (heads, batch * seqlen_q).
+    """Return (out, lse) of `attend`. lse: (batch, heads, seqlen_q), or (heads, batch * seqlen_q).
 
     bounds: the two sides of the window, and ds_bytes; -1 for None.
     """
@@ -116,7 +112,6 @@ def masked_forward(
         cu_seqlens_k=offsets,
         max_seqlen_q=longest,
         max_seqlen_k=longest,
-        causal=right == 0,
         window_size=(left, right),
         **options,
     )
@@ -124,8 +119,8 @@ def masked_forward(
 
 
 @masked_forward.register_fake
-def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    q, mask = given[0], given[4]
+def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, mask = arguments[0], arguments[4]
     batch, rows, heads, _ = q.shape
     shape = (batch, heads, rows) if mask.ndim == q.ndim else (heads, batch * rows)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -138,61 +133,41 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sink, "
     "Tensor mask, int[] bounds, float scale, float softcap) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def masked_backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def masked_backward(
+    *arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv, dsink) of `masked_forward`; dsink is empty without a sink.
 
-    given: as in the schema, which has no list of tensors because PyTorch cannot batch one.
+    arguments: as in the schema. It has no list of tensors, since PyTorch cannot batch one.
     """
-    dout, *tensors, sink, mask, bounds, scale, softcap = given
-    q = tensors[0]
+    dout, q, k, v, out, lse, sink, mask, bounds, scale, softcap = arguments
     left, right, ds_bytes = (None if number == _NONE else number for number in bounds)
     config = backward_config_of(ds_bytes, q.device)
-    others: dict[str, Any] = {}
-    sides: tuple[int | None, int | None] = (None, None)
-    longest, listed_tiles = None, 0
+    use_clc = backward_use_clc(None)
     if mask.ndim == q.ndim:
-        tiles = tiles_of(mask)
-        others = {MASK_BLOCKS: tiles.blocks, MASK_KEY_BITS: tiles.key_bits}
-        listed_tiles = listed_tiles_of(tiles)
+        dq, dk, dv, dsink = gradients_of_results(
+            BackwardTensors(dout, None, q, k, v, out, lse, sink),
+            Options.check(scale, False, (None, None), softcap, use_clc),
+            backward_config=config,
+            block_mask=tiles_of(mask),
+        )
     else:
         offsets, longest = counted(mask)
-        sides = left, right
-        metadata: BackwardMetadata = get_backward_metadata(offsets, None, right == 0, sides)
-        others = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "ds_begins": metadata.ds_begins}
-        listed_tiles = metadata.ds_tiles
-        dout = dout.flatten(0, 1)
-        tensors = [tensor.flatten(0, 1) for tensor in tensors[:4]] + tensors[4:]
-    options = Options.check(scale, sides[1] == 0, sides, softcap)
-    rows = tensors[0], tensors[1], tensors[2], tensors[3], tensors[4]
-    found = call_backward(
-        BackwardTensors(dout, None, *rows, sink, **others),
-        BackwardValues(
-            options.softmax_scale,
-            *options.bounds,
-            options.softcap,
-            longest,
-            longest,
-            backward_use_clc(None),
-            named_configs.encode(config, type(config)),
-            None,
-            None,
-            listed_tiles,
-            (True, True, sink is not None),
-        ),
-    )
-    shapes = [tensor.shape for tensor in (q, *tensors[1:3])]
-    dq, dk, dv, dsink = found
-    if sink is None:
-        dsink = q.new_empty(0)
-    if mask.ndim == q.ndim:
-        return dq, dk, dv, dsink
-    dq, dk, dv = (made.view(*mask.shape, *shape[-2:]) for made, shape in zip((dq, dk, dv), shapes))
-    return dq, dk, dv, dsink
+        of_dout, of_q, of_k, of_v, of_out = (t.flatten(0, 1) for t in (dout, q, k, v, out))
+        *gradients, dsink = gradients_of_results(
+            BackwardTensors(of_dout, None, of_q, of_k, of_v, of_out, lse, sink, offsets, offsets),
+            Options.check(scale, False, (left, right), softcap, use_clc),
+            (longest, longest),
+            backward_config=config,
+            metadata=get_backward_metadata(offsets, None, False, (left, right)),
+        )
+        dq, dk, dv = (rows.view(like.shape) for rows, like in zip(gradients, (q, k, v)))
+    return dq, dk, dv, q.new_empty(0) if sink is None else dsink
 
 
 @masked_backward.register_fake
-def _(*given: Any) -> tuple[torch.Tensor, ...]:
-    _, q, k, v, _, _, sink, *_ = given
+def _(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    _, q, k, v, _, _, sink, *_ = arguments
     made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     return *made, q.new_empty(0) if sink is None else torch.empty_like(sink)
 

@@ -7,11 +7,13 @@ from typing import Any, cast
 
 import torch
 
+from ...call.autocast import autocast
 from ...call.checks import are_differentiated
 from ...call.packed_ds import BackwardMetadata
 from ...interface import flash_attn_func, flash_attn_varlen_func
 from ...metadata import get_backward_metadata
 from ...until_changed import UntilChanged
+from .. import other_dims
 from ..backward_memory import backward_config_of
 from . import fallback, graphs
 from .descriptions import (
@@ -48,9 +50,6 @@ OF_FALLBACK = "dropout", "position_bias"
 #: Options of `attention` that describe packed sequences: all or none are passed.
 PACKED = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
-#: Dimensions of a mask with an entry per query and key.
-DIMENSIONS = 4
-
 
 def attention(
     module: torch.nn.Module,
@@ -72,7 +71,6 @@ def attention(
     layer. `PACKED`: offsets and longest sequence; the rows of all batch entries together are then
     packed sequences. cache: the cache of continuous batching before transformers 5.24. ds_bytes: as
     for `register`. Those in `REFUSED` are refused; any other option has no effect.
-    Under autocast float32 tensors are cast to its dtype, as by PyTorch's own attention.
 
     Returns (out, None); out: (batch, seqlen_q, heads, 256), with 0 in rows of padding.
 
@@ -81,37 +79,18 @@ def attention(
     """
     if options.get("cache") is not None:
         key, value = _updated(module, key, value, options)
-    q, k, v = (tensor.transpose(1, 2) for tensor in _autocast(query, key, value))
-    is_ours = fallback.is_offered(q, k, v)
-    _check_offered(options, () if is_ours else OF_FALLBACK)
+    query, key, value = autocast(query, key, value)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    is_other = other_dims.has_other_dim(q, k, v)
+    _check_offered(options, OF_FALLBACK if is_other else ())
     dense, description = _read_mask(module, q, k, attention_mask, options)
     packed = None if description is None else _packed_lengths(description, options)
-    if not is_ours:
-        return _by_pytorch((q, k, v), attention_mask, (dense, description), packed, options), None
-    arguments: dict[str, Any] = {
-        "softmax_scale": options.get("scaling"),
-        "softcap": options.get("softcap") or 0.0,
-        "learnable_sink": options.get("s_aux"),
-    }
-    begins = None if description is None or packed is not None else description.begins
-    mask = begins if dense is None else dense
-    if mask is not None and (begins is not None or torch.compiler.is_compiling()):
-        window = (None, None) if description is None else description.window
-        return graphs.attend(q, k, v, mask, window, arguments, options.get("ds_bytes")), None
-    arguments["backward_config"] = backward_config_of(options.get("ds_bytes"), query.device)
-    if description is None:
-        tiles = graphs.tiles_of(dense)
-        return cast(torch.Tensor, flash_attn_func(q, k, v, block_mask=tiles, **arguments)), None
-    arguments |= _bounds(description.window)
-    if packed is not None:
-        # The user's own offsets may change between calls, and are not read.
-        counted = attention_mask if options.get(PACKED[0]) is None else None
-        if counted is not None and are_differentiated((q, k, v, options.get("s_aux"))):
-            arguments["backward_metadata"] = _metadata_of(counted, packed, arguments)
-        return _packed(q, k, v, packed, arguments), None
-    if description.ranges is None:
-        return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments)), None
-    return _padded(q, k, v, description.ranges, arguments), None
+    if is_other and packed is not None and description is not None:
+        return _packed_fallback((query, key, value), description.window, packed, options), None
+    if is_other:
+        seen, causal = _seen_and_causal((dense, description), attention_mask, q, k)
+        return fallback.attend(query, key, value, seen, causal, options), None
+    return _by_kernels((q, k, v), (dense, description, packed), attention_mask, options), None
 
 
 def batched_attention(
@@ -138,8 +117,8 @@ def batched_attention(
 
 def _check_offered(options: dict[str, Any], allowed: tuple[str, ...]) -> None:
     for name, what in REFUSED.items():
-        given = options.get(name)
-        is_neutral = given is None or (isinstance(given, (bool, float, int)) and not given)
+        value = options.get(name)
+        is_neutral = value is None or (isinstance(value, (bool, float, int)) and not value)
         if not is_neutral and name not in allowed:
             raise NotImplementedError(f"{name} is given; {NAME} does not offer {what}")
 
@@ -166,7 +145,7 @@ def _read_mask(
             f"attention_mask has four dimensions and {PACKED[0]} is given; accepted: one of them"
         )
     is_additive = attention_mask.is_floating_point()
-    if not (is_additive or attention_mask.dtype == torch.bool) or attention_mask.ndim != DIMENSIONS:
+    if not (is_additive or attention_mask.dtype == torch.bool) or attention_mask.ndim != 4:
         raise ValueError(
             f"attention_mask is a {attention_mask.dtype} tensor of shape "
             f"{tuple(attention_mask.shape)}; accepted: a mask of shape (batch, seqlen) given to "
@@ -213,63 +192,82 @@ _BIAS = (
 )
 
 
-def _by_pytorch(
+def _by_kernels(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    read: tuple[torch.Tensor | None, Description | None, dict[str, Any] | None],
     attention_mask: torch.Tensor | None,
-    read: tuple[torch.Tensor | None, Description | None],
-    packed: dict[str, Any] | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Compute attention of a layer of another head_dim; read: the result of `_read_mask`."""
-    q, k, v = tensors
-    seen, description = read
-    scores = fallback.Scores(
-        options.get("scaling"),
-        options.get("softcap") or 0.0,
-        options.get("s_aux"),
-        options.get("dropout") or 0.0,
-        options.get("position_bias"),
-    )
-    if packed is not None and description is not None:
-        rows = [tensor.flatten(0, 1)[None] for tensor in tensors]
-        offsets = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
-        seen = packed_seen(description.window, offsets, (rows[0].shape[1], rows[1].shape[1]))
-        out = fallback.attend(rows[0], rows[1], rows[2], seen[None, None], False, scores)
-        return out.view(*q.shape[:2], *out.shape[2:])
-    causal = False
-    if description is not None:
-        is_whole = description.ranges is None and description.begins is None
-        causal = is_whole and description.window == (None, 0) and q.shape[1] == k.shape[1]
-        if not causal and not (is_whole and description.window == (None, None)):
-            seen = _booleans(attention_mask, description, q, k)
-    return fallback.attend(q, k, v, seen, causal, scores)
+    """Compute attention of q, k and v. read: the results of `_read_mask` and `_packed_lengths`."""
+    (q, k, v), (dense, description, packed) = tensors, read
+    arguments: dict[str, Any] = {
+        "softmax_scale": options.get("scaling"),
+        "softcap": options.get("softcap") or 0.0,
+        "learnable_sink": options.get("s_aux"),
+    }
+    begins = None if description is None or packed is not None else description.begins
+    mask = begins if dense is None else dense
+    if mask is not None and (begins is not None or torch.compiler.is_compiling()):
+        window = (None, None) if description is None else description.window
+        return graphs.attend(q, k, v, mask, window, arguments, options.get("ds_bytes"))
+    arguments["backward_config"] = backward_config_of(options.get("ds_bytes"), q.device)
+    if description is None:
+        assert dense is not None
+        arguments["block_mask"] = graphs.tiles_of(dense)
+        return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments))
+    arguments["window_size"] = description.window
+    if packed is not None:
+        # The user's own offsets may change between calls, and are not read.
+        counted = attention_mask if options.get(PACKED[0]) is None else None
+        if counted is not None and are_differentiated((q, k, v, options.get("s_aux"))):
+            offsets = packed["cu_seqlens_q"]
+            arguments["backward_metadata"] = _metadata_of(counted, offsets, description.window)
+        return _packed(q, k, v, packed | arguments)
+    if description.ranges is not None:
+        return _padded(q, k, v, description.ranges, arguments)
+    return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments))
+
+
+def _packed_fallback(
+    heads_first: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    window: Window,
+    packed: dict[str, Any],
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Compute attention of packed sequences of another head_dim. heads_first: query, key, value."""
+    rows = [tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in heads_first]
+    offsets = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
+    seen = packed_seen(window, offsets, (rows[0].shape[2], rows[1].shape[2]))
+    out = fallback.attend(rows[0], rows[1], rows[2], seen[None, None], False, options)
+    batch, _, length, _ = heads_first[0].shape
+    return out.view(batch, length, *out.shape[2:])
 
 
 #: Results of `seen_by` by mask, each by lengths.
 _seen = UntilChanged()
 
 
-def _booleans(
-    attention_mask: torch.Tensor | None, description: Description, q: torch.Tensor, k: torch.Tensor
-) -> torch.Tensor:
-    """Return `seen_by`, which all layers of a pass share."""
-    asked = q.shape[:2], k.shape[1]
+def _seen_and_causal(
+    read: tuple[torch.Tensor | None, Description | None],
+    attention_mask: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+) -> tuple[torch.Tensor | None, bool]:
+    """Return the mask of `fallback.attend`, which all layers of a pass share, and causal. read: the
+    result of `_read_mask`."""
+    dense, description = read
+    if description is None:
+        return dense, False
+    if description.ranges is None and description.begins is None:
+        if description.window == (None, None):
+            return None, False
+        if description.window == (None, 0) and q.shape[1] == k.shape[1]:
+            return None, True
+    lengths = q.shape[:2], k.shape[1]
+    make = partial(seen_by, description, *lengths, q.device)
     if attention_mask is None or torch.compiler.is_compiling():
-        return seen_by(description, *asked, q.device)
-    make = partial(seen_by, description, *asked, q.device)
-    seen: torch.Tensor = _seen.made(attention_mask, make, asked)
-    return seen
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return q, k and v, in autocast's dtype if it is on and one of them is float32."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    if all(tensor.dtype != torch.float32 for tensor in tensors):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+        return make(), False
+    return _seen.made(attention_mask, make, lengths), False
 
 
 def _window_of_layer(module: torch.nn.Module, options: dict[str, Any]) -> Window:
@@ -309,13 +307,6 @@ def _check_alignment(window: Window, q: torch.Tensor, k: torch.Tensor) -> None:
     )
 
 
-def _bounds(window: Window) -> dict[str, Any]:
-    """Return the arguments causal and window_size."""
-    if window[1] == 0:
-        return {"causal": True, "window_size": (window[0], 0 if window[0] is not None else None)}
-    return {"causal": False, "window_size": window}
-
-
 def _updated(
     module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -337,21 +328,23 @@ def _updated(
 def _packed_lengths(description: Description, options: dict[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of `flash_attn_varlen_func` for packed sequences; None if there are no
     offsets."""
-    given: list[Any] = [options.get(name) for name in PACKED]
-    if all(value is None for value in given):
+    lengths: list[Any] = [options.get(name) for name in PACKED]
+    missing = [name for name, value in zip(PACKED, lengths) if value is None]
+    if len(missing) == len(PACKED):
         if description.offsets is None:
             return None
         offsets, longest = description.offsets, description.longest
-        given = [offsets, offsets, longest, longest]
-    elif any(value is None for value in given):
-        missing = ", ".join(name for name, value in zip(PACKED, given) if value is None)
-        raise ValueError(f"{missing} is missing; accepted: {', '.join(PACKED)} all, or none")
+        lengths = [offsets, offsets, longest, longest]
+    elif missing:
+        raise ValueError(
+            f"{', '.join(missing)} is missing; accepted: {', '.join(PACKED)} all, or none"
+        )
     elif description.ranges is not None:
         raise ValueError(
             f"attention_mask describes padding and {PACKED[0]} packed sequences; accepted: one of "
             "them"
         )
-    offsets_q, offsets_k, longest_q, longest_k = given
+    offsets_q, offsets_k, longest_q, longest_k = lengths
     # If both offsets are one tensor, the kernels know that the lengths are equal.
     packed_q = offsets_q.int()
     packed_k = packed_q if offsets_k is offsets_q else offsets_k.int()
@@ -368,25 +361,19 @@ _metadata = UntilChanged()
 
 
 def _metadata_of(
-    attention_mask: torch.Tensor, lengths: dict[str, Any], arguments: dict[str, Any]
+    attention_mask: torch.Tensor, offsets: torch.Tensor, window: Window
 ) -> BackwardMetadata:
-    """Return the metadata of sequences that `mask` has counted; all layers of a pass share it."""
-    asked = arguments["causal"], arguments["window_size"]
-    make = partial(get_backward_metadata, lengths["cu_seqlens_q"], None, *asked)
-    metadata: BackwardMetadata = _metadata.made(attention_mask, make, asked)
+    """Return the metadata of sequences that `mask` has counted. All layers of a pass share it."""
+    make = partial(get_backward_metadata, offsets, None, False, window)
+    metadata: BackwardMetadata = _metadata.made(attention_mask, make, window)
     return metadata
 
 
 def _packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: dict[str, Any],
-    arguments: dict[str, Any],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
 ) -> torch.Tensor:
     """Compute attention of packed sequences: the rows of all batch entries, concatenated."""
-    rows_q, rows_k, rows_v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    out = flash_attn_varlen_func(rows_q, rows_k, rows_v, **lengths, **arguments)
+    out = flash_attn_varlen_func(*(tensor.flatten(0, 1) for tensor in (q, k, v)), **arguments)
     return cast(torch.Tensor, out).view(q.shape)
 
 

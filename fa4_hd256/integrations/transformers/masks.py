@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from ..warnings_once import warn_once
 from .descriptions import Window, packed, padded, uncounted, whole
 from .patterns import Band, band_of
 
 __all__ = ["mask"]
-
-_log = logging.getLogger("fa4_hd256")
 
 
 class _Lengths(NamedTuple):
@@ -27,7 +25,7 @@ class _Lengths(NamedTuple):
 
     @property
     def used(self) -> Any:
-        """Keys up to the position of the last query."""
+        """Number of keys up to the position of the last query."""
         return self.q_offset + self.q_length - self.kv_offset
 
 
@@ -47,12 +45,12 @@ def mask(
 
     mask_function: the pattern, causal if None. `band_of` recognises full and causal patterns and
     windows on one or both sides. Any other pattern is evaluated, which takes memory for batch *
-    q_length * kv_length booleans; it may still prove to be a band. attention_mask: (batch,
-    positions) bool, False for padding, or None.
+    q_length * kv_length booleans. attention_mask: (batch, positions) bool, False for padding, or
+    None.
 
-    Returns a tensor of `descriptions`. For patterns that are no band, and for padding between
-    tokens, returns a bool tensor (batch, 1, q_length, kv_length), True where a key is seen.
-    In the former, queries of padding see nothing.
+    Returns a tensor of `descriptions`, in which padded queries see nothing. For patterns that are
+    no band, and for padding between tokens, returns a bool tensor (batch, 1, q_length, kv_length),
+    True where a key is seen.
     """
     device = options.get("device", "cpu")
     is_static = isinstance(q_offset, torch.Tensor)
@@ -61,7 +59,7 @@ def mask(
         q_offset = int(q_offset)
     lengths = _Lengths(batch_size, q_length, kv_length, q_offset, kv_offset)
     pattern = _causal if mask_function is None else mask_function
-    request = _Request(pattern, lengths, attention_mask, {**options, "device": device})
+    request = _Request(pattern, lengths, attention_mask, device, options.get("use_vmap", False))
     band = band_of(request.function)
     if band is None:
         seen = _evaluated(request._replace(attention_mask=None))
@@ -84,11 +82,8 @@ class _Request(NamedTuple):
     function: Callable
     lengths: _Lengths
     attention_mask: torch.Tensor | None
-    options: dict[str, Any]
-
-    @property
-    def device(self) -> Any:
-        return self.options["device"]
+    device: Any
+    use_vmap: bool
 
 
 def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -98,8 +93,8 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool) -> bool:
     """Return True if the model needs booleans, to combine them with masks of its own.
 
-    Such a model forbids transformers to skip the mask. So do packed sequences, a function of the
-    user's (use_vmap), and steps of one token with a static cache; these need no booleans.
+    Such a model forbids transformers to skip the mask. So do packed sequences, a user's function
+    (use_vmap) and single-token steps with a static cache, which need no booleans.
     """
     kinds = "allow_is_causal_skip", "allow_is_bidirectional_skip"
     may_skip = any(options.get(kind, kind == kinds[0]) for kind in kinds)
@@ -109,8 +104,8 @@ def _is_to_be_combined(options: dict[str, Any], band: Band, is_static_step: bool
 
 
 def _combines_masks(config: Any) -> bool:
-    """Return True for models that compute with their masks in every step: T5Gemma 2 joins its
-    decoder's and encoder's, models with an index of keys choose among visible keys."""
+    """Return True for models that compute with their masks in every step. T5Gemma 2 joins the masks
+    of decoder and encoder. Models with an index of keys choose among visible keys."""
     kind, layers = (getattr(config, name, None) or "" for name in ("model_type", "layer_types"))
     has_index = hasattr(config, "index_topk") or "indexed_attention" in layers
     return kind.startswith("t5gemma2") or has_index
@@ -129,7 +124,7 @@ def _window_of(band: Band) -> Window | None:
 def _is_aligned(window: Window, lengths: _Lengths) -> bool:
     """Return True if kernels, which align the last query with the last key, see the same keys.
 
-    Without bounds alignment does not matter. Keys behind the last query are cut off, so there must
+    Without bounds any alignment is the same. Keys behind the last query are cut off, so there must
     be none if the window reaches behind a query.
     """
     if window == (None, None):
@@ -144,7 +139,7 @@ def _described(window: Window, request: _Request) -> torch.Tensor:
     """Return the whole or the padded form, or the dense mask if padding lies between tokens."""
     lengths, device = request.lengths, request.device
     tracing = torch.compiler.is_compiling()
-    # Without bounds keys may be of another sequence: its padding is not that of the queries.
+    # Without bounds keys may be of another sequence, with padding of its own.
     is_full = window == (None, None)
     used = lengths.kv_length if is_full else lengths.used
     first, count = lengths.kv_offset, lengths.kv_length
@@ -198,8 +193,8 @@ def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tens
 def _packed(band: Band, request: _Request) -> torch.Tensor:
     """Return the packed form for the ids of a band, or the dense mask if an id occurs again later.
 
-    Under torch.compile, which cannot count, ids that transformers made from position_ids give the
-    uncounted form.
+    torch.compile cannot count: ids that transformers made from position_ids give the uncounted
+    form.
     """
     tracing = torch.compiler.is_compiling()
     lengths, ids, positions = request.lengths, band.sequences, band.positions
@@ -213,10 +208,9 @@ def _packed(band: Band, request: _Request) -> torch.Tensor:
         or request.attention_mask is not None
         or ids is None
         or any(table.shape != shape for table in tables)
-    ):
-        return _dense("packed sequences", request)
-    if tracing and positions is None:
         # The user's own ids may occur again later, which a graph cannot find out.
+        or (tracing and positions is None)
+    ):
         return _dense("packed sequences", request)
     begins = torch.ones_like(ids, dtype=torch.bool)
     steps = ids.diff(dim=1)
@@ -239,10 +233,10 @@ def _band_of_seen(seen: torch.Tensor, lengths: _Lengths) -> Band | None:
     queries = lengths.q_offset + torch.arange(lengths.q_length, device=seen.device)
     keys = lengths.kv_offset + torch.arange(lengths.kv_length, device=seen.device)
     distances = (queries[:, None] - keys).expand(seen.shape)
-    found = distances[seen]
-    if not found.numel():
+    visible = distances[seen]
+    if not visible.numel():
         return None
-    low, high = int(found.min()), int(found.max())
+    low, high = int(visible.min()), int(visible.max())
     if not torch.equal(seen, (distances >= low) & (distances <= high)):
         return None
     is_low, is_high = low > int(distances.min()), high < int(distances.max())
@@ -250,8 +244,8 @@ def _band_of_seen(seen: torch.Tensor, lengths: _Lengths) -> Band | None:
 
 
 def _dense(reason: str, request: _Request, pattern: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the evaluated mask, and log the reason once. pattern: the mask without padding, if it
-    is evaluated already."""
+    """Evaluate the mask, and log the reason once. pattern: the mask without padding, if it has been
+    evaluated."""
     lengths, padding = request.lengths, request.attention_mask
     if pattern is None:
         seen = _evaluated(request)
@@ -262,7 +256,10 @@ def _dense(reason: str, request: _Request, pattern: torch.Tensor | None = None) 
         padding = torch.nn.functional.pad(padding, (0, max(0, missing)))
         keys = padding[:, lengths.kv_offset : lengths.kv_offset + lengths.kv_length]
         seen = pattern & keys[:, None, None]
-    _warn_once(reason)
+    warn_once(
+        f"the keys that a query sees are no interval ({reason}); every pass evaluates the mask for "
+        "each query and key, and gives it to the kernels by tiles (block_mask)"
+    )
     if not torch.compiler.is_compiling():
         seen = _counted(seen)
     return seen.expand(lengths.batch_size, 1, lengths.q_length, lengths.kv_length)
@@ -272,32 +269,15 @@ def _evaluated(request: _Request) -> torch.Tensor:
     """Return the pattern where keys are no padding: (batch, 1, q_length, kv_length) bool."""
     from transformers.masking_utils import sdpa_mask
 
-    found: Any = sdpa_mask(
+    seen: Any = sdpa_mask(
         *request.lengths,
         request.function,
         request.attention_mask,
         allow_is_causal_skip=False,
-        use_vmap=request.options.get("use_vmap", False),
+        use_vmap=request.use_vmap,
         device=request.device,
     )
-    return found
-
-
-@torch.compiler.assume_constant_result
-def _warn_once(reason: str) -> bool:
-    """Warn once that every pass evaluates its mask. torch.compile calls it while tracing."""
-    if reason not in _warned:
-        _warned.add(reason)
-        _log.warning(
-            "the keys that a query sees are no interval (%s); every pass evaluates the mask for "
-            "each query and key, and gives it to the kernels by tiles (block_mask)",
-            reason,
-        )
-    return True
-
-
-#: Reasons that have been logged.
-_warned: set[str] = set()
+    return seen
 
 
 def _counted(seen: torch.Tensor) -> torch.Tensor:
@@ -314,5 +294,5 @@ def _counted(seen: torch.Tensor) -> torch.Tensor:
 
 
 def _name_of(mask_function: Callable | None) -> str:
-    """The function's name, which is the same for all of one kind."""
+    """Return the function's name, which is the same for all functions of one kind."""
     return getattr(mask_function, "__qualname__", type(mask_function).__name__)

@@ -1,11 +1,11 @@
-"""Bounds of a mask function, found by calling it with symbolic positions.
+"""Bounds of a mask function, derived by calling it with symbolic positions.
 
 transformers composes mask functions of (batch, head, query position, key position) from comparisons
 of positions, `&` and `|`. Called with the symbols of this module, such a function returns a `Band`:
 an interval of distances between query and key, and possibly a tensor that tells packed sequences
 apart. Any other operation raises TypeError; the caller then evaluates the function.
 
-Code objects and closures are not inspected: torch.compile traces these calls, but no inspection.
+torch.compile traces these calls. It could not trace an inspection of code objects or closures.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ __all__ = ["Band", "band_of"]
 class Band:
     """Pairs of a query and a key with low <= query position - key position <= high.
 
-    A bound of None does not limit. sequences: (batch, length) ids, equal for query and key.
-    positions: (batch, length) positions that the bounds apply to, None for the indices. is_empty:
-    there is no pair.
+    None is no bound. sequences: (batch, length) ids, equal for query and key. positions: (batch,
+    length) positions to which the bounds apply; None: the indices. is_empty: there is no pair.
     """
 
     #: Mask functions move one result to the device of another.
@@ -103,10 +102,9 @@ def _of_both(choose: Callable[..., int], one: int | None, other: int | None) -> 
 
 
 class _Value:
-    """of_query * query position + of_key * key position + constant.
+    """Symbol for of_query * query position + of_key * key position + constant.
 
-    table: the tensor whose entries at [batch, position] stand for the positions; None for the
-    positions themselves.
+    table: the tensor whose entries at [batch, position] replace the positions, or None.
     """
 
     device = None
@@ -190,7 +188,7 @@ class _Magnitude:
 
 
 def _sum(value: _Value, other: Any, sign: int) -> _Value:
-    """value + sign * other."""
+    """Return value + sign * other."""
     if type(other) is int:
         return _Value(value.of_query, value.of_key, value.constant + sign * other, value.table)
     if not isinstance(other, _Value) or value.table is not other.table:
@@ -250,7 +248,7 @@ def band_of(mask_function: Callable[..., Any]) -> Band | None:
     """Return the pairs that a mask function of transformers accepts; None if it is no band."""
     try:
         with _Lookups():
-            found = mask_function(_Batch(), _Batch(), _Value(1, 0), _Value(0, 1))
+            band = mask_function(_Batch(), _Batch(), _Value(1, 0), _Value(0, 1))
     except Exception:
         return None
-    return found if isinstance(found, Band) else None
+    return band if isinstance(band, Band) else None

@@ -10,7 +10,6 @@ import ast
 import importlib.util
 import itertools
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,9 @@ from checkout import ROOT
 
 from fa4_hd256 import get_scheduler_metadata
 from fa4_hd256.check import reference
+from fa4_hd256.compat import arguments
 from fa4_hd256.integrations import sglang, vllm
+from fa4_hd256.integrations.engine_options import our_options
 from fa4_hd256.run.execute import Execution
 from fa4_hd256.score_mods import alibi
 
@@ -520,6 +521,12 @@ def test_an_out_that_kernels_cannot_write_is_copied_to(handed_on):
             call(**given | {"out": batch.q.new_empty(4, 4, 512).float()[..., ::2]})
 
 
+def names_with(engine, fate):
+    """Return the arguments of an engine with this fate."""
+    table = engine.OPTIONS.arguments
+    return {name for name, argument in table.items() if argument.fate == fate}
+
+
 @pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
 def test_what_is_not_offered(engine):
     """Each of the table by its name, and names in no table; none of them silently."""
@@ -529,16 +536,15 @@ def test_what_is_not_offered(engine):
         "q": batch.q, "k": k, "v": k, "cu_seqlens_q": offsets([1], "cpu"), "max_seqlen_q": 1,
         "cu_seqlens_k": offsets([4], "cpu"), "max_seqlen_k": 4,
     }  # fmt: skip
-    assert len(engine.OPTIONS.neutral) > 9
-    for name, (values, _) in engine.OPTIONS.neutral.items():
-        for value in values:
-            assert engine.OPTIONS.translated({name: value}) == {}
-        with pytest.raises(NotImplementedError, match=f"{name} is given"):
+    refused = names_with(engine, arguments.REFUSED)
+    assert len(refused) > 9
+    for name in refused:
+        for value in engine.OPTIONS.arguments[name].accepted:
+            assert our_options(engine.OPTIONS, "flash_attn_varlen_func", {name: value}, k) == {}
+        with pytest.raises(NotImplementedError, match=f"^{name} of .* is Tensor; accepted"):
             engine.flash_attn_varlen_func(**given, **{name: torch.ones(2)})
     with pytest.raises(TypeError, match="unexpected argument 'new_feature'"):
         engine.flash_attn_varlen_func(**given, new_feature=None)
-    tables = (engine.OPTIONS.honoured, engine.OPTIONS.unused, engine.OPTIONS.neutral)
-    assert Counter(itertools.chain(*tables)).most_common(1)[0][1] == 1
     with pytest.raises(TypeError, match="q has dtype torch.float8"):
         quantised = {name: given[name].to(torch.float8_e4m3fn) for name in "qkv"}
         engine.flash_attn_varlen_func(**given | quantised, q_descale=torch.ones(1, 2))
@@ -556,10 +562,9 @@ def test_every_argument_is_in_the_tables_of_the_page():
             for start, found in kinds.items():
                 if kind.strip().startswith(start):
                     found |= set(re.findall(r"`(\w+)`", names))
-        options = engine.OPTIONS
-        assert set(options.honoured) <= kinds["honoured"]
-        assert set(options.unused) == kinds["any value"]
-        assert set(options.neutral) == kinds["the value"]
+        assert names_with(engine, arguments.HONOURED) <= kinds["honoured"]
+        assert names_with(engine, arguments.NEUTRAL) == kinds["any value"]
+        assert names_with(engine, arguments.REFUSED) == kinds["the value"]
 
 
 def test_every_argument_of_a_call_site_is_in_a_table():
@@ -567,8 +572,7 @@ def test_every_argument_of_a_call_site_is_in_a_table():
            "seqused_k", "return_softmax_lse"}  # fmt: skip
     caches = {"k_cache", "v_cache", *sglang.CACHE_OPTIONS}
     for calls, engine, more in ((VLLM, vllm, set()), (SGLANG, sglang, caches)):
-        options = engine.OPTIONS
-        known = own | more | {*options.honoured, *options.unused, *options.neutral}
+        known = own | more | {*engine.OPTIONS.arguments}
         for call in calls.values():
             assert set(names_of(call)) <= known
 

@@ -180,11 +180,11 @@ def test_a_function_may_be_traced_again():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda s, b, h, q, k: s if q > k else -s, "branch by a value"),
-        (lambda s, b, h, q, k: s + float(q), "number of Python"),
+        (lambda s, b, h, q, k: s if q > k else -s, "branches on a value"),
+        (lambda s, b, h, q, k: s + float(q), "Python number"),
         (lambda s, b, h, q, k: torch.special.i0(s), "computes aten.i0"),
         (lambda s, b, h, q, k: s + BIAS[h].sum(), "computes aten.sum"),
-        (lambda s, b, h, q, k: s + BIAS[:, 0][h], "one number for each dimension|computes"),
+        (lambda s, b, h, q, k: s + BIAS[:, 0][h], "one number per dimension|computes"),
         (lambda s, b, h, q, k: s // 2, "derivative"),
     ],
     ids=["branch", "number", "operator", "sum", "slice", "no derivative"],

@@ -16,7 +16,7 @@ from torch.nn.attention import _fa4 as adapter
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.autograd import call_backward
 from fa4_hd256.call.options import MOST_SPLITS
-from fa4_hd256.integrations import given_results
+from fa4_hd256.integrations import given_results, warnings_once
 from fa4_hd256.integrations import sdpa as integration
 
 MODULE = integration.__name__
@@ -296,7 +296,7 @@ def test_other_pytorch(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_layers_of_another_head_dim(device, adapted, caplog, head_dim, causal):
     """SDPA's other kernels compute them; a line says so, once for each kind."""
-    integration.other_dims._said.clear()
+    warnings_once._logged.clear()
     q, k, v = (
         torch.randn(2, heads, 9, head_dim, device=device, dtype=torch.bfloat16).requires_grad_()
         for heads in (2, 1, 1)

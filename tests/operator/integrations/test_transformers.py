@@ -9,6 +9,7 @@ import torch
 
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.integrations import transformers as integration
+from fa4_hd256.integrations import warnings_once
 
 # On Python 3.10 there is no version of transformers with the interface used here.
 pytest.importorskip("transformers")
@@ -16,7 +17,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, masking_utils
 from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
-from fa4_hd256.integrations.transformers import graphs, layers, masks
+from fa4_hd256.integrations.transformers import graphs, layers
 from fa4_hd256.integrations.transformers.descriptions import Description, described, padded
 
 WINDOW = 8
@@ -208,7 +209,7 @@ def test_refusals(device):
 
 
 def test_padding_between_tokens(device, caplog):
-    masks._warned.clear()
+    warnings_once._logged.clear()
     ids = tokens(2, 10, device)
     holes = torch.ones_like(ids)
     holes[0, 3:5] = holes[1, 0] = holes[1, 6] = 0
@@ -218,7 +219,7 @@ def test_padding_between_tokens(device, caplog):
 
 def test_a_line_in_the_log_once_for_each_reason(caplog):
     """The level of the line is shown where nobody has set one, whatever the lengths."""
-    masks._warned.clear()
+    warnings_once._logged.clear()
 
     def hidden_first(b, h, q, k):
         return (k <= q) & (k != 1)

@@ -19,7 +19,7 @@ from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
 from fa4_hd256.integrations import transformers as integration
-from fa4_hd256.integrations.transformers import fallback
+from fa4_hd256.integrations import warnings_once
 
 VOCABULARY, LENGTH = 64, 12
 SIZES = {
@@ -104,7 +104,7 @@ def test_layers_of_another_head_dim(kind, settings):
 
 def test_a_softcap(caplog):
     """Gemma 2 with layers of another head_dim, which SDPA has no softcap for."""
-    fallback._logged.clear()
+    warnings_once._logged.clear()
     model = gemma2()
     found = [logits(model, name, tokens()) for name in (integration.NAME, "eager")]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -157,7 +157,7 @@ def test_a_bias_is_no_mask():
 
 
 def test_a_line_in_the_log_for_each_head_dim(caplog):
-    fallback._logged.clear()
+    warnings_once._logged.clear()
     for dims in ((16, 16), (16, 16), (8, 8), (256, 128)):
         q, k = (torch.randn(1, 1, 3, dims[0]) for _ in range(2))
         integration.attention(torch.nn.Module(), q, k, torch.randn(1, 1, 3, dims[1]), None)

@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from fa4_hd256.integrations import other_dims
 from fa4_hd256.integrations import transformers as integration
-from fa4_hd256.integrations.transformers import fallback
 from tests.helpers.transformers_families import (
     FAMILIES,
     configuration,
@@ -80,9 +80,9 @@ def test_masks_of_a_family(family, monkeypatch):
 
     def noted(q, k, v):
         calls.append({t.shape[-1] for t in (q, k, v)})
-        return False
+        return True
 
-    monkeypatch.setattr(fallback, "is_offered", noted)
+    monkeypatch.setattr(other_dims, "has_other_dim", noted)
     model, arguments = model_of(family), inputs(family, LENGTH, "cpu")
     with torch.no_grad():
         wanted = outputs(model, "eager", arguments)
@@ -105,7 +105,7 @@ def test_masks_of_a_family(family, monkeypatch):
 
 def test_a_canvas_without_padding(monkeypatch):
     """DiffusionGemma's decoder then has no mask, and sees all of a prompt beyond the window."""
-    monkeypatch.setattr(fallback, "is_offered", lambda *_: False)
+    monkeypatch.setattr(other_dims, "has_other_dim", lambda *_: True)
     family = FAMILIES["DiffusionGemma"]
     model, arguments = model_of(family), inputs(family, LENGTH, "cpu")
     arguments["attention_mask"].fill_(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cache_reference
 import pytest
 import torch
 from decode_cases import accurate, tensors
@@ -19,7 +20,6 @@ from step_traces import assert_as_declared, attend, steps_of, traced_launches
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
 from fa4_hd256.kernels.blackwell.decode.rows import GroupRows
 from fa4_hd256.kernels.forward.decode_rows import TileRows
@@ -88,7 +88,7 @@ def test_options(queries, heads, option):
     options, wanted = {
         "window": ({"window_size": (100, 2)}, {"window_size": (100, 2)}),
         "softcap": (capped, capped),
-        "tree": ({"tree_mask": mask}, {"mask": reference.seen_by_nodes(mask, 270)}),
+        "tree": ({"tree_mask": mask}, {"mask": cache_reference.seen_by_nodes(mask, 270)}),
         "alibi": ({"score_mod": alibi(slopes), "causal": True}, {
             "score_mod": lambda s, b, h, q, k: s
             - slopes.double()[h] * (q + 270 - queries - k).abs(),

@@ -30,11 +30,11 @@ def walked(monkeypatch, order, window):
         done.extend(("work", len(part.queries), len(part.keys)) for part in parts)
 
     monkeypatch.setattr(ring, "add_gradients", work)
-    settings = Settings(Options(1.0, window, 0.0), None, None, "", None, RANKS * ROWS)
-    ranks = SimpleNamespace(own=0, count=RANKS, start=start)
+    settings = Settings(Options(1.0, window, 0.0), order, RANKS * ROWS)
+    ranks = SimpleNamespace(rank=0, count=RANKS, start=start)
     rows = torch.zeros(1, ROWS, 1, 8, dtype=torch.bfloat16)
     own = LocalResults(rows, rows, rows, torch.zeros(1, 1, ROWS), None)
-    ring.RingAttention(ranks, order, ROWS, settings).gradients(own, (rows, rows), settings)
+    ring.RingAttention(ranks, ROWS, settings).gradients(own, (rows, rows))
     return done
 
 
@@ -72,17 +72,17 @@ def test_short_work_stands_between_a_transfer_and_the_next_attention(monkeypatch
             super().__init__(q)
 
         def _merge(self):
-            if self._found is not None:
+            if self._latest is not None:
                 done.append("sum")
             super()._merge()
 
     monkeypatch.setattr(local, "_forward", attention)
     monkeypatch.setattr(ring, "Attended", Sums)
-    settings = Settings(Options(1.0, (None, None), 0.0), None, None, "", None, 4 * ROWS)
-    ranks = SimpleNamespace(own=0, count=4, start=start)
+    settings = Settings(Options(1.0, (None, None), 0.0), "contiguous", 4 * ROWS)
+    ranks = SimpleNamespace(rank=0, count=4, start=start)
     rows = torch.zeros(1, ROWS, 1, 8, dtype=torch.bfloat16)
-    walk = ring.RingAttention(ranks, "contiguous", ROWS, settings)
-    out, _ = walk.attend(rows, (rows, rows), settings).results(None, rows.dtype)
+    walk = ring.RingAttention(ranks, ROWS, settings)
+    out, _ = walk.attend(rows, (rows, rows)).results(None, rows.dtype)
     between = ["send", "sum", "attention"]
     assert done == ["send", "fill", "attention", *between * 3, "sum"]
     assert torch.equal(out, rows)
@@ -97,9 +97,8 @@ def test_a_bound_of_minus_one_stays_one(monkeypatch):
         return q, q.new_zeros(q.shape[1], len(q))
 
     monkeypatch.setattr(local, "flash_attn_varlen_func", attend)
-    settings = Settings(
-        Options(1.0, window_of(ExactWindow(-1, 5))), (0, 8, ROWS), None, "", None, ROWS
-    )
+    options = Options(1.0, window_of(ExactWindow(-1, 5)))
+    settings = Settings(options, "contiguous", ROWS, (0, 8, ROWS))
     rows = torch.zeros(1, ROWS, 1, 256)
     parts = parts_of((range(ROWS),), (range(ROWS),), settings.mask)
     local.Attended(rows).add(rows, (rows, rows), parts, settings)
