@@ -43,7 +43,7 @@ from .backward_arguments import (
 from .catalogue import KernelSpec, backward_specs, preprocess_spec, sum_spec
 from .execute import execute, new_tensor
 from .launch import gpu_of
-from .plan import LaunchPlan, PlanBuilder
+from .plan import LaunchPlan, PlanBuilder, whole
 from .tail import add_tail
 
 __all__ = [
@@ -230,37 +230,17 @@ def _memory(
             made[name] = _dkdv(builder, problem, name, has_batch[name[1]])
         for name in OF_KEYS if problem.sums else ():
             own, shape = _written(problem, name), problem.dkdv_shape
-            fills = _zeros(shape, _leaves_keys(problem))
+            fills = whole(shape, 0.0) if _leaves_keys(problem) else ()
             made[own] = builder.allocate(own, shape, torch.float32, fills)
     if wanted.dq:
         is_zero = problem.has_no_queries or problem.has_no_keys or "seqused_q" in forward.ragged
-        made["dq"] = _gradient(
-            builder, "dq", forward.q_shape, forward.dtype, is_zero, has_batch["q"]
-        )
+        fill = 0.0 if is_zero else None
+        made["dq"] = builder.result("dq", forward.q_shape, forward.dtype, fill, has_batch["q"])
     if problem.keeps_ds:
         # Room for the largest chunk; every chunk has a view of its begin.
         size = max(math.prod(chunk.problem.ds_shape) for chunk in division.chunks)
         made[DS] = builder.allocate(DS, (size,), forward.dtype)
     return made
-
-
-def _zeros(shape: Sequence[int], is_zero: bool) -> tuple[tuple[int, int, float], ...]:
-    """`fills` of an `Allocation`."""
-    return ((0, math.prod(shape), 0.0),) if is_zero else ()
-
-
-def _gradient(
-    builder: PlanBuilder,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    is_zero: bool,
-    has_batch: bool,
-) -> View:
-    """A gradient as kernels write it; its memory has no batch where callers want none."""
-    fills = _zeros(shape, is_zero)
-    made = builder.allocate(name, shape if has_batch else shape[1:], dtype, fills)
-    return made if has_batch else made.unsqueeze(0)
 
 
 def _dkdv(builder: PlanBuilder, problem: BackwardProblem, name: str, has_batch: bool) -> View:
@@ -271,7 +251,7 @@ def _dkdv(builder: PlanBuilder, problem: BackwardProblem, name: str, has_batch: 
     is_zero = is_zero and not problem.sums  # which fill all of it
     batch, rows, heads, columns = problem.k_shape
     shape = batch, rows, heads * problem.copies, columns
-    return _gradient(builder, name, shape, dtype, is_zero, has_batch)
+    return builder.result(name, shape, dtype, 0.0 if is_zero else None, has_batch)
 
 
 def _leaves_keys(problem: BackwardProblem) -> bool:

@@ -338,29 +338,28 @@ def room_for_files() -> Iterator[None]:
     One thread at a time: the directory is the whole process's. Raises RuntimeError if there is no
     room at all.
     """
-    with _files_lock:
-        yield from _room_for_files()
-
-
-def _room_for_files() -> Iterator[None]:
-    before = tempfile.tempdir
     places = ["/dev/shm"]
-    with contextlib.suppress(OSError):  # raised where not even one small file fits
-        places.insert(0, tempfile.gettempdir())
-    for place in places:
-        with contextlib.suppress(OSError):
-            if shutil.disk_usage(place).free >= _SCRATCH_BYTES:
-                break
-    else:
-        raise RuntimeError(
-            f"compiling or loading a kernel takes {_SCRATCH_BYTES >> 20} MiB of disk; none of "
-            f"{', '.join(places)} has that. Free some, or set TMPDIR to a directory with room"
-        )
-    tempfile.tempdir = place
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
+    with _files_lock:
+        before = tempfile.tempdir
+        with contextlib.suppress(OSError):  # raised where not even one small file fits
+            places.insert(0, tempfile.gettempdir())
+        place = next(filter(_has_room, places), None)
+        if place is None:
+            raise RuntimeError(
+                f"compiling or loading a kernel takes {_SCRATCH_BYTES >> 20} MiB of disk; none of "
+                f"{', '.join(places)} has that. Free some, or set TMPDIR to a directory with room"
+            )
+        tempfile.tempdir = place
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+
+
+def _has_room(place: str) -> bool:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(place).free >= _SCRATCH_BYTES
+    return False
 
 
 def _as_bytes(text: str | bytes) -> bytes:

@@ -9,6 +9,7 @@ are compiled and loaded, their arguments packed but for addresses. What a repeat
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +21,16 @@ import torch
 from cutlass.cute.runtime import from_dlpack
 
 from ..call.memory import View
+from ..gpus.devices import is_captured
 from ..private_torch import current_device, current_stream
 from . import launch
 from .arguments import COUNTER, STREAM, Number, Slot, leaves, mapped
-from .catalogue import KernelSpec
 from .compile import CompiledKernel, compile_kernel
 from .kept_tensors import made_to_keep
-from .new_tensors import maker
 from .plan import Allocation, Launch, LaunchPlan, Lifetime, Operation
 from .tile_counter import tile_counter
 
-__all__ = ["Execution", "addresses_of", "check_convention", "execute", "new_tensor"]
+__all__ = ["Execution", "addresses_of", "check_convention", "execute", "maker", "new_tensor"]
 
 #: Tensors of a call in the order of its arguments, None for one that is not given.
 Tensors = Sequence[torch.Tensor | None]
@@ -66,12 +66,14 @@ class Execution:
         self.numbers = {name: number for number, name in enumerate(names)}
         #: Addresses of what operations make and of the counter, filled in as the steps run.
         self._later = [0] * (len(results) + 1)
-        self._kernels = {spec: compile_kernel(spec) for spec in plan.specs}
-        self._functions: dict[KernelSpec, Callable[[int], Any] | None] = {}
-        for spec, compiled in self._kernels.items():
-            self._functions[spec] = launch.host_function(compiled, device)
-            first = next(one for one in plan.launches if one.spec == spec)
-            _check_once(compiled, first)
+        compiled = {spec: compile_kernel(spec) for spec in plan.specs}
+        #: The kernel of each spec and its host code, None for the simulator.
+        self._kernels = {
+            spec: (kernel, launch.host_function(kernel, device))
+            for spec, kernel in compiled.items()
+        }
+        for step in plan.launches:
+            _check_once(compiled[step.spec], step)
         self._index = device.index if device.type == "cuda" else None
         #: Steps with packed arguments that no thread uses now.
         self._free: list[tuple[Any, ...]] = []
@@ -116,24 +118,21 @@ class Execution:
         self._free.append(steps)
 
     def _new_steps(self) -> tuple[Any, ...]:
-        """The steps with packed arguments of their own."""
-        found: list[Any] = []
-        for step in self.plan.steps:
-            if isinstance(step, Operation):
-                found.append(_OperationStep(step, self.numbers))
-                continue
-            function = self._functions[step.spec]
-            if function is None:
-                found.append(_SimulatedStep(self._kernels[step.spec], step, self))
-            else:
-                found.append(_LaunchStep(function, step, self))
-        return tuple(found)
+        """Return the steps with packed arguments of their own."""
+        return tuple(
+            [
+                _OperationStep(step, self.numbers)
+                if isinstance(step, Operation)
+                else _LaunchStep(step, self)
+                for step in self.plan.steps
+            ]
+        )
 
 
-def _check_once(compiled: CompiledKernel, first: Launch) -> None:
-    if not compiled.in_process.is_checked:
-        check_convention(compiled, first)
-        compiled.in_process.is_checked = True
+def _check_once(kernel: CompiledKernel, step: Launch) -> None:
+    if not kernel.in_process.is_checked:
+        check_convention(kernel, step)
+        kernel.in_process.is_checked = True
 
 
 # ---------------------------------------------------------------- packed arguments
@@ -294,45 +293,27 @@ class _OperationStep:
 
 
 class _LaunchStep(PackedArguments):
-    """A launch on a GPU."""
+    """A launch: of a kernel's host code on a GPU, in the simulator for CPU tensors."""
 
-    def __init__(self, function: Callable[[int], Any], step: Launch, of: Execution) -> None:
+    def __init__(self, step: Launch, of: Execution) -> None:
         super().__init__(step, of.numbers)
-        self._function, self._device = function, of.plan.device
-        self._counts = _counts_tiles(step)
-        # The code belongs to the linked module, which the kernel keeps.
-        self._kept = of._kernels[step.spec]
-
-    def run(self, where: list[int], stream: int, found: list[Any]) -> None:
-        counter = None  # one that is made for a graph lives until its launch is captured
-        if self._counts:
-            counter = tile_counter(self._device, stream)
-            where[-1] = counter.data_ptr()
-        self.call(self._function, where, stream)
-
-
-class _SimulatedStep(PackedArguments):
-    """A launch in the simulator."""
-
-    def __init__(self, compiled: CompiledKernel, step: Launch, of: Execution) -> None:
-        super().__init__(step, of.numbers)
-        self._compiled, self._device = compiled, of.plan.device
+        # The code of the host function belongs to the kernel's linked module.
+        self._kernel, self._function = of._kernels[step.spec]
+        self._device = of.plan.device
         self._views = [(view, of.numbers[view.name]) for view in step.views]
-        self._counts = _counts_tiles(step)
+        self._counts = any(view.name == COUNTER for view in step.views)
 
     def run(self, where: list[int], stream: int, found: list[Any]) -> None:
-        counter = None  # one that is made for a launch lives until it is done
+        counter = None  # one that is made for a graph or a simulated launch lives until it is done
         if self._counts:
             counter = tile_counter(self._device, stream)
             where[-1] = counter.data_ptr()
+        if self._function is not None:
+            self.call(self._function, where, stream)
+            return
         self.write(where, stream)
         memory = [_extent(view, where[number]) for view, number in self._views if view.numel()]
-        launch.simulate(self._compiled, self.addresses, sorted(memory))
-
-
-def _counts_tiles(step: Launch) -> bool:
-    """Return True for a kernel that takes a counter of tiles."""
-    return any(view.name == COUNTER for view in step.views)
+        launch.simulate(self._kernel, self.addresses, sorted(memory))
 
 
 def _extent(view: View, address: int) -> tuple[int, int, str]:
@@ -343,6 +324,29 @@ def _extent(view: View, address: int) -> tuple[int, int, str]:
 
 
 # ---------------------------------------------------------------- memory
+
+
+def maker(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, is_zero: bool = False
+) -> Callable[[], torch.Tensor]:
+    """Return the maker of contiguous tensors of a shape, of zeros or of anything.
+
+    It calls `torch.empty_like`, or zeros_like, on one element expanded to the shape: PyTorch reads
+    shape, dtype and device of a tensor in half the time that they take as arguments from Python.
+    """
+    if is_captured(device):
+        # What is made now is of the graph's own memory, which nothing may keep.
+        make = torch.zeros if is_zero else torch.empty
+        return functools.partial(make, tuple(shape), dtype=dtype, device=device)
+    like = torch.zeros_like if is_zero else torch.empty_like
+    model = _element(dtype, device).expand(tuple(shape))
+    return functools.partial(like, model, memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Nobody reads what it holds."""
+    return made_to_keep(lambda: torch.empty((), dtype=dtype, device=device), device)
 
 
 def new_tensor(allocation: Allocation, device: torch.device) -> torch.Tensor:

@@ -34,7 +34,7 @@ from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call
 from .catalogue import combine_spec, forward_spec
 from .execute import execute, new_tensor
 from .launch import gpu_of
-from .plan import LaunchPlan, Lifetime, PlanBuilder
+from .plan import LaunchPlan, Lifetime, PlanBuilder, whole
 from .tail import add_tail
 
 __all__ = [
@@ -181,7 +181,7 @@ def add_parts(
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
         batch, _, heads, columns = views["k"].shape
         empty = batch, 1, heads, columns
-        none = builder.allocate("no_keys", empty, operands["k"].dtype, _all_of(empty, 0.0))
+        none = builder.allocate("no_keys", empty, operands["k"].dtype, whole(empty, 0.0))
         operands["k"] = operands["v"] = none
     rows_k = operands["k"].shape[1]
     if last.kv_dtype is not None:
@@ -243,11 +243,6 @@ def add_combine(
 # ---------------------------------------------------------------- memory
 
 
-def _all_of(shape: Sequence[int], value: float) -> tuple[tuple[int, int, float], ...]:
-    """`fills` of an `Allocation`."""
-    return ((0, math.prod(shape), value),)
-
-
 def _results(
     builder: PlanBuilder, parts: Sequence[ForwardPart], views: Mapping[str, View], has_batch: bool
 ) -> dict[str, View]:
@@ -266,7 +261,7 @@ def _results(
         of_out, of_lse = 0.0, -math.inf
     found = {
         "out": _out(builder, views, out_shape, last.dtype, of_out, has_batch),
-        "lse": _new_result(builder, "lse", lse_shape, torch.float32, of_lse, has_batch),
+        "lse": builder.result("lse", lse_shape, torch.float32, of_lse, has_batch, Lifetime.UNREAD),
     }
     if is_split:
         of_o, of_splits = map(math.prod, _split_shapes(last))
@@ -278,7 +273,7 @@ def _results(
     if last.options.max_logits:
         # The kernel writes neither rows past the queries of a sequence nor splits without work.
         shape = _split_shapes(last)[1] if is_split else lse_shape
-        fill = _all_of(shape, -math.inf)
+        fill = whole(shape, -math.inf)
         found[ROW_MAXIMA] = builder.allocate(ROW_MAXIMA, shape, torch.float32, fill)
     return found
 
@@ -293,28 +288,13 @@ def _out(
 ) -> View:
     """The first result: the caller's tensor, filled like a new one, or a new one."""
     if "out" not in views:
-        return _new_result(builder, "out", shape, dtype, fill, has_batch)
+        return builder.result("out", shape, dtype, fill, has_batch)
     if fill is None and builder.device.type == "cpu":
         fill = math.nan
     if fill is not None:
         value = fill
         builder.operate(f"fill with {value:g}", ("out",), lambda out: out.fill_(value))
     return builder.operand(views["out"])
-
-
-def _new_result(
-    builder: PlanBuilder,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    fill: float | None,
-    has_batch: bool,
-) -> View:
-    """A result as the kernel writes it; its memory has no batch where callers want none."""
-    lifetime = Lifetime.UNREAD if name == "lse" else Lifetime.CALL
-    fills = () if fill is None else _all_of(shape, fill)
-    made = builder.allocate(name, shape if has_batch else shape[1:], dtype, fills, lifetime)
-    return made if has_batch else made.unsqueeze(0)
 
 
 def _split_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -393,11 +373,13 @@ def _without_rows(
     """Results of a call that launches nothing: without sequences all rows are behind the last
     offset."""
     out = _out(builder, views, problem.q_shape, problem.dtype, 0.0, has_batch)
-    lse = _new_result(builder, "lse", problem.lse_shape, torch.float32, -math.inf, has_batch)
+    lse = builder.result(
+        "lse", problem.lse_shape, torch.float32, -math.inf, has_batch, Lifetime.UNREAD
+    )
     if not problem.options.max_logits:
         return out, lse
     heads = problem.q_shape[2:3]
-    maxima = builder.allocate("max_logits", heads, torch.float32, _all_of(heads, -math.inf))
+    maxima = builder.allocate("max_logits", heads, torch.float32, whole(heads, -math.inf))
     return out, lse, maxima
 
 

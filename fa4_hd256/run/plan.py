@@ -24,6 +24,7 @@ from .catalogue import KernelSpec
 
 __all__ = [
     "Allocation", "Launch", "LaunchPlan", "Lifetime", "Operation", "PlanBuilder", "aligned",
+    "whole",
 ]  # fmt: skip
 
 
@@ -127,6 +128,11 @@ class LaunchPlan:
         return "\n".join([*lines, f"return {', '.join(map(str, self.results))}"])
 
 
+def whole(shape: Sequence[int], value: float) -> tuple[tuple[int, int, float], ...]:
+    """Return the `fills` of an `Allocation` that holds one value."""
+    return ((0, math.prod(shape), value),)
+
+
 def aligned(views: Any) -> Any:
     """Return nested views of a plan, all checked as `dynamic_tensor` does: rows of tensors for TMA,
     vectors and tables by their elements."""
@@ -175,13 +181,28 @@ class PlanBuilder:
     ) -> View:
         """Memory of every call. On the CPU what is not filled is NaN, so that an element which no
         kernel writes shows."""
-        size, fills = math.prod(shape), tuple(fills)
+        fills = tuple(fills)
         if not fills and self.device.type == "cpu" and dtype.is_floating_point:
-            fills = ((0, size, math.nan),)
-        if not size:
+            fills = whole(shape, math.nan)
+        if not math.prod(shape):
             fills = ()
         self._allocations[name] = Allocation(name, tuple(shape), dtype, fills, lifetime)
         return View.contiguous(name, shape, dtype)
+
+    def result(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        fill: float | None,
+        has_batch: bool,
+        lifetime: Lifetime = Lifetime.CALL,
+    ) -> View:
+        """Memory of a result as kernels write it. fill: its value before, None for any. has_batch:
+        False where callers have packed sequences without a batch, and get them so."""
+        fills = () if fill is None else whole(shape, fill)
+        made = self.allocate(name, shape if has_batch else shape[1:], dtype, fills, lifetime)
+        return made if has_batch else made.unsqueeze(0)
 
     def operate(
         self, what: str, reads: Sequence[str], run: Callable[..., Any], like: View | None = None

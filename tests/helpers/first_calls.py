@@ -13,7 +13,7 @@ import torch
 from cuda_cases import CASES
 
 from fa4_hd256 import flash_attn_with_kvcache
-from fa4_hd256.run import execute, new_tensors, tile_counter
+from fa4_hd256.run import execute, tile_counter
 
 DEVICE = "cuda"
 
@@ -40,7 +40,7 @@ def calls() -> dict:
 
 def main() -> None:
     if sys.argv[1:] == ["planted"]:
-        for module in (execute, new_tensors, tile_counter):
+        for module in (execute, tile_counter):
             module.made_to_keep = lambda make, device: make()
     for name, (call, tensors) in calls().items():
         for use_clc in (False, True):

@@ -9,7 +9,7 @@ from fa4_hd256.call.division import divided
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.run import forward
-from fa4_hd256.run.new_tensors import maker
+from fa4_hd256.run.execute import maker
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
