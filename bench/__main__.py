@@ -16,10 +16,7 @@ COMMANDS = {
     "schedulers": "the static tile scheduler against the dynamic one (CLC)",
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
     "training": "a small model trained with each attention: its loss by step",
-    "splits": "KV splits of decoding: every number of splits",
-    "kv-types": "decoding over keys and values in e4m3 beside bf16",
-    "pages": "keys and values in pages of 16 and 128 rows beside none",
-    "new-rows": "decoding with new rows of a cache and without",
+    "decode": "decoding beside others, over K and V in e4m3, in pages, with new rows of a cache",
     "accuracy": "error of out by degree and share of emulated exp2, or of gradients, simulated",
     "host": "what the host does before an eager call returns, by part, beside others",
     "bringup": "the first hour on a GPU: one command, one report",
@@ -29,16 +26,13 @@ COMMANDS = {
 #: Title of the help -> commands.
 GROUPS = {
     "time on a GPU (without one: modelled, where lab/ is here)": (
-        "throughput", "masks", "schedulers", "ex2-sweep",
+        "throughput", "decode", "masks", "schedulers", "ex2-sweep",
     ),
-    "decoding": ("splits", "kv-types", "pages", "new-rows"),
     "correctness": ("accuracy", "training", "bringup"),
     "analysis": ("host", "profile", "report"),
 }  # fmt: skip
 #: Commands that replay kernels on the timing model where there is no GPU, or with --modelled.
-MODELLED_WITHOUT_GPU = frozenset((
-    "ex2-sweep", "kv-types", "masks", "pages", "schedulers", "splits", "throughput",
-))  # fmt: skip
+MODELLED_WITHOUT_GPU = frozenset(("decode", "ex2-sweep", "masks", "schedulers", "throughput"))
 
 
 def replays(arguments: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.modelled import missing_lab
 from bench.tables import results
 from fa4_hd256 import __version__, progress
 
@@ -56,16 +57,18 @@ def missing_extra(program: Program, arguments: Sequence[str]) -> str:
     """
     if {"-h", "--help"} & {*arguments} or not program.replays(arguments):
         return ""
-    lacking = [module for module in MODULES if importlib.util.find_spec(module) is None]
+    if lacking := missing_lab():
+        return lacking
+    missing = [module for module in MODULES if importlib.util.find_spec(module) is None]
     for distribution in DISTRIBUTIONS:
         try:
             importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
-            lacking.append(distribution)
-    if not lacking:
+            missing.append(distribution)
+    if not missing:
         return ""
     return (
-        f"python -m {program.package} {arguments[0]} needs {', '.join(lacking)}; {INSTALL} in the "
+        f"python -m {program.package} {arguments[0]} needs {', '.join(missing)}; {INSTALL} in the "
         "checkout installs all that it needs"
     )
 

@@ -37,6 +37,11 @@ PROVIDERS = (
 MASK_PROVIDERS = (
     OURS, FUNCTION, SOFTCAP, BOUND, "SDPA, dense mask", "FlexAttention", "flash-attn-4",
 )  # fmt: skip
+#: Tables of `decode`, and the providers of its rates.
+DECODE_PARTS = ("rates", "kv-types", "pages", "new-rows")
+DECODE_PROVIDERS = (
+    OURS, "flash-attn-4", "flash-attn-4, num_splits=0", "cuDNN", "FlashAttention-2",
+)  # fmt: skip
 #: Machines of the timing model that have a name.
 MACHINES = ("b200", "b300", "gb200", "gb300", "h100", "h200")
 #: Attentions of `training`: the reference, and all.
@@ -119,6 +124,22 @@ def bringup(parser: argparse.ArgumentParser) -> None:
     bringup_options.add_arguments(parser)
 
 
+def decode(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        type=one_of("part", DECODE_PARTS),
+        metavar="PART",
+        help=f"of {', '.join(DECODE_PARTS)}; all unless chosen",
+    )
+    parser.add_argument("--only", metavar="TEXT", help="cases whose description contains TEXT")
+    add_model_options(parser)
+    add_jobs_option(parser)
+    add_sampling_options(parser)
+    add_time_limit(parser)
+    add_output_options(parser)
+
+
 def ex2_sweep(parser: argparse.ArgumentParser) -> None:
     axes = parser.add_argument_group("grid", "all combinations, and hardware only")
     axes.add_argument("--freq", type=int, nargs="+", default=[4, 8, 16], help="ex2_emu_freq")
@@ -150,14 +171,6 @@ def host(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
-def kv_types(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    suite.add_selection(parser)
-    add_output_options(parser)
-
-
 def masks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line has TEXT")
@@ -177,20 +190,6 @@ def masks(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_sampling_options(parser)
     add_time_limit(parser)
-    add_output_options(parser)
-
-
-def new_rows(parser: argparse.ArgumentParser) -> None:
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    add_output_options(parser)
-
-
-def pages(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    suite.add_selection(parser)
     add_output_options(parser)
 
 
@@ -215,14 +214,6 @@ def report(parser: argparse.ArgumentParser) -> None:
 
 def schedulers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_time_limit(parser)
-    suite.add_selection(parser)
-    add_output_options(parser)
-
-
-def splits(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_sampling_options(parser)
     add_time_limit(parser)

@@ -17,6 +17,7 @@ COMMANDS = {
     "contention": "the tile schedulers while another kernel (NCCL's) holds SMs",
     "fences": "clocks that fences of GPU scope cost our kernels",
     "ladder": "what each optimisation of the forward brings, one switch at a time",
+    "splits": "KV splits of a query tile: every number of splits, measured or modelled",
     "roofline": "clocks of each resource for a shape and a configuration",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
@@ -36,7 +37,7 @@ COMMANDS = {
 }
 #: Title of the help -> commands.
 GROUPS = {
-    "modelled": ("timing", "steps", "defaults", "contention", "fences", "ladder"),
+    "modelled": ("timing", "steps", "defaults", "contention", "fences", "ladder", "splits"),
     "computed": ("roofline", "intensity", "static"),
     "the model against measurements": (
         "validate", "calibrate", "hopper", "predict", "whole-gpu", "peers",
@@ -44,15 +45,16 @@ GROUPS = {
     "measured or simulated": ("ranks", "parallel", "fp8", "mutation", "simulator"),
     "pages": ("tables", "pictures"),
 }  # fmt: skip
-#: Commands that replay kernels on the timing model.
+#: Commands that replay kernels on the timing model, and those that do so where there is no GPU.
 MODELLED = frozenset(("contention", "defaults", "steps", "timing", "validate"))
+MODELLED_WITHOUT_GPU = frozenset(("ladder", "splits"))
 
 
 def replays(arguments: Sequence[str]) -> bool:
-    """Return True if this command line needs the timing model; `ladder` does without a GPU."""
+    """Return True if this command line needs the timing model."""
     name = arguments[0] if arguments else ""
-    is_modelled = name == "ladder" and ("--modelled" in arguments or not has_driver())
-    return is_modelled or name in MODELLED
+    measures = has_driver() and "--modelled" not in arguments
+    return name in MODELLED or (name in MODELLED_WITHOUT_GPU and not measures)
 
 
 PROGRAM = Program("lab", __doc__, COMMANDS, GROUPS, replays)

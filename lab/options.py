@@ -253,6 +253,14 @@ def simulator(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
 
 
+def splits(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_sampling_options(parser)
+    add_time_limit(parser)
+    suite.add_selection(parser)
+    add_output_options(parser)
+
+
 def static(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--direction", choices=("forward", "backward", "both"), default="both", help="which kernels"

@@ -124,7 +124,7 @@ def test_each_file_of_a_way_through_the_code_is_imported_by_one_before_it():
             ways.append([])
         ways[-1].append(style.known_as(file.strip("/")))
     packages = [way[0].split("/")[0] for way in ways]
-    assert packages == ["fa4_hd256", "fa4_hd256", "fa4_hd256", "bench"]
+    assert packages == ["fa4_hd256", "fa4_hd256", "fa4_hd256", "lab"]
     for way in ways:
         for place, file in enumerate(way[1:], 1):
             seen = {name for before in way[:place] for name in graph[before]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,17 @@ from bench.measure.exp2 import (
 )
 from bench.measure.providers import Ours
 from bench.measure.timer import CudaTimer, Sampling
+from bench.modelled import modelled
 from bench.suite import FORWARD
 from bench.tables.comparison import RESOLUTION
-from bench.tables.origin import modelled_machine
-from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
-from lab.model.exp2 import modelled_times
-from sm100_sim.timing import load
+
+#: Times of mixes and classes, one after the other.
+Timed = Iterable[tuple[tuple[Ex2Pattern, str], Times]]
 
 
 def rows_of(
@@ -85,7 +85,7 @@ def row_of(
         "out_error": error.out, "ms": seconds[0] * 1e3, "low_ms": seconds.min() * 1e3,
         "high_ms": seconds.max() * 1e3, "tflops": flop / seconds[0] / 1e12,
         "step_clocks": found.step_clocks, "bound": found.bound, "gain": hardware / seconds[0] - 1,
-        **path_figures(found.paths),
+        **found.figures,
     }  # fmt: skip
 
 
@@ -129,8 +129,11 @@ _TIME = (
 )  # fmt: skip
 
 
-def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """The whole grid, and the best of each mask and length."""
+def tables(
+    rows: list[dict[str, Any]], columns: tuple[Column, ...] = (), notes: tuple[str, ...] = ()
+) -> list[Table]:
+    """Return the whole grid, and the best of each mask and length. columns, notes: further ones of
+    the grid."""
     note = (
         f"Times that differ by less than {RESOLUTION:.0%}, or not in one direction over the whole "
         "range, are not ranked: of those tied with the fastest hardware alone is chosen, the "
@@ -138,12 +141,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
     )
     figure = "tflops" if rows[0]["step_clocks"] is None else "step_clocks"
     plot = Plot("true_share", figure, "line", series="seqlen_class", panel="mask")
-    columns: tuple[Column, ...] = (*_CLASS, *_MIX, *_TIME)
-    notes: tuple[str, ...] = ()
-    if rows[0][BASIS] == "modelled":
-        columns += PATH_COLUMNS
-        replays = "the replay of a mix and those that costs of tiles are fitted to"
-        notes = (path_note(replays),)
+    columns = (*_CLASS, *_MIX, *_TIME, *columns)
     by_share = sorted(rows, key=lambda row: (row["mask"], row["seqlen"], row["true_share"]))
     best = [row for row in by_share if row["chosen"]]
     return [
@@ -153,35 +151,47 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    axes = {name: getattr(arguments, name) for name in ("freq", "res", "start", "degree")}
-    patterns = grid(axes, not arguments.all_fragments)
-    masks = [arguments.mask] if arguments.mask else ["full", "causal"]
-    errors = {pattern: error_of(pattern) for pattern in patterns}
-    on_gpu = not arguments.modelled and Ours().missing() is None
-    rows = []
-    for mask in masks:
-        if on_gpu:
-            timer = CudaTimer()
-            sampling = Sampling(arguments.warmup, arguments.runs)
-            timed = measured_times(patterns, mask == "causal", timer, sampling)
-            origin = {"gpu": "B200", BASIS: "measured", MACHINE: timer.gpu.name}
-        else:
-            name = arguments.machine
-            draws, jobs = arguments.draws, arguments.jobs
-            timed = modelled_times(patterns, mask == "causal", name, draws, jobs)
-            machine = modelled_machine(load(name))
-            origin = {"gpu": name.upper(), BASIS: "modelled", MACHINE: machine}
-        times = _shown(timed, errors, mask == "causal", origin)
-        rows += rows_of(times, errors, mask == "causal", origin)
-    emit(tables(rows), arguments)
-    if arguments.write:
-        tuning.write(entries(rows), Path(arguments.write))
-        print(f"tuning table: {arguments.write}", file=sys.stderr)
+    if arguments.modelled or Ours().missing() is not None:
+        return modelled("ex2_sweep", arguments)
+    timer, sampling = CudaTimer(), Sampling(arguments.warmup, arguments.runs)
+    origin = {"gpu": "B200", BASIS: "measured", MACHINE: timer.gpu.name}
+
+    def timed(patterns: Sequence[Ex2Pattern], causal: bool) -> Timed:
+        return measured_times(patterns, causal, timer, sampling)
+
+    found = swept(arguments, timed, origin)
+    emit(tables(found), arguments)
+    write(arguments, found)
     return 0
 
 
+def swept(
+    arguments: argparse.Namespace,
+    timed: Callable[[Sequence[Ex2Pattern], bool], Timed],
+    origin: dict[str, str],
+) -> list[dict[str, Any]]:
+    """Return the rows of the masks and mixes that were requested. timed: times of the mixes under a
+    mask, causal or not."""
+    axes = {name: getattr(arguments, name) for name in ("freq", "res", "start", "degree")}
+    patterns = grid(axes, not arguments.all_fragments)
+    errors = {pattern: error_of(pattern) for pattern in patterns}
+    rows = []
+    for mask in [arguments.mask] if arguments.mask else ["full", "causal"]:
+        causal = mask == "causal"
+        times = _shown(timed(patterns, causal), errors, causal, origin)
+        rows += rows_of(times, errors, causal, origin)
+    return rows
+
+
+def write(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write the tuning table where one is requested."""
+    if arguments.write:
+        tuning.write(entries(rows), Path(arguments.write))
+        print(f"tuning table: {arguments.write}", file=sys.stderr)
+
+
 def _shown(
-    timed: Iterable[tuple[tuple[Ex2Pattern, str], Times]],
+    timed: Timed,
     errors: dict[Ex2Pattern, Error],
     causal: bool,
     origin: dict[str, str],

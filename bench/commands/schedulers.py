@@ -21,15 +21,13 @@ from bench.measure.providers import Inputs, Ours
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.time_limit import TimeLimit
 from bench.measure.timer import CudaTimer, Sampling, Timer
-from bench.suite import BACKWARD, FORWARD, Case, ragged_lengths
-from bench.tables.comparison import OURS, RESOLUTION
-from bench.tables.origin import modelled_machine
-from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
+from bench.modelled import modelled
+from bench.suite import FORWARD, Case, ragged_lengths
+from bench.tables.comparison import RESOLUTION
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.schedulers.choice import VARIABLE
-from lab.model.predictor import Predictor, predictor_of
 
 STATIC, CLC = "static", "CLC"
 
@@ -64,52 +62,15 @@ def default_cases() -> list[Case]:
     ]
 
 
-def modelled_row(case: Case, predictor: Predictor, direction: str = FORWARD) -> dict[str, Any]:
-    """Both schedulers on one case, for each of the drawn machines."""
-    choices = {STATIC: False, CLC: True}
-    details: dict[str, dict[str, Any]]
-    if direction == BACKWARD:
-        both = {name: predictor.backward(OURS, case, clc) for name, clc in choices.items()}
-        seconds = {name: kernel.seconds(case) for name, kernel in both.items()}
-        paths = [kernel.paths_of(case) for kernel in both.values()]
-        details = {name: {"ms": float(found[0]) * 1e3} for name, found in seconds.items()}
-        of_launch: dict[str, Any]
-        of_launch = dict.fromkeys(("tiles", "static_balance", "clc_balance", "bound"))
-    else:
-        kernels = {name: predictor.forward(OURS, case, clc) for name, clc in choices.items()}
-        runs = {name: kernel.run(case) for name, kernel in kernels.items()}
-        seconds = {name: np.array([run.seconds for run in found]) for name, found in runs.items()}
-        paths = [kernel.paths for kernel in kernels.values()]
-        details = {
-            name: {
-                "ms": float(seconds[name][0]) * 1e3, "balance": central.balance,
-                "bound": central.bound, "clocks": central.clocks,
-            }
-            for name, (central, *_) in runs.items()
-        }  # fmt: skip
-        of_launch = {
-            "tiles": len(runs[STATIC][0].starts), "static_balance": details[STATIC]["balance"],
-            "clc_balance": details[CLC]["balance"], "bound": details[STATIC]["bound"],
-        }  # fmt: skip
-    gains = seconds[STATIC] / seconds[CLC] - 1
-    flop = case.flop(direction)
-    return {
-        **_identity(case, direction), **of_launch,
-        **{name: flop / found[0] / 1e12 for name, found in seconds.items()},
-        "gain": float(gains[0]), "gain_low": float(gains.min()), "gain_high": float(gains.max()),
-        "better": _better(gains), **path_figures(*paths), "details": details,
-        BASIS: "modelled", MACHINE: modelled_machine(predictor.machine),
-    }  # fmt: skip
-
-
-def _identity(case: Case, direction: str) -> dict[str, Any]:
+def identity(case: Case, direction: str) -> dict[str, Any]:
+    """Return the columns that say which call a row is of."""
     return {
         "direction": direction, "group": case.group, "shape": case.shape,
         "heads": case.heads_text, "mask": case.mask,
     }  # fmt: skip
 
 
-def _better(gains: np.ndarray) -> str:
+def better(gains: np.ndarray) -> str:
     """Return the faster scheduler; neither where the difference is below the resolution or of
     either sign."""
     if abs(gains[0]) < RESOLUTION or gains.min() < 0 < gains.max():
@@ -141,10 +102,10 @@ def measured(
         # The widest range: the slow runs of one against the fast ones of the other.
         gains = times[STATIC] / times[CLC][[0, 2, 1]] - 1
         yield {
-            **_identity(case, direction), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
+            **identity(case, direction), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
             "gain": float(gains[0]), "gain_low": float(gains.min()),
             "gain_high": float(gains.max()), "static_balance": None, "clc_balance": None,
-            "bound": None, "better": _better(gains), "details": row["details"],
+            "bound": None, "better": better(gains), "details": row["details"],
             BASIS: row[BASIS], MACHINE: row[MACHINE],
         }  # fmt: skip
 
@@ -163,29 +124,28 @@ COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
+    """Tabulate measured rows."""
+    return compared(rows, COLUMNS)
+
+
+def compared(
+    rows: list[dict[str, Any]], columns: tuple[Column, ...], notes: tuple[str, ...] = ()
+) -> Table:
+    """Both schedulers side by side."""
     note = (
         f'"better" names a scheduler where they differ by {RESOLUTION:.0%} or more, in one '
         "direction over the whole range."
     )
-    modelled = "Tiles past the end of a short sequence cost the CLC scheduler a query each."
-    columns: tuple[Column, ...] = COLUMNS
-    notes: tuple[str, ...] = (note,)
-    if rows[0][BASIS] == "modelled":
-        columns += PATH_COLUMNS
-        notes += (modelled, path_note(f"the replays behind a row, {STATIC} / {CLC}"))
     plot = Plot(("shape", "mask"), (STATIC, CLC), panel="group")
-    return Table("schedulers", "Tile schedulers, bf16", columns, rows, notes, plot)
+    return Table("schedulers", "Tile schedulers, bf16", columns, rows, (note, *notes), plot)
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.modelled or Ours().missing() is not None:
+        return modelled("schedulers", arguments)
     limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
-    if not arguments.modelled and Ours().missing() is None:
-        sampling = Sampling(arguments.warmup, arguments.runs)
-        begun = measured(limit.begun(cases), CudaTimer(), sampling, arguments.direction)
-        rows = ready(begun, len(cases), COLUMNS, "measuring")
-    else:
-        predictor = predictor_of(arguments.machine, arguments.draws)
-        modelled = (modelled_row(case, predictor, arguments.direction) for case in cases)
-        rows = ready(modelled, len(cases), COLUMNS + PATH_COLUMNS)
+    sampling = Sampling(arguments.warmup, arguments.runs)
+    begun = measured(limit.begun(cases), CudaTimer(), sampling, arguments.direction)
+    rows = ready(begun, len(cases), COLUMNS, "measuring")
     emit(limit.noted(table(rows)), arguments)
     return 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,19 +19,14 @@ from bench import suite
 from bench.measure.providers import Provider, default_providers
 from bench.measure.throughput import measured_rows
 from bench.measure.time_limit import TimeLimit
-from bench.measure.timer import (
-    CudaTimer,
-    Sampling,
-)
+from bench.measure.timer import CudaTimer, Sampling
+from bench.modelled import modelled
 from bench.suite import DIRECTIONS, FORWARD, Case
-from bench.tables.comparison import AS_PUBLISHED, LIKELY, OURS, YARDSTICK
-from bench.tables.paths import PATH_COLUMNS, path_note
-from bench.tables.ready import ready, results
+from bench.tables.comparison import LIKELY, OURS, YARDSTICK
+from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
-from lab.model.stated_errors import stated_errors
-from lab.model.throughput import Predictions
 
 #: Columns of ours against its peers, in every table that has them.
 STANDING_COLUMNS = (
@@ -40,20 +35,42 @@ STANDING_COLUMNS = (
     Column("ratio_high", format=".2f", title="high"),
     Column("probability", format=".0%"), Column("gain", format="+.0%"),
 )  # fmt: skip
+#: What the spread of a measured ratio is over.
+SAMPLES = "turns of the interleaved runs"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Providers side by side; what did not run is listed below with its reason."""
-    names = [name for name in rows[0]["details"] if name != AS_PUBLISHED or _has_published(rows)]
-    columns = columns_of(names, rows[0][BASIS])
+    """Tabulate measured rows; what did not run is listed below with its reason."""
+    names = list(rows[0]["details"])
+    return compared(rows, names, columns_of(names), (standing_note(SAMPLES),))
+
+
+def compared(
+    rows: list[dict[str, Any]],
+    names: Sequence[str],
+    columns: tuple[Column, ...],
+    notes: tuple[str, ...],
+) -> Table:
+    """Providers side by side; why some did not run stands below the notes."""
+    reasons = Counter(
+        (name, row["details"][name]["status"])
+        for row in rows
+        for name in names
+        if row["details"][name]["status"] != "ok"
+    )
+    refused = (
+        f"{name}: {count} of {len(rows)} not run: {reason}."
+        for (name, reason), count in reasons.items()
+    )
     plot = Plot(("shape", "heads"), tuple(names), panel="panel")
-    return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
+    title = "Throughput at head_dim 256"
+    return Table("throughput", title, columns, rows, (*notes, *refused), plot)
 
 
-def columns_of(names: Sequence[str], basis: str) -> tuple[Column, ...]:
-    """Return the columns of rows with such providers. basis: measured or modelled."""
-    columns = (
+def rate_columns(names: Sequence[str]) -> tuple[Column, ...]:
+    """Return the columns that measured and modelled rows of such providers have."""
+    return (
         Column("direction"), Column("shape"), Column("heads"), Column("mask"),
         *(Column(name, "TFLOPS", ".0f", name) for name in names),
         Column("range", title="ours, range"),
@@ -61,24 +78,16 @@ def columns_of(names: Sequence[str], basis: str) -> tuple[Column, ...]:
         Column("clock_mhz", "MHz", ".0f", "clock"),
         *STANDING_COLUMNS, Column("faster"),
     )  # fmt: skip
-    if basis == "modelled":
-        return (
-            *columns,
-            Column("sustained_peer", title="best peer, sustained"),
-            Column("sustained_ratio", format=".2f", title="ratio, sustained"),
-            Column("sustained_probability", format=".0%", title="probability, sustained"),
-            *PATH_COLUMNS,
-        )
+
+
+def columns_of(names: Sequence[str]) -> tuple[Column, ...]:
+    """Return the columns of measured rows with such providers."""
     return (
-        *columns,
+        *rate_columns(names),
         Column("us", "us", ".1f", "ours"), Column("peer_us", "us", ".1f", "best peer"),
         Column("kv_rate", "TB/s", ".2f", "K and V once, ours"),
         Column("power_watts", "W", ".0f", "power"), Column("l2", title="L2"),
     )  # fmt: skip
-
-
-def _has_published(rows: list[dict[str, Any]]) -> bool:
-    return any(row.get(AS_PUBLISHED) for row in rows)
 
 
 def summary(rows: list[dict[str, Any]]) -> Table | None:
@@ -135,17 +144,9 @@ def times_of(row: dict[str, Any], case: Case, direction: str) -> dict[str, Any]:
     return dict(zip(names, (*us, rate, ours.get("power_watts")), strict=True))
 
 
-def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    measured = rows[0][BASIS] == "measured"
-    samples = (
-        "turns of the interleaved runs"
-        if measured
-        else (
-            "sets of the model's constants that published rates do not contradict, the same set "
-            "for all"
-        )
-    )
-    notes = [
+def standing_note(samples: str) -> str:
+    """Explain the columns of ours against its peers. samples: what a ratio's spread is over."""
+    return (
         "Best peer: the provider with the least time on average, ours and PyTorch's math aside. "
         "Ratio: the fastest peer's time over ours, the median with a tenth of the samples below "
         f'"low" and a tenth above "high"; samples are {samples}. Probability: that ours is '
@@ -153,71 +154,42 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
         f'{LIKELY:.0%}, "open" where nobody is. FLOP: 4 Sq Sk D a head, half if causal, visible '
         "pairs with a window or other lengths; backward 2.5 times that. Peak: dense bf16 at the "
         "clock recorded."
-    ]
-    if not measured:
-        notes.append(
-            "A modelled probability also counts what the model may be off under any set of "
-            f"constants, by class ({stated_errors()}). TFLOPS and the first ratio: of a burst, a "
-            "few launches on a GPU at rest; sustained: when the clock has given way to the power "
-            "that the products need (docs/timing.md)."
-        )
-        if _has_published(rows):
-            notes.append(
-                f"{AS_PUBLISHED}: its highest published rate of the same call on such a GPU at a "
-                "clock of its own, which the model has not replayed; a peer like the others but "
-                "under lasting load. The rows behind it are in docs/tables/validate_published.md."
-            )
-        notes.append(path_note("the replays behind a row, ours / the best peer's"))
-    reasons: dict[tuple[str, str], int] = defaultdict(int)
-    for row in rows:
-        for name, found in row["details"].items():
-            if found["status"] != "ok" and (name != AS_PUBLISHED or _has_published(rows)):
-                reasons[name, found["status"]] += 1
-    for (name, reason), count in reasons.items():
-        notes.append(f"{name}: {count} of {len(rows)} not run: {reason}.")
-    return tuple(notes)
+    )
 
 
-def chosen_providers(names: list[str] | None, is_measured: bool = False) -> list[Provider]:
-    """Return the providers of these names, None for all, but for the one whose runs take longer
-    than all others' if time is measured."""
+def chosen_providers(names: list[str] | None) -> list[Provider]:
+    """Return the providers of these names; None for all but the one whose runs take longer than all
+    others'."""
     known = default_providers()
-    if not names:
-        return [one for one in known if not (is_measured and one.name == YARDSTICK)]
-    return [one for one in known if one.name in names]
+    return [one for one in known if (one.name in names if names else one.name != YARDSTICK)]
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if ours was run and broke, or was wrong."""
-    limit = TimeLimit(arguments.within)
+    if arguments.modelled or not torch.cuda.is_available():
+        return modelled("throughput", arguments)
     directions = [arguments.direction] if arguments.direction else list(DIRECTIONS)
     cases = [(case, direction) for direction in directions for case in suite.selected(arguments)]
-    is_measured = torch.cuda.is_available() and not arguments.modelled
-    providers = chosen_providers(arguments.provider, is_measured)
-    names = tuple(provider.name for provider in providers)
-    if is_measured:
-        columns = columns_of(names, "measured")
-        begun = _measured(arguments, cases, providers, limit)
-        rows = ready(begun, len(cases), columns, "measuring")
-    else:
-        columns = columns_of(names, "modelled")
-        all_rows = Predictions(names, arguments.machine, arguments.draws).all(cases, arguments.jobs)
-        found = results(all_rows, len(cases), columns, lambda numbered: [numbered[1]])
-        rows = [row for _, row in sorted(found, key=lambda numbered: numbered[0])]
-    tables = limit.noted(table(rows)), summary(rows)
-    emit([found for found in tables if found], arguments)
-    return 1 if any(row["details"][OURS].get("failed") for row in rows) else 0
-
-
-def _measured(
-    arguments: argparse.Namespace,
-    cases: Sequence[tuple[Case, str]],
-    providers: Sequence[Provider],
-    limit: TimeLimit,
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case that begins in time."""
     sampling = Sampling(arguments.warmup, arguments.runs)
-    timer, dtype = CudaTimer(l2=arguments.l2), DTYPES[arguments.dtype]
-    rows = measured_rows(limit.begun(cases), providers, timer, sampling, dtype)
-    for row, (case, direction) in zip(rows, cases, strict=False):  # the last may be left out
-        yield row | times_of(row, case, direction) | {"l2": arguments.l2}
+    timer = CudaTimer(l2=arguments.l2)
+    providers = chosen_providers(arguments.provider)
+    limit = TimeLimit(arguments.within)
+    dtype = DTYPES[arguments.dtype]
+    jobs = limit.begun(cases)
+    begun = (measured(job, providers, timer, sampling, dtype) for job in jobs)
+    rows = ready(begun, len(cases), columns_of([one.name for one in providers]), "measuring")
+    emit([found for found in (limit.noted(table(rows)), summary(rows)) if found], arguments)
+    return int(any(row["failed"] for row in rows))
+
+
+def measured(
+    job: tuple[Case, str],
+    providers: Sequence[Provider],
+    timer: CudaTimer,
+    sampling: Sampling,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Return the row of a case and direction; `failed`: ours was run and broke, or was wrong."""
+    (row,) = measured_rows([job], providers, timer, sampling, dtype)
+    failed = bool(row["details"].get(OURS, {}).get("failed"))
+    return row | times_of(row, *job) | {"l2": timer.l2, "failed": failed}

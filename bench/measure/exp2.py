@@ -6,8 +6,8 @@ Errors are of the numpy twin; `accuracy` has those of the compiled forward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from bench.suite import Case
-from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.kernel_names import in_words
@@ -39,13 +38,13 @@ class Times:
     first.
 
     bound: what decides the modelled time. step_clocks: modelled, of a step of a CTA pair: what the
-    mix can change where HBM or other work decides the time. paths: of the replays behind it.
+    mix can change where HBM or other work decides the time. figures: further columns of a row.
     """
 
     seconds: np.ndarray
     bound: str | None = None
     step_clocks: float | None = None
-    paths: Paths | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

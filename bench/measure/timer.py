@@ -186,7 +186,7 @@ class CudaTimer:
         """l2: one of `L2_STATES`. Raises ValueError if there is no such CUDA device."""
         import torch
 
-        self._l2 = l2
+        self.l2 = l2
 
         if not torch.cuda.is_available():
             raise ValueError("no CUDA device to measure on: PyTorch finds none here")
@@ -239,11 +239,11 @@ class CudaTimer:
         start, end = self._events
         with torch.cuda.stream(self._stream):
             # The GPU is busy with this while the host enqueues the call.
-            if self._l2 == WARM:
+            if self.l2 == WARM:
                 torch.cuda._sleep(_PAUSE_CLOCKS)
             else:
                 self._eraser.zero_()
-            if self._l2 == CLEAN:
+            if self.l2 == CLEAN:
                 self._read.sum()
             start.record()
             call()

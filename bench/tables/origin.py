@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,27 +41,3 @@ def environment() -> dict[str, str]:
 def simulator_machine() -> str:
     """Name the `machine` of figures that the simulator counted, or of its own speed."""
     return f"simulator on a CPU, {len(os.sched_getaffinity(0))} cores"
-
-
-def compiler_machine() -> str:
-    """Name the `machine` of figures read from compiled code."""
-    from fa4_hd256.architectures import ARCHITECTURES
-    from fa4_hd256.gpus.family import target
-
-    of = target(ARCHITECTURES[0])
-    return f"{of}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
-
-
-def modelled_machine(machine: Any) -> str:
-    """Name the `machine` of figures of the timing model.
-
-    machine: a `sm100_sim.timing.machine_constants.Machine`; a hash tells which constants.
-    """
-    content: dict[str, Any] = {
-        name: (constant.value, constant.low, constant.high)
-        for name, constant in sorted(machine.constants.items())
-    }
-    if machine.sets is not None:
-        content["sets"] = machine.sets
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
-    return f"{machine.name.upper()} modelled, constants {digest}"

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.tables.origin import modelled_machine
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
+from lab.model.origin import modelled_machine
 from lab.model.predictor import replayable
 from lab.published.flash_attention import FORWARD_256
 from lab.published.nvidia import INFERENCE, TRAINING

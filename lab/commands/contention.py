@@ -15,11 +15,11 @@ from typing import Any
 from bench import suite
 from bench.suite import BACKWARD, DIRECTIONS, Case
 from bench.tables.comparison import OURS
-from bench.tables.origin import modelled_machine
-from bench.tables.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
+from lab.model.origin import modelled_machine
+from lab.model.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from lab.model.predictor import Predictor, predictor_of
 from sm100_sim.timing import ALONE, Room
 

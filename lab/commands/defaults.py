@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from bench.processes import stream
-from bench.tables.origin import modelled_machine
 from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model.defaults import CHOICES, Choice, Decided
+from lab.model.origin import modelled_machine
 from lab.model.predictor import Predictor, predictor_of
 from sm100_sim.timing import load
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench.tables.origin import modelled_machine, simulator_machine
+from bench.tables.origin import simulator_machine
 from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
@@ -18,6 +18,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.measure.e4m3 import CASES, OURS, Case, Errors, errors
 from lab.model.e4m3_steps import Steps, steps_of
 from lab.model.machines import B200
+from lab.model.origin import modelled_machine
 from sm100_sim.timing import Machine, load, mma_cost
 
 ERRORS = (

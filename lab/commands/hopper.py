@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.tables.origin import modelled_machine
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.micro.hopper_cubins import add_measurements, kernels, measurements, write_cubins
 from lab.model.hopper.single_kernels import GPU, program_of, round_clocks
+from lab.model.origin import modelled_machine
 from sm100_sim.timing import load, replay_program
 
 COLUMNS = (

@@ -18,8 +18,6 @@ from bench.measure.providers import Ours, PyTorchSdpa
 from bench.measure.timer import CudaTimer, Sampling
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import RESOLUTION
-from bench.tables.origin import modelled_machine
-from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.ready import results
 from bench.tables.results import emit, markdown_text
 from bench.tables.shape_options import chosen_case
@@ -27,6 +25,8 @@ from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from lab.measure.ladder import Rung, Timing, measure_all, rungs
 from lab.model.ladder import Prediction, predict_all
+from lab.model.origin import modelled_machine
+from lab.model.paths import PATH_COLUMNS, path_figures, path_note
 from sm100_sim.timing import Machine, load
 
 NOT_RUNNABLE = "not runnable here"

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from bench.measure.timer import CudaTimer
-from bench.tables.origin import modelled_machine
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
@@ -22,6 +21,7 @@ from fa4_hd256 import progress
 from lab.micro.rows_under_load import measure
 from lab.model.hopper import rows as hopper_rows
 from lab.model.hopper.attention import REPLAYED_GHZ, Times
+from lab.model.origin import modelled_machine
 
 #: Times of a row: columns of each begin with its name.
 TIMES = {"first": "first launches", "late": "for good"}

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.peers import flash_attn_4
-from bench.tables.origin import compiler_machine
 from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table, markdown
@@ -21,6 +20,7 @@ from lab.compiled import compiled_backward, compiled_forward
 from lab.compiled.compiled_backward import SEQLEN, UNIT_KV, UNIT_Q, BackwardReport
 from lab.compiled.compiled_forward import STEP_COLUMNS, KernelReport, LoopCounts
 from lab.compiled.sass_loops import CLASS_NAMES
+from lab.model.origin import compiler_machine
 
 
 def _row(report: KernelReport) -> dict[str, Any]:

@@ -15,11 +15,11 @@ import numpy as np
 from bench.peers import flash_attn_4, frost
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
-from bench.tables.origin import modelled_machine
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model.calls import defaults_to_clc
+from lab.model.origin import modelled_machine
 from lab.model.peers import frost_backward
 from lab.model.predictor import Predictor, predictor_of
 from lab.model.stored_tiles import DV, PRODUCT

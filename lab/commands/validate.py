@@ -19,12 +19,12 @@ import numpy as np
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD
 from bench.tables.comparison import OURS
-from bench.tables.origin import modelled_machine
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model import ours
 from lab.model.calls import Kind
+from lab.model.origin import modelled_machine
 from lab.model.peers import flash_attn_4 as theirs
 from lab.model.predictor import replayable
 from lab.model.replays import fitted

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.tables.origin import modelled_machine
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model.hopper import whole_gpu as model
+from lab.model.origin import modelled_machine
 from sm100_sim.timing import Machine, load
 
 GPU = "h200"

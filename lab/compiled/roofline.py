@@ -11,7 +11,6 @@ from typing import Any
 
 from bench.peaks import SM100_FLOP_PER_CLOCK
 from bench.suite import FORWARD, Case
-from bench.tables.origin import modelled_machine
 from bench.tables.table import BASIS, MACHINE
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import CTAS, ForwardConfig
@@ -19,6 +18,7 @@ from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from lab.compiled import demand
 from lab.compiled.demand import Total
 from lab.model.machines import gpu_of
+from lab.model.origin import modelled_machine
 from sm100_sim.timing import Machine, Values
 
 

@@ -16,12 +16,12 @@ from bench.measure.checking import check_forward
 from bench.measure.providers import Inputs, Provider, attempt, forward_call
 from bench.measure.timer import Sampling, Timer, interleave
 from bench.suite import FORWARD, Case
-from bench.tables.paths import Paths
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
+from lab.model.paths import Paths
 
 #: The field's mix: 37.5 % of a step's columns.
 PATTERN = Ex2Pattern(4, 3)

@@ -14,12 +14,12 @@ from bench.measure.exp2 import (
     case_of,
 )
 from bench.processes import stream
-from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from lab.model import ours
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
+from lab.model.paths import Paths, path_figures
 from lab.model.replays import Replayed
 from lab.model.samples import SAMPLES
 from lab.model.tiles import STEP_WORK
@@ -61,8 +61,9 @@ def modelled_times(
     for pattern, run in zip(patterns, stream(_replayed, todo, jobs), strict=True):
         hardware = hardware or run
         kernel = with_mix(base, run, hardware)
+        figures = path_figures(kernel.paths)
         clocks = STEP_WORK * kernel.costs[0].rate
         for name, seqlen in SEQLENS.items():
             schedules = kernel.run(case_of(seqlen, causal))
             seconds = np.array([schedule.seconds for schedule in schedules])
-            yield (pattern, name), Times(seconds, schedules[0].bound, clocks, kernel.paths)
+            yield (pattern, name), Times(seconds, schedules[0].bound, clocks, figures)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from bench.suite import FORWARD
-from bench.tables.origin import modelled_machine
 from bench.tables.table import BASIS, MACHINE
 from lab.model import ours
 from lab.model.calls import Kind
+from lab.model.origin import modelled_machine
 from sm100_sim import timing
 from sm100_sim.timing import Machine, replay_program
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.suite import FORWARD, Case
-from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.machines import memory_seconds
+from lab.model.paths import Paths
 from lab.model.tiles import ForwardTiling, forward_tiles
 from sm100_sim.timing import (
     ALONE,

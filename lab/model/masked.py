@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from bench.measure.masks import MaskedCase
 from bench.suite import Case
 from bench.tables.comparison import OURS
-from bench.tables.paths import Paths
 from fa4_hd256 import masks
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.function_tensors import functions_of_keys
@@ -34,6 +33,7 @@ from lab.model.calls import Kind, filling
 from lab.model.forward import Kernel
 from lab.model.machines import compiling_ours, gpu_of
 from lab.model.ours import Variant, forward_call
+from lab.model.paths import Paths
 from lab.model.replays import SEED, Traced, digest, fitted, kept
 from lab.model.tiles import KEYS, ROWS, STEP_WORK, ForwardTiling, Order
 from sm100_sim import timing

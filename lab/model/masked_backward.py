@@ -25,7 +25,6 @@ import torch
 
 from bench.measure.masks import MaskedCase
 from bench.suite import BACKWARD, Case
-from bench.tables.paths import Paths
 from fa4_hd256.call import chunks
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
@@ -43,6 +42,7 @@ from lab.model.calls import Chunk, Kind, backward_problem, case_of, defaults_to_
 from lab.model.machines import compiling_ours
 from lab.model.masked import HALVES, ROW_BYTES, MaskSample
 from lab.model.ours import Ours, Variant, backward_call
+from lab.model.paths import Paths
 from lab.model.replays import SEED, Replayed, Traced, digest, fitted, kept
 from lab.model.stored_tiles import DS, DV, PRODUCT, ROWS, STEP, product_order
 from lab.model.tiles import PARTIAL_ROW, ROW, BackwardTiling, Order, indices, section_of

@@ -16,7 +16,6 @@ from bench.measure.providers import Pages
 from bench.peaks import SM100_FLOP_PER_CLOCK
 from bench.suite import Case
 from bench.tables.comparison import OURS
-from bench.tables.paths import Paths
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
@@ -30,6 +29,7 @@ from fa4_hd256.run.forward import empty_results
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.machines import B200, compiling_ours, gpu_of
+from lab.model.paths import Paths
 from lab.model.replays import SEED, Replayed, Traced, digest, fitted, kept, with_least
 from lab.model.samples import SAMPLE_SOFTCAP
 from lab.model.tiles import KEYS, ForwardTiling

@@ -14,7 +14,6 @@ import torch
 
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
-from bench.tables.paths import Paths
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.division import divided, last_wave
@@ -37,6 +36,7 @@ from lab.model.calls import Kind, default_splits, defaults_to_clc, forward_probl
 from lab.model.forward import InTwo, Kernel
 from lab.model.machines import ONE_PAIR, compiling_ours, gpu_of
 from lab.model.our_decode import DecodeVariant, in_pages
+from lab.model.paths import Paths
 from lab.model.replays import (
     SEED,
     Replayed,

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from bench.suite import BACKWARD, FORWARD, Case
-from bench.tables.paths import Paths
 from fa4_hd256 import progress
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.run.kernel_names import in_words
@@ -22,6 +21,7 @@ from lab.model.forward import Kernel
 from lab.model.hopper import providers as hopper_providers
 from lab.model.hopper.attention import hopper
 from lab.model.ours import Ours
+from lab.model.paths import Paths
 from lab.model.peers import flash_attn_4, frost
 from lab.model.peers.flash_attn_4 import FlashAttention4, FlashAttention4Divided
 from lab.model.peers.flash_attn_4_five import FlashAttention4FiveProducts

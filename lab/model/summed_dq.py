@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bench.suite import Case
-from bench.tables.paths import Paths
 from lab.model.backward import FLOAT_BYTES, Backward
 from lab.model.calls import Chunk
 from lab.model.machines import memory_seconds
+from lab.model.paths import Paths
 from lab.model.tiles import PARTIAL_ROW, ROW, key_steps
 from sm100_sim.timing import ALONE, Room, Schedule, Tile, Tiles, Values, schedule
 

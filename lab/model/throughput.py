@@ -19,11 +19,11 @@ from bench.tables.comparison import (
     standing,
     standing_figures,
 )
-from bench.tables.origin import modelled_machine
-from bench.tables.paths import path_figures
 from bench.tables.table import BASIS, MACHINE
 from lab.model.calls import Kind
 from lab.model.machines import gpu_of
+from lab.model.origin import modelled_machine
+from lab.model.paths import path_figures
 from lab.model.predictor import Predicted, Predictor, predictor_of
 from lab.published import closed_peer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.tables.origin import modelled_machine
+from lab.model.origin import modelled_machine
 from sm100_sim.timing import load
 
 __all__ = ["MACHINE", "MODELLED", "basis", "constants", "read", "replay"]

@@ -157,15 +157,15 @@ DOCUMENTS = {
         for gpu in ("H200", "H100")
     },
     **{
-        f"{name}_{gpu.lower()}": Document(f"{title} on an {gpu}", (command,), "serving.md")
+        f"{name}_{gpu.lower()}": Document(f"{title} on an {gpu}", ("decode", part), "serving.md")
         for gpu in ("H200", "H100")
-        for name, title, command in (
+        for name, title, part in (
             ("pages", "Keys and values in pages", "pages"),
             ("kv_types", "Keys and values in e4m3", "kv-types"),
         )
     },
     "new_rows_h200": Document(
-        "New rows of a cache on an H200", ("new-rows",), "serving.md"
+        "New rows of a cache on an H200", ("decode", "new-rows"), "serving.md"
     ),
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
     "masks": Document("Attention under masks on a B200", ("masks", "--modelled"), "masks.md"),
@@ -201,14 +201,14 @@ DOCUMENTS = {
         "Tile schedulers while another kernel holds SMs", ("contention",), "benchmarks.md"
     ),
     "pages": Document(
-        "Keys and values in pages", ("pages", "--modelled"), "serving.md"
+        "Keys and values in pages", ("decode", "pages", "--modelled"), "serving.md"
     ),
     "kv_types": Document(
-        "Keys and values in e4m3 beside bf16", ("kv-types", "--modelled"), "serving.md"
+        "Keys and values in e4m3 beside bf16", ("decode", "kv-types", "--modelled"), "serving.md"
     ),
     "pages_gb200": Document(
-        "Keys and values in pages, on a GB200", ("pages", "--modelled", "--machine", "gb200"),
-        "serving.md",
+        "Keys and values in pages, on a GB200",
+        ("decode", "pages", "--modelled", "--machine", "gb200"), "serving.md",
     ),
     "defaults": Document(
         "What calls decide for themselves",

@@ -69,7 +69,8 @@ _CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/compat", "fa4_hd256/integrations", "sm1
 _KNOWN = ("fa4_hd256/check", *_CHECK)
 #: Packages of bench and of the lab, from the lowest.
 _BENCH = ("bench/suite", "bench/peaks", "bench/processes", "bench/peers", "bench/tables",
-          "bench/measure", "bench/bringup", "bench/options")  # fmt: skip
+          "bench/measure", "bench/decode", "bench/bringup", "bench/options",
+          "bench/modelled")  # fmt: skip
 _LAB = ("lab/published", "lab/micro", "lab/measure", "lab/model", "lab/compiled", "lab/tables",
         "lab/validation")  # fmt: skip
 
@@ -124,7 +125,7 @@ PACKAGES = {
     "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
     # Modules of commands are imported when these are called.
     "bench/__main__": ("bench/command_line", "fa4_hd256", *_OPERATOR),
-    "bench/command_line": ("bench/tables", "fa4_hd256", *_OPERATOR),
+    "bench/command_line": ("bench/modelled", "bench/tables", "fa4_hd256", *_OPERATOR),
     "bench/options": (*_BENCH, *_KNOWN),
     "bench/suite": _CHECK,
     "bench/peaks": _CHECK,
@@ -132,8 +133,10 @@ PACKAGES = {
     "bench/peers": ("bench/suite", *_CHECK),
     "bench/tables": (*_BENCH[:4], *_KNOWN),
     "bench/measure": (*_BENCH[:5], *_KNOWN),
+    "bench/decode": (*_BENCH[:6], *_KNOWN),
     "bench/bringup": _KNOWN,
-    "bench/commands": (*_BENCH, *_LAB, *_KNOWN),
+    "bench/modelled": (),
+    "bench/commands": (*_BENCH, *_KNOWN),
     "bench": (*_BENCH, "bench/commands", *_KNOWN),
     "lab/__main__": ("bench/command_line", "fa4_hd256", *_OPERATOR),
     "lab/published": (*_BENCH, *_KNOWN),
@@ -143,6 +146,7 @@ PACKAGES = {
     "lab/compiled": (*_BENCH, *_LAB[:4], *_KNOWN),
     "lab/tables": ("bench/__main__", *_BENCH, *_KNOWN),
     "lab/validation": (*_BENCH, *_LAB[:4], *_KNOWN),
+    "lab/modelled": ("bench/commands", *_BENCH, *_LAB, *_KNOWN),
     "lab/pictures": ("bench/__main__", "lab/__main__", *_BENCH, *_LAB, *_KNOWN),
     "lab/options": (*_BENCH, *_LAB, *_KNOWN),
     "lab/commands": (*_BENCH, *_LAB, "lab/options", "lab/pictures", *_KNOWN),

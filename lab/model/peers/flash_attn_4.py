@@ -20,12 +20,12 @@ from typing import Any
 
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, Case
-from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.backward import Backward
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.machines import B200
+from lab.model.paths import Paths
 from lab.model.peers import flash_attn_4_traces as traces
 from lab.model.peers import releases
 from lab.model.peers.flash_attn_4_traces import Problem

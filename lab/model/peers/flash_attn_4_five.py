@@ -18,10 +18,10 @@ from typing import Any
 
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
-from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.backward import Backward
 from lab.model.calls import Kind
+from lab.model.paths import Paths
 from lab.model.peers import flash_attn_4_traces as traces
 from lab.model.peers.flash_attn_4 import FlashAttention4, Variant
 from lab.model.peers.flash_attn_4_traces import Problem

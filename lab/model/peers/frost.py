@@ -18,11 +18,11 @@ import torch
 
 from bench.peers import frost
 from bench.suite import BACKWARD, Case
-from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.machines import simulating, target_of
+from lab.model.paths import Paths
 from lab.model.peers import releases
 from lab.model.peers.frost_backward import KERNELS, FrostBackward
 from lab.model.replays import SEED, Replayed, Source, Traced, fitted, kept, programs, seeded

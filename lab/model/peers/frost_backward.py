@@ -16,10 +16,10 @@ from typing import Any
 
 from bench.peers import frost
 from bench.suite import Case
-from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.backward import GradientCalls
 from lab.model.machines import memory_seconds
+from lab.model.paths import Paths
 from lab.model.tiles import KEYS, ROW, ROWS
 from sm100_sim.timing import (
     ALONE,

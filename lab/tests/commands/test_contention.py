@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from bench.suite import FORWARD, Case
-from bench.tables.paths import Paths
 from lab.commands import contention
 from lab.model.forward import Kernel
+from lab.model.paths import Paths
 from lab.model.tiles import ForwardTiling
 from sm100_sim.timing import TileCosts, load
 

@@ -13,7 +13,6 @@ pytest.importorskip("cutlass")
 from bench.measure.providers import PyTorchSdpa
 from bench.measure.timer import Sampling, State
 from bench.suite import Case
-from bench.tables.paths import Paths
 from fa4_hd256 import ForwardConfig
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from lab.__main__ import main
@@ -23,6 +22,7 @@ from lab.model import ladder as modelled
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.ours import Ours
+from lab.model.paths import Paths
 from lab.model.tiles import ForwardTiling
 from sm100_sim.timing import TileCosts
 

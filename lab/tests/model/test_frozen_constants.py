@@ -3,7 +3,7 @@
 import pytest
 from checkout import ROOT
 
-from bench.tables.origin import modelled_machine
+from lab.model.origin import modelled_machine
 from sm100_sim.timing import load, machines
 
 PAGE = ROOT / "docs" / "timing.md"

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from bench.suite import FORWARD, Case
-from bench.tables.paths import Paths, path_figures
 from lab.model import replays
 from lab.model.forward import Kernel
+from lab.model.paths import Paths, path_figures
 from lab.model.replays import Replayed, Traced, fitted, kept
 from lab.model.tiles import ForwardTiling
 from sm100_sim import timing

@@ -10,13 +10,13 @@ import torch
 import sm100_sim
 from bench.peers import flash_attn_4
 from bench.suite import Case, ragged_lengths
-from bench.tables.paths import Paths
 from fa4_hd256.check.reference import visible
 from lab.model import backward as model_of_backward
 from lab.model import ours, samples
 from lab.model.backward import Backward
 from lab.model.calls import Chunk, Kind, backward_chunks
 from lab.model.machines import B200, gpu_of
+from lab.model.paths import Paths
 from lab.model.peers import flash_attn_4 as theirs
 from lab.model.replays import Replayed
 from lab.model.stored_tiles import DS, DV, PRODUCT, dv_tiles, product_tiles

@@ -9,12 +9,12 @@ import re
 import pytest
 from checkout import ROOT
 
-from bench.tables.origin import modelled_machine
 from bench.tables.results import json_text
 from bench.tables.table import Column, Table
 from lab.__main__ import main
 from lab.commands import tables as command
 from lab.model.hopper import rows as hopper_rows
+from lab.model.origin import modelled_machine
 from lab.tables.documents import DOCUMENTS, FOLDER, Document
 from sm100_sim.timing import load
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench.__main__ import main
 from bench.commands import masks as command
 from bench.measure import checking, mask_providers, providers
 from bench.measure.masks import CASES, Documents, Images, MaskedCase, PrefixLm, Window
@@ -209,13 +208,9 @@ def test_rounds_fit_into_a_time():
     assert [len(samples.seconds) for samples in found.values()] == [LEAST_RUNS] * 2
 
 
-def test_what_is_not_accepted(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["masks", "--machine", "h200"]) == 2
-    assert "accepted: a machine of Blackwell" in capsys.readouterr().err
-    assert main(["masks", "--only", "chess"]) == 2
-    message = "no case has 'chess' in its line; there are masks: 4x4096"
-    assert message in capsys.readouterr().err
+def test_cases_and_providers_are_chosen_by_name():
+    with pytest.raises(ValueError, match="no case has 'chess' in its line; there are masks: 4x40"):
+        command.chosen("chess", None)
     cases, chosen = command.chosen("documents", [OURS])
     assert [case.mask for case in cases] == ["documents"]
     assert [provider.name for provider in chosen] == [OURS]

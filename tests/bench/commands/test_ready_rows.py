@@ -13,14 +13,6 @@ from bench.commands import ex2_sweep, training
 from bench.measure.exp2 import SEQLENS, Times
 from bench.measure.training import Run
 from bench.tables import ready
-from lab.commands import calibrate, parallel, ranks, static, validate
-from lab.compiled import compiled_backward
-from lab.compiled.compiled_backward import KERNELS, BackwardReport
-from lab.measure.rank_processes import ONE_GPU
-from lab.model import predictor
-from lab.published import flash_attention
-from lab.validation import calibrate as model_calibrate
-from lab.validation import validation
 
 
 @pytest.fixture
@@ -56,91 +48,15 @@ def test_training(monkeypatch, seen):
     assert "| 1 " in seen.before[1] and training.REFERENCE in seen.before[1]
 
 
-@pytest.mark.parametrize("command", [parallel, ranks], ids=["parallel", "ranks"])
-def test_ranks_of_processes(command, monkeypatch, seen):
-    def each_job(function, jobs, count):
-        yield from seen((job, "no GPU" if job[-1] == "FSDP2" else (20.0,)) for job in jobs)
-
-    monkeypatch.setattr(command, "each_job", each_job)
-    monkeypatch.setattr(command, "rank_count", lambda asked, name: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    main([command.__name__.rpartition(".")[2]])
-    assert len(seen.before) > 8
-    assert [rows_in(text) for text in seen.before] == list(range(len(seen.before)))
-    assert ONE_GPU in seen.before[1] and "20.00" in seen.before[1]
-
-
-def test_static(monkeypatch, seen, capfd):
-    names = reversed(KERNELS)
-    reports = (BackwardReport("ours", name, *[1] * 7, *[2.0] * 4) for name in names)
-    monkeypatch.setattr(compiled_backward, "measure", lambda: seen(reports))
-    assert main(["static", "--direction", "backward"]) == 0
-    assert [rows_in(text) for text in seen.before] == list(range(len(KERNELS)))
-    out = capfd.readouterr().out
-    assert out.index("| preprocess") < out.index("| dQ") < out.index("| dK and dQ from dS")
-    monkeypatch.setattr(static.flash_attn_4, "unavailable", lambda: "not installed")
-    assert compiled_backward.count() == len(KERNELS)
-
-
-def test_ex2_sweep(monkeypatch, seen):
-    def modelled_times(patterns, causal, *given):
+def test_ex2_sweep(seen):
+    def timed(patterns, causal):
         jobs = [(pattern, name) for pattern in patterns for name in SEQLENS]
         yield from seen((job, Times(np.array([1e-3, 1e-3]), "MMA", 9.0)) for job in jobs)
 
-    monkeypatch.setattr(ex2_sweep, "modelled_times", modelled_times)
-    given = ["ex2-sweep", "--modelled", "--mask", "causal", "--freq", "4", "--start", "0"]
-    assert main(given) == 0
+    grid = {"freq": [4], "res": [2, 4], "start": [0], "degree": [3]}
+    arguments = Namespace(mask="causal", all_fragments=False, **grid)
+    origin = {"gpu": "B200", "basis": "measured", "machine": "a GPU"}
+    assert len(ex2_sweep.swept(arguments, timed, origin)) == 9
     assert len(seen.before) == 9
     assert [rows_in(text) for text in seen.before] == list(range(9))
     assert "hardware" in seen.before[1] and "causal" in seen.before[1]
-
-
-def test_validate(monkeypatch, seen):
-    """Each rate at the machine's clock when its kernel is replayed, before clocks are fitted."""
-    rows = [row for row in flash_attention.FORWARD_256 if row.machine == "b200"][:4]
-    kernel = type("Kernel", (), {"values": [validate.load().values()]})()
-    replays = seen(kernel for _ in rows)
-    monkeypatch.setattr(validation, "_kernel", lambda row, draws: next(replays))
-    monkeypatch.setattr(validation, "replayable", lambda row: predictor)
-    monkeypatch.setattr(validation, "_seconds", lambda kernel, row, clock: np.array([row.seconds]))
-    assert len(validation.judged(rows, ["b200"])) == 4
-    assert [rows_in(text) for text in seen.before] == [0, 1, 2, 3]
-    assert str(rows[0].build) in seen.before[1] and "+0.0%" in seen.before[1]
-
-
-def test_validate_held_out(monkeypatch, seen):
-    """Replays outside the fit: each kernel's rows before the next one is replayed."""
-
-    def held_out_rows(name, costs, outside, step):
-        for seqlen, _, left in seen(outside[0]):
-            row = dict.fromkeys(column.name for column in validate.HELD_OUT_COLUMNS)
-            yield row | {"kernel": name, "seqlen": seqlen, "window": f"({left}, 0)"}
-
-    monkeypatch.setattr(validate, "fitted", lambda runs, policy: ("costs",))
-    for module in (validate.ours, validate.theirs):
-        monkeypatch.setattr(module, "replays", lambda *given: [])
-    monkeypatch.setattr(validation, "held_out_rows", held_out_rows)
-    table = validate.held_out(validate.load("b200"))
-    assert len(table.rows) == len(seen.before) > 8
-    assert [rows_in(text) for text in seen.before] == list(range(len(seen.before)))
-    assert validate.OURS in seen.before[1] and "(512, 0)" in seen.before[1]
-
-
-def test_calibrate(monkeypatch, seen):
-    """A row for each round, the first lot's before the next one is proposed."""
-    numbers = seen(range(3))
-
-    def log_seconds(chosen, sets, jobs):
-        next(numbers)
-        return np.zeros((len(sets), len(chosen)))
-
-    arguments = Namespace(lot=4, rounds=2, seed=0, jobs=1)
-    monkeypatch.setattr(model_calibrate, "log_seconds", log_seconds)
-    monkeypatch.setattr(calibrate, "effects", lambda chosen, ranges, jobs: np.ones(len(ranges)))
-    monkeypatch.setattr(model_calibrate.Population, "proposed", lambda self, *_: self.places[:4])
-    rows = [row for row in flash_attention.FORWARD_256 if row.machine == "b200"][:4]
-    chosen = [model_calibrate.Case(row, lambda machine: []) for row in rows]
-    population, _ = calibrate.search(chosen, arguments)
-    assert len(population.places) == 12
-    assert [rows_in(text) for text in seen.before] == [0, 1, 2]
-    assert "sets replayed" in seen.before[1] and "| 8 " not in seen.before[1]

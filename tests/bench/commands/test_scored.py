@@ -8,7 +8,6 @@ import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench.__main__ import main
 from bench.commands import masks as command
 from bench.measure import checking, mask_providers, providers
 from bench.measure.masks import CASES
@@ -171,9 +170,3 @@ def test_concerns():
     assert names[CASES[0]] == [OURS, FUNCTION, *common]
     assert names[alibi] == [OURS, *common]
     assert names[capped] == [OURS, SOFTCAP, *common, flash_attn_4.PACKAGE]
-
-
-def test_functions_are_not_modelled(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["masks", "--only", "ALiBi"]) == 2
-    assert "score_mods alone, which are not modelled" in capsys.readouterr().err

@@ -111,13 +111,13 @@ HEADROOM = 4.0
 #: below 448 in e4m3.
 LARGEST_THRESHOLD = {False: 15, True: 8}
 
-#: Costs by the timing model (`python -m bench splits --modelled`): a step, 2,624 clocks of loads at
+#: Costs by the timing model (`python -m lab splits --modelled`): a step, 2,624 clocks of loads at
 #: an SM's part of what L2 delivers; what the combining kernel costs, in steps; what a tile takes
 #: beside its steps, by its rows.
 STEP_SECONDS = 1.52e-6
 LEAST_SAVED = 1.0
 PART_STEPS = {16: 1.25, 32: 1.5, 64: 2.25}
-#: These three costs in e4m3, rougher: `python -m bench kv-types --modelled` has the parts that
+#: These three costs in e4m3, rougher: `python -m bench decode kv-types --modelled` has the parts that
 #: follow.
 E4M3_COSTS = 1e-6, 4.0, 1.0
 

@@ -6,11 +6,11 @@ import torch
 from fake_timer import CountingTimer
 from in_torch import in_torch
 
-from bench.__main__ import main
-from bench.commands import new_rows
+from bench.decode import new_rows
 from bench.measure.timer import Sampling
+from bench.suite import Case
 
-SHAPE = 2, 32
+CASE = Case("decode", ((1, 32),) * 2, new_rows.HEADS, new_rows.HEADS_KV, True)
 
 
 @pytest.fixture(params=["PyTorch", "simulator"])
@@ -23,7 +23,7 @@ def here(monkeypatch, request):
 @pytest.mark.sampled("PyTorch")
 def test_calls_write_where_they_say(here):
     """All kinds have a result; with new rows the last of the keys is another one."""
-    calls = new_rows.calls_of(*SHAPE, torch.device("cpu"))
+    calls = new_rows.calls_of(CASE, torch.device("cpu"))
     found = {kind: call() for kind, call in calls.items()}
     assert all(out.isfinite().all() for out in found.values())
     assert not torch.equal(found[new_rows.NONE], found[new_rows.ROWS])
@@ -37,13 +37,6 @@ def test_calls_write_where_they_say(here):
 def test_a_row(monkeypatch):
     monkeypatch.setattr(new_rows, "calls_of", lambda *given: dict.fromkeys("abc", None))
     monkeypatch.setattr(new_rows, "ROWS", "b")
-    row = new_rows.measured(SHAPE, CountingTimer(), Sampling(0, 3))
+    row = new_rows.measured(CASE, CountingTimer(), Sampling(0, 3))
     assert [row[kind] * new_rows.CALLS for kind in "abc"] == pytest.approx([1, 2, 3])
     assert row["shape"] == "2 x 32" and row["basis"] == "measured"
-
-
-def test_without_a_gpu(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert main(["new-rows"]) != 0
-    assert "no CUDA device to measure on" in capsys.readouterr().err

@@ -1,25 +1,21 @@
-"""`python -m bench new-rows`: a decoding step by `flash_attn_with_kvcache` over a cache in pages,
-with and without new rows to be written, with their rotary embedding, and with a cache in e4m3.
+"""A decoding step by `flash_attn_with_kvcache` over a cache in pages, with and without new rows to
+be written, with their rotary embedding, and with a cache in e4m3.
 
-On a GPU alone. Steps are CUDA graphs of several calls, timed interleaved, with what the call before
-left in L2, as that of one layer.
+Steps are CUDA graphs of several calls, timed interleaved, with what the call before left in L2, as
+that of one layer.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from bench.measure.providers import Inputs, Pages
-from bench.measure.time_limit import TimeLimit
-from bench.measure.timer import WARM, CudaTimer, Sampling, Timer, interleave
+from bench.measure.timer import Sampling, Timer, interleave
 from bench.suite import Case
-from bench.tables.ready import ready
-from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -40,9 +36,14 @@ COLUMNS = (
 )
 
 
-def calls_of(batch: int, keys: int, device: torch.device) -> dict[str, Callable[[], Any]]:
+def default_cases() -> list[Case]:
+    """Return one query of each sequence."""
+    return [Case("decode", ((1, keys),) * batch, HEADS, HEADS_KV, True) for batch, keys in SHAPES]
+
+
+def calls_of(case: Case, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Return, by kind, calls of one query per sequence. The last of the keys is the new row."""
-    case = Case("new rows", ((1, keys),) * batch, HEADS, HEADS_KV, True)
+    batch, keys = case.batch, case.seqlen_k
     inputs = Inputs.random(case, device, torch.bfloat16)
     pages = Pages.of(inputs.k, inputs.v, PAGE_ROWS, torch.Generator().manual_seed(0))
     caches = [pages.k, pages.v]
@@ -84,38 +85,28 @@ def _several(call: Callable[[], Any]) -> None:
         call()
 
 
-def measured(shape: tuple[int, int], timer: Timer, sampling: Sampling) -> dict[str, Any]:
-    """A row of the timer's GPU: microseconds of a call."""
-    batch, keys = shape
-    name = f"{batch} x {keys:,}"
+@torch.no_grad()
+def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
+    """Return a row of the timer's GPU: microseconds of a call."""
+    name = f"{case.batch} x {case.seqlen_k:,}"
     calls: dict[str, Callable[[], Any]] = {
         kind: functools.partial(_several, call)
-        for kind, call in calls_of(batch, keys, timer.device).items()
+        for kind, call in calls_of(case, timer.device).items()
     }
     found = interleave(timer, calls, sampling)
     row = {kind: samples.quantile(0.5) / CALLS * 1e6 for kind, samples in found.items()}
     state = found[ROWS].median_state()
     timer.release_memory()
     return row | {
-        "shape": name, "clock_mhz": state.clock_mhz, BASIS: "measured", MACHINE: timer.gpu.text,
+        "shape": name, "failed": False, "clock_mhz": state.clock_mhz,
+        BASIS: "measured", MACHINE: timer.gpu.text,
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: Sequence[dict[str, Any]]) -> Table:
     notes = (
         f"Sequences x keys, a query and a new row each, heads {HEADS}/{HEADS_KV}, pages of "
         f"{PAGE_ROWS} rows in no order; median of a call among {CALLS} of a CUDA graph. Rotary "
         f"embedding is of {ROTARY_COLUMNS} columns.",
     )
-    return Table("new_rows", "New rows of a cache of keys and values", COLUMNS, rows, notes)
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Run the command. Raises ValueError without a GPU."""
-    limit, timer = TimeLimit(arguments.within), CudaTimer(l2=WARM)
-    sampling = Sampling(arguments.warmup, arguments.runs)
-    with torch.no_grad():
-        begun = (measured(shape, timer, sampling) for shape in limit.begun(SHAPES))
-        rows = ready(begun, len(SHAPES), COLUMNS, "measuring")
-    emit(limit.noted(table(rows)), arguments)
-    return 0
+    return Table("decode", "New rows of a cache of keys and values", COLUMNS, list(rows), notes)

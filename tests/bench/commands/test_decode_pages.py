@@ -6,8 +6,7 @@ import torch
 from fake_timer import CountingTimer
 from in_torch import in_torch
 
-from bench.commands import pages
-from bench.measure import pages as measure
+from bench.decode import pages
 from bench.measure.providers import Inputs, Pages
 from bench.measure.timer import Sampling
 from bench.suite import Case
@@ -20,8 +19,8 @@ def here(monkeypatch, request):
     """Let ours run where there is no GPU; flash-attn-4 does not."""
     if request.param == "PyTorch":
         in_torch(monkeypatch)
-    monkeypatch.setattr(measure.Ours, "missing", lambda self: None)
-    monkeypatch.setattr(measure.FlashAttention4, "missing", lambda self: "no CUDA device")
+    monkeypatch.setattr(pages.Ours, "missing", lambda self: None)
+    monkeypatch.setattr(pages.FlashAttention4, "missing", lambda self: "no CUDA device")
 
 
 @pytest.mark.parametrize("size", [16, 128])
@@ -47,18 +46,18 @@ def test_a_row(here):
     assert (row["clock_mhz"], row["power_watts"]) == (2000, 600)
     assert (row["shape"], row["heads"], row["basis"]) == (CASE.shape, "4/2", "measured")
     assert row["theirs_none"] is None
-    assert row["refused"] == "flash-attn-4: no CUDA device"
-    text = pages.measured_table([row]).as_markdown()
+    assert row["refused"] == "flash-attn-4: no CUDA device" and not row["failed"]
+    text = pages.table([row]).as_markdown()
     assert "2x(2, 300)" in text and "Not run: flash-attn-4: no CUDA device." in text
 
 
 @pytest.mark.sampled
 def test_wrong_results_are_not_timed(here, monkeypatch):
-    call = measure.Ours.call
+    call = pages.Ours.call
     monkeypatch.setattr(
-        measure.Ours, "call",
+        pages.Ours, "call",
         lambda self, inputs: call(self, inputs) + (1.0 if inputs.case.page_size == 16 else 0.0),
     )  # fmt: skip
     row = pages.measured(CASE, CountingTimer(), Sampling(0, 1))
     assert row["pages_16"] is None and row["behind_16"] is None
-    assert "ours: wrong: error" in row["refused"]
+    assert row["failed"] and "ours: wrong: error" in row["refused"]

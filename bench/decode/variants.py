@@ -6,12 +6,11 @@ import gc
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from bench.measure.prepared import prepared_call
+from bench.measure.providers import Inputs, Provider
+from bench.measure.timer import Sampling, Timer, interleave_prepared
 from bench.suite import FORWARD
 from bench.tables.table import BASIS, MACHINE
-
-from .prepared import prepared_call
-from .providers import Inputs, Provider
-from .timer import Sampling, Timer, interleave_prepared
 
 __all__ = ["measured_variants"]
 

@@ -1,4 +1,4 @@
-"""`python -m bench splits`: KV splits of a query tile, over CTA pairs, where tiles are few.
+"""`python -m lab splits`: KV splits of a query tile, over CTA pairs, where tiles are few.
 
 Decoding, a few queries at once, and a chunk of a long prompt. On a GPU that runs the kernels some
 numbers of KV splits are timed, interleaved; without one the tiles of every number are placed on the
@@ -25,8 +25,6 @@ from bench.measure.timer import CudaTimer, Sampling, Timer
 from bench.peers import flash_attn_4, frost
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS, RESOLUTION, standing, standing_figures, verdict
-from bench.tables.origin import modelled_machine
-from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
@@ -37,6 +35,8 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.launch import gpu_of as device_gpu
 from lab.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
 from lab.model.machines import B200, gpu_of
+from lab.model.origin import modelled_machine
+from lab.model.paths import PATH_COLUMNS, path_figures, path_note
 from lab.model.peers.flash_attn_4 import split_numbers
 from lab.model.predictor import OURS_FORWARD, Predicted, Predictor, predictor_of
 from lab.model.stated_errors import stated_errors

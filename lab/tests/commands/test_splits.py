@@ -7,13 +7,13 @@ import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench.commands import splits
 from bench.suite import Case
-from bench.tables.paths import Paths
+from lab.commands import splits
 from lab.model import ours
 from lab.model.calls import Kind, default_splits
 from lab.model.forward import combine_seconds
 from lab.model.machines import B200
+from lab.model.paths import Paths
 from lab.model.peers.flash_attn_4 import split_numbers
 from lab.model.predictor import Predicted
 from lab.model.tiles import ForwardTiling, forward_tiles

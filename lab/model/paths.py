@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from .table import Column
+from bench.tables.table import Column
 
 
 class Replayed(Protocol):

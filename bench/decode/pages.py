@@ -1,0 +1,125 @@
+"""Keys and values in pages, beside the same call without, timed interleaved on a GPU.
+
+Decoding steps and a few queries at once on long sequences, in pages of 16 and of 128 rows. Boxes of
+TMA are no larger than a page, so that small pages take more instructions for the same bytes.
+flash-attn-4 stands beside ours.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bench.decode.variants import measured_variants
+from bench.measure.providers import FlashAttention4, Inputs, Ours, Provider
+from bench.measure.timer import Sampling, Timer
+from bench.peers.flash_attn_4 import PACKAGE
+from bench.suite import Case
+from bench.tables.comparison import OURS
+from bench.tables.table import Column, Plot, Table
+from fa4_hd256.kernels.limits import ELEMENT_BYTES
+
+#: Rows of a page; None: keys and values in no pages.
+SIZES = (None, 128, 16)
+
+
+def default_cases() -> list[Case]:
+    """Return (batch, queries, keys), heads of Qwen3.5."""
+    return [
+        Case("pages", ((queries, keys),) * batch, 32, 2, True)
+        for batch in (1, 128)
+        for keys in (8192, 131072)
+        for queries in (1, 2, 4)
+    ]
+
+
+def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
+    """Return a row of the timer's GPU, flash-attn-4 in pages of each of the sizes beside ours."""
+    found = _timed(case, timer, sampling)
+    times, reasons = found.pop("times"), found.pop("reasons")
+    whole = times.get((OURS, None))
+    row: dict[str, Any] = {
+        "group": case.group, "shape": case.shape, "heads": case.heads_text,
+        "rate": whole and case.kv_elements * ELEMENT_BYTES / whole[1] / 1e12,
+        "refused": "; ".join(sorted({f"{name}: {why}" for (name, _), why in reasons.items()})),
+        "failed": any(name == OURS for name, _ in reasons),
+    }  # fmt: skip
+    for size in SIZES:
+        ours, theirs = (times.get((name, size)) for name in (OURS, PACKAGE))
+        name = name_of(size)
+        row[name] = ours and ours[1] * 1e6
+        row[f"range_{name}"] = ours and f"{ours[0] * 1e6:.1f}..{ours[2] * 1e6:.1f}"
+        row[f"theirs_{name}"] = theirs and theirs[1] * 1e6
+        if size is not None:
+            row[f"behind_{size}"] = ours and whole and ours[1] / whole[1] - 1
+    return row | found
+
+
+def _timed(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
+    """`measured_variants` of one case in pages of each size, None for keys in no pages, by
+    (provider, size)."""
+    whole = Inputs.random(case, timer.device, torch.bfloat16)
+    providers: tuple[Provider, ...] = (Ours(), FlashAttention4())
+    # Both read the same pages: a cache of a GPU's size has no room for copies.
+    of_sizes = {size: replace(whole, case=replace(case, page_size=size)) for size in SIZES}
+    variants = {
+        (provider.name, size): (provider, inputs)
+        for size, inputs in of_sizes.items() for provider in providers
+    }  # fmt: skip
+    found = measured_variants(variants, (OURS, None), timer, sampling)
+    del variants, of_sizes, whole
+    gc.collect()
+    timer.release_memory()
+    return found
+
+
+def name_of(size: int | None) -> str:
+    """Return the column of a size."""
+    return "none" if size is None else f"pages_{size}"
+
+
+def title_of(size: int | None) -> str:
+    """Name a size in a heading."""
+    return "no pages" if size is None else f"pages of {size}"
+
+
+BEHIND_COLUMNS = tuple(
+    Column(f"behind_{size}", format="+.1%", title=f"{title_of(size)} over none")
+    for size in SIZES if size is not None
+)  # fmt: skip
+COLUMNS = (
+    Column("shape"), Column("heads"),
+    *(column for size in SIZES for column in (
+        Column(name_of(size), "us", ".1f", title_of(size)),
+        Column(f"range_{name_of(size)}", title="p20..p80"),
+    )),
+    *BEHIND_COLUMNS,
+    *(Column(f"theirs_{name_of(size)}", "us", ".1f", f"{PACKAGE}, {title_of(size)}")
+      for size in SIZES),
+    Column("rate", "TB/s", ".2f", "K and V once, no pages"),
+    Column("clock_mhz", "MHz", ".0f", "clock"), Column("power_watts", "W", ".0f", "power"),
+)  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Tabulate rows of `measured`."""
+    reasons = sorted({row["refused"] for row in rows} - {""})
+    notes = (
+        "Medians; all of a row interleaved, results checked, L2 overwritten before each "
+        "launch. Page numbers are in an order by chance.",
+        *(f"Not run: {reason}." for reason in reasons),
+    )
+    return compared(COLUMNS, rows, notes)
+
+
+def compared(
+    columns: tuple[Column, ...], rows: Sequence[dict[str, Any]], notes: tuple[str, ...]
+) -> Table:
+    """All sizes side by side."""
+    plot = Plot(("shape", "heads"), tuple(map(name_of, SIZES)))
+    title = "Keys and values in pages, forward, bf16"
+    return Table("decode", title, columns, list(rows), notes, plot)

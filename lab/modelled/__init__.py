@@ -1,0 +1,1 @@
+"""Counterparts of bench's commands on the timing model: `bench.modelled` finds them by name."""

@@ -1,0 +1,125 @@
+"""Decoding by the timing model: all parts but new rows of a cache."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from bench.commands.decode import PARTS, RATES_TITLE, chosen
+from bench.decode import kv_types, pages
+from bench.options import DECODE_PROVIDERS
+from bench.suite import FORWARD, Case
+from bench.tables.comparison import OURS
+from bench.tables.ready import ready
+from bench.tables.results import emit
+from bench.tables.table import BASIS, MACHINE, Column, Table
+from lab.model.calls import forward_problem
+from lab.model.machines import gpu_of
+from lab.model.origin import modelled_machine
+from lab.model.predictor import OURS_E4M3, Predictor, predictor_of
+from lab.modelled import throughput
+
+MODELLED = ("rates", "kv-types", "pages")
+KV_TYPES_COLUMNS = (
+    Column("shape"), Column("heads"), Column("rows", title="rows of a tile"),
+    *(column for kind in kv_types.BYTES for column in (
+        Column(kind, "us", ".1f"), Column(f"parts_{kind}", title=f"parts, {kind}"),
+        Column(f"hbm_{kind}", format=".1%", title=f"of HBM, {kind}"),
+    )),
+    kv_types.RATIO, Column("least", format=".2f"), Column("most", format=".2f"),
+)  # fmt: skip
+PAGES_COLUMNS = (
+    Column("shape"), Column("heads"), Column("rows", title="rows of a tile"),
+    *(Column(pages.name_of(size), "us", ".1f", pages.title_of(size)) for size in pages.SIZES),
+    *pages.BEHIND_COLUMNS,
+    Column("worst", format="+.1%", title="at most, of all sets"),
+)  # fmt: skip
+
+
+def kv_types_row(case: Case, predictor: Predictor) -> dict[str, Any]:
+    """Return a row of both types of K and V."""
+    machine, of_kind = predictor.machine, {kv_types.BF16: OURS, kv_types.E4M3: OURS_E4M3.name}
+    found = {kind: predictor.predict(one, case, FORWARD) for kind, one in of_kind.items()}
+    ratios = found[kv_types.BF16].seconds / found[kv_types.E4M3].seconds
+    row = {
+        "group": case.group, "shape": case.shape, "heads": case.heads_text,
+        "rows": forward_problem(case).tiles.rows, "ratio": float(ratios[0]),
+        "least": float(ratios.min()), "most": float(ratios.max()),
+        BASIS: "modelled", MACHINE: modelled_machine(machine),
+    }  # fmt: skip
+    rate = gpu_of(machine).hbm_bytes_per_second
+    for kind, nbytes in kv_types.BYTES.items():
+        seconds = float(found[kind].seconds[0])
+        row[kind] = seconds * 1e6
+        row[f"parts_{kind}"] = predictor.providers[of_kind[kind]].default(case, FORWARD, machine)[1]
+        row[f"hbm_{kind}"] = case.kv_elements * nbytes / seconds / rate
+    return row
+
+
+def pages_row(case: Case, predictor: Predictor) -> dict[str, Any]:
+    """Return a row of keys in pages of each of the sizes."""
+    found = {
+        size: predictor.predict(OURS, replace(case, page_size=size), FORWARD).seconds
+        for size in pages.SIZES
+    }
+    whole = found[None]
+    times = {pages.name_of(size): float(seconds[0]) * 1e6 for size, seconds in found.items()}
+    behind = {
+        f"behind_{size}": float((found[size] / whole)[0]) - 1
+        for size in pages.SIZES
+        if size is not None
+    }
+    worst = max(float((found[size] / whole).max()) for size in pages.SIZES) - 1
+    return {
+        "group": case.group, "shape": case.shape, "heads": case.heads_text,
+        "rows": forward_problem(case).tiles.rows, **times, **behind, "worst": worst,
+        BASIS: "modelled", MACHINE: modelled_machine(predictor.machine),
+    }  # fmt: skip
+
+
+def kv_types_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Tabulate rows of `kv_types_row`."""
+    note = (
+        "The call's default kernels and parts, those that make one result of the parts included. "
+        "Of HBM: bytes of keys and values over what HBM gives by its data sheet in the time. "
+        "Least, most: the ratio under any of the sets of constants that were drawn."
+    )
+    return kv_types.compared(KV_TYPES_COLUMNS, rows, (note,))
+
+
+def pages_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Tabulate rows of `pages_row`."""
+    note = (
+        "The call's default kernel and parts, its second kernel included. Page numbers are in an "
+        "order by chance. At most, of all sets: the larger ratio under any of the sets of "
+        "constants that were drawn."
+    )
+    return pages.compared(PAGES_COLUMNS, rows, (note,))
+
+
+def _table(name: str, cases: Sequence[Case], arguments: argparse.Namespace) -> Table:
+    if name == "rates":
+        jobs = [(case, FORWARD) for case in cases]
+        found = throughput.table(throughput.rows_of(jobs, DECODE_PROVIDERS, arguments))
+        return replace(found, command="decode", title=RATES_TITLE)
+    predictor = predictor_of(arguments.machine, arguments.draws)
+    if name == "kv-types":
+        of_types = (kv_types_row(case, predictor) for case in cases)
+        return kv_types_table(ready(of_types, len(cases), KV_TYPES_COLUMNS))
+    of_pages = (pages_row(case, predictor) for case in cases)
+    return pages_table(ready(of_pages, len(cases), PAGES_COLUMNS))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Raises ValueError for new rows alone, which are not modelled."""
+    if arguments.parts and not {*arguments.parts} & {*MODELLED}:
+        raise ValueError(
+            f"{', '.join(arguments.parts)} needs a GPU; modelled are {', '.join(MODELLED)}"
+        )
+    makers = {name: PARTS[name].cases for name in MODELLED}
+    arguments.parts = [name for name in arguments.parts if name in MODELLED]
+    parts = chosen(arguments, makers).items()
+    emit([_table(name, cases, arguments) for name, cases in parts], arguments)
+    return 0

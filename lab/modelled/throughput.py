@@ -1,0 +1,76 @@
+"""Throughput of the suite by the timing model, all providers whose kernels are replayed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from bench import suite
+from bench.commands.throughput import compared, rate_columns, standing_note, summary
+from bench.measure.providers import default_providers
+from bench.suite import DIRECTIONS, Case
+from bench.tables.comparison import AS_PUBLISHED, OURS
+from bench.tables.ready import results
+from bench.tables.results import emit
+from bench.tables.table import Column, Table
+from lab.model.paths import PATH_COLUMNS, path_note
+from lab.model.stated_errors import stated_errors
+from lab.model.throughput import Predictions
+
+SAMPLES = (
+    "sets of the model's constants that published rates do not contradict, the same set for all"
+)
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Tabulate modelled rows; cuDNN's published rates have a column where a row has one."""
+    published = any(row.get(AS_PUBLISHED) for row in rows)
+    names = [name for name in rows[0]["details"] if name != AS_PUBLISHED or published]
+    notes = [
+        standing_note(SAMPLES),
+        "A modelled probability also counts what the model may be off under any set of "
+        f"constants, by class ({stated_errors()}). TFLOPS and the first ratio: of a burst, a "
+        "few launches on a GPU at rest; sustained: when the clock has given way to the power "
+        "that the products need (docs/timing.md).",
+    ]
+    if published:
+        notes.append(
+            f"{AS_PUBLISHED}: its highest published rate of the same call on such a GPU at a "
+            "clock of its own, which the model has not replayed; a peer like the others but "
+            "under lasting load. The rows behind it are in docs/tables/validate_published.md."
+        )
+    notes.append(path_note("the replays behind a row, ours / the best peer's"))
+    return compared(rows, names, columns_of(names), tuple(notes))
+
+
+def columns_of(names: Sequence[str]) -> tuple[Column, ...]:
+    """Return the columns of modelled rows with such providers."""
+    return (
+        *rate_columns(names),
+        Column("sustained_peer", title="best peer, sustained"),
+        Column("sustained_ratio", format=".2f", title="ratio, sustained"),
+        Column("sustained_probability", format=".0%", title="probability, sustained"),
+        *PATH_COLUMNS,
+    )
+
+
+def rows_of(
+    cases: Sequence[tuple[Case, str]], names: Sequence[str], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return the rows of (case, direction) in their order; each is printed when it is ready."""
+    predictions = Predictions(tuple(names), arguments.machine, arguments.draws)
+    all_rows = predictions.all(cases, arguments.jobs)
+    found = results(all_rows, len(cases), columns_of(names), lambda numbered: [numbered[1]])
+    return [row for _, row in sorted(found, key=lambda numbered: numbered[0])]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Exit status 1 if ours was run and broke."""
+    directions = [arguments.direction] if arguments.direction else list(DIRECTIONS)
+    cases = [(case, direction) for direction in directions for case in suite.selected(arguments)]
+    chosen = arguments.provider
+    names = [one.name for one in default_providers() if not chosen or one.name in chosen]
+    rows = rows_of(cases, names, arguments)
+    emit([found for found in (table(rows), summary(rows)) if found], arguments)
+    return 1 if any(row["details"][OURS].get("failed") for row in rows) else 0

@@ -1,0 +1,62 @@
+"""Decoding over K and V in e4m3 as it is modelled."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.suite import Case
+from bench.tables.comparison import OURS
+from lab.model.predictor import OURS_E4M3, Predicted
+from lab.modelled import decode
+from sm100_sim.timing import load
+
+CASE = Case("kv types", ((2, 140),) * 2, 4, 2, True)
+
+
+class FakePredictor:
+    """Ours takes 30 and 20 microseconds, over e4m3 20 and 16, under two sets of constants."""
+
+    machine = load("b200")
+
+    class Provider:
+        def __init__(self, parts):
+            self.parts = parts
+
+        def default(self, case, direction, machine):
+            return "kernel", self.parts
+
+    providers = {OURS: Provider(3), OURS_E4M3.name: Provider(5)}
+
+    def predict(self, provider, case, direction):
+        seconds = {OURS: [30.0, 20.0], OURS_E4M3.name: [20.0, 16.0]}[provider]
+        return Predicted(*[np.array(seconds) * 1e-6] * 2, None)
+
+
+def test_a_row_of_a_prediction():
+    row = decode.kv_types_row(CASE, FakePredictor())
+    assert (row["bf16"], row["e4m3"]) == pytest.approx((30, 20))
+    assert (row["ratio"], row["least"], row["most"]) == pytest.approx((1.5, 1.25, 1.5))
+    assert (row["parts_bf16"], row["parts_e4m3"]) == (3, 5) and row["rows"] == 16
+    # 2 sequences of 140 keys and values of two heads over 8 TB/s.
+    least = 2 * 140 * 2 * 2 * 256 / 8e12
+    assert row["hbm_e4m3"] == pytest.approx(least / 20e-6)
+    assert row["hbm_bf16"] == pytest.approx(2 * least / 30e-6)
+    assert (row["basis"], row["shape"], row["heads"]) == ("modelled", CASE.shape, "4/2")
+    text = decode.kv_types_table([row]).as_markdown()
+    assert "2x(2, 140)" in text and "parts, e4m3" in text
+
+
+@pytest.mark.simulator
+@pytest.mark.sampled
+def test_a_modelled_row(capsys, tmp_path):
+    """Half of the bytes at HBM's rate, with tiles of 16 rows."""
+    found = tmp_path / "found.json"
+    command = ["decode", "kv-types", "--modelled", "--draws", "0", "--only", "128x(1, 131072)"]
+    assert main([*command, "--json", str(found)]) == 0
+    (row,) = json.loads(found.read_text())["tables"][0]["rows"]
+    assert row["rows"] == 16 and row["basis"] == "modelled"
+    assert row["bf16"] == pytest.approx(row["e4m3"] * row["ratio"])
+    assert 1.9 < row["ratio"] < 2 and row["least"] == row["ratio"] == row["most"]
+    assert 0.75 < row["hbm_e4m3"] < row["hbm_bf16"] < 1
