@@ -19,8 +19,8 @@ from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from lab.model.origin import modelled_machine
-from lab.model.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from lab.model.predictor import Predictor, predictor_of
+from lab.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from sm100_sim.timing import ALONE, Room
 
 #: CTA pairs that are held: 8 to 32 CTAs of NCCL hold half as many, or as many where no two share a

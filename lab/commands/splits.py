@@ -36,10 +36,10 @@ from fa4_hd256.run.launch import gpu_of as device_gpu
 from lab.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
 from lab.model.machines import B200, gpu_of
 from lab.model.origin import modelled_machine
-from lab.model.paths import PATH_COLUMNS, path_figures, path_note
 from lab.model.peers.flash_attn_4 import split_numbers
 from lab.model.predictor import OURS_FORWARD, Predicted, Predictor, predictor_of
 from lab.model.stated_errors import stated_errors
+from lab.paths import PATH_COLUMNS, path_figures, path_note
 from lab.published import paged_decode
 from lab.published.rows import CUDNN, FROST
 

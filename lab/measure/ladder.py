@@ -21,7 +21,7 @@ from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
-from lab.model.paths import Paths
+from lab.paths import Paths
 
 #: The field's mix: 37.5 % of a step's columns.
 PATTERN = Ex2Pattern(4, 3)

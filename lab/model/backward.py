@@ -19,9 +19,9 @@ from bench.suite import BACKWARD, Case
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
 from lab.model.calls import Chunk, backward_chunks
 from lab.model.machines import memory_seconds
-from lab.model.paths import Paths
 from lab.model.stored_tiles import dv_tiles, product_tiles
 from lab.model.tiles import ROW, BackwardTiling, dkdv_tiles, dq_tiles
+from lab.paths import Paths
 from sm100_sim.timing import (
     ALONE,
     BURST,

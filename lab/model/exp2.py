@@ -19,10 +19,10 @@ from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from lab.model import ours
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
-from lab.model.paths import Paths, path_figures
 from lab.model.replays import Replayed
 from lab.model.samples import SAMPLES
 from lab.model.tiles import STEP_WORK
+from lab.paths import Paths, path_figures
 from sm100_sim.timing import Machine, load
 
 #: Sample on which a mix is replayed, beside the hardware's mix on `SAMPLES`: one long tile.

@@ -16,8 +16,8 @@ import numpy as np
 from bench.suite import FORWARD, Case
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.machines import memory_seconds
-from lab.model.paths import Paths
 from lab.model.tiles import ForwardTiling, forward_tiles
+from lab.paths import Paths
 from sm100_sim.timing import (
     ALONE,
     BURST,

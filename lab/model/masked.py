@@ -33,9 +33,9 @@ from lab.model.calls import Kind, filling
 from lab.model.forward import Kernel
 from lab.model.machines import compiling_ours, gpu_of
 from lab.model.ours import Variant, forward_call
-from lab.model.paths import Paths
 from lab.model.replays import SEED, Traced, digest, fitted, kept
 from lab.model.tiles import KEYS, ROWS, STEP_WORK, ForwardTiling, Order
+from lab.paths import Paths
 from sm100_sim import timing
 from sm100_sim.timing import Call, Machine, Tile, Values
 

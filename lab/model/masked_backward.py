@@ -42,10 +42,10 @@ from lab.model.calls import Chunk, Kind, backward_problem, case_of, defaults_to_
 from lab.model.machines import compiling_ours
 from lab.model.masked import HALVES, ROW_BYTES, MaskSample
 from lab.model.ours import Ours, Variant, backward_call
-from lab.model.paths import Paths
 from lab.model.replays import SEED, Replayed, Traced, digest, fitted, kept
 from lab.model.stored_tiles import DS, DV, PRODUCT, ROWS, STEP, product_order
 from lab.model.tiles import PARTIAL_ROW, ROW, BackwardTiling, Order, indices, section_of
+from lab.paths import Paths
 from sm100_sim import timing
 from sm100_sim.timing import Machine, Tile, TileCosts, Tiles
 

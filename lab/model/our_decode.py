@@ -29,10 +29,10 @@ from fa4_hd256.run.forward import empty_results
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.machines import B200, compiling_ours, gpu_of
-from lab.model.paths import Paths
 from lab.model.replays import SEED, Replayed, Traced, digest, fitted, kept, with_least
 from lab.model.samples import SAMPLE_SOFTCAP
 from lab.model.tiles import KEYS, ForwardTiling
+from lab.paths import Paths
 from sm100_sim import timing
 from sm100_sim.timing import Late, Machine
 

@@ -36,7 +36,6 @@ from lab.model.calls import Kind, default_splits, defaults_to_clc, forward_probl
 from lab.model.forward import InTwo, Kernel
 from lab.model.machines import ONE_PAIR, compiling_ours, gpu_of
 from lab.model.our_decode import DecodeVariant, in_pages
-from lab.model.paths import Paths
 from lab.model.replays import (
     SEED,
     Replayed,
@@ -65,6 +64,7 @@ from lab.model.samples import (
     parts_of,
 )
 from lab.model.tiles import DKDV, ROWS, STEP_WORK, BackwardTiling, ForwardTiling
+from lab.paths import Paths
 from lab.published.rows import Build
 from sm100_sim import timing
 from sm100_sim.timing import Late, Machine, TileCosts

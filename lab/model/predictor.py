@@ -21,13 +21,13 @@ from lab.model.forward import Kernel
 from lab.model.hopper import providers as hopper_providers
 from lab.model.hopper.attention import hopper
 from lab.model.ours import Ours
-from lab.model.paths import Paths
 from lab.model.peers import flash_attn_4, frost
 from lab.model.peers.flash_attn_4 import FlashAttention4, FlashAttention4Divided
 from lab.model.peers.flash_attn_4_five import FlashAttention4FiveProducts
 from lab.model.peers.frost import Frost
 from lab.model.peers.frost_backward import FrostBackward
 from lab.model.stated_errors import ratio_error
+from lab.paths import Paths
 from lab.published.rows import Build, Published
 from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 

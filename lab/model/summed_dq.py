@@ -16,8 +16,8 @@ from bench.suite import Case
 from lab.model.backward import FLOAT_BYTES, Backward
 from lab.model.calls import Chunk
 from lab.model.machines import memory_seconds
-from lab.model.paths import Paths
 from lab.model.tiles import PARTIAL_ROW, ROW, key_steps
+from lab.paths import Paths
 from sm100_sim.timing import ALONE, Room, Schedule, Tile, Tiles, Values, schedule
 
 #: Names of the kernel: where dK and dV leave at once, and where they are added up.

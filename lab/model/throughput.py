@@ -23,8 +23,8 @@ from bench.tables.table import BASIS, MACHINE
 from lab.model.calls import Kind
 from lab.model.machines import gpu_of
 from lab.model.origin import modelled_machine
-from lab.model.paths import path_figures
 from lab.model.predictor import Predicted, Predictor, predictor_of
+from lab.paths import path_figures
 from lab.published import closed_peer
 
 

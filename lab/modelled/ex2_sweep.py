@@ -11,7 +11,7 @@ from bench.tables.table import BASIS, MACHINE
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from lab.model.exp2 import modelled_times
 from lab.model.origin import modelled_machine
-from lab.model.paths import PATH_COLUMNS, path_note
+from lab.paths import PATH_COLUMNS, path_note
 from sm100_sim.timing import load
 
 

@@ -17,8 +17,8 @@ from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from lab.model import masked, masked_backward
 from lab.model.origin import modelled_machine
-from lab.model.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from lab.model.predictor import Predictor, predictor_of
+from lab.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from sm100_sim.timing import Call
 
 MODELLED_COLUMNS = (

@@ -27,8 +27,8 @@ from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Table
 from lab.model.origin import modelled_machine
-from lab.model.paths import PATH_COLUMNS, path_figures, path_note
 from lab.model.predictor import Predictor, predictor_of
+from lab.paths import PATH_COLUMNS, path_figures, path_note
 
 
 def modelled_row(case: Case, predictor: Predictor, direction: str = FORWARD) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from bench.tables.comparison import AS_PUBLISHED, OURS
 from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import Column, Table
-from lab.model.paths import PATH_COLUMNS, path_note
 from lab.model.stated_errors import stated_errors
 from lab.model.throughput import Predictions
+from lab.paths import PATH_COLUMNS, path_note
 
 SAMPLES = (
     "sets of the model's constants that published rates do not contradict, the same set for all"

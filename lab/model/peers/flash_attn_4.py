@@ -25,7 +25,6 @@ from lab.model.backward import Backward
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.machines import B200
-from lab.model.paths import Paths
 from lab.model.peers import flash_attn_4_traces as traces
 from lab.model.peers import releases
 from lab.model.peers.flash_attn_4_traces import Problem
@@ -42,6 +41,7 @@ from lab.model.samples import (
     parts_of,
 )
 from lab.model.tiles import KEYS, ROWS, BackwardTiling, ForwardTiling
+from lab.paths import Paths
 from lab.published.rows import FLASH_ATTENTION, Build
 from sm100_sim.timing import Machine, TileCosts
 

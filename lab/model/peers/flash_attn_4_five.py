@@ -21,7 +21,6 @@ from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.backward import Backward
 from lab.model.calls import Kind
-from lab.model.paths import Paths
 from lab.model.peers import flash_attn_4_traces as traces
 from lab.model.peers.flash_attn_4 import FlashAttention4, Variant
 from lab.model.peers.flash_attn_4_traces import Problem
@@ -29,6 +28,7 @@ from lab.model.replays import SEED, Source, Traced, fitted, kept, programs
 from lab.model.samples import BACKWARD_SINGLE_SAMPLES
 from lab.model.summed_dq import PARTIAL, Step, SummedDq
 from lab.model.tiles import KEYS, BackwardTiling
+from lab.paths import Paths
 from sm100_sim.timing import Action, Machine, StoredProgram, TileCosts, Values
 
 #: A CTA pair has 128 keys, a step 128 queries and 512 clocks of the tensor core a product.

@@ -22,7 +22,6 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.machines import simulating, target_of
-from lab.model.paths import Paths
 from lab.model.peers import releases
 from lab.model.peers.frost_backward import KERNELS, FrostBackward
 from lab.model.replays import SEED, Replayed, Source, Traced, fitted, kept, programs, seeded
@@ -37,6 +36,7 @@ from lab.model.samples import (
     parts_of,
 )
 from lab.model.tiles import KEYS, ROWS, ForwardTiling
+from lab.paths import Paths
 from lab.published.rows import FROST, Build
 from sm100_sim import timing
 from sm100_sim.timing import Machine, TileCosts

@@ -19,8 +19,8 @@ from bench.suite import Case
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.model.backward import GradientCalls
 from lab.model.machines import memory_seconds
-from lab.model.paths import Paths
 from lab.model.tiles import KEYS, ROW, ROWS
+from lab.paths import Paths
 from sm100_sim.timing import (
     ALONE,
     Call,

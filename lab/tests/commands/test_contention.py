@@ -7,8 +7,8 @@ import pytest
 from bench.suite import FORWARD, Case
 from lab.commands import contention
 from lab.model.forward import Kernel
-from lab.model.paths import Paths
 from lab.model.tiles import ForwardTiling
+from lab.paths import Paths
 from sm100_sim.timing import TileCosts, load
 
 MACHINE = load("b200")

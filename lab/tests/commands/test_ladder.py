@@ -22,8 +22,8 @@ from lab.model import ladder as modelled
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.ours import Ours
-from lab.model.paths import Paths
 from lab.model.tiles import ForwardTiling
+from lab.paths import Paths
 from sm100_sim.timing import TileCosts
 
 CASE = Case("chosen", ((300, 300),), 2, 1, True)

@@ -13,10 +13,10 @@ from lab.model import ours
 from lab.model.calls import Kind, default_splits
 from lab.model.forward import combine_seconds
 from lab.model.machines import B200
-from lab.model.paths import Paths
 from lab.model.peers.flash_attn_4 import split_numbers
 from lab.model.predictor import Predicted
 from lab.model.tiles import ForwardTiling, forward_tiles
+from lab.paths import Paths
 from sm100_sim.timing import ALONE, Tile, load, schedule
 
 pytest.importorskip("cutlass")

@@ -6,9 +6,9 @@ import pytest
 from bench.suite import FORWARD, Case
 from lab.model import replays
 from lab.model.forward import Kernel
-from lab.model.paths import Paths, path_figures
 from lab.model.replays import Replayed, Traced, fitted, kept
 from lab.model.tiles import ForwardTiling
+from lab.paths import Paths, path_figures
 from sm100_sim import timing
 from sm100_sim.timing import TileCosts, load
 from sm100_sim.timing.machine_code.resources import Instructions

@@ -16,11 +16,11 @@ from lab.model import ours, samples
 from lab.model.backward import Backward
 from lab.model.calls import Chunk, Kind, backward_chunks
 from lab.model.machines import B200, gpu_of
-from lab.model.paths import Paths
 from lab.model.peers import flash_attn_4 as theirs
 from lab.model.replays import Replayed
 from lab.model.stored_tiles import DS, DV, PRODUCT, dv_tiles, product_tiles
 from lab.model.tiles import DKDV, DQ, ROW, BackwardTiling, dkdv_tiles, dq_tiles
+from lab.paths import Paths
 from sm100_sim.timing import TileCosts, load
 from sm100_sim.timing.whole.problem import hbm_bytes
 

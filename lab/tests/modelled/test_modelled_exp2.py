@@ -17,9 +17,9 @@ from lab.model import exp2 as modelled
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.ours import Ours
-from lab.model.paths import Paths
 from lab.model.replays import Replayed
 from lab.model.tiles import ForwardTiling
+from lab.paths import Paths
 from sm100_sim.timing import TileCosts, load
 
 pytest.importorskip("cutlass")

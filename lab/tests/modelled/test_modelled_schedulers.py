@@ -5,9 +5,9 @@ import pytest
 
 from bench.suite import BACKWARD, Case
 from lab.model.forward import Kernel
-from lab.model.paths import Paths
 from lab.model.tiles import ForwardTiling
 from lab.modelled import schedulers
+from lab.paths import Paths
 from sm100_sim.timing import TileCosts, load
 
 pytest.importorskip("cutlass")

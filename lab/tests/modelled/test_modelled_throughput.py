@@ -12,8 +12,8 @@ from bench.suite import BACKWARD, FORWARD, Case
 from lab.model import throughput as modelled
 from lab.model.calls import Kind
 from lab.model.ours import Ours
-from lab.model.paths import Paths
 from lab.model.predictor import Predicted, Predictor
+from lab.paths import Paths
 from sm100_sim.timing import Call, load
 
 pytest.importorskip("cutlass")

@@ -117,8 +117,8 @@ LARGEST_THRESHOLD = {False: 15, True: 8}
 STEP_SECONDS = 1.52e-6
 LEAST_SAVED = 1.0
 PART_STEPS = {16: 1.25, 32: 1.5, 64: 2.25}
-#: These three costs in e4m3, rougher: `python -m bench decode kv-types --modelled` has the parts that
-#: follow.
+#: These three costs in e4m3, rougher: `python -m bench decode kv-types --modelled` has the parts
+#: that follow.
 E4M3_COSTS = 1e-6, 4.0, 1.0
 
 
