@@ -51,7 +51,7 @@ def test_training(monkeypatch, seen):
 def test_ex2_sweep(seen):
     def timed(patterns, causal):
         jobs = [(pattern, name) for pattern in patterns for name in SEQLENS]
-        yield from seen((job, Times(np.array([1e-3, 1e-3]), "MMA", 9.0)) for job in jobs)
+        yield from seen((job, Times(np.full(3, 1e-3), "MMA", 9.0)) for job in jobs)
 
     grid = {"freq": [4], "res": [2, 4], "start": [0], "degree": [3]}
     arguments = Namespace(mask="causal", all_fragments=False, **grid)
