@@ -68,7 +68,8 @@ def _row_problems(row: dict[str, str]) -> list[str]:
         found.append("names no stage of bringup and does not say what would settle it")
     found += [f"no stage is called {stage!r}" for stage in stages if stage not in NAMES]
     for path, name in re.findall(
-        r"`((?:tests|bench|sm100_sim|fa4_hd256)/[\w/]+\.py)(?:::(\w+))?`", row["simulator"] + check
+        r"`((?:tests|bench|lab|sm100_sim|fa4_hd256)/[\w/]+\.py)(?:::(\w+))?`",
+        row["simulator"] + check,
     ):
         file = ROOT / path
         if not file.is_file() or name and f"def {name}(" not in file.read_text("utf-8"):

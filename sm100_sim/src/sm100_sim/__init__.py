@@ -11,7 +11,7 @@
 | SimulationError and its subclasses, PtxSyntaxError | what ends a launch |
 | device, default_device, DEVICES, SimulatedDevice | the GPUs that it passes for |
 | timing | the time a launch would take: `timing.predict` |
-| tools | golden vectors, fuzzer: what holds the simulator against silicon |
+| tools | golden vectors: what holds the simulator against silicon |
 
 What is not listed here, in `sm100_sim.timing` or under `sm100_sim.tools` is private.
 """

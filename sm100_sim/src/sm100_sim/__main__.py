@@ -10,16 +10,14 @@ from . import interrupt
 from .errors import MissingExtra
 
 #: Command -> (module, function of its arguments that returns the exit status, what it does). Each
-#: is imported when it is called: `record`, `litmus` and `fuzz --on gpu` run without llvmlite.
+#: is imported when it is called: `record` runs without llvmlite.
 COMMANDS = {
     "mutate": ("mutation.command", "mutate", "what the sanitizer finds: a script's kernels with "
                "one synchronisation instruction left out"),
     "predict": ("timing.__main__", "main", "predicted time of a script's kernels, critical path"),
     "speed": ("tools.speed", "speed", "how fast a script runs here, plain and sanitized; what a "
               "PTX module takes to translate"),
-    "fuzz": ("tools.fuzz.command", "main", "random PTX programs, in the simulator or on a GPU"),
     "record": ("tools.golden.command", "record_vectors", "golden vectors, on a Hopper GPU"),
-    "litmus": ("tools.golden.command", "litmus", "what a Hopper GPU shows out of order"),
 }  # fmt: skip
 
 

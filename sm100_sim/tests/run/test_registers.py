@@ -114,7 +114,7 @@ def test_registers_that_fit_a_launch(threads, ctas, registers):
 
 def test_a_launch_has_no_more_registers_than_the_largest_increase():
     """256 threads would fit with 255 each; ptxas then compiles this for 240, so the increase is
-    none (recorded of an H200: pool/35 of `sm100_sim.tools.fuzz`)."""
+    none (recorded of an H200: pool/35 of docs/golden.md)."""
     body = """
     mov.u32 %r0, %tid.x;  setp.ge.u32 %p0, %r0, 128;
     @%p0 bra GIVE;

@@ -11,10 +11,9 @@
 | warp | shuffles, votes, prmt, ldmatrix, stmatrix |
 | atomics | atomics and reductions |
 | tma, tensormaps | tensor copies; the driver's tensor maps |
-| found | what the fuzzer found |
+| found | what random programs found |
 | wgmma, tensor_sums | asynchronous products of a warpgroup; how an H200 adds their terms |
 | scripts, rules_* | rules of the machine, kept and broken, and how each kernel ends |
-| litmus, probes, litmus_run | what only a GPU can answer: `python -m sm100_sim litmus` |
 | cluster, asynchronous | mbarriers and shared memory of a cluster; cp.async, bulk copies |
 
 `tcgen05` and `pairs` hold cases that a Hopper GPU cannot record, each with what numpy makes of the

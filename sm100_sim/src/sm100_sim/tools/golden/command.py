@@ -1,4 +1,4 @@
-"""`python -m sm100_sim record` and `litmus`: what only a Hopper GPU can say."""
+"""`python -m sm100_sim record`: what only a Hopper GPU can say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 
 _RECORD = """run small PTX kernels on a GPU of compute capability 9.0 and store their results, which
 the tests replay in the simulator; needs a CUDA driver, cuda-bindings and numpy"""
-_LITMUS = """pass messages between warps millions of times on a GPU of compute capability 9.0 and
-count stale ones; measure what only a GPU can tell (time-outs, co-residence, launches)"""
 
 
 def record_vectors(arguments: list[str]) -> int:
@@ -34,12 +32,12 @@ def record_vectors(arguments: list[str]) -> int:
     chosen, known = tuple(filter(None, choice.groups.split(","))), groups(all_cases())
     if not known.keys() >= set(chosen):
         parser.error(f"--groups {choice.groups}; accepted are {', '.join(known)}")
-    if _lacks_driver("record"):
+    if _lacks_driver():
         return 2
     return 1 if record(choice.out, chosen) else 0
 
 
-def _lacks_driver(command: str) -> bool:
+def _lacks_driver() -> bool:
     """Return True, with a line on stderr, where no driver of NVIDIA's is installed. Without
     cuda-bindings the command itself says what to install."""
     try:
@@ -50,30 +48,9 @@ def _lacks_driver(command: str) -> bool:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         print(
-            f"sm100_sim: {command} needs a GPU of compute capability 9.0 (H200, H100), and this "
+            "sm100_sim: record needs a GPU of compute capability 9.0 (H200, H100), and this "
             "machine has no driver of NVIDIA's",
             file=sys.stderr,
         )
         return True
     return False
-
-
-def litmus(arguments: list[str]) -> int:
-    """Run the probes; 1 if one failed."""
-    from .litmus_run import run
-    from .probes import PROBES
-
-    parser = argparse.ArgumentParser(prog="python -m sm100_sim litmus", description=_LITMUS)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of what was found")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=1.0,
-        help="seconds for each way to pass a message (default: %(default)s)",
-    )
-    parser.add_argument("--only", nargs="+", choices=list(PROBES), help="these alone")
-    choice = parser.parse_args(arguments)
-    if _lacks_driver("litmus"):
-        return 2
-    found = run(choice.out, choice.seconds, choice.only)
-    return 1 if any("failed" in result for result in found.values()) else 0

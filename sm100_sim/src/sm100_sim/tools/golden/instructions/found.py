@@ -1,4 +1,4 @@
-"""Golden cases of what the fuzzer found (`sm100_sim.tools.fuzz`, docs/golden.md).
+"""Golden cases of what random programs found (docs/golden.md).
 
 Each shows one thing that the simulator did otherwise or not at all.
 """

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sm100_sim.interrupt import starting_workers
+from sm100_sim.tools.golden.record import Gpu
 
 from .probes import PROBES
-from .record import Gpu
 
 LIMIT = 120.0
 

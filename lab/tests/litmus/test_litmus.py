@@ -1,15 +1,15 @@
-"""The messages of `golden.litmus` in the simulator, whose memory has one order."""
+"""The messages of `lab.litmus` in the simulator, whose memory has one order."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from lab.litmus.messages import BLOCK, MESSAGES, NOISE_BYTES, SCRATCH, message_ptx
 from sm100_sim import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
 from sm100_sim.state.warp import aligned_zeros
 from sm100_sim.tools.golden import KERNEL
-from sm100_sim.tools.golden.litmus import BLOCK, MESSAGES, NOISE_BYTES, SCRATCH, message_ptx
 
 pytestmark = pytest.mark.simulator
 

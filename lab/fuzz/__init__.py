@@ -14,7 +14,7 @@
 | outcome | what a run of a program gave, and the files of such outcomes |
 | gpu, simulate | run programs on a GPU and in the simulator |
 | shrink | the smallest variant that still differs |
-| command | `python -m sm100_sim fuzz` |
+| command | `python -m lab.fuzz` |
 
 Programs are made from a family's name and a seed on both sides; a digest ties the results together.
 The GPU side needs a CUDA driver, cuda-bindings and numpy, nothing else of the simulator.

@@ -1,4 +1,4 @@
-"""`python -m sm100_sim fuzz`: run random programs, compare two runs, shrink what differs."""
+"""`python -m lab.fuzz`: run random programs, compare two runs, shrink what differs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ simulator, write what each one gave, and compare it with what another run gave; 
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of the command."""
-    p = argparse.ArgumentParser(prog="python -m sm100_sim fuzz", description=_DESCRIPTION)
+    p = argparse.ArgumentParser(prog="python -m lab.fuzz", description=_DESCRIPTION)
     p.add_argument(
         "--on",
         choices=("simulator", "gpu", "both"),

@@ -1,7 +1,7 @@
 """Probes: figures of a GPU that no simulated machine has, each from one small kernel.
 
 A probe is a function of a `record.Gpu` and the seconds it may take; it returns what a JSON file
-holds. `litmus_run` runs them, each in a process of its own.
+holds. `processes` runs them, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .cases import HEADER, KERNEL
-from .litmus import BLOCK, MESSAGES, NOISE_BYTES, SCRATCH, message_ptx
-from .record import DriverError, Gpu
+from sm100_sim.tools.golden.cases import HEADER, KERNEL
+from sm100_sim.tools.golden.record import DriverError, Gpu
+
+from .messages import BLOCK, MESSAGES, NOISE_BYTES, SCRATCH, message_ptx
 
 _CLUSTERS = 60
 

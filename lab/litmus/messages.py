@@ -5,7 +5,7 @@ A message passes between two warps: data are written, a barrier is signalled, th
 count above zero is one that the rule does not hold. `probes` has kernels for what else only a GPU
 can answer.
 
-    python -m sm100_sim litmus --out FILE [--seconds N]
+    python -m lab.litmus --out FILE [--seconds N]
 
 needs a GPU of compute capability 9.0, a CUDA driver, cuda-bindings and numpy. The simulator runs
 the messages, too, with few tries: its memory has one order, so it must count none.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cases import HEADER, KERNEL
+from sm100_sim.tools.golden.cases import HEADER, KERNEL
 
 #: Bytes between the words of two lanes: a line of the cache each.
 LINE = 128

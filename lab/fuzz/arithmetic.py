@@ -30,7 +30,7 @@ FILES = {
 
 # Each line: opcode (braces hold alternatives), destination, sources. # is an immediate of 8 bits; %
 # and ^ are one of 0 to 40 and of 0 to 31, or a register; | is odd, as divisors and what is negated
-# must be; & is a register's low five bits. docs/golden.md says what ptxas makes of other operands.
+# must be; & is a register's low five bits. lab/fuzzer.md says what ptxas makes of other operands.
 _TABLE = {
     "integer": """
     {add,sub}.{u32,s32} r rr

@@ -69,7 +69,7 @@ class Outcome:
         if self.program != other.program:
             raise ValueError(
                 "the two outcomes are of different programs; both sides must run the "
-                "same version of sm100_sim.tools.fuzz"
+                "same version of lab.fuzz"
             )
         if VARIES in (self.state, other.state):
             return True
