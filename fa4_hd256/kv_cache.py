@@ -5,7 +5,7 @@ A call without new rows is one of the attention alone (`interface.attend_sequenc
 rows is a single plan (`run.append.plan_cache`): the kernel that writes rows, then the attention. An
 eager call finds it by its tensors, in one tuple in the order of `CacheTensors`. Where something
 intercepts calls (`is_intercepted`) it is the operator `forward_kvcache`, whose body finds the same
-kind of plan. Shapes, dtypes and options are checked first (`_resolve`), contents when the plan is
+kind of plan. Shapes, dtypes and options are checked first (`resolved`), contents when the plan is
 made, and where tensors lie at every call (`check_memory`): all before anything is written.
 """
 
@@ -19,9 +19,9 @@ import torch
 from . import plans
 from .call import cache_checks
 from .call.autocast import autocast, is_autocasting
-from .call.cache_checks import CachePlaces, NewRows, check_call, check_memory
-from .call.forward_problem import LONGEST, Call, bounded
-from .call.operator_arguments import CacheTensors, CacheValues
+from .call.cache_checks import check_memory, resolved
+from .call.forward_problem import bounded
+from .call.operator_arguments import CacheTensors
 from .call.options import BY_RULE, NO_WINDOW
 from .call.part_lists import marked
 from .call.process import is_intercepted, refuse_tangents
@@ -29,7 +29,7 @@ from .call.tree_mask import tree_words
 from .interface import NO_TENSORS, attend_sequences, read_options
 from .kernels.functions.kernel_functions import SCORE_MOD
 from .kernels.problem_class import DESCALES
-from .kernels.rows.sequences import TREE_WORDS
+from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
 from .operators import WRITTEN, forward_kvcache
 from .run.append import plan_cache
 from .score_mods import ScoreMod
@@ -136,7 +136,7 @@ def flash_attn_with_kvcache(
     if words is not None:
         cache_checks.check_beside_tree(rotary_cos)
     if qv is not None:
-        cache_checks.refuse({"qv": qv})
+        cache_checks.refuse_second_parts()
     if torch.is_grad_enabled():
         cache_checks.check_no_gradients(
             _DIFFERENTIABLE, q, k_cache, v_cache, k, v, learnable_sink, out, rotary_cos, rotary_sin,
@@ -149,30 +149,30 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
         max_seqlen_q, max_seqlen_k, config, None, key, None, 0,
     )  # fmt: skip
-    places = CachePlaces(
-        q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, scheduler_metadata,
-        cache_batch_idx, cache_leftpad,
-    )  # fmt: skip
+    results = out, return_lse, False
     # Engines write their caches themselves: such calls are those of the attention at once.
     is_attention = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
-    if not is_attention or not _are_plain(cache_seqlens):
-        rows = NewRows(
-            k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
-        )
-        places, are_rows_given = _checked(places, rows)
-        if are_rows_given:
-            attention = learnable_sink, others, out
-            results = _write_and_attend(places, rows, attention, arguments, return_lse)
-            return results if return_lse else results[0]
-    in_cache = places.in_cache
-    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = attend_sequences(
-        (q, k_cache, v_cache, learnable_sink),
-        (cu_seqlens_q, None, None, places.lengths, places.page_table, scheduler_metadata),
-        {**others, **in_cache} if in_cache else others,
-        arguments,
-        (out, return_lse, False),
-    )
-    return found
+    if is_attention and _are_plain(cache_seqlens):
+        inputs = q, k_cache, v_cache, learnable_sink
+        sequences = cu_seqlens_q, None, None, cache_seqlens, page_table, scheduler_metadata
+        return attend_sequences(inputs, sequences, others, arguments, results)
+    named = [others.get(name) for name in _OTHERS] if others else _NO_OTHERS
+    tensors: tuple[Any, ...] = (  # fields of `CacheTensors`, whose class takes twice the time
+        out, k_cache, v_cache, q, k, v, cache_seqlens, learnable_sink, cu_seqlens_q, page_table,
+        scheduler_metadata, cache_batch_idx, cache_leftpad, *named, cu_seqlens_k_new, None,
+        rotary_cos, rotary_sin, None if rotary_cos is rotary_sin is None else rotary_seqlens,
+    )  # fmt: skip
+    # Plain calls are checked with their plan. Others become like them first.
+    is_plain = cache_batch_idx is cache_leftpad is None and isinstance(cache_seqlens, torch.Tensor)
+    if k is v is None or not is_plain:
+        call = cache_checks.in_use(CacheTensors(*tensors))
+        if not cache_checks.has_new_rows(call, rotary_interleaved):
+            return _attend(call, others, arguments, results)
+        tensors = call
+    if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
+        arguments = bounded(arguments, q, words)
+    out, lse = _write_and_attend(tensors, arguments, rotary_interleaved, not return_lse)
+    return (out, lse) if return_lse else out
 
 
 def _are_plain(cache_seqlens: Any) -> bool:
@@ -183,63 +183,46 @@ def _are_plain(cache_seqlens: Any) -> bool:
     return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
 
 
-def _checked(places: CachePlaces, rows: NewRows) -> tuple[CachePlaces, bool]:
-    """Return the places as a plan has them, with (batch,) lengths and pages of the sequences alone,
-    and whether there are new rows. Rows whose places are such already are checked with their
-    plan."""
-    are_given = rows.k is not None or rows.v is not None
-    is_plain = places.entries is places.leftpad is None
-    if are_given and is_plain and isinstance(places.lengths, torch.Tensor):
-        return places, True
-    places = places.in_use()
-    return places, rows.check(places)
+def _attend(
+    call: CacheTensors,
+    others: dict[str, torch.Tensor],
+    arguments: tuple[Any, ...],
+    results: tuple[Any, bool, bool],
+) -> Any:
+    """Call the attention alone; call: in use. The others as of `attend_sequences`."""
+    in_cache = {CACHE_BATCH_IDX: call.cache_batch_idx, CACHE_LEFTPAD: call.cache_leftpad}
+    return attend_sequences(
+        (call.q, call.k_cache, call.v_cache, call.sink),
+        (call.cu_seqlens_q, None, None, call.lengths, call.page_table, call.part_list),
+        others | {name: tensor for name, tensor in in_cache.items() if tensor is not None},
+        arguments,
+        results,
+    )
 
 
 def _write_and_attend(
-    places: CachePlaces,
-    rows: NewRows,
-    attention: tuple[Any, dict[str, torch.Tensor], Any],
-    arguments: tuple[Any, ...],
-    wants_lse: bool,
+    tensors: Sequence[Any], arguments: tuple[Any, ...], interleaved: Any, only_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new rows and attend to all; return (out, lse). attention: the sink, further tensors by
-    name, out. arguments: fields of `Call`.
+    """Write new rows and attend to all; return (out, lse). tensors: fields of `CacheTensors`.
+    arguments: fields of `Call`. only_first: the lse may hold anything.
 
     Raises TypeError or ValueError for what is not accepted, before anything is written."""
-    sink, others, out = attention
-    longest = arguments[LONGEST]
-    if isinstance(longest[0], torch.Tensor) or isinstance(longest[1], torch.Tensor):
-        arguments = bounded(arguments, places.q, others.get(TREE_WORDS))
-    tensors = _tensors_of(places, rows, sink, others, out)
     if not is_intercepted():
-        metadata = places.scheduler_metadata
+        metadata = tensors[_PART_LIST]
         mark = None if metadata is None else marked(metadata)
-        form = mark, bytes([tensor is None for tensor in tensors]), rows.interleaved
+        form = mark, bytes([tensor is None for tensor in tensors]), interleaved
         found = plans.find((_KVCACHE, *plans.facts_of(arguments, form)), tensors)
         if found is not None:
             entry, addresses = found
             check_memory(tensors, entry.execution is not None)
-            out, lse = plans.run(entry, tensors, addresses, not wants_lse)
+            out, lse = plans.run(entry, tensors, addresses, only_first)
             return out, lse
     refuse_tangents(tensors)
-    values = _resolve(tensors, (*arguments, rows.interleaved))
+    values = resolved(tensors, (*arguments, interleaved))
+    out, _, _, q, *_ = tensors
     if out is None:
-        out = torch.empty_like(places.q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, forward_kvcache(out, *tensors[1:], *values)
-
-
-def _tensors_of(
-    places: CachePlaces, rows: NewRows, sink: Any, others: dict[str, torch.Tensor], out: Any
-) -> tuple[Any, ...]:
-    """Return the fields of `CacheTensors`, whose class takes twice the time to make."""
-    named = [others.get(name) for name in _OTHERS] if others else _NO_OTHERS
-    begins = None if rows.rotary_cos is None else rows.rotary_seqlens
-    return (
-        out, places.k_cache, places.v_cache, places.q, rows.k, rows.v, places.lengths, sink,
-        places.cu_seqlens_q, places.page_table, places.scheduler_metadata, places.entries,
-        places.leftpad, *named, rows.cu_seqlens, places.new_page_table, rows.rotary_cos,
-        rows.rotary_sin, begins,
-    )  # fmt: skip
 
 
 #: Fields of `CacheTensors` that come by name.
@@ -248,14 +231,6 @@ _NO_OTHERS = [None] * len(_OTHERS)
 assert CacheTensors._fields[13 : 13 + len(_OTHERS)] == _OTHERS
 
 
-def _resolve(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
-    """Check a first call and return its values. facts: fields of `Call` first, rotary_interleaved
-    last."""
-    call, interleaved = CacheTensors(*tensors), facts[-1]
-    check_call(call, interleaved)
-    values = Call(*facts[: len(Call._fields)]).values(call.attention(call.lengths))
-    return CacheValues.of(values, bool(interleaved))
-
-
+_PART_LIST = CacheTensors._fields.index(PART_LIST)
 #: Eager calls; `operators` has the kind of the same operator's body.
-_KVCACHE = plans.Kind("forward_kvcache", _resolve, plan_cache, tuple(range(len(WRITTEN))))
+_KVCACHE = plans.Kind("forward_kvcache", resolved, plan_cache, tuple(range(len(WRITTEN))))

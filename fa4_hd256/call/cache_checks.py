@@ -8,25 +8,21 @@ the user requests it (`environment.checks_pages`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
 from .. import environment
 from ..kernels.limits import HEAD_DIM
 from ..kernels.problem_class import KV_DTYPES
-from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD
+from ..kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PAGE_TABLE
 from ..words import shown
 from . import checks, memory
+from .forward_problem import Call
 from .memory import memory_span
-from .operator_arguments import CacheTensors
+from .operator_arguments import CacheTensors, CacheValues
 from .options import is_sure, plain
 from .process import is_intercepted
-
-#: Arguments of the field's function that are not offered, and why or what serves instead.
-NOT_OFFERED = {
-    "qv": "the second part of a query (MLA): queries, keys and values have head_dim 256 alike",
-}
 
 #: Sizes of tensors here are below: two of them and a row of 256 stay within 64 bits.
 LARGEST_SIZE = 1 << 40
@@ -41,135 +37,92 @@ ROTARY_MULTIPLE = 16
 # ---------------------------------------------------------------- the call
 
 
-class CachePlaces(NamedTuple):
-    """Queries, and where the keys of each sequence lie: arguments as users give them, or checked
-    and brought into one form (`in_use`).
-
-    lengths: cache_seqlens; in that form (batch,) int32 rows in use, None for all. entries:
-    cache_batch_idx; None in that form with a page_table, which then has the chosen rows alone, one
-    for each sequence. chosen: numbers of these rows as cache_batch_idx has them, and as they were
-    taken, the nearest ones that the table has; None where nothing was chosen. leftpad:
-    cache_leftpad.
-    """
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    cu_seqlens_q: torch.Tensor | None
-    page_table: torch.Tensor | None
-    lengths: Any
-    scheduler_metadata: torch.Tensor | None = None
-    entries: torch.Tensor | None = None
-    leftpad: torch.Tensor | None = None
-    chosen: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def in_cache(self) -> dict[str, torch.Tensor]:
-        """Return the tensors beside page_table and lengths that say where in a cache keys lie, by
-        name."""
-        named = {CACHE_BATCH_IDX: self.entries, CACHE_LEFTPAD: self.leftpad}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    @property
-    def new_page_table(self) -> torch.Tensor | None:
-        """Return the page table of new rows, None for `page_table`. With cache_batch_idx alone each
-        entry of the cache counts as one page. A sequence whose cache_batch_idx chooses a row that
-        the table has not gets no pages, so that none of its new rows is written."""
-        if self.chosen is not None and self.page_table is not None:
-            requested, there = self.chosen
-            return self.page_table.masked_fill((requested != there)[:, None], NO_PAGE)
-        return None if self.entries is None else self.entries[:, None]
-
-    @property
-    def batch(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
-
-    @property
-    def capacity(self) -> int:
-        """Rows that a sequence can have."""
-        rows = self.k_cache.shape[1]
-        return rows if self.page_table is None else rows * self.page_table.shape[1]
-
-    @property
-    def read_back(self) -> bool:
-        """Return True if contents are checked: on the CPU, where that waits for nothing, and on a
-        GPU where the user says so; a capture is then the attention's to refuse."""
-        if is_intercepted():
-            return False
-        if self.q.device.type == "cpu":
-            return True
-        return environment.checks_pages() and not torch.cuda.is_current_stream_capturing()
-
-    def in_use(self) -> CachePlaces:
-        """Return the places checked: lengths as a tensor, and of page_table the rows of the
-        sequences. Unchanged if it is called again. Raises TypeError or ValueError for what is not
-        accepted."""
-        check_caches(self.q, self.k_cache, self.v_cache, self.page_table, self.cu_seqlens_q)
-        device, places, cache_seqlens = self.q.device, self._of_entries(), self.lengths
-        if self.leftpad is not None:
-            before = of_batch("cache_leftpad", self.leftpad, self.batch, device)
-            places = places._replace(leftpad=before.contiguous())
-        if cache_seqlens is not None:
-            lengths = lengths_of(cache_seqlens, self.batch, self.capacity, device)
-            if self.read_back:
-                check_lengths(lengths, self.capacity)
-            places = places._replace(lengths=lengths)
-        if self.read_back and places.leftpad is not None:
-            checks.check_leftpad(places.leftpad, places.lengths, self.capacity)
-        return places
-
-    def _of_entries(self) -> CachePlaces:
-        """Return the places with the rows of page_table that cache_batch_idx chooses, where both
-        are given."""
-        if self.entries is None:
-            return self
-        device, table = self.q.device, self.page_table
-        entries = of_batch("cache_batch_idx", self.entries, self.batch, device)
-        of_what = "the entries of the cache" if table is None else "the rows of page_table"
-        if self.read_back:
-            count = len(self.k_cache) if table is None else len(table)
-            check_within("cache_batch_idx holds", entries, count, of_what)
-        if table is None:
-            return self._replace(entries=entries.contiguous())
-        check_rows(table)
-        there = entries.clamp(0, table.shape[0] - 1)
-        table = table.index_select(0, there)
-        return self._replace(page_table=table, entries=None, chosen=(entries, there))
-
-
-class NewRows(NamedTuple):
-    """New rows of a call, and their rotary embedding, as users give them; k and v None for none."""
-
-    k: Any
-    v: Any
-    cu_seqlens: Any = None
-    rotary_cos: Any = None
-    rotary_sin: Any = None
-    rotary_seqlens: Any = None
-    interleaved: Any = True
-
-    def check(self, places: CachePlaces) -> bool:
-        """Return True if there are any new rows. Raises TypeError or ValueError for what is not
-        accepted."""
-        has_rows = self.k is not None or self.v is not None
-        if self.rotary_cos is not None or self.rotary_sin is not None:
-            check_rotary(self.rotary_cos, self.rotary_sin, self.interleaved, places.q, has_rows)
-        if not has_rows:
-            return False
-        if places.lengths is None:
-            raise ValueError(
-                "cache_seqlens is None; accepted with k and v, which are written behind the rows "
-                "in use: an int or a (batch,) int32 tensor"
-            )
-        new = {"k": self.k, "v": self.v}
-        check_new_rows(new, places.k_cache, self.cu_seqlens, places.batch, places.q.dtype)
-        if self.rotary_cos is not None:
-            check_rotated(self.k, places.q)
-            if self.rotary_seqlens is not None:
-                of_batch("rotary_seqlens", self.rotary_seqlens, places.batch, places.q.device)
-        if self.cu_seqlens is not None and places.read_back:
-            check_offsets("cu_seqlens_k_new", self.cu_seqlens, self.k.shape[0])
+def _is_read(call: CacheTensors) -> bool:
+    """Return True if contents are checked: on the CPU, where that waits for nothing, and on a GPU
+    where the user says so; a capture is then the attention's to refuse."""
+    if is_intercepted():
+        return False
+    if call.q.device.type == "cpu":
         return True
+    return environment.checks_pages() and not torch.cuda.is_current_stream_capturing()
+
+
+def in_use(call: CacheTensors) -> CacheTensors:
+    """Return the tensors of a call as a plan has them, checked: lengths as a tensor, and of
+    page_table the rows of the sequences. Unchanged if it is called again.
+
+    call: lengths, page_table, cache_batch_idx and cache_leftpad may be arguments of users. Raises
+    TypeError or ValueError for what is not accepted."""
+    check_caches(call.q, call.k_cache, call.v_cache, call.page_table, call.cu_seqlens_q)
+    device, is_read, found = call.q.device, _is_read(call), _of_entries(call)
+    if call.cache_leftpad is not None:
+        leftpad = of_batch(CACHE_LEFTPAD, call.cache_leftpad, call.batch, device)
+        found = found._replace(cache_leftpad=leftpad.contiguous())
+    if call.lengths is not None:
+        lengths = lengths_of(call.lengths, call.batch, call.capacity, device)
+        if is_read:
+            check_lengths(lengths, call.capacity)
+        found = found._replace(lengths=lengths)
+    if is_read and found.cache_leftpad is not None:
+        checks.check_leftpad(found.cache_leftpad, found.lengths, call.capacity)
+    return found
+
+
+def _of_entries(call: CacheTensors) -> CacheTensors:
+    """Return the tensors with the pages that cache_batch_idx chooses.
+
+    With cache_batch_idx alone each entry of the cache counts as one page. A sequence for which it
+    chooses a row that the page table has not reads the nearest one. It gets no pages to write to,
+    so that none of its new rows is written."""
+    entries, table = call.cache_batch_idx, call.page_table
+    if entries is None:
+        return call
+    entries = of_batch(CACHE_BATCH_IDX, entries, call.batch, call.q.device)
+    of_what = "the entries of the cache" if table is None else "the rows of page_table"
+    if _is_read(call):
+        count = len(call.k_cache) if table is None else len(table)
+        check_within("cache_batch_idx holds", entries, count, of_what)
+    if table is None:
+        entries = entries.contiguous()
+        return call._replace(cache_batch_idx=entries, new_page_table=entries[:, None])
+    check_int32(PAGE_TABLE, table)
+    if not table.shape[0]:
+        raise ValueError(
+            "page_table has no row for cache_batch_idx to choose; accepted: at least one row"
+        )
+    nearest = entries.clamp(0, table.shape[0] - 1)
+    table, written = table.index_select(0, nearest), None
+    if call.k is not None:
+        written = table.masked_fill((entries != nearest)[:, None], NO_PAGE)
+    return call._replace(page_table=table, new_page_table=written, cache_batch_idx=None)
+
+
+def has_new_rows(call: CacheTensors, interleaved: Any) -> bool:
+    """Return True if there are any new rows. call: in use. interleaved: rotary_interleaved. Raises
+    TypeError or ValueError for what is not accepted."""
+    k, q, offsets = call.k, call.q, call.cu_seqlens_k_new
+    is_given = k is not None or call.v is not None
+    if call.rotary_cos is not None or call.rotary_sin is not None:
+        check_rotary(call.rotary_cos, call.rotary_sin, interleaved, q, is_given)
+    if not is_given:
+        return False
+    if call.lengths is None:
+        raise ValueError(
+            "cache_seqlens is None; accepted with k and v, which are written behind the rows in "
+            "use: an int or a (batch,) int32 tensor"
+        )
+    check_new_rows({"k": k, "v": call.v}, call.k_cache, offsets, call.batch, q.dtype)
+    if call.rotary_cos is not None:
+        if k.dtype != q.dtype:
+            raise TypeError(
+                f"k is {k.dtype} with rotary_cos; accepted: {q.dtype}, like q (rows are rotated "
+                "before they are rounded to the cache's dtype)"
+            )
+        if call.rotary_seqlens is not None:
+            of_batch("rotary_seqlens", call.rotary_seqlens, call.batch, q.device)
+    if offsets is not None and _is_read(call):
+        check_offsets("cu_seqlens_k_new", offsets, k.shape[0])
+    return True
 
 
 def counted(lengths: torch.Tensor, k: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
@@ -177,40 +130,51 @@ def counted(lengths: torch.Tensor, k: torch.Tensor, offsets: torch.Tensor | None
     return lengths + (k.shape[1] if offsets is None else offsets.diff())
 
 
-def _parts_of(call: CacheTensors, interleaved: Any) -> tuple[CachePlaces, NewRows]:
-    """Return places and new rows of a call, not checked."""
-    places = CachePlaces(
-        call.q, call.k_cache, call.v_cache, call.cu_seqlens_q, call.page_table, call.lengths,
-        call.part_list, call.cache_batch_idx, call.cache_leftpad,
-    )  # fmt: skip
-    rows = NewRows(
-        call.k, call.v, call.cu_seqlens_k_new, call.rotary_cos, call.rotary_sin,
-        call.rotary_seqlens, interleaved,
-    )  # fmt: skip
-    return places, rows
-
-
 def check_call(call: CacheTensors, interleaved: Any = True) -> None:
     """Raise TypeError or ValueError for tensors that are not accepted, whatever they hold."""
-    places, rows = _parts_of(call, interleaved)
-    rows.check(places.in_use())
+    has_new_rows(in_use(call), interleaved)
     if call.out is not None:
         memory.check_out(call.out, call.q)
     if not is_intercepted():
-        check_in_place({"k_cache": call.k_cache, "v_cache": call.v_cache})
+        caches = {"k_cache": call.k_cache, "v_cache": call.v_cache}
+        for name, cache in caches.items():
+            memory.check_not_overlapping(name, cache)
+        memory.check_in_place(caches, "k and v, which are written in place")
+
+
+def resolved(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
+    """Return the operator's values of a call, checked. tensors: the fields of `CacheTensors`.
+    facts: begin with the fields of `Call`, the last one is rotary_interleaved."""
+    call, interleaved = CacheTensors(*tensors), facts[-1]
+    check_call(call, interleaved)
+    values = Call(*facts[: len(Call._fields)]).values(call.attention(call.lengths))
+    return CacheValues.of(values, bool(interleaved))
 
 
 def check_memory(tensors: Sequence[Any], again: bool = False) -> None:
-    """Raise ValueError for caches and an out that PyTorch may not write to now, and for tensors of
-    the call that lie in them; again: a call like it was checked before.
+    """Raise ValueError for caches and an out that PyTorch may not write to now, for caches that
+    share memory, and for tensors of the call that lie in them; again: a call like it was checked
+    before.
 
     tensors: fields of `CacheTensors`. Each call checks this: neither modes nor addresses are part
     of the key of a plan."""
     out, k_cache, v_cache, q, k, v = tensors[:6]
-    read = {"k": k, "v": v}
+    spans = [(name, rows, memory_span(rows)) for name, rows in (("k", k), ("v", v))]
     if tensors[_ROTARY_COS] is not None:
-        read["q"] = q
-    check_written({"k_cache": k_cache, "v_cache": v_cache}, read)
+        spans.append(("q", q, memory_span(q)))
+    before = -1
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        memory.check_changeable(name, cache)
+        begin, end = memory_span(cache)
+        if begin == before and end > begin:
+            raise ValueError(
+                "k_cache and v_cache lie in one place; accepted: memory of its own for each, as "
+                "both are written to"
+            )
+        before = begin
+        for read, rows, (first, last) in spans:
+            if first < end and begin < last:
+                memory.check_apart(cache, [rows], f"{name} lies in the memory of {read}")
     if out is not None:
         check = memory.check_writable_again if again else memory.check_writable
         check(out, tensors[1:])
@@ -225,16 +189,15 @@ def check_contents(call: CacheTensors, ordered: bool) -> torch.Tensor:
 
     ordered: whether queries have positions one after the other, as with a mask that has an order of
     them; else all have that of the first new row, as in the field."""
-    places, rows = _parts_of(call, True)
-    if not places.read_back:
+    if not _is_read(call):
         return call.lengths
-    rows.check(places.in_use())
+    has_new_rows(in_use(call), True)
     table = call.page_table if call.new_page_table is None else call.new_page_table
     if call.page_table is not None:
-        check_entries(call.page_table, places.batch, call.q.device)
+        check_entries(call.page_table, call.batch, call.q.device)
     new = _Positions.of(call.k, call.cu_seqlens_k_new)
     written = new.behind(call.lengths)
-    check_within("a new row would be row", written, places.capacity, "the rows of the cache")
+    check_within("a new row would be row", written, call.capacity, "the rows of the cache")
     if table is not None:
         entries = table[new.sequence, written // call.k_cache.shape[1]]
         check_within(
@@ -283,13 +246,11 @@ class _Positions(NamedTuple):
 # ---------------------------------------------------------------- its arguments
 
 
-def refuse(given: dict[str, Any]) -> None:
-    """Raise NotImplementedError for an argument of `NOT_OFFERED` that is not None."""
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} is given; accepted: None. Not offered: {NOT_OFFERED[name]}"
-            )
+def refuse_second_parts() -> NoReturn:
+    raise NotImplementedError(
+        "qv is given; accepted: None. Not offered: the second part of a query (MLA): queries, keys "
+        "and values have head_dim 256 alike"
+    )
 
 
 def check_beside_tree(rotary_cos: Any) -> None:
@@ -402,41 +363,6 @@ def check_entries(table: torch.Tensor, batch: int, device: torch.device) -> None
         )
 
 
-def check_rows(table: torch.Tensor) -> None:
-    """Raise TypeError or ValueError for a page_table that cache_batch_idx can choose no row of."""
-    check_int32("page_table", table)
-    if not table.shape[0]:
-        raise ValueError(
-            "page_table has no row for cache_batch_idx to choose; accepted: at least one row"
-        )
-
-
-def check_in_place(caches: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError unless k_cache and v_cache have strides that rows can be written with."""
-    for name, cache in caches.items():
-        memory.check_not_overlapping(name, cache)
-    memory.check_in_place(caches, "k and v, which are written in place")
-
-
-def check_written(caches: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError unless PyTorch may write to caches now, each has memory of its own, and new
-    rows do not lie in them."""
-    spans = [(given, rows, memory_span(rows)) for given, rows in new.items()]
-    before = -1
-    for name, cache in caches.items():
-        memory.check_changeable(name, cache)
-        begin, end = memory_span(cache)
-        if begin == before and end > begin:
-            raise ValueError(
-                "k_cache and v_cache lie in one place; accepted: memory of its own for each, as "
-                "both are written to"
-            )
-        before = begin
-        for given, rows, (first, last) in spans:
-            if first < end and begin < last:
-                memory.check_apart(cache, [rows], f"{name} lies in the memory of {given}")
-
-
 def check_new_rows(
     new: dict[str, Any],
     cache: torch.Tensor,
@@ -509,15 +435,6 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends:
         )
     if not isinstance(plain(interleaved), bool):
         raise TypeError(f"rotary_interleaved must be True or False, got {shown(interleaved)}")
-
-
-def check_rotated(k: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise TypeError for rows that are already rounded to less than they are rotated in."""
-    if k.dtype != q.dtype:
-        raise TypeError(
-            f"k is {k.dtype} with rotary_cos; accepted: {q.dtype}, like q (rows are rotated before "
-            "they are rounded to the cache's dtype)"
-        )
 
 
 def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:

@@ -236,6 +236,16 @@ class CacheTensors(NamedTuple):
     rotary_sin: torch.Tensor | None = None
     rotary_seqlens: torch.Tensor | None = None
 
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def capacity(self) -> int:
+        """Return the rows that a sequence can have."""
+        rows = self.k_cache.shape[1]
+        return rows if self.page_table is None else rows * self.page_table.shape[1]
+
     def attention(self, lengths: torch.Tensor) -> ForwardTensors:
         """Return the tensors of the attention. lengths: rows in use with the new ones."""
         shared = {name: getattr(self, name) for name in _OF_ATTENTION}
