@@ -28,6 +28,7 @@ from .private_torch import is_batch_of_gradients, nesting_of_batches
 from .run.backward import or_empty, plan_call, smaller_plan
 
 __all__ = [
+    "DIFFERENTIABLE",
     "attend",
     "backward",
     "call_backward",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 #: Tensors of `forward` that gradients flow to, its first ones: q, k, v, sink.
-_DIFFERENTIABLE = 4
+DIFFERENTIABLE = 4
 #: Place of out among what `BackwardTensors.kept` makes.
 _OUT = 3
 
@@ -51,10 +52,10 @@ _OUT = 3
     mutates_args=(),
     schema=f"({schema_of(BackwardTensors, BackwardValues)}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv, dsink) of the fields of `BackwardTensors` and `BackwardValues`; those
     that are not wanted are empty. Bitwise the same for the same arguments."""
-    tensors, values = backward_arguments(given)
+    tensors, values = backward_arguments(arguments)
     values = values._replace(wanted=tuple(values.wanted))
     return or_empty(plans.within(_BACKWARD, tensors, values), tensors)
 
@@ -65,8 +66,8 @@ _BACKWARD = plans.Kind("backward", plans.leading(BackwardValues), plan_call, sma
 
 
 @backward.register_fake
-def _(*given: Any) -> tuple[torch.Tensor, ...]:
-    tensors, values = backward_arguments(given)
+def _(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    tensors, values = backward_arguments(arguments)
     (dq, dkdv, dsink), q, sink = values.wanted, tensors.q, tensors.sink
     return (
         q.new_empty(q.shape if dq else 0),
@@ -94,14 +95,14 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
     # If gradients of gradients are requested, the operator refuses them.
     if not torch.is_grad_enabled() and not is_intercepted():
         facts = (_BACKWARD, *values, bytes([tensor is None for tensor in tensors]))
-        found = plans.find(facts, tensors)
-        if found is not None:
-            return plans.run(found[0], tensors, found[1])
+        planned = plans.find(facts, tensors)
+        if planned is not None:
+            return plans.run(planned[0], tensors, planned[1])
     batched = tensors.with_batches()
     *of_rows, dsink = backward(*batched, *values._replace(wanted=list(values.wanted)))
     return *(
-        made.squeeze(0) if given.ndim < _RANK == made.ndim else made
-        for made, given in zip(of_rows, (tensors.q, tensors.k, tensors.v), strict=True)
+        gradient.squeeze(0) if tensor.ndim < _RANK == gradient.ndim else gradient
+        for gradient, tensor in zip(of_rows, (tensors.q, tensors.k, tensors.v), strict=True)
     ), dsink
 
 
@@ -180,23 +181,24 @@ def gradients_of(
 def _of_saved(
     saved: tuple[Sequence[torch.Tensor], ForwardValues],
     needed: Sequence[bool],
-    given: tuple[torch.Tensor | None, ...],
+    of_results: tuple[torch.Tensor | None, ...],
     call: Callable[..., tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return `gradients_of` of what `save` has kept: tensors and values. given: dout and dlse, one
+    """Return `gradients_of` of what `save` has kept: tensors and values. of_results: dout and
+    dlse, one
     of them None or none."""
-    (kept, values), (dout, dlse) = saved, given
+    (tensors, values), (dout, dlse) = saved, of_results
     if dout is None:
-        out = kept[_OUT]
+        out = tensors[_OUT]
         dout = out.new_zeros(()).expand(out.shape)
     batched = [tensor is not None and is_batch_of_gradients(tensor) for tensor in (dout, dlse)]
     if any(batched):
         entries = _entries((dout, dlse), batched)
         return _joined([_of_saved(saved, needed, entry, call) for entry in entries])
     wanted = (needed[0], needed[1] or needed[2], needed[3])
-    results = call(BackwardTensors(dout, dlse, *kept), values.of_backward(wanted))
+    results = call(BackwardTensors(dout, dlse, *tensors), values.of_backward(wanted))
     return tuple(
-        gradient if asked else None for gradient, asked in zip(results, needed, strict=True)
+        gradient if is_needed else None for gradient, is_needed in zip(results, needed, strict=True)
     )
 
 
@@ -206,30 +208,32 @@ def _nesting() -> int:
 
 
 def _entries(
-    given: tuple[torch.Tensor | None, ...], batched: Sequence[bool]
+    of_results: tuple[torch.Tensor | None, ...], batched: Sequence[bool]
 ) -> list[tuple[torch.Tensor | None, ...]]:
     """Return (dout, dlse) of each entry of a batch. batched: which of the two are batches."""
     level = _nesting()
     entries = [
         torch._remove_batch_dim(tensor, level, 0, 0) if is_batched and tensor is not None else None
-        for tensor, is_batched in zip(given, batched, strict=True)
+        for tensor, is_batched in zip(of_results, batched, strict=True)
     ]
     size = next(len(entry) for entry in entries if entry is not None)
     return [
         tuple(
             tensor if entry is None else entry[i]
-            for tensor, entry in zip(given, entries, strict=True)
+            for tensor, entry in zip(of_results, entries, strict=True)
         )
         for i in range(size)
     ]
 
 
-def _joined(found: Sequence[tuple[torch.Tensor | None, ...]]) -> tuple[torch.Tensor | None, ...]:
+def _joined(
+    gradients: Sequence[tuple[torch.Tensor | None, ...]],
+) -> tuple[torch.Tensor | None, ...]:
     """Return gradients of each entry as those of a batch."""
     level = _nesting()
     return tuple(
-        None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
-        for parts in zip(*found, strict=True)
+        None if entries[0] is None else torch._add_batch_dim(torch.stack(entries), 0, level)
+        for entries in zip(*gradients, strict=True)
     )
 
 
@@ -237,8 +241,8 @@ def gradients(
     ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the arguments of `forward`; None for those not requested."""
-    needed = ctx.needs_input_grad[:_DIFFERENTIABLE]
-    others = len(ctx.needs_input_grad) - _DIFFERENTIABLE
+    needed = ctx.needs_input_grad[:DIFFERENTIABLE]
+    others = len(ctx.needs_input_grad) - DIFFERENTIABLE
     return *gradients_of(ctx, needed, dout, dlse), *[None] * others
 
 
@@ -251,13 +255,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        found: tuple[plans.Entry, list[int], Sequence[Any]],
+        call: tuple[plans.Entry, list[int], Sequence[Any]],
         *differentiable: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the results of a plan. found: entry, addresses and tensors of the call, as
+        """Return the results of a plan. call: entry, addresses and tensors of the call, as
         `plans.run` takes them. differentiable: the first of these tensors once more, q, k, v and
         the sink: autograd tracks what it gets as an argument, but nothing inside a tuple."""
-        entry, addresses, tensors = found
+        entry, addresses, tensors = call
         tensors = (*differentiable, *tensors[len(differentiable) :])
         results = plans.run(entry, tensors, addresses)
         save(ctx, ForwardTensors(*tensors[:-1]), entry.values, results)

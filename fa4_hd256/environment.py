@@ -163,11 +163,12 @@ def prebuilt_directory() -> str | None:
 
 
 def jit_allowed() -> bool:
-    """Return True if kernels may be compiled. Raises ValueError for a value other than 0 and 1."""
+    """Return True if kernels may be compiled."""
     return _switch(JIT, True)
 
 
 def _switch(variable: Variable, default: bool) -> bool:
+    """Return the value of a variable. Raises ValueError for other values than 0 and 1."""
     given = os.environ.get(variable.name)
     if given is None:
         return default
@@ -177,34 +178,29 @@ def _switch(variable: Variable, default: bool) -> bool:
 
 
 def progress_wanted() -> bool:
-    """Return True if a long simulated run may draw a progress bar on stderr.
-
-    Raises ValueError for a value other than 0 and 1.
-    """
+    """Return True if a long simulated run may draw a progress bar on stderr."""
     return _switch(PROGRESS, sys.stderr.isatty())
 
 
 def rows_wanted() -> bool:
     """Return True unless commands are not to print rows on stderr as each is ready. Files get them,
-    too: a row that took long must not be lost to what comes after it.
-
-    Raises ValueError for a value other than 0 and 1.
-    """
+    too: a row that took long must not be lost to what comes after it."""
     return _switch(PROGRESS, True)
 
 
 def reserved_sms() -> int:
-    """SMs that static grids leave free. Raises ValueError for anything but a whole number."""
+    """Return the SMs that static grids leave free."""
     return _whole_number(RESERVED_SMS, "SMs") or 0
 
 
 def ds_bytes() -> int | None:
-    """Bytes that dS may take where no configuration is given, None where nothing is said. Raises
-    ValueError for anything but a whole number."""
+    """Return the bytes that dS may take where no configuration is given, None if it is not set."""
     return _whole_number(DS_BYTES, "bytes")
 
 
 def _whole_number(variable: Variable, unit: str) -> int | None:
+    """Return the value of a variable, None if it is not set. Raises ValueError for anything but a
+    whole number."""
     given = os.environ.get(variable.name)
     if not given:
         return None
@@ -216,22 +212,17 @@ def _whole_number(variable: Variable, unit: str) -> int | None:
 
 
 def checks_contents() -> bool:
-    """Return True if contents of tensors on a GPU are checked. Raises ValueError for anything but 0
-    and 1."""
+    """Return True if contents of tensors on a GPU are checked."""
     return _checks(CHECK)
 
 
 def checks_pages() -> bool:
-    """Return True if page numbers and places of new rows are checked on a GPU. Raises ValueError
-    for anything but 0 and 1."""
+    """Return True if page numbers and places of new rows are checked on a GPU."""
     return _checks(CHECK_PAGES) or _checks(CHECK)
 
 
 def _checks(variable: Variable) -> bool:
-    given = os.environ.get(variable.name) or "0"
-    if given not in ("0", "1"):
-        raise ValueError(f"{variable.name} is {given!r}; accepted: 0 or 1")
-    return given == "1"
+    return bool(os.environ.get(variable.name)) and _switch(variable, False)
 
 
 def architecture() -> Architecture:

@@ -36,25 +36,25 @@ _OF_PAIR = 2 * 256
 _COUNTER = "torch.utils.flop_counter"
 
 
-def _forward_flops(*given: Any, out_val: Any = None, **_: Any) -> int:
-    tensors, values = forward_arguments(given)
+def _forward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+    tensors, values = forward_arguments(arguments)
     return 2 * _OF_PAIR * _pairs(tensors, values, tensors.mask_steps, tensors.mask_bits)
 
 
-def _forward_out_flops(_out: Any, *given: Any, **options: Any) -> int:
-    return _forward_flops(*given, **options)
+def _forward_out_flops(_out: Any, *arguments: Any, **options: Any) -> int:
+    return _forward_flops(*arguments, **options)
 
 
-def _kvcache_flops(*given: Any, out_val: Any = None, **_: Any) -> int:
-    tensors, values = cache_arguments(given)
+def _kvcache_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+    tensors, values = cache_arguments(arguments)
     with without_modes():
         after = counted(tensors.lengths, tensors.k, tensors.cu_seqlens_k_new)
     attention = tensors.attention(after).with_batches()
     return 2 * _OF_PAIR * _pairs(attention, values, None, None)
 
 
-def _backward_flops(*given: Any, out_val: Any = None, **_options: Any) -> int:
-    tensors, values = backward_arguments(given)
+def _backward_flops(*arguments: Any, out_val: Any = None, **_options: Any) -> int:
+    tensors, values = backward_arguments(arguments)
     needs_dq, needs_dkdv, _ = map(int, values.wanted)
     gemms = 2 * (needs_dq or needs_dkdv) + needs_dq + 2 * needs_dkdv
     blocks = tensors.mask_blocks

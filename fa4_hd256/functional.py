@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from .autograd import DIFFERENTIABLE, check_differentiable, gradients_of, refuse_second_order, save
 from .autograd import backward as backward_operator
-from .autograd import check_differentiable, gradients_of, refuse_second_order, save
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
@@ -25,9 +25,6 @@ __all__ = ["attend_under_transforms"]
 
 # PyTorch's counter knows the operators from here on.
 register_when_counted()
-
-#: Tensors of the forward that gradients flow to, its first ones.
-_DIFFERENTIABLE = 4
 
 
 class _Held:
@@ -52,12 +49,12 @@ def attend_under_transforms(
             "torch.func.functionalize stands inside a transform that differentiates; accepted: "
             "functionalize around torch.func.grad and vjp, or neither"
         )
-    wanted = (tensor for tensor in tensors[:_DIFFERENTIABLE] if tensor is not None)
+    wanted = (tensor for tensor in tensors[:DIFFERENTIABLE] if tensor is not None)
     if any(tensor.requires_grad for tensor in wanted):
         check_differentiable(tensors)
     apply = _DifferentiatedOperator.apply
-    found: tuple[torch.Tensor, torch.Tensor] = apply(_Held(values), *tensors)
-    return found
+    results: tuple[torch.Tensor, torch.Tensor] = apply(_Held(values), *tensors)
+    return results
 
 
 class _DifferentiatedOperator(torch.autograd.Function):
@@ -79,15 +76,15 @@ class _DifferentiatedOperator(torch.autograd.Function):
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1 : 1 + _DIFFERENTIABLE]
-        others = len(ctx.needs_input_grad) - 1 - _DIFFERENTIABLE
-        found = gradients_of(ctx, needed, dout, dlse, _differentiated)
-        return None, *found, *[None] * others
+        needed = ctx.needs_input_grad[1 : 1 + DIFFERENTIABLE]
+        others = len(ctx.needs_input_grad) - 1 - DIFFERENTIABLE
+        gradients = gradients_of(ctx, needed, dout, dlse, _differentiated)
+        return None, *gradients, *[None] * others
 
 
 def _differentiated(tensors: BackwardTensors, values: BackwardValues) -> tuple[torch.Tensor, ...]:
-    found: tuple[torch.Tensor, ...] = _Gradients.apply(_Held(values), *tensors)
-    return found
+    gradients: tuple[torch.Tensor, ...] = _Gradients.apply(_Held(values), *tensors)
+    return gradients
 
 
 class _Gradients(torch.autograd.Function):

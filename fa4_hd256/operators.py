@@ -1,5 +1,5 @@
 """The torch operators of the forward: one whose gradients `autograd` has, one that writes to a
-tensor given, one that writes new rows to a KV cache first."""
+tensor of the caller, one that writes new rows to a KV cache first."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
 @torch.library.custom_op(
     f"{NAMESPACE}::forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
 )
-def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
     sequences with a batch of 1."""
-    tensors, values = forward_arguments(given)
+    tensors, values = forward_arguments(arguments)
     out, lse = plans.within(_FORWARD, (*tensors, None), values)
     return out, lse
 
@@ -57,8 +57,8 @@ _MAXIMA = plans.Kind("forward_max_logits", _values, partial(plan_call, max_logit
 
 
 @forward.register_fake
-def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors, values = forward_arguments(given)
+def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors, values = forward_arguments(arguments)
     check_operator(tensors, values)
     q = tensors.q
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -73,17 +73,17 @@ forward.register_autograd(gradients, setup_context=save_for_backward)
     mutates_args=(),
     schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
-def forward_max_logits(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward_max_logits(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (out, lse, max_logits) for the arguments of `forward`; max_logits: (heads,) float32,
     without a gradient."""
-    tensors, values = forward_arguments(given)
+    tensors, values = forward_arguments(arguments)
     out, lse, max_logits = plans.within(_MAXIMA, (*tensors, None), values)
     return out, lse, max_logits
 
 
 @forward_max_logits.register_fake
-def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, lse = forward(*given)
+def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, lse = forward(*arguments)
     return out, lse, lse.new_empty(lse.shape[1])
 
 
@@ -95,17 +95,17 @@ forward_max_logits.register_autograd(gradients, setup_context=save_for_backward)
     mutates_args=("out",),
     schema=f"(Tensor(a!) out, {_ARGUMENTS}) -> Tensor",
 )
-def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
+def forward_out(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Return the lse of `forward` with these arguments, whose result goes to out, 4-D."""
-    check_writable(out, given)
-    inputs, values = forward_arguments(given)
+    check_writable(out, arguments)
+    inputs, values = forward_arguments(arguments)
     _, lse = plans.within(_FORWARD, (*inputs, out), values)
     return lse
 
 
 @forward_out.register_fake
-def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
-    return forward(*given)[1]
+def _(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return forward(*arguments)[1]
 
 
 @torch.library.custom_op(
@@ -113,10 +113,10 @@ def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
     mutates_args=WRITTEN,
     schema=f"({schema_of(CacheTensors, CacheValues, written=WRITTEN)}) -> Tensor",
 )
-def forward_kvcache(*given: Any) -> torch.Tensor:
+def forward_kvcache(*arguments: Any) -> torch.Tensor:
     """Write new rows to the caches and the result of the attention over all rows to out; return its
-    lse. given: the fields of `CacheTensors`, then those of `CacheValues`."""
-    tensors, values = cache_arguments(given)
+    lse. arguments: the fields of `CacheTensors`, then those of `CacheValues`."""
+    tensors, values = cache_arguments(arguments)
     check_memory(tensors)
     _, lse = plans.within(_KVCACHE, tensors, values)
     return lse
@@ -132,8 +132,8 @@ _KVCACHE = plans.Kind("forward_kvcache", _checked, plan_cache, tuple(range(len(W
 
 
 @forward_kvcache.register_fake
-def _(*given: Any) -> torch.Tensor:
-    tensors, values = cache_arguments(given)
+def _(*arguments: Any) -> torch.Tensor:
+    tensors, values = cache_arguments(arguments)
     check_cache(tensors, values.rotary_interleaved)
     check_operator(tensors.attention(tensors.lengths).with_batches(), values.attention())
     *batch, rows, heads, _ = tensors.q.shape
@@ -146,10 +146,11 @@ def _with_autocast(operator: Any, leading: int, count: int, fixed: int | None) -
     name = operator._qualname.split("::")[1]
 
     def impl(key: DispatchKey) -> Any:
-        def called(*given: Any) -> Any:
-            before, after = given[:leading], given[leading + count :]
+        def called(*arguments: Any) -> Any:
+            before, after = arguments[:leading], arguments[leading + count :]
             cast = autocast(
-                *given[leading : leading + count], fixed=None if fixed is None else given[fixed]
+                *arguments[leading : leading + count],
+                fixed=None if fixed is None else arguments[fixed],
             )
             with excluding(key):
                 return operator(*before, *cast, *after)

@@ -56,7 +56,7 @@ __all__ = [
 #: Tensors of a call in the order of its arguments, None for one that is not given.
 Tensors = Sequence[torch.Tensor | None]
 
-#: Plans that are kept; beyond, the oldest goes.
+#: Cached plans; beyond, the oldest goes.
 LARGEST = 2048
 
 #: Guards of the same facts that are tried.
@@ -69,7 +69,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def key_of(
     tensors: Tensors, facts: tuple[Any, ...], switches: tuple[str, ...]
 ) -> tuple[tuple, list[int]] | None:
-    """Return (key, addresses of the tensors that are given) of a call that nothing intercepts, else
+    """Return (key, addresses of the tensors) of a call that nothing intercepts, else
     None.
 
     None also where a tensor is no plain one, or has elements and no memory. Three kinds have none:
@@ -145,11 +145,11 @@ class Entry:
 
     execution: None before that, and always where plans are not kept (`repeats`)."""
 
-    __slots__ = ("execution", "is_kept", "kind", "values", "written")
+    __slots__ = ("execution", "is_cached", "kind", "values", "written")
 
-    def __init__(self, kind: Kind, values: Any, tensors: Tensors, is_kept: bool = True) -> None:
+    def __init__(self, kind: Kind, values: Any, tensors: Tensors, is_cached: bool = True) -> None:
         """tensors: of the call, or of one like it."""
-        self.kind, self.values, self.is_kept = kind, values, is_kept
+        self.kind, self.values, self.is_cached = kind, values, is_cached
         self.written = [place for place in kind.written if tensors[place] is not None]
         self.execution: Execution | None = None
 
@@ -157,7 +157,7 @@ class Entry:
 class _Guard:
     """Finds an entry. switches: the environment's, of its key."""
 
-    __slots__ = ("_check", "_distinct", "_given", "_repeated", "entry", "switches")
+    __slots__ = ("_check", "_distinct", "_present", "_repeated", "entry", "switches")
 
     def __init__(
         self,
@@ -169,22 +169,22 @@ class _Guard:
         """check: whether tensors are those of the entry's key, each given once; places: of those
         that are given among a call's tensors, and where each is given first, two or more."""
         self._check, self.entry, self.switches = check, entry, switches
-        self._given = operator.itemgetter(*places)
+        self._present = operator.itemgetter(*places)
         self._distinct = operator.itemgetter(*dict.fromkeys(places.values()))
         self._repeated = [(place, first) for place, first in places.items() if place != first]
 
     def addresses(self, tensors: Tensors) -> list[int] | None:
-        """Return the addresses of the given tensors if they are those of the entry's key, else
+        """Return the addresses of the tensors if they are those of the entry's key, else
         None."""
-        given = distinct = self._distinct(tensors)
+        present = distinct = self._distinct(tensors)
         if not self._check(*distinct):
             return None
         if self._repeated:
             for place, first in self._repeated:
                 if tensors[place] is not tensors[first]:
                     return None
-            given = self._given(tensors)
-        addresses = [tensor.data_ptr() for tensor in given]
+            present = self._present(tensors)
+        addresses = [tensor.data_ptr() for tensor in present]
         # Without memory: see `key_of`. Entries that have guards are of the largest alignment.
         return addresses if 0 not in addresses and are_aligned(addresses) else None
 
@@ -205,8 +205,8 @@ def _place(alike: _Alike, tensors: Tensors, switches: tuple[str, ...]) -> Hashab
     return alike, first.shape, second.shape, switches
 
 
-class _Kept:
-    """All that is kept."""
+class _Cache:
+    """All that is cached."""
 
     def __init__(self) -> None:
         self.entries: dict[Hashable, Entry] = {}
@@ -220,21 +220,21 @@ class _Kept:
         self.guards.clear()
 
 
-_kept = _Kept()
+_cache = _Cache()
 
 
 @functools.lru_cache(LARGEST, typed=True)
 def _alike_of(*facts: Any) -> _Alike:
-    """Return the entry of `_Kept.alike`. `lru_cache` makes the look-up one call in C; it caches no
+    """Return the entry of `_Cache.alike`. `lru_cache` makes the look-up one call in C; it caches no
     exception, so facts that are not there yet raise KeyError each time."""
-    return _kept.alike[facts, _types(facts)]
+    return _cache.alike[facts, _types(facts)]
 
 
 def forget_plans() -> None:
     """Let go of all plans."""
-    with _kept.lock:
-        _kept.entries.clear()
-        _kept.forget_guards()
+    with _cache.lock:
+        _cache.entries.clear()
+        _cache.forget_guards()
 
 
 def launched_by(call: Callable[[], Any]) -> list[LaunchPlan]:
@@ -268,7 +268,7 @@ _WINDOW_SIZE = Call._fields.index("window_size")
 
 
 def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | None:
-    """Return (entry, addresses of the tensors that are given), a new entry for the first call with
+    """Return (entry, addresses of the tensors), a new entry for the first call with
     a key; None for a call that must go through PyTorch's dispatcher.
 
     facts: the call's `Kind`, then what `facts_of` returns, or an operator's arguments. Raises as
@@ -282,7 +282,7 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | 
             addresses = guard.addresses(tensors)
             if addresses is not None:
                 return guard.entry, addresses
-        for guard in _kept.guards.get(_place(alike, tensors, switches), ()):
+        for guard in _cache.guards.get(_place(alike, tensors, switches), ()):
             addresses = guard.addresses(tensors)
             if addresses is not None:
                 alike.last = guard
@@ -290,10 +290,10 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | 
     # The first or second call with these facts, or no tensor, or an argument that has no hash.
     except (AttributeError, KeyError, RuntimeError, TypeError):
         pass
-    found = key_of(tensors, facts, switches)
-    if found is None:
+    keyed = key_of(tensors, facts, switches)
+    if keyed is None:
         return None
-    key, addresses = found
+    key, addresses = keyed
     entry = _entry(key, facts, tensors)
     if entry.execution is not None and are_aligned(addresses):
         _guard(facts, tensors, entry, switches)
@@ -304,16 +304,16 @@ def _entry(key: tuple[Any, ...], facts: tuple[Any, ...], tensors: Tensors) -> En
     """Return the entry of a key, made and kept for its first call."""
     kind = facts[0]
     try:
-        found = _kept.entries.get(key)
+        entry = _cache.entries.get(key)
     except TypeError:  # an argument that cannot be hashed: nobody would find it
-        return Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_kept=False)
-    if found is None:
-        found = Entry(kind, kind.resolve(tensors, facts[1:]), tensors)
-        with _kept.lock:
-            while len(_kept.entries) >= LARGEST:
-                del _kept.entries[next(iter(_kept.entries))]
-            _kept.entries[key] = found
-    return found
+        return Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_cached=False)
+    if entry is None:
+        entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors)
+        with _cache.lock:
+            while len(_cache.entries) >= LARGEST:
+                del _cache.entries[next(iter(_cache.entries))]
+            _cache.entries[key] = entry
+    return entry
 
 
 def _guard(
@@ -321,22 +321,22 @@ def _guard(
 ) -> None:
     """Let `find` find an entry by a guard. NOTE [guards]; the alignment is the largest."""
     first_of: dict[int, int] = {}
-    given = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
-    places = {place: first_of.setdefault(id(tensor), place) for place, tensor in given}
-    distinct = [tensor for place, tensor in given if places[place] == place]
+    present = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
+    places = {place: first_of.setdefault(id(tensor), place) for place, tensor in present}
+    distinct = [tensor for place, tensor in present if places[place] == place]
     check = tensor_guard(distinct) if len(distinct) > 1 else None
     if check is None:
         return
     guard = _Guard(check, places, entry, switches)
-    with _kept.lock:
-        if len(_kept.guards) >= LARGEST:
-            _kept.forget_guards()
-        alike = _kept.alike.setdefault((facts, _types(facts)), _Alike(guard))
+    with _cache.lock:
+        if len(_cache.guards) >= LARGEST:
+            _cache.forget_guards()
+        alike = _cache.alike.setdefault((facts, _types(facts)), _Alike(guard))
         alike.last = guard
         place = _place(alike, tensors, switches)
         # The last one first; of many layouts the oldest go.
-        kept = _kept.guards.get(place, [])
-        _kept.guards[place] = [guard, *kept[: MOST_GUARDS - 1]]
+        kept = _cache.guards.get(place, [])
+        _cache.guards[place] = [guard, *kept[: MOST_GUARDS - 1]]
 
 
 def run(
@@ -344,7 +344,7 @@ def run(
 ) -> tuple[Any, ...]:
     """Execute the plan of an entry, made now if it has none, and return the results.
 
-    addresses: of the tensors that are given; None to read them once the plan is made, which refuses
+    addresses: of the tensors; None to read them once the plan is made, which refuses
     tensors without an address. only_first: the caller reads the first result alone, so that others
     may hold anything."""
     if is_profiled():
@@ -373,7 +373,7 @@ def _run(
         execution = Execution(plan)
     for plans in _watching:
         plans.append(execution.plan)
-    if entry.execution is None and entry.is_kept and repeats(tensors):
+    if entry.execution is None and entry.is_cached and repeats(tensors):
         entry.execution = execution
     if entry.written:
         # As an operator does: what autograd has kept of them is no longer what it was.
@@ -386,10 +386,10 @@ def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ..
     """Return the results of an operator, called by its own body. values: its arguments that are no
     tensors, which `resolve` finds first in the facts (`leading`)."""
     facts = (kind, *values, bytes([tensor is None for tensor in tensors]))
-    found = find(facts, tensors) if repeats(tensors) else None
-    if found is not None:
-        return run(found[0], tensors, found[1])
-    entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_kept=False)
+    planned = find(facts, tensors) if repeats(tensors) else None
+    if planned is not None:
+        return run(planned[0], tensors, planned[1])
+    entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_cached=False)
     return run(entry, tensors, None)
 
 

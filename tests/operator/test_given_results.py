@@ -91,7 +91,7 @@ def test_repeated_calls_write_to_each_tensor(dense):
         places = [torch.full_like(dense[0], BAD) for _ in range(3)]
         for place in places:
             assert flash_attn_func(*dense, out=place) is place
-        (entry,) = plans._kept.entries.values()
+        (entry,) = plans._cache.entries.values()
         # The stand-in launches nothing: what a call fills stands there, and where the launch would
         # write stands in the packed arguments.
         *_, packed = entry.execution._free[-1]

@@ -182,7 +182,7 @@ def test_the_launches_of_a_divided_call(launched):
     """Splits are memory of the call, and combined by a launch of their own."""
     forget()
     flash_attn_func(*dense(3, 300), num_splits=3)
-    (entry,) = plans._kept.entries.values()
+    (entry,) = plans._cache.entries.values()
     plan = entry.execution.plan
     assert [launch.spec.kind for launch in plan.launches][-1] == "forward_combine"
     assert len(plan.launches) == 2 and plan.allocation("splits") is not None
@@ -379,7 +379,7 @@ def test_short_of_memory_a_smaller_plan_is_run(long_way, monkeypatch):
     """Run the smaller plan where the kind of calls has one; the plan that is kept stays."""
     for _ in range(3):
         flash_attn_func(*small(), causal=True)
-    (entry,) = plans._kept.entries.values()
+    (entry,) = plans._cache.entries.values()
     kept = entry.execution
 
     def run(*given, **options):
@@ -578,4 +578,4 @@ def test_few_plans_are_kept(long_way, monkeypatch):
     for rows in range(1, 8):
         for _ in range(3):
             flash_attn_func(*tensors(*[(1, rows, 1, 256)] * 3))
-    assert len(plans._kept.entries) == 4 and len(plans._kept.guards) <= 4
+    assert len(plans._cache.entries) == 4 and len(plans._cache.guards) <= 4
