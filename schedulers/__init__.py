@@ -15,7 +15,7 @@ from .order import (
     tile_coordinates,
 )
 from .protocol import CLUSTER_SIZE, TileScheduler, WorkTile, of_clusters
-from .static import StaticPersistentScheduler, StaticSingleTileScheduler
+from .static import StaticPersistentScheduler
 
 __all__ = [
     "BACKWARD_PREFERS_CLC",
@@ -24,7 +24,6 @@ __all__ = [
     "CounterScheduler",
     "PackedBlocks",
     "StaticPersistentScheduler",
-    "StaticSingleTileScheduler",
     "TileOrder",
     "TileProblem",
     "TileScheduler",

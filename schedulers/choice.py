@@ -68,8 +68,8 @@ def clc_requested(
     """
     if use_clc is not None:
         if not isinstance(use_clc, bool):
-            found = type(use_clc).__name__
-            raise TypeError(f"use_clc must be True, False or None, got a value of type {found}")
+            kind = type(use_clc).__name__
+            raise TypeError(f"use_clc must be True, False or None, got a value of type {kind}")
         return use_clc
     value = (os.environ if environment is None else environment).get(VARIABLE)
     if value not in (None, "0", "1"):

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, pipeline
 from cutlass._mlir.dialects import nvvm
 
+from .carried import Carried
 from .order import TileOrder
 from .protocol import CLUSTER_SIZE, NUM_STAGES, WorkTile, cluster_index, make_work_tile
 
@@ -41,10 +41,11 @@ def give_back(empty: Callable[[], cute.Pointer]) -> None:
         cute.arch.mbarrier_arrive(empty(), LEADER, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER)
 
 
-class DynamicScheduler:
+class DynamicScheduler(Carried):
     """One warp's view of the cluster's sequence of tiles.  channel: what the roles share, as
     `setup` of the scheduler returns it."""
 
+    CARRIED = ("consumer", "producer")
     needs_scheduler_warp: ClassVar[bool] = True
     cancels_clusters: ClassVar[bool] = False
     cluster_size: ClassVar[int] = CLUSTER_SIZE
@@ -72,15 +73,3 @@ class DynamicScheduler:
         """Tile number `cluster index`; where each tile has a cluster, that of its own launch."""
         index, _ = cluster_index(self.cluster_size)
         return make_work_tile(Int32(index), Boolean(True), self.order)
-
-    def __extract_mlir_values__(self) -> list:
-        return [
-            *cutlass.extract_mlir_values(self.consumer),
-            *cutlass.extract_mlir_values(self.producer),
-        ]
-
-    def __new_from_mlir_values__(self, values: list) -> Any:
-        count = len(cutlass.extract_mlir_values(self.consumer))
-        consumer = cutlass.new_from_mlir_values(self.consumer, values[:count])
-        producer = cutlass.new_from_mlir_values(self.producer, values[count:])
-        return type(self)(self.order, self.channel, consumer, producer)

@@ -35,30 +35,35 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .carried import Carried
+
 __all__ = [
     "PackedBlocks",
     "TileOrder",
     "TileProblem",
+    "maximum",
+    "minimum",
     "section_heads_for",
+    "select",
     "tile_coordinates",
 ]
 
 
-def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
+def select(condition: Any, if_true: Any, if_false: Any) -> Any:
     """`condition ? if_true : if_false` for Python values and for device values."""
     if isinstance(condition, bool):
         return if_true if condition else if_false
     return cutlass.select_(condition, if_true, if_false)
 
 
-def _minimum(a: Any, b: Any) -> Any:
+def minimum(a: Any, b: Any) -> Any:
     """The smaller of two integers, Python or DSL."""
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
     return cutlass.min(Int32(a), Int32(b))
 
 
-def _maximum(a: Any, b: Any) -> Any:
+def maximum(a: Any, b: Any) -> Any:
     """The larger of two integers, Python or DSL."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
@@ -70,7 +75,7 @@ _LANES = 32
 
 
 @dataclass(frozen=True)
-class PackedBlocks:
+class PackedBlocks(Carried):
     """Blocks of packed sequences, numbered one sequence after the other.
 
     offsets: (sequences + 1,) int32 where sequences begin; rows: of a block, or queries where heads
@@ -83,15 +88,7 @@ class PackedBlocks:
     rows: int
     is_used: Any = False
 
-    def __extract_mlir_values__(self) -> list:
-        values = cutlass.extract_mlir_values(self.offsets)
-        return [*values, *cutlass.extract_mlir_values(self.is_used)]
-
-    def __new_from_mlir_values__(self, values: list) -> PackedBlocks:
-        *of_offsets, is_used = values
-        offsets = cutlass.new_from_mlir_values(self.offsets, of_offsets)
-        is_used = cutlass.new_from_mlir_values(self.is_used, [is_used])
-        return PackedBlocks(offsets, self.rows, is_used)
+    CARRIED = ("offsets", "is_used")
 
     def count(self, total_rows: Any, sequences: Any) -> Any:
         """Numbers in all, by the sum of the lengths."""
@@ -101,7 +98,7 @@ class PackedBlocks:
         """The number of a sequence's first block."""
         return self.offsets[sequence] // self.rows + sequence
 
-    def found(self, number: Any) -> tuple[Any, Any]:
+    def locate(self, number: Any) -> tuple[Any, Any]:
         """Return (block in its sequence, sequence) of a number; on the device by all lanes of a
         warp."""
         if isinstance(number, int):
@@ -172,7 +169,6 @@ class TileProblem:
 
     @property
     def num_tiles(self) -> Any:
-        """Cluster tiles in all."""
         return self.num_blocks * self.num_heads * self.num_batches
 
     def in_a_row(self, packed: PackedBlocks, total_rows: Any) -> TileProblem:
@@ -186,8 +182,8 @@ class TileProblem:
         return replace(
             self,
             packed=replace(packed, is_used=is_used),
-            num_blocks=_select(is_fewer, count, blocks),
-            num_batches=_select(is_fewer, one, batches),
+            num_blocks=select(is_fewer, count, blocks),
+            num_batches=select(is_fewer, one, batches),
         )
 
     def order(self) -> TileOrder:
@@ -197,8 +193,8 @@ class TileProblem:
         fast divisors are computed once per launch, and the result is handed to the kernel.
         """
         pairs = self.num_heads * self.num_batches
-        width = _minimum(self.section_heads, pairs)
-        least = _maximum(width, _minimum(self.last_heads, pairs))
+        width = minimum(self.section_heads, pairs)
+        least = maximum(width, minimum(self.last_heads, pairs))
         last_width = least + (pairs - least) % width
         section_tiles, last_pair = width * self.num_blocks, pairs - last_width
         divisors = (section_tiles, width, last_width, self.num_heads)
@@ -223,7 +219,7 @@ class TileProblem:
 
 
 @dataclass(frozen=True)
-class TileOrder:
+class TileOrder(Carried):
     """The precomputed parameters of `tile_coordinates`; a kernel parameter on the device.
 
     Made by `TileProblem.order`.  last_tile, last_pair: the first of the last section.  The `per_*`
@@ -243,7 +239,7 @@ class TileOrder:
     later_blocks_first: bool
     packed: PackedBlocks | None = None
 
-    _DYNAMIC = (
+    CARRIED = (
         "num_tiles",
         "num_blocks",
         "last_tile",
@@ -253,28 +249,8 @@ class TileOrder:
         "per_block",
         "per_block_of_last_section",
         "per_batch",
+        "packed",
     )
-
-    def __extract_mlir_values__(self) -> list:
-        values = []
-        for name in self._DYNAMIC:
-            values += cutlass.extract_mlir_values(getattr(self, name))
-        if self.packed is not None:
-            values += cutlass.extract_mlir_values(self.packed)
-        return values
-
-    def __new_from_mlir_values__(self, values: list) -> TileOrder:
-        fields = []
-        values = list(values)
-        for name in self._DYNAMIC:
-            old = getattr(self, name)
-            count = len(cutlass.extract_mlir_values(old))
-            fields.append(cutlass.new_from_mlir_values(old, values[:count]))
-            values = values[count:]
-        packed = self.packed
-        if packed is not None:
-            packed = cutlass.new_from_mlir_values(packed, values)
-        return replace(self, **dict(zip(self._DYNAMIC, fields, strict=True)), packed=packed)
 
 
 def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
@@ -285,12 +261,12 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
     """
     section, in_section = divmod(index, order.per_section)
     in_last = index >= order.last_tile
-    first = _select(in_last, order.last_pair, section * order.section_heads)
-    in_section = _select(in_last, index - order.last_tile, in_section)
+    first = select(in_last, order.last_pair, section * order.section_heads)
+    in_section = select(in_last, index - order.last_tile, in_section)
     rank, in_block = divmod(in_section, order.per_block)
     last_rank, last_in_block = divmod(in_section, order.per_block_of_last_section)
-    rank = _select(in_last, last_rank, rank)
-    in_block = _select(in_last, last_in_block, in_block)
+    rank = select(in_last, last_rank, rank)
+    in_block = select(in_last, last_in_block, in_block)
     batch, head = divmod(first + in_block, order.per_batch)
     block = order.num_blocks - 1 - rank if order.later_blocks_first else rank
     if order.packed is not None:
@@ -301,14 +277,14 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
 def _of_row(block: Any, batch: Any, packed: PackedBlocks) -> tuple[Any, Any]:
     """Return (block, batch) where blocks may be in a row."""
     if isinstance(block, int):
-        return packed.found(block) if packed.is_used else (block, batch)
+        return packed.locate(block) if packed.is_used else (block, batch)
     return _of_row_on_device(Int32(block), Int32(batch), packed)
 
 
 @cute.jit
 def _of_row_on_device(block: Int32, batch: Int32, packed: PackedBlocks) -> tuple[Int32, Int32]:
     if packed.is_used != 0:
-        block, batch = packed.found(block)
+        block, batch = packed.locate(block)
         # Offsets that do not ascend may put a sequence's first number behind this one.
         block = cutlass.max(block, 0)
     return block, batch
@@ -338,7 +314,7 @@ def section_heads_for(
     if isinstance(least, int) and least <= 1:
         return section
     whole = (least + num_heads_per_kv - 1) // num_heads_per_kv * num_heads_per_kv
-    return _maximum(section, _minimum(whole, num_pairs))
+    return maximum(section, minimum(whole, num_pairs))
 
 
 def _section_in_l2(
@@ -356,4 +332,4 @@ def _section_in_l2(
     groups = cutlass.max(Int32(l2_bytes) // cutlass.max(Int32(kv_bytes_per_head), 1), 1)
     limit = cutlass.max(Int32(num_pairs), num_heads_per_kv)
     # Compared as group counts: groups * num_heads_per_kv could pass 2**31.
-    return _minimum(groups, (limit + num_heads_per_kv - 1) // num_heads_per_kv) * num_heads_per_kv
+    return minimum(groups, (limit + num_heads_per_kv - 1) // num_heads_per_kv) * num_heads_per_kv

@@ -28,10 +28,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from .carried import Carried
 from .order import TileOrder, TileProblem, tile_coordinates
 
 __all__ = [
@@ -62,7 +62,7 @@ COUNTER_SMEM_BYTES = NUM_STAGES * (3 * BARRIER_BYTES + NUMBER_BYTES)
 
 
 @dataclass
-class WorkTile:
+class WorkTile(Carried):
     """One unit of work of a cluster: a block of rows of one head, or of a group of heads, of one
     batch entry.
 
@@ -76,20 +76,7 @@ class WorkTile:
     batch: Int32
     is_valid: Boolean
 
-    def __extract_mlir_values__(self) -> list:
-        values = []
-        for field in (self.block, self.head, self.batch, self.is_valid):
-            values += cutlass.extract_mlir_values(field)
-        return values
-
-    def __new_from_mlir_values__(self, values: list) -> WorkTile:
-        fields = (self.block, self.head, self.batch, self.is_valid)
-        return WorkTile(
-            *(
-                cutlass.new_from_mlir_values(field, [value])
-                for field, value in zip(fields, values, strict=True)
-            )
-        )
+    CARRIED = ("block", "head", "batch", "is_valid")
 
 
 def make_work_tile(index: Int32, is_valid: Boolean, order: TileOrder) -> WorkTile:

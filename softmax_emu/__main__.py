@@ -88,7 +88,6 @@ def _plot(result: Fit, path: str) -> int:
 
 
 def run() -> int:
-    """Run the command of this process."""
     try:
         return main()
     except KeyboardInterrupt:

@@ -43,7 +43,6 @@ class KeySoftmax:
     """
 
     def __init__(self, row: OnlineSoftmax, rows: int, headroom: float = 0.0) -> None:
-        """Use `create`."""
         self.row, self.rows, self.headroom = row, rows, headroom
         self.offsets = cute.make_rmem_tensor(rows, Float32)
         self.sums = cute.make_rmem_tensor(rows, Float32)
@@ -69,7 +68,6 @@ class KeySoftmax:
         return softmax
 
     def reset(self) -> None:
-        """Empty state, for the next rows."""
         self.row.reset()
         for row in range(self.rows):
             self.offsets[row], self.sums[row] = self.row.offset, Float32(0.0)
@@ -145,10 +143,10 @@ class KeySoftmax:
 
     def offset_in(self, row: Int32) -> Float32:
         """The offset of a row whose number is known at run time."""
-        found = self.offsets[0]
+        offset = self.offsets[0]
         for number in range(1, self.rows):
-            found = cutlass.select_(row == number, self.offsets[number], found)
-        return found
+            offset = cutlass.select_(row == number, self.offsets[number], offset)
+        return offset
 
     def finish(
         self, total: Float32, offset: Float32, sink_log2: Float32 | None
@@ -199,12 +197,12 @@ def reduce_over_lanes(
         if half:
             is_upper = (lane & distance) != 0
             sent = [cutlass.select_(is_upper, left[i], left[i + half]) for i in range(half)]
-            kept = [cutlass.select_(is_upper, left[i + half], left[i]) for i in range(half)]
+            retained = [cutlass.select_(is_upper, left[i + half], left[i]) for i in range(half)]
         else:
-            sent = kept = left
+            sent = retained = left
         left = [
-            operation(own, cute.arch.shuffle_sync_bfly(other, offset=distance))
-            for own, other in zip(kept, sent, strict=True)
+            operation(value, cute.arch.shuffle_sync_bfly(other, offset=distance))
+            for value, other in zip(retained, sent, strict=True)
         ]
         distance //= 2
     return left

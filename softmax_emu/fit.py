@@ -45,7 +45,6 @@ class Fit:
     max_relative_error_float16: float
 
     def as_dict(self) -> dict:
-        """A JSON-ready dictionary."""
         return {
             "degree": self.degree,
             "coefficients": list(self.coefficients),

@@ -81,7 +81,6 @@ class OnlineSoftmax:
         settings: tuple[Any, ...],
         state: tuple[Float32, ...],
     ) -> None:
-        """Use `create`."""
         self.scale_log2, self.lowest_max = self._constants = constants
         self._settings = settings
         self.pattern, self.rescale_threshold, self.dtype, self.arithmetic, self.lanes = settings
@@ -130,7 +129,6 @@ class OnlineSoftmax:
         return softmax
 
     def reset(self) -> None:
-        """Empty state, for the next row."""
         self.row_max, self.row_sum = self.lowest_max, Float32(0.0)
         self.offset = self.offset_of(self.lowest_max)
         if self.largest is not None:
@@ -218,10 +216,10 @@ class OnlineSoftmax:
         if cutlass.const_expr(sink_log2 is not None):
             # Relative to the larger of the two, since the sink may exceed every score by far.
             is_empty = row_sum == Float32(0.0)
-            kept = cutlass.select_(is_empty, Float32(-math.inf), -offset)
+            score_log2 = cutlass.select_(is_empty, Float32(-math.inf), -offset)
             # Finite where there is neither key nor sink: a difference of infinities is no number.
-            largest = cute.arch.fmax(cute.arch.fmax(kept, sink_log2), Float32(LOWEST_LOGIT))
-            shrink = exp2_row_factor(kept - largest)
+            largest = cute.arch.fmax(cute.arch.fmax(score_log2, sink_log2), Float32(LOWEST_LOGIT))
+            shrink = exp2_row_factor(score_log2 - largest)
             # The difference of the largest sink and itself is no number either, if it is +inf.
             of_sink = cutlass.select_(sink_log2 == largest, Float32(0.0), sink_log2 - largest)
             total = row_sum * shrink + exp2_row_factor(of_sink)
@@ -351,7 +349,6 @@ _Pair = tuple[Float32, Float32]
 
 
 def _pairwise(packed: bool) -> tuple[Callable[[_Pair, _Pair], _Pair], ...]:
-    """Product and sum of two pairs."""
     if packed:
         return cute.arch.mul_packed_f32x2, cute.arch.add_packed_f32x2
     return (

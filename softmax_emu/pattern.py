@@ -43,11 +43,11 @@ class Ex2Pattern:
         for name in ("ex2_emu_freq", "ex2_emu_res", "ex2_emu_start_frg", "degree"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                found = type(value).__name__
-                raise TypeError(f"{name} must be an int, got a value of type {found}")
+                kind = type(value).__name__
+                raise TypeError(f"{name} must be an int, got a value of type {kind}")
         if not isinstance(self.last_fragment_hardware, bool):
-            found = type(self.last_fragment_hardware).__name__
-            raise TypeError(f"last_fragment_hardware must be a bool, got a value of type {found}")
+            kind = type(self.last_fragment_hardware).__name__
+            raise TypeError(f"last_fragment_hardware must be a bool, got a value of type {kind}")
         freq, res = self.ex2_emu_freq, self.ex2_emu_res
         if freq < 0 or freq % 2 or freq > FRAGMENT_COLUMNS:
             raise ValueError(

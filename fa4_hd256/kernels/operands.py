@@ -111,17 +111,17 @@ def load_box(
     barrier: cute.Pointer,
     stage: Any,
     multicast: Any = None,
-    is_kept: bool = False,
+    evict_last: bool = False,
 ) -> None:
     """Load a tile, by its coordinates; otherwise as `load_tile`.
 
     multicast: a bit for each CTA of the cluster that gets it, at the same address and on the same
-    barrier of its own, for an operation that can; None for this CTA alone.  is_kept: L2 gives it
+    barrier of its own, for an operation that can; None for this CTA alone.  evict_last: L2 gives it
     up after what else it has (evict_last, PTX ISA 9.7.9.2).
     """
     to_smem, from_global = _partition(source, smem, tile)
     options = {} if multicast is None else {"mcast_mask": multicast}
-    if is_kept:
+    if evict_last:
         options["cache_policy"] = Int64(EVICT_LAST)
     cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier, **options)
 

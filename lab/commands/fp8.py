@@ -13,7 +13,7 @@ from bench.tables.origin import simulator_machine
 from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
-from fa4_hd256.kernels.blackwell.decode.config import ROWS as TILE_ROWS
+from fa4_hd256.kernels.forward.tiles import DECODE_ROWS as TILE_ROWS
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.measure.e4m3 import CASES, OURS, Case, Errors, errors
 from lab.model.e4m3_steps import Steps, steps_of

@@ -33,7 +33,7 @@ from fa4_hd256.call.tile_mask import TileMask, blocks_of_queries
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward.block_mask import READ, WRITTEN, least_section
 from fa4_hd256.kernels.backward.ds_tiles import count_blocks
-from fa4_hd256.kernels.backward.product_order import ProductOrder
+from fa4_hd256.kernels.backward.gemm_order import GemmOrder
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.mask.block_mask import FULL, MASK_BLOCKS, MASK_GRADIENTS, MASK_KEY_BITS
@@ -262,7 +262,7 @@ def product_tiles(chunk: ListedChunk, tiling: BackwardTiling) -> list[Tile]:
     return found
 
 
-def read_again(lists: BlockLists, order: ProductOrder, heads: int, gpu: Gpu) -> float:
+def read_again(lists: BlockLists, order: GemmOrder, heads: int, gpu: Gpu) -> float:
     """Share of dS that comes from HBM for both products: see `stored_tiles.read_again`. lists: of
     one sequence. heads: interleaved parts, with `order.heads` query heads each.
 

@@ -11,7 +11,7 @@ import functools
 
 from bench.suite import Case
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.backward.product_order import ProductOrder
+from fa4_hd256.kernels.backward.gemm_order import GemmOrder
 from fa4_hd256.kernels.mask.masking import MaskKind
 from lab.model.tiles import (
     PARTIAL_ROW,
@@ -66,15 +66,15 @@ def dv_tiles(
     return tiles_of_keys(case, tiling, ROWS, head_parts, of)
 
 
-def product_order(case: Case, head_parts: int) -> ProductOrder:
+def product_order(case: Case, head_parts: int) -> GemmOrder:
     """Return the order that the kernel uses."""
     part = -(-case.heads // case.heads_kv // head_parts)
     left, right = case.bounds
     mask = MaskKind(left is not None, right is not None)
-    return ProductOrder.of(case.seqlen_k, case.seqlen_q, part, mask)
+    return GemmOrder.of(case.seqlen_k, case.seqlen_q, part, mask)
 
 
-def read_again(order: ProductOrder, gpu: Gpu) -> float:
+def read_again(order: GemmOrder, gpu: Gpu) -> float:
     """Share of dS that the tiles of dQ read from the GPU's HBM although those of dK have, or the
     other way.
 

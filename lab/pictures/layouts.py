@@ -6,8 +6,11 @@ The rules drawn here are those by which the simulator's tensor core reads; tests
 from __future__ import annotations
 
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.blackwell.instructions import OperandLayout
-from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
+from fa4_hd256.kernels.blackwell.instructions import (
+    OperandLayout,
+    k_major_operand,
+    mn_major_operand,
+)
 from lab.pictures.svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RULE, SKY, Drawing, tint
 
 __all__ = ["accumulator_parts", "operand_majors", "pair_operands", "place_of_chunk", "swizzle",

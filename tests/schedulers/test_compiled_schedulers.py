@@ -15,13 +15,12 @@ from fa4_hd256.schedulers import (
     ClcScheduler,
     CounterScheduler,
     StaticPersistentScheduler,
-    StaticSingleTileScheduler,
     TileProblem,
     of_clusters,
 )
 
 COUNTERS = (of_clusters(CounterScheduler, 1), CounterScheduler)
-SCHEDULERS = (StaticPersistentScheduler, StaticSingleTileScheduler, ClcScheduler, *COUNTERS)
+SCHEDULERS = (StaticPersistentScheduler, ClcScheduler, *COUNTERS)
 
 
 @functools.cache
@@ -69,9 +68,8 @@ def test_the_counter_is_in_the_compiled_kernel():
     assert pair["st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"] == 1
 
 
-@pytest.mark.parametrize("scheduler_class", [StaticPersistentScheduler, StaticSingleTileScheduler])
-def test_static_schedulers_exchange_nothing(scheduler_class):
-    counts = _opcodes(scheduler_class)
+def test_the_static_scheduler_exchanges_nothing():
+    counts = _opcodes(StaticPersistentScheduler)
     assert _starting(counts, "clusterlaunchcontrol") == 0
     assert _starting(counts, "mbarrier") == 0
 
@@ -87,7 +85,6 @@ def test_decoding_a_tile_costs_no_division(scheduler_class):
     ("scheduler_class", "clusters"),
     [
         (StaticPersistentScheduler, (4, 30)),
-        (StaticSingleTileScheduler, (30, 30)),
         (ClcScheduler, (30, 30)),
         (CounterScheduler, (4, 30)),
     ],

@@ -17,7 +17,6 @@ from fa4_hd256.schedulers import (
     CounterScheduler,
     PackedBlocks,
     StaticPersistentScheduler,
-    StaticSingleTileScheduler,
     TileProblem,
     of_clusters,
     tile_coordinates,
@@ -30,7 +29,6 @@ COUNTERS = (of_clusters(CounterScheduler, 1), CounterScheduler)
 PERSISTENT = (
     StaticPersistentScheduler, of_clusters(StaticPersistentScheduler, 1), ClcScheduler, *COUNTERS
 )  # fmt: skip
-SCHEDULERS = (*PERSISTENT, StaticSingleTileScheduler)
 
 
 def _tensor(record):
@@ -89,7 +87,7 @@ def _check_exactly_once(record):
 PROBLEMS = [(1, 1, 1, 1), (5, 3, 3, 4), (5, 3, 2, 4), (7, 1, 1, 1), (1, 8, 3, 8), (3, 6, 1, 100)]
 
 
-@pytest.mark.parametrize("scheduler_class", SCHEDULERS)
+@pytest.mark.parametrize("scheduler_class", PERSISTENT)
 @pytest.mark.parametrize("sizes", PROBLEMS, ids=str)
 @pytest.mark.parametrize("resident", [1, 4, 64])
 def test_every_tile_is_done_exactly_once(scheduler_class, sizes, resident):
@@ -110,7 +108,7 @@ def test_adversarial_schedules(scheduler_class, seed):
 def test_the_device_decodes_as_the_host(sizes, later_blocks_first):
     """One tile a cluster: cluster number i must have done tile i of the host's order."""
     problem = TileProblem(*sizes, later_blocks_first)
-    record, _ = _run(StaticSingleTileScheduler, problem, 64)
+    record, _ = _run(StaticPersistentScheduler, problem, problem.num_tiles)
     order = problem.order()
     for index in range(problem.num_tiles):
         block, head, batch = tile_coordinates(index, order)

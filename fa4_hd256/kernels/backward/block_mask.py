@@ -111,8 +111,8 @@ class BlockList(SharedByReference):
         bit_tile = self.bit_tile(place, half)
         first, shift = words
         rows = self._bits[cutlass.max(bit_tile, NOTHING), None, None]
-        found = [rows[key, first + word] >> shift for key in keys for word in range(WORD_PAIR)]
-        return bit_tile != FULL, tuple(found)
+        bits = [rows[key, first + word] >> shift for key in keys for word in range(WORD_PAIR)]
+        return bit_tile != FULL, tuple(bits)
 
 
 #: Words of 64 queries: those that a warpgroup has of a step.

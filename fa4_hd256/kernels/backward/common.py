@@ -12,13 +12,14 @@ P and dS are stored in 16 bits, unscaled, as operands.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
+from ...schedulers.carried import Carried
 from ...schedulers.order import PackedBlocks, TileProblem
 from ...schedulers.protocol import CLUSTER_SIZE
 from ..context import KernelContext
@@ -70,7 +71,7 @@ class BackwardContext(KernelContext):
 
 
 class BackwardEntry:
-    """Host code of a kernel that makes gradients, whose clusters have two CTAs; mixed into it.
+    """Base: host code of a kernel that makes gradients, whose clusters have two CTAs.
 
     A kernel has `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
     `copy_operation(box)`, how one is loaded; `problem(scalars, (q, k), batch)`, its tiles; `warps`,
@@ -89,7 +90,6 @@ class BackwardEntry:
 
     @property
     def functions(self) -> KernelFunctions:
-        """Return the functions of the call."""
         return KernelFunctions(self.problem_class)
 
     @cute.jit
@@ -153,7 +153,6 @@ class BackwardEntry:
         raise NotImplementedError
 
     def tma_tensors(self, operands: tuple[cute.Tensor, ...], ds: Any) -> tuple[TmaTensor, ...]:
-        """Make the TMA tensors of `boxes`."""
         tmas = []
         for box, (operand, rows, columns) in self.boxes.items():
             operation, tensor = self.copy_operation(box), operands[operand]
@@ -164,12 +163,14 @@ class BackwardEntry:
         return tuple(tmas)
 
 
-class Step:
+class Step(Carried):
     """Queries of one query head that a tile of keys meets: (head, which of them, counted in the
     kernel's steps); lives across loops.
 
     span: [begin, end) of the steps of each head, which a loop over them does not change.
     """
+
+    CARRIED: ClassVar[tuple[str, ...]] = ("head", "index")
 
     def __init__(self, head: Int32, index: Int32, span: tuple[Int32, Int32]) -> None:
         self.head, self.index, self.span = head, index, span
@@ -180,17 +181,6 @@ class Step:
         wraps = self.index + 1 == end
         head = self.head + Int32(wraps)
         return Step(head, cutlass.select_(wraps, begin, self.index + 1), self.span)
-
-    def __extract_mlir_values__(self) -> list:
-        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.index)]
-
-    def __new_from_mlir_values__(self, values: list) -> Step:
-        head, index = values
-        return Step(
-            cutlass.new_from_mlir_values(self.head, [head]),
-            cutlass.new_from_mlir_values(self.index, [index]),
-            self.span,
-        )
 
 
 def heads_per_part(scalars: CallScalars, heads_per_kv: Any) -> Any:

@@ -37,6 +37,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ...schedulers.order import maximum, minimum
 from ..limits import ELEMENT_BYTES
 from ..mask.masking import MaskKind
 from ..mask.windows import Reach
@@ -83,16 +84,6 @@ def tile_strides() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     return (DS_TILE, DS_TILE // RUN, RUN), (RUN, RUN_STRIDE, 1)
 
 
-def _least(one: Any, other: Any) -> Any:
-    is_host = isinstance(one, int) and isinstance(other, int)
-    return min(one, other) if is_host else cutlass.min(one, other)
-
-
-def _most(one: Any, other: Any) -> Any:
-    is_host = isinstance(one, int) and isinstance(other, int)
-    return max(one, other) if is_host else cutlass.max(one, other)
-
-
 def count_blocks(length: Any) -> Any:
     """Blocks of so many rows; the last may be short; of an int or an Int32."""
     return (length + (DS_BLOCK - 1)) >> BLOCK_BITS
@@ -121,7 +112,7 @@ class DsTiles(SharedByReference):
             first = (queries - keys - right) >> BLOCK_BITS
         if kind.bounded_left:
             # Beyond the last block nothing changes, and products with it stay in 32 bits.
-            limit = _least(1 + count_blocks(queries - keys + left), blocks_q)
+            limit = minimum(1 + count_blocks(queries - keys + left), blocks_q)
         return cls(blocks_q, first, limit)
 
     def count(self, keys: int) -> int:
@@ -136,22 +127,22 @@ class DsTiles(SharedByReference):
         return BLOCK_TILES * (self._ends(block, half) - self._begins(block, half))
 
     def _begin(self, block: Any) -> Any:
-        return 0 if self.first is None else _most(block + self.first, 0)
+        return 0 if self.first is None else maximum(block + self.first, 0)
 
     def _begins(self, block: Any, half: Any) -> Any:
         """Sum of the first blocks of queries of all tiles of keys up to this one."""
         if self.first is None:
             return 0
-        begin, start = self._begin(block), _most(self.first, 0)
+        begin, start = self._begin(block), maximum(self.first, 0)
         return begin * (begin + half) - start * (start - 1)
 
     def _ends(self, block: Any, half: Any) -> Any:
         """Sum of one past the last blocks of queries of all tiles of keys before this one."""
         if self.limit is None:
             return (BLOCK_TILES * block + half) * self.blocks_q
-        limit, start = block + self.limit, _most(self.limit, 0)
-        end = _least(limit, self.blocks_q)
-        beyond, end = limit - end, _most(end, 0)
+        limit, start = block + self.limit, maximum(self.limit, 0)
+        end = minimum(limit, self.blocks_q)
+        beyond, end = limit - end, maximum(end, 0)
         rising = end * (end - 1 + half) - start * (start - 1)
         return rising + BLOCK_TILES * beyond * self.blocks_q
 
@@ -197,7 +188,7 @@ def first_unit(sequence: Any, blocks: Any, offset: Any) -> Any:
     than the longest one's, nor than those between packed sequences of which each has one more.
     """
     padded = sequence * blocks
-    return padded if offset is None else _least(padded, (offset >> BLOCK_BITS) + sequence)
+    return padded if offset is None else minimum(padded, (offset >> BLOCK_BITS) + sequence)
 
 
 @dataclass(frozen=True)
@@ -209,7 +200,6 @@ class StoredDs(SharedByReference):
 
     @classmethod
     def of(cls, context: BackwardContext, work: Any) -> StoredDs:
-        """Return the stored dS of a tile of the launch."""
         seen, sequences = context.visibility(work, DS_TILE), context.sequences
         window = seen.window_left, seen.window_right
         tiles = DsTiles.of((seen.seqlen_q, seen.seqlen_k), seen.kind, window)

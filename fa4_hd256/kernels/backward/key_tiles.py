@@ -6,6 +6,7 @@ queries of one of these heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -31,9 +32,13 @@ class ListedStep(Step):
     listed: what the list says at a place.
     """
 
-    def __init__(self, step: Step, listed: Any, tiles: tuple[Int32, Int32]) -> None:
+    CARRIED = (*Step.CARRIED, "tile", "next_tile")
+
+    def __init__(
+        self, step: Step, listed: Callable[[Int32], Int32], tile: Int32, next_tile: Int32
+    ) -> None:
         super().__init__(step.head, step.index, step.span)
-        self._listed, self._tiles = listed, tiles
+        self.listed, self.tile, self.next_tile = listed, tile, next_tile
 
     @classmethod
     def first(cls, step: Step, block_list: BlockList) -> ListedStep:
@@ -47,30 +52,16 @@ class ListedStep(Step):
         def listed(place: Int32) -> Int32:
             return block_list.tile(place + zero)
 
-        return cls(step, listed, (listed(step.index), listed(step.following().index)))
-
-    @property
-    def tile(self) -> Int32:
-        """The tile of queries."""
-        return self._tiles[0]
+        return cls(step, listed, listed(step.index), listed(step.following().index))
 
     def following(self) -> ListedStep:
         step = super().following()
-        tiles = self._tiles[1], self._listed(step.following().index)
-        return ListedStep(step, self._listed, tiles)
-
-    def __extract_mlir_values__(self) -> list:
-        tiles = [ir for tile in self._tiles for ir in cutlass.extract_mlir_values(tile)]
-        return [*super().__extract_mlir_values__(), *tiles]
-
-    def __new_from_mlir_values__(self, values: list) -> ListedStep:
-        step = super().__new_from_mlir_values__(values[:2])
-        this, following = (cutlass.new_from_mlir_values(Int32(0), [ir]) for ir in values[2:])
-        return ListedStep(step, self._listed, (this, following))
+        next_tile = self.listed(step.following().index)
+        return ListedStep(step, self.listed, self.next_tile, next_tile)
 
 
 class KeyTiles:
-    """Mixed into a kernel, before its base.  A tile's head counts parts of KV heads:
+    """Tiles of keys of a kernel, which owns them.  A tile's head counts parts of KV heads:
     KV head * head_parts + part.
     """
 

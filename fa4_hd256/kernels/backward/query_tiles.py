@@ -20,7 +20,7 @@ __all__ = ["QueryTiles"]
 
 
 class QueryTiles:
-    """Mixed into a kernel, before its base."""
+    """Tiles of queries of a kernel, which owns them."""
 
     plan: Any
     problem_class: Any

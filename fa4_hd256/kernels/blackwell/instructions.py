@@ -1,4 +1,5 @@
-"""Thin wrappers of tcgen05 instructions the DSL does not offer in the form the kernels need.
+"""Thin wrappers of tcgen05 instructions the DSL does not offer in the form the kernels need, and
+where the slices of their operand tiles lie (`kernels.operands`).
 
 Section numbers are those of the PTX ISA.
 """
@@ -12,19 +13,27 @@ from cutlass import Boolean, Int32
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
+from ..limits import HEAD_DIM
+from ..operands import BLOCK_COLUMNS, ROW_BYTES
+
 __all__ = [
+    "E4M3_SLICE",
     "Mma",
     "MmaShape",
     "OperandLayout",
     "TmemOperand",
     "fence_after_thread_sync",
     "fence_before_thread_sync",
+    "k_major_operand",
     "mma_chain",
+    "mn_major_operand",
 ]
 
 DESCRIPTOR_VERSION = 0b001 << 14  # bits 46-48 of the descriptor: 14-16 of its upper word
 SWIZZLE_128B = 2 << 29  # bits 61-63
 ADDRESS_BITS = 0x3FFFF
+SLICE = 16  # elements of one instruction's K
+E4M3_SLICE = 32  # the same of e4m3; a tile of them counts here as one of half as many columns
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,6 @@ class OperandLayout:
         return self.slices(index * count, (index + 1) * count)
 
     def slices(self, start: int, stop: int) -> OperandLayout:
-        """Some of the slices."""
         return replace(self, step_bytes=self.step_bytes[start:stop])
 
     @property
@@ -64,6 +72,27 @@ class OperandLayout:
         """Bits 0-31 for a tile at this shared-memory address."""
         address = (tile.toint() & ADDRESS_BITS) >> 4
         return address | ((self.leading_bytes >> 4) << 16)
+
+
+def k_major_operand(rows: int, columns: int = HEAD_DIM) -> OperandLayout:
+    """A tile of rows x columns, reduced over its columns."""
+    slices_per_block = BLOCK_COLUMNS // SLICE
+    block_bytes = rows * ROW_BYTES
+    steps = tuple(
+        k // slices_per_block * block_bytes + k % slices_per_block * (2 * SLICE)
+        for k in range(columns // SLICE)
+    )
+    return OperandLayout(leading_bytes=16, stride_bytes=8 * ROW_BYTES, step_bytes=steps)
+
+
+def mn_major_operand(rows: int, slice_rows: int = SLICE, block: int = 0) -> OperandLayout:
+    """A tile of `rows` rows, reduced over its rows.  slice_rows: of one instruction.  block: of
+    columns with which it begins."""
+    first = block * rows * ROW_BYTES
+    steps = tuple(first + k * slice_rows * ROW_BYTES for k in range(rows // slice_rows))
+    return OperandLayout(
+        leading_bytes=rows * ROW_BYTES, stride_bytes=8 * ROW_BYTES, step_bytes=steps
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +115,6 @@ class TmemOperand:
         return self.slices(index * count, (index + 1) * count)
 
     def slices(self, start: int, stop: int) -> TmemOperand:
-        """Some of the slices."""
         return TmemOperand(self.step_columns[start:stop])
 
 
@@ -95,8 +123,8 @@ class MmaShape:
     """The instruction descriptor of kind::f16, or of kind::f8f6f4 with e4m3 operands, with float32
     accumulation (9.7.16.4.2).
 
-    m, n: of the product.  a_mn_major, b_mn_major: A is stored with M, B with N contiguous.
-    negate_a: the product of -A and B.  ctas: that have it together, 2 or 1.  is_e4m3: both operands
+    m, n: of the result.  a_mn_major, b_mn_major: A is stored with M, B with N contiguous.
+    negate_a: A is negated.  ctas: that have it together, 2 or 1.  is_e4m3: both operands
     are; is_bf16 then means nothing.
     """
 
@@ -111,7 +139,6 @@ class MmaShape:
 
     @property
     def kind(self) -> str:
-        """Return the kind of the instruction."""
         return "f8f6f4" if self.is_e4m3 else "f16"
 
     @property

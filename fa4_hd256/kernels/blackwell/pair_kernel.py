@@ -3,7 +3,7 @@ tear-down."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -12,13 +12,47 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ..context import shared_fields
-from ..operands import SharedMemory
+from ..context import KernelContext, shared_fields
+from ..operands import LoadTarget, SharedMemory
+from ..plan.edges import RingState, Signal
 from ..problem_class import ProblemClass
-from .context import PairContext
 from .pair_plan import CTAS
 
-__all__ = ["PairKernel"]
+__all__ = ["PairContext", "PairKernel", "claim_buffer"]
+
+
+@dataclass(frozen=True)
+class PairContext(KernelContext):
+    """State that every warp role of one CTA shares; kernels add to it.
+
+    A tensor-memory address has the lane in its upper 16 bits and the column of 32 bits in its
+    lower ones.
+    """
+
+    #: Word of shared memory that receives the address of the allocated tensor memory.
+    tmem_address: cute.Pointer
+    #: First lane and column of the allocated tensor memory; None until it is allocated.
+    tmem: Any = None
+    #: Like `tmem`, from the first of the 32 lanes that this warp reaches: differs between warps.
+    warp_lanes: Any = None
+
+
+@cute.jit
+def claim_buffer(context: PairContext, ring: str, state: RingState) -> LoadTarget:
+    """Wait until the next buffer of a ring is free, and expect its bytes; return what loads take.
+
+    Of bytes of both CTAs, which complete on the leader's barrier, the leader alone expects all.
+    The peer's bytes may come before that: the phase still waits for the leader's arrival.  The
+    phase before was complete when the buffer became free, so they never count for that one.
+    """
+    loaded = context.barriers[f"{ring}_loaded"]
+    context.barriers[f"{ring}_free"].wait(state)
+    if cutlass.const_expr(loaded.edge.signal is Signal.TMA_CTA):
+        loaded.expect_bytes(state)
+    else:
+        if context.cta_rank == 0:
+            loaded.expect_bytes(state)
+    return loaded.pointer(state), state.index
 
 
 class PairKernel:
@@ -95,8 +129,8 @@ class PairKernel:
         self._meet()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, context.tmem_address)
         # A warp reaches the 32 lanes of its place in the warpgroup (PTX ISA 9.7.16.2.3.1).
-        own_lanes = tmem + warp % 4 * (32 << 16)
-        context = replace(context, tmem=tmem, own_lanes=own_lanes)
+        warp_lanes = tmem + warp % 4 * (32 << 16)
+        context = replace(context, tmem=tmem, warp_lanes=warp_lanes)
 
         self.run_role(context, warp)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ...schedulers.protocol import CLC_SMEM_BYTES, CLUSTER_SIZE
+from ..plan import budgets
 from ..plan.budgets import SmemRegion
-from ..plan.edges import BARRIER_BYTES, EdgeTable
+from ..plan.edges import EdgeTable
 
 __all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_ring", "common_regions"]
 
@@ -16,17 +17,9 @@ TILE_Q = CTAS * BLOCK_Q  # query rows of a pair
 
 def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
     """Return the regions that every kernel has at the end of its shared memory."""
-    return (
-        SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-        SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),
-        SmemRegion(
-            "scheduler",
-            1,
-            CLC_SMEM_BYTES,
-            16,
-            "of the dynamic scheduler; allocated by its set-up",
-        ),
-    )
+    barriers, scheduler = budgets.common_regions(edges, CLC_SMEM_BYTES)
+    address = SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc")
+    return barriers, address, scheduler
 
 
 def check_ring(name: str, stages: int) -> None:

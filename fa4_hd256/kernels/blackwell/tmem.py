@@ -100,11 +100,11 @@ def tmem_load_quads(address: Any, values: cute.Tensor, *, loc: Any = None, ip: A
     64 Float32 of each thread, see `quad_fragment`; wait before use."""
     for half in range(2):
         words = ir.VectorType.get([32], T.i32())
-        found = nvvm.tcgen05_ld(
+        loaded = nvvm.tcgen05_ld(
             words, nvvm.Tcgen05LdStShape.SHAPE_16X256B, _lanes(address, half), loc=loc, ip=ip
         )
         part = cute.make_tensor(values.iterator + half * 32, cute.make_layout(32))
-        part.store(cute.TensorSSA(found, (32,), Int32).bitcast(Float32))
+        part.store(cute.TensorSSA(loaded, (32,), Int32).bitcast(Float32))
 
 
 @dsl_user_op

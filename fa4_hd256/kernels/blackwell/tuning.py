@@ -63,17 +63,17 @@ def read(path: Path = TABLE) -> dict[tuple[str, bool, str], TunedPattern]:
         entries = [TunedPattern(**{**e, "pattern": Ex2Pattern(**e["pattern"])}) for e in listed]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path.name} is not a tuning table: {error}") from error
-    found = {entry.key: entry for entry in entries}
-    if len(found) < len(entries):
+    by_key = {entry.key: entry for entry in entries}
+    if len(by_key) < len(entries):
         raise ValueError(f"{path.name} has two entries for one mask, length and GPU")
-    return found
+    return by_key
 
 
 def write(entries: list[TunedPattern], path: Path = TABLE) -> None:
     """Put entries into a table, in place of those with their keys; others stay."""
-    kept = read(path) if path.exists() else {}
+    existing = read(path) if path.exists() else {}
     listed: list[dict[str, Any]] = [
-        asdict(entry) for entry in (kept | {entry.key: entry for entry in entries}).values()
+        asdict(entry) for entry in (existing | {entry.key: entry for entry in entries}).values()
     ]
     path.write_text(json.dumps({"exp2": listed}, indent=1) + "\n")
     read.cache_clear()

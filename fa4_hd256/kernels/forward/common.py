@@ -43,11 +43,12 @@ __all__ = ["ForwardCommon"]
 
 
 class ForwardCommon:
-    """Host code of a forward kernel; mixed into it.
+    """Base: host code of a forward kernel.
 
     A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
     tile; `load_keys`, the fewest keys of a load of K or V; `kernel_tensors(operands, lse,
-    optional)`; and `kernel(tensors, sizes, scalars, order)`.  kv_bytes: of an element of K or V;
+    optional)`, TMA descriptors and the plain tensors of (q, k, v, out) by (seqlen, 256, heads,
+    batch); and `kernel(tensors, sizes, scalars, order)`.  kv_bytes: of an element of K or V;
     single bytes come in twos, as elements of the type of Q.
     """
 
@@ -60,6 +61,7 @@ class ForwardCommon:
     scheduler: Any
     warps: Any
     kernel: Any
+    kernel_tensors: Any
 
     def allow_next(self) -> None:
         """Let the combining kernel begin, with split keys: `forward_combine` NOTE [before the
@@ -70,7 +72,6 @@ class ForwardCommon:
 
     @property
     def functions(self) -> KernelFunctions:
-        """Return the functions of the call."""
         return KernelFunctions(self.problem_class)
 
     @cute.jit
@@ -113,17 +114,10 @@ class ForwardCommon:
             min_blocks_per_mp=1,
         )
 
-    def kernel_tensors(
-        self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
-    ) -> ForwardKernelTensors:
-        """TMA descriptors and the plain tensors.  operands: q, k, v, out by (seqlen, 256, heads,
-        batch)."""
-        raise NotImplementedError
-
     def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple[cute.Tensor, ...]]:
         """Return (sink or None, ragged tensors) from what the problem class requests."""
-        given, problem = tuple(optional or ()), self.problem_class
-        sink, ragged = (given[0], given[1:]) if problem.sink else (None, given)
+        requested, problem = tuple(optional or ()), self.problem_class
+        sink, ragged = (requested[0], requested[1:]) if problem.sink else (None, requested)
         return sink, ragged[: len(problem.ragged)]
 
     def descales(self, optional: Any) -> tuple[Any, Any]:
@@ -254,7 +248,6 @@ class ForwardCommon:
         return PagedKeys(table, visibility.seqlen_k, first_key, sizes, first_page).at(last)
 
     def next_kv_tile(self, kv_tile: Any) -> Any:
-        """Return the KV tile that is worked on next."""
         return kv_tile.next() if self.is_paged or self.lists_steps else kv_tile - 1
 
     def first_key(self, kv_tile: Any) -> Any:

@@ -78,11 +78,9 @@ class ForwardContext(KernelContext):
         return KvSplit(number, None, keys, number + 1 == self.num_splits)
 
     def query(self, work: WorkTile) -> Sequence:
-        """Return the query rows of a tile's batch entry."""
         return self.sequences.query(self.batch(work))
 
     def key(self, work: WorkTile) -> Sequence:
-        """Return the key rows of a tile's batch entry."""
         return self.sequences.key(self.batch(work))
 
     def result_batch(self, work: WorkTile) -> Int32:

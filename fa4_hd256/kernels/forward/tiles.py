@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ForwardTiles"]
+__all__ = ["DECODE_ROWS", "ForwardTiles", "check_decode", "check_threshold"]
+
+#: Query rows of a decode tile that are offered: N of both MMAs.
+DECODE_ROWS = (16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -42,3 +45,21 @@ class ForwardTiles:
     launch_steps: float | None = None
     kind: str = "forward"
     kv_dtype: torch.dtype | None = None
+
+
+def check_decode(rows: int, q_stages: int) -> None:
+    """Raise ValueError for rows, or buffers of Q, that a decode kernel does not offer."""
+    if rows not in DECODE_ROWS:
+        accepted = ", ".join(map(str, DECODE_ROWS))
+        raise ValueError(f"rows is {rows}; accepted are {accepted}")
+    if q_stages not in (1, 2):
+        raise ValueError(f"q_stages is {q_stages}; accepted are 1 and 2")
+
+
+def check_threshold(threshold: float, largest: int = 15, dtype: str = "float16") -> None:
+    """Raise ValueError for a rescale threshold, in log2 units, with which P could overflow."""
+    if not 0 <= threshold <= largest:
+        raise ValueError(
+            f"rescale_threshold is {threshold}; accepted are 0 to {largest} "
+            f"(P reaches 2^threshold and must stay finite in {dtype})"
+        )

@@ -47,14 +47,14 @@ def exchanged_words(values: cute.Tensor, dtype: Any) -> list[cute.Tensor]:
     rounded = cute.make_rmem_tensor(cute.size(values), dtype)
     rounded.store(values.load().to(dtype))
     words = cute.recast_tensor(rounded, Uint32)
-    lane, found = cute.arch.thread_idx()[0] % QUAD, []
+    lane, groups = cute.arch.thread_idx()[0] % QUAD, []
     for start in range(0, HEAD_DIM // COLUMN_GROUP, QUAD):
         group = cute.make_rmem_tensor(QUAD, Uint32)
         exchanged = transpose_quad([words[start + i] for i in range(QUAD)], lane)
         for i, word in enumerate(exchanged):
             group[i] = word
-        found.append(group)
-    return found
+        groups.append(group)
+    return groups
 
 
 def store_exchanged(words: list[cute.Tensor], out: cute.Tensor, dtype: Any) -> None:

@@ -34,7 +34,7 @@ __all__ = [
     "fence",
     "fragment_columns",
     "multiply",
-    "own_warpgroup",
+    "this_warpgroup",
     "pack",
     "row_of_fragment",
     "rows_of",
@@ -171,7 +171,7 @@ def pack(values: cute.Tensor, fragment: cute.Tensor) -> None:
         )
 
 
-def own_warpgroup() -> Int32:
+def this_warpgroup() -> Int32:
     """Return which warpgroup of the CTA this thread is of."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
 

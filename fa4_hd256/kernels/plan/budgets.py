@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from ...words import one_of, shown
-from ..limits import SMEM_CAPACITY, WARP_SIZE
+from ..limits import SMEM_CAPACITY, SWIZZLE_ALIGNMENT, WARP_SIZE
+from .edges import BARRIER_BYTES, EdgeTable
 
 __all__ = [
     "TMEM_COLUMNS",
@@ -24,6 +25,7 @@ __all__ = [
     "WarpPlan",
     "check_budgets",
     "check_fields",
+    "common_regions",
 ]
 
 # Tensor memory of one SM: 128 lanes of 512 32-bit columns (PTX ISA 9.7.16.1).
@@ -147,6 +149,20 @@ class SmemRegion:
     @property
     def num_bytes(self) -> int:
         return self.stages * self.stage_bytes
+
+    @classmethod
+    def operand(cls, name: str, stages: int, stage_bytes: int, note: str) -> SmemRegion:
+        """Return the buffers of an operand with the 128-byte swizzle."""
+        return cls(name, stages, stage_bytes, SWIZZLE_ALIGNMENT, note)
+
+
+def common_regions(edges: EdgeTable, scheduler_bytes: int) -> tuple[SmemRegion, ...]:
+    """Return the regions that every kernel has at the end of its shared memory."""
+    note = "of the dynamic scheduler; allocated by its set-up"
+    return (
+        SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
+        SmemRegion("scheduler", 1, scheduler_bytes, 16, note),
+    )
 
 
 @dataclass(frozen=True)

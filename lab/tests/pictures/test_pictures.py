@@ -11,8 +11,7 @@ import pytest
 from checkout import ROOT
 from import_graph import SIMULATOR
 
-from fa4_hd256.kernels.blackwell.instructions import MmaShape
-from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
+from fa4_hd256.kernels.blackwell.instructions import MmaShape, k_major_operand, mn_major_operand
 from lab.__main__ import main
 from lab.options import PICTURES as FOLDER
 from lab.pictures import inputs

@@ -38,11 +38,11 @@ EDITS = {
                 rings = self._s(context, is_last, rings)
 """,
         """\
-                rings = self._load_keys(own_context, work, "k", following_kv_tile, rings)
-                rings = self._load_k_columns(own_context, work, kv_tile, rings)
+                rings = self._load_keys(tile_context, work, "k", following_kv_tile, rings)
+                rings = self._load_k_columns(tile_context, work, kv_tile, rings)
 """: """\
-                rings = self._load_k_columns(own_context, work, kv_tile, rings)
-                rings = self._load_keys(own_context, work, "k", following_kv_tile, rings)
+                rings = self._load_k_columns(tile_context, work, kv_tile, rings)
+                rings = self._load_keys(tile_context, work, "k", following_kv_tile, rings)
 """,
     },
     "dv: statistics before Q": {
@@ -63,11 +63,11 @@ EDITS = {
                 rings = self._dp(context, is_last, rings)
 """,
         """\
-                rings = self._load_dout(own_context, work, following_unit, rings)
-                rings = self._load_q_columns(own_context, work, unit, rings)
+                rings = self._load_dout(tile_context, work, following_unit, rings)
+                rings = self._load_q_columns(tile_context, work, unit, rings)
 """: """\
-                rings = self._load_q_columns(own_context, work, unit, rings)
-                rings = self._load_dout(own_context, work, following_unit, rings)
+                rings = self._load_q_columns(tile_context, work, unit, rings)
+                rings = self._load_dout(tile_context, work, following_unit, rings)
 """,
     },
     "products: no wait at the end": {"        sum_free.wait_for_all(rings.sum)\n": ""},

@@ -114,6 +114,6 @@ def test_a_number_that_leads_elsewhere_is_seen(device, planted):
         block, sequence = found(self, number)
         return block + 1, sequence
 
-    planted.setattr(PackedBlocks, "found", another)
+    planted.setattr(PackedBlocks, "locate", another)
     found = attend((2, 2), device, causal=True, use_clc=False)
     assert not is_right(*found, window_size=(None, 0))

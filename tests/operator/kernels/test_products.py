@@ -16,7 +16,7 @@ from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
-from fa4_hd256.kernels.backward.product_order import ProductOrder
+from fa4_hd256.kernels.backward.gemm_order import GemmOrder
 from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.kernels.mask.masking import MaskKind
 from fa4_hd256.run.backward import empty_stats
@@ -212,7 +212,7 @@ def test_what_is_executed_is_the_closed_form(name):
 @pytest.mark.parametrize("heads", [1, 8])
 def test_tiles_that_share_ds_are_at_work_at_once(blocks, heads):
     """One more part would begin when others of it are done."""
-    order = ProductOrder.of(256 * blocks, 256 * blocks, heads, MaskKind(False, False))
+    order = GemmOrder.of(256 * blocks, 256 * blocks, heads, MaskKind(False, False))
     take_turns = {number for number in range(order.num_tiles) if order.tile(number)[2] == 0}
     parts = order.parts_at_once(66)
     assert parts == 1 or parts * len(take_turns) <= 66

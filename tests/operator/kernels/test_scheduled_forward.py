@@ -18,11 +18,11 @@ from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 from fa4_hd256.run.arguments import CallTensors, call_arguments, compile_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.schedulers import ClcScheduler, StaticPersistentScheduler, StaticSingleTileScheduler
+from fa4_hd256.schedulers import ClcScheduler, StaticPersistentScheduler
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
-SCHEDULERS = (StaticPersistentScheduler, StaticSingleTileScheduler, ClcScheduler)
+SCHEDULERS = (StaticPersistentScheduler, ClcScheduler)
 LENGTHS_Q, LENGTHS_K = (300, 0, 5, 700, 1, 64), (200, 9, 0, 700, 300, 64)
 
 

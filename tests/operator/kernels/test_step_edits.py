@@ -33,11 +33,11 @@ EDITS = {
                 rings = self._qk(context, rings)
 """,
         """\
-                rings = self._load_kv(own_context, work, following_kv_tile, "k", rings)
-                rings = self._load_kv(own_context, work, kv_tile, "v", rings)
+                rings = self._load_kv(tile_context, work, following_kv_tile, "k", rings)
+                rings = self._load_kv(tile_context, work, kv_tile, "v", rings)
 """: """\
-                rings = self._load_kv(own_context, work, kv_tile, "v", rings)
-                rings = self._load_kv(own_context, work, following_kv_tile, "k", rings)
+                rings = self._load_kv(tile_context, work, kv_tile, "v", rings)
+                rings = self._load_kv(tile_context, work, following_kv_tile, "k", rings)
 """,
     },
     "S before its K buffer": {

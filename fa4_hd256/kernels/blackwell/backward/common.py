@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 import cutlass
@@ -14,28 +15,29 @@ from ....schedulers.order import TileProblem
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.pattern import Ex2Pattern
 from ....softmax_emu.recompute import probabilities_from_lse, scale_for_masking
-from ...backward.common import BackwardEntry, BackwardKernelTensors
+from ...backward.common import BackwardContext, BackwardEntry, BackwardKernelTensors
 from ...context import schedule
 from ...functions.kernel_functions import ScorePlaces
 from ...mask.masking import Visibility
-from ...operands import TmaTensor
-from ...plan.edges import RingStates
+from ...operands import TmaTensor, load_tile
+from ...plan.edges import RingState, RingStates
 from ...problem_class import CallScalars, GradientClass
-from ..instructions import (
-    fence_after_thread_sync,
-    fence_before_thread_sync,
-)
-from ..pair_kernel import PairKernel
+from ...ranges import traced
+from ...rows.sequences import Sequence as RowSequence
+from ...rows.sequences import TilePlace
+from ..instructions import Mma, fence_after_thread_sync, fence_before_thread_sync
+from ..pair_kernel import PairContext, PairKernel, claim_buffer
+from ..tmem import tmem_buffer
 from .config import GradientConfig
-from .context import BlackwellBackwardContext
 
 __all__ = [
     "BlackwellBackward",
+    "BlackwellBackwardContext",
     "FRAGMENT",
     "KernelTiles",
     "RowMask",
+    "RowsOfStep",
     "ScoreMask",
-    "multiply_by",
     "score_gradients",
     "store_row",
     "warpgroup",
@@ -43,6 +45,14 @@ __all__ = [
 ]
 
 FRAGMENT = 32  # columns that one tensor-memory load moves
+
+
+@dataclass(frozen=True)
+class BlackwellBackwardContext(BackwardContext, PairContext):
+    """State that every warp role of one CTA shares.
+
+    Buffers in `smem`: those of the kernel's `smem(memory)`, which has their shapes.
+    """
 
 
 class ScoreMask(Protocol):
@@ -74,6 +84,14 @@ class RowMask(NamedTuple):
         self.visibility.apply(scores, self.row, self.column)
 
 
+class RowsOfStep(NamedTuple):
+    """Query rows of a step: their sequence, the first one, their query head."""
+
+    sequence: RowSequence
+    first: Int32
+    head: Int32
+
+
 class KernelTiles(Protocol):
     """Tiles of a launch and their steps, which a kernel owns."""
 
@@ -89,11 +107,16 @@ class KernelTiles(Protocol):
 class BlackwellBackward(BackwardEntry, PairKernel):
     """Base of these kernels: host code, set-up, dispatch, and P from S.
 
-    A kernel adds `boxes`, see `BackwardEntry`; `tiles`; `smem(memory)`; and its roles.
+    A kernel adds `boxes`, see `BackwardEntry`; `tiles`; `smem(memory)`; and its roles: `load`, of
+    one warp of each CTA, `mma`, of one warp of the leader, which issues the MMAs of both, and
+    `gradient`, of two warpgroups of each CTA.
     """
 
     context_class = BlackwellBackwardContext
     tiles: KernelTiles
+    load: Callable
+    mma: Callable
+    gradient: Callable
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
@@ -105,11 +128,9 @@ class BlackwellBackward(BackwardEntry, PairKernel):
     def problem(
         self, scalars: CallScalars, operands: tuple[cute.Tensor, ...], batch: Int32
     ) -> TileProblem:
-        """Return the tiles of a launch."""
         return self.tiles.problem(scalars, operands, batch)
 
     def num_steps(self, context: BlackwellBackwardContext, work: WorkTile) -> Int32:
-        """Return the number of steps of a tile, the same in all roles."""
         return self.tiles.num_steps(context, work)
 
     def copy_operation(self, box: str) -> Any:
@@ -120,24 +141,10 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         return tensors.loads
 
     def tma_tensor(self, context: BlackwellBackwardContext, box: str) -> TmaTensor:
-        """The TMA tensor of one of `boxes`."""
         return context.tensors.loads[list(self.boxes).index(box)]
-
-    def load(self, context: BlackwellBackwardContext) -> None:
-        """Role of one warp of each CTA: fetch what the MMAs need."""
-        raise NotImplementedError
-
-    def mma(self, context: BlackwellBackwardContext) -> None:
-        """Role of one warp of the leader CTA: issue the MMAs of both."""
-        raise NotImplementedError
-
-    def gradient(self, context: BlackwellBackwardContext) -> None:
-        """Role of two warpgroups of each CTA: everything else."""
-        raise NotImplementedError
 
     @cute.jit
     def run_role(self, context: BlackwellBackwardContext, warp: Int32):
-        """The role of this warp, with its register budget."""
         warps = self.warps
         if warp < warps.mma:
             cute.arch.setmaxregister_increase(warps.registers_gradient)
@@ -152,13 +159,82 @@ class BlackwellBackward(BackwardEntry, PairKernel):
             if warp == warps.scheduler:
                 schedule(self.scheduler, context)
 
-    def own_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Int32:
+    # ------------------------------------------------------------ load
+
+    @traced("load")
+    def load_box(
+        self,
+        context: BlackwellBackwardContext,
+        box: str,
+        place: TilePlace,
+        buffers: tuple[str, RingState],
+        memory: str | None = None,
+    ) -> None:
+        """Load one of `boxes` into the next buffer of a ring.
+
+        buffers: (name of the ring, its state).  memory: the view of its buffers in `smem`, if it is
+        not the ring's name.
+        """
+        name, state = buffers
+        target = claim_buffer(context, name, state)
+        load_tile(self.tma_tensor(context, box), context.smem[memory or name], place, *target)
+        state.advance()
+
+    def load_rows(
+        self, context: BlackwellBackwardContext, box: str, step: RowsOfStep, ring: RingState
+    ) -> None:
+        """Load this CTA's half of the rows of Q or dO of a step, half of the columns after the
+        other: B of S or dP."""
+        sequence, first, head = step
+        first += context.cta_rank * (self.plan.step_columns // 2)
+        for half in range(2):
+            self.load_box(context, box, (sequence, first, half, head), ("ring", ring))
+
+    def load_columns(
+        self, context: BlackwellBackwardContext, box: str, step: RowsOfStep, ring: RingState
+    ) -> None:
+        """Load this CTA's half of the columns of Q or dO of a step, half of the rows after the
+        other: B of dK or dV."""
+        sequence, first, head = step
+        for half in range(2):
+            row = first + half * (self.plan.step_columns // 2)
+            self.load_box(context, box, (sequence, row, context.cta_rank, head), ("ring", ring))
+
+    # ------------------------------------------------------------ mma
+
+    def issue_from_ring(
+        self,
+        context: BlackwellBackwardContext,
+        mmas: Sequence[Mma],
+        operands: tuple[str, str],
+        result: tuple[str, RingState],
+        ring: RingState,
+        adds: Boolean | bool = False,
+    ) -> None:
+        """Issue the MMAs of a step, each with the next buffer of the ring as its B.
+
+        operands: names of A, which stays, and of the ring's buffers in `smem`.  result: (name, its
+        state).  adds: the first one adds to the result, as the others do.
+        """
+        barriers, smem = context.barriers, context.smem
+        for number, mma in enumerate(mmas):
+            barriers["ring_loaded"].wait(ring)
+            fence_after_thread_sync()
+            a = smem[operands[0]][None, None, 0].iterator
+            b = smem[operands[1]][None, None, ring.index].iterator
+            address = tmem_buffer(context.tmem, self.tmem_plan, *result)
+            mma.issue(address, a, b, adds if number == 0 else True)
+            barriers["ring_free"].commit(ring)
+            ring.advance()
+
+    # ------------------------------------------------------------ gradient
+
+    def warp_columns(self, context: BlackwellBackwardContext, name: str, columns: int) -> Int32:
         """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
         start = self.tmem_plan[name].start + warpgroup() * columns
-        return context.own_lanes + start
+        return context.warp_lanes + start
 
     def no_work(self) -> WorkTile:
-        """An invalid tile."""
         return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
 
     def take_scores(
@@ -174,7 +250,7 @@ class BlackwellBackward(BackwardEntry, PairKernel):
         """
         context.barriers["s_done"].wait(states["s_done"])
         fence_after_thread_sync()
-        load(self.own_columns(context, "s", cute.size(scores)), scores)
+        load(self.warp_columns(context, "s", cute.size(scores)), scores)
         cute.arch.fence_view_async_tmem_load()
         fence_before_thread_sync()
         context.barriers["s_free"].arrive(states["s_done"], is_converged=True)
@@ -233,14 +309,6 @@ def score_gradients(
         dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, (factors[i], factors[i + 1]))
 
 
-def multiply_by(values: cute.Tensor, factors: cute.Tensor) -> None:
-    """values *= factors, register tensors of an even number of Float32 (mul.rn.f32x2)."""
-    for i in range(0, cute.size(values), 2):
-        values[i], values[i + 1] = cute.arch.mul_packed_f32x2(
-            (values[i], values[i + 1]), (factors[i], factors[i + 1])
-        )
-
-
 def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:
     """Register values, Float32, to consecutive elements of global memory, in their type."""
     rounded = cute.make_rmem_tensor(cute.size(values), destination.element_type)
@@ -254,7 +322,6 @@ def warpgroup() -> Int32:
 
 
 def zeros(columns: int) -> cute.Tensor:
-    """A register tensor of Float32 zeros."""
     values = cute.make_rmem_tensor(columns, Float32)
     values.fill(0.0)
     return values

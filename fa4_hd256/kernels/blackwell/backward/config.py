@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from ....softmax_emu.pattern import Ex2Pattern
 from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
-from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
 from ...plan.budgets import (
     SmemPlan,
     SmemRegion,
@@ -103,13 +103,12 @@ class DqPlan:
     def smem(self) -> SmemPlan:
         return SmemPlan(
             (
-                SmemRegion("q", 1, self.query_bytes, SWIZZLE_ALIGNMENT, "128 rows x 256"),
-                SmemRegion("dout", 1, self.query_bytes, SWIZZLE_ALIGNMENT, "128 rows x 256"),
-                SmemRegion(
+                SmemRegion.operand("q", 1, self.query_bytes, "128 rows x 256"),
+                SmemRegion.operand("dout", 1, self.query_bytes, "128 rows x 256"),
+                SmemRegion.operand(
                     "ring",
                     self.ring_stages,
                     TILE_BYTES,
-                    SWIZZLE_ALIGNMENT,
                     "K or V: 64 keys x 256; K for dQ: 128 keys x 128 columns",
                 ),
                 *common_regions(self.edges),
@@ -219,21 +218,13 @@ class DkdvPlan:
     def smem(self) -> SmemPlan:
         return SmemPlan(
             (
-                SmemRegion("k", 1, TILE_BYTES, SWIZZLE_ALIGNMENT, "64 keys x 256"),
-                SmemRegion("v", 1, TILE_BYTES, SWIZZLE_ALIGNMENT, "64 keys x 256"),
-                SmemRegion(
-                    "weights",
-                    1,
-                    TILE_BYTES,
-                    SWIZZLE_ALIGNMENT,
-                    "64 keys x 256 queries: P for dV, then dS for dK",
+                SmemRegion.operand("k", 1, TILE_BYTES, "64 keys x 256"),
+                SmemRegion.operand("v", 1, TILE_BYTES, "64 keys x 256"),
+                SmemRegion.operand(
+                    "weights", 1, TILE_BYTES, "64 keys x 256 queries: P for dV, then dS for dK"
                 ),
-                SmemRegion(
-                    "ring",
-                    self.ring_stages,
-                    TILE_BYTES,
-                    SWIZZLE_ALIGNMENT,
-                    "Q or dO: 128 queries x 128 columns",
+                SmemRegion.operand(
+                    "ring", self.ring_stages, TILE_BYTES, "Q or dO: 128 queries x 128 columns"
                 ),
                 SmemRegion("lse", 1, self.stats_bytes, 128, "-LSE in log2 units of 256 queries"),
                 SmemRegion("delta", 1, self.stats_bytes, 128, "-delta of 256 queries"),
@@ -257,16 +248,16 @@ class DkdvPlan:
     def edges(self) -> EdgeTable:
         gradient = len(self.warps.gradient)
         pair, commit, stats = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, self.stats_bytes
-        own_tma, own, release = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_PAIR_RELEASE
+        cta_tma, cta, release = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_PAIR_RELEASE
         return EdgeTable(
             (
                 *_operand_edges(CTAS * TILE_BYTES, self.ring_stages, CTAS * TILE_BYTES),
-                Edge("lse_loaded", 1, own_tma, "load", 1, "gradient", "LSE in SMEM",
+                Edge("lse_loaded", 1, cta_tma, "load", 1, "gradient", "LSE in SMEM",
                      transaction_bytes=stats),
-                Edge("lse_free", 1, own, "gradient", gradient, "load", "LSE read", True),
-                Edge("delta_loaded", 1, own_tma, "load", 1, "gradient", "delta in SMEM",
+                Edge("lse_free", 1, cta, "gradient", gradient, "load", "LSE read", True),
+                Edge("delta_loaded", 1, cta_tma, "load", 1, "gradient", "delta in SMEM",
                      transaction_bytes=stats),
-                Edge("delta_free", 1, own, "gradient", gradient, "load", "delta read", True),
+                Edge("delta_free", 1, cta, "gradient", gradient, "load", "delta read", True),
                 *_score_edges(gradient),
                 Edge("dp_free", 1, pair, "gradient", gradient, "mma", "dP^T in registers", True),
                 Edge("weights_done", 1, release, "gradient", gradient, "mma",
@@ -320,14 +311,10 @@ class DvPlan:
         stats = self.stats_stages, self.stats_bytes, 128
         return SmemPlan(
             (
-                SmemRegion("k", 1, self.key_bytes, SWIZZLE_ALIGNMENT, "128 keys x 256"),
-                SmemRegion("v", 1, self.key_bytes, SWIZZLE_ALIGNMENT, "128 keys x 256"),
-                SmemRegion(
-                    "ring",
-                    self.ring_stages,
-                    PIECE_BYTES,
-                    SWIZZLE_ALIGNMENT,
-                    "Q or dO: 64 queries x 128 columns",
+                SmemRegion.operand("k", 1, self.key_bytes, "128 keys x 256"),
+                SmemRegion.operand("v", 1, self.key_bytes, "128 keys x 256"),
+                SmemRegion.operand(
+                    "ring", self.ring_stages, PIECE_BYTES, "Q or dO: 64 queries x 128 columns"
                 ),
                 SmemRegion("lse", *stats, "-LSE in log2 units of 128 queries"),
                 SmemRegion("delta", *stats, "-delta of 128 queries"),
@@ -353,13 +340,13 @@ class DvPlan:
     def edges(self) -> EdgeTable:
         gradient = len(self.warps.gradient)
         pair, commit, stats = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, self.stats_stages
-        own_tma, own = Signal.TMA_CTA, Signal.WARPS_CTA
+        cta_tma, cta = Signal.TMA_CTA, Signal.WARPS_CTA
         return EdgeTable(
             (
                 *_operand_edges(CTAS * self.key_bytes, self.ring_stages, CTAS * PIECE_BYTES),
-                Edge("stats_loaded", stats, own_tma, "load", 1, "gradient", "LSE, delta in SMEM",
+                Edge("stats_loaded", stats, cta_tma, "load", 1, "gradient", "LSE, delta in SMEM",
                      transaction_bytes=2 * self.stats_bytes),
-                Edge("stats_free", stats, own, "gradient", gradient, "load",
+                Edge("stats_free", stats, cta, "gradient", gradient, "load",
                      "LSE and delta read", True),
                 *_score_edges(gradient),
                 Edge("p_done", 1, pair, "gradient", gradient, "mma", "P in TMEM, over its dP"),
@@ -398,12 +385,8 @@ class ProductsPlan:
         return SmemPlan(
             (
                 SmemRegion("ds", self.stages, DS_TILE_BYTES, 128, "128 keys x 128 queries"),
-                SmemRegion(
-                    "rows",
-                    self.stages,
-                    TILE_BYTES,
-                    SWIZZLE_ALIGNMENT,
-                    "Q or K: 128 rows x 128 columns",
+                SmemRegion.operand(
+                    "rows", self.stages, TILE_BYTES, "Q or K: 128 rows x 128 columns"
                 ),
                 *common_regions(self.edges),
             )

@@ -33,42 +33,40 @@ from ...backward.common import Step, heads_of_part
 from ...backward.key_tiles import KeyTiles
 from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
-from ...operands import SharedMemory, load_tile
+from ...operands import SharedMemory
 from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
-from ...rows.sequences import Sequence, TilePlace, columns_of
-from ..context import claim_buffer
+from ...rows.sequences import Sequence, columns_of
 from ..instructions import (
     Mma,
     MmaShape,
     fence_after_thread_sync,
     fence_before_thread_sync,
-)
-from ..operands import (
     k_major_operand,
     mn_major_operand,
 )
+from ..pair_kernel import claim_buffer
 from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
-from ..tmem import multiply, tmem_buffer, tmem_load
+from ..tmem import multiply, multiply_rows, tmem_load
 from .common import (
     FRAGMENT,
     BlackwellBackward,
+    BlackwellBackwardContext,
     RowMask,
-    multiply_by,
+    RowsOfStep,
     score_gradients,
     store_row,
     warpgroup,
     zeros,
 )
 from .config import DkdvPlan, GradientConfig
-from .context import BlackwellBackwardContext
 
 __all__ = ["DkdvKernel"]
 
 UNIT_Q = TILE_Q
-OWN_KEYS = BLOCK_KV // 2  # keys of a CTA
-OWN_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
+CTA_KEYS = BLOCK_KV // 2  # keys of a CTA
+THREAD_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
 
 
 @dataclass
@@ -97,8 +95,6 @@ class DkdvMmaRings(RingRecord):
 
 @dataclass(frozen=True)
 class DkdvTiles(KeyTiles):
-    """Tiles of the launch, which the kernel owns."""
-
     plan: DkdvPlan
     problem_class: ProblemClass
 
@@ -113,8 +109,8 @@ class DkdvKernel(BlackwellBackward):
     rows_of = "k"
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM // 2),
-        "k": (1, OWN_KEYS, HEAD_DIM),
-        "v": (2, OWN_KEYS, HEAD_DIM),
+        "k": (1, CTA_KEYS, HEAD_DIM),
+        "v": (2, CTA_KEYS, HEAD_DIM),
         "dout": (3, BLOCK_Q, HEAD_DIM // 2),
     }
 
@@ -124,7 +120,7 @@ class DkdvKernel(BlackwellBackward):
         super().__init__(config, gradient_class, scheduler)
         self.tiles = DkdvTiles(self.plan, self.problem_class)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
-        keys, weights = k_major_operand(OWN_KEYS), k_major_operand(OWN_KEYS, UNIT_Q)
+        keys, weights = k_major_operand(CTA_KEYS), k_major_operand(CTA_KEYS, UNIT_Q)
         queries, columns = k_major_operand(BLOCK_Q, HEAD_DIM // 2), mn_major_operand(BLOCK_Q)
         s = MmaShape(BLOCK_KV, UNIT_Q, is_bf16, negate_a=negate)
         dp = MmaShape(BLOCK_KV, UNIT_Q, is_bf16)
@@ -137,9 +133,9 @@ class DkdvKernel(BlackwellBackward):
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stats = cute.make_layout(UNIT_Q)
         return {
-            "k": memory.operand("k", OWN_KEYS, HEAD_DIM, 1),
-            "v": memory.operand("v", OWN_KEYS, HEAD_DIM, 1),
-            "weights": memory.operand("weights", OWN_KEYS, UNIT_Q, 1),
+            "k": memory.operand("k", CTA_KEYS, HEAD_DIM, 1),
+            "v": memory.operand("v", CTA_KEYS, HEAD_DIM, 1),
+            "weights": memory.operand("weights", CTA_KEYS, UNIT_Q, 1),
             "ring": memory.operand("ring", BLOCK_Q, HEAD_DIM // 2, self.plan.ring_stages),
             "lse": cute.make_tensor(memory.region("lse", Float32, 128), stats),
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
@@ -163,26 +159,26 @@ class DkdvKernel(BlackwellBackward):
             rings = self._load_first_dp(context, work, rings)
         while work.is_valid:
             # A look-up of the sequence in each step would take longer than the step's MMAs.
-            own_context = context.of_tile(work)
-            unit = self.tiles.first_position(own_context, work)
-            num_steps = self.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            unit = self.tiles.first_position(tile_context, work)
+            num_steps = self.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for number in cutlass.range(1, num_steps, unroll=1):
                 want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
                 following_unit = unit.following()
-                rings = self._load_q(own_context, work, following_unit, rings)
-                rings = self._load_dout_columns(own_context, work, unit, rings)
-                rings = self._load_dout(own_context, work, following_unit, rings)
-                rings = self._load_q_columns(own_context, work, unit, rings)
+                rings = self._load_q(tile_context, work, following_unit, rings)
+                rings = self._load_dout_columns(tile_context, work, unit, rings)
+                rings = self._load_dout(tile_context, work, following_unit, rings)
+                rings = self._load_q_columns(tile_context, work, unit, rings)
                 unit = following_unit
             following = scheduler.advance_to_next_work()
             is_ahead = self.has_steps(context, following)
             if is_ahead:
                 rings = self._load_first_s(context, following, rings)
-            rings = self._load_dout_columns(own_context, work, unit, rings)
+            rings = self._load_dout_columns(tile_context, work, unit, rings)
             if is_ahead:
                 rings = self._load_first_dp(context, following, rings)
-            rings = self._load_q_columns(own_context, work, unit, rings)
+            rings = self._load_q_columns(tile_context, work, unit, rings)
             work = following
             if not is_ahead:
                 scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
@@ -211,84 +207,48 @@ class DkdvKernel(BlackwellBackward):
         rings = self._load_keys(context, work, "v", rings)
         return self._load_dout(context, work, unit, rings)
 
-    @traced("load")
     def _load_keys(
         self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load this CTA's 64 keys of K or V, for the whole tile."""
-        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
+        row = work.block * BLOCK_KV + context.cta_rank * CTA_KEYS
         head = work.head // context.scalars.head_parts
         place = context.sequences.key(work.batch), row, 0, head
-        ring = rings.k if name == "k" else rings.v
-        target = claim_buffer(context, name, ring)
-        load_tile(self.tma_tensor(context, name), context.smem[name], place, *target)
-        ring.advance()
+        self.load_box(context, name, place, (name, getattr(rings, name)))
         return rings
+
+    @staticmethod
+    def _queries(context: BlackwellBackwardContext, work: WorkTile, unit: Step) -> RowsOfStep:
+        return RowsOfStep(context.sequences.query(work.batch), unit.index * UNIT_Q, unit.head)
 
     def _load_q(
         self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load LSE of a unit, then this CTA's 128 rows of Q: B of S."""
         self._load_row_stats(context, "lse", work, unit, rings.lse)
-        return self._load_rows(context, work, "q", unit, rings)
+        self.load_rows(context, "q", self._queries(context, work, unit), rings.ring)
+        return rings
 
     def _load_dout(
         self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load delta of a unit, then this CTA's 128 rows of dO: B of dP."""
         self._load_row_stats(context, "delta", work, unit, rings.delta)
-        return self._load_rows(context, work, "dout", unit, rings)
+        self.load_rows(context, "dout", self._queries(context, work, unit), rings.ring)
+        return rings
 
     def _load_q_columns(
         self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load this CTA's half of the columns of Q: B of dK."""
-        return self._load_columns(context, work, "q", unit, rings)
+        self.load_columns(context, "q", self._queries(context, work, unit), rings.ring)
+        return rings
 
     def _load_dout_columns(
         self, context: BlackwellBackwardContext, work: WorkTile, unit: Step, rings: DkdvLoadRings
     ) -> DkdvLoadRings:
         """Load this CTA's half of the columns of dO: B of dV."""
-        return self._load_columns(context, work, "dout", unit, rings)
-
-    def _load_rows(
-        self,
-        context: BlackwellBackwardContext,
-        work: WorkTile,
-        box: str,
-        unit: Step,
-        rings: DkdvLoadRings,
-    ) -> DkdvLoadRings:
-        """Load this CTA's 128 rows of Q or dO, half of the columns after the other."""
-        sequence, row = context.sequences.query(work.batch), unit.index * UNIT_Q
-        row += context.cta_rank * BLOCK_Q
-        for half in range(2):
-            rings = self._load_ring(context, box, (sequence, row, half, unit.head), rings)
-        return rings
-
-    def _load_columns(
-        self,
-        context: BlackwellBackwardContext,
-        work: WorkTile,
-        box: str,
-        unit: Step,
-        rings: DkdvLoadRings,
-    ) -> DkdvLoadRings:
-        """Load this CTA's half of the columns of Q or dO, half of the rows after the other."""
-        sequence, row = context.sequences.query(work.batch), unit.index * UNIT_Q
-        for half in range(2):
-            place = sequence, row + half * BLOCK_Q, context.cta_rank, unit.head
-            rings = self._load_ring(context, box, place, rings)
-        return rings
-
-    @traced("load")
-    def _load_ring(
-        self, context: BlackwellBackwardContext, box: str, place: TilePlace, rings: DkdvLoadRings
-    ) -> DkdvLoadRings:
-        """Load a piece of Q or dO into the next buffer of the ring that they share."""
-        target = claim_buffer(context, "ring", rings.ring)
-        load_tile(self.tma_tensor(context, box), context.smem["ring"], place, *target)
-        rings.ring.advance()
+        self.load_columns(context, "dout", self._queries(context, work, unit), rings.ring)
         return rings
 
     @traced("load")
@@ -300,7 +260,6 @@ class DkdvKernel(BlackwellBackward):
         unit: Step,
         ring: RingState,
     ) -> None:
-        """Load LSE or delta of a unit."""
         barrier, _ = claim_buffer(context, name, ring)
         self.tiles.load_stats(context, name, (work, unit), (barrier, context.smem[name]))
         ring.advance()
@@ -378,17 +337,9 @@ class DkdvKernel(BlackwellBackward):
     @cute.jit
     def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DkdvMmaRings):
         """S^T = K Q^T of a unit; the tile's last one is done with K."""
-        barriers, smem = context.barriers, context.smem
+        barriers = context.barriers
         barriers["s_free"].wait(rings.s)
-        for half in cutlass.range_constexpr(2):
-            barriers["ring_loaded"].wait(rings.ring)
-            fence_after_thread_sync()
-            k = smem["k"][None, None, 0].iterator
-            q = smem["ring"][None, None, rings.ring.index].iterator
-            s = tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s)
-            self.mma_s[half].issue(s, k, q, half > 0)
-            barriers["ring_free"].commit(rings.ring)
-            rings.ring.advance()
+        self.issue_from_ring(context, self.mma_s, ("k", "ring"), ("s", rings.s), rings.ring)
         barriers["s_done"].commit(rings.s)
         rings.s.advance()
         if is_last:
@@ -410,17 +361,9 @@ class DkdvKernel(BlackwellBackward):
     @cute.jit
     def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DkdvMmaRings):
         """dP^T = V dO^T of a unit; the tile's last one is done with V."""
-        barriers, smem = context.barriers, context.smem
+        barriers = context.barriers
         barriers["dp_free"].wait(rings.dp)
-        for half in cutlass.range_constexpr(2):
-            barriers["ring_loaded"].wait(rings.ring)
-            fence_after_thread_sync()
-            v = smem["v"][None, None, 0].iterator
-            dout = smem["ring"][None, None, rings.ring.index].iterator
-            dp = tmem_buffer(context.tmem, self.tmem_plan, "dp", rings.dp)
-            self.mma_dp[half].issue(dp, v, dout, half > 0)
-            barriers["ring_free"].commit(rings.ring)
-            rings.ring.advance()
+        self.issue_from_ring(context, self.mma_dp, ("v", "ring"), ("dp", rings.dp), rings.ring)
         barriers["dp_done"].commit(rings.dp)
         rings.dp.advance()
         if is_last:
@@ -441,17 +384,10 @@ class DkdvKernel(BlackwellBackward):
         self, context: BlackwellBackwardContext, name: str, adds: Boolean, rings: DkdvMmaRings
     ) -> DkdvMmaRings:
         """Add a unit's P^T dO to dV, or its dS^T Q to dK."""
-        barriers, smem = context.barriers, context.smem
+        barriers, result = context.barriers, (name, rings.sums)
         barriers["weights_done"].wait(rings.weights)
-        for half in range(2):
-            barriers["ring_loaded"].wait(rings.ring)
-            fence_after_thread_sync()
-            weights = smem["weights"][None, None, 0].iterator
-            columns = smem["ring"][None, None, rings.ring.index].iterator
-            result = tmem_buffer(context.tmem, self.tmem_plan, name, rings.sums)
-            self.mma_sum[half].issue(result, weights, columns, adds if half == 0 else True)
-            barriers["ring_free"].commit(rings.ring)
-            rings.ring.advance()
+        operands = "weights", "ring"
+        self.issue_from_ring(context, self.mma_sum, operands, result, rings.ring, adds)
         barriers["weights_free"].commit(rings.weights)
         rings.weights.advance()
         return rings
@@ -465,17 +401,17 @@ class DkdvKernel(BlackwellBackward):
         states = self.edges.waiter_states(*names)
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
-        factors = cute.make_rmem_tensor(OWN_QUERIES, Float32)
+        factors = cute.make_rmem_tensor(THREAD_QUERIES, Float32)
         # P, then dS, in 16 bits, two in a register.
-        p, ds = (cute.make_rmem_tensor(OWN_QUERIES // 2, Float32) for _ in range(2))
+        p, ds = (cute.make_rmem_tensor(THREAD_QUERIES // 2, Float32) for _ in range(2))
         while work.is_valid:
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
-                key = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
+                key = work.block * BLOCK_KV + context.cta_rank * CTA_KEYS
                 visibility = self.tiles.transposed(context, work)
                 tile = (work.block * BLOCK_KV, BLOCK_KV)
-                tiles = visibility.tile_range(tile, (key, OWN_KEYS))
-                row = key + self._own_key()
+                tiles = visibility.tile_range(tile, (key, CTA_KEYS))
+                row = key + self._thread_key()
                 index, head = tiles.begin, heads_of_part(context, work.head)[0]
                 query = index * UNIT_Q + self._first_query()
                 mask = RowMask(Boolean(True), visibility, row, query)
@@ -517,15 +453,17 @@ class DkdvKernel(BlackwellBackward):
         """Return which half of a result's columns this warp's lanes hold."""
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 // 2
 
-    def _own_key(self) -> Int32:
+    def _thread_key(self) -> Int32:
         """The key of this thread, among the CTA's 64."""
-        return cute.arch.thread_idx()[0] % OWN_KEYS
+        return cute.arch.thread_idx()[0] % CTA_KEYS
 
     def _first_query(self) -> Int32:
         """The first of this thread's 64 queries, among the unit's 256."""
-        return self._half() * BLOCK_Q + warpgroup() * OWN_QUERIES
+        return self._half() * BLOCK_Q + warpgroup() * THREAD_QUERIES
 
-    def _own_stats(self, context: BlackwellBackwardContext, name: str, start: int) -> cute.Tensor:
+    def _thread_stats(
+        self, context: BlackwellBackwardContext, name: str, start: int
+    ) -> cute.Tensor:
         """-LSE or -delta of a fragment of this thread's queries, in registers."""
         values = cute.make_rmem_tensor(FRAGMENT, Float32)
         column = self._first_query() + start
@@ -554,15 +492,15 @@ class DkdvKernel(BlackwellBackward):
         )
         slopes = self.change_and_mask(context, factors, places, mask)
         rounded = cute.recast_tensor(p, self.dtype)
-        for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
+        for start in cutlass.range_constexpr(0, THREAD_QUERIES, FRAGMENT):
             part = columns_of(factors, start, FRAGMENT)
-            negative_lse = self._own_stats(context, "lse", start)
-            self.exponentiate(context, part, negative_lse, start, OWN_QUERIES)
+            negative_lse = self._thread_stats(context, "lse", start)
+            self.exponentiate(context, part, negative_lse, start, THREAD_QUERIES)
             columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
         barriers["lse_free"].arrive(states["lse_loaded"])
         states.advance("lse_loaded")
         if cutlass.const_expr(slopes is not None):
-            multiply_by(factors, slopes)
+            multiply_rows(factors, slopes)
         return states
 
     @traced("dS")
@@ -579,16 +517,16 @@ class DkdvKernel(BlackwellBackward):
         barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
         barriers["delta_loaded"].wait(states["delta_loaded"])
-        address = self.own_columns(context, "dp", OWN_QUERIES)
+        address = self.warp_columns(context, "dp", THREAD_QUERIES)
         rounded = cute.recast_tensor(ds, self.dtype)
-        for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
+        for start in cutlass.range_constexpr(0, THREAD_QUERIES, FRAGMENT):
             dp = cute.make_rmem_tensor(FRAGMENT, Float32)
             tmem_load(address + start, dp)
             cute.arch.fence_view_async_tmem_load()
-            if cutlass.const_expr(start + FRAGMENT == OWN_QUERIES):
+            if cutlass.const_expr(start + FRAGMENT == THREAD_QUERIES):
                 fence_before_thread_sync()
                 barriers["dp_free"].arrive(states["dp_done"], is_converged=True)
-            delta = self._own_stats(context, "delta", start)
+            delta = self._thread_stats(context, "delta", start)
             score_gradients(dp, columns_of(factors, start, FRAGMENT), delta)
             columns_of(rounded, start, FRAGMENT).store(dp.load().to(self.dtype))
         barriers["delta_free"].arrive(states["delta_loaded"])
@@ -599,24 +537,22 @@ class DkdvKernel(BlackwellBackward):
     @traced("write P")
     @cute.jit
     def _publish_p(self, context: BlackwellBackwardContext, p: cute.Tensor, states: RingStates):
-        """P to shared memory."""
         return self._publish(context, p, states)
 
     @traced("write dS")
     @cute.jit
     def _publish_ds(self, context: BlackwellBackwardContext, ds: cute.Tensor, states: RingStates):
-        """Store dS to shared memory."""
         return self._publish(context, ds, states)
 
     @cute.jit
     def _publish(self, context: BlackwellBackwardContext, values: cute.Tensor, states: RingStates):
         """P or dS of this thread to shared memory, when what is there has been read."""
         context.barriers["weights_free"].wait(states["weights_free"])
-        block = self._first_query() // OWN_QUERIES
+        block = self._first_query() // THREAD_QUERIES
         weights = context.smem["weights"][None, None, 0]
-        columns = cute.logical_divide(weights, (None, cute.make_layout(OWN_QUERIES)))
+        columns = cute.logical_divide(weights, (None, cute.make_layout(THREAD_QUERIES)))
         cute.autovec_copy(
-            cute.recast_tensor(values, self.dtype), columns[self._own_key(), (None, block)]
+            cute.recast_tensor(values, self.dtype), columns[self._thread_key(), (None, block)]
         )
         # The tensor core reads through the async proxy what was written here.
         cute.arch.fence_view_async_shared()
@@ -631,10 +567,10 @@ class DkdvKernel(BlackwellBackward):
         context.barriers["sums_done"].wait(states["sums_done"])
         fence_after_thread_sync()
         sequence = context.sequences.key(work.batch)
-        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
+        row = work.block * BLOCK_KV + context.cta_rank * CTA_KEYS + self._thread_key()
         is_dk = warpgroup() == 1
         factor = cutlass.select_(is_dk, context.scalars.softmax_scale, Float32(1.0))
-        address = self.own_columns(context, "dv", self.tmem_plan["dv"].columns)
+        address = self.warp_columns(context, "dv", self.tmem_plan["dv"].columns)
         columns = HEAD_DIM // 2
         for start in cutlass.range_constexpr(0, columns, FRAGMENT):
             values = cute.make_rmem_tensor(FRAGMENT, Float32)
@@ -671,7 +607,7 @@ class DkdvKernel(BlackwellBackward):
     @cute.jit
     def _store_zeros(self, context: BlackwellBackwardContext, work: WorkTile):
         """Store dK = dV = 0 for the keys of a tile that no query sees."""
-        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
+        row = work.block * BLOCK_KV + context.cta_rank * CTA_KEYS + self._thread_key()
         sequence = context.sequences.key(work.batch)
         if row < sequence.length:
             for start in cutlass.range(0, HEAD_DIM // 2, FRAGMENT, unroll=1):

@@ -37,37 +37,37 @@ from ....schedulers.protocol import WorkTile
 from ...backward.query_tiles import QueryTiles
 from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
-from ...operands import SharedMemory, load_tile
+from ...operands import SharedMemory
 from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
-from ...rows.sequences import Sequence, TilePlace, columns_of
-from ..context import claim_buffer
+from ...rows.sequences import Sequence, columns_of
 from ..instructions import (
     Mma,
     MmaShape,
     TmemOperand,
     fence_after_thread_sync,
     fence_before_thread_sync,
+    k_major_operand,
+    mn_major_operand,
 )
-from ..operands import k_major_operand, mn_major_operand
 from ..pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
-from ..tmem import tmem_buffer, tmem_load, tmem_store
+from ..tmem import multiply_rows, tmem_buffer, tmem_load, tmem_store
 from .common import (
     FRAGMENT,
     BlackwellBackward,
+    BlackwellBackwardContext,
     RowMask,
-    multiply_by,
     score_gradients,
     warpgroup,
 )
 from .config import DqPlan, GradientConfig
-from .context import BlackwellBackwardContext
 from .row_result import ResultPlace, RowResult, first_row, lane
 
 __all__ = ["DqKernel"]
 
-OWN_KEYS = BLOCK_KV // 2  # keys of a step that one warpgroup works on, and that a CTA loads for S
+#: Keys of a step that one warpgroup works on, and that a CTA loads for S.
+WARPGROUP_KEYS = BLOCK_KV // 2
 
 
 @dataclass
@@ -94,8 +94,6 @@ class DqMmaRings(RingRecord):
 
 @dataclass(frozen=True)
 class DqTiles(QueryTiles):
-    """Tiles of the launch, which the kernel owns."""
-
     plan: DqPlan
     problem_class: ProblemClass
 
@@ -107,9 +105,9 @@ class DqKernel(BlackwellBackward):
     rows_of = "q"
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM),
-        "k": (1, OWN_KEYS, HEAD_DIM),
+        "k": (1, WARPGROUP_KEYS, HEAD_DIM),
         "k_columns": (1, BLOCK_KV, HEAD_DIM // 2),
-        "v": (2, OWN_KEYS, HEAD_DIM),
+        "v": (2, WARPGROUP_KEYS, HEAD_DIM),
         "dout": (3, BLOCK_Q, HEAD_DIM),
     }
 
@@ -120,10 +118,10 @@ class DqKernel(BlackwellBackward):
         self.tiles = DqTiles(self.plan, self.problem_class)
         self.result = RowResult("dQ", self.tmem_plan, is_scaled=True)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
-        rows, keys = k_major_operand(BLOCK_Q), k_major_operand(OWN_KEYS)
+        rows, keys = k_major_operand(BLOCK_Q), k_major_operand(WARPGROUP_KEYS)
         # dS of the two warpgroups lies at either half of dP.
-        half = TmemOperand.contiguous(OWN_KEYS).step_columns
-        ds = TmemOperand((*half, *(OWN_KEYS + column for column in half)))
+        half = TmemOperand.contiguous(WARPGROUP_KEYS).step_columns
+        ds = TmemOperand((*half, *(WARPGROUP_KEYS + column for column in half)))
         self.mma_s = Mma(MmaShape(TILE_Q, BLOCK_KV, is_bf16, negate_a=negate), rows, keys)
         self.mma_dp = Mma(MmaShape(TILE_Q, BLOCK_KV, is_bf16), rows, keys)
         dq = MmaShape(TILE_Q, HEAD_DIM, is_bf16, b_mn_major=True)
@@ -134,12 +132,11 @@ class DqKernel(BlackwellBackward):
         return {
             "q": memory.operand("q", BLOCK_Q, HEAD_DIM, 1),
             "dout": memory.operand("dout", BLOCK_Q, HEAD_DIM, 1),
-            "keys": memory.operand("ring", OWN_KEYS, HEAD_DIM, stages),
+            "keys": memory.operand("ring", WARPGROUP_KEYS, HEAD_DIM, stages),
             "columns": memory.operand("ring", BLOCK_KV, HEAD_DIM // 2, stages),
         }
 
     def _result(self, context: BlackwellBackwardContext, work: WorkTile) -> ResultPlace:
-        """Return the place of a tile's dQ."""
         result, queries = context.tensors.results[0], context.sequences.query(work.batch)
         return ResultPlace(result, queries, first_row(context, work), work.head)
 
@@ -160,22 +157,22 @@ class DqKernel(BlackwellBackward):
             rings = self._load_first_dp(context, work, rings)
         while work.is_valid:
             # A look-up of the sequence in each step would take longer than the step's MMAs.
-            own_context = context.of_tile(work)
-            kv_tile = self.tiles.first_position(own_context, work)
-            num_steps = self.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            kv_tile = self.tiles.first_position(tile_context, work)
+            num_steps = self.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
                 want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                 following_kv_tile = self.tiles.next_position(kv_tile)
-                rings = self._load_keys(own_context, work, "k", following_kv_tile, rings)
-                rings = self._load_k_columns(own_context, work, kv_tile, rings)
-                rings = self._load_keys(own_context, work, "v", following_kv_tile, rings)
+                rings = self._load_keys(tile_context, work, "k", following_kv_tile, rings)
+                rings = self._load_k_columns(tile_context, work, kv_tile, rings)
+                rings = self._load_keys(tile_context, work, "v", following_kv_tile, rings)
                 kv_tile = following_kv_tile
             following = scheduler.advance_to_next_work()
             is_ahead = self.has_steps(context, following)
             if is_ahead:
                 rings = self._load_first_s(context, following, rings)
-            rings = self._load_k_columns(own_context, work, kv_tile, rings)
+            rings = self._load_k_columns(tile_context, work, kv_tile, rings)
             if is_ahead:
                 rings = self._load_first_dp(context, following, rings)
             work = following
@@ -204,16 +201,12 @@ class DqKernel(BlackwellBackward):
         rings = self._load_rows(context, work, "dout", rings)
         return self._load_keys(context, work, "v", kv_tile, rings)
 
-    @traced("load")
     def _load_rows(
         self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DqLoadRings
     ) -> DqLoadRings:
         """Load this CTA's 128 rows of Q or dO, for the whole tile."""
         place = context.sequences.query(work.batch), first_row(context, work), 0, work.head
-        ring = rings.q if name == "q" else rings.dout
-        target = claim_buffer(context, name, ring)
-        load_tile(self.tma_tensor(context, name), context.smem[name], place, *target)
-        ring.advance()
+        self.load_box(context, name, place, (name, getattr(rings, name)))
         return rings
 
     def _load_keys(
@@ -227,7 +220,9 @@ class DqKernel(BlackwellBackward):
         """Load this CTA's 64 keys of K or V, all columns: B of S, or of dP."""
         rank, row = context.cta_rank, kv_tile * BLOCK_KV
         head, keys = self._keys(context, work)
-        return self._load_ring(context, box, (keys, row + rank * OWN_KEYS, 0, head), rings)
+        place = keys, row + rank * WARPGROUP_KEYS, 0, head
+        self.load_box(context, box, place, ("ring", rings.ring), "keys")
+        return rings
 
     def _load_k_columns(
         self, context: BlackwellBackwardContext, work: WorkTile, kv_tile: Int32, rings: DqLoadRings
@@ -235,24 +230,16 @@ class DqKernel(BlackwellBackward):
         """Load this CTA's half of the columns of K, all keys: B of dQ."""
         rank, row = context.cta_rank, kv_tile * BLOCK_KV
         head, keys = self._keys(context, work)
-        return self._load_ring(context, "k_columns", (keys, row, rank, head), rings)
+        self.load_box(
+            context, "k_columns", (keys, row, rank, head), ("ring", rings.ring), "columns"
+        )
+        return rings
 
     @staticmethod
     def _keys(context: BlackwellBackwardContext, work: WorkTile) -> tuple[Int32, Sequence]:
         """Return (KV head, sequence) of a tile's keys."""
         head = work.head // context.heads_per_kv
         return head, context.sequences.key(work.batch)
-
-    @traced("load")
-    def _load_ring(
-        self, context: BlackwellBackwardContext, box: str, place: TilePlace, rings: DqLoadRings
-    ) -> DqLoadRings:
-        """Load K or V into the next buffer of the ring that they share."""
-        target = claim_buffer(context, "ring", rings.ring)
-        smem = context.smem["columns" if box == "k_columns" else "keys"]
-        load_tile(self.tma_tensor(context, box), smem, place, *target)
-        rings.ring.advance()
-        return rings
 
     # ------------------------------------------------------------ mma
 
@@ -324,16 +311,9 @@ class DqKernel(BlackwellBackward):
     @cute.jit
     def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DqMmaRings):
         """S = Q K^T of a step; the tile's last one is done with Q."""
-        barriers, smem = context.barriers, context.smem
+        barriers = context.barriers
         barriers["s_free"].wait(rings.s)
-        barriers["ring_loaded"].wait(rings.ring)
-        fence_after_thread_sync()
-        q = smem["q"][None, None, 0].iterator
-        k = smem["keys"][None, None, rings.ring.index].iterator
-        s = tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s)
-        self.mma_s.issue(s, q, k, False)
-        barriers["ring_free"].commit(rings.ring)
-        rings.ring.advance()
+        self.issue_from_ring(context, [self.mma_s], ("q", "keys"), ("s", rings.s), rings.ring)
         barriers["s_done"].commit(rings.s)
         rings.s.advance()
         if is_last:
@@ -370,15 +350,8 @@ class DqKernel(BlackwellBackward):
     @cute.jit
     def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DqMmaRings):
         """dP = dO V^T of a step, NOTE [dS over dP]; the tile's last one is done with dO."""
-        barriers, smem = context.barriers, context.smem
-        barriers["ring_loaded"].wait(rings.ring)
-        fence_after_thread_sync()
-        dout = smem["dout"][None, None, 0].iterator
-        v = smem["keys"][None, None, rings.ring.index].iterator
-        dp = tmem_buffer(context.tmem, self.tmem_plan, "dp", rings.dp)
-        self.mma_dp.issue(dp, dout, v, False)
-        barriers["ring_free"].commit(rings.ring)
-        rings.ring.advance()
+        barriers = context.barriers
+        self.issue_from_ring(context, [self.mma_dp], ("dout", "keys"), ("dp", rings.dp), rings.ring)
         barriers["dp_done"].commit(rings.dp)
         rings.dp.advance()
         if is_last:
@@ -393,7 +366,7 @@ class DqKernel(BlackwellBackward):
         states = self.edges.waiter_states("s_done", "dp_done", "dq_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
-        factors = cute.make_rmem_tensor(OWN_KEYS, Float32)
+        factors = cute.make_rmem_tensor(WARPGROUP_KEYS, Float32)
         while work.is_valid:
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
@@ -404,7 +377,7 @@ class DqKernel(BlackwellBackward):
                 negative_delta = context.tensors.stats[1, work.head, stats_row]
                 visibility = context.visibility(work, BLOCK_KV)
                 tiles = visibility.tile_range((work.block * TILE_Q, TILE_Q), (cta_row, BLOCK_Q))
-                key = (tiles.end - 1) * BLOCK_KV + warpgroup() * OWN_KEYS
+                key = (tiles.end - 1) * BLOCK_KV + warpgroup() * WARPGROUP_KEYS
                 mask = RowMask(Boolean(True), visibility, row, key)
                 states = self._probabilities(context, factors, negative_lse, mask, states, work)
                 if undrained.is_valid:
@@ -441,9 +414,9 @@ class DqKernel(BlackwellBackward):
             context, work, lambda i: (work.head, mask.row, mask.column + i)
         )
         slopes = self.change_and_mask(context, factors, places, mask)
-        self.exponentiate(context, factors, negative_lse, 0, OWN_KEYS)
+        self.exponentiate(context, factors, negative_lse, 0, WARPGROUP_KEYS)
         if cutlass.const_expr(slopes is not None):
-            multiply_by(factors, slopes)
+            multiply_rows(factors, slopes)
         return states
 
     @traced("dS")
@@ -458,8 +431,8 @@ class DqKernel(BlackwellBackward):
         """Compute dS = factors (dP - delta) of one step, to tensor memory over dP."""
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
-        address = self.own_columns(context, "dp", OWN_KEYS)
-        for start in cutlass.range_constexpr(0, OWN_KEYS, FRAGMENT):
+        address = self.warp_columns(context, "dp", WARPGROUP_KEYS)
+        for start in cutlass.range_constexpr(0, WARPGROUP_KEYS, FRAGMENT):
             dp = cute.make_rmem_tensor(FRAGMENT, Float32)
             tmem_load(address + start, dp)
             cute.arch.fence_view_async_tmem_load()

@@ -46,21 +46,23 @@ from ...functions.kernel_functions import Locate, ScorePlaces
 from ...limits import HEAD_DIM
 from ...mask.block_mask import FULL
 from ...mask.masking import WORD_BITS
-from ...operands import SharedMemory, load_tile
+from ...operands import SharedMemory
 from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
-from ...rows.sequences import TilePlace, columns_of
-from ..context import claim_buffer
+from ...rows.sequences import columns_of
 from ..instructions import (
     Mma,
     MmaShape,
     TmemOperand,
     fence_after_thread_sync,
     fence_before_thread_sync,
+    k_major_operand,
+    mn_major_operand,
 )
-from ..operands import k_major_operand, mn_major_operand
+from ..pair_kernel import claim_buffer
 from ..tmem import (
+    multiply_rows,
     tmem_buffer,
     tmem_load_quads,
     tmem_store_quads,
@@ -68,31 +70,32 @@ from ..tmem import (
 from .common import (
     FRAGMENT,
     BlackwellBackward,
+    BlackwellBackwardContext,
+    RowsOfStep,
     ScoreMask,
-    multiply_by,
     score_gradients,
     warpgroup,
 )
 from .config import DvPlan, GradientConfig
-from .context import BlackwellBackwardContext
-from .ds_store import DsStore, StepDs
 from .quads import (
     COLUMNS,
-    OWN_QUERIES,
     QUAD,
     STEP_QUERIES,
+    WARPGROUP_QUERIES,
+    DsStore,
     FunctionMask,
     ListedMask,
     ListedNumber,
     QuadMask,
     QuadRegisters,
+    StepDs,
     StepMask,
     TileStep,
     first_key,
     first_query,
     quad,
 )
-from .row_result import OWN_COLUMNS, OWN_ROWS, ResultPlace, RowResult, first_row
+from .row_result import CTA_ROWS, WARPGROUP_COLUMNS, ResultPlace, RowResult, first_row
 
 __all__ = ["DvKernel"]
 
@@ -124,8 +127,6 @@ class DvMmaRings(RingRecord):
 
 @dataclass(frozen=True)
 class DvTiles(KeyTiles):
-    """Tiles of the launch, which the kernel owns."""
-
     plan: DvPlan
     problem_class: ProblemClass
 
@@ -148,10 +149,10 @@ class DvKernel(BlackwellBackward):
     rows_of = None
     tiles: DvTiles
     boxes = {
-        "q": (0, OWN_QUERIES, HEAD_DIM // 2),
-        "k": (1, OWN_ROWS, HEAD_DIM),
-        "v": (2, OWN_ROWS, HEAD_DIM),
-        "dout": (3, OWN_QUERIES, HEAD_DIM // 2),
+        "q": (0, WARPGROUP_QUERIES, HEAD_DIM // 2),
+        "k": (1, CTA_ROWS, HEAD_DIM),
+        "v": (2, CTA_ROWS, HEAD_DIM),
+        "dout": (3, WARPGROUP_QUERIES, HEAD_DIM // 2),
     }
 
     def __init__(
@@ -166,33 +167,32 @@ class DvKernel(BlackwellBackward):
         # A warpgroup's columns of dV from here on leave when the next tile's first P is stored;
         # with slopes or places of scores, which take the registers, all leave before.
         is_plain = not self.functions.change.exists and not self.functions.mask_function.exists
-        self.later_columns = OWN_COLUMNS // 2 if is_plain else OWN_COLUMNS
-        keys, queries = k_major_operand(OWN_ROWS), k_major_operand(OWN_QUERIES, HEAD_DIM // 2)
+        self.later_columns = WARPGROUP_COLUMNS // 2 if is_plain else WARPGROUP_COLUMNS
+        keys, queries = k_major_operand(CTA_ROWS), k_major_operand(WARPGROUP_QUERIES, HEAD_DIM // 2)
         # P of the two warpgroups lies at either half of dP.
-        half = TmemOperand.contiguous(OWN_QUERIES).step_columns
-        p = TmemOperand((*half, *(OWN_QUERIES + column for column in half)))
+        half = TmemOperand.contiguous(WARPGROUP_QUERIES).step_columns
+        p = TmemOperand((*half, *(WARPGROUP_QUERIES + column for column in half)))
         dv = MmaShape(TILE_KEYS, HEAD_DIM, is_bf16, b_mn_major=True)
         s = MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16, negate_a=negate)
         dp = MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16)
         # Each by halves of what is reduced over, as Q and dO come.
         self.mma_s = [Mma(s, keys.part(half, 2), queries) for half in range(2)]
         self.mma_dp = [Mma(dp, keys.part(half, 2), queries) for half in range(2)]
-        columns = mn_major_operand(OWN_QUERIES)
+        columns = mn_major_operand(WARPGROUP_QUERIES)
         self.mma_dv = [Mma(dv, p.part(half, 2), columns) for half in range(2)]
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
         stats = cute.make_layout((STEP_QUERIES, self.plan.stats_stages))
         return {
-            "k": memory.operand("k", OWN_ROWS, HEAD_DIM, 1),
-            "v": memory.operand("v", OWN_ROWS, HEAD_DIM, 1),
-            "ring": memory.operand("ring", OWN_QUERIES, HEAD_DIM // 2, stages),
+            "k": memory.operand("k", CTA_ROWS, HEAD_DIM, 1),
+            "v": memory.operand("v", CTA_ROWS, HEAD_DIM, 1),
+            "ring": memory.operand("ring", WARPGROUP_QUERIES, HEAD_DIM // 2, stages),
             "lse": cute.make_tensor(memory.region("lse", Float32, 128), stats),
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
         }
 
     def _result(self, context: BlackwellBackwardContext, work: WorkTile) -> ResultPlace:
-        """Return the place of a tile's dV."""
         result, keys = context.tensors.results[0], context.sequences.key(work.batch)
         return ResultPlace(result, keys, first_row(context, work), work.head)
 
@@ -214,22 +214,22 @@ class DvKernel(BlackwellBackward):
             rings = self._load_first_dp(context, work, rings)
         while work.is_valid:
             # A look-up of the sequence in each step would take longer than the step's MMAs.
-            own_context = context.of_tile(work)
-            step = self.tiles.first_step(own_context, work)
-            num_steps = self.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            step = self.tiles.first_step(tile_context, work)
+            num_steps = self.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for number in cutlass.range(1, num_steps, unroll=1):
                 want_next_tile_if(scheduler, number + CLAIM_STEPS == num_steps)
                 following_step = step.following()
-                rings = self._load_q(own_context, work, following_step, rings)
-                rings = self._load_dout_columns(own_context, work, step, rings)
-                rings = self._load_rows(own_context, work, "dout", following_step, rings)
+                rings = self._load_q(tile_context, work, following_step, rings)
+                rings = self._load_dout_columns(tile_context, work, step, rings)
+                rings = self._load_rows(tile_context, work, "dout", following_step, rings)
                 step = following_step
             following = scheduler.advance_to_next_work()
             is_ahead = self.has_steps(context, following)
             if is_ahead:
                 rings = self._load_first_s(context, following, rings)
-            rings = self._load_dout_columns(own_context, work, step, rings)
+            rings = self._load_dout_columns(tile_context, work, step, rings)
             if is_ahead:
                 rings = self._load_first_dp(context, following, rings)
             work = following
@@ -259,18 +259,19 @@ class DvKernel(BlackwellBackward):
         rings = self._load_keys(context, work, "v", rings)
         return self._load_rows(context, work, "dout", step, rings)
 
-    @traced("load")
     def _load_keys(
         self, context: BlackwellBackwardContext, work: WorkTile, name: str, rings: DvLoadRings
     ) -> DvLoadRings:
         """Load this CTA's 128 keys of K or V, for the whole tile."""
         head = work.head // context.scalars.head_parts
         place = context.sequences.key(work.batch), first_row(context, work), 0, head
-        ring = rings.k if name == "k" else rings.v
-        target = claim_buffer(context, name, ring)
-        load_tile(self.tma_tensor(context, name), context.smem[name], place, *target)
-        ring.advance()
+        self.load_box(context, name, place, (name, getattr(rings, name)))
         return rings
+
+    def _queries(self, context: BlackwellBackwardContext, work: WorkTile, step: Step) -> RowsOfStep:
+        sequence = context.sequences.query(work.batch)
+        first = self.tiles.query_tile(context, work, step) * STEP_QUERIES
+        return RowsOfStep(sequence, first, step.head)
 
     def _load_q(
         self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
@@ -288,33 +289,15 @@ class DvKernel(BlackwellBackward):
         step: Step,
         rings: DvLoadRings,
     ) -> DvLoadRings:
-        """Load this CTA's 64 rows of Q or dO, half of the columns after the other: B of S or dP."""
-        queries = context.sequences.query(work.batch)
-        row = self.tiles.query_tile(context, work, step) * STEP_QUERIES
-        row += context.cta_rank * OWN_QUERIES
-        for half in range(2):
-            rings = self._load_ring(context, box, (queries, row, half, step.head), rings)
+        """Load this CTA's 64 rows of Q or dO: B of S or dP."""
+        self.load_rows(context, box, self._queries(context, work, step), rings.ring)
         return rings
 
     def _load_dout_columns(
         self, context: BlackwellBackwardContext, work: WorkTile, step: Step, rings: DvLoadRings
     ) -> DvLoadRings:
-        """Load this CTA's half of the columns of dO, half of the rows after the other: B of dV."""
-        queries, rank = context.sequences.query(work.batch), context.cta_rank
-        row = self.tiles.query_tile(context, work, step) * STEP_QUERIES
-        for half in range(2):
-            place = queries, row + half * OWN_QUERIES, rank, step.head
-            rings = self._load_ring(context, "dout", place, rings)
-        return rings
-
-    @traced("load")
-    def _load_ring(
-        self, context: BlackwellBackwardContext, box: str, place: TilePlace, rings: DvLoadRings
-    ) -> DvLoadRings:
-        """Load a piece of Q or dO into the next buffer of the ring that they share."""
-        target = claim_buffer(context, "ring", rings.ring)
-        load_tile(self.tma_tensor(context, box), context.smem["ring"], place, *target)
-        rings.ring.advance()
+        """Load this CTA's half of the columns of dO: B of dV."""
+        self.load_columns(context, "dout", self._queries(context, work, step), rings.ring)
         return rings
 
     @traced("load")
@@ -391,17 +374,9 @@ class DvKernel(BlackwellBackward):
     @cute.jit
     def _s(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DvMmaRings):
         """S^T = K Q^T of a step; the tile's last one is done with K."""
-        barriers, smem = context.barriers, context.smem
+        barriers = context.barriers
         barriers["s_free"].wait(rings.s)
-        for half in cutlass.range_constexpr(2):
-            barriers["ring_loaded"].wait(rings.ring)
-            fence_after_thread_sync()
-            k = smem["k"][None, None, 0].iterator
-            q = smem["ring"][None, None, rings.ring.index].iterator
-            s = tmem_buffer(context.tmem, self.tmem_plan, "s", rings.s)
-            self.mma_s[half].issue(s, k, q, half > 0)
-            barriers["ring_free"].commit(rings.ring)
-            rings.ring.advance()
+        self.issue_from_ring(context, self.mma_s, ("k", "ring"), ("s", rings.s), rings.ring)
         barriers["s_done"].commit(rings.s)
         rings.s.advance()
         if is_last:
@@ -440,16 +415,8 @@ class DvKernel(BlackwellBackward):
     @cute.jit
     def _dp(self, context: BlackwellBackwardContext, is_last: Boolean, rings: DvMmaRings):
         """dP^T = V dO^T of a step, NOTE [P over dP]; the tile's last one is done with V."""
-        barriers, smem = context.barriers, context.smem
-        for half in cutlass.range_constexpr(2):
-            barriers["ring_loaded"].wait(rings.ring)
-            fence_after_thread_sync()
-            v = smem["v"][None, None, 0].iterator
-            dout = smem["ring"][None, None, rings.ring.index].iterator
-            dp = tmem_buffer(context.tmem, self.tmem_plan, "dp", rings.dp)
-            self.mma_dp[half].issue(dp, v, dout, half > 0)
-            barriers["ring_free"].commit(rings.ring)
-            rings.ring.advance()
+        barriers = context.barriers
+        self.issue_from_ring(context, self.mma_dp, ("v", "ring"), ("dp", rings.dp), rings.ring)
         barriers["dp_done"].commit(rings.dp)
         rings.dp.advance()
         if is_last:
@@ -464,7 +431,7 @@ class DvKernel(BlackwellBackward):
         states = self.edges.waiter_states("s_done", "dp_done", "stats_loaded", "dv_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
-        sizes = OWN_QUERIES, OWN_QUERIES // 2, OWN_QUERIES // 2
+        sizes = WARPGROUP_QUERIES, WARPGROUP_QUERIES // 2, WARPGROUP_QUERIES // 2
         registers = QuadRegisters(*(cute.make_rmem_tensor(size, Float32) for size in sizes))
         while work.is_valid:
             num_steps = self.num_steps(context, work)
@@ -472,8 +439,8 @@ class DvKernel(BlackwellBackward):
                 cta_key = first_row(context, work)
                 visibility = self.tiles.transposed(context, work)
                 tile = (work.block * TILE_KEYS, TILE_KEYS)
-                tiles = visibility.tile_range(tile, (cta_key, OWN_ROWS))
-                has_rest = cta_key + OWN_ROWS > visibility.seqlen_q
+                tiles = visibility.tile_range(tile, (cta_key, CTA_ROWS))
+                has_rest = cta_key + CTA_ROWS > visibility.seqlen_q
                 # Without what the list says, for which there are no registers.
                 step = self.tiles.first_position(context, work)
                 row = self.tiles.row_of_ds(context, work)
@@ -496,7 +463,7 @@ class DvKernel(BlackwellBackward):
                         # Two loads, the second where the first says, beside dS of this step.
                         mask = self._listed_mask(context, work, step.following())
                     states = self._publish(context, registers, undrained, states)
-                    if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
+                    if cutlass.const_expr(self.later_columns < WARPGROUP_COLUMNS):
                         undrained = self.no_work()
                     tile_of_ds = self.ds_store.tile(context, step, row, number)
                     if cutlass.const_expr(self.ds_store.counts_tiles):
@@ -519,29 +486,28 @@ class DvKernel(BlackwellBackward):
         if undrained.is_valid:
             states = self.result.drain(context, self._result(context, undrained), states)
 
-    def _own_stats(
+    def _thread_stats(
         self, context: BlackwellBackwardContext, name: str, buffer: Int32
     ) -> cute.Tensor:
         """-LSE or -delta of this thread's 16 queries, for each of 32 scores of `quad_fragment`."""
         flat = context.smem[name]
-        shape = (2, QUAD, OWN_QUERIES // RUN, 2, self.plan.stats_stages)
+        shape = (2, QUAD, WARPGROUP_QUERIES // RUN, 2, self.plan.stats_stages)
         by_thread = cute.make_tensor(flat.iterator, cute.make_layout(shape))
-        own = by_thread[None, quad()[1], None, warpgroup(), buffer]
-        values = cute.make_rmem_tensor((2, OWN_QUERIES // RUN), Float32)
-        cute.autovec_copy(own, values)
-        layout = cute.make_layout((2, 2, OWN_QUERIES // RUN), stride=(1, 0, 2))
+        thread_values = by_thread[None, quad()[1], None, warpgroup(), buffer]
+        values = cute.make_rmem_tensor((2, WARPGROUP_QUERIES // RUN), Float32)
+        cute.autovec_copy(thread_values, values)
+        layout = cute.make_layout((2, 2, WARPGROUP_QUERIES // RUN), stride=(1, 0, 2))
         return cute.make_tensor(values.iterator, layout)
 
     def _listed_mask(
         self, context: BlackwellBackwardContext, work: WorkTile, step: Step
     ) -> StepMask:
-        """Return the mask of a step that a block mask names."""
         listed, place = self.tiles.block_list(context, work), (step.head, step.index)
         if self.functions.mask_function.exists:
             number = listed.bit_tile(place, context.cta_rank)
             return ListedNumber(number != FULL, number)
         keys = [first_key() + 8 * i for i in range(4)]
-        words = warpgroup() * (OWN_QUERIES // WORD_BITS), quad()[1] * 2
+        words = warpgroup() * (WARPGROUP_QUERIES // WORD_BITS), quad()[1] * 2
         return ListedMask(*listed.key_bits(place, context.cta_rank, keys, words))
 
     def _mask(
@@ -597,24 +563,24 @@ class DvKernel(BlackwellBackward):
         factors, p, _ = registers
         states = self.take_scores(context, factors, tmem_load_quads, states)
         context.barriers["stats_loaded"].wait(states["stats_loaded"])
-        negative_lse = self._own_stats(context, "lse", states["stats_loaded"].index)
+        negative_lse = self._thread_stats(context, "lse", states["stats_loaded"].index)
         rounded = cute.recast_tensor(p, self.dtype)
         for half in cutlass.range_constexpr(2):
             part = columns_of(factors, half * FRAGMENT, FRAGMENT)
             if cutlass.const_expr(self.functions.change.has_slopes):
                 # Halves are done separately, or the slopes of all take the registers.
                 places = self._places(context, place, half)
-                own = self._mask(context, place, mask, (half,))
-                slopes = self.change_and_mask(context, part, places, own)
+                step_mask = self._mask(context, place, mask, (half,))
+                slopes = self.change_and_mask(context, part, places, step_mask)
             elif cutlass.const_expr(half == 0):
                 places = self._places(context, place)
-                own = self._mask(context, place, mask, (0, 1))
-                slopes = self.change_and_mask(context, factors, places, own)
+                step_mask = self._mask(context, place, mask, (0, 1))
+                slopes = self.change_and_mask(context, factors, places, step_mask)
             self.ds_store.store(before, half)
-            self.exponentiate(context, part, negative_lse, half * FRAGMENT, OWN_QUERIES)
+            self.exponentiate(context, part, negative_lse, half * FRAGMENT, WARPGROUP_QUERIES)
             columns_of(rounded, half * FRAGMENT, FRAGMENT).store(part.load().to(self.dtype))
             if cutlass.const_expr(slopes is not None):
-                multiply_by(part, slopes)
+                multiply_rows(part, slopes)
         return states
 
     @traced("dS")
@@ -634,8 +600,8 @@ class DvKernel(BlackwellBackward):
         factors, p, ds = registers
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
-        address = self.own_columns(context, "dp", OWN_QUERIES)
-        dp = cute.make_rmem_tensor(OWN_QUERIES, Float32)
+        address = self.warp_columns(context, "dp", WARPGROUP_QUERIES)
+        dp = cute.make_rmem_tensor(WARPGROUP_QUERIES, Float32)
         tmem_load_quads(address, dp)
         cute.arch.fence_view_async_tmem_load()
         tmem_store_quads(p, address)
@@ -643,14 +609,14 @@ class DvKernel(BlackwellBackward):
         fence_before_thread_sync()
         context.barriers["p_done"].arrive(states["dp_done"], is_converged=True)
         states.advance("dp_done")
-        if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
+        if cutlass.const_expr(self.later_columns < WARPGROUP_COLUMNS):
             if undrained.is_valid:
-                part = self.later_columns, OWN_COLUMNS
+                part = self.later_columns, WARPGROUP_COLUMNS
                 result = self._result(context, undrained)
                 states = self.result.drain(context, result, states, part)
-        delta = self._own_stats(context, "delta", states["stats_loaded"].index)
+        delta = self._thread_stats(context, "delta", states["stats_loaded"].index)
         rounded = cute.recast_tensor(ds, self.dtype)
-        for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
+        for start in cutlass.range_constexpr(0, WARPGROUP_QUERIES, FRAGMENT):
             part = columns_of(dp, start, FRAGMENT)
             score_gradients(part, columns_of(factors, start, FRAGMENT), delta)
             columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))

@@ -25,28 +25,47 @@ from cutlass import Boolean
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ....schedulers.protocol import WorkTile
-from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
-from ...backward.product_tiles import ProductTiles, ResultTile, Walk
+from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS, RUN, RUN_STRIDE
+from ...backward.gemm_tiles import GemmTiles, ResultTile, Walk
 from ...context import CLAIM_STEPS, want_next_tile_if
-from ...limits import HEAD_DIM
+from ...limits import ELEMENT_BYTES, HEAD_DIM
 from ...operands import LoadTarget, SharedMemory, TmaTensor, load_tile
 from ...plan.edges import RingRecord, RingState, RingStates
 from ...problem_class import GradientClass, ProblemClass
 from ...ranges import traced
 from ...rows.sequences import Sequence
-from ..context import claim_buffer
-from ..instructions import MmaShape, fence_after_thread_sync, mma_chain
-from ..operands import mn_major_operand
+from ..instructions import (
+    MmaShape,
+    OperandLayout,
+    fence_after_thread_sync,
+    mma_chain,
+    mn_major_operand,
+)
+from ..pair_kernel import claim_buffer
 from ..tmem import tmem_buffer
-from .common import BlackwellBackward
+from .common import BlackwellBackward, BlackwellBackwardContext
 from .config import GradientConfig
-from .context import BlackwellBackwardContext
-from .ds_operands import BOX, BY_KEYS, BY_QUERIES, tma_view
 from .row_result import ResultPlace, RowResult
 
 __all__ = ["ProductsKernel"]
 
 BY_ROWS = mn_major_operand(DS_TILE)  # 128 rows of Q or K, reduced over
+
+#: Rows and columns of the box in which TMA copies a tile; its bytes stay in their order.
+BOX = (256, 64)
+
+#: Core matrices: of the next 8 keys, and of the next 8 queries.
+NEXT_KEYS, NEXT_QUERIES = 8 * RUN * ELEMENT_BYTES, RUN_STRIDE * ELEMENT_BYTES
+SLICES = range(DS_TILE // 16)  # of K = 16
+
+#: A tile as an operand that is reduced over queries (K-major), and over keys (MN-major).  Without a
+#: swizzle the leading offset is that of the next core matrix along the sum.
+BY_QUERIES = OperandLayout(
+    NEXT_QUERIES, NEXT_KEYS, tuple(i * 2 * NEXT_QUERIES for i in SLICES), is_swizzled=False
+)
+BY_KEYS = OperandLayout(
+    NEXT_KEYS, NEXT_QUERIES, tuple(i * 2 * NEXT_KEYS for i in SLICES), is_swizzled=False
+)
 
 
 @dataclass
@@ -58,15 +77,13 @@ class SumRings(RingRecord):
 
 
 @dataclass(frozen=True)
-class SumTiles(ProductTiles):
-    """Tiles of the launch, which the kernel owns."""
-
+class SumTiles(GemmTiles):
     problem_class: ProblemClass
 
 
 class ProductsKernel(BlackwellBackward):
     """Both GEMMs for one configuration; arguments of a call: `BlackwellBackward.__call__`. Tiles:
-    `ProductTiles`."""
+    `GemmTiles`."""
 
     tiles: SumTiles
     boxes = {
@@ -88,7 +105,7 @@ class ProductsKernel(BlackwellBackward):
     def tma_tensors(self, operands: tuple[cute.Tensor, ...], ds: Any) -> tuple[TmaTensor, ...]:
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         layout = cute.make_layout(BOX, stride=(BOX[1], 1))
-        info = cpasync.make_tiled_tma_atom(load, tma_view(ds), layout, BOX)
+        info = cpasync.make_tiled_tma_atom(load, _tma_view(ds), layout, BOX)
         return (*super().tma_tensors(operands, ds), TmaTensor(info[0], info[1]))
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
@@ -109,14 +126,14 @@ class ProductsKernel(BlackwellBackward):
         work = scheduler.initial_work()
         while work.is_valid:
             # A look-up of the sequence in each step would take longer than the step's MMAs.
-            own_context = context.of_tile(work)
-            num_steps = self.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            num_steps = self.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                position = self.tiles.first_position(own_context, work)
+                position = self.tiles.first_position(tile_context, work)
                 for step in cutlass.range(num_steps, unroll=1):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                    free = self._load_step(own_context, work, position, free)
+                    free = self._load_step(tile_context, work, position, free)
                     position = position.following()
             work = scheduler.advance_to_next_work()
         context.barriers["step_free"].wait_for_all(free)
@@ -248,3 +265,13 @@ class ProductsKernel(BlackwellBackward):
             if tile.of_keys | (tile.num_heads > 0):
                 self.result.store_zeros(place)
         return states
+
+
+def _tma_view(ds: cute.Tensor) -> cute.Tensor:
+    """dS, see `backward.ds_tiles`, as (rows, columns, tiles of a query head, heads) of `BOX`."""
+    (rows, columns), (heads, units, of_unit, _) = BOX, ds.shape
+    layout = cute.make_layout(
+        (rows, columns, units * of_unit, heads),
+        stride=(columns, 1, DS_TILE_ELEMENTS, ds.stride[0]),
+    )
+    return cute.make_tensor(ds.iterator, layout)

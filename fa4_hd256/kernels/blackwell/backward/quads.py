@@ -1,4 +1,5 @@
-"""Scores of the dV kernel in registers, by quads (`blackwell.tmem`), and what hides them.
+"""Scores of the dV kernel in registers, by quads (`blackwell.tmem`): what hides them, and dS on its
+way to global memory (`backward.ds_tiles`).
 
 Scores are transposed: rows are keys, columns queries.  Four threads share keys; each has 16 of its
 warpgroup's 64 queries for each of four keys.
@@ -6,32 +7,43 @@ warpgroup's 64 queries for each of four keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ....schedulers.protocol import WorkTile
 from ...backward.block_mask import WORD_PAIR
-from ...backward.common import Step
-from ...backward.ds_tiles import DS_TILE, RUN
+from ...backward.common import Step, heads_of_part
+from ...backward.ds_tiles import (
+    DS_TILE,
+    RUN,
+    RUN_STRIDE,
+    tile_of,
+    tiles_of_head,
+    within_head,
+)
 from ...functions.kernel_functions import MaskFunction, ScorePlaces
 from ...limits import WARP_SIZE
 from ...mask.masking import Visibility, hide_unseen
+from ...plan.edges import SharedByReference
 from ..tmem import quad_fragment
-from .common import warpgroup
+from .common import BlackwellBackwardContext, warpgroup
 
 __all__ = [
     "COLUMNS",
-    "OWN_QUERIES",
+    "WARPGROUP_QUERIES",
     "QUAD",
     "STEP_QUERIES",
+    "DsStore",
     "FunctionMask",
     "ListedMask",
     "ListedNumber",
     "QuadMask",
     "QuadRegisters",
+    "StepDs",
     "StepMask",
     "TileStep",
     "first_key",
@@ -40,11 +52,11 @@ __all__ = [
 ]
 
 STEP_QUERIES = DS_TILE
-OWN_QUERIES = STEP_QUERIES // 2  # of a step: those of a warpgroup, and those a CTA loads for S
+WARPGROUP_QUERIES = STEP_QUERIES // 2  # of a step, and those that a CTA loads for S
 QUAD = 4  # threads that share keys
 BEYOND = 1 << 30  # a query that no key sees
 #: Queries of the scores that a thread has of a key, from the first of them on.
-COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2))
+COLUMNS = tuple(RUN * k + i for k in range(WARPGROUP_QUERIES // RUN) for i in range(2))
 
 
 def quad() -> tuple[Int32, Int32]:
@@ -61,7 +73,7 @@ def first_key() -> Int32:
 
 def first_query(query_tile: Int32) -> Int32:
     """Return the first of this thread's queries in a tile of queries."""
-    return query_tile * STEP_QUERIES + warpgroup() * OWN_QUERIES + quad()[1] * 2
+    return query_tile * STEP_QUERIES + warpgroup() * WARPGROUP_QUERIES + quad()[1] * 2
 
 
 class TileStep(NamedTuple):
@@ -98,8 +110,8 @@ class QuadMask(NamedTuple):
             for group in range(2):
                 key = self.key + (16 * half + 8 * group)
                 first = cutlass.select_(key < self.visibility.seqlen_q, queries, Int32(BEYOND))
-                own = quad_fragment(scores, number)[None, group, None]
-                self.visibility.apply(own, key, first, COLUMNS)
+                row = quad_fragment(scores, number)[None, group, None]
+                self.visibility.apply(row, key, first, COLUMNS)
 
 
 class ListedMask(NamedTuple):
@@ -114,9 +126,9 @@ class ListedMask(NamedTuple):
         """Scores of queries without a bit := -inf."""
         for number, half in enumerate(self.halves):
             for group in range(2):
-                own = quad_fragment(scores, number)[None, group, None]
+                row = quad_fragment(scores, number)[None, group, None]
                 first = WORD_PAIR * (2 * half + group)
-                hide_unseen(own, self.words[first : first + WORD_PAIR], COLUMNS)
+                hide_unseen(row, self.words[first : first + WORD_PAIR], COLUMNS)
 
 
 class ListedNumber(NamedTuple):
@@ -142,3 +154,77 @@ class FunctionMask(NamedTuple):
     def hide(self, scores: cute.Tensor) -> None:
         """Scores that the mask_mod says are not seen := -inf."""
         self.function.hide(scores, self.places, self.number)
+
+
+class StepDs(NamedTuple):
+    """dS of a step: its tile in global memory, and this thread's values in 16 bits, two in a
+    register."""
+
+    tile: cute.Tensor
+    values: cute.Tensor
+
+
+@dataclass(frozen=True)
+class DsStore(SharedByReference):
+    """The stores of dS of a kernel.
+
+    dtype: of dS.  counts_tiles: the number of a step's tile is counted on from the step before,
+    which leaves no use of the head and so a register more.  With what changes scores, whose slopes
+    or places are in the way, or sequences of unequal lengths it takes more instead.  A list names
+    any tile.
+    """
+
+    dtype: Any
+    counts_tiles: bool
+
+    def number(self, context: BlackwellBackwardContext, step: Step, row: Int32) -> Int32:
+        """Return the number of this CTA's tile of dS of a step.  row: `KeyTiles.row_of_ds`."""
+        ds = context.tensors.ds
+        number = within_head(ds, row + step.index, context.sequences.tensors)
+        return number + step.head * tiles_of_head(ds)
+
+    def tile(
+        self, context: BlackwellBackwardContext, step: Step, row: Int32, number: Int32
+    ) -> cute.Tensor:
+        """Return this CTA's tile of dS of a step.  number: of the tile, if it is counted."""
+        if not self.counts_tiles:
+            number = self.number(context, step, row)
+        return tile_of(context.tensors.ds, number)
+
+    @staticmethod
+    def following_number(context: BlackwellBackwardContext, step: Step, number: Int32) -> Int32:
+        """Return the number of the tile behind that of a step."""
+        begin, end = step.span
+        to_next_head = tiles_of_head(context.tensors.ds) - (end - begin)
+        return number + 1 + cutlass.select_(step.index + 1 == end, to_next_head, Int32(0))
+
+    def store(self, step: StepDs | None, half: int) -> None:
+        """Store half of this thread's dS of a step, if there is any: a quad has 16 bytes, the quads
+        of a warp 128 consecutive ones."""
+        if step is None:
+            return
+        runs = WARPGROUP_QUERIES // RUN
+        first = step.tile[first_key() + half * 16, warpgroup() * runs, None]
+        layout = cute.make_layout((2, 2, runs), stride=(1, 8 * RUN, RUN_STRIDE))
+        target = cute.make_tensor((first.iterator + quad()[1] * 2).align(4), layout)
+        cute.autovec_copy(quad_fragment(cute.recast_tensor(step.values, self.dtype), half), target)
+
+    @cute.jit
+    def complete_blocks(
+        self, context: BlackwellBackwardContext, work: WorkTile, step: Step, row: Int32
+    ):
+        """Store zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in
+        `backward.ds_tiles`.  row: see `number`."""
+        begin, end = step.span
+        nothing = cute.make_rmem_tensor(WARPGROUP_QUERIES // 2, Float32)
+        nothing.fill(0.0)
+        ds, tensors = context.tensors.ds, context.sequences.tensors
+        before, behind = (within_head(ds, row + i, tensors) for i in (begin - 1, end))
+        first = step.head * tiles_of_head(ds)
+        for _ in cutlass.range(heads_of_part(context, work.head)[1], unroll=1):
+            for half in cutlass.range_constexpr(2):
+                if begin % 2 == 1:
+                    self.store(StepDs(tile_of(ds, first + before), nothing), half)
+                if end % 2 == 1:
+                    self.store(StepDs(tile_of(ds, first + behind), nothing), half)
+            first += tiles_of_head(ds)

@@ -22,25 +22,24 @@ from ..instructions import (
 )
 from ..pair_plan import CTAS
 from ..tmem import multiply, tmem_load
-from .common import FRAGMENT, store_row, warpgroup, zeros
-from .context import BlackwellBackwardContext
+from .common import FRAGMENT, BlackwellBackwardContext, store_row, warpgroup, zeros
 
-__all__ = ["OWN_COLUMNS", "OWN_ROWS", "ResultPlace", "RowResult", "first_row", "lane"]
+__all__ = ["WARPGROUP_COLUMNS", "CTA_ROWS", "ResultPlace", "RowResult", "first_row", "lane"]
 
-OWN_ROWS = 128  # rows of a tile that a CTA has, one per lane of tensor memory
-TILE_ROWS = CTAS * OWN_ROWS
-OWN_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup drains
-WHOLE = (0, OWN_COLUMNS)
+CTA_ROWS = 128  # rows of a tile that a CTA has, one per lane of tensor memory
+TILE_ROWS = CTAS * CTA_ROWS
+WARPGROUP_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup drains
+WHOLE = (0, WARPGROUP_COLUMNS)
 
 
 def first_row(context: BlackwellBackwardContext, work: WorkTile) -> Int32:
     """Return the first row of this CTA's half of a tile."""
-    return work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
+    return work.block * TILE_ROWS + context.cta_rank * CTA_ROWS
 
 
 def lane() -> Int32:
     """Return the lane of tensor memory, and the row of the CTA, of this thread."""
-    return cute.arch.thread_idx()[0] % OWN_ROWS
+    return cute.arch.thread_idx()[0] % CTA_ROWS
 
 
 class ResultPlace(NamedTuple):
@@ -53,11 +52,9 @@ class ResultPlace(NamedTuple):
     head: Int32
 
     def has_row(self) -> Boolean:
-        """Return True if this thread's row exists."""
         return self.first_row + lane() < self.rows.length
 
     def row(self) -> cute.Tensor:
-        """Return the 256 elements of this thread's row."""
         row = self.rows.offset + self.first_row + lane()
         return self.result[row, None, self.head, self.rows.batch]
 
@@ -102,21 +99,21 @@ class RowResult(SharedByReference):
             fence_after_thread_sync()
         exists = place.has_row()
         start, stride = self.tmem_plan.buffers(name, self.stages)
-        address = context.own_lanes + (start + warpgroup() * OWN_COLUMNS)
+        address = context.warp_lanes + (start + warpgroup() * WARPGROUP_COLUMNS)
         address += states[done].index * stride
         for start in cutlass.range_constexpr(begin, end, FRAGMENT):
             values = cute.make_rmem_tensor(FRAGMENT, Float32)
             tmem_load(address + start, values)
             cute.arch.fence_view_async_tmem_load()
-            if cutlass.const_expr(start + FRAGMENT == OWN_COLUMNS):
+            if cutlass.const_expr(start + FRAGMENT == WARPGROUP_COLUMNS):
                 fence_before_thread_sync()
                 context.barriers[free].arrive(states[done], is_converged=True)
             if cutlass.const_expr(self.is_scaled):
                 multiply(values, context.scalars.softmax_scale)
             if exists:
-                column = warpgroup() * OWN_COLUMNS + start
+                column = warpgroup() * WARPGROUP_COLUMNS + start
                 store_row(values, columns_of(place.row(), column, FRAGMENT))
-        if cutlass.const_expr(end == OWN_COLUMNS):
+        if cutlass.const_expr(end == WARPGROUP_COLUMNS):
             states.advance(done)
         return states
 
@@ -126,6 +123,6 @@ class RowResult(SharedByReference):
         """Store 0 to the rows of a place: of a tile without steps."""
         if place.has_row():
             destination = place.row()
-            for start in cutlass.range(0, OWN_COLUMNS, FRAGMENT, unroll=1):
-                column = warpgroup() * OWN_COLUMNS + start
+            for start in cutlass.range(0, WARPGROUP_COLUMNS, FRAGMENT, unroll=1):
+                column = warpgroup() * WARPGROUP_COLUMNS + start
                 store_row(zeros(FRAGMENT), columns_of(destination, column, FRAGMENT))

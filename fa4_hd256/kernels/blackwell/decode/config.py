@@ -54,8 +54,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ....softmax_emu.pattern import Ex2Pattern
-from ...forward.tiles import ForwardTiles
-from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from ...forward.tiles import ForwardTiles, check_decode, check_threshold
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
 from ...plan.budgets import (
     WARPS_PER_WARPGROUP,
     SmemPlan,
@@ -75,7 +75,6 @@ __all__ = [
     "DECODE_E4M3",
     "HALVES",
     "MMA_K",
-    "ROWS",
     "DecodeConfig",
     "DecodeWarpPlan",
 ]
@@ -89,9 +88,6 @@ HALVES = (0, 1)
 BLOCK_KV = 128  # keys of a step: M of S, a lane of tensor memory each
 HALF = HEAD_DIM // len(HALVES)  # columns of a buffer of K or V: M of a half of O
 GROUP_ROWS = 32  # of a group of the softmax, at most
-
-#: Query rows of a tile that are offered: N of both MMAs.
-ROWS = (16, 32, 64)
 
 #: Registers a thread of the softmax, of the other roles and of the warps that bring Q to e4m3, by
 #: groups of the softmax and whether there are such warps.
@@ -163,7 +159,6 @@ class DecodeWarpPlan(WarpPlan):
 
     @property
     def groups(self) -> int:
-        """Warpgroups of the softmax."""
         return len(self.softmax) // WARPS_PER_WARPGROUP
 
     @property
@@ -174,7 +169,6 @@ class DecodeWarpPlan(WarpPlan):
 
     @property
     def scheduled_warps(self) -> int:
-        """Warps that run the tile loop."""
         others = 3 if self.quantise is None else 4 + len(self.quantise)
         return len(self.softmax) + others
 
@@ -183,7 +177,8 @@ class DecodeWarpPlan(WarpPlan):
 class DecodeConfig:
     """Everything static about the decode kernel that a user or a tuner may set.
 
-    rows: query rows of a tile, one of `ROWS`: those of the heads that share keys, of a few queries.
+    rows: query rows of a tile, one of `DECODE_ROWS`: those of the heads that share keys, of a few
+        queries.
     e4m3: K and V are; NOTE [e4m3].
     half_stages: buffers of the ring that halves of K and V tiles share, in e4m3 whole tiles, of as
         many bytes.
@@ -207,24 +202,14 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.rows not in ROWS:
-            accepted = ", ".join(map(str, ROWS))
-            raise ValueError(f"rows is {self.rows}; accepted are {accepted}")
+        check_decode(self.rows, self.q_stages)
         check_ring("half_stages", self.half_stages)
-        if self.q_stages not in (1, 2):
-            raise ValueError(f"q_stages is {self.q_stages}; accepted are 1 and 2")
         largest = LARGEST_THRESHOLD[self.e4m3]
-        if not 0 <= self.rescale_threshold <= largest:
-            raise ValueError(
-                f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to {largest} "
-                f"(P reaches 2^threshold and must stay finite in "
-                f"{'e4m3' if self.e4m3 else 'float16'})"
-            )
+        check_threshold(self.rescale_threshold, largest, "e4m3" if self.e4m3 else "float16")
         check_budgets(self)
 
     @property
     def tiles(self) -> ForwardTiles:
-        """Return what the host must know of its tiles."""
         seconds, saved, beside = STEP_SECONDS, LEAST_SAVED, PART_STEPS[self.rows]
         if self.e4m3:
             seconds, saved, beside = E4M3_COSTS
@@ -265,12 +250,11 @@ class DecodeConfig:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of an element of K or V."""
         return 1 if self.e4m3 else ELEMENT_BYTES
 
     @property
     def columns(self) -> int:
-        """N of both products: the rows, or the rows of all parts of Q and P."""
+        """N of both MMAs: the rows, or the rows of all parts of Q and P."""
         return self.rows * E4M3_PARTS if self.e4m3 else self.rows
 
     @property
@@ -299,14 +283,10 @@ class DecodeConfig:
         )
         return SmemPlan(
             (
-                SmemRegion(
-                    "kv",
-                    self.half_stages,
-                    self.half_bytes,
-                    SWIZZLE_ALIGNMENT,
-                    f"128 keys x {half} columns of K or V",
+                SmemRegion.operand(
+                    "kv", self.half_stages, self.half_bytes, f"128 keys x {half} columns of K or V"
                 ),
-                SmemRegion("q", self.q_stages, self.q_bytes, SWIZZLE_ALIGNMENT, f"{rows} x 256"),
+                SmemRegion.operand("q", self.q_stages, self.q_bytes, f"{rows} x 256"),
                 SmemRegion(
                     "p", 1, self.rows * BLOCK_KV * ELEMENT_BYTES, 128, f"P^T, 128 keys x {rows}"
                 ),
@@ -376,12 +356,12 @@ class DecodeConfig:
                  "they have been read", True),
         )  # fmt: skip
 
-    def score_elements(self, products: int) -> int:
+    def score_elements(self, mmas: int) -> int:
         """Elements of S that so many MMA instructions of QK and PV, K = 32 bytes each, stand
         for."""
         k = 32 // self.kv_bytes
         per_step = HEAD_DIM // k + len(HALVES) * BLOCK_KV // k
-        return products // per_step * self.rows * BLOCK_KV
+        return mmas // per_step * self.rows * BLOCK_KV
 
     @property
     def title(self) -> str:

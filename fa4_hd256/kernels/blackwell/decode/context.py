@@ -10,7 +10,7 @@ from cutlass import Int32
 from ...forward.context import DescaledContext, ForwardContext
 from ...forward.decode_rows import BARRIER
 from ...plan.edges import RingRecord, RingState
-from ..context import PairContext
+from ..pair_kernel import PairContext
 
 __all__ = [
     "BlackwellDecodeContext",

@@ -10,6 +10,11 @@ is the decode kernel's, with scales (NOTE [scales] there)::
 
 A row as it was loaded is four rows of 128 bytes in as many blocks of the swizzled operand.  The
 first and the third are the row of hi in the operand of parts, the others the row of lo.
+
+NOTE [two parts].  A float32 comes as two e4m3, x = hi + lo / 16.  An e4m3 has four bits of
+significand, so that the two of them have as many as a bf16: hi is x rounded to nearest, and lo what
+is left of it, times 16, rounded.  From 2^-6 up hi is a normal number; below, where both are
+multiples of 2^-9, the error is 2^-14 at most.
 """
 
 from __future__ import annotations
@@ -17,13 +22,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.by_key import KeySoftmax
-from ...context import CLAIM_STEPS, want_next_tile_if
+from ...e4m3_codes import WORD_CODES, codes_of
 from ...forward.context import ForwardKernelTensors
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
@@ -32,18 +36,30 @@ from ...plan.edges import RingState, RingStates
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.sequences import columns_of
-from ..instructions import Mma, MmaShape, fence_after_thread_sync
-from ..operands import E4M3_SLICE, k_major_operand, mn_major_operand
+from ..instructions import (
+    E4M3_SLICE,
+    Mma,
+    MmaShape,
+    fence_after_thread_sync,
+    k_major_operand,
+    mn_major_operand,
+)
 from ..tmem import multiply, multiply_rows, tmem_buffer, tmem_load
 from .config import BLOCK_KV, HALF, HALVES, DecodeConfig
-from .context import BlackwellE4m3DecodeContext, DecodeMmaRings
-from .kernel import DecodeKernel, p_layout, smem_buffer
-from .two_parts import LOW_PART, store_parts
+from .context import (
+    BlackwellDecodeContext,
+    BlackwellE4m3DecodeContext,
+    DecodeLoadRings,
+    DecodeMmaRings,
+)
+from .kernel import DecodeKernel, KvTile, p_layout, smem_buffer
 
 __all__ = ["DecodeE4m3Kernel"]
 
 #: Columns of tensor memory that are loaded at a time.
 COLUMNS = 32
+#: Weight of lo.
+LOW_PART = 2.0**-4
 
 
 class DecodeE4m3Kernel(DecodeKernel):
@@ -113,89 +129,33 @@ class DecodeE4m3Kernel(DecodeKernel):
 
     # ------------------------------------------------------------ load
 
-    @cute.jit
-    def load(self, context: BlackwellE4m3DecodeContext):
-        """Load K(0), then K(i + 1) before V(i); K(0) of the next tile before the last V of this
-        one.  Q has a warp of its own."""
-        kv = self.edges["kv_free"].waiter_state()
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
-        if work.is_valid:
-            kv = self._load_first_k(context, work, kv)
-        while work.is_valid:
-            # A look-up of the sequence in each step would take longer than the step's MMAs.
-            own_context = context.of_tile(work)
-            kv_tile = self._first_kv_tile(own_context, work)
-            num_steps = self.num_steps(own_context, work)
-            want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
-            for step in cutlass.range(1, num_steps, unroll=1):
-                want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                following_kv_tile = self.next_kv_tile(kv_tile)
-                kv = self._load_columns(own_context, work, following_kv_tile, ("k", 0), kv)
-                kv = self._load_columns(own_context, work, kv_tile, ("v", 0), kv)
-                kv_tile = following_kv_tile
-            following = scheduler.advance_to_next_work()
-            is_ahead = self.has_steps(context, following)
-            if is_ahead:
-                kv = self._load_first_k(context, following, kv)
-            kv = self._load_columns(own_context, work, kv_tile, ("v", 0), kv)
-            work = following
-            if not is_ahead:
-                scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
-                if work.is_valid:
-                    kv = self._load_first_k(context, work, kv)
-        context.barriers["kv_free"].wait_for_all(kv)
+    def _load_q(
+        self, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeLoadRings
+    ) -> DecodeLoadRings:
+        """Load nothing: Q has a warp of its own."""
+        return rings
 
-    def _load_first_k(
-        self, context: BlackwellE4m3DecodeContext, work: WorkTile, kv: RingState
-    ) -> RingState:
-        """Load K of a tile's first step."""
-        kv_tile = self._first_kv_tile(context, work)
-        return self._load_columns(context, work, kv_tile, ("k", 0), kv)
+    def _load_tile(
+        self,
+        context: BlackwellDecodeContext,
+        work: WorkTile,
+        kv_tile: KvTile,
+        name: str,
+        rings: DecodeLoadRings,
+    ) -> DecodeLoadRings:
+        """Load all columns of K or V into one buffer."""
+        rings.kv = self._load_columns(context, work, kv_tile, (name, 0), rings.kv)
+        return rings
 
     # ------------------------------------------------------------ mma
 
-    @cute.jit
-    def mma(self, context: BlackwellE4m3DecodeContext):
-        """Issue QK(0), then QK(i + 1) before PV(i); QK(0) of the next tile before the last PV of
-        this one, and only one tile ahead: see `DecodeKernel.mma`."""
-        waited = "kv_loaded", "q_loaded", "s_done", "p_done", "o_done"
-        rings = DecodeMmaRings.waiting(self.edges, *waited)
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-        if work.is_valid:
-            rings = self._first_qk(context, work, rings)
-        while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            for step in cutlass.range(1, num_steps, unroll=1):
-                rings = self._qk(context, step + 1 == num_steps, rings)
-                rings = self._pv0(context, step > 1, rings)
-                rings = self._pv1(context, step > 1, rings)
-            rings = self._leave_q(rings)
-            following = scheduler.advance_to_next_work()
-            is_ahead = self.has_steps(context, following)
-            if is_ahead:
-                rings = self._first_qk(context, following, rings)
-            rings = self._pv0(context, num_steps > 1, rings)
-            rings = self._pv1(context, num_steps > 1, rings)
-            work = following
-            if not is_ahead:
-                scheduler, work = self.skip_empty_tiles(context, scheduler, work, False)
-                if work.is_valid:
-                    rings = self._first_qk(context, work, rings)
-
-    def _first_qk(
-        self, context: BlackwellE4m3DecodeContext, work: WorkTile, rings: DecodeMmaRings
-    ) -> DecodeMmaRings:
-        """QK of a tile's first step, which waits for the tile's Q."""
-        rings = self._enter_q(context, rings)
-        return self._qk(context, self.num_steps(context, work) == 1, rings)
+    def _qk0(self, context: BlackwellDecodeContext, rings: DecodeMmaRings) -> DecodeMmaRings:
+        """Issue nothing: a buffer holds all columns of K, which `_qk1` multiplies."""
+        return rings
 
     @traced("QK")
     @cute.jit
-    def _qk(self, context: BlackwellE4m3DecodeContext, is_last: Boolean, rings: DecodeMmaRings):
+    def _qk1(self, context: BlackwellE4m3DecodeContext, is_last: Boolean, rings: DecodeMmaRings):
         """S^T = K Q^T of a step; the tile's last one is done with Q."""
         barriers = context.barriers
         barriers["kv_loaded"].wait(rings.kv)
@@ -271,7 +231,6 @@ class DecodeE4m3Kernel(DecodeKernel):
         elements: list[Float32],
         stage: Int32,
     ) -> None:
-        """Both parts of a row."""
         codes, lane = context.smem["q"], cute.arch.lane_idx()
         columns = HEAD_DIM // WARP_SIZE // 2
         place, atom = row
@@ -280,7 +239,7 @@ class DecodeE4m3Kernel(DecodeKernel):
             columns_of(codes[(place, part * atoms + atom), None, stage], lane * columns, columns)
             for part in range(2)
         )
-        store_parts(elements, targets)
+        _store_parts(elements, targets)
 
     # ------------------------------------------------------------ softmax
 
@@ -365,14 +324,52 @@ class DecodeE4m3Kernel(DecodeKernel):
     ) -> None:
         rows = self.group.count
         softmax.exponentiate(scores, None, softmax.weights[0])
-        own = context.smem["p"][None, self._number_in_group(), 0]
+        column = context.smem["p"][None, self._number_in_group(), 0]
         # Bytes in twos.
         starts = (part * self.config.rows + context.first_row for part in range(2))
-        targets = tuple(columns_of(own, start // 2, rows // 2) for start in starts)
-        store_parts([scores[row] for row in range(rows)], targets)
+        targets = tuple(columns_of(column, start // 2, rows // 2) for start in starts)
+        _store_parts([scores[row] for row in range(rows)], targets)
 
     def _scaled_inverse(self, softmax: Any, inverse: Float32) -> Float32:
         return self.scales.scaled_inverse(softmax, inverse)
 
     def _load_half(self, context: BlackwellE4m3DecodeContext, half: int) -> cute.Tensor:
         return self._load_sum(self._of_half(context, half))
+
+
+def _split(values: list[Float32]) -> tuple[Int32, Int32]:
+    """Return (hi, lo) of four values, each as `codes_of`; cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22)
+    says what hi is."""
+    codes = codes_of(values)
+    rounded = cute.arch.inline_ptx(
+        "{.reg .b16 low, high, a, b, c, d;\n"
+        ".reg .b32 first, second;\n"
+        "mov.b32 {low, high}, {$r0};\n"
+        "cvt.rn.f16x2.e4m3x2 first, low;\n"
+        "cvt.rn.f16x2.e4m3x2 second, high;\n"
+        "mov.b32 {a, b}, first;\n"
+        "mov.b32 {c, d}, second;\n"
+        "cvt.f32.f16 {$w0}, a;\n"
+        "cvt.f32.f16 {$w1}, b;\n"
+        "cvt.f32.f16 {$w2}, c;\n"
+        "cvt.f32.f16 {$w3}, d;}",
+        write_only_types=[Float32] * WORD_CODES,
+        read_only_args=[codes],
+    )
+    left: list[Float32] = []
+    for first in range(0, WORD_CODES, 2):
+        pair, of_high = values[first : first + 2], rounded[first : first + 2]
+        less = cute.arch.sub_packed_f32x2(tuple(pair), tuple(of_high))
+        left += cute.arch.mul_packed_f32x2(less, (Float32(1 / LOW_PART),) * 2)
+    return codes, codes_of(left)
+
+
+def _store_parts(values: list[Float32], targets: tuple[cute.Tensor, cute.Tensor]) -> None:
+    """Both parts of some values to memory.  targets: of hi and of lo, a 16-bit type, half as many
+    elements as values, whose number is a multiple of 4."""
+    words = [cute.make_rmem_tensor(len(values) // WORD_CODES, Int32) for _ in targets]
+    for number in range(0, len(values), WORD_CODES):
+        for part, codes in zip(words, _split(values[number : number + WORD_CODES]), strict=True):
+            part[number // WORD_CODES] = codes
+    for part, target in zip(words, targets, strict=True):
+        cute.autovec_copy(cute.recast_tensor(part, target.element_type), target)

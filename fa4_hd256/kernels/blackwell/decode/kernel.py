@@ -55,16 +55,16 @@ from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.pages import PagedTile
 from ...rows.sequences import columns_of
-from ..context import claim_buffer
 from ..instructions import (
     Mma,
     MmaShape,
     OperandLayout,
     fence_after_thread_sync,
     fence_before_thread_sync,
+    k_major_operand,
+    mn_major_operand,
 )
-from ..operands import k_major_operand, mn_major_operand
-from ..pair_kernel import PairKernel
+from ..pair_kernel import PairKernel, claim_buffer
 from ..tmem import multiply_rows, tmem_buffer, tmem_load, tmem_store
 from .config import BLOCK_KV, HALF, HALVES, MMA_K, DecodeConfig
 from .context import (
@@ -131,7 +131,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
-        """TMA descriptors of Q, K and V, and the plain tensors."""
         load, (q, k, v, out) = cpasync.CopyBulkTensorTileG2SOp(), operands
         q = self.tma_tensor("q", q, (load, self.config.rows, HEAD_DIM))
         k = self.tma_tensor("k", k, (load, BLOCK_KV, HALF))
@@ -143,7 +142,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     @cute.jit
     def run_role(self, context: BlackwellDecodeContext, warp: Int32):
-        """The role of this warp."""
         warps = self.config.warps
         if warp < warps.mma:
             self.set_registers(warps.registers_softmax)
@@ -178,7 +176,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         return replace(
             context,
             smem=context.smem | tables,
-            own_lanes=context.own_lanes + group * rows,
+            warp_lanes=context.warp_lanes + group * rows,
             first_row=group * rows,
             barrier=BARRIER + group,
         )
@@ -202,7 +200,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
         }
 
     def num_steps(self, context: BlackwellDecodeContext, work: WorkTile) -> Int32:
-        """Steps of a tile; the same in all roles."""
         return self.rows.num_steps(context, work)
 
     # ------------------------------------------------------------ load
@@ -219,28 +216,29 @@ class DecodeKernel(ForwardCommon, PairKernel):
             rings = self._load_q_and_first_k(context, work, rings)
         while work.is_valid:
             # A look-up of the sequence in each step would take longer than the step's MMAs.
-            own_context = context.of_tile(work)
-            kv_tile = self._first_kv_tile(own_context, work)
-            num_steps = self.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            kv_tile = self._first_kv_tile(tile_context, work)
+            num_steps = self.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
                 want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                 following_kv_tile = self.next_kv_tile(kv_tile)
-                rings = self._load_halves(own_context, work, following_kv_tile, "k", rings)
-                rings = self._load_halves(own_context, work, kv_tile, "v", rings)
+                rings = self._load_tile(tile_context, work, following_kv_tile, "k", rings)
+                rings = self._load_tile(tile_context, work, kv_tile, "v", rings)
                 kv_tile = following_kv_tile
             following = scheduler.advance_to_next_work()
             is_ahead = self.has_steps(context, following)
             if is_ahead:
                 rings = self._load_q_and_first_k(context, following, rings)
-            rings = self._load_halves(own_context, work, kv_tile, "v", rings)
+            rings = self._load_tile(tile_context, work, kv_tile, "v", rings)
             work = following
             if not is_ahead:
                 scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
                 if work.is_valid:
                     rings = self._load_q_and_first_k(context, work, rings)
         context.barriers["kv_free"].wait_for_all(rings.kv)
-        context.barriers["q_free"].wait_for_all(rings.q)
+        if cutlass.const_expr(self.edges["q_free"].consumer == "load"):
+            context.barriers["q_free"].wait_for_all(rings.q)
 
     def _load_q_and_first_k(
         self, context: BlackwellDecodeContext, work: WorkTile, rings: DecodeLoadRings
@@ -248,10 +246,9 @@ class DecodeKernel(ForwardCommon, PairKernel):
         """Load what QK(0) of a tile takes."""
         kv_tile = self._first_kv_tile(context, work)
         rings = self._load_q(context, work, rings)
-        return self._load_halves(context, work, kv_tile, "k", rings)
+        return self._load_tile(context, work, kv_tile, "k", rings)
 
     def _first_kv_tile(self, context: BlackwellDecodeContext, work: WorkTile) -> KvTile:
-        """Return the KV tile of a tile's first step."""
         visibility = context.visibility(work, BLOCK_KV)
         return self.first_kv_tile(context, work, visibility, self.rows.first_query(work))
 
@@ -266,7 +263,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         rings.q.advance()
         return rings
 
-    def _load_halves(
+    def _load_tile(
         self,
         context: BlackwellDecodeContext,
         work: WorkTile,
@@ -466,7 +463,6 @@ class DecodeKernel(ForwardCommon, PairKernel):
             work = scheduler.advance_to_next_work()
 
     def _create(self, context: BlackwellDecodeContext) -> KeySoftmax:
-        """The softmax's state."""
         return KeySoftmax.create(
             context.scalars.scale_log2,
             self.config.ex2_pattern,
@@ -508,8 +504,8 @@ class DecodeKernel(ForwardCommon, PairKernel):
         """P of this thread's key to shared memory, and into the sums."""
         probabilities = cute.make_rmem_tensor(self.group.count, self.dtype)
         softmax.exponentiate(scores, probabilities)
-        own = context.smem["p"][None, self._number_in_group(), 0]
-        cute.autovec_copy(probabilities, columns_of(own, context.first_row, self.group.count))
+        column = context.smem["p"][None, self._number_in_group(), 0]
+        cute.autovec_copy(probabilities, columns_of(column, context.first_row, self.group.count))
 
     def _load_half(self, context: BlackwellDecodeContext, half: int) -> cute.Tensor:
         """Load this lane's column of a half of O."""
@@ -520,7 +516,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     def _of_half(self, context: BlackwellDecodeContext, half: int) -> Any:
         """Return the address of this warp's lanes in its rows of a half of O."""
-        return context.own_lanes + self.tmem_plan[f"o{half}"].start
+        return context.warp_lanes + self.tmem_plan[f"o{half}"].start
 
     @traced("softmax")
     @cute.jit
@@ -565,7 +561,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
     def _scores(self, context: BlackwellDecodeContext, buffer: Int32) -> Any:
         """Return the address of this warp's lanes in its rows of S."""
         start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
-        return context.own_lanes + (start + buffer * distance)
+        return context.warp_lanes + (start + buffer * distance)
 
     @traced("maxima")
     @cute.jit
@@ -576,9 +572,11 @@ class DecodeKernel(ForwardCommon, PairKernel):
         self._share(context, "maxima", scores, cute.arch.fmax)
         shared, rows = context.smem["maxima"], self.config.rows_at_once
         for first in cutlass.range_constexpr(0, self.group.count, rows):
-            own = cute.local_tile(shared, (rows, self.softmax_warps), (first // rows, 0))
+            of_group = cute.local_tile(shared, (rows, self.softmax_warps), (first // rows, 0))
             maxima = combine_warps(
-                lambda warp, own=own: self._read(own, warp), self.softmax_warps, cute.arch.fmax
+                lambda warp, of_group=of_group: self._read(of_group, warp),
+                self.softmax_warps,
+                cute.arch.fmax,
             )
             factors = cute.make_rmem_tensor(rows, Float32)
             softmax.raise_maxima(maxima, factors, first)

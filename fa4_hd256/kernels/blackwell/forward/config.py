@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from ....softmax_emu.online import ARITHMETICS
 from ....softmax_emu.pattern import Ex2Pattern
-from ...forward.tiles import ForwardTiles
-from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from ...forward.tiles import ForwardTiles, check_threshold
+from ...limits import ELEMENT_BYTES, HEAD_DIM
 from ...plan.budgets import (
     SmemPlan,
     SmemRegion,
@@ -126,11 +126,7 @@ class ForwardConfig:
                 "Q buffer while the next tile's Q arrives in the other"
             )
         check_ring("kv_stages", self.kv_stages)
-        if not 0 <= self.rescale_threshold <= 15:
-            raise ValueError(
-                f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to 15 "
-                "(P reaches 2^threshold and must stay finite in float16)"
-            )
+        check_threshold(self.rescale_threshold)
         if self.s_stages not in (1, 2):
             raise ValueError(
                 f"s_stages is {self.s_stages}; accepted are 1 and 2: tensor memory has no room for "
@@ -144,7 +140,6 @@ class ForwardConfig:
 
     @property
     def tiles(self) -> ForwardTiles:
-        """Return what the host must know of its tiles."""
         return TILES
 
     @property
@@ -152,10 +147,10 @@ class ForwardConfig:
         """Query rows of a CTA pair."""
         return CTAS * self.block_q
 
-    def score_elements(self, products: int) -> int:
+    def score_elements(self, mmas: int) -> int:
         """Elements of S that so many MMA instructions of QK and PV, K = 16 each, stand for."""
         per_step = HEAD_DIM // MMA_K + self.block_kv // MMA_K
-        return products // per_step * self.tile_q * self.block_kv
+        return mmas // per_step * self.tile_q * self.block_kv
 
     @property
     def q_bytes(self) -> int:
@@ -175,18 +170,16 @@ class ForwardConfig:
     def smem(self) -> SmemPlan:
         return SmemPlan(
             (
-                SmemRegion(
+                SmemRegion.operand(
                     "q",
                     self.q_stages,
                     self.q_bytes,
-                    SWIZZLE_ALIGNMENT,
                     "128 rows x 256; after the tile's last QK, staging of its O",
                 ),
-                SmemRegion(
+                SmemRegion.operand(
                     "kv",
                     self.kv_stages,
                     self.kv_bytes,
-                    SWIZZLE_ALIGNMENT,
                     "K: 64 keys x 256, or V: 128 keys x 128 columns",
                 ),
                 SmemRegion(
@@ -227,12 +220,12 @@ class ForwardConfig:
     def edges(self) -> EdgeTable:
         softmax, correction = len(self.warps.softmax), len(self.warps.correction)
         pair, commit = Signal.WARPS_PAIR, Signal.COMMIT_PAIR
-        own = Signal.WARPS_CTA
+        cta = Signal.WARPS_CTA
         return EdgeTable(
             (
                 Edge("q_loaded", self.q_stages, Signal.TMA_PAIR, "load", 1, "mma",
                      "Q in SMEM", transaction_bytes=CTAS * self.q_bytes),
-                Edge("q_free", self.q_stages, own, "epilogue", 1, "load",
+                Edge("q_free", self.q_stages, cta, "epilogue", 1, "load",
                      "Q buffer: QK done and O read by its TMA store", True),
                 Edge("kv_loaded", self.kv_stages, Signal.TMA_PAIR, "load", 1, "mma",
                      "K or V tile in SMEM", transaction_bytes=CTAS * self.kv_bytes),
@@ -247,11 +240,11 @@ class ForwardConfig:
                 Edge("o_done", 1, commit, "mma", 1, "correction", "O += P V done"),
                 Edge("o_free", 1, pair, "correction", correction, "mma",
                      "O rescaled, or drained at the tile's end", True),
-                Edge("scale_done", self.scale_stages, own, "softmax", softmax, "correction",
+                Edge("scale_done", self.scale_stages, cta, "softmax", softmax, "correction",
                      "factors or 1/sums in SMEM"),
-                Edge("scale_free", self.scale_stages, own, "correction", correction, "softmax",
+                Edge("scale_free", self.scale_stages, cta, "correction", correction, "softmax",
                      "factors read", True),
-                Edge("o_staged", self.q_stages * self.o_slices, own, "correction", correction,
+                Edge("o_staged", self.q_stages * self.o_slices, cta, "correction", correction,
                      "epilogue", "a slice of O in SMEM"),
             )
         )  # fmt: skip

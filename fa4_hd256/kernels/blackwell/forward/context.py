@@ -10,7 +10,7 @@ from cutlass import Int32
 from ....schedulers.protocol import WorkTile
 from ...forward.context import ForwardContext
 from ...plan.edges import RingRecord, RingState
-from ..context import PairContext
+from ..pair_kernel import PairContext
 
 __all__ = [
     "BlackwellForwardContext",

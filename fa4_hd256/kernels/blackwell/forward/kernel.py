@@ -50,16 +50,16 @@ from ...operands import SharedMemory, TmaTensor, load_tile
 from ...problem_class import ProblemClass
 from ...ranges import traced
 from ...rows.pages import PagedTile
-from ..context import claim_buffer
 from ..instructions import (
     Mma,
     MmaShape,
     TmemOperand,
     fence_after_thread_sync,
     fence_before_thread_sync,
+    k_major_operand,
+    mn_major_operand,
 )
-from ..operands import k_major_operand, mn_major_operand
-from ..pair_kernel import PairKernel
+from ..pair_kernel import PairKernel, claim_buffer
 from ..tmem import multiply, tmem_buffer, tmem_store
 from .config import P_PARTS, ForwardConfig
 from .context import (
@@ -113,7 +113,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
-        """TMA descriptors of Q, K, V and O, and the plain tensors."""
         config, (q, k, v, out) = self.config, operands
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
@@ -131,7 +130,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
 
     @cute.jit
     def run_role(self, context: BlackwellForwardContext, warp: Int32):
-        """The role of this warp, with its register budget."""
         warps = self.config.warps
         if warp < warps.correction[0]:
             self.set_registers(warps.registers_softmax)
@@ -173,7 +171,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
         return self.first_row(context, work) + row // packed, work.head * packed + row % packed
 
     def num_steps(self, context: BlackwellForwardContext, work: Any) -> Int32:
-        """Steps of a tile; the same in both CTAs and all roles."""
         if cutlass.const_expr(self.lists_steps):
             return self.step_list(context, work).count
         visibility = context.visibility(work, self.config.block_kv)
@@ -203,21 +200,21 @@ class ForwardKernel(ForwardCommon, PairKernel):
             rings = self._load_q_and_first_k(context, work, rings)
         while work.is_valid:
             # A look-up of the sequence in each step would take longer than the step's MMAs.
-            own_context = context.of_tile(work)
-            kv_tile = self._first_kv_tile(own_context, work)
-            num_steps = self.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            kv_tile = self._first_kv_tile(tile_context, work)
+            num_steps = self.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
                 want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                 following_kv_tile = self.next_kv_tile(kv_tile)
-                rings = self._load_kv(own_context, work, following_kv_tile, "k", rings)
-                rings = self._load_kv(own_context, work, kv_tile, "v", rings)
+                rings = self._load_kv(tile_context, work, following_kv_tile, "k", rings)
+                rings = self._load_kv(tile_context, work, kv_tile, "v", rings)
                 kv_tile = following_kv_tile
             following = scheduler.advance_to_next_work()
             is_ahead = self.has_steps(context, following)
             if is_ahead:
                 rings = self._load_q_and_first_k(context, following, rings)
-            rings = self._load_kv(own_context, work, kv_tile, "v", rings)
+            rings = self._load_kv(tile_context, work, kv_tile, "v", rings)
             work = following
             if not is_ahead:
                 scheduler, work = self.skip_empty_tiles(context, scheduler, work, True)
@@ -231,16 +228,16 @@ class ForwardKernel(ForwardCommon, PairKernel):
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            own_context = context.of_tile(work)
-            num_steps = self.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            num_steps = self.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                rings = self._load_q(own_context, work, rings)
-                kv_tile = self._first_kv_tile(own_context, work)
+                rings = self._load_q(tile_context, work, rings)
+                kv_tile = self._first_kv_tile(tile_context, work)
                 for step in cutlass.range(num_steps, unroll=1):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                    rings = self._load_kv(own_context, work, kv_tile, "k", rings)
-                    rings = self._load_kv(own_context, work, kv_tile, "v", rings)
+                    rings = self._load_kv(tile_context, work, kv_tile, "k", rings)
+                    rings = self._load_kv(tile_context, work, kv_tile, "v", rings)
                     kv_tile = self.next_kv_tile(kv_tile)
             work = scheduler.advance_to_next_work()
         return rings
@@ -254,7 +251,6 @@ class ForwardKernel(ForwardCommon, PairKernel):
         return self._load_kv(context, work, kv_tile, "k", rings)
 
     def _first_kv_tile(self, context: BlackwellForwardContext, work: WorkTile) -> KvTile:
-        """Return the KV tile of a tile's first step."""
         visibility = context.visibility(work, self.config.block_kv)
         return self.first_kv_tile(context, work, visibility, work.block * self.tile_queries)
 
@@ -513,7 +509,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
         barriers["s_done"].wait(rings.s)
         fence_after_thread_sync()
         # P lies over S: two 16-bit values per column, in the columns that they came from.
-        address = context.own_lanes + (self.tmem_plan["s0"].start + rings.s.index * columns)
+        address = context.warp_lanes + (self.tmem_plan["s0"].start + rings.s.index * columns)
         scores = self.scores.load(context, address, row, key, mask)
         factor = softmax.update_max(scores)
         rings = self._send_scale(context, factor, rings)
@@ -572,7 +568,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
                     factor, rings = self._receive_scale(context, rings)
                     barriers["o_done"].wait(rings.o)
                     if cute.arch.vote_any_sync(factor < Float32(1.0)):
-                        rescale(context.own_lanes + self.tmem_plan["o"].start, factor)
+                        rescale(context.warp_lanes + self.tmem_plan["o"].start, factor)
                     barriers["o_free"].arrive(rings.o)
                     rings.o.advance()
                 inverse, rings = self._receive_scale(context, rings)
@@ -626,7 +622,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
             buffer = context.smem["q"][None, None, rings.staged.index // config.o_slices]
             slices = cute.logical_divide(buffer, (None, cute.make_layout(config.o_slice)))
         for piece in cutlass.range_constexpr(config.o_slices):
-            o = context.own_lanes + (self.tmem_plan["o"].start + piece * config.o_slice)
+            o = context.warp_lanes + (self.tmem_plan["o"].start + piece * config.o_slice)
             values = load_columns(o, config.o_slice)
             if cutlass.const_expr(piece == config.o_slices - 1):
                 fence_before_thread_sync()

@@ -24,7 +24,7 @@ from ...plan.edges import RingStates
 from ...problem_class import CallScalars, GradientClass
 from ...rows.sequences import Sequence, TilePlace
 from ..fragments import store_row
-from ..instructions import row_of_fragment, rows_of
+from ..instructions import WgmmaShape, commit, fence, multiply, row_of_fragment, rows_of
 from .config import GradientConfig
 
 __all__ = ["BOTH_CTAS", "HopperBackward"]
@@ -36,12 +36,18 @@ class HopperBackward(BackwardEntry):
     """Base of these kernels.
 
     A kernel adds `boxes`, see `BackwardEntry`; `tiles`, which knows its tiles and their steps: a
-    `KeyRows`, `QueryRows` or `LaunchTiles`; `smem(memory)`; and the roles `load` and `gradient`.
-    shared_boxes: those that both CTAs need, of which each loads half of the columns for both.
+    `KeyRows`, `QueryRows` or `LaunchTiles`; `smem(memory)`, its buffers by name; and the roles
+    `load`, of one warp of each CTA, and `gradient`, of a warpgroup for 64 rows of each tile.
+    score: shape of S and dP.  shared_boxes: those that both CTAs need, of which each loads half of
+    the columns for both.
     """
 
     shared_boxes: tuple[str, ...] = ()
     tiles: Any
+    score: WgmmaShape
+    smem: Any
+    load: Any
+    gradient: Any
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any
@@ -66,18 +72,6 @@ class HopperBackward(BackwardEntry):
         if box in self.shared_boxes:
             return cpasync.CopyBulkTensorTileG2SMulticastOp()
         return cpasync.CopyBulkTensorTileG2SOp()
-
-    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
-        """Return buffers in shared memory by name."""
-        raise NotImplementedError
-
-    def load(self, context: BackwardContext) -> None:
-        """Fill all buffers; one warp of each CTA."""
-        raise NotImplementedError
-
-    def gradient(self, context: BackwardContext) -> None:
-        """MMAs and results of 64 rows of each tile; a warpgroup."""
-        raise NotImplementedError
 
     @cute.kernel
     def kernel(
@@ -148,21 +142,21 @@ class HopperBackward(BackwardEntry):
         place: TilePlace,
         barrier: cute.Pointer,
         buffer: cute.Tensor,
-        is_kept: bool = False,
+        evict_last: bool = False,
     ) -> None:
         """One TMA load, of half of the columns for both CTAs where they share it.  place: see
-        `tma_tile`.  buffer: rows x columns of SMEM.  is_kept: see `operands.load_box`."""
+        `tma_tile`.  buffer: rows x columns of SMEM.  evict_last: see `operands.load_box`."""
         mask = Int16(BOTH_CTAS) if box in self.shared_boxes else None
-        own = self._loaded_part(context, box, buffer)
+        part = self._loaded_part(context, box, buffer)
         source = self._source(context, box)
-        load_tile(source, own, place, barrier, 0, multicast=mask, is_kept=is_kept)
+        load_tile(source, part, place, barrier, 0, multicast=mask, evict_last=evict_last)
 
     def prefetch_box(
         self, context: BackwardContext, box: str, place: TilePlace, buffer: cute.Tensor
     ) -> None:
         """Prefetch into L2 what a load is to bring into a buffer."""
-        own = self._loaded_part(context, box, buffer)
-        prefetch_tile(self._source(context, box), own, place)
+        part = self._loaded_part(context, box, buffer)
+        prefetch_tile(self._source(context, box), part, place)
 
     def _source(self, context: BackwardContext, box: str) -> TmaTensor:
         """Return the TMA tensor of one of `boxes`."""
@@ -177,6 +171,23 @@ class HopperBackward(BackwardEntry):
         return cute.make_tensor(buffer.iterator, cute.append(buffer.layout, cute.make_layout(1)))
 
     # ------------------------------------------------------------------------- scores and results
+
+    def issue_scores(
+        self,
+        context: BackwardContext,
+        ring: str,
+        operands: tuple[cute.Tensor, cute.Tensor],
+        result: cute.Tensor,
+        states: RingStates,
+    ) -> None:
+        """Issue S or dP of a step, a group of its own.  operands: A, which stays, and the buffers
+        of B, which come through the ring."""
+        a, b = operands
+        state = states[f"{ring}_loaded"]
+        context.barriers[f"{ring}_loaded"].wait(state)
+        fence()
+        multiply(self.score, result, a, b[None, None, None, state.index], False)
+        commit()
 
     def change_scores(
         self, context: BackwardContext, s: cute.Tensor, work: WorkTile, position: Any

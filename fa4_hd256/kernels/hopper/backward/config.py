@@ -10,9 +10,16 @@ from typing import ClassVar
 
 from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ...backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
-from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets, check_fields
-from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
+from ...plan.budgets import (
+    SmemPlan,
+    SmemRegion,
+    WarpPlan,
+    check_budgets,
+    check_fields,
+    common_regions,
+)
+from ...plan.edges import Edge, EdgeTable, Signal
 
 __all__ = [
     "CTAS",
@@ -62,20 +69,6 @@ class BackwardWarpPlan(WarpPlan):
         return CTAS * (len(self.gradient) + 2)
 
 
-def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
-    """Return the regions that every kernel has behind its operands."""
-    return (
-        SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-        SmemRegion(
-            "scheduler",
-            1,
-            COUNTER_SMEM_BYTES,
-            16,
-            "of the dynamic scheduler; allocated by its set-up",
-        ),
-    )
-
-
 @dataclass(frozen=True)
 class DvPlan:
     """The kernel of dV and dS: 256 keys of a cluster stay, 64 queries pass in each step.
@@ -100,42 +93,42 @@ class DvPlan:
         check_budgets(self)
 
     @property
-    def own_rows(self) -> int:
+    def cta_rows(self) -> int:
         """Keys of a CTA."""
         return self.tile_rows // CTAS
 
     @property
     def smem(self) -> SmemPlan:
-        keys, queries = self.own_rows * ROW_BYTES, self.step_columns * ROW_BYTES
-        stats, aligned = self.step_columns * FLOAT_BYTES, SWIZZLE_ALIGNMENT
+        keys, queries = self.cta_rows * ROW_BYTES, self.step_columns * ROW_BYTES
+        stats = self.step_columns * FLOAT_BYTES
         return SmemPlan(
             (
-                SmemRegion("k", 1, keys, aligned, "128 keys x 256"),
-                SmemRegion("v", 1, keys, aligned, "128 keys x 256"),
-                SmemRegion("q", self.q_stages, queries, aligned, "64 queries x 256"),
-                SmemRegion("dout", self.dout_stages, queries, aligned, "64 queries x 256"),
+                SmemRegion.operand("k", 1, keys, "128 keys x 256"),
+                SmemRegion.operand("v", 1, keys, "128 keys x 256"),
+                SmemRegion.operand("q", self.q_stages, queries, "64 queries x 256"),
+                SmemRegion.operand("dout", self.dout_stages, queries, "64 queries x 256"),
                 SmemRegion("lse", self.q_stages, stats, 128, "-LSE in log2 units of 64 queries"),
                 SmemRegion("delta", self.dout_stages, stats, 128, "-delta of 64 queries"),
-                *common_regions(self.edges),
+                *common_regions(self.edges, COUNTER_SMEM_BYTES),
             )
         )
 
     @property
     def edges(self) -> EdgeTable:
         gradient = len(self.warps.gradient)
-        tma, own = Signal.TMA_CTA, Signal.WARPS_CTA
+        tma, cta = Signal.TMA_CTA, Signal.WARPS_CTA
         shared, both = Signal.TMA_BOTH, Signal.WARPS_BOTH
-        keys = self.own_rows * ROW_BYTES
+        keys = self.cta_rows * ROW_BYTES
         queries = self.step_columns * (ROW_BYTES + FLOAT_BYTES)
         return EdgeTable(
             (
                 Edge("k_loaded", 1, tma, "load", 1, "gradient", "K in SMEM",
                      transaction_bytes=keys),
-                Edge("k_free", 1, own, "gradient", gradient, "load", "K: all S of the tile done",
+                Edge("k_free", 1, cta, "gradient", gradient, "load", "K: all S of the tile done",
                      True),
                 Edge("v_loaded", 1, tma, "load", 1, "gradient", "V in SMEM",
                      transaction_bytes=keys),
-                Edge("v_free", 1, own, "gradient", gradient, "load", "V: all dP of the tile done",
+                Edge("v_free", 1, cta, "gradient", gradient, "load", "V: all dP of the tile done",
                      True),
                 Edge("q_loaded", self.q_stages, shared, "load", 1, "gradient", "Q and LSE in SMEM",
                      transaction_bytes=queries),
@@ -180,17 +173,11 @@ class ProductsPlan:
     def smem(self) -> SmemPlan:
         return SmemPlan(
             (
-                SmemRegion(
-                    "ds", self.ds_stages, DS_TILE_BYTES, SWIZZLE_ALIGNMENT, "128 keys x 128 queries"
+                SmemRegion.operand("ds", self.ds_stages, DS_TILE_BYTES, "128 keys x 128 queries"),
+                SmemRegion.operand(
+                    "rows", self.rows_stages, PIECE_ROWS * ROW_BYTES, "Q or K: 64 rows x 256"
                 ),
-                SmemRegion(
-                    "rows",
-                    self.rows_stages,
-                    PIECE_ROWS * ROW_BYTES,
-                    SWIZZLE_ALIGNMENT,
-                    "Q or K: 64 rows x 256",
-                ),
-                *common_regions(self.edges),
+                *common_regions(self.edges, COUNTER_SMEM_BYTES),
             )
         )
 
@@ -202,11 +189,11 @@ class ProductsPlan:
                 Edge("ds_loaded", self.ds_stages, tma, "load", 1, "gradient", "dS in SMEM",
                      transaction_bytes=DS_TILE_BYTES),
                 Edge("ds_free", self.ds_stages, Signal.WARPS_CTA, "gradient", gradient, "load",
-                     "dS buffer: its products are done", True),
+                     "dS buffer: its MMAs are done", True),
                 Edge("rows_loaded", self.rows_stages, Signal.TMA_BOTH, "load", 1, "gradient",
                      "Q or K in SMEM", transaction_bytes=PIECE_ROWS * ROW_BYTES),
                 Edge("rows_free", self.rows_stages, Signal.WARPS_BOTH, "gradient", gradient,
-                     "load", "Q or K buffer: its product is done", True),
+                     "load", "Q or K buffer: its MMAs are done", True),
             )
         )  # fmt: skip
 
@@ -243,7 +230,7 @@ class SinglePlan:
         check_budgets(self)
 
     @property
-    def own_rows(self) -> int:
+    def cta_rows(self) -> int:
         """Rows of a CTA."""
         return self.tile_rows // CTAS
 
@@ -255,20 +242,20 @@ class SinglePlan:
 
     @property
     def smem(self) -> SmemPlan:
-        rows, step = self.own_rows * ROW_BYTES, self.step_columns * ROW_BYTES
-        stats, aligned = self.step_columns * FLOAT_BYTES, SWIZZLE_ALIGNMENT
+        rows, step = self.cta_rows * ROW_BYTES, self.step_columns * ROW_BYTES
+        stats = self.step_columns * FLOAT_BYTES
         of_step = (
             SmemRegion("lse", self.x_stages, stats, 128, "-LSE in log2 units of 64 queries"),
             SmemRegion("delta", self.y_stages, stats, 128, "-delta of 64 queries"),
         )
         return SmemPlan(
             (
-                SmemRegion("a", 1, rows, aligned, "Q or K: 128 rows x 256"),
-                SmemRegion("g", 1, rows, aligned, "dO or V: 128 rows x 256"),
-                SmemRegion("x", self.x_stages, step, aligned, "K or Q: 64 rows x 256"),
-                SmemRegion("y", self.y_stages, step, aligned, "V or dO: 64 rows x 256"),
+                SmemRegion.operand("a", 1, rows, "Q or K: 128 rows x 256"),
+                SmemRegion.operand("g", 1, rows, "dO or V: 128 rows x 256"),
+                SmemRegion.operand("x", self.x_stages, step, "K or Q: 64 rows x 256"),
+                SmemRegion.operand("y", self.y_stages, step, "V or dO: 64 rows x 256"),
                 *(region for region in of_step if region.name in self.passing_stats),
-                *common_regions(self.edges),
+                *common_regions(self.edges, COUNTER_SMEM_BYTES),
             )
         )
 
@@ -276,7 +263,7 @@ class SinglePlan:
     def edges(self) -> EdgeTable:
         gradient, tma, both = len(self.warps.gradient), Signal.TMA_CTA, Signal.WARPS_BOTH
         shared = Signal.TMA_BOTH
-        stays = (1 if self.result == "dv" else 2) * self.own_rows * ROW_BYTES
+        stays = (1 if self.result == "dv" else 2) * self.cta_rows * ROW_BYTES
         x_bytes, y_bytes = (
             self.step_columns * (ROW_BYTES + FLOAT_BYTES * (name in self.passing_stats))
             for name in ("lse", "delta")
@@ -290,11 +277,11 @@ class SinglePlan:
                 Edge("x_loaded", self.x_stages, shared, "load", 1, "gradient", "K or Q in SMEM",
                      transaction_bytes=x_bytes),
                 Edge("x_free", self.x_stages, both, "gradient", gradient, "load",
-                     "K or Q buffer: its products are done", True),
+                     "K or Q buffer: its MMAs are done", True),
                 Edge("y_loaded", self.y_stages, shared, "load", 1, "gradient", "V or dO in SMEM",
                      transaction_bytes=y_bytes),
                 Edge("y_free", self.y_stages, both, "gradient", gradient, "load",
-                     "V or dO buffer: its product is done", True),
+                     "V or dO buffer: its MMAs are done", True),
             )
         )  # fmt: skip
 

@@ -12,15 +12,15 @@ Timeline of one CTA; 0' is the next tile's first step::
                 P(0)          dS(0)> P(1)        dS(1)> P(2) ..       dS(n)> dV ->
 
 where > is the write of dS to global memory, straight from registers.  A warpgroup issues three
-products at once; it computes dS of the first while the second runs, P of the second while the third
+MMAs at once; it computes dS of the first while the second runs, P of the second while the third
 does.  Nothing ties the warpgroups together but the buffers.
 
 Both CTAs need the same rows of Q and dO: each loads half of their columns for both.  Q has one
 buffer, so what L2 lacks of it would be waited for, behind the stores of dS on their way to memory:
 with the loads of a step Q of the next is prefetched into L2 (docs/kernels.md).
 
-NOTE [arithmetic before the wait].  ptxas moves arithmetic behind the wait for a product that is
-there to hide it, but not across the loop of an mbarrier wait.  So one for V, which has long been
+NOTE [arithmetic before the wait].  ptxas moves arithmetic behind the wait for an MMA that is there
+to hide it, but not across the loop of an mbarrier wait.  So one for V, which has long been
 there, stands between the two.
 
 NOTE [P in 16 bits].  dS is made of the P that dV is made of, rounded: in float32 P would take 16
@@ -62,9 +62,9 @@ from ..instructions import (
     commit,
     fence,
     multiply,
-    own_warpgroup,
     pack,
     row_of_fragment,
+    this_warpgroup,
     transposed,
     wait,
 )
@@ -75,7 +75,7 @@ from .key_rows import KeyMask, KeyRows, ListedKeyMask
 __all__ = ["DvKernel"]
 
 TILE_KEYS, STEP_QUERIES = DvPlan.tile_rows, DvPlan.step_columns
-OWN_KEYS = TILE_KEYS // CTAS
+CTA_KEYS = TILE_KEYS // CTAS
 RUNS = STEP_QUERIES // RUN
 BLOCK_STEPS = TILE_KEYS // STEP_QUERIES
 #: What is loaded beside Q, and beside dO.
@@ -116,8 +116,8 @@ class DvKernel(HopperBackward):
 
     boxes = {
         "q": (0, STEP_QUERIES, HEAD_DIM // 2),
-        "k": (1, OWN_KEYS, HEAD_DIM),
-        "v": (2, OWN_KEYS, HEAD_DIM),
+        "k": (1, CTA_KEYS, HEAD_DIM),
+        "v": (2, CTA_KEYS, HEAD_DIM),
         "dout": (3, STEP_QUERIES, HEAD_DIM // 2),
     }
 
@@ -132,8 +132,8 @@ class DvKernel(HopperBackward):
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         stages = {"lse": self.plan.q_stages, "delta": self.plan.dout_stages}
         return {
-            "k": memory.operand("k", OWN_KEYS, HEAD_DIM, 1),
-            "v": memory.operand("v", OWN_KEYS, HEAD_DIM, 1),
+            "k": memory.operand("k", CTA_KEYS, HEAD_DIM, 1),
+            "v": memory.operand("v", CTA_KEYS, HEAD_DIM, 1),
             "q": memory.operand("q", STEP_QUERIES, HEAD_DIM, self.plan.q_stages),
             "dout": memory.operand("dout", STEP_QUERIES, HEAD_DIM, self.plan.dout_stages),
             **{
@@ -176,22 +176,22 @@ class DvKernel(HopperBackward):
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            own_context = context.of_tile(work)
-            num_steps = self.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            num_steps = self.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps < CLAIM_STEPS + 1)
             if num_steps > 0:
-                position = self.first_position(own_context, work)
-                states = self._load_keys(own_context, "k", work, states)
-                states = self._load_queries(own_context, "q", work, position, states)
-                states = self._load_keys(own_context, "v", work, states)
-                states = self._load_queries(own_context, "dout", work, position, states)
-                self._prefetch_q(own_context, work, position, num_steps > 1)
+                position = self.first_position(tile_context, work)
+                states = self._load_keys(tile_context, "k", work, states)
+                states = self._load_queries(tile_context, "q", work, position, states)
+                states = self._load_keys(tile_context, "v", work, states)
+                states = self._load_queries(tile_context, "dout", work, position, states)
+                self._prefetch_q(tile_context, work, position, num_steps > 1)
                 for step in cutlass.range(1, num_steps, unroll=1):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     position = self.tiles.next_position(position)
-                    states = self._load_queries(own_context, "q", work, position, states)
-                    states = self._load_queries(own_context, "dout", work, position, states)
-                    self._prefetch_q(own_context, work, position, step + 1 < num_steps)
+                    states = self._load_queries(tile_context, "q", work, position, states)
+                    states = self._load_queries(tile_context, "dout", work, position, states)
+                    self._prefetch_q(tile_context, work, position, step + 1 < num_steps)
             work = scheduler.advance_to_next_work()
 
     @traced("load")
@@ -222,8 +222,8 @@ class DvKernel(HopperBackward):
         (barrier, buffer), stats = target, STATS[name]
         place = self.tiles.place_of_queries(context, work, step)
         self.load_box(context, name, place, barrier, context.smem[name][None, None, buffer])
-        own = barrier, context.smem[stats][None, buffer]
-        self.tiles.load_stats(context, stats, (work, step), own)
+        destination = barrier, context.smem[stats][None, buffer]
+        self.tiles.load_stats(context, stats, (work, step), destination)
 
     @cute.jit
     def _prefetch_q(self, context: BackwardContext, work: WorkTile, step: Step, exists: Boolean):
@@ -251,9 +251,9 @@ class DvKernel(HopperBackward):
             work = scheduler.advance_to_next_work()
 
     def _operands(self, context: BackwardContext) -> DvOperands:
-        smem, own, place = context.smem, (ROWS, HEAD_DIM), (own_warpgroup(), 0)
+        smem, shape, place = context.smem, (ROWS, HEAD_DIM), (this_warpgroup(), 0)
         k, v = (
-            self.score.a_operand(cute.local_tile(smem[name][None, None, 0], own, place))
+            self.score.a_operand(cute.local_tile(smem[name][None, None, 0], shape, place))
             for name in ("k", "v")
         )
         return DvOperands(
@@ -283,7 +283,7 @@ class DvKernel(HopperBackward):
             factors = self.sum.a_fragment(STEP_QUERIES)
         s = self.score.accumulator()
         barriers["k_loaded"].wait(states["k_loaded"])
-        self._issue_scores(context, operands, s, states)
+        self.issue_scores(context, "q", (operands.k, operands.q), s, states)
         wait(0)
         states = self._probabilities(context, s, factors, tile, step, states)
         pack(s, p)
@@ -292,9 +292,9 @@ class DvKernel(HopperBackward):
             # Registers of their own for every step: an MMA takes what it overwrites as an operand,
             # too, which would keep them occupied in between.
             s, dp = self.score.accumulator(), self.score.accumulator()
-            self._issue_gradient(context, operands, dp, states)
+            self.issue_scores(context, "dout", (operands.v, operands.dout), dp, states)
             if cutlass.const_expr(not self.capped):
-                self._issue_scores(context, operands, s, states)
+                self.issue_scores(context, "q", (operands.k, operands.q), s, states)
             self._issue_sum(operands, dv, p, states)
             wait(1 if self.capped else 2)
             place = self._place_of_ds(context, step, tile.ds_row)
@@ -302,7 +302,7 @@ class DvKernel(HopperBackward):
             step = self.tiles.next_position(step)
             barriers["v_loaded"].wait(states["v_loaded"])
             if cutlass.const_expr(self.capped):
-                self._issue_scores(context, operands, s, states)
+                self.issue_scores(context, "q", (operands.k, operands.q), s, states)
             wait(0 if self.capped else 1)
             states = self._probabilities(context, s, factors, tile, step, states)
             barriers["v_loaded"].wait(states["v_loaded"])
@@ -314,7 +314,7 @@ class DvKernel(HopperBackward):
         barriers["k_free"].arrive(states["k_loaded"])
         states.advance("k_loaded")
         dp = self.score.accumulator()
-        self._issue_gradient(context, operands, dp, states)
+        self.issue_scores(context, "dout", (operands.v, operands.dout), dp, states)
         self._issue_sum(operands, dv, p, states)
         wait(1)
         barriers["v_free"].arrive(states["v_loaded"])
@@ -325,28 +325,6 @@ class DvKernel(HopperBackward):
         barriers["dout_free"].arrive(states["dout_loaded"])
         states.advance("dout_loaded")
         return states
-
-    def _issue_scores(
-        self, context: BackwardContext, operands: DvOperands, s: cute.Tensor, states: RingStates
-    ) -> None:
-        """S^T of a step."""
-        state = states["q_loaded"]
-        context.barriers["q_loaded"].wait(state)
-        fence()
-        q = operands.q[None, None, None, state.index]
-        multiply(self.score, s, operands.k, q, False)
-        commit()
-
-    def _issue_gradient(
-        self, context: BackwardContext, operands: DvOperands, dp: cute.Tensor, states: RingStates
-    ) -> None:
-        """Issue dP^T of a step."""
-        state = states["dout_loaded"]
-        context.barriers["dout_loaded"].wait(state)
-        fence()
-        dout = operands.dout[None, None, None, state.index]
-        multiply(self.score, dp, operands.v, dout, False)
-        commit()
 
     def _issue_sum(
         self, operands: DvOperands, dv: cute.Tensor, p: cute.Tensor, states: RingStates
@@ -393,12 +371,12 @@ class DvKernel(HopperBackward):
     def _place_of_ds(self, context: BackwardContext, step: Step, row: Int32) -> cute.Pointer:
         """Return the address of this thread's first element of dS of a step."""
         steps = DS_TILE // STEP_QUERIES
-        key = own_warpgroup() * ROWS + row_of_fragment(0)
+        key = this_warpgroup() * ROWS + row_of_fragment(0)
         ds = context.tensors.ds
         number = within_head(ds, row + step.index // steps, context.sequences.tensors)
         of_step = tile_of(ds, number + step.head * tiles_of_head(ds))
-        own = of_step[key, step.index % steps * RUNS, None]
-        return (own.iterator + cute.arch.lane_idx() % QUAD * 2).align(4)
+        run = of_step[key, step.index % steps * RUNS, None]
+        return (run.iterator + cute.arch.lane_idx() % QUAD * 2).align(4)
 
     @traced("dS")
     @cute.jit
@@ -414,14 +392,17 @@ class DvKernel(HopperBackward):
         quads of a warp 128 consecutive ones."""
         delta = self.tiles.passing_stats(context, "delta", stage)
         for run in cutlass.range_constexpr(RUNS):
-            own, ds = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(delta[None, run], own)
+            negative_delta, ds = (
+                cute.make_rmem_tensor(2, Float32),
+                cute.make_rmem_tensor(4, Float32),
+            )
+            cute.autovec_copy(delta[None, run], negative_delta)
             # Words are stored: what an MMA reads as words must not be taken apart.
             words = cute.make_rmem_tensor(2, Uint32)
             words.store(cute.recast_tensor(_run_of(factors, run), Uint32).load())
             weights = cute.recast_tensor(words, self.dtype).load().to(Float32)
             for i in cutlass.range_constexpr(4):
-                ds[i] = weights[i] * (dp[4 * run + i] + own[i % 2])
+                ds[i] = weights[i] * (dp[4 * run + i] + negative_delta[i % 2])
             rounded = cute.make_rmem_tensor((2, 2), self.dtype)
             pack(ds, rounded)
             words = cute.recast_tensor(rounded, Uint32)

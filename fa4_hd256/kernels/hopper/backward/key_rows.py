@@ -19,7 +19,7 @@ from ...functions.kernel_functions import KernelFunctions, Locate
 from ...mask.block_mask import FULL
 from ...mask.masking import Visibility, hide_unseen
 from ...rows.sequences import Sequence, TilePlace
-from ..instructions import QUAD, ROWS, fragment_columns, own_warpgroup, row_of_fragment, rows_of
+from ..instructions import QUAD, ROWS, fragment_columns, row_of_fragment, rows_of, this_warpgroup
 from .config import DvPlan, SinglePlan
 
 __all__ = ["KeyMask", "KeyRows", "ListedKeyMask", "StatOf"]
@@ -65,11 +65,10 @@ class KeyRows(KeyTiles):
     def first_row(self, context: BackwardContext, work: WorkTile) -> Int32:
         """The first key of this warpgroup."""
         plan = self.plan
-        first = work.block * plan.tile_rows + context.cta_rank * plan.own_rows
-        return first + own_warpgroup() * ROWS
+        first = work.block * plan.tile_rows + context.cta_rank * plan.cta_rows
+        return first + this_warpgroup() * ROWS
 
     def result_rows(self, context: BackwardContext, work: WorkTile) -> Sequence:
-        """Return the rows of the result."""
         return context.sequences.key(work.batch)
 
     def places(self, context: BackwardContext, box: str, work: WorkTile, step: Step) -> TilePlace:
@@ -80,7 +79,7 @@ class KeyRows(KeyTiles):
 
     def place_of_keys(self, context: BackwardContext, work: WorkTile) -> TilePlace:
         """Return the place of a CTA's keys of K or V; see `tma_tile`."""
-        first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.own_rows
+        first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.cta_rows
         head = work.head // context.scalars.head_parts
         return context.sequences.key(work.batch), first, 0, head
 
@@ -90,7 +89,6 @@ class KeyRows(KeyTiles):
         return context.sequences.query(work.batch), row, context.cta_rank, step.head
 
     def mask(self, context: BackwardContext, work: WorkTile) -> KeyMask | ListedKeyMask:
-        """Return what hides scores of a tile."""
         if cutlass.const_expr(self.problem_class.lists_steps):
             listed = self.block_list(context, work)
             return ListedKeyMask(listed, context.cta_rank, context, work)
@@ -138,7 +136,7 @@ class KeyRows(KeyTiles):
         """Mask a step that a block mask names, by its bits."""
         listed, rank, _, _ = mask
         parts = self.tile_steps
-        keys = [own_warpgroup() * ROWS + row_of_fragment(row) for row in range(2)]
+        keys = [this_warpgroup() * ROWS + row_of_fragment(row) for row in range(2)]
         words = step.index % parts * WORD_PAIR, cute.arch.lane_idx() % QUAD * 2
         place = step.head, step.index // parts
         is_partial, bits = listed.key_bits(place, rank, keys, words)
@@ -175,13 +173,13 @@ class KeyRows(KeyTiles):
     ) -> tuple[StatOf | None, ...]:
         """Return -LSE and -delta by element of a fragment, None where the kernel has no use of it;
         both belong to columns.  stages: buffers of x and y."""
-        found: list[StatOf | None] = []
+        stats: list[StatOf | None] = []
         for name, stage in zip(("lse", "delta"), stages):
             if name in self.plan.passing_stats:
-                found.append(_by_column(self.passing_stats(context, name, stage)))
+                stats.append(_by_column(self.passing_stats(context, name, stage)))
             else:
-                found.append(None)
-        return tuple(found)
+                stats.append(None)
+        return tuple(stats)
 
 
 def _by_column(values: cute.Tensor) -> StatOf:

@@ -4,7 +4,7 @@ A tile is 256 rows of one result, 128 of each CTA, 64 of each warpgroup: keys of
 head's query heads, or queries of one head.  One step adds the product of 128 x 128 elements of dS
 of each CTA and 128 rows of Q or K, which both CTAs need: each loads half of their columns for both.
 A tile of dS is the same image for both results (`backward.ds_tiles`); its descriptor says which
-side is reduced over.  Which tile is what: `backward.product_tiles`.
+side is reduced over.  Which tile is what: `backward.gemm_tiles`.
 
 Timeline of one CTA; X is Q or K, in two pieces of 64 rows, 0' the next tile's first step::
 
@@ -37,7 +37,7 @@ from ...backward.ds_tiles import (
     tiles_of_head,
     within_head,
 )
-from ...backward.product_tiles import ProductTiles, Walk
+from ...backward.gemm_tiles import GemmTiles, Walk
 from ...context import CLAIM_STEPS, want_next_tile_if
 from ...limits import HEAD_DIM
 from ...operands import SharedMemory
@@ -51,7 +51,7 @@ from ..instructions import (
     commit,
     fence,
     multiply,
-    own_warpgroup,
+    this_warpgroup,
     transposed,
     wait,
 )
@@ -64,9 +64,7 @@ SLICES = PIECE_ROWS // 16  # of K = 16
 
 
 @dataclass(frozen=True)
-class LaunchTiles(ProductTiles):
-    """Tiles of the launch, which the kernel owns."""
-
+class LaunchTiles(GemmTiles):
     problem_class: ProblemClass
 
 
@@ -81,7 +79,7 @@ class Gemm(NamedTuple):
 
 class ProductsKernel(HopperBackward):
     """Both GEMMs for one configuration; arguments of a call: `BackwardEntry.__call__`. Tiles:
-    `ProductTiles`."""
+    `GemmTiles`."""
 
     #: X is one of them.
     shared_boxes = ("q", "k")
@@ -113,16 +111,16 @@ class ProductsKernel(HopperBackward):
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            own_context = context.of_tile(work)
-            num_steps = self.tiles.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            num_steps = self.tiles.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                position = self.tiles.first_position(own_context, work)
+                position = self.tiles.first_position(tile_context, work)
                 for step in cutlass.range(0, num_steps, unroll=1):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                    states = self._load_ds(own_context, position, states)
+                    states = self._load_ds(tile_context, position, states)
                     for piece in cutlass.range_constexpr(PIECES):
-                        states = self._load_rows(own_context, work, position, piece, states)
+                        states = self._load_rows(tile_context, work, position, piece, states)
                     position = position.following()
             work = scheduler.advance_to_next_work()
 
@@ -158,11 +156,11 @@ class ProductsKernel(HopperBackward):
         row = position.column * DS_TILE + piece * PIECE_ROWS
         if position.tile.of_keys:
             place = context.sequences.query(work.batch), row, rank, position.head
-            self.load_box(context, "q", place, barrier, smem, is_kept=True)
+            self.load_box(context, "q", place, barrier, smem, evict_last=True)
         else:
             head = position.head // context.heads_per_kv
             place = context.sequences.key(work.batch), row, rank, head
-            self.load_box(context, "k", place, barrier, smem, is_kept=True)
+            self.load_box(context, "k", place, barrier, smem, evict_last=True)
         states.advance("rows_free")
         return states
 
@@ -178,7 +176,7 @@ class ProductsKernel(HopperBackward):
         sums = self._shape(True).accumulator()
         while work.is_valid:
             tile, num_steps = self.tiles.tile(context, work), self.tiles.num_steps(context, work)
-            row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE + own_warpgroup() * ROWS
+            row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE + this_warpgroup() * ROWS
             if tile.of_keys:
                 states = self._sum(context, num_steps, sums, True, states)
                 keys = context.sequences.key(work.batch)
@@ -203,7 +201,7 @@ class ProductsKernel(HopperBackward):
         strides: tuple[Any, Any] = (RUN, (1, RUN_STRIDE))
         if not of_keys:
             sizes, strides = ((RUN, ROWS // RUN), DS_TILE), ((1, RUN_STRIDE), RUN)
-        first = own_warpgroup() * (ROWS * RUN if of_keys else ROWS // RUN * RUN_STRIDE)
+        first = this_warpgroup() * (ROWS * RUN if of_keys else ROWS // RUN * RUN_STRIDE)
         layout = cute.make_layout(
             (*sizes, self.plan.ds_stages), stride=(*strides, DS_TILE_ELEMENTS)
         )
@@ -254,9 +252,9 @@ class ProductsKernel(HopperBackward):
             context.barriers["ds_loaded"].wait(states["ds_loaded"])
         context.barriers["rows_loaded"].wait(states["rows_loaded"])
         of_ds = ds[None, None, None, states["ds_loaded"].index]
-        own = cute.local_tile(of_ds, (cute.size(of_ds, mode=[0]), 1, SLICES), (0, 0, piece))
+        a = cute.local_tile(of_ds, (cute.size(of_ds, mode=[0]), 1, SLICES), (0, 0, piece))
         fence()
-        multiply(shape, sums, own, rows[None, None, None, states["rows_loaded"].index], accumulate)
+        multiply(shape, sums, a, rows[None, None, None, states["rows_loaded"].index], accumulate)
         commit()
         states.advance("rows_loaded")
         if cutlass.const_expr(piece == PIECES - 1):

@@ -15,7 +15,7 @@ from ...backward.query_tiles import QueryTiles
 from ...functions.kernel_functions import KernelFunctions, Locate
 from ...mask.masking import Visibility
 from ...rows.sequences import TilePlace
-from ..instructions import QUAD, ROWS, fragment_columns, own_warpgroup, row_of_fragment, rows_of
+from ..instructions import QUAD, ROWS, fragment_columns, row_of_fragment, rows_of, this_warpgroup
 from .config import SinglePlan
 from .key_rows import StatOf
 
@@ -43,21 +43,20 @@ class QueryRows(QueryTiles):
 
     def first_row(self, context: BackwardContext, work: WorkTile) -> Int32:
         """The first row of this warpgroup."""
-        rank, group = context.cta_rank, own_warpgroup()
-        return work.block * self.plan.tile_rows + rank * self.plan.own_rows + group * ROWS
+        rank, group = context.cta_rank, this_warpgroup()
+        return work.block * self.plan.tile_rows + rank * self.plan.cta_rows + group * ROWS
 
     def places(
         self, context: BackwardContext, box: str, work: WorkTile, position: Int32
     ) -> TilePlace:
         """Return the place of a box of the tile or of a step; see `tma_tile`."""
         if box in ("q", "dout"):
-            first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.own_rows
+            first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.cta_rows
             return context.sequences.query(work.batch), first, 0, work.head
         row, head = position * self.plan.step_columns, work.head // context.heads_per_kv
         return context.sequences.key(work.batch), row, context.cta_rank, head
 
     def mask(self, context: BackwardContext, work: WorkTile) -> QueryMask:
-        """Return what hides scores of a tile."""
         rows, first = self.plan.tile_rows, self.first_row(context, work)
         visibility = context.visibility(work, self.plan.step_columns)
         steps = visibility.tile_range((work.block * rows, rows), (first, ROWS))

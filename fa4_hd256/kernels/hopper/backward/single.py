@@ -44,8 +44,8 @@ from ..instructions import (
     commit,
     fence,
     multiply,
-    own_warpgroup,
     pack,
+    this_warpgroup,
     transposed,
     wait,
 )
@@ -57,7 +57,7 @@ from .query_rows import QueryMask, QueryRows
 __all__ = ["DkKernel", "DqKernel", "SingleDvKernel"]
 
 TILE_ROWS, STEP_COLUMNS = SinglePlan.tile_rows, SinglePlan.step_columns
-OWN_ROWS = TILE_ROWS // CTAS
+CTA_ROWS = TILE_ROWS // CTAS
 RUNS = STEP_COLUMNS // RUN
 OPERANDS = ("q", "k", "v", "dout")
 #: What passes beside x, and beside y, where the plan says so.
@@ -107,7 +107,7 @@ class SingleKernel(HopperBackward):
         super().__init__(config, gradient_class, scheduler)
         self.tiles = self.rows(self.plan, self.functions)
         self.boxes = {
-            **{n: (OPERANDS.index(n), OWN_ROWS, HEAD_DIM) for n in self.stays},
+            **{n: (OPERANDS.index(n), CTA_ROWS, HEAD_DIM) for n in self.stays},
             **{n: (OPERANDS.index(n), STEP_COLUMNS, HEAD_DIM // 2) for n in self.passes},
         }
         self.shared_boxes = self.passes
@@ -116,17 +116,17 @@ class SingleKernel(HopperBackward):
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         plan = self.plan
-        found = {
-            "a": memory.operand("a", OWN_ROWS, HEAD_DIM, 1),
-            "g": memory.operand("g", OWN_ROWS, HEAD_DIM, 1),
+        buffers = {
+            "a": memory.operand("a", CTA_ROWS, HEAD_DIM, 1),
+            "g": memory.operand("g", CTA_ROWS, HEAD_DIM, 1),
             "x": memory.operand("x", STEP_COLUMNS, HEAD_DIM, plan.x_stages),
             "y": memory.operand("y", STEP_COLUMNS, HEAD_DIM, plan.y_stages),
         }
         for name, stages in (("lse", plan.x_stages), ("delta", plan.y_stages)):
             if name in plan.passing_stats:
                 layout = cute.make_layout((STEP_COLUMNS, stages))
-                found[name] = cute.make_tensor(memory.region(name, Float32, 128), layout)
-        return found
+                buffers[name] = cute.make_tensor(memory.region(name, Float32, 128), layout)
+        return buffers
 
     # ------------------------------------------------------------------------------------- load
 
@@ -138,16 +138,16 @@ class SingleKernel(HopperBackward):
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            own_context = context.of_tile(work)
-            num_steps = self.tiles.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            num_steps = self.tiles.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                position = self.tiles.first_position(own_context, work)
-                states = self._load_stays(own_context, work, position, states)
+                position = self.tiles.first_position(tile_context, work)
+                states = self._load_stays(tile_context, work, position, states)
                 for step in cutlass.range(0, num_steps, unroll=1):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                    states = self._load_passing(own_context, "x", work, position, states)
-                    states = self._load_passing(own_context, "y", work, position, states)
+                    states = self._load_passing(tile_context, "x", work, position, states)
+                    states = self._load_passing(tile_context, "y", work, position, states)
                     position = self.tiles.next_position(position)
             work = scheduler.advance_to_next_work()
 
@@ -178,8 +178,8 @@ class SingleKernel(HopperBackward):
         place = self.tiles.places(context, box, work, position)
         self.load_box(context, box, place, barrier, context.smem[name][None, None, buffer])
         if stats in self.plan.passing_stats:
-            own = barrier, context.smem[stats][None, buffer]
-            self.tiles.load_stats(context, stats, (work, position), own)
+            destination = barrier, context.smem[stats][None, buffer]
+            self.tiles.load_stats(context, stats, (work, position), destination)
         states.advance(f"{name}_free")
         return states
 
@@ -201,9 +201,9 @@ class SingleKernel(HopperBackward):
             work = scheduler.advance_to_next_work()
 
     def _operands(self, context: BackwardContext) -> SingleOperands:
-        smem, own, place = context.smem, (ROWS, HEAD_DIM), (own_warpgroup(), 0)
+        smem, shape, place = context.smem, (ROWS, HEAD_DIM), (this_warpgroup(), 0)
         a, g = (
-            self.score.a_operand(cute.local_tile(smem[name][None, None, 0], own, place))
+            self.score.a_operand(cute.local_tile(smem[name][None, None, 0], shape, place))
             for name in "ag"
         )
         x, y = (self.score.b_operand(smem[name]) for name in "xy")
@@ -248,15 +248,15 @@ class SingleKernel(HopperBackward):
         # Registers of their own for every step: an MMA takes what it overwrites as an operand.
         s, dp = self.score.accumulator(), self.score.accumulator()
         stages = states["x_loaded"].index, states["y_loaded"].index
-        states = self._issue(context, "x", operands.a, operands.x, s, states)
+        states = self._issue(context, "x", (operands.a, operands.x), s, states)
         if cutlass.const_expr(self.of_ds and not self.capped):
-            states = self._issue(context, "y", operands.g, operands.y, dp, states)
+            states = self._issue(context, "y", (operands.g, operands.y), dp, states)
         if cutlass.const_expr(sums is not None):
             states = self._issue_sum(context, tile, sums, states)
         wait(0 if self.capped or sums is None else 1)
         self._probabilities(context, s, tile, position, stages)
         if cutlass.const_expr(self.of_ds and self.capped):
-            states = self._issue(context, "y", operands.g, operands.y, dp, states)
+            states = self._issue(context, "y", (operands.g, operands.y), dp, states)
             wait(0)
         if cutlass.const_expr(self.of_ds):
             _, negative_delta = self.tiles.stats_of(context, tile.mask, stages)
@@ -280,17 +280,12 @@ class SingleKernel(HopperBackward):
         self,
         context: BackwardContext,
         ring: str,
-        a: cute.Tensor,
-        b: cute.Tensor,
+        operands: tuple[cute.Tensor, cute.Tensor],
         result: cute.Tensor,
         states: RingStates,
     ) -> RingStates:
-        """Issue S or dP.  ring: of B."""
-        state = states[f"{ring}_loaded"]
-        context.barriers[f"{ring}_loaded"].wait(state)
-        fence()
-        multiply(self.score, result, a, b[None, None, None, state.index], False)
-        commit()
+        """Issue S or dP; see `issue_scores`."""
+        self.issue_scores(context, ring, operands, result, states)
         states.advance(f"{ring}_loaded")
         return states
 

@@ -29,25 +29,28 @@ import torch
 
 from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
-from ...forward.tiles import ForwardTiles
-from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from ...plan.budgets import SmemPlan, SmemRegion, WarpPlan, check_budgets, check_fields
-from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from ...forward.tiles import ForwardTiles, check_decode, check_threshold
+from ...limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM
+from ...plan.budgets import (
+    SmemPlan,
+    SmemRegion,
+    WarpPlan,
+    check_budgets,
+    check_fields,
+    common_regions,
+)
+from ...plan.edges import Edge, EdgeTable, Signal
 
-__all__ = ["BLOCK_KV", "DECODE_E4M3", "QK_PARTS", "ROWS", "E4m3Config", "E4m3WarpPlan"]
+__all__ = ["BLOCK_KV", "DECODE_E4M3", "QK_PARTS", "E4m3Config", "E4m3WarpPlan"]
 
 BLOCK_KV = 128  # keys of a step, 64 a warpgroup
 QK_PARTS = 4  # of the columns, by which K becomes f16 and is multiplied
 
 CONSUMERS = tuple(range(8))  # warps of both warpgroups
 OTHER_WARPS = (8, 9, 10, 11)
-#: Query rows of a tile that are offered: N of both MMAs.
-ROWS = (16, 32, 64)
 #: Log2 of P of a row's maximum that has just moved: small P then keep their bits down to 2^-20 of
 #: it.
 HEADROOM = 6.0
-#: Limit of the rescale threshold: P reaches 2^threshold, and must stay finite in float16.
-LARGEST_THRESHOLD = 15
 
 #: Costs by rows, for the number of splits: a step of one SM alone, and what a tile takes beside its
 #: steps, in steps.  Modelled (lab/notes.md): a step of 64 rows was measured as 4,400 clocks, 16 %
@@ -89,12 +92,11 @@ class E4m3WarpPlan(WarpPlan):
                 "a step"
             )
         if len(set(roles.values())) < len(roles) or not set(roles.values()) <= set(OTHER_WARPS):
-            given = ", ".join(f"{role} {warp}" for role, warp in roles.items())
-            raise ValueError(f"{given}; accepted is a warp of {OTHER_WARPS} for each")
+            named = ", ".join(f"{role} {warp}" for role, warp in roles.items())
+            raise ValueError(f"{named}; accepted is a warp of {OTHER_WARPS} for each")
 
     @property
     def scheduled_warps(self) -> int:
-        """Warps that run the tile loop."""
         return len(self.consumers) + 3
 
 
@@ -102,7 +104,8 @@ class E4m3WarpPlan(WarpPlan):
 class E4m3Config:
     """Everything static about the decode kernel that a user or a tuner may set.
 
-    rows: query rows of a tile, one of `ROWS`: those of the heads that share keys, of a few queries.
+    rows: query rows of a tile, one of `DECODE_ROWS`: those of the heads that share keys, of a few
+        queries.
     kv_stages: buffers of the ring that K and V tiles share.
     q_stages: Q buffers; with two, the next tile's Q is there while this tile is worked on.
     ex2_pattern: which score elements take the polynomial exp2; a thread's rows are fewer than a
@@ -125,25 +128,16 @@ class E4m3Config:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.rows not in ROWS:
-            accepted = ", ".join(map(str, ROWS))
-            raise ValueError(f"rows is {self.rows}; accepted are {accepted}")
+        check_decode(self.rows, self.q_stages)
         if self.kv_stages < 2:
             raise ValueError(
                 f"kv_stages is {self.kv_stages}; at least 2 are needed: V arrives while K is read"
             )
-        if self.q_stages not in (1, 2):
-            raise ValueError(f"q_stages is {self.q_stages}; accepted are 1 and 2")
-        if not 0 <= self.rescale_threshold <= LARGEST_THRESHOLD:
-            raise ValueError(
-                f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to "
-                f"{LARGEST_THRESHOLD} (P reaches 2^threshold and must stay finite in float16)"
-            )
+        check_threshold(self.rescale_threshold)
         check_budgets(self)
 
     @property
     def tiles(self) -> ForwardTiles:
-        """Return what the host must know of its tiles."""
         return ForwardTiles(
             self.rows, self.rows, BLOCK_KV, 1, STEP_SECONDS[self.rows], LEAST_SAVED, self.rows,
             PART_STEPS[self.rows], step_bytes=2 * self.tile_bytes, most_parts=64, pads=True,
@@ -181,10 +175,12 @@ class E4m3Config:
         of_rows = rows * FLOAT_BYTES
         return SmemPlan(
             (
-                SmemRegion("kv", self.kv_stages, self.tile_bytes, SWIZZLE_ALIGNMENT,
-                           "128 keys x 256 columns of K or V"),
-                SmemRegion("q", self.q_stages, self.q_bytes, SWIZZLE_ALIGNMENT,
-                           f"{rows} rows x 256, then in f16"),
+                SmemRegion.operand(
+                    "kv", self.kv_stages, self.tile_bytes, "128 keys x 256 columns of K or V"
+                ),
+                SmemRegion.operand(
+                    "q", self.q_stages, self.q_bytes, f"{rows} rows x 256, then in f16"
+                ),
                 SmemRegion("p", 1, rows * BLOCK_KV * ELEMENT_BYTES, 128,
                            f"P^T, 128 keys x {rows} rows"),
                 SmemRegion("factors", self.q_stages, of_rows, 16, "of each row of Q"),
@@ -192,9 +188,7 @@ class E4m3Config:
                 SmemRegion("sums", warps, of_rows, 16, "of each row, by warp"),
                 SmemRegion("offsets", 1, of_rows, 16, "of each row"),
                 SmemRegion("inverses", 1, of_rows, 16, "1/sum of each row"),
-                SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-                SmemRegion("scheduler", 1, COUNTER_SMEM_BYTES, 16,
-                           "of the dynamic scheduler; allocated by its set-up"),
+                *common_regions(self.edges, COUNTER_SMEM_BYTES),
             )
         )  # fmt: skip
 
@@ -206,7 +200,7 @@ class E4m3Config:
                 Edge("q_loaded", self.q_stages, Signal.TMA_CTA, "queries", 1, "consumers",
                      "Q in SMEM", transaction_bytes=self.q_bytes),
                 Edge("q_free", self.q_stages, warps, "consumers", consumers, "queries",
-                     "Q buffer: the tile's last product is done", True),
+                     "Q buffer: the tile's last MMA is done", True),
                 Edge("kv_loaded", self.kv_stages, Signal.TMA_CTA, "load", 1, "consumers",
                      "a K or V tile in SMEM", transaction_bytes=self.tile_bytes),
                 Edge("kv_free", self.kv_stages, warps, "consumers", consumers, "load",
@@ -214,10 +208,10 @@ class E4m3Config:
             )
         )  # fmt: skip
 
-    def score_elements(self, products: int) -> int:
+    def score_elements(self, mmas: int) -> int:
         """Elements of S that so many wgmma instructions, of all warps, stand for."""
         per_step = len(self.warps.consumers) * (HEAD_DIM // 16 + 2 * BLOCK_KV // 16)
-        return products // per_step * self.rows * BLOCK_KV
+        return mmas // per_step * self.rows * BLOCK_KV
 
     @property
     def title(self) -> str:

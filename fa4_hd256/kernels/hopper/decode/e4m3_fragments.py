@@ -23,7 +23,7 @@ from ...operands import ROW_BYTES
 from ..instructions import QUAD, WARPGROUP_THREADS
 from .config import BLOCK_KV, QK_PARTS
 
-__all__ = ["KEY_STEPS", "convert_keys", "convert_values", "own_key", "read_keys", "read_values"]
+__all__ = ["KEY_STEPS", "convert_keys", "convert_values", "read_keys", "read_values", "thread_key"]
 
 #: How far a thread's two keys of a step are from its first one.
 KEY_STEPS = (0, 8)
@@ -34,7 +34,7 @@ PIECE_WORDS = PIECE // WORD
 BLOCK_WORDS = BLOCK_KV * ROW_WORDS  # of 128 columns of a tile
 
 
-def own_key() -> Int32:
+def thread_key() -> Int32:
     """Return the first of this thread's keys in a step."""
     thread = cute.arch.thread_idx()[0]
     return thread // WARP_SIZE * 16 + thread % WARP_SIZE // QUAD
@@ -45,14 +45,14 @@ def read_keys(tiles: cute.Tensor, buffer: Int32) -> list[list[cute.Tensor]]:
     rows.  tiles: the words of all buffers."""
     thread = cute.arch.thread_idx()[0]
     piece = (2 * (thread % QUAD)) ^ (thread % WARP_SIZE // QUAD)
-    tile = buffer * (2 * BLOCK_WORDS) + own_key() * ROW_WORDS
+    tile = buffer * (2 * BLOCK_WORDS) + thread_key() * ROW_WORDS
     pieces = [tile + ((piece ^ odd) * PIECE_WORDS) for odd in range(2)]
-    found = []
+    loaded = []
     for part in range(QK_PARTS):
         block, odd = divmod(part, 2)
         far = [block * BLOCK_WORDS + step * ROW_WORDS for step in KEY_STEPS]
-        found.append([_words(tiles, pieces[odd] + f, PIECE_WORDS) for f in far])
-    return found
+        loaded.append([_words(tiles, pieces[odd] + f, PIECE_WORDS) for f in far])
+    return loaded
 
 
 def read_values(tiles: cute.Tensor, buffer: Int32) -> list[list[Uint32]]:
@@ -64,27 +64,27 @@ def read_values(tiles: cute.Tensor, buffer: Int32) -> list[list[Uint32]]:
     piece = (2 * warp + quad // 4) ^ first_key
     tile = buffer * (2 * BLOCK_WORDS) + warpgroup * BLOCK_WORDS
     tile = tile + first_key * ROW_WORDS + quad % 4
-    pieces = [tile + (own * ROW_WORDS + (piece ^ own) * PIECE_WORDS) for own in range(2)]
-    found = []
+    pieces = [tile + (which * ROW_WORDS + (piece ^ which) * PIECE_WORDS) for which in range(2)]
+    loaded = []
     for eight in range(BLOCK_KV // 8):
         far = eight * 8 * ROW_WORDS
-        found.append([_words(tiles, pieces[own] + far, 1)[0] for own in range(2)])
-    return found
+        loaded.append([_words(tiles, pieces[which] + far, 1)[0] for which in range(2)])
+    return loaded
 
 
 def convert_keys(of_rows: list[cute.Tensor], keys: cute.Tensor) -> None:
     """Write A of a part of QK.  of_rows: the part's words of both rows."""
     fragment = cute.recast_tensor(keys, Uint32)
-    for own, pieces in enumerate(of_rows):
+    for which, pieces in enumerate(of_rows):
         for i in range(PIECE_WORDS):
-            at = 4 * i + own
+            at = 4 * i + which
             fragment[at], fragment[at + 2] = halves_of(pieces[i])
 
 
 def convert_values(words: list[list[Uint32]], values: list[cute.Tensor]) -> None:
     """Write A of both PV.  words: of `read_values`."""
-    for number, own in enumerate(values):
-        fragment = cute.recast_tensor(own, Uint32)
+    for number, operand in enumerate(values):
+        fragment = cute.recast_tensor(operand, Uint32)
         for eight, pair in enumerate(words):
             at = 4 * (eight // 2) + 2 * (eight % 2)
             fragment[at], fragment[at + 1] = halves_of(pair_of(number, *pair))

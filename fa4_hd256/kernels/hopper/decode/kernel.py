@@ -65,9 +65,9 @@ from .e4m3_fragments import (
     KEY_STEPS,
     convert_keys,
     convert_values,
-    own_key,
     read_keys,
     read_values,
+    thread_key,
 )
 
 __all__ = ["DecodeE4m3Kernel"]
@@ -142,14 +142,13 @@ class DecodeE4m3Kernel(ForwardCommon):
         self.pv = WgmmaShape(half, config.rows, a_in_registers=True, b_mn_major=True)
 
     @property
-    def own_rows(self) -> int:
+    def thread_rows(self) -> int:
         """Rows of a thread, two of every eight: `_row`."""
         return self.config.rows // QUAD
 
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
-        """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         keys = load, BLOCK_KV, TILE_COLUMNS
         boxes = (load, self.config.rows, HEAD_DIM), keys, keys
@@ -167,7 +166,6 @@ class DecodeE4m3Kernel(ForwardCommon):
         scalars: CallScalars,
         order: TileOrder,
     ):
-        """Set-up, then each warp runs its role."""
         self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.warps.load:
@@ -213,7 +211,6 @@ class DecodeE4m3Kernel(ForwardCommon):
 
     @property
     def scheduled_warps(self) -> int:
-        """Return the warps that run the tile loop."""
         return self.warps.scheduled_warps
 
     def _smem(self, memory: SharedMemory) -> tuple[dict[str, cute.Tensor], cute.Tensor]:
@@ -234,7 +231,7 @@ class DecodeE4m3Kernel(ForwardCommon):
             "offsets": (rows, 1),
             "inverses": (rows, 1),
         }
-        found = {
+        buffers = {
             "q": memory.operand("q", rows, HEAD_DIM, config.q_stages),
             "q_halves": memory.operand("q", rows, HEAD_DIM, config.q_stages, half),
             "kv": memory.operand("kv", BLOCK_KV, TILE_COLUMNS, config.kv_stages),
@@ -244,7 +241,7 @@ class DecodeE4m3Kernel(ForwardCommon):
             name: cute.make_tensor(memory.region(name, Float32, 16), cute.make_layout(shape))
             for name, shape in shapes.items()
         }
-        return found, cute.make_tensor(memory.region("p", half, 128), p_layout)
+        return buffers, cute.make_tensor(memory.region("p", half, 128), p_layout)
 
     # ------------------------------------------------------------------------------------- load
 
@@ -255,17 +252,17 @@ class DecodeE4m3Kernel(ForwardCommon):
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            own_context = context.of_tile(work)
-            num_steps = self.rows.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            num_steps = self.rows.num_steps(tile_context, work)
             want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                visibility = own_context.visibility(work, BLOCK_KV)
+                visibility = tile_context.visibility(work, BLOCK_KV)
                 first_query = self.rows.first_query(work)
-                position = self.first_kv_tile(own_context, work, visibility, first_query)
+                position = self.first_kv_tile(tile_context, work, visibility, first_query)
                 for step in cutlass.range(num_steps, unroll=1):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
-                    state = self._load_kv(own_context, "k", work, position, state)
-                    state = self._load_kv(own_context, "v", work, position, state)
+                    state = self._load_kv(tile_context, "k", work, position, state)
+                    state = self._load_kv(tile_context, "v", work, position, state)
                     position = self.next_kv_tile(position)
             work = scheduler.advance_to_next_work()
         context.barriers["kv_free"].wait_for_all(state)
@@ -333,38 +330,38 @@ class DecodeE4m3Kernel(ForwardCommon):
         kv = self.edges["kv_loaded"].waiter_state()
         q_loaded = self.edges["q_loaded"].waiter_state()
         softmax = self._create(context)
-        own = own_key()
+        first_key = thread_key()
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            own_context = context.of_tile(work)
-            visibility = own_context.visibility(work, BLOCK_KV)
-            num_steps = self.rows.num_steps(own_context, work)
+            tile_context = context.of_tile(work)
+            visibility = tile_context.visibility(work, BLOCK_KV)
+            num_steps = self.rows.num_steps(tile_context, work)
             tile = self.rows.first_query(work), self.tile_queries
             tiles = visibility.tile_range(tile, tile)
             softmax.reset()
             if num_steps > 0:
-                key = (tiles.end - 1) * BLOCK_KV + own
-                q_loaded = self._begin_tile(own_context, softmax, work, key, q_loaded)
+                key = (tiles.end - 1) * BLOCK_KV + first_key
+                q_loaded = self._begin_tile(tile_context, softmax, work, key, q_loaded)
                 for _ in cutlass.range(tiles.num_masked_first, unroll=1):
-                    kv = self._step(own_context, softmax, work, key, True, kv)
+                    kv = self._step(tile_context, softmax, work, key, True, kv)
                     key -= BLOCK_KV
                 for _ in cutlass.range(tiles.num_unmasked, unroll=1):
-                    kv = self._step(own_context, softmax, work, key, False, kv)
+                    kv = self._step(tile_context, softmax, work, key, False, kv)
                     if cutlass.const_expr(self.functions.change.by_place):
                         key -= BLOCK_KV
                 if cutlass.const_expr(self.problem_class.mask.hides_first):
                     if cutlass.const_expr(not self.functions.change.by_place):
                         key -= tiles.num_unmasked * BLOCK_KV
                     for _ in cutlass.range(tiles.num_masked_last, unroll=1):
-                        kv = self._step(own_context, softmax, work, key, True, kv)
+                        kv = self._step(tile_context, softmax, work, key, True, kv)
                         key -= BLOCK_KV
                 context.barriers["q_free"].arrive(RingState(1, softmax.stage[0], Int32(0)))
-            inverses = self._finish(own_context, softmax, work)
+            inverses = self._finish(tile_context, softmax, work)
             if num_steps > 0:
-                self._store_sums(own_context, softmax, work, inverses)
+                self._store_sums(tile_context, softmax, work, inverses)
             else:
-                self._store_zeros(own_context, work)
+                self._store_zeros(tile_context, work)
             work = scheduler.advance_to_next_work()
 
     def _create(self, context: HopperE4m3DecodeContext) -> KeyFragments:
@@ -374,7 +371,7 @@ class DecodeE4m3Kernel(ForwardCommon):
             config.ex2_pattern,
             config.rescale_threshold,
             cutlass.Float16,
-            self.own_rows,
+            self.thread_rows,
             config.headroom,
             "scalar",
         )
@@ -390,8 +387,8 @@ class DecodeE4m3Kernel(ForwardCommon):
 
     def _row(self, number: int) -> Int32:
         """Return which row of the tile a thread's is."""
-        run, own = divmod(number, 2)
-        return cute.arch.thread_idx()[0] % QUAD * 2 + (run * COLUMN_GROUP + own)
+        run, which = divmod(number, 2)
+        return cute.arch.thread_idx()[0] % QUAD * 2 + (run * COLUMN_GROUP + which)
 
     @cute.jit
     def _begin_tile(
@@ -470,7 +467,6 @@ class DecodeE4m3Kernel(ForwardCommon):
     def _load_values(
         self, context: HopperE4m3DecodeContext, kv: RingState
     ) -> tuple[list[list[Uint32]], RingState]:
-        """A tile of V in registers."""
         context.barriers["kv_loaded"].wait(kv)
         words = read_values(context.smem["kv_words"], kv.index)
         context.barriers["kv_free"].arrive(kv)
@@ -522,7 +518,7 @@ class DecodeE4m3Kernel(ForwardCommon):
         if self.scales.of_pages:
             k_scales = self.scales.take(context, softmax, work)
         for values, k_scale in zip(keys, k_scales, strict=True):
-            for row in range(self.own_rows):
+            for row in range(self.thread_rows):
                 values[row] = values[row] * factors[row]
             if k_scale is not None:
                 _multiply_all(values, k_scale)
@@ -535,20 +531,18 @@ class DecodeE4m3Kernel(ForwardCommon):
             return
         scale = context.scalars.scale_log2
         for values, logarithm in zip(keys, softmax.log2_v, strict=True):
-            for row in range(self.own_rows):
+            for row in range(self.thread_rows):
                 values[row] = cute.math.fma(values[row], scale, logarithm)
 
     def _query_of(self, work: WorkTile, number: int) -> Int32:
-        """The query of one of a thread's rows."""
         return self.rows.first_query(work) + self._row(number) // self.rows.of_query
 
     def _nodes(
         self, context: HopperE4m3DecodeContext, work: WorkTile, is_masked: bool
     ) -> list[Any] | None:
-        """Return `DecodeStep.nodes`."""
         if not (is_masked and context.mask.tree):
             return None
-        return [context.nodes(work, self._query_of(work, row)) for row in range(self.own_rows)]
+        return [context.nodes(work, self._query_of(work, row)) for row in range(self.thread_rows)]
 
     def _mask(
         self,
@@ -558,7 +552,7 @@ class DecodeE4m3Kernel(ForwardCommon):
     ) -> None:
         """The scores of rows that do not see a key, -inf."""
         nodes = step.nodes
-        for number in range(self.own_rows):
+        for number in range(self.thread_rows):
             row = self._query_of(step.work, number)
             first, limit = visibility.first(row), visibility.limit(row)
             for values, distance in zip(keys, KEY_STEPS, strict=True):
@@ -573,8 +567,8 @@ class DecodeE4m3Kernel(ForwardCommon):
         self, context: HopperE4m3DecodeContext, softmax: KeyFragments, keys: tuple[cute.Tensor, ...]
     ):
         """Maxima over all keys of the step; O and sums rescaled."""
-        largest = cute.make_rmem_tensor(self.own_rows, Float32)
-        for row in range(self.own_rows):
+        largest = cute.make_rmem_tensor(self.thread_rows, Float32)
+        for row in range(self.thread_rows):
             largest[row] = cute.arch.fmax(keys[0][row], keys[1][row])
         self._share(context, "maxima", largest, cute.arch.fmax)
         synchronise(self.softmax_threads)
@@ -583,7 +577,7 @@ class DecodeE4m3Kernel(ForwardCommon):
             self.softmax_warps,
             cute.arch.fmax,
         )
-        factors = cute.make_rmem_tensor(self.own_rows, Float32)
+        factors = cute.make_rmem_tensor(self.thread_rows, Float32)
         softmax.raise_maxima(maxima, factors)
         for accumulator in softmax.o:
             self._multiply_columns(accumulator, factors)
@@ -591,7 +585,7 @@ class DecodeE4m3Kernel(ForwardCommon):
     def _multiply_columns(self, accumulator: cute.Tensor, factors: cute.Tensor) -> None:
         """O^T *= factor, by column: a thread's rows of the tile."""
         for values in rows_of(accumulator):
-            for row in range(self.own_rows):
+            for row in range(self.thread_rows):
                 values[row] = values[row] * factors[row]
 
     def _share(
@@ -603,7 +597,7 @@ class DecodeE4m3Kernel(ForwardCommon):
     ) -> None:
         """Each warp's values, combined over the lanes that have the same rows, to shared memory."""
         shared, warp = context.smem[name], cute.arch.thread_idx()[0] // WARP_SIZE
-        for number in range(self.own_rows):
+        for number in range(self.thread_rows):
             value = values[number]
             for distance in (4, 8, 16):
                 value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
@@ -617,7 +611,7 @@ class DecodeE4m3Kernel(ForwardCommon):
         self._share(context, "sums", softmax.sums, lambda a, b: a + b)
         if cute.arch.thread_idx()[0] < WARP_SIZE:
             # Alike in all warps.
-            for number in cutlass.range_constexpr(self.own_rows):
+            for number in cutlass.range_constexpr(self.thread_rows):
                 context.smem["offsets"][self._row(number), 0] = softmax.offsets[number]
         synchronise(self.softmax_threads)
         row = cute.arch.thread_idx()[0]
@@ -634,10 +628,10 @@ class DecodeE4m3Kernel(ForwardCommon):
         return self._read(context.smem["inverses"], 0)
 
     def _read(self, shared: cute.Tensor, column: Any) -> cute.Tensor:
-        found = cute.make_rmem_tensor(self.own_rows, Float32)
-        for number in range(self.own_rows):
-            found[number] = shared[self._row(number), column]
-        return found
+        values = cute.make_rmem_tensor(self.thread_rows, Float32)
+        for number in range(self.thread_rows):
+            values[number] = shared[self._row(number), column]
+        return values
 
     def _store_probabilities(self, context: HopperE4m3DecodeContext, scores: cute.Tensor) -> None:
         """P to shared memory: a key of two neighbouring rows per word."""
@@ -646,8 +640,8 @@ class DecodeE4m3Kernel(ForwardCommon):
         words, target = cute.recast_tensor(rounded, Uint32), context.smem["p_words"]
         lane = cute.arch.thread_idx()[0] % QUAD
         for number in range(cute.size(words)):
-            run, own = divmod(number, KEYS)
-            target[lane, own_key() + KEY_STEPS[own], run] = words[number]
+            run, which = divmod(number, KEYS)
+            target[lane, thread_key() + KEY_STEPS[which], run] = words[number]
 
     # ----------------------------------------------------------------------------------- results
 
@@ -667,7 +661,7 @@ class DecodeE4m3Kernel(ForwardCommon):
 
     def _store_zeros(self, context: HopperE4m3DecodeContext, work: WorkTile):
         """Store out = 0 for the rows of a tile that sees no key."""
-        zeros = cute.make_rmem_tensor(self.own_rows, Float32)
+        zeros = cute.make_rmem_tensor(self.thread_rows, Float32)
         zeros.fill(0.0)
         self._store(context, work, [zeros] * 4)
 
@@ -677,7 +671,7 @@ class DecodeE4m3Kernel(ForwardCommon):
         packed, length = self.problem_class.packed_heads, context.query(work).length
         thread = cute.arch.thread_idx()[0]
         first = thread // WARP_SIZE * WARP_SIZE + thread % WARP_SIZE // QUAD * 4
-        for number in cutlass.range_constexpr(self.own_rows):
+        for number in cutlass.range_constexpr(self.thread_rows):
             row, query = self._row(number), self._query_of(work, number)
             in_group = row % self.rows.of_query
             if (query < length) & (in_group < packed):

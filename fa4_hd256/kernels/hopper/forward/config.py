@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
-from ...forward.tiles import ForwardTiles
-from ...limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from ...forward.tiles import ForwardTiles, check_threshold
+from ...limits import ELEMENT_BYTES, HEAD_DIM
 from ...plan.budgets import (
     WARPS_PER_WARPGROUP,
     SmemPlan,
@@ -21,11 +21,21 @@ from ...plan.budgets import (
     WarpPlan,
     check_budgets,
     check_fields,
+    common_regions,
 )
-from ...plan.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
-from .plan import BLOCK_KV, CTAS, DECODE_SECONDS, SECONDS, SHORT_BLOCK_KV, WARPGROUP_ROWS
+from ...plan.edges import Edge, EdgeTable, Signal
 
-__all__ = ["DECODE", "ForwardConfig", "ForwardWarpPlan"]
+__all__ = ["DECODE", "MASKED", "WARPGROUP_ROWS", "ForwardConfig", "ForwardWarpPlan"]
+
+WARPGROUP_ROWS = 64  # query rows of a warpgroup
+BLOCK_KV = 80  # keys of a step
+SHORT_BLOCK_KV = 64  # of a short one
+CTAS = 1  # of a cluster
+
+#: Seconds of a key: 2 x 1280 clocks of the tensor core for 80 of them and two warpgroups, at 1.7
+#: GHz; and for one warpgroup, 885 ns for 64 where memory does not bind (an H200, lab/notes.md).
+SECONDS = 1.5e-6 / 80
+DECODE_SECONDS = 0.885e-6 / 64
 
 
 @dataclass(frozen=True)
@@ -103,16 +113,11 @@ class ForwardConfig:
                 )
         if self.ctas not in (1, 2):
             raise ValueError(f"ctas is {self.ctas}; accepted are 1 and 2")
-        if not 0 <= self.rescale_threshold <= 15:
-            raise ValueError(
-                f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to 15 "
-                "(P reaches 2^threshold and must stay finite in float16)"
-            )
+        check_threshold(self.rescale_threshold)
         check_budgets(self)
 
     @property
     def tiles(self) -> ForwardTiles:
-        """Return what the host must know of its tiles."""
         keys = self.block_kv
         if self.warpgroups == 1:
             return ForwardTiles(
@@ -139,7 +144,6 @@ class ForwardConfig:
 
     @property
     def warpgroups(self) -> int:
-        """Return the number of warpgroups that work on rows."""
         return self.warps.consuming_warpgroups
 
     @property
@@ -152,10 +156,10 @@ class ForwardConfig:
         """Query rows of a cluster."""
         return self.ctas * self.block_q
 
-    def score_elements(self, products: int) -> int:
+    def score_elements(self, mmas: int) -> int:
         """Elements of S that so many wgmma instructions, of all warps, stand for."""
         per_step = WARPS_PER_WARPGROUP * (HEAD_DIM // 16 + self.block_kv // 16)
-        return products // per_step * WARPGROUP_ROWS * self.block_kv
+        return mmas // per_step * WARPGROUP_ROWS * self.block_kv
 
     @property
     def q_bytes(self) -> int:
@@ -172,15 +176,12 @@ class ForwardConfig:
         block = self.block_kv
         return SmemPlan(
             (
-                SmemRegion("q", self.warpgroups, self.q_bytes, SWIZZLE_ALIGNMENT,
-                           "64 rows x 256, of a warpgroup each"),
-                SmemRegion("k", self.k_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
-                           f"{block} keys x 256"),
-                SmemRegion("v", self.v_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
-                           f"{block} keys x 256"),
-                SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-                SmemRegion("scheduler", 1, COUNTER_SMEM_BYTES, 16,
-                           "of the dynamic scheduler; allocated by its set-up"),
+                SmemRegion.operand(
+                    "q", self.warpgroups, self.q_bytes, "64 rows x 256, of a warpgroup each"
+                ),
+                SmemRegion.operand("k", self.k_stages, self.kv_bytes, f"{block} keys x 256"),
+                SmemRegion.operand("v", self.v_stages, self.kv_bytes, f"{block} keys x 256"),
+                *common_regions(self.edges, COUNTER_SMEM_BYTES),
             )
         )  # fmt: skip
 

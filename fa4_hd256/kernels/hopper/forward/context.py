@@ -13,7 +13,14 @@ from ....softmax_emu.online import OnlineSoftmax
 from ...forward.context import ForwardContext
 from ...plan.edges import RingState, SharedByReference
 
-__all__ = ["Fragments", "HopperForwardContext", "OwnTile", "RowSoftmax", "Running", "StepKeys"]
+__all__ = [
+    "Fragments",
+    "HopperForwardContext",
+    "WarpgroupTile",
+    "RowSoftmax",
+    "Running",
+    "StepKeys",
+]
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Running(NamedTuple):
     v: RingState
 
 
-class OwnTile(NamedTuple):
+class WarpgroupTile(NamedTuple):
     """A tile as a warpgroup sees it: with the first of its queries, and the state of its Q."""
 
     work: WorkTile

@@ -65,10 +65,9 @@ from ..instructions import (
     transposed,
     wait,
 )
-from .config import ForwardConfig
-from .context import Fragments, HopperForwardContext, OwnTile, RowSoftmax, Running, StepKeys
+from .config import WARPGROUP_ROWS, ForwardConfig
+from .context import Fragments, HopperForwardContext, RowSoftmax, Running, StepKeys, WarpgroupTile
 from .masks import hide_by_bits, listed_bits, locator
-from .plan import WARPGROUP_ROWS
 
 __all__ = ["ForwardKernel"]
 
@@ -103,7 +102,6 @@ class ForwardKernel(ForwardCommon):
     def kernel_tensors(
         self, operands: tuple[cute.Tensor, ...], lse: cute.Tensor, optional: Any
     ) -> ForwardKernelTensors:
-        """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         boxes = (load, WARPGROUP_ROWS, HEAD_DIM), self.kv_copy(), self.kv_copy()
         q, k, v = (
@@ -130,7 +128,6 @@ class ForwardKernel(ForwardCommon):
         scalars: CallScalars,
         order: TileOrder,
     ):
-        """Set-up, then each warp runs its role."""
         self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.warps.load:
@@ -153,7 +150,6 @@ class ForwardKernel(ForwardCommon):
             self._synchronise()
 
     def _synchronise(self) -> None:
-        """All threads of the cluster."""
         if self.config.ctas > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -188,12 +184,12 @@ class ForwardKernel(ForwardCommon):
     def _operands(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config
         rows, ctas = config.block_kv, config.ctas
-        found = {"q": memory.operand("q", WARPGROUP_ROWS, HEAD_DIM, config.warpgroups)}
+        buffers = {"q": memory.operand("q", WARPGROUP_ROWS, HEAD_DIM, config.warpgroups)}
         for name, stages in (("k", config.k_stages), ("v", config.v_stages)):
             # Columns lie by blocks, so that half of them are a tile of their own.
-            found[name] = memory.operand(name, rows, HEAD_DIM // ctas, stages * ctas)
-            found[f"{name}_tiles"] = memory.operand(name, rows, HEAD_DIM, stages)
-        return found
+            buffers[name] = memory.operand(name, rows, HEAD_DIM // ctas, stages * ctas)
+            buffers[f"{name}_tiles"] = memory.operand(name, rows, HEAD_DIM, stages)
+        return buffers
 
     def first_row(
         self, context: HopperForwardContext, work: WorkTile, warpgroup: Int32 | int
@@ -214,8 +210,8 @@ class ForwardKernel(ForwardCommon):
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            own_context = context.of_tile(work)
-            visibility = own_context.visibility(work, self.config.block_kv)
+            tile_context = context.of_tile(work)
+            visibility = tile_context.visibility(work, self.config.block_kv)
             first_query = work.block * self.tile_queries
             if cutlass.const_expr(self.lists_steps):
                 num_steps = self.step_list(context, work).count
@@ -223,17 +219,17 @@ class ForwardKernel(ForwardCommon):
                 num_steps = visibility.num_tiles(first_query, self.tile_queries)
             want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                position = self.first_kv_tile(own_context, work, visibility, first_query)
+                position = self.first_kv_tile(tile_context, work, visibility, first_query)
                 # Before Q: its buffer is free while the tile before is still worked on.
-                k_free = self._load_kv(own_context, "k", work, position, k_free)
-                self._load_q(own_context, work, q_free)
+                k_free = self._load_kv(tile_context, "k", work, position, k_free)
+                self._load_q(tile_context, work, q_free)
                 for step in cutlass.range(1, num_steps, unroll=1):
                     want_next_tile_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
                     following = self.next_kv_tile(position)
-                    k_free = self._load_kv(own_context, "k", work, following, k_free)
-                    v_free = self._load_kv(own_context, "v", work, position, v_free)
+                    k_free = self._load_kv(tile_context, "k", work, following, k_free)
+                    v_free = self._load_kv(tile_context, "v", work, position, v_free)
                     position = following
-                v_free = self._load_kv(own_context, "v", work, position, v_free)
+                v_free = self._load_kv(tile_context, "v", work, position, v_free)
                 q_free.advance()
             work = scheduler.advance_to_next_work()
         # Every buffer must be free before this CTA may exit: its barriers are still signalled.
@@ -347,16 +343,16 @@ class ForwardKernel(ForwardCommon):
         visibility = context.visibility(work, self.config.block_kv)
         first_query = work.block * self.tile_queries
         num_steps = visibility.num_tiles(first_query, self.tile_queries)
-        tile = OwnTile(work, self.first_row(context, work, q_loaded.index), q_loaded)
-        tiles, own_steps = self._own_tiles(visibility, tile)
+        tile = WarpgroupTile(work, self.first_row(context, work, q_loaded.index), q_loaded)
+        tiles, warpgroup_steps = self._warpgroup_tiles(visibility, tile)
         _clear(fragments, running)
         if num_steps > 0:
             last_tile = visibility.last_tile(first_query, self.tile_queries)
             skipped_first = last_tile + 1 - tiles.end
-            skipped_last = num_steps - own_steps - skipped_first
+            skipped_last = num_steps - warpgroup_steps - skipped_first
             context.barriers["q_loaded"].wait(q_loaded)
             running = self._skip(context, running, skipped_first)
-            if own_steps > 0:
+            if warpgroup_steps > 0:
                 running = self._steps(context, fragments, running, tile, tiles)
             else:
                 context.barriers["q_free"].arrive(q_loaded)
@@ -364,7 +360,9 @@ class ForwardKernel(ForwardCommon):
             q_loaded.advance()
         return running, q_loaded
 
-    def _own_tiles(self, visibility: Visibility, tile: OwnTile) -> tuple[TileRange, Int32]:
+    def _warpgroup_tiles(
+        self, visibility: Visibility, tile: WarpgroupTile
+    ) -> tuple[TileRange, Int32]:
         """Return (KV tiles, their number) that the rows of a warpgroup take part in."""
         first_query = tile.work.block * self.tile_queries
         part = (tile.first_row, self.part_queries)
@@ -396,7 +394,7 @@ class ForwardKernel(ForwardCommon):
         context: HopperForwardContext,
         fragments: Fragments,
         running: Running,
-        tile: OwnTile,
+        tile: WarpgroupTile,
         tiles: TileRange,
     ):
         """All steps of a tile: QK of a step is issued before PV of the one before it, and runs
@@ -448,7 +446,7 @@ class ForwardKernel(ForwardCommon):
         if num_steps > 0:
             context.barriers["q_loaded"].wait(q_loaded)
             left = num_steps - 1
-            tile = OwnTile(work, self.first_row(context, work, warpgroup), q_loaded)
+            tile = WarpgroupTile(work, self.first_row(context, work, warpgroup), q_loaded)
             keys = self._listed_keys(steps, Int32(0), warpgroup, left)
             running = self._first_step(context, fragments, running, tile, keys)
             for step in cutlass.range(1, num_steps, unroll=1):
@@ -468,7 +466,7 @@ class ForwardKernel(ForwardCommon):
         context: HopperForwardContext,
         fragments: Fragments,
         running: Running,
-        tile: OwnTile,
+        tile: WarpgroupTile,
         keys: StepKeys,
     ):
         """QK and softmax of the first step; O is empty yet."""
@@ -491,7 +489,7 @@ class ForwardKernel(ForwardCommon):
         context: HopperForwardContext,
         fragments: Fragments,
         running: Running,
-        tile: OwnTile,
+        tile: WarpgroupTile,
         keys: StepKeys,
     ):
         """QK of a step, PV of the one before, softmax, O rescaled.
@@ -560,7 +558,7 @@ class ForwardKernel(ForwardCommon):
         context: HopperForwardContext,
         scores: cute.Tensor,
         softmax: RowSoftmax,
-        tile: OwnTile,
+        tile: WarpgroupTile,
         keys: StepKeys,
     ) -> tuple[Float32, Float32]:
         """S -> P, float32 in place, for both rows of a thread; the factors for O."""
@@ -587,7 +585,7 @@ class ForwardKernel(ForwardCommon):
 
     # ------------------------------------------------------------------------- what hides scores
 
-    def _nodes(self, context: HopperForwardContext, tile: OwnTile) -> tuple[Any, ...]:
+    def _nodes(self, context: HopperForwardContext, tile: WarpgroupTile) -> tuple[Any, ...]:
         """The words of both rows of a thread, `NO_NODES` where rows have none."""
         rows = (tile.first_row + row_of_fragment(i) // self.query_rows for i in range(ROWS))
         return tuple(context.nodes(tile.work, r) for r in rows) if context.mask.tree else NO_NODES
@@ -597,7 +595,7 @@ class ForwardKernel(ForwardCommon):
         context: HopperForwardContext,
         row: cute.Tensor,
         number: int,
-        tile: OwnTile,
+        tile: WarpgroupTile,
         keys: StepKeys,
     ) -> None:
         """Scores of one of a thread's rows, of keys outside its range := -inf."""
@@ -609,7 +607,6 @@ class ForwardKernel(ForwardCommon):
         )
 
     def _listed_keys(self, steps: StepList, step: Int32, warpgroup: Int32, left: Int32) -> StepKeys:
-        """Return the keys of a listed step."""
         key = Int32(0)
         if self.functions.asks_places:
             key = steps.kv_tile(step) * self.config.block_kv
@@ -619,14 +616,18 @@ class ForwardKernel(ForwardCommon):
 
     @cute.jit
     def _hide_by_function(
-        self, context: HopperForwardContext, scores: cute.Tensor, tile: OwnTile, keys: StepKeys
+        self,
+        context: HopperForwardContext,
+        scores: cute.Tensor,
+        tile: WarpgroupTile,
+        keys: StepKeys,
     ):
         """Scores of a listed step that a mask_mod does not show := -inf."""
         if keys.mask != FULL:
             places = self.functions.mask_places(context, tile.work, self._locator(tile, keys.first))
             self.functions.mask_function.hide(scores, places, keys.mask)
 
-    def _locator(self, tile: OwnTile, key: Int32) -> Locate:
+    def _locator(self, tile: WarpgroupTile, key: Int32) -> Locate:
         """Return (query head, query, key) of the scores of a fragment, by number."""
         rows, packed = self.query_rows, self.problem_class.packed_heads
         return locator(tile, key, self.config.block_kv, rows, packed)

@@ -12,8 +12,8 @@ from ...functions.kernel_functions import Locate
 from ...mask.block_mask import FULL, StepList
 from ...mask.masking import hide_unseen
 from ..instructions import QUAD, fragment_columns, row_of_fragment
-from .context import OwnTile
-from .plan import WARPGROUP_ROWS
+from .config import WARPGROUP_ROWS
+from .context import WarpgroupTile
 
 __all__ = ["ListedBits", "hide_by_bits", "listed_bits", "locator"]
 
@@ -36,14 +36,14 @@ class ListedBits(NamedTuple):
 def listed_bits(steps: StepList, step: Int32, warpgroup: Int32) -> ListedBits:
     """Return the bits of a listed step of 64 keys, half of a listed tile."""
     number, part = steps.bit_tile(step, Int32(0)), steps.part(step)
-    lane, found = cute.arch.thread_idx()[0] % QUAD, []
+    lane, bits = cute.arch.thread_idx()[0] % QUAD, []
     for row in range(ROWS):
         words = steps.words(number, warpgroup * WARPGROUP_ROWS + row_of_fragment(row))
-        own = (
+        step_words = (
             cutlass.select_(part == 0, words[i], words[i + STEP_WORDS]) for i in range(STEP_WORDS)
         )
-        found.append(tuple(word >> 2 * lane for word in own))
-    return ListedBits(number != FULL, tuple(found))
+        bits.append(tuple(word >> 2 * lane for word in step_words))
+    return ListedBits(number != FULL, tuple(bits))
 
 
 @cute.jit
@@ -54,20 +54,20 @@ def hide_by_bits(row: cute.Tensor, number: int, bits: ListedBits, columns: int):
         hide_unseen(row, bits.words[number], fragment_columns(columns))
 
 
-def locator(tile: OwnTile, key: Int32, block: int, query_rows: int, packed: int) -> Locate:
+def locator(tile: WarpgroupTile, key: Int32, block: int, query_rows: int, packed: int) -> Locate:
     """Return (query head, query, key) of the scores of a fragment, by number.
 
     key: first key of the step, of `block` keys.  query_rows: rows of a query, those of padding
     among them; packed: heads that share query tiles.
     """
     work, first_row, _ = tile
-    columns, own = fragment_columns(block), cute.arch.thread_idx()[0] % QUAD * 2
+    columns, first_column = fragment_columns(block), cute.arch.thread_idx()[0] % QUAD * 2
 
     def locate(number: int) -> tuple[Int32, Int32, Int32]:
         in_part = row_of_fragment(number // 2 % ROWS)
         in_group = cutlass.min(in_part % query_rows, packed - 1)
         column = columns[number // 4 * 2 + number % 2]
         query = first_row + in_part // query_rows
-        return work.head * packed + in_group, query, key + (own + column)
+        return work.head * packed + in_group, query, key + (first_column + column)
 
     return locate

@@ -8,24 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import Boolean
 
+from ...schedulers.order import select
 from ..mask.masking import MaskKind
 from ..plan.edges import SharedByReference
 from .ds_tiles import count_blocks
 
-__all__ = ["ProductOrder"]
-
-
-def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    if isinstance(condition, bool):
-        return if_true if condition else if_false
-    return cutlass.select_(condition, if_true, if_false)
+__all__ = ["GemmOrder"]
 
 
 @dataclass(frozen=True)
-class ProductOrder(SharedByReference):
+class GemmOrder(SharedByReference):
     """The tiles of a part of a KV head's query heads.
 
     blocks_k, blocks_q: of 256 rows, of the longest sequence.  heads: query heads of a part.
@@ -37,7 +31,7 @@ class ProductOrder(SharedByReference):
     mask: MaskKind
 
     @classmethod
-    def of(cls, max_seqlen_k: Any, max_seqlen_q: Any, heads: Any, mask: MaskKind) -> ProductOrder:
+    def of(cls, max_seqlen_k: Any, max_seqlen_q: Any, heads: Any, mask: MaskKind) -> GemmOrder:
         """Return the order for sequences that are no longer than these."""
         return cls(count_blocks(max_seqlen_k), count_blocks(max_seqlen_q), heads, mask)
 
@@ -49,7 +43,7 @@ class ProductOrder(SharedByReference):
     def _both(self) -> Any:
         """Return the number of tiles of dK that alternate with as many of dQ."""
         of_queries = self.heads * self.blocks_q
-        return _select(self.blocks_k < of_queries, self.blocks_k, of_queries)
+        return select(self.blocks_k < of_queries, self.blocks_k, of_queries)
 
     def parts_at_once(self, clusters: Any) -> Any:
         """Parts whose tiles are interleaved, on so many CTA pairs: as many as are at work at once
@@ -59,8 +53,8 @@ class ProductOrder(SharedByReference):
         tiles are interleaved, and those of a part begin closest together by themselves.
         """
         of_part = 2 * self._both
-        of_all = _select(of_part < clusters, clusters, of_part)
-        return _select(self.heads == 1, of_part, of_all) // of_part
+        of_all = select(of_part < clusters, clusters, of_part)
+        return select(self.heads == 1, of_part, of_all) // of_part
 
     def parts_at_last(self, clusters: Any) -> Any:
         """Parts that end together, at least: every CTA pair has one of the interleaved tiles, or
@@ -76,8 +70,8 @@ class ProductOrder(SharedByReference):
         """
         both = self._both
         takes_turns = number < 2 * both
-        of_keys = _select(takes_turns, number % 2 == 0, self.blocks_k > both)
-        rank = _select(takes_turns, number // 2, number - both)
+        of_keys = select(takes_turns, number % 2 == 0, self.blocks_k > both)
+        rank = select(takes_turns, number // 2, number - both)
         key_block, head, query_block = rank, rank // self.blocks_q, rank % self.blocks_q
         if self.mask.bounded_right:
             query_block = self.blocks_q - 1 - query_block
@@ -85,4 +79,4 @@ class ProductOrder(SharedByReference):
             key_block = self.blocks_k - 1 - key_block
         if not isinstance(of_keys, bool):
             of_keys = Boolean(of_keys)
-        return of_keys, _select(of_keys, key_block, query_block), head
+        return of_keys, select(of_keys, key_block, query_block), head

@@ -8,7 +8,7 @@ at the diagonal, dK with rising queries, dQ with falling keys: t steps later key
 t in either.  Tiles of the two kinds alternate in the order of the launch, so those of a head run
 side by side, and the second reading finds in L2 what the first brought.  L2 holds what all tiles
 read in some ten steps, so heads alternate only as far as they begin together
-(`ProductOrder.parts_at_once`).
+(`GemmOrder.parts_at_once`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from ...schedulers.carried import Carried
 from ...schedulers.order import TileProblem
 from ..plan.edges import SharedByReference
 from .block_mask import BlockList, least_section
 from .common import BackwardContext, heads_of_part, heads_per_part
 from .ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs
-from .product_order import ProductOrder
+from .gemm_order import GemmOrder
 
-__all__ = ["ProductTiles", "ResultTile", "Walk"]
+__all__ = ["GemmTiles", "ResultTile", "Walk"]
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,14 @@ class ResultTile(SharedByReference):
     num_heads: Int32
 
 
-class Walk:
+class Walk(Carried):
     """The step of a tile: (query head, place); lives across loops.
 
     Places rise from `start`, and after the last of [begin, end) go on at the first, until they are
     back at `start`, where the next head begins.  A tile of dQ counts them down: `column`.
     """
+
+    CARRIED = ("head", "place")
 
     def __init__(
         self,
@@ -80,9 +83,9 @@ class Walk:
         if self.listed is not None:
             of_queries = self.listed.ds_column(self.place)
             return self.ds.first + cutlass.select_(self.tile.of_keys, self.place, of_queries)
-        own, column = self.tile.block * BLOCK_TILES + cta_rank, self.column
-        kv_tile = cutlass.select_(self.tile.of_keys, own, column)
-        q_tile = cutlass.select_(self.tile.of_keys, column, own)
+        row_tile, column = self.tile.block * BLOCK_TILES + cta_rank, self.column
+        kv_tile = cutlass.select_(self.tile.of_keys, row_tile, column)
+        q_tile = cutlass.select_(self.tile.of_keys, column, row_tile)
         return self.ds.row(kv_tile) + q_tile
 
     def following(self) -> Walk:
@@ -92,25 +95,11 @@ class Walk:
         head = self.head + Int32(place == start)
         return Walk(head, place, self.tile, self.limits, self.ds, self.listed)
 
-    def __extract_mlir_values__(self) -> list:
-        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.place)]
 
-    def __new_from_mlir_values__(self, values: list) -> Walk:
-        head, place = values
-        return Walk(
-            cutlass.new_from_mlir_values(self.head, [head]),
-            cutlass.new_from_mlir_values(self.place, [place]),
-            self.tile,
-            self.limits,
-            self.ds,
-            self.listed,
-        )
-
-
-class ProductTiles:
-    """Mixed into a kernel of both GEMMs. A tile's head counts parts of KV heads, as in the kernel
-    of dV; its block counts the tiles of dK and of dQ of that part, interleaved as far as there are
-    both.
+class GemmTiles:
+    """Tiles of a kernel of both GEMMs, which owns them. A tile's head counts parts of KV heads, as
+    in the kernel of dV; its block counts the tiles of dK and of dQ of that part, interleaved as far
+    as there are both.
     """
 
     problem_class: Any
@@ -128,13 +117,12 @@ class ProductTiles:
         last = order.parts_at_last(scalars.clusters)
         return TileProblem(order.num_tiles, heads, batch, section, last_heads=last)
 
-    def _order(self, scalars: Any, heads_per_kv: Any) -> ProductOrder:
+    def _order(self, scalars: Any, heads_per_kv: Any) -> GemmOrder:
         lengths = scalars.max_seqlen_k, scalars.max_seqlen_q
         heads = heads_per_part(scalars, heads_per_kv)
-        return ProductOrder.of(*lengths, heads, self.problem_class.mask)
+        return GemmOrder.of(*lengths, heads, self.problem_class.mask)
 
     def tile(self, context: BackwardContext, work: Any) -> ResultTile:
-        """Return the result that a tile of the launch computes."""
         order = self._order(context.scalars, context.heads_per_kv)
         of_keys, block, nth = order.tile(work.block)
         first_head, num_heads = heads_of_part(context, work.head)
