@@ -13,6 +13,7 @@ from fa4_hd256 import BackwardConfig
 from fa4_hd256.kernels.blackwell.backward import dkdv, dq, dv, products
 from fa4_hd256.kernels.blackwell.backward.config import BackwardWarpPlan
 from fa4_hd256.run import catalogue, compile
+from fa4_hd256.schedulers import scheduler_class
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
@@ -102,7 +103,14 @@ def test_another_order_gives_the_same_bits_and_is_noticed(edit, tmp_path, monkey
     monkeypatch.setitem(
         catalogue.KINDS,
         kind,
-        lambda spec: (edited_kernel(spec.config, spec.problem_class), plain(spec)[1]),
+        lambda spec: (
+            edited_kernel(
+                spec.config,
+                spec.problem_class,
+                scheduler_class(spec.problem_class.problem.use_clc),
+            ),
+            plain(spec)[1],
+        ),
     )
     monkeypatch.setattr(compile, "lasts", lambda spec: spec.kind != kind)
     reports.clear()

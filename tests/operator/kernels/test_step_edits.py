@@ -16,6 +16,7 @@ from fa4_hd256.kernels.blackwell.forward import kernel
 from fa4_hd256.run import catalogue
 from fa4_hd256.run.arguments import CallTensors, call_arguments, compile_arguments
 from fa4_hd256.run.tracing import trace_and_compile
+from fa4_hd256.schedulers import StaticPersistentScheduler
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
@@ -71,7 +72,8 @@ def attend(kernel_class, monkeypatch, **options):
     monkeypatch.setitem(
         catalogue.KINDS, "forward",
         lambda spec: (
-            kernel_class(spec.config, spec.problem_class), compile_arguments(spec.problem_class)
+            kernel_class(spec.config, spec.problem_class, StaticPersistentScheduler),
+            compile_arguments(spec.problem_class),
         ),
     )  # fmt: skip
     torch.manual_seed(0)
