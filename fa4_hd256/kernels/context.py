@@ -55,7 +55,6 @@ class KernelContext(SharedByReference):
     smem: dict[str, cute.Tensor]
 
     def batch(self, work: WorkTile) -> Int32:
-        """Return the batch entry of a tile."""
         return work.batch
 
     def of_tile(self: OwnContext, work: WorkTile) -> OwnContext:

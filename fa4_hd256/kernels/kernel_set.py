@@ -84,7 +84,6 @@ class BackwardSet:
     cluster: int
 
     def kernel(self, kind: str) -> BackwardKernel:
-        """Return the kernel of that kind."""
         return next(k for k in (*self.stored, *self.recomputed) if k.kind == kind)
 
 
@@ -190,7 +189,6 @@ class KernelSet:
 
 @functools.cache
 def kernels_of(architecture: Architecture) -> KernelSet:
-    """Return the kernel set of an architecture's folder."""
     module = importlib.import_module(f".{architecture.folder}.architecture", __package__)
     return module.KERNELS
 

@@ -97,7 +97,6 @@ class ProblemClass:
 
     @property
     def element_type(self) -> Any:
-        """The dtype as the kernels call it."""
         return ELEMENT_TYPES[self.dtype]
 
     @property
@@ -176,7 +175,6 @@ class CombineClass:
 
     @property
     def element_type(self) -> Any:
-        """The dtype as the kernels call it."""
         return ELEMENT_TYPES[self.dtype]
 
 
@@ -196,7 +194,6 @@ class RotaryClass:
 
     @property
     def table_type(self) -> Any:
-        """Return the table's dtype as a type of the DSL."""
         return {**ELEMENT_TYPES, torch.float32: cutlass.Float32}[self.table_dtype]
 
 
@@ -226,7 +223,6 @@ class AppendClass:
 
     @property
     def torch_type(self) -> torch.dtype:
-        """Return PyTorch's dtype of tensors as kernels get them."""
         return torch.bfloat16 if self.dtype in KV_DTYPES else self.dtype
 
     @property
@@ -236,7 +232,6 @@ class AppendClass:
 
     @property
     def cache_columns(self) -> int:
-        """Return the columns of a row of the cache as kernels get it."""
         return self.row_columns if self.kv_dtype is None else HEAD_DIM // 2
 
 

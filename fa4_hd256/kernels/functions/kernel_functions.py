@@ -169,7 +169,6 @@ class ScoreChange:
 
     @property
     def by_place(self) -> bool:
-        """Return True if the change depends on the scores' places."""
         return self._functions is not None
 
     @property
@@ -346,7 +345,6 @@ class KernelFunctions(SharedByReference):
 
     @property
     def change(self) -> ScoreChange:
-        """Return the change of the kernel's scores."""
         return ScoreChange(self.problem_class.softcap, self.problem_class.score_mod)
 
     @property
@@ -356,7 +354,6 @@ class KernelFunctions(SharedByReference):
 
     @property
     def asks_places(self) -> bool:
-        """Return True if something depends on where scores lie."""
         return self.change.by_place or self.mask_function.exists
 
     def score_places(
@@ -373,7 +370,6 @@ class KernelFunctions(SharedByReference):
         return self._places_for(context, work, locate, keys_exist, 0)
 
     def mask_places(self, context: KernelContext, work: Any, locate: Locate) -> ScorePlaces:
-        """Return the places of a tile's scores for the mask_mod."""
         return self._places_for(context, work, locate, False, 1)
 
     def _places_for(

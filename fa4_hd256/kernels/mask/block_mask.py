@@ -77,11 +77,9 @@ class StepList(SharedByReference):
         return tile if self.parts == 1 else tile * self.parts + self.part(step)
 
     def part(self, step: Int32) -> Int32:
-        """Return which part of its tile a step has."""
         return self.parts - 1 - step % self.parts
 
     def first(self) -> ListedTile:
-        """The KV tile to begin with."""
         return ListedTile(self, Int32(0), self.kv_tile(Int32(0)), self.kv_tile(Int32(1)))
 
     def row(self, half: Int32, row: Int32) -> RowBits:
@@ -122,7 +120,6 @@ class ListedTile:
         self._steps, self._step, self.number, self._following = steps, step, number, following
 
     def next(self) -> ListedTile:
-        """The tile of the next step."""
         step = self._step + 1
         return ListedTile(self._steps, step, self._following, self._steps.kv_tile(step + 1))
 
@@ -155,7 +152,6 @@ class RowBits:
         self._numbers, self._words = numbers, words
 
     def next(self) -> RowBits:
-        """Return the bits of the next step."""
         half, row = self._place
         step, number = self._step + 1, self._numbers[1]
         numbers = number, self._steps.bit_tile(step + 1, half)
@@ -163,12 +159,10 @@ class RowBits:
 
     @property
     def number(self) -> Int32:
-        """Return the number of the tile of bits of this step."""
         return self._numbers[0]
 
     @property
     def kv_tile(self) -> Int32:
-        """The KV tile of this step."""
         return self._steps.kv_tile(self._step)
 
     @cute.jit

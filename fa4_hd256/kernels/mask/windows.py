@@ -54,7 +54,6 @@ class Reach(NamedTuple):
 
     @property
     def hides_rows(self) -> bool:
-        """Return True if a negative bound hides rows."""
         return self.queries > 0 or self.keys > 0
 
     def lengths(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:

@@ -132,7 +132,6 @@ class RingStates:
         return self._states[name]
 
     def advance(self, name: str) -> None:
-        """Advance to the next barrier of an edge."""
         self._states[name].advance()
 
     def __extract_mlir_values__(self) -> list:
@@ -244,7 +243,6 @@ class EdgeTable(SharedByReference):
         return any(edge.signal is Signal.COMMIT_CTA for edge in self.edges)
 
     def waiter_states(self, *names: str) -> RingStates:
-        """The states of a role that waits on these edges."""
         return RingStates({name: self[name].waiter_state() for name in names})
 
     @property

@@ -179,7 +179,6 @@ class Stage:
         return all(len(self.arrivals[arriver]) > phase for arriver in self.arrivers)
 
     def of_phase(self, phase: int) -> list[int]:
-        """The arrivals of a phase that have happened."""
         return [events[phase] for events in self.arrivals.values() if 0 <= phase < len(events)]
 
 
@@ -272,7 +271,6 @@ class Run:
             raise ValueError(f"it hangs: {'; '.join(stuck)}")
 
     def _said(self, event: int) -> str:
-        """An event in words."""
         return _text(*self.events[event])
 
     def _execute(self, role: tuple[str, int], operation: RoleOperation) -> bool:
@@ -424,7 +422,6 @@ class Run:
                     self._write(buffer, (name, use), event, operation)
 
     def _root(self, ring: Ring) -> str:
-        """The ring that has the memory."""
         return self._root(self.steps.ring(ring.over)) if ring.over else ring.name
 
     def _write(

@@ -98,7 +98,6 @@ class Turns:
         return self._turns[self.steps.ring_of(edge).name]
 
     def buffer(self, ring: str) -> int:
-        """The buffer in use."""
         return self._turns[ring] % self.edges[self.steps.ring(ring).full].stages
 
     def advance(self, ring: str) -> None:

@@ -92,17 +92,14 @@ class EdgeUse:
 
 
 def each(edge: str) -> EdgeUse:
-    """The edge in every step."""
     return EdgeUse(edge)
 
 
 def first(edge: str) -> EdgeUse:
-    """The edge in the first step of a tile."""
     return EdgeUse(edge, When.FIRST)
 
 
 def last(edge: str) -> EdgeUse:
-    """The edge in the last step of a tile."""
     return EdgeUse(edge, When.LAST)
 
 
@@ -172,7 +169,6 @@ class Load:
         when: When = When.EACH,
         pieces: int = 1,
     ) -> Load:
-        """A load of one copy."""
         return cls(ring, (Copy(content, box, memory),), when, pieces)
 
     @property
@@ -222,7 +218,6 @@ class Product:
         return self.result, self.a, self.b
 
     def waits_for(self, *when: When) -> tuple[str, ...]:
-        """The edges waited for in such steps."""
         return tuple(use.edge for use in self.waits if use.when in when)
 
 
@@ -262,7 +257,6 @@ class Action:
 
 
 def wait(edge: str) -> Action:
-    """Wait for the next phase of an edge."""
     return Action(Verb.WAIT, edge)
 
 
@@ -277,7 +271,6 @@ def again(edge: str) -> Action:
 
 
 def arrive(edge: str) -> Action:
-    """Signal an edge."""
     return Action(Verb.ARRIVE, edge)
 
 
@@ -447,7 +440,6 @@ class StepTable:
 
     @property
     def copies(self) -> tuple[Copy, ...]:
-        """All copies of all loads."""
         return tuple(copy for load, _ in self.fills for copy in load.copies)
 
     def is_of_tile(self, content: str) -> bool:
@@ -469,7 +461,6 @@ class StepTable:
         return next(ring for ring in self.rings if ring.name == name)
 
     def ring_of(self, edge: str) -> Ring:
-        """The ring that an edge belongs to."""
         return next(ring for ring in self.rings if edge in (ring.full, ring.free))
 
     @property
@@ -479,24 +470,20 @@ class StepTable:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """All loads, in order."""
         return tuple(load for product in self.products for load in product.loads)
 
     @property
     def loaded_rings(self) -> tuple[Ring, ...]:
-        """Rings that the load warp fills."""
         names = {load.ring for load in self.loads}
         return tuple(ring for ring in self.rings if ring.name in names)
 
     @property
     def multiplied_rings(self) -> tuple[Ring, ...]:
-        """Rings that MMAs read or write."""
         names = {operand.ring for product in self.products for operand in product.operands}
         return tuple(ring for ring in self.rings if ring.name in names)
 
     @property
     def waited_edges(self) -> tuple[str, ...]:
-        """Edges that the MMA warp waits for."""
         return tuple({use.edge: None for product in self.products for use in product.waits})
 
     def mma_edge(self, ring: Ring) -> str:

@@ -49,7 +49,6 @@ MOST_ROWS = 1 << (ROW_BITS - 1)
 
 
 def box_rows(page_size: int, rows: int) -> int:
-    """Rows of a box of a load of `rows`."""
     return math.gcd(page_size, rows)
 
 
@@ -123,7 +122,6 @@ class PagedKeys(SharedByReference):
         return rows.batch, end << ROW_BITS | start
 
     def at(self, kv_tile: Int32) -> PagedTile:
-        """A KV tile to begin with."""
         return PagedTile(self, kv_tile, self.places(kv_tile), self.places(kv_tile - 1))
 
 
@@ -147,7 +145,6 @@ class PagedTile:
         return self._keys.box
 
     def next(self) -> PagedTile:
-        """The tile of the next step."""
         keys, number = self._keys, self._number - 1
         return PagedTile(keys, number, self._following, keys.places(number - 1))
 

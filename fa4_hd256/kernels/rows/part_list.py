@@ -37,7 +37,6 @@ UNUSED = LAST_BIT - 1
 
 
 def list_length(num_parts: int, num_sequences: int) -> int:
-    """Words of a list."""
     return HEADER + num_parts + num_sequences + 1
 
 
@@ -58,7 +57,6 @@ class PartList(NamedTuple):
         return (words[1] == parts) & (words[2] == sequences) & (words[3] == heads)
 
     def sequence(self, number: Int32) -> Int32:
-        """The sequence that a part belongs to."""
         sequence = self.words[HEADER + number] >> SEQUENCE_SHIFT
         return cutlass.max(cutlass.min(sequence, self.num_sequences - 1), 0)
 

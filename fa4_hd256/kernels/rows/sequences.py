@@ -163,12 +163,10 @@ class Sequences(SharedByReference):
     entries: Any = field(default=None, kw_only=True)
 
     def query(self, batch: Int32) -> Sequence:
-        """The query rows of a batch entry."""
         tensors = self.tensors
         return self._sequence(batch, tensors.cu_seqlens_q, tensors.seqused_q, self.seqlen_q)
 
     def key(self, batch: Int32) -> Sequence:
-        """The key rows of a batch entry."""
         tensors = self.tensors
         rows = self._sequence(batch, tensors.cu_seqlens_k, tensors.seqused_k, self.seqlen_k)
         entry, before = rows.batch, Int32(0)
@@ -381,7 +379,6 @@ def columns_of(row: cute.Tensor, start: Any, columns: int) -> cute.Tensor:
 
 
 def lane_columns(row: cute.Tensor, lane: Any) -> cute.Tensor:
-    """A lane's columns of a row of 256."""
     return cute.logical_divide(row, cute.make_layout(LANE_COLUMNS))[None, lane]
 
 

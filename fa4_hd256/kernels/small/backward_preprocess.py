@@ -68,7 +68,6 @@ class PreprocessConfig:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of one CTA."""
         return self.num_warps * self.rows_per_warp
 
 

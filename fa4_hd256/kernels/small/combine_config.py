@@ -65,7 +65,6 @@ class CombineConfig:
 
     @property
     def columns(self) -> int:
-        """Return the columns of a row that one CTA has."""
         return HEAD_DIM // self.slices
 
 
