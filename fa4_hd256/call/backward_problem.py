@@ -10,8 +10,9 @@ from ..kernels.backward.ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
 from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
 from ..kernels.mask.windows import Reach
-from ..kernels.problem_class import GradientClass, PreprocessClass
+from ..kernels.problem_class import GradientClass
 from ..kernels.rows.sequences import DS_BEGINS
+from ..kernels.small.backward_preprocess import PreprocessClass
 from .checks import check_gradients
 from .forward_problem import Problem, is_masked
 from .memory import without_expanded_heads

@@ -13,8 +13,8 @@ from ..call.cache_checks import check_contents
 from ..call.memory import View
 from ..call.operator_arguments import CacheTensors, CacheValues
 from ..call.options import UNBOUNDED
-from ..kernels.problem_class import DESCALES, KV_DTYPES, AppendClass, RotaryClass
-from ..kernels.small.append_rows import AppendTables, RotaryTables
+from ..kernels.problem_class import DESCALES, KV_DTYPES
+from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryClass, RotaryTables
 from .arguments import STREAM
 from .catalogue import append_spec
 from .forward import add_forward, work_of

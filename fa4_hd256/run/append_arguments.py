@@ -16,8 +16,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 
 from ..kernels.limits import TMA_ALIGNMENT
-from ..kernels.problem_class import DESCALES, AppendClass
-from ..kernels.small.append_rows import AppendTables, RotaryTables
+from ..kernels.problem_class import DESCALES
+from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryTables
 from .arguments import WORD, tensor_type, vector_type
 
 __all__ = ["append_compile_arguments"]

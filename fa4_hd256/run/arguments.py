@@ -50,8 +50,9 @@ from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import TMA_ALIGNMENT
 from ..kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from ..kernels.mask.windows import Reach
-from ..kernels.problem_class import DESCALES, CallScalars, CombineClass, ProblemClass
+from ..kernels.problem_class import DESCALES, CallScalars, ProblemClass
 from ..kernels.rows.sequences import PAGE_TABLE, TREE_WORDS
+from ..kernels.small.combine_config import CombineClass
 from .tile_counter import tile_counter
 
 __all__ = [

@@ -29,9 +29,9 @@ from ..call.chunks import Chunk
 from ..gpus.devices import Gpu
 from ..kernels.functions.kernel_functions import ScoreOrigin
 from ..kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
-from ..kernels.problem_class import ELEMENT_TYPES, GradientClass, PreprocessClass
+from ..kernels.problem_class import ELEMENT_TYPES, GradientClass
 from ..kernels.rows.sequences import padded_rows
-from ..kernels.small.backward_preprocess import PreprocessRows
+from ..kernels.small.backward_preprocess import PreprocessClass, PreprocessRows
 from .arguments import (
     WORD,
     call_scalars,

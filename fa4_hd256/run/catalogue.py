@@ -18,11 +18,11 @@ from ..gpus.devices import Gpu
 from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.kernel_set import KernelSet, kernels_of, kinds
 from ..kernels.limits import WARP_SIZE
-from ..kernels.problem_class import AppendClass, CombineClass, ProblemClass
-from ..kernels.small.append_rows import AppendConfig
+from ..kernels.problem_class import ProblemClass
+from ..kernels.small.append_rows import AppendClass, AppendConfig
 from ..kernels.small.backward_preprocess import PreprocessConfig
 from ..kernels.small.backward_sum import SumConfig
-from ..kernels.small.combine_config import MOST_PARTS
+from ..kernels.small.combine_config import MOST_PARTS, CombineClass
 from ..kernels.small.tail_rows import TailClass, TailConfig
 
 __all__ = [
@@ -47,9 +47,9 @@ class KernelSpec:
     """One compiled kernel: everything that its code depends on, beside sources and compiler.
 
     kind: one of `KINDS`.  config: the kernel's configuration.  problem_class: what of a call is
-    compiled in, one of `kernels.problem_class`, or for `forward_combine` and `backward_sum` the
-    dtype of the results.  The repr of both names all their fields, since it is part of the cache's
-    key.  architecture: whose kernel it is, and for which target.
+    compiled in, of `kernels.problem_class` or the kernel's module, or for `forward_combine` and
+    `backward_sum` the dtype of the results.  The repr of both names all their fields, since it is
+    part of the cache's key.  architecture: whose kernel it is, and for which target.
     """
 
     kind: str

@@ -70,6 +70,9 @@ OTHER = {
     "tail": ("forward", "decode", "append"),
 }
 
+#: Folders of what refuses a plan that cannot work: nothing of it is compiled in.
+PROOF = "proof"
+
 
 def cache_key(spec: KernelSpec) -> str:
     """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
@@ -159,7 +162,7 @@ def compiled_sources(
 ) -> list[tuple[str, bytes]]:
     """Return (path below the package's folder, content) of the sources in `COMPILED_IN` that
     kernels of a direction, the first word of their kind, and an architecture are made of."""
-    other = OTHER.get(direction, ())
+    other = (*OTHER.get(direction, ()), PROOF)
     folders = tuple(f"kernels/{a.folder}/" for a in ARCHITECTURES if a is not architecture)
     paths: list[Path] = []
     for place in (package / part for part in COMPILED_IN):

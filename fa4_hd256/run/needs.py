@@ -39,7 +39,7 @@ from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.kernel_set import kernels_of
 from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from ..kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
-from ..kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES, AppendClass, RotaryClass
+from ..kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
@@ -47,6 +47,7 @@ from ..kernels.rows.sequences import (
     PART_LIST,
     TREE_WORDS,
 )
+from ..kernels.small.append_rows import AppendClass, RotaryClass
 from ..kernels.small.combine_config import MOST_PARTS
 from ..models import FULL, AttentionModel, Mask
 from ..words import shown

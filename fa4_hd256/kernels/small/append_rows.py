@@ -18,17 +18,83 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int32
 
 from ..e4m3_codes import WORD_CODES, codes_of, scale_of
 from ..limits import HEAD_DIM, WARP_SIZE
-from ..problem_class import OF_PAGES, AppendClass, RotaryClass
+from ..problem_class import ELEMENT_TYPES, KV_DTYPES, OF_PAGES
 from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
 
-__all__ = ["AppendConfig", "AppendKernel", "AppendTables", "RotaryRows", "RotaryTables"]
+__all__ = [
+    "AppendClass",
+    "AppendConfig",
+    "AppendKernel",
+    "AppendTables",
+    "RotaryClass",
+    "RotaryRows",
+    "RotaryTables",
+]
 
 #: The largest number of rows.
 LARGEST_COUNT = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class RotaryClass:
+    """Facts of rotary embedding that are compiled into the kernel that writes new rows to a cache.
+
+    table_dtype: of cosines and sines, float32 or that of the rows. interleaved: pairs are
+    neighbours, else halves. ordered: queries of a sequence have positions one after the other, else
+    all have that of the first new row. packed: queries are packed by offsets.
+    """
+
+    table_dtype: torch.dtype
+    interleaved: bool
+    ordered: bool
+    packed: bool
+
+    @property
+    def table_type(self) -> Any:
+        return {**ELEMENT_TYPES, torch.float32: cutlass.Float32}[self.table_dtype]
+
+
+@dataclass(frozen=True)
+class AppendClass:
+    """Facts of a call that are compiled into the kernel that writes new rows to a cache.
+
+    dtype: of the rows, and unless kv_dtype says otherwise of the cache. packed: rows are packed by
+    offsets. paged: a table says which entry of the cache holds them. kv_dtype: of `KV_DTYPES`,
+    which rows of another dtype are brought to; None for rows that are written as they are. descale:
+    whose scales they are then divided by, as of `ProblemClass`. rotary: embedding of those of K
+    before that, and of queries; None for none.
+    """
+
+    dtype: torch.dtype
+    packed: bool = False
+    paged: bool = False
+    kv_dtype: torch.dtype | None = None
+    descale: str = ""
+    rotary: RotaryClass | None = None
+
+    @property
+    def element_type(self) -> Any:
+        """Return the DSL's element type of tensors as kernels get them: elements of one byte travel
+        in pairs, as a 16-bit type."""
+        return ELEMENT_TYPES[self.torch_type]
+
+    @property
+    def torch_type(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype in KV_DTYPES else self.dtype
+
+    @property
+    def row_columns(self) -> int:
+        """Elements of that type in a row."""
+        return HEAD_DIM // 2 if self.dtype in KV_DTYPES else HEAD_DIM
+
+    @property
+    def cache_columns(self) -> int:
+        return self.row_columns if self.kv_dtype is None else HEAD_DIM // 2
 
 
 class RotaryTables(NamedTuple):

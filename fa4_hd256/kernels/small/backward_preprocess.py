@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int32
 
 from ..limits import WARP_SIZE
 from ..plan.edges import SharedByReference
-from ..problem_class import PreprocessClass
 from ..rows.sequences import (
     PADDING,
     Sequence,
@@ -38,9 +38,22 @@ from ..rows.sequences import (
     load_lane_columns,
 )
 
-__all__ = ["PreprocessConfig", "PreprocessKernel", "PreprocessRows"]
+__all__ = ["PreprocessClass", "PreprocessConfig", "PreprocessKernel", "PreprocessRows"]
 
 LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class PreprocessClass:
+    """Facts of a call that are compiled into the preprocess kernel.
+
+    dtype: of out and dout. lse_gradient: the gradient of the LSE is given. ragged: which of
+    cu_seqlens_q and seqused_q are given.
+    """
+
+    dtype: torch.dtype
+    lse_gradient: bool = False
+    ragged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

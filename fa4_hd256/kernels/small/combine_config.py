@@ -4,10 +4,14 @@ chooses it for a call."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
 
 from ..limits import HEAD_DIM, WARP_SIZE
+from ..problem_class import ELEMENT_TYPES
 
-__all__ = ["MOST_PARTS", "CombineConfig", "CombineRule"]
+__all__ = ["MOST_PARTS", "CombineClass", "CombineConfig", "CombineRule"]
 
 #: Parts of a row, at most: two for each lane.
 MOST_PARTS = 2 * WARP_SIZE
@@ -15,6 +19,21 @@ MOST_PARTS = 2 * WARP_SIZE
 MOST_WARPS = 16
 #: CTAs of a row, the most first; a lane has 8 columns of all.
 SLICES = 4, 2, 1
+
+
+@dataclass(frozen=True)
+class CombineClass:
+    """Facts of a call that are compiled into the kernel that combines listed splits.
+
+    dtype: of out. packed: queries are packed by cu_seqlens_q.
+    """
+
+    dtype: torch.dtype
+    packed: bool = False
+
+    @property
+    def element_type(self) -> Any:
+        return ELEMENT_TYPES[self.dtype]
 
 
 @dataclass(frozen=True)

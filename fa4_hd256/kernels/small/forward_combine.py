@@ -35,10 +35,9 @@ from cutlass.memory import SmemAllocator
 
 from ...softmax_emu.exp2 import exp2_row_factor
 from ..limits import FLOAT_BYTES, WARP_SIZE
-from ..problem_class import CombineClass
 from ..rows.part_list import PartList
 from ..rows.sequences import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
-from .combine_config import CombineConfig
+from .combine_config import CombineClass, CombineConfig
 
 __all__ = ["CombineKernel", "RaggedCombineKernel"]
 

@@ -12,8 +12,8 @@ from replays import copied, forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES, AppendClass
-from fa4_hd256.kernels.small.append_rows import AppendKernel
+from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES
+from fa4_hd256.kernels.small.append_rows import AppendClass, AppendKernel
 from fa4_hd256.run.catalogue import append_spec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage

@@ -12,8 +12,7 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.memory import tma_can_take
 from fa4_hd256.call.options import Options
-from fa4_hd256.kernels.problem_class import PreprocessClass
-from fa4_hd256.kernels.small.backward_preprocess import PreprocessConfig
+from fa4_hd256.kernels.small.backward_preprocess import PreprocessClass, PreprocessConfig
 from fa4_hd256.run import backward
 from fa4_hd256.run.backward_arguments import PreprocessTensors
 from fa4_hd256.run.catalogue import KernelSpec

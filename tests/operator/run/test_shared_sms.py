@@ -11,8 +11,8 @@ import sm100_sim
 from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
 from fa4_hd256.call.forward_problem import backward_use_clc, forward_use_clc
 from fa4_hd256.call.process import sms_are_shared
-from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass, ProblemClass
-from fa4_hd256.kernels.small.backward_preprocess import PreprocessConfig
+from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
+from fa4_hd256.kernels.small.backward_preprocess import PreprocessClass, PreprocessConfig
 from fa4_hd256.kernels.small.combine_config import CombineConfig
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel

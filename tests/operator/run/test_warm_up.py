@@ -36,7 +36,7 @@ from fa4_hd256.call.forward_problem import (
 from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors, ForwardValues
 from fa4_hd256.kernels.functions.user_functions import FunctionClass
 from fa4_hd256.kernels.kernel_set import kernels_of
-from fa4_hd256.kernels.problem_class import AppendClass, RotaryClass
+from fa4_hd256.kernels.small.append_rows import AppendClass, RotaryClass
 from fa4_hd256.models import MODELS
 from fa4_hd256.run import backward, compile, forward, launch
 from fa4_hd256.run.build import TARGETS
