@@ -116,7 +116,7 @@ def _finish(place: Path, described: dict[str, Any]) -> Build:
     """Write the manifest, and check that what it names can be read."""
     cache = storage(place)
     with cache.exclusive(MANIFEST):
-        kernels = _kept(place, described) | described
+        kernels = _still_valid(place, described) | described
         manifest = identity() | {
             "cpu": instruction_sets(cpu_features()),
             "sources": {
@@ -144,7 +144,7 @@ def _finish(place: Path, described: dict[str, Any]) -> Build:
     return Build(place, len(kernels), len(described), nbytes)
 
 
-def _kept(place: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+def _still_valid(place: Path, described: Mapping[str, Any]) -> dict[str, Any]:
     """Kernels of an earlier build that still fit, a warning telling of those whose files are gone;
     the files of others go, but for those that were just written."""
     before = read_manifest(place)

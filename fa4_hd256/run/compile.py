@@ -169,16 +169,16 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
     `MissingKernelError` where nothing may be compiled.
     """
     settings = tuple(environment.compiler_settings().items())
-    asked = spec, family.target(spec.architecture), settings
-    found = _memory.get(asked)
-    if found is None:
+    key = spec, family.target(spec.architecture), settings
+    kernel = _memory.get(key)
+    if kernel is None:
         with _lock:
-            found = _memory.get(asked)
-            if found is None:
-                found = _memory[asked] = _obtain(spec)
-                return found
+            kernel = _memory.get(key)
+            if kernel is None:
+                kernel = _memory[key] = _obtain(spec)
+                return kernel
     counters["memory"] += 1
-    return found
+    return kernel
 
 
 def forget() -> None:

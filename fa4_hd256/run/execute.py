@@ -88,33 +88,33 @@ class Execution:
     ) -> tuple[Any, ...]:
         """Run the plan and return its results. addresses: of the tensors that are given;
         only_first: as of `plans.run`."""
-        made = [new() for new in (self._make_only_first if only_first else self._make)]
-        where = [*addresses, *[tensor.data_ptr() for tensor in made], *self._later]
-        found: list[Any] = made
+        allocated = [new() for new in (self._make_only_first if only_first else self._make)]
+        all_addresses = [*addresses, *[tensor.data_ptr() for tensor in allocated], *self._later]
+        by_number: list[Any] = allocated
         if self._by_name:
-            given = [tensor for tensor in tensors if tensor is not None]
-            found = [*given, *made, *[None] * len(self._later)]
+            present = [tensor for tensor in tensors if tensor is not None]
+            by_number = [*present, *allocated, *[None] * len(self._later)]
         index = self._index
         if index is None:
-            self._run(where, 0, found)
+            self._run(all_addresses, 0, by_number)
         elif current_device() == index:
-            self._run(where, current_stream(index), found)
+            self._run(all_addresses, current_stream(index), by_number)
         else:
             with torch.cuda.device(index):
-                self._run(where, current_stream(index), found)
+                self._run(all_addresses, current_stream(index), by_number)
         if self._by_name:
-            return tuple([None if r is None else found[r] for r in self._results])
-        return tuple([made[number] for number in self._in_made])
+            return tuple([None if r is None else by_number[r] for r in self._results])
+        return tuple([allocated[number] for number in self._in_made])
 
-    def _run(self, where: list[int], stream: int, found: list[Any]) -> None:
-        """Run the steps. where: the address of each tensor of `numbers`; found: these tensors where
-        steps or results need them (`_by_name`), else what is allocated."""
+    def _run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
+        """Run the steps. where: the address of each tensor of `numbers`; by_number: the tensors if
+        steps or results need them (`_by_name`), else those that are allocated."""
         try:
             steps = self._free.pop()
         except IndexError:
             steps = self._new_steps()
         for step in steps:
-            step.run(where, stream, found)
+            step.run(where, stream, by_number)
         self._free.append(steps)
 
     def _new_steps(self) -> tuple[Any, ...]:
@@ -227,17 +227,17 @@ def _raise(status: int) -> NoReturn:
 def check_convention(compiled: CompiledKernel, step: Launch) -> None:
     """Compare, once for a kernel, this package's packing with CuTe DSL's own: of arguments like
     those of a launch, whose tensors have one element. Raises RuntimeError where they differ."""
-    kept: list[torch.Tensor] = []
+    of_views: list[torch.Tensor] = []
     arguments = mapped(step.arguments, _small)
-    values = mapped(arguments, lambda slot: _value(slot, kept))
+    values = mapped(arguments, lambda slot: _value(slot, of_views))
     addresses, adapted = compiled.execution_args.generate_execution_args(values, {})
     slots = tuple(leaves(arguments))
-    given = [_content(slot, address) for slot, address in zip(slots, addresses)]
-    own = [_words(slot) for slot in slots]
-    for index, tensor in zip([i for i, s in enumerate(slots) if isinstance(s, View)], kept):
-        own[index] = tensor.data_ptr().to_bytes(_WORD, "little") + own[index][_WORD:]
+    packed = [_content(slot, address) for slot, address in zip(slots, addresses)]
+    expected = [_words(slot) for slot in slots]
+    for index, tensor in zip([i for i, s in enumerate(slots) if isinstance(s, View)], of_views):
+        expected[index] = tensor.data_ptr().to_bytes(_WORD, "little") + expected[index][_WORD:]
     del adapted
-    if len(slots) != len(addresses) or given != own:
+    if len(slots) != len(addresses) or packed != expected:
         raise RuntimeError(
             f"CuTe DSL packs {len(addresses)} arguments of {compiled.function_name}, not as the "
             f"{len(slots)} of this package; its calling convention is not that of the version that "
@@ -252,11 +252,11 @@ def _small(slot: Slot) -> Slot:
     return slot
 
 
-def _value(slot: Slot, kept: list[torch.Tensor]) -> Any:
-    """Return what a compiled function is called with. kept: gets the tensor of a view."""
+def _value(slot: Slot, of_views: list[torch.Tensor]) -> Any:
+    """Return what a compiled function is called with. of_views: gets the tensor of a view."""
     if isinstance(slot, View):
-        kept.append(torch.zeros(slot.shape, dtype=slot.dtype, device="cpu"))
-        described = from_dlpack(kept[-1], assumed_align=slot.element_size())
+        of_views.append(torch.zeros(slot.shape, dtype=slot.dtype, device="cpu"))
+        described = from_dlpack(of_views[-1], assumed_align=slot.element_size())
         return described.mark_layout_dynamic(leading_dim=slot.ndim - 1)
     if isinstance(slot, Number):
         return getattr(cutlass, slot.kind)(slot.value)
@@ -285,11 +285,11 @@ class _OperationStep:
         self._function = operation.run
         self._result = None if operation.result is None else numbers[operation.result]
 
-    def run(self, where: list[int], stream: int, found: list[Any]) -> None:
-        made = self._function(*[found[number] for number in self._reads])
+    def run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
+        output = self._function(*[by_number[number] for number in self._reads])
         if self._result is not None:
-            assert made is not None
-            found[self._result], where[self._result] = made, made.data_ptr()
+            assert output is not None
+            by_number[self._result], where[self._result] = output, output.data_ptr()
 
 
 class _LaunchStep(PackedArguments):
@@ -303,7 +303,7 @@ class _LaunchStep(PackedArguments):
         self._views = [(view, of.numbers[view.name]) for view in step.views]
         self._counts = any(view.name == COUNTER for view in step.views)
 
-    def run(self, where: list[int], stream: int, found: list[Any]) -> None:
+    def run(self, where: list[int], stream: int, by_number: list[Any]) -> None:
         counter = None  # one that is made for a graph or a simulated launch lives until it is done
         if self._counts:
             counter = tile_counter(self._device, stream)

@@ -66,8 +66,8 @@ def described(spec: KernelSpec) -> str:
 def in_words(value: Any) -> str:
     """Return a value in words; of a dataclass those of its fields that are no defaults."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = ((f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
-        return ", ".join(_told_field(f.name, v) for f, v in own if v != _default(f))
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
+        return ", ".join(_told_field(f.name, v) for f, v in fields if v != _default(f))
     if isinstance(value, (list, tuple)):
         return " and ".join(map(in_words, value))
     return str(value).removeprefix("torch.")
@@ -83,12 +83,12 @@ def _told_field(name: str, value: Any) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
-        found = {_CLASS: f"{canonical(kind.__module__)}:{kind.__qualname__}"}
+        plain = {_CLASS: f"{canonical(kind.__module__)}:{kind.__qualname__}"}
         for field in dataclasses.fields(value):
-            own = getattr(value, field.name)
-            if field.init and own != _default(field):
-                found[field.name] = _plain(own)
-        return found
+            argument = getattr(value, field.name)
+            if field.init and argument != _default(field):
+                plain[field.name] = _plain(argument)
+        return plain
     if isinstance(value, torch.dtype):
         return {_CLASS: str(value)}
     if isinstance(value, (list, tuple)):
@@ -115,10 +115,10 @@ def _value(plain: Any) -> Any:
     fields = dict(plain)
     name = fields.pop(_CLASS)
     if name.startswith("torch."):
-        found = getattr(torch, name.removeprefix("torch."))
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, name.removeprefix("torch."))
+        if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name} is no dtype")
-        return found
+        return dtype
     module, _, path = name.partition(":")
     if not module.startswith(_PACKAGE):
         raise ValueError(f"{name} is no class of this package")
@@ -126,4 +126,4 @@ def _value(plain: Any) -> Any:
     make: Any = kind
     if not dataclasses.is_dataclass(kind):
         raise ValueError(f"{name} is no configuration")
-    return make(**{field: _value(own) for field, own in fields.items()})
+    return make(**{field: _value(argument) for field, argument in fields.items()})

@@ -149,8 +149,8 @@ def _numbers(arguments: Any, name: str = "scalar") -> Iterator[tuple[str, Number
         yield name, arguments
     elif isinstance(arguments, tuple):
         names = getattr(arguments, "_fields", (name,) * len(arguments))
-        for own, part in zip(names, arguments, strict=True):
-            yield from _numbers(part, own)
+        for field_name, part in zip(names, arguments, strict=True):
+            yield from _numbers(part, field_name)
 
 
 @dataclass

@@ -47,15 +47,15 @@ def tile_counter(device: torch.device, stream: int) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=device)
     thread = threading.get_ident() if stream == _PER_THREAD else 0
     key = (index, stream, thread)
-    found = _counters.get(key)
-    if found is None:
+    counter = _counters.get(key)
+    if counter is None:
         with _lock:
-            found = _counters[key] = _new(index)
-    return found
+            counter = _counters[key] = _new(index)
+    return counter
 
 
 def _new(index: int) -> torch.Tensor:
-    """One that nobody has, on a device; not while a graph is captured."""
+    """Return a counter that nobody has, on a device; not while a graph is captured."""
     free = _free.setdefault(index, [])
     if not free:
         device = torch.device("cuda", index)
@@ -64,8 +64,8 @@ def _new(index: int) -> torch.Tensor:
 
 
 def _zeros(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """`COUNT` of them."""
-    made = torch.zeros(COUNT, dtype=torch.int32, device=device).split(1)
+    """Return `COUNT` new counters."""
+    counters = torch.zeros(COUNT, dtype=torch.int32, device=device).split(1)
     # They are handed to any stream, and zero from now on.
     torch.cuda.current_stream(device.index).synchronize()
-    return made
+    return counters
