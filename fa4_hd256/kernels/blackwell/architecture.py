@@ -28,14 +28,18 @@ RECOMPUTED = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
 STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
 
 
+#: Tiles of few query rows -> their configuration.
+_OF_FEW_ROWS = {config.tiles: config for config in (*DECODE, *DECODE_E4M3)}
+
+
 def tuned(tiles: ForwardTiles, causal: bool, seqlen_k: int, gpu: str, paged: bool) -> Any:
     """The default configuration of a call with such tiles: `KernelSet`.
 
     Loads bound tiles of few rows, never exponentials: every mask, length and GPU gets the same.
     Others take the exp2 mix of the tuning table; gpu: "B200" or "B300".
     """
-    few = [config for config in (*DECODE, *DECODE_E4M3) if config.tiles == tiles]
-    return few[0] if few else _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu))
+    few = _OF_FEW_ROWS.get(tiles)
+    return _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu)) if few is None else few
 
 
 @functools.lru_cache(maxsize=64)
