@@ -136,7 +136,8 @@ class ForwardCommon:
         """Return fields of the kernel's context beside those of every kernel."""
         sink, _ = self.sink_and_ragged(tensors.optional)
         num_splits = sizes[3] if self.problem_class.split else None
-        return {"sink": sink, "num_splits": num_splits}
+        scales = dict(zip(DESCALES, self.descales(tensors.optional), strict=True))
+        return {"sink": sink, "num_splits": num_splits, **scales}
 
     def tile_problem(
         self, operands: tuple[cute.Tensor, ...], optional: Any, scalars: Any

@@ -16,7 +16,7 @@ from ..operands import TmaTensor
 from ..rows.part_list import PartList
 from ..rows.sequences import Sequence
 
-__all__ = ["DescaledContext", "ForwardContext", "ForwardKernelTensors"]
+__all__ = ["ForwardContext", "ForwardKernelTensors"]
 
 
 class ForwardKernelTensors(NamedTuple):
@@ -52,6 +52,10 @@ class ForwardContext(KernelContext):
     #: entry, one after the other.  With scheduler metadata these are its batch entries and the
     #: results', and num_splits is the number of all.
     num_splits: Int32 | None = None
+    #: Scales of K and V in e4m3, None where the call has none: (entries, heads_kv) float32, of
+    #: sequences, or of pages where the problem class says so; a side of size 1 has one for all.
+    k_descale: cute.Tensor | None = None
+    v_descale: cute.Tensor | None = None
 
     @property
     def listed(self) -> PartList | None:
@@ -100,17 +104,3 @@ class ForwardContext(KernelContext):
         """Return (256,) of `out` in global memory."""
         place = self.result_offset(self.query(work)) + query
         return self.tensors.out[place, None, head, self.result_batch(work)]
-
-
-@dataclass(frozen=True)
-class DescaledContext(ForwardContext):
-    """Context of a kernel whose keys and values are in e4m3.
-
-    The rows of a scale are sequences, or pages where the problem class says so; a side whose
-    size is 1 has the same scale for all.
-    """
-
-    #: (entries, heads_kv) float32 scales of K, None where the call has none.
-    k_descale: cute.Tensor | None = None
-    #: (entries, heads_kv) float32 scales of V, None where the call has none.
-    v_descale: cute.Tensor | None = None

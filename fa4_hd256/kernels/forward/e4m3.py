@@ -36,7 +36,7 @@ from ..plan.edges import RingState, SharedByReference
 from ..problem_class import OF_PAGES, ProblemClass
 from ..ranges import traced
 from ..rows.sequences import lane_columns
-from .context import DescaledContext
+from .context import ForwardContext
 from .decode_rows import TileRows
 
 __all__ = ["KeyScales", "ScaledRows", "ScaledSoftmax"]
@@ -75,7 +75,7 @@ class ScaledRows(SharedByReference):
     is_packed: bool = False
 
     @cute.jit
-    def load(self, context: DescaledContext, scheduler_class: Any):
+    def load(self, context: ForwardContext, scheduler_class: Any):
         """Role of the warp that loads each tile's rows, as they are."""
         state = context.barriers["q_free"].edge.waiter_state()
         scheduler = scheduler_class.create(context.order, context.channel)
@@ -89,7 +89,7 @@ class ScaledRows(SharedByReference):
 
     @traced("load Q")
     @cute.jit
-    def _load_tile(self, context: DescaledContext, work: WorkTile, state: RingState):
+    def _load_tile(self, context: ForwardContext, work: WorkTile, state: RingState):
         loaded, memory = context.barriers[self.loaded], context.smem[self.memory]
         context.barriers["q_free"].wait(state)
         loaded.expect_bytes(state)
@@ -100,7 +100,7 @@ class ScaledRows(SharedByReference):
         return state
 
     @cute.jit
-    def scale(self, context: DescaledContext, stage: Int32):
+    def scale(self, context: ForwardContext, stage: Int32):
         """Bring this warp's loaded rows of a tile to their ranges, with their scales; for the
         tensor core to read when all warps have met."""
         rows, warps = self.rows.count, len(self.warps)
@@ -118,7 +118,7 @@ class ScaledRows(SharedByReference):
         cute.arch.fence_view_async_shared()
 
     def _scale_some(
-        self, context: DescaledContext, first: Any, atom: Any, count: int, stage: Int32
+        self, context: ForwardContext, first: Any, atom: Any, count: int, stage: Int32
     ) -> None:
         """Rows from `first` on of the rows of an atom of the swizzle."""
         rows = [(first + i, atom) for i in range(count)]
@@ -127,9 +127,7 @@ class ScaledRows(SharedByReference):
         for row, elements in zip(rows, values, strict=True):
             self._scale_row(context, row, elements, stage)
 
-    def _load_row(
-        self, context: DescaledContext, row: tuple[Any, Any], stage: Int32
-    ) -> cute.Tensor:
+    def _load_row(self, context: ForwardContext, row: tuple[Any, Any], stage: Int32) -> cute.Tensor:
         """Load this lane's elements of a row as it was loaded."""
         values = cute.make_rmem_tensor(HEAD_DIM // WARP_SIZE, self.dtype)
         source = context.smem[self.memory][row, None, stage]
@@ -154,7 +152,7 @@ class ScaledRows(SharedByReference):
         return scaled
 
     def _scale_row(
-        self, context: DescaledContext, row: tuple[Any, Any], values: cute.Tensor, stage: Int32
+        self, context: ForwardContext, row: tuple[Any, Any], values: cute.Tensor, stage: Int32
     ) -> None:
         """Store a row to shared memory, with its scale."""
         elements = self._as_floats(values)
@@ -229,7 +227,7 @@ class KeyScales(SharedByReference):
         """Return True if scales are those of pages."""
         return self.problem_class.descale == OF_PAGES
 
-    def softmax_scale(self, context: DescaledContext) -> Float32:
+    def softmax_scale(self, context: ForwardContext) -> Float32:
         """Return what the softmax multiplies scores with.  With scales of pages scores are
         exponents of 2 before it has them."""
         return Float32(1.0) if self.of_pages else context.scalars.scale_log2
@@ -247,7 +245,7 @@ class KeyScales(SharedByReference):
             softmax.v_scale.fill(1.0)
 
     @cute.jit
-    def enter(self, context: DescaledContext, softmax: Any, work: Any, key: Int32):
+    def enter(self, context: ForwardContext, softmax: Any, work: Any, key: Int32):
         """The scales of the tile, or of the first step's keys.  key: this thread's first one."""
         if cutlass.const_expr(self.of_pages):
             softmax.key[0] = key
@@ -257,7 +255,7 @@ class KeyScales(SharedByReference):
             softmax.v_scale[0] = scale_of(context.v_descale, batch, head)
             self.multiply(softmax.k_scale, scale_of(context.k_descale, batch, head))
 
-    def _load_next(self, context: DescaledContext, softmax: Any, work: Any) -> None:
+    def _load_next(self, context: ForwardContext, softmax: Any, work: Any) -> None:
         """The scales of this thread's keys in the next step, loaded a step ahead."""
         block = self.rows.block_kv
         visibility = context.visibility(work, block)
@@ -278,7 +276,7 @@ class KeyScales(SharedByReference):
             softmax.coming[2 * number + 1] = scale_of(context.v_descale, page, head)
         softmax.key[0] = softmax.key[0] - block
 
-    def take(self, context: DescaledContext, softmax: Any, work: Any) -> list[Float32]:
+    def take(self, context: ForwardContext, softmax: Any, work: Any) -> list[Float32]:
         """Take the pages' scales of this step's keys: V's go into the softmax, K's are returned."""
         keys = range(len(self.key_steps))
         k_scales = [softmax.coming[2 * number] for number in keys]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from cutlass import Int32
 
-from ...forward.context import DescaledContext, ForwardContext
+from ...forward.context import ForwardContext
 from ...forward.decode_rows import BARRIER
 from ...plan.edges import RingRecord, RingState
 from ..pair_kernel import PairContext
@@ -40,7 +40,7 @@ class BlackwellDecodeContext(ForwardContext, PairContext):
 
 
 @dataclass(frozen=True)
-class BlackwellE4m3DecodeContext(DescaledContext, BlackwellDecodeContext):
+class BlackwellE4m3DecodeContext(BlackwellDecodeContext):
     """State that every warp role of one CTA shares, with K and V in e4m3.
 
     Buffers in `smem` besides, or otherwise: "q" (columns, 128, q_stages), both parts of each row

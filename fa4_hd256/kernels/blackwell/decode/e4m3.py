@@ -20,15 +20,13 @@ multiples of 2^-9, the error is 2^-14 at most.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ....schedulers.protocol import WorkTile
-from ....softmax_emu.by_key import KeySoftmax
 from ...e4m3_codes import WORD_CODES, codes_of
-from ...forward.context import ForwardKernelTensors
 from ...forward.e4m3 import KeyScales, ScaledRows, ScaledSoftmax
 from ...limits import HEAD_DIM, WARP_SIZE
 from ...operands import ATOM_ROWS, SharedMemory
@@ -74,7 +72,7 @@ class DecodeE4m3Kernel(DecodeKernel):
         self.scaled_rows = ScaledRows(
             self.dtype,
             self.rows,
-            config.warps.quantise,
+            config.warps.quantise or (),
             top_exponent=7,  # of 448 at most
             rows_at_once=8 if config.softmax_groups == 1 else 4,  # as registers allow
             loaded="rows_loaded",
@@ -106,13 +104,6 @@ class DecodeE4m3Kernel(DecodeKernel):
             "q_rows": views["q"],
             "factors": cute.make_tensor(factors, cute.make_layout((rows, stages))),
         }
-
-    def context_fields(
-        self, tensors: ForwardKernelTensors, sizes: tuple[Int32, ...]
-    ) -> dict[str, Any]:
-        k_descale, v_descale = self.descales(tensors.optional)
-        descales = {"k_descale": k_descale, "v_descale": v_descale}
-        return super().context_fields(tensors, sizes) | descales
 
     @cute.jit
     def run_other_role(self, context: BlackwellE4m3DecodeContext, warp: Int32):
@@ -243,9 +234,9 @@ class DecodeE4m3Kernel(DecodeKernel):
 
     # ------------------------------------------------------------ softmax
 
-    def _create(self, context: BlackwellE4m3DecodeContext) -> KeySoftmax:
+    def _create(self, context: BlackwellDecodeContext) -> ScaledSoftmax:
         config, rows = self.config, self.group.count
-        softmax = ScaledSoftmax.create(
+        created = ScaledSoftmax.create(
             self.scales.softmax_scale(context),
             config.ex2_pattern,
             config.rescale_threshold,
@@ -253,6 +244,7 @@ class DecodeE4m3Kernel(DecodeKernel):
             rows,
             config.headroom,
         )
+        softmax = cast(ScaledSoftmax, created)
         self.scales.allocate(softmax)
         # Scale of the rows, from S to scores.
         softmax.k_scale = cute.make_rmem_tensor(rows, Float32)
@@ -263,7 +255,7 @@ class DecodeE4m3Kernel(DecodeKernel):
 
     @cute.jit
     def _begin_tile(
-        self, context: BlackwellE4m3DecodeContext, softmax: Any, work: Any, key: Int32, state: Any
+        self, context: BlackwellDecodeContext, softmax: Any, work: Any, key: Int32, state: Any
     ):
         """The scales of the rows, and those of the tile, or of the first step's keys."""
         barriers, factors = context.barriers, softmax.k_scale
@@ -275,7 +267,7 @@ class DecodeE4m3Kernel(DecodeKernel):
         return state
 
     def _load_scores(
-        self, context: BlackwellE4m3DecodeContext, softmax: Any, buffer: Int32, work: Any
+        self, context: BlackwellDecodeContext, softmax: Any, buffer: Int32, work: Any
     ) -> cute.Tensor:
         """Both parts of S, added and brought back: rows by their scales, which K's scale of the
         tile is among, a key by its page's scale."""
@@ -308,9 +300,7 @@ class DecodeE4m3Kernel(DecodeKernel):
                 (low[row], low[row + 1]), (counts, counts), (high[row], high[row + 1])
             )
 
-    def _weigh(
-        self, context: BlackwellE4m3DecodeContext, softmax: Any, scores: cute.Tensor
-    ) -> None:
+    def _weigh(self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor) -> None:
         if not self.scales.of_pages:
             return
         scale, (logarithm,) = context.scalars.scale_log2, softmax.log2_v
@@ -320,7 +310,7 @@ class DecodeE4m3Kernel(DecodeKernel):
             )
 
     def _store_probabilities(
-        self, context: BlackwellE4m3DecodeContext, softmax: Any, scores: cute.Tensor
+        self, context: BlackwellDecodeContext, softmax: Any, scores: cute.Tensor
     ) -> None:
         rows = self.group.count
         softmax.exponentiate(scores, None, softmax.weights[0])
@@ -333,7 +323,7 @@ class DecodeE4m3Kernel(DecodeKernel):
     def _scaled_inverse(self, softmax: Any, inverse: Float32) -> Float32:
         return self.scales.scaled_inverse(softmax, inverse)
 
-    def _load_half(self, context: BlackwellE4m3DecodeContext, half: int) -> cute.Tensor:
+    def _load_half(self, context: BlackwellDecodeContext, half: int) -> cute.Tensor:
         return self._load_sum(self._of_half(context, half))
 
 

@@ -26,6 +26,7 @@ NOTE [packed heads] and NOTE [split keys]: `kernels.forward.common`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -574,7 +575,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
         for first in cutlass.range_constexpr(0, self.group.count, rows):
             of_group = cute.local_tile(shared, (rows, self.softmax_warps), (first // rows, 0))
             maxima = combine_warps(
-                lambda warp, of_group=of_group: self._read(of_group, warp),
+                functools.partial(self._read, of_group),
                 self.softmax_warps,
                 cute.arch.fmax,
             )

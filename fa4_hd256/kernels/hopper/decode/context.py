@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...forward.context import DescaledContext
+from ...forward.context import ForwardContext
 
 __all__ = ["HopperE4m3DecodeContext"]
 
 
 @dataclass(frozen=True)
-class HopperE4m3DecodeContext(DescaledContext):
+class HopperE4m3DecodeContext(ForwardContext):
     """State that every warp role of one CTA shares.
 
     Buffers in `smem`: "q" (rows, 256, q_stages) of the call's type, "q_halves" the same memory in

@@ -24,6 +24,7 @@ The tables of roles, barriers and SMEM: `E4m3Config`.  NOTE [packed heads] and N
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -196,15 +197,12 @@ class DecodeE4m3Kernel(ForwardCommon):
     ) -> HopperE4m3DecodeContext:
         """Lay out shared memory as the plan says and initialise the barriers: `shared_fields`."""
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
-        k_descale, v_descale = self.descales(tensors.optional)
         smem, p = self._smem(memory)
         return HopperE4m3DecodeContext(
             **shared_fields(self, allocator, memory, tensors, sizes, scalars, order),
             cta_rank=Int32(0),
             smem=smem,
             **self.context_fields(tensors, sizes),
-            k_descale=k_descale,
-            v_descale=v_descale,
             q=self.qk.b_operand(smem["q_halves"]),
             p=self.pv.b_operand(p),
         )
@@ -573,7 +571,7 @@ class DecodeE4m3Kernel(ForwardCommon):
         self._share(context, "maxima", largest, cute.arch.fmax)
         synchronise(self.softmax_threads)
         maxima = combine_warps(
-            lambda warp: self._read(context.smem["maxima"], warp),
+            functools.partial(self._read, context.smem["maxima"]),
             self.softmax_warps,
             cute.arch.fmax,
         )
