@@ -23,6 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ...schedulers.carried import Carried
 from ..plan.edges import SharedByReference
 from .masking import WORD_BITS, hide_unseen
 
@@ -113,8 +114,10 @@ class StepList(SharedByReference):
         return tuple(words[word] for word in range(BIT_WORDS))
 
 
-class ListedTile:
+class ListedTile(Carried):
     """A KV tile of a list, with the next one's number; lives across loops."""
+
+    CARRIED = ("_step", "number", "_following")
 
     def __init__(self, steps: StepList, step: Int32, number: Int32, following: Int32) -> None:
         self._steps, self._step, self.number, self._following = steps, step, number, following
@@ -122,14 +125,6 @@ class ListedTile:
     def next(self) -> ListedTile:
         step = self._step + 1
         return ListedTile(self._steps, step, self._following, self._steps.kv_tile(step + 1))
-
-    def __extract_mlir_values__(self) -> list:
-        values = self._step, self.number, self._following
-        return [ir for value in values for ir in cutlass.extract_mlir_values(value)]
-
-    def __new_from_mlir_values__(self, values: list) -> ListedTile:
-        own = (cutlass.new_from_mlir_values(Int32(0), [ir]) for ir in values)
-        return ListedTile(self._steps, *own)
 
 
 class RowBits:

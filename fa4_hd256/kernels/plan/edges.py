@@ -23,6 +23,8 @@ from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 
+from ...schedulers.carried import Carried
+
 __all__ = [
     "BARRIER_BYTES",
     "COMMIT_SIGNALS",
@@ -81,12 +83,14 @@ PAIR_SIGNALS = (Signal.WARPS_PAIR, Signal.WARPS_PAIR_RELEASE)
 RELEASING_SIGNALS = (Signal.WARPS_PAIR_RELEASE, Signal.WARPS_BOTH)
 
 
-class RingState:
+class RingState(Carried):
     """Next barrier of an array, and the parity of its phase; lives across loops.
 
     Equals cutlass.pipeline.PipelineState without its count; with two stages it advances by two XORs
     where a comparison and two selections would stand in every hot loop.
     """
+
+    CARRIED = ("index", "phase")
 
     def __init__(self, stages: int, index: Int32, phase: Int32) -> None:
         self.stages, self.index, self.phase = stages, index, phase
@@ -106,20 +110,6 @@ class RingState:
     def copy(self) -> RingState:
         """One that advances by itself."""
         return RingState(self.stages, self.index, self.phase)
-
-    def __extract_mlir_values__(self) -> list:
-        return [
-            *cutlass.extract_mlir_values(self.index),
-            *cutlass.extract_mlir_values(self.phase),
-        ]
-
-    def __new_from_mlir_values__(self, values: list) -> RingState:
-        index, phase = values
-        return RingState(
-            self.stages,
-            cutlass.new_from_mlir_values(self.index, [index]),
-            cutlass.new_from_mlir_values(self.phase, [phase]),
-        )
 
 
 class RingStates:
