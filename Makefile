@@ -30,8 +30,9 @@ HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS) tests/operator/test_block_mask.py \
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 DOCS_STAMP := $(VENV)/installed-docs
+ENGINES := build/engines
 
-.PHONY: demo docs check check-tests test test-all test-lab test-static test-short test-kernels test-clc \
+.PHONY: demo docs check check-tests test test-all test-engines test-lab test-static test-short test-kernels test-clc \
     test-hopper lint types clean hub-kernel \
     test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
@@ -61,6 +62,15 @@ test-kernels: $(STAMP)
 # Every test, with all cases of those that are marked sampled.
 test-all:
 	@$(MAKE) --no-print-directory test CASES=--all-cases NAMES="$(ALL_NAMES)"
+
+# Engines' own classes with our backends. Their wheels come without what these require: only modules
+# that the tests import are installed (tests/engines.txt).
+test-engines: $(ENGINES)/installed
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest --all-cases tests/operator/integrations/test_vllm_backend.py
+
+$(ENGINES)/installed: $(STAMP) tests/engines.txt
+	$(PIP_INSTALL) --target $(ENGINES) --upgrade --no-deps -r tests/engines.txt
+	touch $@
 
 # Tests of the lab, which `make test` leaves out.
 test-lab: $(STAMP)

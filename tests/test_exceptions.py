@@ -16,8 +16,8 @@ from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 
 PACKAGES = ("fa4_hd256", "sm100_sim", "bench")
-#: A module that is no program for this machine, or runs something when it is imported.
-LEFT_OUT = ("__main__",)
+#: Modules that run something when they are imported, or import what is not installed here.
+LEFT_OUT = ("__main__", "vllm.backend")
 
 SPEC = KernelSpec("forward", ForwardConfig(), ProblemClass(torch.bfloat16))
 #: Arguments of exceptions that take more than a text.

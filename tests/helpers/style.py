@@ -30,6 +30,9 @@ MORE_PARAMETERS = {
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 11,
     ("fa4_hd256/integrations/hub/functions.py", "flash_attn_func"): 10,
     ("fa4_hd256/integrations/hub/functions.py", "flash_attn_varlen_func"): 15,
+    # vLLM passes these by position.
+    ("fa4_hd256/integrations/vllm/backend.py", "__init__"): 11,
+    ("fa4_hd256/integrations/vllm/backend.py", "forward"): 9,
 }
 
 # Signatures of flash-attention's libraries: any number of parameters, and as many lines more.

@@ -42,6 +42,8 @@ copy = importlib.util.module_from_spec(spec)
 sys.modules[COPY] = copy
 spec.loader.exec_module(copy)
 modules = [found.name for found in pkgutil.walk_packages(copy.__path__, f"{COPY}.")]
+# This one imports vLLM.
+modules.remove(f"{COPY}.integrations.vllm.backend")
 for name in modules:
     importlib.import_module(name)
 

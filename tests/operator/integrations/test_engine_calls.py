@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkout import ROOT
 
-from fa4_hd256 import get_scheduler_metadata
+from fa4_hd256 import get_scheduler_metadata, interface
 from fa4_hd256.check import reference
 from fa4_hd256.compat import arguments
 from fa4_hd256.integrations import sglang, vllm
@@ -308,7 +308,7 @@ def test_a_list_of_parts_is_honoured(engine, device, monkeypatch):
         return None
 
     module, name = {
-        vllm: (vllm.interface, "flash_attn_varlen_func"),
+        vllm: (interface, "flash_attn_varlen_func"),
         sglang: (sglang.kv_cache, "flash_attn_with_kvcache"),
     }[engine]
     monkeypatch.setattr(module, name, attend)

@@ -1,11 +1,7 @@
 """The function that vLLM's flash-attention backend calls.
 
-    import vllm.v1.attention.backends.flash_attn as backend
-    from fa4_hd256.integrations.vllm import flash_attn_varlen_func
-    backend.flash_attn_varlen_func = flash_attn_varlen_func
-
-before models are loaded, for models all of whose layers have head_dim 256. The call sites are those
-of that module in vLLM 0.33.0. vLLM writes its cache itself, before the call.
+The call sites are those of `vllm.v1.attention.backends.flash_attn` in vLLM 0.33.0. vLLM writes its
+cache itself, before the call.
 """
 
 from __future__ import annotations
@@ -15,11 +11,11 @@ from typing import Any
 
 import torch
 
-from .. import interface
-from ..compat.arguments import Library, honoured, neutral, refused
-from ..score_mods import alibi
-from .engine_options import METADATA, our_options
-from .given_out import written_to
+from ... import interface
+from ...compat.arguments import Library, honoured, neutral, refused
+from ...score_mods import alibi
+from ..engine_options import METADATA, our_options
+from ..given_out import written_to
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
