@@ -10,7 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flops, masks
+from fa4_hd256 import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    flops,
+    masks,
+)
 from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors
 from fa4_hd256.call.options import UNBOUNDED
 
@@ -51,6 +57,16 @@ def test_calls(device):
         *leaves(device, (8,)),
     )  # fmt: skip
     assert found == (2 * OF_PAIR * pairs, 5 * OF_PAIR * pairs)
+
+
+def test_new_rows_of_a_cache(device):
+    """They are among the keys."""
+    caches = [torch.randn(2, 64, 1, 256, device=device).bfloat16() for _ in "kv"]
+    q, k, v = (torch.randn(2, 1, h, 256, device=device).bfloat16() for h in (2, 1, 1))
+    lengths = torch.tensor([3, 17], dtype=torch.int32, device=device)
+    with FlopCounterMode(display=False) as counter:
+        flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, causal=True)
+    assert counter.get_total_flops() == 2 * OF_PAIR * 2 * (4 + 18)
 
 
 NONE = [(UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0)]
