@@ -20,7 +20,7 @@ def inside():
     from sm100_simulator import other
 """
     assert [line.partition(": ")[2] for line in private_imports(text, NAMES)] == [
-        "sm100_sim.launcher", "sm100_sim.settings", "sm100_sim.timing.replaying.engine",
+        "sm100_sim.launcher", "sm100_sim.settings", "sm100_sim.timing.engine",
         "sm100_sim.tools.golden.replay._hidden", "sm100_sim.run.machine.Machine",
     ]  # fmt: skip
 
