@@ -3,8 +3,7 @@
 Tensor cores at work pull the SMs' clock down (`whole_gpu_measure`). One idle SM measures meanwhile
 how long L2, its own shared memory and fences take, in its clocks and in nanoseconds; then all SMs
 load from L2. What takes as many nanoseconds at a lower clock has a clock of its own.
-`clock_domains_predicted.json` has what was expected. Needs what `whole_gpu_measure` needs; nothing
-of the GPU is set.
+Needs what `whole_gpu_measure` needs; nothing of the GPU is set.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The step of Hopper's kernel of dV and dS (lab/notes.md) without its barriers: two warpgroups
 multiply 64 x 64 x 256 twice, A and B from shared memory, and 64 x 256 x 64 once, A from registers,
 in buffers that nobody waits for.  Beside that, each by itself or together: the loads of a step, at
-its pace; the stores of dS; the arithmetic.  `products_beside_predicted.json` has what was expected
-before the first run.  Needs what `whole_gpu_measure` needs.
+its pace; the stores of dS; the arithmetic.  Needs what `whole_gpu_measure` needs.
 """
 
 from __future__ import annotations

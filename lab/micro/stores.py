@@ -1,8 +1,7 @@
 """Cost of a Hopper GPU's stores and copies to its SMs: `python -m lab.micro.stores`.
 
 `rows`: clocks of a warp's store by how many lines its lanes reach. `traffic`: bulk copies beside
-warps that load or store shared memory, which share its port. `stores_predicted.json` has what the
-timing model said before the first run. Needs what `whole_gpu_measure` needs.
+warps that load or store shared memory, which share its port. Needs what `whole_gpu_measure` needs.
 """
 
 from __future__ import annotations

@@ -231,9 +231,6 @@ DOCUMENTS = {
     "validate_aims": Document(
         "Aims, fitted clocks and errors by class of row", _VALIDATE, "timing.md", (0, 4, 5)
     ),
-    "validate_before": Document(
-        "The same before the model was fixed", _VALIDATE, "timing.md", (0, 4, 5, 2), True
-    ),
     "validate_ratios": Document(
         "Ratios of kernels and of GPUs", _VALIDATE, "timing.md", (1, 2)
     ),

@@ -126,7 +126,7 @@ def test_a_command_is_run_with_its_options(monkeypatch):
 
 
 def test_a_file_from_before_is_not_overwritten(tmp_path, capsys):
-    assert main(["tables", "validate_before", "--write", str(tmp_path)]) == 2
+    assert main(["tables", "predict_h200_first", "--write", str(tmp_path)]) == 2
     assert "kept from before" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
