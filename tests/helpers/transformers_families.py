@@ -147,10 +147,10 @@ FAMILIES = {
     "Qwen3-Next": Family(
         "Qwen3NextForCausalLM", "Qwen3NextConfig", {**HYBRID, **EXPERTS}, here="full layers",
     ),
-    "Qwen3.5, 3.6": Family(
+    "Qwen3.5 and 3.6": Family(
         "Qwen3_5ForCausalLM", "Qwen3_5TextConfig", HYBRID, here="full layers",
     ),
-    "Qwen3.5, 3.6 with experts": Family(
+    "Qwen3.5 and 3.6 with experts": Family(
         "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**HYBRID, **EXPERTS}, here="full layers",
     ),
     "Qwen4-Exp": Family(
@@ -283,14 +283,14 @@ def documented() -> str:
 def summary() -> str:
     """The short table of the README."""
     rows: dict[str, list[str]] = {
-        "all attention here": [], "partly, else PyTorch": [], "PyTorch": [],
+        "here": [], "here; the named layers by PyTorch": [], "by PyTorch": [],
     }  # fmt: skip
     for name, family in FAMILIES.items():
         if family.elsewhere == "-":
-            rows["all attention here"].append(name)
+            rows["here"].append(name)
         else:
-            kind = "PyTorch" if family.here == "none" else "partly, else PyTorch"
+            kind = "by PyTorch" if family.here == "none" else "here; the named layers by PyTorch"
             rows[kind].append(f"{name} ({family.elsewhere})")
-    lines = ["| transformers | families |", "|---|---|"]
-    lines += [f"| {kind} | {', '.join(names)} |" for kind, names in rows.items()]
+    lines = ["| softmax attention runs | families of transformers |", "|---|---|"]
+    lines += [f"| {kind} | {'; '.join(names)} |" for kind, names in rows.items()]
     return "\n".join(lines)
