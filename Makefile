@@ -14,17 +14,19 @@ BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/installed-demo
 STAMP := $(VENV)/installed
 DEMO ?=
-TESTS ?= -n 2 --dist worksteal --durations 10
+# Three workers: one waits now and then for a kernel that another one compiles.
+TESTS ?= -n 3 --dist worksteal --durations 10
 # Names of those that the dynamic scheduler and Hopper's kernels run; test-all has more of them.
 NAMES ?= test_lengths or batch or more_tiles or visible or named_masks
+CLC_NAMES ?= test_lengths or more_tiles
 ALL_NAMES := lengths or batch or tiles or visible or fp16 or named
-CLC_TESTS ?= -n 2 --dist worksteal tests/operator/test_forward.py tests/operator/test_backward.py \
-    -k "($(NAMES)) and not negative"
+KERNEL_TESTS = -n 2 --dist worksteal tests/operator/test_forward.py tests/operator/test_backward.py
+CLC_TESTS ?= $(KERNEL_TESTS) -k "($(CLC_NAMES)) and not negative"
 LAB_TESTS ?= -n 2 --dist worksteal lab/tests
 # Set by test-all.
 CASES ?=
 CUDA_TESTS ?= -n 8 tests/operator
-HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS) tests/operator/test_block_mask.py \
+HOPPER_TESTS ?= --arch sm_90a $(KERNEL_TESTS) -k "($(NAMES)) and not negative" tests/operator/test_block_mask.py \
     tests/operator/test_block_mask_backward.py
 # What is imported is compiled then; compiling all of it would take half of the installation's time.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
@@ -61,7 +63,7 @@ test-kernels: $(STAMP)
 
 # Every test, with all cases of those that are marked sampled.
 test-all:
-	@$(MAKE) --no-print-directory test CASES=--all-cases NAMES="$(ALL_NAMES)"
+	@$(MAKE) --no-print-directory test CASES=--all-cases NAMES="$(ALL_NAMES)" CLC_NAMES="$(ALL_NAMES)"
 
 # Engines' own classes with our backends. Their wheels come without what these require: only modules
 # that the tests import are installed (tests/engines.txt).

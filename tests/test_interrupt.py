@@ -150,7 +150,9 @@ def test_output_that_is_not_read_to_its_end():
     process.stderr.close()
 
 
-@pytest.mark.parametrize("package", ["fa4_hd256", "bench", "sm100_sim", "softmax_emu"])
+@pytest.mark.parametrize(
+    "package", ["fa4_hd256", "bench", "lab", "sm100_sim/src/sm100_sim", "softmax_emu"]
+)
 def test_commands_are_run_this_way(package):
     main = Path(ROOT, package, "__main__.py").read_text("utf-8")
     assert "sys.exit(run())" in main and "interrupt" in main.lower()

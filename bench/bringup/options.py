@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--again",
         action="append",
         default=[],
-        metavar="RUNG",
+        metavar="STAGE",
         choices=names,
         help="drop this stage's results first",
     )
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="steps RUNG/STEP that match, as in 'golden/tma*'",
+        help="steps STAGE/STEP that match, as in 'golden/tma*'",
     )
     parser.add_argument(
         "--simulate",

@@ -133,7 +133,7 @@ class BringupRun:
         self._listen(stage.name, item, outcome)
 
     def stage(self, stage: BringupStage, only: Sequence[str] = ()) -> None:
-        """Run the steps of a stage that have no result; only: patterns of RUNG/ITEM."""
+        """Run the steps of a stage that have no result; only: patterns of STAGE/STEP."""
         items = self._items(stage)
         if items is None:
             return

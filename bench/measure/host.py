@@ -255,7 +255,7 @@ LONG_WAY = {
         "fa4_hd256.call.forward_problem:Problem.describe",
         "fa4_hd256.call.backward_problem:BackwardProblem.describe",
         "fa4_hd256.call.forward_problem:Call.values",
-        "fa4_hd256.kv_cache:check_call", "fa4_hd256.run.append:check_contents",
+        "fa4_hd256.call.cache_checks:check_call", "fa4_hd256.run.append:check_contents",
     ),
     "plan": (
         "fa4_hd256.run.forward:plan_forward", "fa4_hd256.run.backward:plan_backward",
@@ -290,6 +290,18 @@ class _Clock:
         return run
 
 
+def _place_of(name: str) -> tuple[Any, str]:
+    """Return what holds a function of `LONG_WAY`, a module or a class, and its name there. Raises
+    AttributeError if there is none."""
+    module, _, path = name.partition(":")
+    *outer, last = path.split(".")
+    place: Any = importlib.import_module(module)
+    for attribute in outer:
+        place = getattr(place, attribute)
+    getattr(place, last)
+    return place, last
+
+
 def parts_of_long_way(
     case: HostCase, tensors: Tensors, call: Callable[[], torch.Tensor]
 ) -> dict[str, float]:
@@ -299,19 +311,15 @@ def parts_of_long_way(
     whole = microseconds(case, tensors, call).median
     # The backward runs in a thread of autograd: one call at a time all the same.
     out = call() if case.backward else None
-    for part, names in LONG_WAY.items():
-        for name in names:
-            module, _, path = name.partition(":")
-            *outer, last = path.split(".")
-            place: Any = importlib.import_module(module)
-            for attribute in outer:
-                place = getattr(place, attribute)
-            own = place.__dict__[last]
-            function = own.__func__ if isinstance(own, classmethod) else own
-            timed: Any = clock.timed(part, function)
-            setattr(place, last, classmethod(timed) if isinstance(own, classmethod) else timed)
-            undo.append((place, last, own))
     try:
+        for part, names in LONG_WAY.items():
+            for name in names:
+                place, last = _place_of(name)
+                own = place.__dict__[last]
+                function = own.__func__ if isinstance(own, classmethod) else own
+                timed: Any = clock.timed(part, function)
+                setattr(place, last, classmethod(timed) if isinstance(own, classmethod) else timed)
+                undo.append((place, last, own))
         for _ in range(CALLS):
             if case.backward:
                 assert out is not None

@@ -7,7 +7,7 @@ import inspect
 from refused import refusals
 
 from lab import options
-from lab.__main__ import COMMANDS, GROUPS
+from lab.__main__ import COMMANDS, GROUPS, main
 from lab.commands import steps
 from lab.measure import ladder, mutation_targets, ranks
 from lab.model import defaults, fences
@@ -46,3 +46,8 @@ REFUSED = {
 
 def test_names_that_there_are_not_are_refused_at_once():
     refusals("lab", REFUSED)
+
+
+def test_a_refused_value_is_a_message(capsys):
+    assert main(["calibrate", "--sets", "0"]) == 2
+    assert capsys.readouterr().err.startswith("error: --sets 0, --lot 48, ")

@@ -207,6 +207,7 @@ def test_pages_without_lengths_have_a_bound_that_holds():
         flash_attn_varlen_func(q, k, v, page_table=table, max_seqlen_k=63)
 
 
+@pytest.mark.sampled
 def test_positions_without_tables_have_no_effect(device):
     caches = cache(64, device)
     q, new = randn(6, 1, 2, device=device), tuple(randn(6, 1, 1, device=device) for _ in "kv")

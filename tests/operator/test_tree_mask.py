@@ -87,6 +87,7 @@ def test_trees(queries, keys, heads, num_splits, device):
     ("queries", "keys", "heads", "num_splits"),
     [(64, 270, (4, 1), 1), (61, 200, (1, 1), 2), (33, 30, (4, 1), 1)],
 )
+@pytest.mark.sampled("61-*", "33-*")
 def test_trees_of_64(queries, keys, heads, num_splits, device):
     tensors = dense(queries, keys, heads, device=device)
     # Any bits, not those of ancestors alone: each decides about a key.
@@ -335,7 +336,7 @@ BUGS = {
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled("shifted by one")
+@pytest.mark.sampled
 def test_planted_bugs_are_noticed(bug, planted):
     """Three of the nodes' keys end a tile, on either architecture, that nothing else masks."""
     planted.setattr(*BUGS[bug])

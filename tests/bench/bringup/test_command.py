@@ -21,6 +21,7 @@ def report_of(directory) -> dict:
     return json.loads((directory / "report.json").read_text())["stages"]
 
 
+@pytest.mark.sampled
 def test_golden_vectors_and_a_kernel(tmp_path):
     """A recorded case of each kind: exact, approximate, one that the hardware refuses."""
     only = (

@@ -99,6 +99,7 @@ def test_a_report_without_a_machine_is_refused(tmp_path):
         load(str(tmp_path / "none.json"))
 
 
+@pytest.mark.sampled
 def test_the_command_takes_the_file(path, tmp_path):
     """`python -m sm100_sim predict --machine FILE`; a wrong file is an error of the arguments."""
     script = tmp_path / "script.py"

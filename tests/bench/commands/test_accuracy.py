@@ -37,6 +37,7 @@ def test_errors_and_shares(results):
     assert coarse.comparison.lse_max_error > 100 * hardware.comparison.lse_max_error
 
 
+@pytest.mark.sampled
 def test_another_share_than_the_pattern_says_is_an_error(monkeypatch):
     compile_kernel = execute.compile_kernel
 

@@ -42,6 +42,7 @@ def test_errors(call, architecture):
 
 
 @pytest.mark.parametrize("wrong", range(3), ids=["dQ", "dK", "dV"])
+@pytest.mark.sampled
 def test_a_gradient_five_percent_too_large_is_seen(wrong, architecture, monkeypatch):
     results = backward._results
 
@@ -58,6 +59,7 @@ def test_a_gradient_five_percent_too_large_is_seen(wrong, architecture, monkeypa
     assert list(found.comparisons.values())[wrong].rel_l2 == pytest.approx(0.05, rel=0.02)
 
 
+@pytest.mark.sampled
 def test_other_kernels_than_the_case_is_of_are_an_error(architecture):
     call = replace(DENSE, parts=True)
     with pytest.raises(RuntimeError, match="full: stored dS and parts are"):
@@ -74,6 +76,7 @@ def test_the_grid():
     assert {0.0, 1.0} < shares, "tiles that are full, empty and neither"
 
 
+@pytest.mark.sampled
 def test_forms(dense, monkeypatch, capsys):
     error = dense.comparisons["v"].tolerance * 2
     wrong = dense.comparisons | {"v": replace(dense.comparisons["v"], max_error=error)}

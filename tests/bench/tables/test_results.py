@@ -140,6 +140,10 @@ def test_a_plot_of_every_suffix_is_written(suffix, tmp_path):
     assert target.stat().st_size > 1000
 
 
+#: Commands that print tables; bringup writes a report.
+TABULAR = [name for name in command_line.COMMANDS if name != "bringup"]
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [(("--plot", "x.abc"), "x.abc has the suffix .abc; accepted: .eps, .jpg, "),
@@ -149,7 +153,7 @@ def test_a_plot_of_every_suffix_is_written(suffix, tmp_path):
      (("--csv", "/"), "/ is a folder; accepted: the name of a file")],
 )  # fmt: skip
 def test_files_that_cannot_be_written_are_refused_before_the_work(given, told, capsys):
-    for name in command_line.COMMANDS:
+    for name in TABULAR:
         with pytest.raises(SystemExit) as left:
             command_line.main([name, *given])
         assert left.value.code == 2 and told in capsys.readouterr().err, name
@@ -163,14 +167,9 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch, capsy
 
 
 def test_every_command_offers_the_output_options(capsys):
-    for name in command_line.COMMANDS:
+    for name in TABULAR:
         with pytest.raises(SystemExit) as left:
             command_line.main([name, "--help"])
         assert left.value.code == 0
         text = capsys.readouterr().out
         assert all(option in text for option in ("--json", "--csv", "--plot")), name
-
-
-def test_a_refused_value_is_a_message(capsys):
-    assert command_line.main(["calibrate", "--sets", "0"]) == 2
-    assert capsys.readouterr().err.startswith("error: --sets 0, --lot 48, ")

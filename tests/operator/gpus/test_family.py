@@ -48,6 +48,7 @@ def compiled_for(target: str, spec: KernelSpec, monkeypatch) -> bytes:
     return compile.trace_and_compile(spec).artifacts.CUBIN
 
 
+@pytest.mark.sampled
 def test_the_familys_code_is_that_of_a_b200_alone(monkeypatch):
     """Checks and models of sm_100a hold for the shipped code."""
     spec = KernelSpec("forward", ForwardConfig(), ProblemClass(torch.bfloat16))

@@ -213,7 +213,7 @@ def test_masks_that_are_not_traced(tensors, device):
         flex_attention(*tensors[:3], block_mask=mask, **arguments)
     with pytest.raises(TypeError, match="traces_mask is True and block_mask is TileMask"):
         flex_attention(*tensors[:3], block_mask=masks.as_tile_mask(mask), **arguments)
-    with pytest.raises(NotImplementedError, match="cannot trace mask_mod: it takes a branch"):
+    with pytest.raises(NotImplementedError, match="cannot trace mask_mod: it branches on a value"):
         mask_mod_of(lambda b, h, q, k: q >= k if h > 0 else q < k, device)
 
 

@@ -148,7 +148,7 @@ def test_padding(device, side):
     [{"use_bidirectional_attention": True}, {"is_causal": False}],
     ids=["exclusive", "inclusive"],
 )
-@pytest.mark.sampled("inclusive")
+@pytest.mark.sampled
 def test_bidirectional_model(device, settings):
     """No causality, and a window on both sides: EmbeddingGemma's is exclusive; a decoder's that is
     made bidirectional is inclusive, and its layers still say that they are causal."""

@@ -94,7 +94,7 @@ def plans_of(config):
         ((300, 150), False, {"softcap": 20.0}),
     ],
 )
-@pytest.mark.sampled("lengths0-True-options0-stored")
+@pytest.mark.sampled
 def test_the_backward_does_what_its_tables_say(lengths, causal, options, config, reports):
     seen = attend(lengths, causal, backward=config, **options)
     capped = "softcap" in options

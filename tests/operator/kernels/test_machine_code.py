@@ -65,7 +65,7 @@ def compiled(kind: str, use_clc: bool = False, ragged: tuple[str, ...] = ()):
 
 
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
-@pytest.mark.sampled("forward", "backward_dv", "backward_products")
+@pytest.mark.sampled("forward", "backward_products")
 def test_the_kernel_is_launched_with_the_registers_of_its_plan(kind):
     """The pool that the budgets are checked against is the pool in the machine code."""
     kernel, plan = compiled(kind)
@@ -73,7 +73,7 @@ def test_the_kernel_is_launched_with_the_registers_of_its_plan(kind):
 
 
 @pytest.mark.parametrize("kind", PAIR_KERNELS)
-@pytest.mark.sampled("forward", "backward_dv", "backward_products")
+@pytest.mark.sampled("forward", "backward_products")
 def test_no_role_names_a_register_that_its_budget_lacks(kind):
     """Every path behind each setmaxnreg of the machine code is checked."""
     kernel, plan = compiled(kind)

@@ -87,7 +87,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.sampled("the page of the neighbouring box")
+@pytest.mark.sampled
 def test_a_planted_bug_is_refused(bug, planted):
     owner, name, wrong, error = BUGS[bug]
     planted.setattr(owner, name, wrong)

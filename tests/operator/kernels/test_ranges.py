@@ -61,7 +61,7 @@ def declared(ptx: str) -> set[str]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.sampled("forward")
+@pytest.mark.sampled
 def test_under_the_option_every_role_has_its_ranges(kernel):
     path = os.pathsep.join(sys.path)
     found = subprocess.run(

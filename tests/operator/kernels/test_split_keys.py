@@ -277,7 +277,7 @@ def test_rows_past_the_used_ones_may_hold_anything(num_splits, device):
 
 
 @pytest.mark.parametrize("num_splits", [2, 5])
-@pytest.mark.sampled("2")
+@pytest.mark.sampled
 def test_a_nan_key_reaches_the_rows_that_see_it(num_splits, device):
     """Rows 20 to 60 see key 550; all others keep their bits."""
     q, k, v = inputs((70, 600), THREE, device=device)
@@ -311,6 +311,7 @@ def test_a_nan_value_counts_however_little_its_part_weighs(num_splits, device):
 
 
 @pytest.mark.parametrize("num_splits", [2, 3])
+@pytest.mark.sampled
 def test_infinite_scores(num_splits, device):
     """A score of +inf makes its row NaN; one of -inf is that of a key that counts for nothing."""
     q, k, v = inputs((30, 300), THREE, device=device)

@@ -88,7 +88,7 @@ def attend(kernel_class, monkeypatch, **options):
 
 
 @pytest.mark.parametrize("name", EDITS)
-@pytest.mark.sampled("PV before QK")
+@pytest.mark.sampled
 def test_another_order_gives_the_same_bits_and_is_noticed(name, tmp_path, monkeypatch):
     expected = attend(kernel.ForwardKernel, monkeypatch, trace=True)
     assert_as_declared(expected[2], ForwardConfig(), TILES)

@@ -497,7 +497,7 @@ def warm_model(monkeypatch, layers):
 
 
 @pytest.mark.parametrize("layers", WARM)
-@pytest.mark.sampled("prefill")
+@pytest.mark.sampled
 def test_a_warm_model_compiles_nothing(warm_model, layers):
     """Prefill and decode, with a window and without, with one KV split and several."""
     lengths = {"decode": (1, 200), "prefill": (70, 70)}
@@ -537,6 +537,7 @@ def test_padded_calls_and_those_with_a_block_mask(monkeypatch, architecture):
     assert set(asked) <= set(known)
 
 
+@pytest.mark.sampled
 def test_calls_of_whole_caches_take_kernels_of_lengths(monkeypatch, architecture):
     """The advice of `Needs`: the length of all rows means what a call without lengths does."""
     target, model = TARGETS[architecture], AttentionModel("of this test", 2, 1, (Mask(True),))
