@@ -140,7 +140,7 @@ def flash_attn_func(
     if not (tree_mask is score_mod is k_descale is v_descale is None):
         read, key = read_options(tree_mask, score_mod, k_descale, v_descale)
         others = {**others, **read}
-    arguments = (  # fields of `Call`
+    arguments = (  # fields of `Call`; None: max_seqlen_q and max_seqlen_k
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant, None,
         None, config, backward_config, key, key_of_mask, listed_tiles,
     )  # fmt: skip

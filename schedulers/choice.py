@@ -59,7 +59,8 @@ def clc_requested(
     default: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> bool:
-    """Return True if a call gets the cluster-launch-control scheduler.
+    """Return True if a call gets the dynamic scheduler: cluster launch control on Blackwell, a
+    counter in memory on Hopper.
 
     `use_clc` decides where it is True or False; else FA_CLC where it is set (1 = CLC, 0 = static);
     else `default`. Read it once per call and make the result part of the compile key.

@@ -125,10 +125,10 @@ class Problem:
     whether there is one. ragged: names of the tensors of `RAGGED` that kernels of the forward read,
     in their order; `tables` has those of all further tensors. architecture: that the tensors are
     on. tiles: of the kernel that the call takes, and packed_heads, the query heads that share one
-    of them: `choose_tiles`. num_splits: KV splits of each query tile (see `division`), of all
-    sequences where the scheduler metadata lists them; part_keys: keys of a split, None where splits
-    are equal or listed. page_size: rows of a page where k and v are (pages, page_size, heads_kv,
-    256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
+    of them: `choose_tiles`. num_splits: KV splits of each query tile, of all sequences where the
+    scheduler metadata lists them, and 1 until `division` has divided the call; part_keys: keys of a
+    split, None where splits are equal or listed. page_size: rows of a page where k and v are
+    (pages, page_size, heads_kv, 256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
     """
 
     q_shape: tuple[int, ...]

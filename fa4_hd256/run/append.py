@@ -31,6 +31,8 @@ def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     before anything is written."""
     call = CacheTensors(*tensors)
     ordered = (values.window_left, values.window_right) != (UNBOUNDED, UNBOUNDED)
+    # The attention is described with these; on a GPU, which is not read, they are the rows before
+    # the call, whose shape alone counts. The launch takes those that `add_append` computes.
     after = check_contents(call, ordered)
     work = work_of(call.attention(after).with_batches(), values.attention())
     problem = work.problem

@@ -246,7 +246,7 @@ def add_combine(
 def _results(
     builder: PlanBuilder, parts: Sequence[ForwardPart], views: Mapping[str, View], has_batch: bool
 ) -> dict[str, View]:
-    """Allocate the results, by name.
+    """Declare memory for the results, by name.
 
     Rows past seqused_q are not written: they are 0 with an LSE of -inf. Where keys are split, the
     combining kernel writes every row of the results, and reads no O of a split whose LSE is -inf.

@@ -1,4 +1,5 @@
-"""Launch of a compiled kernel: on a GPU, or in the simulator for CPU tensors."""
+"""Host code of a compiled kernel: loaded for a GPU, where `execute` calls it, or run in the
+simulator for CPU tensors."""
 
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ def host_function(compiled: CompiledKernel, device: torch.device) -> Callable[[i
         return None
     with torch.cuda.device(device), _every_gpu_can_take_it(device):
         compiled.refuse_to_load_in_a_graph()
+        # NOTE [host code]: CuTe DSL's compiled host function takes the address of an array of
+        # addresses, one for each argument; `execute.PackedArguments` makes that array.
         function: Callable[[int], Any] = compiled.function.to(None).capi_func
         return function
 

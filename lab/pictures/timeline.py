@@ -72,12 +72,12 @@ def _bar(drawing: Drawing, span: Span, steps: int) -> None:
 
 
 def _label(span: Span, steps: int) -> str:
-    """Steps count from the tile's first, n is its last; the next tile's have a prime."""
+    """Steps count from 0 to n - 1, the last; the next tile's have a prime."""
     back = steps - 1 - span.step
     if span.tile > 0:
         step = f"{span.step}'"
     else:
-        step = "n" if back == 0 else f"n-{back}"
+        step = f"n-{back + 1}"
     if span.tile > 1:
         step = ""
     names = {"QK": f"QK({step})", "PV": f"PV({step})", "P": f"P({step})", "K": f"K({step})",

@@ -316,9 +316,10 @@ class Barrier(SharedByReference):
         left out after an instruction that the whole warp completes together (is_converged), as
         tcgen05.wait is.
         An arrival at cluster scope is relaxed: one that releases costs a memory barrier of the
-        whole GPU, several hundred clocks (facts.md).  An edge that hands over tensor memory
-        only has the order of the tcgen05 waits and fences (9.7.16.6.4); one that hands over shared
-        memory releases that alone, by a fence that leaves global memory out (9.7.13.4).
+        whole GPU, several hundred clocks (sm100_sim/docs/facts.md).  An edge that hands over
+        tensor memory only has the order of the tcgen05 waits and fences (9.7.16.6.4); one that
+        hands over shared memory releases that alone, by a fence that leaves global memory out
+        (9.7.13.4).
         """
         if not is_converged:
             cute.arch.sync_warp()

@@ -291,6 +291,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     @cute.jit
     def mma(self, context: BlackwellForwardContext):
         """Issue every MMA of the pair; one warp of the leader CTA."""
+        # s_done is no wait of this role: its state counts the S buffers.
         waited = "kv_loaded", "q_loaded", "s_done", "p0_done", "p1_done", "o_free"
         rings = MmaRings.waiting(self.edges, *waited)
         if cutlass.const_expr(self.qk_ahead):
@@ -304,9 +305,9 @@ class ForwardKernel(ForwardCommon, PairKernel):
         """Issue QK(0), then QK(i + 1) before PV(i); QK(0) of the next tile before the last PV of
         this one.
 
-        Only one tile ahead: the dynamic scheduler hands out a further tile when every role has
-        taken the one before, and some of them wait for the last MMA of this tile.  So tiles without
-        steps are skipped after it.
+        Only one tile ahead: the dynamic scheduler keeps two responses, and fetches tile t + 3 when
+        every role has read tile t + 1.  The correction reads it after the last MMA of tile t, so
+        tiles without steps are skipped after that MMA.
         """
         q_loaded = context.barriers["q_loaded"]
         scheduler = self.scheduler.create(context.order, context.channel)
