@@ -145,8 +145,7 @@ def flash_attn_with_kvcache(
     others, key = NO_TENSORS, None
     if not (words is score_mod is k_descale is v_descale is None):
         others, key = read_options(words, score_mod, k_descale, v_descale)
-    # Fields of `Call`; without backward_config, and without a block mask and its listed tiles.
-    arguments = (
+    arguments = (  # fields of `Call`; None and 0: backward_config, a block mask, its listed tiles
         softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
         max_seqlen_q, max_seqlen_k, config, None, key, None, 0,
     )  # fmt: skip

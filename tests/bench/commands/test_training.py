@@ -33,6 +33,7 @@ def test_layers_have_windows_but_for_some():
 
 
 @pytest.mark.parametrize("name", ["ours", "SDPA bf16", "float32, rounded as kernels do"])
+@pytest.mark.sampled
 def test_steps_follow_those_of_float32(name):
     """The tolerance is bf16's rounding in two small layers: another mask moves the loss far
     more."""
