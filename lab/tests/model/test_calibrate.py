@@ -125,7 +125,7 @@ def test_places_are_spread_over_the_ranges():
 
 def test_a_kernel_that_is_not_there_is_named():
     row = published("a", 8192)
-    with pytest.raises(ValueError, match="rates of a project a count.*bench peers"):
+    with pytest.raises(ValueError, match="rates of a project a count.*lab peers"):
         calibrate.cases([row], lambda row: None)
     assert calibrate.cases([replace(row, host_bound=True)], lambda row: None) == []
 
