@@ -31,9 +31,9 @@ CHECKS = (
 
 def test_nothing_is_found_where_nothing_is(checkout):
     (checkout / "fa4_hd256/kernels/role.py").write_text(ROLE)
-    built = checkout / "sm100_sim/build/lib"
-    built.mkdir(parents=True)
-    (built / "test_a.py").write_text(LONG)
+    for installed in ("sm100_sim/build/lib", "sm100_sim/.venv/lib", "bench/build/lib"):
+        (checkout / installed).mkdir(parents=True)
+        (checkout / installed / "test_a.py").write_text(LONG)
     text = "import sm100_sim\nfrom ... import call\n"
     (checkout / "fa4_hd256/run/simulated/a.py").write_text(text)
     assert [check(checkout) for check in CHECKS] == [[]] * len(CHECKS)

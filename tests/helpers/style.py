@@ -6,6 +6,7 @@ Each returns one line an offence, so that one test names all of them at once.
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 from collections import Counter, defaultdict
@@ -226,13 +227,14 @@ TEXT = ("", ".cfg", ".html", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".tx
 
 
 def sources(root: Path) -> list[str]:
-    """Python files of the checkout, relative to `root`, sorted; not what `pip install` left."""
-    names = (
-        path.relative_to(root).as_posix()
-        for top in (*TOPS, "examples", "tests")
-        for path in (root / top).rglob("*.py")
-    )
-    return sorted(name for name in names if not name.startswith("sm100_sim/build/"))
+    """Python files of the checkout, relative to `root`, sorted; not those of environments, caches
+    and builds inside it."""
+    found = []
+    for top in (*TOPS, "examples", "tests"):
+        for folder, inside, files in os.walk(root / top):
+            inside[:] = [name for name in inside if name != "build" and not name.startswith(".")]
+            found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(path.relative_to(root).as_posix() for path in found)
 
 
 def known_as(source: str) -> str:
