@@ -6,7 +6,7 @@ Phases as in `shared`, each ended by a barrier of the whole cluster.
 from __future__ import annotations
 
 from .arithmetic import Registers
-from .program import Launch, Piece, Program, Writer, writer
+from .program import REDUCTIONS, Launch, Piece, Program, Writer, writer
 from .shared import TILE, Phases
 from .straight import finish
 
@@ -214,19 +214,7 @@ class ClusterPhases(Phases):
     def _reduce_async(self) -> str:
         """red.async of every thread into sixteen slots of another CTA."""
         registers = self.registers
-        form = self.w.random.choice(
-            (
-                "add.u32",
-                "add.s32",
-                "min.u32",
-                "min.s32",
-                "max.u32",
-                "max.s32",
-                "and.b32",
-                "or.b32",
-                "xor.b32",
-            )
-        )
+        form = self.w.random.choice(REDUCTIONS)
         rank_text, rank = self._target()
         head, address, far = self._expecting(4 * THREADS, rank)
         slot, place, read = (self.w.register("b32") for _ in range(3))

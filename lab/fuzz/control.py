@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arithmetic import Registers
-from .program import Launch, Piece, Program, Writer, writer
+from .program import REDUCTIONS, Launch, Piece, Program, Writer, writer
 from .straight import finish
 
 _FULL = 0xFFFFFFFF
@@ -250,19 +250,7 @@ class Flow:
         )
 
     def _redux(self, mask: Mask, registers: Registers) -> str:
-        form = self.w.random.choice(
-            (
-                "add.u32",
-                "add.s32",
-                "min.u32",
-                "min.s32",
-                "max.u32",
-                "max.s32",
-                "and.b32",
-                "or.b32",
-                "xor.b32",
-            )
-        )
+        form = self.w.random.choice(REDUCTIONS)
         return f"redux.sync.{form} {registers.pick('r')}, {registers.pick('r')}, {mask.operand};\n"
 
     def _elect(self, mask: Mask, registers: Registers) -> str:

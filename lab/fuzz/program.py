@@ -15,6 +15,11 @@ from sm100_sim.tools.golden.ptx_text import declare
 
 #: Words of input that every thread reads into its registers.
 WORDS = 8
+#: Operations of redux, red.async and atomics on 32 bits whose result no order changes.
+REDUCTIONS = (
+    *("add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32"),
+    *("and.b32", "or.b32", "xor.b32"),
+)
 
 
 @dataclass(frozen=True)

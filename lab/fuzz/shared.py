@@ -7,7 +7,7 @@ can be left out. Within a phase no two threads touch the same bytes without an o
 from __future__ import annotations
 
 from .arithmetic import Registers
-from .program import Launch, Piece, Program, Writer, writer
+from .program import REDUCTIONS, Launch, Piece, Program, Writer, writer
 from .straight import finish
 
 #: Bytes of shared memory that the phases use, each from its start.
@@ -115,24 +115,7 @@ class Phases:
     def _atomics(self) -> str:
         """Atomics in any order whose final values do not depend on it."""
         choose, registers = self.w.random, self.registers
-        form = choose.choice(
-            (
-                "add.u32",
-                "add.s32",
-                "min.u32",
-                "min.s32",
-                "max.u32",
-                "max.s32",
-                "and.b32",
-                "or.b32",
-                "xor.b32",
-                "add.u64",
-                "max.u64",
-                "min.s64",
-                "xor.b64",
-                "inc.u32",
-            )
-        )
+        form = choose.choice((*REDUCTIONS, "add.u64", "max.u64", "min.s64", "xor.b64", "inc.u32"))
         size = 8 if form.endswith("64") else 4
         slot, value = self.w.register("b32"), registers.pick("r")
         text = ""
