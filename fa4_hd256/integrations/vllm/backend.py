@@ -257,18 +257,21 @@ class Impl(AttentionImpl[Metadata]):
             return
         from vllm._custom_ops import reshape_and_cache_flash
 
-        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        # vLLM's kernel takes e4m3 as the bytes that the cache holds.
         reshape_and_cache_flash(
-            key, value, k_cache, v_cache, slot_mapping, self.kv_cache_dtype, layer._k_scale,
+            key, value, *self._halves(kv_cache), slot_mapping, self.kv_cache_dtype, layer._k_scale,
             layer._v_scale,
         )  # fmt: skip
 
-    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of keys and of values, (blocks, block size, heads_kv, 256)."""
-        if self.kv_cache_dtype in _E4M3:
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
         k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return k_cache, v_cache
+
+    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `_halves` in the dtype of their values."""
+        is_e4m3 = self.kv_cache_dtype in _E4M3
+        return self._halves(kv_cache.view(torch.float8_e4m3fn) if is_e4m3 else kv_cache)
 
     def _paged(self, layer: AttentionLayer, metadata: Metadata) -> dict[str, Any]:
         """Return the arguments for keys in the cache."""
