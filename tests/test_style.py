@@ -30,6 +30,12 @@ def test_imports():
     assert not offences, say(offences)
 
 
+def test_imports_of_tests():
+    """`make test` and a GPU's tests need no lab."""
+    offences = style.imports_of_tests(ROOT)
+    assert not offences, say(offences)
+
+
 def test_libraries_are_imported_by_names_that_cannot_collide():
     offences = style.bare_imports(ROOT)
     assert not offences, say(offences)

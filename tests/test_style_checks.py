@@ -86,6 +86,11 @@ def test_this_checkout_has_the_files_that_are_checked():
     ("fa4_hd256/run/a.py", "import sm100_sim.launcher\n", style.imports,
      "fa4_hd256/run/a (package fa4_hd256/run) imports sm100_sim (package sm100_sim)"),
     ("schedulers/a.py", "def f():\n    from . import a, b\n", style.imports, None),
+    ("tests/bench/a.py", "def f():\n    from lab.model import ours\n", style.imports_of_tests,
+     "tests/bench/a.py imports lab/model/ours; move what it tests to that product's tests"),
+    ("tests/bench/a.py", "import bench.suite\n", style.imports_of_tests, None),
+    ("tests/operator/a.py", "import bench.suite\n", style.imports_of_tests,
+     "tests/operator/a.py imports bench/suite; move what it tests to that product's tests"),
     ("sm100_sim/tests/test_a.py", "", style.module_names, "2 files of tests are called test_a.py"),
     ("bench/a.py", f"HERE = '{HOME}me'\n", style.machine_paths, f"bench/a.py holds {HOME}"),
 ])  # fmt: skip

@@ -19,7 +19,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.compiled import compiled_backward, compiled_forward
 from lab.compiled.compiled_backward import SEQLEN, UNIT_KV, UNIT_Q, BackwardReport
 from lab.compiled.compiled_forward import STEP_COLUMNS, KernelReport, LoopCounts
-from lab.compiled.sass_loops import CLASS_NAMES
+from lab.compiled.instruction_classes import CLASS_NAMES
 from lab.model.origin import compiler_machine
 
 

@@ -28,7 +28,7 @@ from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.launch import gpu_of
 from fa4_hd256.run.resources import resource_usage
 from lab.compiled.compiled_forward import OURS
-from lab.compiled.sass_loops import kernel_code
+from lab.compiled.instruction_classes import kernel_code
 from sm100_sim import LaunchConfig, Report, attached
 
 UNIT_Q, UNIT_KV = 256, 128

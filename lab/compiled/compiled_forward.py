@@ -18,11 +18,12 @@ from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.resources import resource_usage
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
-from lab.compiled.sass_loops import LoopNest, class_counts, kernel_code
+from lab.compiled.instruction_classes import class_counts, kernel_code
 from lab.model import ours
 from lab.model.calls import Kind
 from sm100_sim import launch_configs
 from sm100_sim.timing import SassInstruction
+from sm100_sim.timing.machine_code.loops import LoopNest
 
 OURS = "fa4_hd256"
 STEP_COLUMNS = 128

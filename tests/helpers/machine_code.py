@@ -6,8 +6,8 @@ from typing import Any
 
 from fa4_hd256.kernels.plan.budgets import RegisterPlan
 from fa4_hd256.run.resources import resource_usage
-from lab.compiled.sass_loops import LoopNest
 from sm100_sim.host.cubin import launch_registers
+from sm100_sim.timing.machine_code.loops import LoopNest
 from sm100_sim.timing.machine_code.sass import SassFunction
 
 REGISTER = re.compile(r"(?<![A-Z])R(\d+)")

@@ -357,6 +357,32 @@ def imports(root: Path) -> list[str]:
     return found + graphs.circles(graph)
 
 
+#: Folders of tests -> products that their modules must not import.
+FORBIDDEN_IN_TESTS = {
+    "tests/": ("lab",),
+    "tests/helpers/": ("bench",),
+    "tests/schedulers/": ("bench",),
+    "tests/softmax_emu/": ("bench",),
+    "tests/operator/": ("bench",),
+}
+#: What tests of the operator may have of bench: calls without launches.
+STAND_IN = "bench/measure/host"
+
+
+def imports_of_tests(root: Path) -> list[str]:
+    """Imports that `FORBIDDEN_IN_TESTS` does not allow: `make test` works without the lab."""
+    found = []
+    for source in sources(root):
+        tops = {top for place, tops in FORBIDDEN_IN_TESTS.items() if source.startswith(place)
+                for top in tops}  # fmt: skip
+        found += [
+            f"{source} imports {name}; move what it tests to that product's tests"
+            for name in sorted(graphs.names_imported(root / source, Path(source).parent.as_posix()))
+            if name.split("/")[0] in tops and name != STAND_IN
+        ]
+    return found
+
+
 def docstrings(root: Path, package: str) -> Iterator[tuple[str, str]]:
     """Yield (file:line, docstring) of each module, class and function of a package that has one."""
     for source in sources(root):

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from bench.processes import each
 from fa4_hd256 import progress, waiting
 from fa4_hd256.run import compile
 
@@ -44,15 +43,6 @@ def test_kernels_are_named_without_the_code_that_makes_them():
     assert described(spec) == "forward for sm_100a (dtype bfloat16; s_stages 1)"
     combine = KernelSpec("forward_combine", ForwardConfig(), torch.float16)
     assert described(combine) == "forward_combine for sm_100a (float16)"
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_parts_that_are_left(jobs, monkeypatch, capfd):
-    monkeypatch.setenv("FA4_HD256_PROGRESS", "1")
-    assert each(abs, [-1, -2, -3], jobs) == [1, 2, 3]
-    assert "replaying and simulating" in capfd.readouterr().err
-    monkeypatch.setenv("FA4_HD256_PROGRESS", "0")
-    assert each(abs, [-1], 1) == [1] and capfd.readouterr() == ("", "")
 
 
 def test_compiling_is_a_step(monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""`python -m lab static`: control flow and classes on small listings, then on real kernels."""
+"""`python -m lab static`: classes of instructions, then real kernels."""
 
 import csv
 import io
@@ -12,83 +12,11 @@ from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from lab.__main__ import main
 from lab.commands import static
 from lab.compiled import compiled_forward
-from lab.compiled.sass_loops import CLASS_NAMES, LoopNest, class_counts, instruction_class
-from sm100_sim.timing import SassFunction, SassInstruction
+from lab.compiled.instruction_classes import CLASS_NAMES, class_counts, instruction_class
+from sm100_sim.timing import SassInstruction
 from sm100_sim.timing.machine_code.sass import Control
 
 pytest.importorskip("cutlass")
-
-
-def listing(text: str) -> LoopNest:
-    """The loops of a function from lines `label:` or instructions, as nvdisasm prints them."""
-    lines, offset = [], 0
-    for line in text.strip().splitlines():
-        line = line.strip()
-        if line.endswith(":"):
-            lines.append(line)
-        else:
-            encoding = f"  /* 0x{0:016x} */"
-            lines += [f"        /*{offset:04x}*/               {line} ;{encoding}", encoding]
-            offset += 16
-    return LoopNest(SassFunction("test", lines))
-
-
-# The blocks stand out of order on purpose: the loop's middle is after its end, and the slow path
-# of the wait is after EXIT.
-LOOP = """
-    MOV R1, R2
-    .head:
-    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R4+URZ], R5
-    @!P0 BRA `(.slow)
-    .taken:
-    LDTM.x32 R4, tmem[UR4]
-    BRA `(.middle)
-    .latch:
-    STTM.x16 tmem[UR4], R8
-    BRA.U !UP1, `(.head)
-    EXIT
-    .middle:
-    @P1 BRA `(.latch)
-    FFMA2 R4, R4, R6, R8
-    FFMA2 R4, R4, R6, R8
-    BRA `(.latch)
-    .slow:
-    MOV R5, R4
-    .poll:
-    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R4+URZ], R5
-    @!P0 BRA `(.poll)
-    BRA `(.taken)
-"""
-
-
-def test_a_loop_is_found_by_its_back_edge():
-    loops = listing(LOOP)
-    assert len(loops.loops) == 2, "the loop and the polling inside it"
-    (loop,) = loops.working_loops
-    path = [instruction.base for instruction in loops.straight_path(loop)]
-    # The polling is left out, the skippable FFMA2 are not.
-    assert path == [
-        "SYNCS", "BRA", "LDTM", "BRA", "BRA", "FFMA2", "FFMA2", "BRA", "STTM", "BRA",
-    ]  # fmt: skip
-    inside = {i.base for index in loop.blocks for i in loops.instructions_of(index)}
-    assert "EXIT" not in inside
-
-
-def test_an_outer_loop_is_not_innermost():
-    loops = listing(
-        """
-        .outer:
-        LDTM.x32 R4, tmem[UR4]
-        .inner:
-        MUFU.EX2 R4, R4
-        @P0 BRA `(.inner)
-        @P1 BRA `(.outer)
-        EXIT
-        """
-    )
-    assert len(loops.loops) == 2
-    (loop,) = loops.working_loops
-    assert [i.base for i in loops.straight_path(loop)] == ["MUFU", "BRA"]
 
 
 @pytest.mark.parametrize(

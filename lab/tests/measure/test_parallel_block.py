@@ -40,14 +40,12 @@ def errors(found, expected):
 
 
 @pytest.mark.parametrize("name", ["tensor parallel", "FSDP2"])
-@pytest.mark.sampled
 def test_gradients_are_those_of_one_process(pool, request, expected, name):
     for found in answers(pool, request, name):
         worst = errors(found, expected)
         assert max(worst.values()) < TOLERANCE, worst
 
 
-@pytest.mark.sampled
 def test_gradients_of_some_heads_are_seen(pool, request, expected):
     """Norms of a rank's own heads are not those of all."""
     found = answers(pool, request, "tensor parallel", False)[0]
