@@ -29,7 +29,7 @@ from .run.backward import or_empty, plan_call, smaller_plan
 
 __all__ = [
     "DIFFERENTIABLE",
-    "attend",
+    "attend_with_gradients",
     "backward",
     "call_backward",
     "check_differentiable",
@@ -276,4 +276,4 @@ class _Attention(torch.autograd.Function):
 
 
 #: `_Attention.apply` without what it does for torch.func, which such calls are none of.
-attend: Any = super(torch.autograd.Function, _Attention).apply
+attend_with_gradients: Any = super(torch.autograd.Function, _Attention).apply

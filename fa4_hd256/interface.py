@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import plans
-from .autograd import attend, check_differentiable, listed_tiles_of
+from .autograd import attend_with_gradients, check_differentiable, listed_tiles_of
 from .call import process
 from .call.autocast import autocast, is_autocasting
 from .call.checks import are_differentiated, check_kinds, check_lists, check_mask_of
@@ -140,15 +140,17 @@ def flash_attn_func(
     if not (tree_mask is score_mod is k_descale is v_descale is None):
         read, key = read_options(tree_mask, score_mod, k_descale, v_descale)
         others = {**others, **read}
-    arguments = (  # fields of `Call`; None: max_seqlen_q and max_seqlen_k
-        softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant, None,
-        None, config, backward_config, key, key_of_mask, listed_tiles,
+    arguments = plans.call_fields(
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        use_clc=use_clc, num_splits=num_splits, batch_invariant=batch_invariant, config=config,
+        backward_config=backward_config, score_mod=key, mask_mod=key_of_mask,
+        listed_tiles=listed_tiles,
     )  # fmt: skip
     tensors: tuple[Any, ...] = (q, k, v, learnable_sink, *_NO_OTHERS, out)
     if others:
         tensors = (*ForwardTensors(q, k, v, learnable_sink, **others), out)
     form = learnable_sink is None, *others
-    return _attend(tensors, arguments, form, return_lse, return_max_logits)
+    return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
 def flash_attn_varlen_func(
@@ -262,9 +264,11 @@ def flash_attn_varlen_func(
         check_metadata(backward_metadata, causal, window_size, apart)
         read, ds_tiles = _read_metadata((q, k, v, learnable_sink), backward_metadata)
         others = {**others, **read}
-    arguments = (  # fields of `Call`
-        softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
-        max_seqlen_q, max_seqlen_k, config, backward_config, key, None, ds_tiles,
+    arguments = plans.call_fields(
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        use_clc=use_clc, num_splits=num_splits, batch_invariant=batch_invariant,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, config=config,
+        backward_config=backward_config, score_mod=key, listed_tiles=ds_tiles,
     )  # fmt: skip
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
     inputs, results = (q, k, v, learnable_sink), (out, return_lse, return_max_logits)
@@ -296,7 +300,7 @@ def attend_sequences(
     mark = None if metadata is None or is_intercepted() else marked(metadata)
     is_missing = [tensor is None for tensor in sequences]
     form = inputs[-1] is None, *is_missing, offsets_k is offsets_q, mark, *others
-    return _attend(tensors, arguments, form, return_lse, return_max_logits)
+    return _find_and_run(tensors, arguments, form, return_lse, return_max_logits)
 
 
 #: Tensors by name, of calls that have none.
@@ -367,7 +371,7 @@ def _halves(device: torch.device) -> int:
     return tiles.rows // MASK_TILE
 
 
-def _attend(
+def _find_and_run(
     tensors: Sequence[Any],
     arguments: tuple[Any, ...],
     form: tuple[Any, ...],
@@ -384,7 +388,7 @@ def _attend(
     out = tensors[-1]
     if tensors[_K_DESCALE] is not None or out is not None:
         _check_out_and_gradients(tensors, return_max_logits)
-    found, kind = None, _MAXIMA if return_max_logits else _FORWARD
+    found, kind = None, _EAGER_MAXIMA if return_max_logits else _EAGER_FORWARD
     if not is_intercepted():
         found = plans.find((kind, *plans.facts_of(arguments, form)), tensors)
     if found is None:
@@ -406,7 +410,7 @@ def _attend(
             or (sink is not None and sink.requires_grad)
         ):
             check_differentiable(ForwardTensors(*tensors[:-1]))
-            results = attend((entry, addresses, tensors), q, k, v, sink)
+            results = attend_with_gradients((entry, addresses, tensors), q, k, v, sink)
         else:
             only_first = not (return_lse or return_max_logits)
             results = plans.run(entry, tensors, addresses, only_first)
@@ -460,7 +464,7 @@ def _through_dispatcher(
 
 
 #: Kinds of eager calls; `operators` has those of the same operators' bodies.
-_FORWARD = plans.Kind("forward", checked, partial(plan_call, has_batch=False), (OUT,))
-_MAXIMA = plans.Kind(
+_EAGER_FORWARD = plans.Kind("forward", checked, partial(plan_call, has_batch=False), (OUT,))
+_EAGER_MAXIMA = plans.Kind(
     "forward_max_logits", checked, partial(plan_call, has_batch=False, max_logits=True)
 )

@@ -145,17 +145,17 @@ def flash_attn_with_kvcache(
     others, key = NO_TENSORS, None
     if not (words is score_mod is k_descale is v_descale is None):
         others, key = read_options(words, score_mod, k_descale, v_descale)
-    arguments = (  # fields of `Call`; None and 0: backward_config, a block mask, its listed tiles
-        softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
-        max_seqlen_q, max_seqlen_k, config, None, key, None, 0,
+    arguments = plans.call_fields(
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        use_clc=use_clc, num_splits=num_splits, batch_invariant=batch_invariant,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, config=config, score_mod=key,
     )  # fmt: skip
-    results = out, return_lse, False
     # Engines write their caches themselves: such calls are those of the attention at once.
     is_attention = k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
     if is_attention and _are_plain(cache_seqlens):
         inputs = q, k_cache, v_cache, learnable_sink
         sequences = cu_seqlens_q, None, None, cache_seqlens, page_table, scheduler_metadata
-        return attend_sequences(inputs, sequences, others, arguments, results)
+        return attend_sequences(inputs, sequences, others, arguments, (out, return_lse, False))
     named = [others.get(name) for name in _OTHERS] if others else _NO_OTHERS
     tensors: tuple[Any, ...] = (  # fields of `CacheTensors`, whose class takes twice the time
         out, k_cache, v_cache, q, k, v, cache_seqlens, learnable_sink, cu_seqlens_q, page_table,
@@ -167,7 +167,7 @@ def flash_attn_with_kvcache(
     if k is v is None or not is_plain:
         call = cache_checks.in_use(CacheTensors(*tensors))
         if not cache_checks.has_new_rows(call, rotary_interleaved):
-            return _attend(call, others, arguments, results)
+            return _attend_without_new_rows(call, others, arguments, (out, return_lse))
         tensors = call
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         arguments = bounded(arguments, q, words)
@@ -183,20 +183,21 @@ def _are_plain(cache_seqlens: Any) -> bool:
     return isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type != "cpu"
 
 
-def _attend(
+def _attend_without_new_rows(
     call: CacheTensors,
     others: dict[str, torch.Tensor],
     arguments: tuple[Any, ...],
-    results: tuple[Any, bool, bool],
+    results: tuple[Any, bool],
 ) -> Any:
-    """Call the attention alone; call: in use. The others as of `attend_sequences`."""
+    """Call the attention alone; call: in use. results: out, return_lse. The others as of
+    `attend_sequences`."""
     in_cache = {CACHE_BATCH_IDX: call.cache_batch_idx, CACHE_LEFTPAD: call.cache_leftpad}
     return attend_sequences(
         (call.q, call.k_cache, call.v_cache, call.sink),
         (call.cu_seqlens_q, None, None, call.lengths, call.page_table, call.part_list),
         others | {name: tensor for name, tensor in in_cache.items() if tensor is not None},
         arguments,
-        results,
+        (*results, False),
     )
 
 
@@ -211,7 +212,7 @@ def _write_and_attend(
         metadata = tensors[_PART_LIST]
         mark = None if metadata is None else marked(metadata)
         form = mark, bytes([tensor is None for tensor in tensors]), interleaved
-        found = plans.find((_KVCACHE, *plans.facts_of(arguments, form)), tensors)
+        found = plans.find((_EAGER_KVCACHE, *plans.facts_of(arguments, form)), tensors)
         if found is not None:
             entry, addresses = found
             check_memory(tensors, entry.execution is not None)
@@ -233,4 +234,4 @@ assert CacheTensors._fields[13 : 13 + len(_OTHERS)] == _OTHERS
 
 _PART_LIST = CacheTensors._fields.index(PART_LIST)
 #: Eager calls; `operators` has the kind of the same operator's body.
-_KVCACHE = plans.Kind("forward_kvcache", resolved, plan_cache, tuple(range(len(WRITTEN))))
+_EAGER_KVCACHE = plans.Kind("forward_kvcache", resolved, plan_cache, tuple(range(len(WRITTEN))))

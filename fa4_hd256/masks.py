@@ -71,9 +71,9 @@ def prefix_lm(
     tensors on the CPU, for no prefix, and for a device that is not the tensor's.
     """
     prefix = _per_sequence("prefix", prefix, device)
-    own = _levels(seqlen, seqlen_k, prefix.device)
-    limit = torch.maximum(own.level + 1, prefix[:, None])
-    return own.mask(torch.zeros_like(limit), limit)
+    levels = _levels(seqlen, seqlen_k, prefix.device)
+    limit = torch.maximum(levels.level + 1, prefix[:, None])
+    return levels.mask(torch.zeros_like(limit), limit)
 
 
 def sliding_window(
@@ -91,9 +91,9 @@ def sliding_window(
     """
     check_whole("window", window)
     check_whole("first_tokens", first_tokens)
-    own = _levels(seqlen, seqlen_k, torch.device(device or "cpu"))
-    level = own.level[None]
-    return own.mask(level - window, level + 1, first_tokens)
+    levels = _levels(seqlen, seqlen_k, torch.device(device or "cpu"))
+    level = levels.level[None]
+    return levels.mask(level - window, level + 1, first_tokens)
 
 
 def documents(ids: torch.Tensor, *, causal: bool = True, window: int | None = None) -> TileMask:
@@ -112,13 +112,13 @@ def documents(ids: torch.Tensor, *, causal: bool = True, window: int | None = No
         if not causal:
             raise ValueError(f"window is {window} with causal=False; accepted: causal=True")
     ids = _rows_of_ids("ids", ids)
-    own = _levels(ids.shape[1], None, ids.device)
+    levels = _levels(ids.shape[1], None, ids.device)
     first, limit = _runs(ids)
     if causal:
-        limit = torch.minimum(limit, own.level + 1)
+        limit = torch.minimum(limit, levels.level + 1)
     if window is not None:
-        first = torch.maximum(first, own.level - window)
-    return own.mask(first, limit)
+        first = torch.maximum(first, levels.level - window)
+    return levels.mask(first, limit)
 
 
 def bidirectional_blocks(blocks: torch.Tensor, *, window: int | None = None) -> TileMask:
@@ -132,15 +132,15 @@ def bidirectional_blocks(blocks: torch.Tensor, *, window: int | None = None) -> 
     if window is not None:
         check_whole("window", window)
     blocks = _rows_of_ids("blocks", blocks)
-    own = _levels(blocks.shape[1], None, blocks.device)
+    levels = _levels(blocks.shape[1], None, blocks.device)
     begin, end = _runs(blocks)
     alone = blocks < 0
-    limit = torch.where(alone, own.level + 1, torch.maximum(end, own.level + 1))
+    limit = torch.where(alone, levels.level + 1, torch.maximum(end, levels.level + 1))
     first = torch.zeros_like(limit)
     if window is not None:
-        before = (own.level - window).expand_as(begin)
+        before = (levels.level - window).expand_as(begin)
         first = torch.where(alone, before, torch.minimum(begin, before))
-    return own.mask(first, limit)
+    return levels.mask(first, limit)
 
 
 def from_dense(mask: torch.Tensor) -> TileMask:
@@ -320,25 +320,25 @@ def as_tile_mask(
     tables = _tables_of(block_mask)
     if not with_bits:
         return _lists_of(block_mask, tables)
-    kept = _with_bits.get(block_mask)
-    if kept is None or not kept.is_of(block_mask, tables):
-        kept = _KeptMasks(block_mask, tables)
-        if kept.lasts:
-            _with_bits[block_mask] = kept
-    asked = batch, heads
-    if asked in kept.masks:
-        return kept.masks[asked]
-    of_batch, of_heads = kept.apart
+    cached = _with_bits.get(block_mask)
+    if cached is None or not cached.is_of(block_mask, tables):
+        cached = _CachedMasks(block_mask, tables)
+        if cached.lasts:
+            _with_bits[block_mask] = cached
+    sizes = batch, heads
+    if sizes in cached.masks:
+        return cached.masks[sizes]
+    of_batch, of_heads = cached.apart
     needed = batch if of_batch else None, heads if of_heads else None
-    found = kept.masks.get(needed)
-    if found is None:
-        found = _from_block_mask(block_mask, *needed, kept.apart)
-    if is_lasting(found.tiles):
-        kept.masks[needed] = kept.masks[asked] = found
-    return found
+    mask = cached.masks.get(needed)
+    if mask is None:
+        mask = _from_block_mask(block_mask, *needed, cached.apart)
+    if is_lasting(mask.tiles):
+        cached.masks[needed] = cached.masks[sizes] = mask
+    return mask
 
 
-class _KeptMasks:
+class _CachedMasks:
     """Masks with bits made of a `BlockMask`, by (batch, heads) of calls.
 
     apart: what `_apart` says of it. lasts: False where later changes could not be noticed.
@@ -363,7 +363,7 @@ class _KeptMasks:
 
 
 #: Masks with bits, by masks of PyTorch's that are alive.
-_with_bits: weakref.WeakKeyDictionary[Any, _KeptMasks] = weakref.WeakKeyDictionary()
+_with_bits: weakref.WeakKeyDictionary[Any, _CachedMasks] = weakref.WeakKeyDictionary()
 #: Masks without bits, by the same: (states of the tables, sizes, mask).
 _lists: weakref.WeakKeyDictionary[Any, tuple[TensorStates, Any, TileMask]]
 _lists = weakref.WeakKeyDictionary()
@@ -371,13 +371,13 @@ _lists = weakref.WeakKeyDictionary()
 
 def _lists_of(block_mask: Any, tables: tuple[Any, ...]) -> TileMask:
     """Return the mask without bits, made again where the tables have changed."""
-    known = _lists.get(block_mask)
-    if known is not None and known[1] == _sizes_of(block_mask) and known[0].are_of(tables):
-        return known[2]
-    found = from_block_mask(block_mask, with_bits=False)
-    if is_lasting(found.tiles):
-        _lists[block_mask] = TensorStates(tables), _sizes_of(block_mask), found
-    return found
+    cached = _lists.get(block_mask)
+    if cached is not None and cached[1] == _sizes_of(block_mask) and cached[0].are_of(tables):
+        return cached[2]
+    mask = from_block_mask(block_mask, with_bits=False)
+    if is_lasting(mask.tiles):
+        _lists[block_mask] = TensorStates(tables), _sizes_of(block_mask), mask
+    return mask
 
 
 def _tables_of(block_mask: Any) -> tuple[torch.Tensor | None, ...]:
@@ -406,10 +406,10 @@ def _check_first(mask: TileMask, batch: int | None, heads: int | None) -> None:
             )
 
 
-def _is_block_mask(given: Any) -> bool:
+def _is_block_mask(mask: Any) -> bool:
     """Recognise a BlockMask without an import, which takes long: its maker has imported it."""
     module = sys.modules.get(_FLEX_ATTENTION)
-    return module is not None and isinstance(given, module.BlockMask)
+    return module is not None and isinstance(mask, module.BlockMask)
 
 
 def _kinds(
@@ -423,10 +423,10 @@ def _kinds(
     numbers = torch.arange(indices.shape[3], device=indices.device)
     # Entries behind a row's count go into a column past the others.
     places = torch.where(numbers < counts[..., None], indices, columns)[:, :, : of_blocks[0]]
-    found = torch.full(
+    kinds = torch.full(
         (*places.shape[:3], columns + 1), EMPTY, dtype=torch.int8, device=places.device
     )
-    return found.scatter_(3, places.long().clamp(max=columns), kind)[..., :columns]
+    return kinds.scatter_(3, places.long().clamp(max=columns), kind)[..., :columns]
 
 
 def _evaluator(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -575,14 +575,14 @@ def _rows_of_ids(name: str, ids: Any) -> torch.Tensor:
     return ids if ids.ndim == 2 else ids[None]
 
 
-def _per_sequence(name: str, given: Any, device: Any) -> torch.Tensor:
+def _per_sequence(name: str, value: Any, device: Any) -> torch.Tensor:
     """Return (1 or batch,) int64."""
-    if not isinstance(given, torch.Tensor):
-        check_whole(name, given, accepted="an int of 0 or more, or (batch,) integers")
-        return torch.tensor([given], device=device)
-    check_integers(name, given, (1,), "an int, or (batch,) integers")
-    if device is not None and torch.device(device).type != given.device.type:
-        raise ValueError(f"device is {device}; accepted: {given.device}, like {name}, or None")
-    if given.device.type == "cpu" and (given < 0).any():
-        raise ValueError(f"{name} is {given.tolist()}; accepted: 0 or more")
-    return given.long()
+    if not isinstance(value, torch.Tensor):
+        check_whole(name, value, accepted="an int of 0 or more, or (batch,) integers")
+        return torch.tensor([value], device=device)
+    check_integers(name, value, (1,), "an int, or (batch,) integers")
+    if device is not None and torch.device(device).type != value.device.type:
+        raise ValueError(f"device is {device}; accepted: {value.device}, like {name}, or None")
+    if value.device.type == "cpu" and (value < 0).any():
+        raise ValueError(f"{name} is {value.tolist()}; accepted: 0 or more")
+    return value.long()

@@ -12,8 +12,7 @@ import torch
 from . import plans
 from .autograd import gradients, save_for_backward
 from .call.autocast import autocast
-from .call.cache_checks import check_call as check_cache
-from .call.cache_checks import check_memory
+from .call.cache_checks import check_cache_tensors, check_memory
 from .call.forward_problem import check_operator
 from .call.memory import check_writable
 from .call.operator_arguments import (
@@ -42,7 +41,7 @@ def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
     sequences with a batch of 1."""
     tensors, values = forward_arguments(arguments)
-    out, lse = plans.within(_FORWARD, (*tensors, None), values)
+    out, lse = plans.within(_BODY_FORWARD, (*tensors, None), values)
     return out, lse
 
 
@@ -52,8 +51,8 @@ OUT = len(ForwardTensors._fields)
 #: Tensors that `forward_kvcache` writes to, the first ones.
 WRITTEN = CacheTensors._fields[:3]
 #: Kinds of the operators' bodies; `interface` has those of eager calls.
-_FORWARD = plans.Kind("forward", _values, plan_call, (OUT,))
-_MAXIMA = plans.Kind("forward_max_logits", _values, partial(plan_call, max_logits=True))
+_BODY_FORWARD = plans.Kind("forward", _values, plan_call, (OUT,))
+_BODY_MAXIMA = plans.Kind("forward_max_logits", _values, partial(plan_call, max_logits=True))
 
 
 @forward.register_fake
@@ -77,7 +76,7 @@ def forward_max_logits(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, tor
     """Return (out, lse, max_logits) for the arguments of `forward`; max_logits: (heads,) float32,
     without a gradient."""
     tensors, values = forward_arguments(arguments)
-    out, lse, max_logits = plans.within(_MAXIMA, (*tensors, None), values)
+    out, lse, max_logits = plans.within(_BODY_MAXIMA, (*tensors, None), values)
     return out, lse, max_logits
 
 
@@ -99,7 +98,7 @@ def forward_out(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Return the lse of `forward` with these arguments, whose result goes to out, 4-D."""
     check_writable(out, arguments)
     inputs, values = forward_arguments(arguments)
-    _, lse = plans.within(_FORWARD, (*inputs, out), values)
+    _, lse = plans.within(_BODY_FORWARD, (*inputs, out), values)
     return lse
 
 
@@ -118,23 +117,23 @@ def forward_kvcache(*arguments: Any) -> torch.Tensor:
     lse. arguments: the fields of `CacheTensors`, then those of `CacheValues`."""
     tensors, values = cache_arguments(arguments)
     check_memory(tensors)
-    _, lse = plans.within(_KVCACHE, tensors, values)
+    _, lse = plans.within(_BODY_KVCACHE, tensors, values)
     return lse
 
 
 def _checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
     """Check the tensors of `forward_kvcache`: the `Kind.resolve` of its body."""
-    check_cache(CacheTensors(*tensors))
+    check_cache_tensors(CacheTensors(*tensors))
     return CacheValues(*facts[: len(CacheValues._fields)])
 
 
-_KVCACHE = plans.Kind("forward_kvcache", _checked, plan_cache, tuple(range(len(WRITTEN))))
+_BODY_KVCACHE = plans.Kind("forward_kvcache", _checked, plan_cache, tuple(range(len(WRITTEN))))
 
 
 @forward_kvcache.register_fake
 def _(*arguments: Any) -> torch.Tensor:
     tensors, values = cache_arguments(arguments)
-    check_cache(tensors, values.rotary_interleaved)
+    check_cache_tensors(tensors, values.rotary_interleaved)
     check_operator(tensors.attention(tensors.lengths).with_batches(), values.attention())
     *batch, rows, heads, _ = tensors.q.shape
     return tensors.q.new_empty((*batch, heads, rows), dtype=torch.float32)

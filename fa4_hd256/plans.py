@@ -49,8 +49,8 @@ from .run.execute import Execution, addresses_of
 from .run.plan import LaunchPlan
 
 __all__ = [
-    "LARGEST", "Entry", "Kind", "facts_of", "find", "forget_plans", "key_of", "launched_by",
-    "leading", "repeats", "run", "within",
+    "LARGEST", "Entry", "Kind", "call_fields", "facts_of", "find", "forget_plans", "key_of",
+    "launched_by", "leading", "repeats", "run", "within",
 ]  # fmt: skip
 
 #: Tensors of a call in the order of its arguments, None for one that is not given.
@@ -251,6 +251,34 @@ def launched_by(call: Callable[[], Any]) -> list[LaunchPlan]:
 
 #: Lists that get the plans of calls, for `launched_by`.
 _watching: list[list[LaunchPlan]] = []
+
+
+def call_fields(  # noqa: PLR0913
+    *,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    use_clc: Any,
+    num_splits: Any,
+    batch_invariant: Any,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    config: Any,
+    backward_config: Any = None,
+    score_mod: str | None = None,
+    mask_mod: str | None = None,
+    listed_tiles: int = 0,
+) -> tuple[Any, ...]:
+    """Return the fields of a `Call` as a plain tuple, in a third of the time that a named one
+    takes by keyword."""
+    return (
+        softmax_scale, causal, window_size, softcap, use_clc, num_splits, batch_invariant,
+        max_seqlen_q, max_seqlen_k, config, backward_config, score_mod, mask_mod, listed_tiles,
+    )  # fmt: skip
+
+
+assert call_fields(**{name: name for name in Call._fields}) == Call._fields  # type: ignore
 
 
 def facts_of(arguments: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:

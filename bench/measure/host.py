@@ -255,7 +255,7 @@ LONG_WAY = {
         "fa4_hd256.call.forward_problem:Problem.describe",
         "fa4_hd256.call.backward_problem:BackwardProblem.describe",
         "fa4_hd256.call.forward_problem:Call.values",
-        "fa4_hd256.call.cache_checks:check_call", "fa4_hd256.run.append:check_contents",
+        "fa4_hd256.call.cache_checks:check_cache_tensors", "fa4_hd256.run.append:check_contents",
     ),
     "plan": (
         "fa4_hd256.run.forward:plan_forward", "fa4_hd256.run.backward:plan_backward",

@@ -130,7 +130,7 @@ def counted(lengths: torch.Tensor, k: torch.Tensor, offsets: torch.Tensor | None
     return lengths + (k.shape[1] if offsets is None else offsets.diff())
 
 
-def check_call(call: CacheTensors, interleaved: Any = True) -> None:
+def check_cache_tensors(call: CacheTensors, interleaved: Any = True) -> None:
     """Raise TypeError or ValueError for tensors that are not accepted, whatever they hold."""
     has_new_rows(in_use(call), interleaved)
     if call.out is not None:
@@ -146,7 +146,7 @@ def resolved(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
     """Return the operator's values of a call, checked. tensors: the fields of `CacheTensors`.
     facts: begin with the fields of `Call`, the last one is rotary_interleaved."""
     call, interleaved = CacheTensors(*tensors), facts[-1]
-    check_call(call, interleaved)
+    check_cache_tensors(call, interleaved)
     values = Call(*facts[: len(Call._fields)]).values(call.attention(call.lengths))
     return CacheValues.of(values, bool(interleaved))
 

@@ -87,9 +87,9 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
         return _by_heads(problem, min(ds_bytes // of_head, heads_kv), sequences, gpu)
     if problem.forward.ragged:
         return _undivided(problem, gpu)
-    found = _by_sequences(problem, ds_bytes, gpu)
-    if found is not None:
-        return found
+    division = _by_sequences(problem, ds_bytes, gpu)
+    if division is not None:
+        return division
     if None not in problem.forward.options.window:
         # A band that does not fit is a wide one. Keys of its ranges would be those of several, and
         # what these add to them soon takes more than to recompute dS.
@@ -109,8 +109,8 @@ def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Divisio
     heads_kv, sequences, *_ = _lengths(problem)
     if not problem.ds_bytes_of_head:
         return _by_heads(problem, heads_kv, sequences, gpu)
-    found = _by_sequences(problem, ds_bytes, gpu) or _of_group(problem, ds_bytes, gpu)
-    if found is None:
+    division = _by_sequences(problem, ds_bytes, gpu) or _of_group(problem, ds_bytes, gpu)
+    if division is None:
         heads, least = _least_of_group(problem)
         config = spelled(problem.forward.kernels.config("backward"))
         raise NotImplementedError(
@@ -118,7 +118,7 @@ def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Divisio
             f"head(s) of a sequence with all its keys, {least} bytes here; ds_bytes allows "
             f"{ds_bytes}. Accepted: backward_config={config}(ds_bytes={least}) or more"
         )
-    return found
+    return division
 
 
 def _by_sequences(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | None:
@@ -256,9 +256,9 @@ def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, 
 def _ends_of_ranges(problem: BackwardProblem, ds_bytes: int) -> list[int]:
     """Return the ends of ranges of queries that are as long as fits; none if a single unit does not
     fit."""
-    seqlen_q, found = problem.forward.q_shape[1], [0]
-    while found[-1] < seqlen_q:
-        begin = found[-1]
+    seqlen_q, ends_of_ranges = problem.forward.q_shape[1], [0]
+    while ends_of_ranges[-1] < seqlen_q:
+        begin = ends_of_ranges[-1]
 
         def taken(end: int, begin: int = begin) -> int:
             return _bytes_of_range(problem, range(begin, min(end, seqlen_q)))
@@ -267,8 +267,8 @@ def _ends_of_ranges(problem: BackwardProblem, ds_bytes: int) -> list[int]:
         fitting = bisect.bisect_right(ends, ds_bytes, key=taken)
         if not fitting:
             return []
-        found.append(min(ends[fitting - 1], seqlen_q))
-    return found[1:]
+        ends_of_ranges.append(min(ends[fitting - 1], seqlen_q))
+    return ends_of_ranges[1:]
 
 
 def _bytes_of_range(problem: BackwardProblem, queries: range) -> int:

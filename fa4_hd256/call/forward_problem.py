@@ -46,8 +46,7 @@ from .tree_mask import check_words, is_wide
 class Call(NamedTuple):
     """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one.
 
-    listed_tiles: as of `BackwardProblem`. Public functions make a plain tuple in this order, in
-    half the time that a named one takes; `checked` names its fields.
+    listed_tiles: as of `BackwardProblem`. Public functions make its fields by `plans.call_fields`.
     """
 
     softmax_scale: Any
@@ -94,11 +93,23 @@ class Call(NamedTuple):
         rows = 1 if offsets is None else q.shape[1]
         is_bounded = masked or options.window != (None, None)
         use_clc = forward_use_clc(self.use_clc, is_bounded, rows, offsets, longest[0])
+        (window_left, window_right), (config, backward_config) = options.bounds, names
         return ForwardValues(
-            options.softmax_scale, *options.bounds, options.softcap, *longest, use_clc, *names,
-            num_splits, backward_use_clc(self.use_clc), self.score_mod, self.mask_mod,
-            self.listed_tiles,
-        )  # fmt: skip
+            softmax_scale=options.softmax_scale,
+            window_left=window_left,
+            window_right=window_right,
+            softcap=options.softcap,
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
+            use_clc=use_clc,
+            config=config,
+            backward_config=backward_config,
+            num_splits=num_splits,
+            backward_use_clc=backward_use_clc(self.use_clc),
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
+            listed_tiles=self.listed_tiles,
+        )
 
 
 _AT_SPLITS = Call._fields.index("num_splits")
@@ -174,7 +185,7 @@ class Problem:
         (q, k, v), ragged = tensors, ragged or {}
         check_options(options.softmax_scale, options.softcap)
         checks.check_functions((options.score_mod, options.mask_mod), options.softcap, k, ragged)
-        check_call(q, k, v, sink, ragged)
+        check_forward_tensors(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
         kv_dtype, paged = k.dtype if k.dtype in KV_DTYPES else None, PAGE_TABLE in ragged
@@ -403,7 +414,7 @@ def operands_of(
     return tensors.q, *memory.without_expanded_heads(tensors.k, tensors.v)
 
 
-def check_call(
+def check_forward_tensors(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -494,6 +505,6 @@ def check_operator(tensors: ForwardTensors, values: ForwardValues) -> None:
     """Check all of an operator's arguments that can be checked where sizes are symbols and tensors
     have no contents."""
     ragged = tensors.others()
-    check_call(tensors.q, tensors.k, tensors.v, tensors.sink, ragged)
+    check_forward_tensors(tensors.q, tensors.k, tensors.v, tensors.sink, ragged)
     functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
     check_num_splits(values.num_splits)

@@ -176,10 +176,19 @@ class ForwardValues(NamedTuple):
     def of_backward(self, wanted: Sequence[bool]) -> BackwardValues:
         """Return the values of the gradients."""
         return BackwardValues(
-            self.softmax_scale, self.window_left, self.window_right, self.softcap,
-            self.max_seqlen_q, self.max_seqlen_k, self.backward_use_clc, self.backward_config,
-            self.score_mod, self.mask_mod, self.listed_tiles, wanted,
-        )  # fmt: skip
+            softmax_scale=self.softmax_scale,
+            window_left=self.window_left,
+            window_right=self.window_right,
+            softcap=self.softcap,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            use_clc=self.backward_use_clc,
+            config=self.backward_config,
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
+            listed_tiles=self.listed_tiles,
+            wanted=wanted,
+        )
 
 
 class BackwardValues(NamedTuple):

@@ -135,8 +135,8 @@ class TileMask:
             numbers = torch.arange(start, start + len(chosen), device=kinds.device) + 1
             bits[start + 1 : start + 1 + len(chosen)] = _packed(seen)
             whole, some = seen.flatten(1).all(1), seen.flatten(1).any(1)
-            found = torch.where(whole, FULL, torch.where(some, numbers, ABSENT)).int()
-            flat[chosen] = torch.where(is_partial[chosen], found, flat[chosen])
+            decided = torch.where(whole, FULL, torch.where(some, numbers, ABSENT)).int()
+            flat[chosen] = torch.where(is_partial[chosen], decided, flat[chosen])
         return cls(lengths, tiles, bits, of_first)
 
     @classmethod
@@ -156,16 +156,16 @@ class TileMask:
             self._masks, "lists", lambda: TileMask(self.lengths, self.tiles.clamp(max=ASKED), None)
         )
 
-    def _once(self, kept: dict[Any, Made], kind: Any, make: Callable[[], Made]) -> Made:
+    def _once(self, cache: dict[Any, Made], kind: Any, make: Callable[[], Made]) -> Made:
         """Return what `make` makes of this mask, of this kind; once, where that may serve all its
         calls."""
-        found = kept.get(kind)
-        if found is None:
-            found = make()
-            made = found.tiles if isinstance(found, TileMask) else found
-            if is_lasting(made, self._is_captured):
-                kept[kind] = found
-        return found
+        cached = cache.get(kind)
+        if cached is None:
+            cached = make()
+            tensor = cached.tiles if isinstance(cached, TileMask) else cached
+            if is_lasting(tensor, self._is_captured):
+                cache[kind] = cached
+        return cached
 
     @property
     def device(self) -> torch.device:
@@ -257,10 +257,10 @@ class TileMask:
             for rows, length in zip((queries, keys), self.lengths, strict=True)
         )
         if is_aligned:
-            own = self.met(queries, keys)[:, heads.start : heads.stop].contiguous()
-            made = TileMask(lengths, own, self.bits, self.of_first)
-            made._of_bits = self._of_bits
-            return made
+            tiles_of_part = self.met(queries, keys)[:, heads.start : heads.stop].contiguous()
+            part = TileMask(lengths, tiles_of_part, self.bits, self.of_first)
+            part._of_bits = self._of_bits
+            return part
         kinds = torch.where(tiles == ABSENT, EMPTY, PARTIAL)
         kinds = torch.where(tiles == FULL, WHOLE, kinds).to(torch.int8)
         for dimension, rows in ((2, queries), (3, keys)):
@@ -286,26 +286,26 @@ class TileMask:
         """Return, for each `rows` queries and each `rows` keys, whether tiles that they meet are
         not empty. Waits for the device, once. rows: divides both lengths."""
         if rows not in self._units:
-            found = (self.tiles != ABSENT).flatten(0, 1).any(0).cpu()
+            is_met = (self.tiles != ABSENT).flatten(0, 1).any(0).cpu()
             for length in self.lengths:
-                found = torch.stack(
+                is_met = torch.stack(
                     [
-                        found[first // MASK_TILE : count_mask_tiles(first + rows)].any(0)
+                        is_met[first // MASK_TILE : count_mask_tiles(first + rows)].any(0)
                         for first in range(0, length, rows)
                     ]
                 ).T
-            self._units[rows] = tuple(map(tuple, found.tolist()))
+            self._units[rows] = tuple(map(tuple, is_met.tolist()))
         return self._units[rows]
 
 
 def _exchanged(bits: torch.Tensor) -> torch.Tensor:
     """Tiles of bits with queries and keys exchanged."""
     columns = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
-    found = torch.empty_like(bits)
-    for chosen in _chunks(len(found), bits.device):
+    exchanged = torch.empty_like(bits)
+    for chosen in _chunks(len(exchanged), bits.device):
         seen = bits[chosen, ..., None] >> columns & 1
-        found[chosen] = _packed(seen.flatten(2).transpose(1, 2))
-    return found
+        exchanged[chosen] = _packed(seen.flatten(2).transpose(1, 2))
+    return exchanged
 
 
 def _kinds_from(kinds: torch.Tensor, dimension: int, rows: range) -> torch.Tensor:
@@ -338,7 +338,7 @@ def _evaluated(
     places: of tiles among all, in the order of `shape`. Queries past the end see what the last one
     does, keys past the end are not seen.
     """
-    own = torch.arange(MASK_TILE, device=places.device)
+    in_tile = torch.arange(MASK_TILE, device=places.device)
     seqlen_q, seqlen_k = lengths
     for numbers in _chunks(len(places), places.device):
         start, chosen = numbers.start, places[numbers]
@@ -347,8 +347,8 @@ def _evaluated(
             indices.append(left % size)
             left = left // size
         kv_tile, q_tile, head, batch = (index[:, None, None] for index in indices)
-        query = (q_tile * MASK_TILE + own[:, None]).clamp(max=seqlen_q - 1)
-        key = kv_tile * MASK_TILE + own
+        query = (q_tile * MASK_TILE + in_tile[:, None]).clamp(max=seqlen_q - 1)
+        key = kv_tile * MASK_TILE + in_tile
         seen = evaluate(batch, head, query, key.clamp(max=seqlen_k - 1)) & (key < seqlen_k)
         yield start, chosen, seen.expand(-1, MASK_TILE, MASK_TILE)
 
@@ -373,7 +373,7 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
     falling = of_queries.flip(-1).int().argsort(dim=-1, stable=True, descending=True)
     falling = kv_tiles - 1 - falling
     blocks_k, blocks_q = of_keys.shape[2], of_queries.shape[2]
-    found = torch.zeros(
+    lists = torch.zeros(
         *tiles.shape[:2],
         blocks_k + blocks_q,
         1 + max(padded.shape[2:]),
@@ -381,7 +381,7 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
         dtype=torch.int32,
         device=tiles.device,
     )
-    rows, columns = found[:, :, :blocks_k], found[:, :, blocks_k:]
+    rows, columns = lists[:, :, :blocks_k], lists[:, :, blocks_k:]
     rows[..., 0, WRITTEN] = of_keys.sum(-1)
     rows[..., 0, READ] = of_keys[..., :q_tiles].sum(-1)
     # The first number of each tile of keys and block of queries: as many tiles are before it.
@@ -391,13 +391,13 @@ def _blocks(tiles: torch.Tensor) -> torch.Tensor:
     rows[..., 1 : 1 + order.shape[3], 0] = order
     by_keys = padded.transpose(2, 3).unflatten(2, (-1, 2))
     chosen = order[..., None, :].expand(-1, tiles.shape[1], -1, BLOCK_TILES, -1)
-    own = by_keys.gather(4, chosen).transpose(3, 4)
-    rows[..., 1 : 1 + order.shape[3], 1:3] = own.masked_fill(own == ABSENT, NOTHING)
+    kinds = by_keys.gather(4, chosen).transpose(3, 4)
+    rows[..., 1 : 1 + order.shape[3], 1:3] = kinds.masked_fill(kinds == ABSENT, NOTHING)
     columns[..., 0, :2] = of_queries.sum(-1)[..., None]
     columns[..., 1 : 1 + kv_tiles, 0] = falling
     numbers = numbers.transpose(2, 3).gather(3, falling)
     columns[..., 1 : 1 + kv_tiles, NUMBER] = numbers
-    return found
+    return lists
 
 
 def _firsts(rows: torch.Tensor) -> torch.Tensor:
@@ -439,23 +439,23 @@ def blocks_of_queries(blocks: torch.Tensor, keys: int, queries: range) -> torch.
         ((places < written) & (numbers < end)).sum(-1)
         for end in (begin, BLOCK_TILES * limit, count_mask_tiles(queries.stop))
     )
-    found = blocks.new_zeros(shape)
-    own, of_queries = found[:, :, :blocks_k], found[:, :, blocks_k:]
-    own[..., 0, WRITTEN], own[..., 0, READ] = to_end - before, to_last - before
-    own[..., 0, FIRST] = _firsts(own)
+    lists = blocks.new_zeros(shape)
+    of_keys, of_queries = lists[:, :, :blocks_k], lists[:, :, blocks_k:]
+    of_keys[..., 0, WRITTEN], of_keys[..., 0, READ] = to_end - before, to_last - before
+    of_keys[..., 0, FIRST] = _firsts(of_keys)
     moved = (before[..., None] + places[:most]).clamp(max=numbers.shape[-1] - 1) + 1
     listed = rows.gather(3, moved[..., None].expand(*moved.shape, STEP_WORDS))
     # Behind the last one is what nobody takes for a tile, but may ask for.
     listed[..., 0].sub_(begin).clamp_(0, most - 1)
-    own[..., 1 : 1 + most, :] = listed
+    of_keys[..., 1 : 1 + most, :] = listed
     of_queries.copy_(columns[..., :width, :])
     # Numbers begin again: of each tile of keys with another one, at another place of its list.
-    moved_by = _first_numbers(own) - _first_numbers(rows)
+    moved_by = _first_numbers(of_keys) - _first_numbers(rows)
     moved_by -= before.repeat_interleave(BLOCK_TILES, -1)
-    of_keys = of_queries[..., 1:, 0].long().flatten(-2)
-    shift = moved_by.gather(-1, of_keys).view_as(of_queries[..., 1:, 0])
+    tiles_of_keys = of_queries[..., 1:, 0].long().flatten(-2)
+    shift = moved_by.gather(-1, tiles_of_keys).view_as(of_queries[..., 1:, 0])
     of_queries[..., 1:, NUMBER] += shift
-    return found
+    return lists
 
 
 def _steps(tiles: torch.Tensor, halves: int) -> torch.Tensor:
@@ -466,12 +466,12 @@ def _steps(tiles: torch.Tensor, halves: int) -> torch.Tensor:
     numbers = torch.arange(count, device=tiles.device)
     # Those that are listed first, of these the last one first.
     order = (count - 1 - numbers + count * ~is_listed).argsort(-1)
-    found = torch.zeros(
+    lists = torch.zeros(
         *is_listed.shape[:3], 1 + count, STEP_WORDS, dtype=torch.int32, device=tiles.device
     )
-    found[..., 0, 0] = is_listed.sum(-1)
-    found[..., 1:, 0] = order
+    lists[..., 0, 0] = is_listed.sum(-1)
+    lists[..., 1:, 0] = order
     for half in range(halves):
-        own = of_halves[:, :, :, half].gather(-1, order)
-        found[..., 1:, 1 + half] = own.masked_fill(own == ABSENT, NOTHING)
-    return found
+        kinds = of_halves[:, :, :, half].gather(-1, order)
+        lists[..., 1:, 1 + half] = kinds.masked_fill(kinds == ABSENT, NOTHING)
+    return lists

@@ -63,23 +63,23 @@ class Library:
     module: str
     arguments: dict[str, Argument]
 
-    def checked(self, function: str, given: dict[str, Any], *tensors: Any) -> Any:
+    def checked(self, function: str, values: dict[str, Any], *tensors: Any) -> Any:
         """Return the library's own function for tensors of another head_dim, else None.
 
-        given: all arguments of the call, by name. tensors: those with a head_dim. Raises
+        values: all arguments of the call, by name. tensors: those with a head_dim. Raises
         NotImplementedError for a refused argument that requests something, ValueError for another
         head_dim where the library is not installed.
         """
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] != HEAD_DIM:
                 return self.original(function, tensor.shape[-1])
-        self.refuse(function, given)
+        self.refuse(function, values)
         return None
 
-    def refuse(self, function: str, given: dict[str, Any]) -> None:
+    def refuse(self, function: str, values: dict[str, Any]) -> None:
         """Raise NotImplementedError for a refused argument that requests something, TypeError for
         a name that the table does not have."""
-        for name, value in given.items():
+        for name, value in values.items():
             argument = self.arguments.get(name)
             if argument is None:
                 raise TypeError(f"{self.name}'s {function} got an unexpected argument {name!r}")

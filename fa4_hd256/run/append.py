@@ -25,7 +25,7 @@ __all__ = ["add_append", "append_class", "plan_cache"]
 
 def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     """Return the plan of new rows and of the attention behind them, whose results are (out, lse).
-    tensors: fields of `CacheTensors`, which `cache_checks.check_call` accepts.
+    tensors: fields of `CacheTensors`, which `cache_checks.check_cache_tensors` accepts.
 
     Raises TypeError or ValueError for what the attention refuses, and for contents: all of it
     before anything is written."""

@@ -250,18 +250,20 @@ def specs_of(
         raise ValueError(
             f"softcap is {model.softcap} with alibi; accepted: one of them, as calls take one"
         )
-    where, found = _gpu_named(architecture, gpu), dict[KernelSpec, None]()
+    where, specs = _gpu_named(architecture, gpu), dict[KernelSpec, None]()
     for problem in _forward_problems(model, needs, architecture):
         for call in _divided(problem, where, needs):
-            found |= dict.fromkeys(_of_forward(call, model.heads_kv, where))
+            specs |= dict.fromkeys(_of_forward(call, model.heads_kv, where))
     for dtype in needs.dtypes:
-        found |= dict.fromkeys(_combines(dtype, architecture))
-    found |= dict.fromkeys(append_spec(own, architecture) for own in _appends(model, needs))
+        specs |= dict.fromkeys(_combines(dtype, architecture))
+    specs |= dict.fromkeys(
+        append_spec(append_class, architecture) for append_class in _appends(model, needs)
+    )
     if TRAINING in needs.uses:
         trained = map(_of_one_row, _changed(_trained(model, needs, architecture), needs))
         for problem in dict.fromkeys(trained):
-            found |= dict.fromkeys(_backwards(problem, model.heads_kv, where))
-    return list(found)
+            specs |= dict.fromkeys(_backwards(problem, model.heads_kv, where))
+    return list(specs)
 
 
 def _gpu_named(architecture: Architecture, name: str) -> Gpu:
@@ -301,8 +303,8 @@ def _placed(problems: Iterable[Problem], needs: Needs) -> Iterator[Problem]:
         yield problem
         if _takes_list(problem.ragged):
             entries = needs.cache_batch_idx and problem.page_size is None
-            own = (CACHE_BATCH_IDX,) * entries + (CACHE_LEFTPAD,) * needs.cache_leftpad
-            for more in dict.fromkeys((*((name,) for name in own), own)):
+            names = (CACHE_BATCH_IDX,) * entries + (CACHE_LEFTPAD,) * needs.cache_leftpad
+            for more in dict.fromkeys((*((name,) for name in names), names)):
                 if more:
                     yield replace(problem, ragged=_with(problem.ragged, *more))
 
@@ -426,23 +428,25 @@ def _of_forward(problem: Problem, heads_kv: int, gpu: Gpu) -> Sequence[KernelSpe
 def _views(problem: Problem, k_shape: Sequence[int]) -> dict[str, View]:
     """Views of the tensors of a described call, by name."""
     of_keys = problem.kv_dtype or problem.dtype
-    found = {
+    views = {
         "q": View.contiguous("q", problem.q_shape, problem.dtype),
         "k": View.contiguous("k", k_shape, of_keys),
         "v": View.contiguous("v", k_shape, of_keys),
         "sink": View.contiguous("sink", problem.q_shape[2:3], torch.float32),
     }
     functions = problem.options.score_mod, problem.options.mask_mod
-    forms = [form.split() for own in functions if own is not None for form in own.tensors]
+    forms = [
+        form.split() for function in functions if function is not None for form in function.tensors
+    ]
     for name, (kind, rank) in zip(problem.function_tensors, forms, strict=True):
-        found[name] = View.contiguous(name, (1,) * int(rank), getattr(torch, kind))
+        views[name] = View.contiguous(name, (1,) * int(rank), getattr(torch, kind))
     for name in problem.scales:
-        found[name] = View.contiguous(name, (1, k_shape[2]), torch.float32)
+        views[name] = View.contiguous(name, (1, k_shape[2]), torch.float32)
     for name in problem.ragged:
         is_wide = name == TREE_WORDS and problem.wide_tree
         dtype = torch.int64 if is_wide else torch.int32
-        found[name] = View.contiguous(name, (1,) * table_rank(name), dtype)
-    return found
+        views[name] = View.contiguous(name, (1,) * table_rank(name), dtype)
+    return views
 
 
 @functools.cache
@@ -476,18 +480,18 @@ def _appends(model: AttentionModel, needs: Needs) -> Iterator[AppendClass]:
     choices = itertools.product(forms, needs.dtypes, needs.kv_dtypes, (False, True))
     for ragged, dtype, kv_dtype, packed in choices:
         paged = PAGE_TABLE in ragged
-        found = [AppendClass(kv_dtype or dtype, packed, paged)]
+        classes = [AppendClass(kv_dtype or dtype, packed, paged)]
         for descale in () if kv_dtype is None else _descales(kv_dtype, paged):
-            found.append(AppendClass(dtype, packed, paged, kv_dtype, descale))
+            classes.append(AppendClass(dtype, packed, paged, kv_dtype, descale))
         if needs.cache_batch_idx and not paged:
             # An entry of the cache is a page of all its rows.
-            found += [replace(own, paged=True) for own in found]
-        for own in found:
-            yield own
+            classes += [replace(append_class, paged=True) for append_class in classes]
+        for append_class in classes:
+            yield append_class
             # Rows that are in e4m3 already are rotated in no call.
-            rotated = needs.rotary and own.dtype == dtype
+            rotated = needs.rotary and append_class.dtype == dtype
             for rotary in _rotaries(model, dtype, ragged) if rotated else ():
-                yield replace(own, rotary=rotary)
+                yield replace(append_class, rotary=rotary)
 
 
 def _rotaries(
@@ -533,16 +537,16 @@ def _backwards(forward: Problem, heads_kv: int, gpu: Gpu) -> Iterator[KernelSpec
     for keeps_ds, head_parts, lse_gradient in choices:
         of_lengths = (DS_BEGINS,) if keeps_ds and forward.ragged == FORMS["packed"] else ()
         for more in dict.fromkeys(((), of_lengths)):
-            own = replace(forward, ragged=(*forward.ragged, *more))
+            ragged_forward = replace(forward, ragged=(*forward.ragged, *more))
             problem = BackwardProblem(
-                own, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds, listed_tiles=1
+                ragged_forward, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds, listed_tiles=1
             )
             one = range(1)
             chunk = Chunk(problem, range(heads), range(heads_kv), one, one, one)
             for wanted in (Wanted(),) if keeps_ds else _WANTED:
                 builder = PlanBuilder(forward.device, {})
                 results = wanted, dict.fromkeys("qkv", True)
-                views = _views(own, k_shape) | _of_gradients(problem)
+                views = _views(ragged_forward, k_shape) | _of_gradients(problem)
                 add_division(builder, Division(problem, (chunk,)), results, views, (config, gpu))
                 yield from builder.plan().specs
 
@@ -551,7 +555,7 @@ def _of_gradients(problem: BackwardProblem) -> dict[str, View]:
     """Views of the tensors that gradients take beside those of the forward, by name."""
     forward = problem.forward
     of_rows = "out", "dout"
-    found = {name: View.contiguous(name, forward.q_shape, forward.dtype) for name in of_rows}
+    views = {name: View.contiguous(name, forward.q_shape, forward.dtype) for name in of_rows}
     for name in ("lse", "dlse") if problem.lse_gradient else ("lse",):
-        found[name] = View.contiguous(name, forward.lse_shape, torch.float32)
-    return found
+        views[name] = View.contiguous(name, forward.lse_shape, torch.float32)
+    return views

@@ -27,6 +27,8 @@ MORE_PARAMETERS = {
     ("fa4_hd256/interface.py", "flash_attn_func"): 23,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 32,
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 34,
+    # The fields of a record, by name.
+    ("fa4_hd256/plans.py", "call_fields"): 14,
     ("fa4_hd256/integrations/context_parallel/attention.py", "ring_attention"): 19,
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 11,
     ("fa4_hd256/integrations/hub/functions.py", "flash_attn_func"): 10,

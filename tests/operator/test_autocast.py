@@ -126,4 +126,4 @@ def test_over_ranks(monkeypatch):
     monkeypatch.setattr(over_ranks, "batched", batched)
     q, k, v = inputs("cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(Stop, match="bfloat16"):
-        over_ranks._attend("ring", (q, k, v), None, Ranks())
+        over_ranks._attend_over_ranks("ring", (q, k, v), None, Ranks())

@@ -112,7 +112,7 @@ def test_a_first_call(make):
     assert {"plans.py", "run/plan.py", "run/execute.py"} <= found.handed_on
     assert len(found.handed_on) <= MOST[make][0], sorted(found.handed_on)
     assert not found.calls["plans.py"] & ABOVE, "a turn back"
-    assert found.functions["call/forward_problem.py:check_call"] == 1, "described twice"
+    assert found.functions["call/forward_problem.py:check_forward_tensors"] == 1, "described twice"
 
 
 @CALLS

@@ -81,7 +81,7 @@ def ring_attention(
         deterministic, return_lse, config, backward_config, use_clc, score_mod, block_mask,
         mask_mod,
     )  # fmt: skip
-    return _attend("ring", (q, k, v), arguments, Ranks(group))
+    return _attend_over_ranks("ring", (q, k, v), arguments, Ranks(group))
 
 
 def all_gather_attention(
@@ -118,14 +118,16 @@ def _with_arguments(name: str, tensors: tuple[Any, ...], options: dict[str, Any]
     bound.apply_defaults()
     q, k, v, *others = bound.arguments.values()
     arguments = Arguments(*others)
-    return _attend(name, (q, k, v), arguments, Ranks(arguments.group))
+    return _attend_over_ranks(name, (q, k, v), arguments, Ranks(arguments.group))
 
 
 _SIGNATURE = inspect.signature(ring_attention)
 
 
 @torch.compiler.disable
-def _attend(name: str, inputs: tuple[Any, ...], arguments: Arguments, ranks: Ranks) -> Any:
+def _attend_over_ranks(
+    name: str, inputs: tuple[Any, ...], arguments: Arguments, ranks: Ranks
+) -> Any:
     """Check the call on all ranks, then attend. inputs: q, k, v."""
     q, k, v = autocast(*inputs) if is_autocasting() else inputs
 

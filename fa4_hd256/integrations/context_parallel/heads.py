@@ -125,7 +125,7 @@ def attend_by_heads(
     """Return (out, lse) of `ulysses_attention`. tensors: q, k, v, the sink."""
 
     def attention(*leaves: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return _attend(leaves, settings, ranks)
+        return _attend_to_own_heads(leaves, settings, ranks)
 
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _FailingTogether.apply(ranks, attention, *tensors)
@@ -133,7 +133,7 @@ def attend_by_heads(
         return attention(*tensors)
 
 
-def _attend(
+def _attend_to_own_heads(
     tensors: tuple[Any, ...], settings: Settings, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exchange, attend to this rank's heads, and exchange back."""

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from ... import interface, kv_cache
-from ...call.options import NO_WINDOW
+from ...call.options import NO_WINDOW, window_of
+from ...kernels.mask.windows import Window
 from ..other_dims import attend_alone, has_other_dim
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
-
-Window = tuple[int | None, int | None]
 
 
 def flash_attn_func(
@@ -41,7 +40,8 @@ def flash_attn_func(
     options: dict[str, Any] = {"softcap": softcap, "learnable_sink": learnable_sink}
     if has_other_dim(q, k, v):
         _refuse_at_other_dims(q, options)
-        return attend_alone((q, k, v), softmax_scale, _bounds(causal, window_size), (None, None))
+        window = window_of(window_size, causal)
+        return attend_alone((q, k, v), softmax_scale, window, (None, None))
     out: Any = interface.flash_attn_func(
         q,
         k,
@@ -86,7 +86,8 @@ def flash_attn_varlen_func(
     if has_other_dim(q, k, v):
         _refuse_at_other_dims(q, options)
         offsets = cu_seqlens_q, cu_seqlens_k
-        return attend_alone((q, k, v), softmax_scale, _bounds(causal, window_size), offsets)
+        window = window_of(window_size, causal)
+        return attend_alone((q, k, v), softmax_scale, window, offsets)
     out: Any = interface.flash_attn_varlen_func(
         q,
         k,
@@ -124,17 +125,3 @@ def _refuse_at_other_dims(q: torch.Tensor, options: dict[str, Any]) -> None:
             "another head_dim than 256: calls without them. Choose attn_implementation='eager' for "
             "such layers"
         )
-
-
-def _bounds(causal: bool, window_size: Window) -> Window:
-    """Return (left, right) of a window, None for unbounded sides. Raises ValueError where one side
-    alone is negative, of which libraries have two conventions."""
-    left, right = window_size
-    if (left, right) == (-1, -1):
-        left = right = None
-    if min(left or 0, right or 0) < 0:
-        raise ValueError(
-            f"window_size is {window_size}; accepted at another head_dim than 256: numbers of keys "
-            "from 0, None for an unbounded side, (-1, -1)"
-        )
-    return left, (0 if causal else right)

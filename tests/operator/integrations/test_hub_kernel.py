@@ -141,8 +141,28 @@ def test_another_head_dim(kernel):
     )
     with pytest.raises(NotImplementedError, match="head_dim 64 is given softcap"):
         kernel.flash_attn_func(q, k, v, softcap=30.0)
-    with pytest.raises(ValueError, match=r"window_size is \(-1, 3\)"):
-        kernel.flash_attn_func(q, k, v, window_size=(-1, 3))
+
+
+@pytest.mark.parametrize(
+    ("window", "seen"),
+    [
+        ((-1, 3), lambda ahead: ahead <= 3),
+        ((5, -1), lambda ahead: ahead >= -5),
+        ((-1, -1), lambda ahead: ahead == ahead),
+        ((None, -2), lambda ahead: ahead <= -2),
+        ((2, -3), lambda ahead: ahead != ahead),
+    ],
+)
+def test_windows_at_another_head_dim_are_those_of_the_operator(kernel, window, seen):
+    """-1 is unbounded, as for `flash_attn_func`; other negative numbers are bounds."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 24, heads, 64) for heads in (4, 2, 2))
+    out = kernel.flash_attn_func(q, k, v, window_size=window)
+    mask = seen(torch.arange(24) - torch.arange(24)[:, None])
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, exact.nan_to_num() * mask.any(1)[:, None, None])
 
 
 def test_a_model_by_the_name_of_a_repository(variant, kernel, monkeypatch, device):

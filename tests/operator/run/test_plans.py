@@ -236,7 +236,7 @@ def long_way(monkeypatch):
 
     monkeypatch.setattr(plans, "Execution", Executed)
     monkeypatch.setattr(plans, "repeats", lambda tensors: True)
-    monkeypatch.setattr(interface, "_FORWARD", replace(interface._FORWARD, plan=plan))
+    monkeypatch.setattr(interface, "_EAGER_FORWARD", replace(interface._EAGER_FORWARD, plan=plan))
     forget()
     yield taken
     forget()
