@@ -14,6 +14,7 @@ import os
 import held_memory
 import isolated  # noqa: F401
 import pytest
+import source_lines
 import torch
 from checkout import ROOT
 from operator_memory import forget_calls
@@ -26,6 +27,8 @@ pytest_plugins = ["suite"]
 
 # `isolated` does the same for the simulator.
 os.environ.setdefault("FA4_HD256_CACHE_DIR", str(ROOT / ".cache" / "fa4_hd256"))
+
+source_lines.trace_quickly()
 
 # Other settings of the user for his own runs do not reach the tests.
 for _name in (
