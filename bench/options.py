@@ -168,6 +168,12 @@ def ex2_sweep(parser: argparse.ArgumentParser) -> None:
 def host(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name has TEXT")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
+    parser.add_argument(
+        "--ragged",
+        type=int,
+        metavar="STEPS",
+        help="instead: kernels that so many packed training steps of other lengths make ready",
+    )
     add_output_options(parser)
 
 

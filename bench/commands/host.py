@@ -3,6 +3,8 @@
 On a GPU: calls that came before and calls on the long way through the operator, beside PyTorch's
 SDPA with cuDNN and flash-attn-4. Without one: all but the launch, in whose place an empty C
 function stands (`bench.measure.host.stand_in`), on a few rows, since results on the CPU are filled.
+
+With --ragged: the kernels that packed training steps of other lengths each make ready.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.measure import host
+from bench.measure import host, ragged
 from bench.peers import flash_attn_4
 from bench.tables.ready import results
 from bench.tables.results import emit
@@ -30,6 +32,19 @@ COLUMNS = (
     Column("loop", "ns", ".1f", "an empty loop"),
     Column("parts", "us"),
 )
+
+RAGGED_COLUMNS = (
+    Column("heads"),
+    Column("gradients", title="gradients of"),
+    Column("steps"),
+    Column("first", title="kernels made ready in step 1"),
+    Column("later", title="in the others"),
+    Column("seconds", "s", ".2f", "step 1"),
+    Column("step", "ms", ".1f", "a later step, median"),
+)
+#: (query heads, KV heads, tensors with gradients) of runs: full training and LoRA have all three, a
+#: first layer behind frozen embeddings q alone.
+RAGGED_CASES = ((16, 8, "qkv"), (16, 2, "qkv"), (16, 8, "q"))
 
 #: Rows of a sequence where there is no GPU.
 FEW_ROWS = 2
@@ -115,7 +130,35 @@ def _peers(case: host.HostCase, tensors: host.Tensors) -> dict[str, Callable[[],
     return found
 
 
+def ragged_training(steps: int) -> Table:
+    """Return what packed steps of both of Gemma's masks make ready. Raises ValueError without a
+    GPU, where nothing is made ready ahead."""
+    if steps < 2:
+        raise ValueError(f"--ragged is {steps}; accepted: 2 steps or more")
+    if not torch.cuda.is_available():
+        raise ValueError("--ragged without a CUDA device; accepted: a machine that has one")
+    device = torch.device("cuda", torch.cuda.current_device())
+    origin = {BASIS: "measured", MACHINE: torch.cuda.get_device_name(device)}
+    rows = []
+    for heads, heads_kv, gradients in RAGGED_CASES:
+        found = ragged.train(steps, (heads, heads_kv), gradients, device)
+        rows.append({
+            "heads": f"{heads}/{heads_kv}", "gradients": ", ".join(gradients), "steps": steps,
+            **found._asdict(), "step": found.step * 1e3, **origin,
+        })  # fmt: skip
+    notes = (
+        "A step: forward and backward of a causal layer and of one with a window of 1,024 keys, "
+        f"packed documents of {ragged.MEAN_TOKENS} tokens on average, exponentially distributed, "
+        f"{', '.join(map(str, ragged.TOTALS))} in all. Made ready: compiled, or loaded from a "
+        "cache. Cases share kernels, so that the first has most.",
+    )
+    return Table("ragged", "Kernels of packed training steps", RAGGED_COLUMNS, rows, notes)
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    if arguments.ragged is not None:
+        emit(ragged_training(arguments.ragged), arguments)
+        return 0
     emit(measure(arguments.only, not arguments.no_peers), arguments)
     return 0

@@ -357,6 +357,21 @@ def _add_gradients(
     if whole.sums and OF_KEYS[0] in made:
         parts, sums = (tuple(of[name] for name in OF_KEYS) for of in (results, made))
         builder.launch(sum_spec(whole), sum_call_arguments(parts, sums, None))
+    builder.with_other_lengths(_of_other_lengths(whole, config, set(results)))
+
+
+def _of_other_lengths(problem: BackwardProblem, config: Any, results: set[str]) -> list[KernelSpec]:
+    """Return the kernels of dK and dV that packed sequences of other lengths take: query heads of
+    a group are divided where key tiles are few. results: the gradients that are requested."""
+    can_divide = problem.group > problem.copies and not problem.adds
+    if "cu_seqlens_k" not in problem.forward.ragged or not can_divide or "dk" not in results:
+        return []
+    of_keys = [k.name for k in _kernels(problem) if {*OF_KEYS} & {*k.results} <= results]
+    specs: list[KernelSpec] = []
+    for parts in (problem.copies, problem.group):
+        found = backward_specs(replace(problem, head_parts=parts), config)
+        specs += [found[name] for name in (*of_keys, "sum") if name in found]
+    return specs
 
 
 def _kernels(problem: BackwardProblem) -> tuple[BackwardKernel, ...]:

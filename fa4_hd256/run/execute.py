@@ -23,9 +23,9 @@ from cutlass.cute.runtime import from_dlpack
 from ..call.memory import View
 from ..gpus.devices import is_captured
 from ..private_torch import current_device, current_stream
-from . import launch
+from . import launch, prebuilt
 from .arguments import COUNTER, STREAM, Number, Slot, leaves, mapped
-from .compile import CompiledKernel, compile_kernel
+from .compile import CompiledKernel, compile_kernel, is_capturing
 from .kept_tensors import made_to_keep
 from .plan import Allocation, Launch, LaunchPlan, Lifetime, Operation
 from .tile_counter import tile_counter
@@ -52,8 +52,8 @@ class Execution:
     """A plan that this process can run, from any thread."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        """Compile and load the kernels, all before any is launched. Raises as `compile_kernel`
-        does."""
+        """Compile and load the kernels, all before any is launched, and on a GPU those of other
+        lengths. Raises as `compile_kernel` does."""
         self.plan = plan
         device = plan.device
         allocations = [a for a in plan.allocations if a.lifetime is not Lifetime.STREAM]
@@ -67,6 +67,10 @@ class Execution:
         #: Addresses of what operations make and of the counter, filled in as the steps run.
         self._later = [0] * (len(results) + 1)
         compiled = {spec: compile_kernel(spec) for spec in plan.specs}
+        if device.type == "cuda" and prebuilt.jit_allowed() and not is_capturing():
+            # At the first step of a training run, not in the middle of it.
+            for spec in plan.other_lengths:
+                launch.prepare(compile_kernel(spec), device)
         #: The kernel of each spec and its host code, None for the simulator.
         self._kernels = {
             spec: (kernel, launch.host_function(kernel, device))

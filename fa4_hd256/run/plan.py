@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,8 @@ class LaunchPlan:
     """All that a call does on its device, in order.
 
     inputs: names of the tensors that callers pass, in their order. results: names of what they get,
-    None for a result that was not requested.
+    None for a result that was not requested. other_lengths: kernels that none of these launches
+    runs, but plans of the same call with other lengths do.
     """
 
     device: torch.device
@@ -108,6 +109,7 @@ class LaunchPlan:
     allocations: tuple[Allocation, ...]
     steps: tuple[Launch | Operation, ...]
     results: tuple[str | None, ...]
+    other_lengths: tuple[KernelSpec, ...] = ()
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -125,6 +127,7 @@ class LaunchPlan:
         lines = [f"on {self.device}, given {', '.join(self.inputs)}"]
         lines += [f"allocate {allocation}" for allocation in self.allocations]
         lines += map(str, self.steps)
+        lines += [f"with other lengths {spec.kind} {spec.config}" for spec in self.other_lengths]
         return "\n".join([*lines, f"return {', '.join(map(str, self.results))}"])
 
 
@@ -162,6 +165,7 @@ class PlanBuilder:
     _allocations: dict[str, Allocation] = field(default_factory=dict)
     _steps: list[Launch | Operation] = field(default_factory=list)
     _results: int = 0
+    _other_lengths: dict[KernelSpec, None] = field(default_factory=dict)
 
     @classmethod
     def for_tensors(
@@ -219,11 +223,17 @@ class PlanBuilder:
             self._allocations[COUNTER] = counter
         self._steps.append(Launch(spec, arguments))
 
+    def with_other_lengths(self, specs: Iterable[KernelSpec]) -> None:
+        """Name kernels that plans of the same call with other lengths launch."""
+        self._other_lengths |= dict.fromkeys(specs)
+
     def plan(self, *results: View | None) -> LaunchPlan:
         """Return the plan. results: whole tensors."""
         names = tuple(None if view is None else view.name for view in results)
-        allocations = tuple(self._allocations.values())
-        return LaunchPlan(self.device, tuple(self.inputs), allocations, tuple(self._steps), names)
+        allocations, steps = tuple(self._allocations.values()), tuple(self._steps)
+        launched = {step.spec for step in steps if isinstance(step, Launch)}
+        others = tuple(spec for spec in self._other_lengths if spec not in launched)
+        return LaunchPlan(self.device, tuple(self.inputs), allocations, steps, names, others)
 
     # ------------------------------------------------------------ tensors as kernels read them
 

@@ -1,0 +1,54 @@
+"""Kernels of ragged training batches: what later steps launch is known at the first one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from operator_calls import backward_arguments, forward_arguments
+
+from bench.measure import ragged
+from fa4_hd256.call.operator_arguments import BackwardTensors, ForwardTensors
+from fa4_hd256.call.options import UNBOUNDED
+from fa4_hd256.run import backward, forward
+
+
+def plans_of(lengths, heads, wanted, window_left):
+    """Return the plans of a step: forward and backward of one layer."""
+    total = sum(lengths)
+    q, k = (torch.empty(1, total, count, 256, dtype=torch.bfloat16) for count in heads)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    ragged = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    values = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths), "window_right": 0}
+    values |= {"window_left": window_left, "num_splits": 0}
+    given = forward_arguments(q, k, k, **ragged, **values)
+    count = len(ForwardTensors._fields)
+    first = forward.plan_call((*given[:count], None), forward.ForwardValues(*given[count:]))
+    del values["num_splits"]
+    given = backward_arguments(
+        dout=q, q=q, k=k, v=k, out=q, lse=torch.empty(1, heads[0], total), wanted=wanted,
+        **ragged, **values,
+    )  # fmt: skip
+    count = len(BackwardTensors._fields)
+    return first, backward.plan_call(given[:count], backward.BackwardValues(*given[count:]))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("heads", [(16, 8), (16, 2), (8, 8)], ids=str)
+@pytest.mark.parametrize("wanted", [[True, True, False], [True, False, False]], ids=str)
+def test_a_step_of_other_lengths_needs_no_other_kernel(heads, wanted, arch, monkeypatch):
+    """A hundred steps, all causal and in a window: no kernel that the first did not name."""
+    monkeypatch.setenv("FA4_HD256_ARCH", arch)
+    known = set()
+    for step, lengths in enumerate(ragged.documents(100)):
+        for window_left in (UNBOUNDED, 1023):
+            for plan in plans_of(lengths, heads, wanted, window_left):
+                if step == 0:
+                    known |= {*plan.specs, *plan.other_lengths}
+                assert set(plan.specs) <= known, (step, lengths, set(plan.specs) - known)
+
+
+@pytest.mark.cuda
+def test_a_step_of_other_lengths_makes_nothing_ready():
+    """Kernels of other lengths are compiled with those of the first step."""
+    found = ragged.train(30, (16, 2), "qkv", torch.device("cuda", 0))
+    assert found.first >= 10 and found.later == 0
