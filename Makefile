@@ -69,6 +69,7 @@ test-all:
 # that the tests import are installed (tests/engines.txt).
 test-engines: $(ENGINES)/installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest --all-cases tests/operator/integrations/test_vllm_backend.py
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest --all-cases tests/operator/integrations/test_sglang_backend.py
 
 $(ENGINES)/installed: $(STAMP) tests/engines.txt
 	$(PIP_INSTALL) --target $(ENGINES) --upgrade --no-deps -r tests/engines.txt

@@ -309,7 +309,7 @@ def test_a_list_of_parts_is_honoured(engine, device, monkeypatch):
 
     module, name = {
         vllm: (interface, "flash_attn_varlen_func"),
-        sglang: (sglang.kv_cache, "flash_attn_with_kvcache"),
+        sglang: (sglang.functions.kv_cache, "flash_attn_with_kvcache"),
     }[engine]
     monkeypatch.setattr(module, name, attend)
     listed = get_scheduler_metadata(int32([600, 20], device), 1, 640, 4, 2)
@@ -327,7 +327,9 @@ def test_sglang_does_not_divide_keys_but_by_a_list(device, monkeypatch):
     """One split is its default, which scheduler metadata, refused beside `num_splits`, replaces."""
     seen = []
     monkeypatch.setattr(
-        sglang.interface, "flash_attn_varlen_func", lambda *_, **options: seen.append(options)
+        sglang.functions.interface,
+        "flash_attn_varlen_func",
+        lambda *_, **options: seen.append(options),
     )
     listed = get_scheduler_metadata(int32([600, 20], device), 1, 640, 4, 2)
     for given in (listed, listed.clone(), None):
@@ -570,7 +572,7 @@ def test_every_argument_is_in_the_tables_of_the_page():
 def test_every_argument_of_a_call_site_is_in_a_table():
     own = {"q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k", "max_seqlen_k",
            "seqused_k", "return_softmax_lse"}  # fmt: skip
-    caches = {"k_cache", "v_cache", *sglang.CACHE_OPTIONS}
+    caches = {"k_cache", "v_cache", *sglang.functions.CACHE_OPTIONS}
     for calls, engine, more in ((VLLM, vllm, set()), (SGLANG, sglang, caches)):
         known = own | more | {*engine.OPTIONS.arguments}
         for call in calls.values():

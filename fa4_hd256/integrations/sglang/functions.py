@@ -1,14 +1,8 @@
 """The functions that SGLang's flash-attention backend calls.
 
-    import sglang.srt.layers.attention.flashattention_backend as backend
-    from fa4_hd256.integrations import sglang
-    backend.flash_attn_with_kvcache = sglang.flash_attn_with_kvcache
-    backend.flash_attn_varlen_func = sglang.flash_attn_varlen_func
-
-before models are loaded, for models all of whose layers have head_dim 256. The call sites are those
-of that module in SGLang 0.5.23; its embeddings without a cache call an attribute of the backend's
-object instead. SGLang writes its cache itself, before the call; pages of one row (speculative
-decoding with several drafts a step) are refused.
+The call sites are those of `sglang.srt.layers.attention.flashattention_backend` in SGLang 0.5.23.
+Its embeddings without a cache call an attribute of the backend's object instead. SGLang writes its
+cache itself, before the call.
 """
 
 from __future__ import annotations
@@ -18,10 +12,10 @@ from typing import Any
 
 import torch
 
-from .. import interface, kv_cache
-from ..compat.arguments import Library, honoured, neutral, refused
-from .engine_options import METADATA, our_options
-from .given_out import written_to
+from ... import interface, kv_cache
+from ...compat.arguments import Library, honoured, neutral, refused
+from ..engine_options import METADATA, our_options
+from ..given_out import written_to
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

@@ -1,0 +1,419 @@
+"""SGLang's attention backend for head_dim 256.
+
+SGLang makes one `SGLangBackend` for a model, and for a drafting model one for each step of a draft
+(`SGLangDraft`). Before the layers of a step it calls `init_forward_metadata`, or with CUDA graphs
+`init_forward_metadata_out_graph`; then for each layer `forward_extend` or `forward_decode`.
+
+    cache of a layer    (slots, heads_kv, 256); a page is as many slots in a row
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.speculative.eagle_utils import TreeMaskMode, per_step_draft_out_cache_loc
+
+from ...interface import flash_attn_varlen_func
+from ...kernels.limits import HEAD_DIM
+from ...kv_cache import flash_attn_with_kvcache
+from ...masks import tree_words
+from ..given_out import written_to
+from .checks import check_layer, check_runner
+from .metadata import EngineStep, GraphBuffers, Tables, draft_steps, node_tables, tree_of
+
+__all__ = ["SGLangBackend", "SGLangDraft"]
+
+#: Models whose image tokens see each other. SGLang hands its masks of them to its own backends.
+_IMAGE_MODELS = ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration")
+
+
+class SGLangBackend(AttentionBackend):
+    """Attention of a model's layers.
+
+    draft_step: the step of a draft that this backend serves; None for all else.
+    """
+
+    # Bounds follow from the lengths on the host where SGLang has them, else from the context.
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any, draft_step: int | None = None) -> None:
+        """Raises ValueError or NotImplementedError for a model or a server that it does not fit."""
+        super().__init__()
+        check_runner(runner)
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.kv_index_translator = runner.kv_index_translator
+        self.kv_cache_dtype = self.data_type = runner.kv_cache_dtype
+        self.page_size = runner.page_size
+        self.max_context_len = runner.model_config.context_len
+        self.forward_metadata: EngineStep | None = None
+        self.batch_invariant = bool(get_exec().deterministic.enable_deterministic_inference)
+        pool = self.token_to_kv_pool
+        has_window_cache = isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
+        self._tables = Tables(
+            self.req_to_token_pool.req_to_token,
+            self.page_size,
+            pool.translate_loc_from_full_to_swa if has_window_cache else None,
+        )
+        self._has_window_cache = has_window_cache
+        self._window = runner.sliding_window_size
+        self._has_window = self._window is not None and self._window >= 0
+        self.topk = get_spec().speculative_eagle_topk or 0
+        self._draft_step = draft_step
+        self._verify_mask = self._new_verify_mask(runner)
+        self._graphs: dict[tuple[ForwardMode, int, int], EngineStep] = {}
+        self._buffers: GraphBuffers | None = None
+        self._checked: WeakSet[Any] = WeakSet()
+        _warn_of_images(runner)
+
+    # What SGLang asks.
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        return self._verify_mask
+
+    def read_mask(self, mask: VerifyMask | None) -> None:
+        """Take the mask of another backend of the same model, which SGLang fills for both."""
+        self._verify_mask = mask
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Do nothing: the stream that prepares a verification waits for the draft, so the mask is
+        whole when it is read."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._buffers = GraphBuffers(max_bs)
+
+    # Metadata of a step.
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        is_empty = forward_batch.batch_size == 0
+        self.forward_metadata = None if is_empty else self._step(forward_batch)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self.forward_metadata = self.graph_step(forward_batch, in_capture, self._step)
+
+    def graph_step(
+        self,
+        forward_batch: ForwardBatch,
+        in_capture: bool,
+        build: Callable[[ForwardBatch, bool], EngineStep],
+    ) -> EngineStep:
+        """Return the step that a graph reads, filled. build: as `_step`.
+
+        Launches of a graph keep their bounds. So those of a capture are the largest.
+        """
+        rows = forward_batch.positions.numel()
+        key = forward_batch.forward_mode, forward_batch.batch_size, rows
+        step = build(forward_batch, in_capture)
+        if not in_capture:
+            GraphBuffers.refill(self._graphs[key], step)
+        elif self._buffers is None:
+            raise RuntimeError("init_cuda_graph_state has not been called before a capture")
+        else:
+            self._graphs[key] = self._buffers.hold(step, forward_batch.batch_size)
+        return self._graphs[key]
+
+    def _step(self, batch: ForwardBatch, in_capture: bool = False) -> EngineStep:
+        mode = batch.forward_mode
+        if mode.is_target_verify():
+            return self._verification(batch, in_capture)
+        if mode.is_decode_or_idle():
+            if self._draft_step is not None and batch.spec_info is not None:
+                return self.draft(batch, in_capture).of_draft(self._draft_step)
+            return self._chains(batch, 1, 0, in_capture)
+        return self._extension(batch, in_capture)
+
+    def draft(self, batch: ForwardBatch, in_capture: bool = False) -> EngineStep:
+        """Return all steps of a draft in one `EngineStep`."""
+        steps = get_spec().speculative_num_steps
+        shape = max(self.topk, 1), steps
+        keys = self._most_keys(batch, in_capture)
+        step = draft_steps(self._tables, batch.req_pool_indices, batch.seq_lens, shape, keys)
+        if self._has_window_cache and batch.out_cache_loc is not None:
+            slots = self._tables.in_window(batch.out_cache_loc)
+            slots = per_step_draft_out_cache_loc(slots, batch.batch_size, *shape)
+            step = replace(step, window_slots=slots.contiguous())
+        return self._bounded(step)
+
+    def _chains(self, batch: ForwardBatch, queries: int, more: int, in_capture: bool) -> EngineStep:
+        """Return a step of equally many queries each. more: keys that seq_lens does not count."""
+        requests, keys = batch.batch_size, self._most_keys(batch, in_capture) + more
+        device = batch.seq_lens.device
+        starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * queries
+        return self._bounded(
+            EngineStep(
+                starts,
+                queries,
+                (batch.seq_lens + more).to(torch.int32),
+                min(keys, self._tables.positions),
+                **self._tables.of_requests(batch.req_pool_indices, keys),
+                **self._window_slots(batch),
+            )
+        )
+
+    def _extension(self, batch: ForwardBatch, in_capture: bool) -> EngineStep:
+        """Return a step of prompts, parts of prompts, and blocks of a diffusion model."""
+        counts, longest = batch.extend_seq_lens, batch.extend_seq_lens_cpu
+        rows, keys = batch.positions.numel(), self._most_keys(batch, in_capture)
+        if counts is None:
+            # A draft that verified rows extend has equally many for each request.
+            return self._chains(batch, rows // batch.batch_size, 0, in_capture)
+        starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        first = None
+        if batch.forward_mode.is_dllm_extend() and self._has_window:
+            first = (batch.seq_lens - counts - self._window).clamp(min=0).to(torch.int32)
+        return self._bounded(
+            EngineStep(
+                starts,
+                max(longest) if longest and not in_capture else rows,
+                batch.seq_lens.to(torch.int32),
+                keys,
+                window_first=first,
+                **self._tables.of_requests(batch.req_pool_indices, keys),
+                **self._window_slots(batch),
+            )
+        )
+
+    def _verification(self, batch: ForwardBatch, in_capture: bool) -> EngineStep:
+        """Return a step that verifies a chain of drafts, or a tree of them (topk > 1)."""
+        if getattr(batch.spec_info, "ragged_verify_layout", None) is not None:
+            raise NotImplementedError(
+                "drafts of different lengths are verified (SGLANG_RAGGED_VERIFY_MODE); accepted: "
+                "equally many of each request"
+            )
+        nodes = batch.positions.numel() // batch.batch_size
+        step = self._chains(batch, nodes, nodes, in_capture)
+        if self.topk <= 1:
+            return step
+        seen = self._tree(batch, nodes, in_capture)
+        fields: dict[str, Any] = {"tree_mask": tree_words(seen)}
+        if self._has_window:
+            lengths, requests = batch.seq_lens, batch.req_pool_indices
+            fields |= node_tables(self._tables, requests, lengths, seen, self._window)
+        return replace(step, **fields)
+
+    def _tree(self, batch: ForwardBatch, nodes: int, in_capture: bool) -> torch.Tensor:
+        """Return which node sees which, (requests, nodes, nodes) bool."""
+        lengths, info = batch.seq_lens, batch.spec_info
+        if in_capture:
+            # No tree is there yet: each node sees itself.
+            own = torch.eye(nodes, dtype=torch.bool, device=lengths.device)
+            return own.expand(batch.batch_size, -1, -1)
+        mask, filled = info.custom_mask, self._verify_mask
+        if filled is not None and mask is filled.buffer:
+            of_nodes = filled.mode == TreeMaskMode.QLEN_ONLY
+        else:
+            of_nodes = mask.numel() == info.positions.numel() * nodes
+        return tree_of(mask, lengths, nodes, of_nodes)
+
+    def _most_keys(self, batch: ForwardBatch, in_capture: bool) -> int:
+        """Return a bound of seq_lens that follows from the host alone."""
+        if in_capture or batch.seq_lens_cpu is None:
+            return self._tables.positions
+        return int(batch.seq_lens_cpu.max())
+
+    def _bounded(self, step: EngineStep) -> EngineStep:
+        # The bound decides how keys are divided, which must not depend on the batch.
+        return replace(step, max_seqlen_k=self._tables.positions) if self.batch_invariant else step
+
+    def _window_slots(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
+        if not self._has_window_cache or batch.out_cache_loc is None:
+            return {}
+        slots = self._tables.in_window(batch.out_cache_loc)
+        # Rows of padding in a graph write to slot 0, which no request has.
+        padding = batch.positions.numel() - slots.shape[0]
+        return {"window_slots": torch.nn.functional.pad(slots, (0, max(padding, 0)))}
+
+    # Attention of a layer.
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Write new keys and values to the cache, and return the attention of new queries.
+
+        q: (rows, heads * 256); k, v: (rows, heads_kv, 256), or None where another layer has written
+        them. options: sinks, (heads,); return_lse. Returns (rows, heads * 256), or with return_lse
+        also (rows, heads) float32. Raises NotImplementedError for any other option.
+        """
+        step = self.forward_metadata
+        if step is None:
+            raise RuntimeError("init_forward_metadata has not been called before a layer")
+        if layer not in self._checked:
+            check_layer(layer)
+            self._checked.add(layer)
+        sinks, wants_lse = options.pop("sinks", None), options.pop("return_lse", False)
+        unknown = [name for name, value in options.items() if value is not None]
+        if unknown:
+            raise NotImplementedError(
+                f"{', '.join(unknown)} is given; accepted: sinks and return_lse"
+            )
+        if k is not None and save_kv_cache:
+            where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=step.window_slots)
+            scales = layer.k_scale, layer.v_scale
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *scales)
+        out = getattr(forward_batch, "_attn_output", None)
+        shape = q.shape[0], layer.tp_q_head_num, HEAD_DIM
+        out = None if out is None else out.view(shape)
+        result = self._attend(q.reshape(shape), layer, forward_batch, out, sinks, wants_lse)
+        if wants_lse:
+            return result[0].flatten(1), result[1].T.contiguous()
+        return result.flatten(1)
+
+    def forward_decode(self, *args: Any, **options: Any) -> Any:
+        """Do as `forward_extend`: a step's queries and keys say what it is."""
+        return self.forward_extend(*args, **options)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        layer: Any,
+        batch: ForwardBatch,
+        out: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        wants_lse: bool,
+    ) -> Any:
+        """Return out, or (out, lse), of queries over the cache."""
+        step, window = self.forward_metadata, layer.sliding_window_size
+        assert step is not None
+        reach = window if window is not None and window >= 0 else None
+        keys = _keys_of(step, self._window, reach)
+        page_size = 1 if keys["page_table"] is step.node_table else self.page_size
+        sees_ahead = layer.attn_type != AttentionType.DECODER and not batch.forward_mode.is_decode()
+        options = keys | self._scales(layer) | {
+            "softmax_scale": layer.scaling,
+            "softcap": layer.logit_cap,
+            "learnable_sink": sinks,
+            "batch_invariant": self.batch_invariant,
+            "causal": not sees_ahead,
+        }  # fmt: skip
+        k, v = (
+            paged_kv_view(cache, page_size, layer.tp_k_head_num, HEAD_DIM)
+            for cache in self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        )
+        if sees_ahead and step.window_first is not None and reach is not None:
+            # Rows of a block see the same keys before it, so no window of theirs says which.
+            options |= {
+                "cache_seqlens": options.pop("seqused_k"),
+                "cache_leftpad": step.window_first,
+            }
+            attend: Callable[..., Any] = partial(flash_attn_with_kvcache, q, k, v, **options)
+        else:
+            if reach is not None:
+                options["window_size"] = reach, reach if sees_ahead else 0
+            attend = partial(flash_attn_varlen_func, q, k, v, **options)
+        return written_to(out, q, attend, wants_lse)
+
+    def _scales(self, layer: Any) -> dict[str, torch.Tensor]:
+        scales = layer.k_scale, layer.v_scale
+        if self.kv_cache_dtype != torch.float8_e4m3fn or scales == (None, None):
+            return {}
+        one = torch.ones((), dtype=torch.float32, device=self._tables.req_to_token.device)
+        k_scale, v_scale = (one if scale is None else scale.detach() for scale in scales)
+        return {"k_descale": k_scale, "v_descale": v_scale}
+
+    def _new_verify_mask(self, runner: Any) -> VerifyMask | None:
+        """Return the mask that SGLang fills with a tree of drafts: of the nodes alone."""
+        nodes = get_spec().speculative_num_draft_tokens
+        if runner.is_draft_worker or not nodes:
+            return None
+        requests = self.req_to_token_pool.size
+        room = torch.zeros(requests * nodes**2, dtype=torch.bool, device=runner.device)
+        return VerifyMask(room, TreeMaskMode.QLEN_ONLY, requests, is_read=self.topk > 1)
+
+
+class SGLangDraft:
+    """The backends of all steps of a draft but the last, which share their page tables."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any, topk: int, speculative_num_steps: int) -> None:
+        self.topk, self.speculative_num_steps = topk, speculative_num_steps
+        self.kv_index_translator = runner.kv_index_translator
+        self.attn_backends = [
+            SGLangBackend(runner, step) for step in range(speculative_num_steps - 1)
+        ]
+        self.attn_backend_list = self.attn_backends
+        self.forward_metadata: EngineStep | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        self._share(self.attn_backends[0].draft(forward_batch))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.attn_backends[0].init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        first = self.attn_backends[0]
+        self._share(first.graph_step(forward_batch, in_capture, first.draft))
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Do nothing: tables are filled before a replay."""
+
+    def _share(self, draft: EngineStep) -> None:
+        for step, backend in enumerate(self.attn_backends):
+            backend.forward_metadata = draft.of_draft(step)
+
+
+def _keys_of(step: EngineStep, window: int | None, reach: int | None) -> dict[str, Any]:
+    """Return the arguments that say which queries and keys a layer has. window: the model's. reach:
+    the layer's, None if it has none."""
+    if reach is None or step.tree_mask is None:
+        own = reach is not None and step.window_table is not None
+        return {
+            "cu_seqlens_q": step.cu_seqlens_q,
+            "max_seqlen_q": step.max_seqlen_q,
+            "seqused_k": step.seqused_k,
+            "max_seqlen_k": step.max_seqlen_k,
+            "page_table": step.window_table if own else step.page_table,
+            "tree_mask": step.tree_mask,
+        }
+    if step.node_table is None or window is None or reach > window:
+        raise ValueError(
+            f"a layer has a sliding window of {reach + 1} keys and drafts are a tree, where the "
+            f"model's is {window}; accepted: no larger one"
+        )
+    return {
+        "cu_seqlens_q": step.node_starts,
+        "max_seqlen_q": 1,
+        "seqused_k": step.node_keys,
+        "max_seqlen_k": step.node_table.shape[1],
+        "page_table": step.node_table,
+    }
+
+
+def _warn_of_images(runner: Any) -> None:
+    names = set(getattr(runner.model_config.hf_config, "architectures", None) or ())
+    if names & set(_IMAGE_MODELS) and runner.model_config.is_multimodal:
+        logging.getLogger("fa4_hd256").warning(
+            "tokens of an image see those before them alone in this backend, as in all of SGLang's "
+            "but triton; --prefill-attention-backend triton lets them see each other"
+        )

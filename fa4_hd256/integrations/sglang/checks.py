@@ -1,0 +1,120 @@
+"""What SGLang's backend refuses when a model is loaded, and at a layer's first call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_parallel, get_spec
+
+from ...call.checks import check_pages
+from ...call.tree_mask import MOST_NODES
+from ...gpus.gpu import of_capability
+from ...kernels.limits import HEAD_DIM
+from ...kernels.problem_class import KV_DTYPES
+
+__all__ = ["check_layer", "check_runner", "head_dims", "takes_pages_of"]
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def head_dims(config: Any) -> set[tuple[int, int]]:
+    """Return the head dimensions (of q and k, of v) of a model's layers. config: SGLang's."""
+    dims = {(config.head_dim, config.v_head_dim)}
+    if config.is_hybrid_swa:
+        own = getattr(config, "swa_head_dim", config.head_dim)
+        dims.add((own, getattr(config, "swa_v_head_dim", own)))
+    return dims
+
+
+def takes_pages_of(rows: int) -> bool:
+    """Return True if the operator reads pages of so many rows."""
+    try:
+        check_pages((1, rows))
+    except ValueError:
+        return False
+    return True
+
+
+def check_runner(runner: Any) -> None:
+    """Raise NotImplementedError or ValueError for what the backend cannot serve.
+
+    runner: SGLang's, whose pools are there already.
+    """
+    parallel, config = get_parallel(), runner.model_config
+    refused = {
+        "a model with MLA": runner.use_mla_backend,
+        "cross attention": config.is_encoder_decoder,
+        "decode context parallelism": parallel.dcp_enabled,
+        "context parallelism": parallel.attn_cp_size > 1,
+        "--enable-unified-memory": runner.kv_index_translator.is_translating,
+        "a window that grows with the prompt": getattr(runner, "prefill_aware_swa", False),
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise NotImplementedError(
+                f"{name} is not offered by fa4_hd256; use another --attention-backend"
+            )
+    _check_types(runner)
+    if not takes_pages_of(runner.page_size):
+        raise ValueError(
+            f"page size is {runner.page_size}; accepted: a multiple of 16, --page-size 64"
+        )
+    if (get_spec().speculative_eagle_topk or 0) > 1 and not runner.is_draft_worker:
+        _check_tree(runner)
+
+
+def _check_types(runner: Any) -> None:
+    """Check the GPU and dtypes."""
+    if runner.dtype not in _DTYPES:
+        raise ValueError(f"dtype is {runner.dtype}; accepted: bfloat16 or float16, --dtype")
+    cache = runner.kv_cache_dtype
+    if cache not in (runner.dtype, *KV_DTYPES) or runner.kv_cache_dtype_str.startswith("mx"):
+        raise ValueError(
+            f"KV cache is of {runner.kv_cache_dtype_str} ({cache}); accepted: --kv-cache-dtype "
+            "auto or fp8_e4m3"
+        )
+    if torch.device(runner.device).type == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if of_capability(capability) is None:
+            raise ValueError(
+                f"GPU has compute capability {capability[0]}.{capability[1]}; accepted: 9.0, 10.0 "
+                "and 10.3 (H100, H200, B200, B300)"
+            )
+
+
+def _check_tree(runner: Any) -> None:
+    """Check drafts in a tree (EAGLE with topk > 1)."""
+    nodes = get_spec().speculative_num_draft_tokens
+    if nodes > MOST_NODES:
+        raise ValueError(
+            f"speculative_num_draft_tokens is {nodes} with topk > 1; accepted: up to {MOST_NODES}"
+        )
+    window = runner.sliding_window_size
+    if window is not None and window >= 0 and not takes_pages_of(1):
+        raise ValueError(
+            "speculative_eagle_topk is greater than 1 for a model with sliding windows, where each "
+            "draft has keys of its own, in pages of one row; accepted: --speculative-eagle-topk 1"
+        )
+
+
+def check_layer(layer: Any) -> None:
+    """Raise for a layer that the backend cannot serve."""
+    dims = layer.qk_head_dim, layer.v_head_dim
+    if dims != (HEAD_DIM, HEAD_DIM):
+        raise ValueError(
+            f"layer {layer.layer_id} has head_dim {dims}; accepted: {(HEAD_DIM, HEAD_DIM)}"
+        )
+    refused = {
+        "is_cross_attention": layer.is_cross_attention,
+        "use_irope": layer.use_irope,
+        "pos_encoding_mode": layer.pos_encoding_mode != "NONE",
+        "xai_temperature_len": layer.xai_temperature_len > 0,
+        "logit_capping_method": layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise NotImplementedError(
+                f"layer {layer.layer_id} has {name} {getattr(layer, name)!r}, which is not offered "
+                "by fa4_hd256; use another --attention-backend"
+            )

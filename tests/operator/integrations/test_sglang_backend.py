@@ -1,0 +1,421 @@
+"""The backend inside SGLang's own classes: registry, pools, batches, layer, on CPU tensors too.
+
+SGLang is not among what the tests install (`make test-engines` installs it).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+import no_torchvision  # noqa: F401
+from sglang.srt.arg_groups import choices
+from sglang.srt.layers.attention import attention_registry as registry
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
+from sglang_engine import CONTEXT, HEADS, SCALE, Engine, judged
+
+from fa4_hd256.integrations.sglang import by_head_dim, checks, plugin
+from fa4_hd256.integrations.sglang.backend import SGLangBackend, SGLangDraft
+
+plugin.register()
+HookRegistry.apply_hooks()
+
+EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
+
+#: Decoding, a part of a prompt, a whole prompt: queries, and keys with those of the step.
+MIXED = [1, 9, 20], [37, 41, 20]
+
+
+@pytest.fixture
+def engine(device):
+    """A function that makes an `Engine`, which is closed after the test."""
+    made = []
+
+    def make(**options):
+        made.append(Engine(device, **options))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()
+
+
+@pytest.mark.parametrize(
+    "layer_options, options",
+    [
+        ({}, {}),
+        ({"window": 11, "logit_cap": 30.0}, {"window_size": (11, 0), "softcap": 30.0}),
+    ],
+    ids=["plain", "Gemma 2"],
+)
+def test_a_mixed_step(engine, layer_options, options):
+    """The layer writes new rows to the cache, then attends to all."""
+    server = engine(requests=3, window=layer_options.get("window"))
+    backend, layer = server.backend(), server.layer(**layer_options)
+    assert type(backend) is SGLangBackend
+    batch = server.batch(ForwardMode.MIXED, *MIXED)
+    backend.init_forward_metadata(batch)
+    before = [t.clone() for t in server.pool.get_kv_buffer(0)]
+    q, k, v, out = server.attended(backend, layer, batch, sum(MIXED[0]))
+    slots = batch.out_cache_loc
+    for new, old, cache in zip((k, v), before, server.pool.get_kv_buffer(0)):
+        assert torch.equal(cache[slots], new)
+        others = torch.ones(len(cache), dtype=torch.bool, device=cache.device)
+        others[slots] = False
+        assert torch.equal(cache[others], old[others])
+    server.accurate(q, out, *MIXED, causal=True, **options)
+
+
+def test_decoding_with_sinks(engine):
+    """Lengths are of the device alone; LSE is that of the keys."""
+    server = engine()
+    backend, layer = server.backend(), server.layer()
+    batch = server.batch(DECODE, [1, 1], [37, 20], seq_lens_cpu=None)
+    backend.init_forward_metadata(batch)
+    sinks = torch.randn(HEADS, device=server.device)
+    q, _, _, out = server.attended(backend, layer, batch, 2, sinks=sinks)
+    server.accurate(q, out, [1, 1], [37, 20], causal=True, learnable_sink=sinks)
+    q, _, _, (out, lse) = server.attended(backend, layer, batch, 2, return_lse=True)
+    assert lse.shape == (2, HEADS)
+    for request, keys in enumerate((37, 20)):
+        k, v = server.cached(request, slice(keys))
+        exact = judged(q[request : request + 1], k, v, out.view(2, HEADS, 256)[request][None],
+                       softmax_scale=SCALE, causal=True)  # fmt: skip
+        torch.testing.assert_close(lse[request].cpu(), exact.lse[0, :, 0].float())
+
+
+def test_e4m3_with_scales(engine):
+    """The layer's scales are those of all keys and of all values."""
+    server = engine(cache_dtype=torch.float8_e4m3fn)
+    backend, layer = server.backend(), server.layer()
+    layer.k_scale, layer.v_scale = (
+        torch.nn.Parameter(server.tensor(scale, torch.float32), requires_grad=False)
+        for scale in (0.5, 2.0)
+    )
+    batch = server.batch(DECODE, [1, 1], [37, 20])
+    backend.init_forward_metadata(batch)
+    q, k, v, out = server.attended(backend, layer, batch, 2)
+    scales = (0.5, 2.0)
+    for request, last in enumerate((36, 19)):
+        for new, cached in zip((k, v), server.cached(request, slice(last, last + 1), 0, scales)):
+            # Three bits of mantissa.
+            torch.testing.assert_close(cached[0, 0], new[request].double(), rtol=2**-4, atol=2**-6)
+    server.accurate(q, out, [1, 1], [37, 20], scales=scales, causal=True)
+
+
+def test_a_cache_of_windows(engine):
+    """A layer with a window has pages of another cache, and writes there."""
+    server = engine(window=11, has_window_cache=True)
+    backend, batch = server.backend(), server.batch(EXTEND, [3, 20], [40, 20])
+    backend.init_forward_metadata(batch)
+    for layer_id, window in ((1, 11), (0, -1)):
+        layer = server.layer(window, layer_id)
+        q, k, _, out = server.attended(backend, layer, batch, 23)
+        new = server.cached(0, slice(37, 40), layer_id)[0]
+        assert torch.equal(new[0], k[:3])
+        options = {"window_size": (11, 0)} if layer_id else {}
+        server.accurate(q, out, [3, 20], [40, 20], layer_id, causal=True, **options)
+
+
+#: Parents of the nodes of a tree: two branches, one of which forks.
+PARENTS = [0, 0, 0, 1, 1, 2]
+NODES = len(PARENTS)
+
+
+def tree():
+    seen = torch.eye(NODES, dtype=torch.bool)
+    for node, parent in enumerate(PARENTS[1:], 1):
+        seen[node] |= seen[parent]
+    return seen
+
+
+def verification(server, prefixes, mask):
+    """Return a batch of `NODES` drafts of each request, and its keys."""
+    keys = [count + NODES for count in prefixes]
+    info = SimpleNamespace(
+        custom_mask=mask, draft_token_num=NODES, positions=torch.zeros(NODES * len(keys)),
+        ragged_verify_layout=None,
+    )  # fmt: skip
+    return server.batch(VERIFY, [NODES] * len(keys), keys, spec_info=info), keys
+
+
+def whole_mask(prefixes, seen, device):
+    """Return SGLang's FULL_MASK: of each node the keys before the tree, then the nodes."""
+    rows = [torch.cat((torch.ones(NODES, count, dtype=torch.bool), seen), 1) for count in prefixes]
+    return torch.cat([one.flatten() for one in rows]).to(device)
+
+
+@pytest.mark.parametrize("mode", [TreeMaskMode.QLEN_ONLY, TreeMaskMode.FULL_MASK])
+def test_a_tree_of_drafts_is_verified(engine, mode):
+    """SGLang fills the backend's own mask, or passes one with the keys before the tree."""
+    server = engine(speculative_eagle_topk=2, speculative_num_draft_tokens=NODES)
+    backend, layer = server.backend(), server.layer()
+    own, prefixes, seen = backend.verify_mask, [30, 17], tree()
+    assert own.mode == TreeMaskMode.QLEN_ONLY and own.is_read and own.fits(2)
+    if mode == TreeMaskMode.QLEN_ONLY:
+        mask = own.buffer
+        mask[: 2 * NODES**2] = seen.flatten().repeat(2).to(mask.device)
+    else:
+        mask = whole_mask(prefixes, seen, server.device)
+    batch, keys = verification(server, prefixes, mask)
+    backend.init_forward_metadata(batch)
+    q, _, _, out = server.attended(backend, layer, batch, 2 * NODES)
+    masks = [whole_mask([count], seen, "cpu").view(1, 1, NODES, -1) for count in prefixes]
+    server.accurate(q, out, [NODES] * 2, keys, mask=masks)
+
+
+def test_a_chain_of_drafts_is_verified(engine):
+    server = engine(speculative_eagle_topk=1, speculative_num_draft_tokens=NODES)
+    backend, layer = server.backend(), server.layer()
+    batch, keys = verification(server, [30, 17], None)
+    backend.init_forward_metadata(batch)
+    q, _, _, out = server.attended(backend, layer, batch, 2 * NODES)
+    server.accurate(q, out, [NODES] * 2, keys, causal=True)
+    batch.spec_info.ragged_verify_layout = object()
+    with pytest.raises(NotImplementedError, match="drafts of different lengths"):
+        backend.init_forward_metadata(batch)
+
+
+def branch_positions(prefix, branch, steps, page_size):
+    """Return where a branch's last page of the prefix begins, and where its drafts are."""
+    rest = prefix % page_size
+    pages = -(-(rest + steps) // page_size)
+    begin = prefix - rest + branch * pages * page_size
+    return begin, range(begin + rest, begin + rest + steps)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_branches_of_a_draft(engine, captured):
+    """Each step of a draft attends to the prefix and to its own branch, over pages that SGLang
+    lays out by branches; a replay reads the tensors of its capture."""
+    branches, steps, prefixes = 2, 4, [30, 48]
+    server = engine(
+        speculative_eagle_topk=branches, speculative_num_steps=steps,
+        speculative_num_draft_tokens=NODES,
+    )  # fmt: skip
+    server.runner.is_draft_worker = True
+    draft = SGLangDraft(server.runner, branches, steps)
+    assert len(draft.attn_backends) == steps - 1
+    slots = torch.empty(2, branches, steps, dtype=torch.int64)
+    table = server.runner.req_to_token_pool.req_to_token.cpu().long()
+    caches = server.pool.get_kv_buffer(0)
+    for request, prefix in enumerate(prefixes):
+        for branch in range(branches):
+            begin, places = branch_positions(prefix, branch, steps, server.page_size)
+            own = table[request + 1]
+            slots[request, branch] = own[list(places)]
+            rest = prefix % server.page_size
+            first = prefix - rest
+            for cache in caches:
+                cache[own[begin : begin + rest]] = cache[own[first : first + rest]]
+
+    def batch_of(lengths):
+        return server.batch(
+            DECODE, [1, 1], lengths, spec_info=SimpleNamespace(is_draft_input=lambda: True),
+            out_cache_loc=slots.flatten().to(server.device),
+            positions=torch.zeros(2 * branches, dtype=torch.int64),
+        )  # fmt: skip
+
+    batch = batch_of(prefixes)
+    if captured:
+        draft.init_cuda_graph_state(4, 4 * branches)
+        draft.init_forward_metadata_out_graph(batch_of([1, 1]), in_capture=True)
+        first = [one.forward_metadata.page_table.data_ptr() for one in draft.attn_backends]
+        draft.init_forward_metadata_out_graph(batch)
+        again = [one.forward_metadata.page_table.data_ptr() for one in draft.attn_backends]
+        assert first == again and len(set(first)) == 1
+    else:
+        draft.init_forward_metadata(batch)
+    layer = server.layer()
+    for step in range(steps - 1):
+        batch.out_cache_loc = slots[:, :, step].flatten().to(server.device)
+        q, _, _, out = server.attended(draft.attn_backends[step], layer, batch, 2 * branches)
+        rows = iter(range(2 * branches))
+        for request, prefix in enumerate(prefixes):
+            for branch in range(branches):
+                _, places = branch_positions(prefix, branch, steps, server.page_size)
+                k, v = server.cached(request, [*range(prefix), *places[: step + 1]])
+                row = next(rows)
+                judged(q[row][None], k, v, out.view(-1, HEADS, 256)[row][None],
+                       softmax_scale=SCALE)  # fmt: skip
+
+
+def test_replays_of_a_graph(engine):
+    """A replay fills the tensors of the capture; requests of padding write to slot 0."""
+    server = engine(requests=3, window=11, has_window_cache=True)
+    backend, layers = server.backend(), (server.layer(), server.layer(11, 1))
+    backend.init_cuda_graph_state(4, 4)
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    captured = server.batch(DECODE, [1] * 3, [fill] * 3)
+    backend.init_forward_metadata_out_graph(captured, in_capture=True)
+    step = backend.forward_metadata
+    addresses = {name: tensor.data_ptr() for name, tensor in step.tensors().items()}
+    keys = [37, 41, 20]
+    batch = server.batch(DECODE, [1] * 3, keys)
+    # SGLang's view of a padded batch has the slots of its real rows alone.
+    slots, batch.out_cache_loc = batch.out_cache_loc, batch.out_cache_loc[:2]
+    backend.init_forward_metadata_out_graph(batch)
+    assert backend.forward_metadata is step
+    assert addresses == {name: tensor.data_ptr() for name, tensor in step.tensors().items()}
+    assert step.max_seqlen_k == CONTEXT and step.window_slots.tolist()[2] == 0
+    batch.out_cache_loc = slots
+    for layer in layers:
+        q, _, _, out = server.attended(backend, layer, batch, 3)
+        options = {"window_size": (11, 0)} if layer.layer_id else {}
+        if layer.layer_id:
+            # The third row was written to slot 0: its key of before is what is seen.
+            q, out = q[:2], out[:2]
+        count = len(q)
+        server.accurate(q, out, [1] * count, keys[:count], layer.layer_id, causal=True, **options)
+
+
+def test_blocks_of_a_diffusion_model(engine):
+    """Rows of a block see each other and the same keys before it, in a layer with a window the
+    window's last ones."""
+    block, window, keys = 16, 20, [40, 16]
+    server = engine(window=window)
+    backend = server.backend()
+    batch = server.batch(ForwardMode.DLLM_EXTEND, [block] * 2, keys)
+    backend.init_forward_metadata(batch)
+    for width in (-1, window):
+        layer = server.layer(width, attn_type=AttentionType.DECODER_BIDIRECTIONAL)
+        q, _, _, out = server.attended(backend, layer, batch, 2 * block)
+        for request, count in enumerate(keys):
+            before = count - block if width < 0 else min(count - block, width)
+            k, v = server.cached(request, slice(count - block - before, count))
+            rows = slice(request * block, (request + 1) * block)
+            judged(q[rows], k, v, out.view(-1, HEADS, 256)[rows], softmax_scale=SCALE)
+
+
+def test_an_encoder(engine):
+    """Queries see keys on both sides, within the window."""
+    server = engine(window=5)
+    backend = server.backend()
+    batch = server.batch(EXTEND, [9, 20], [9, 20])
+    backend.init_forward_metadata(batch)
+    layer = server.layer(5, attn_type=AttentionType.ENCODER_ONLY)
+    q, _, _, out = server.attended(backend, layer, batch, 29)
+    server.accurate(q, out, [9, 20], [9, 20], window_size=(5, 5))
+
+
+def test_deterministic_inference_has_one_bound_of_keys(engine):
+    server = engine(enable_deterministic_inference=True)
+    backend = server.backend()
+    assert backend.batch_invariant
+    for keys in ([37, 20], [5, 6]):
+        backend.init_forward_metadata(server.batch(DECODE, [1, 1], keys))
+        assert backend.forward_metadata.max_seqlen_k == CONTEXT
+
+
+def test_sglang_has_the_name(engine):
+    for names in (
+        registry.ATTENTION_BACKENDS, registry.HYBRID_GDN_SM100_BACKENDS,
+        choices.ATTENTION_BACKEND_CHOICES, choices.DRAFT_ATTENTION_BACKEND_CHOICES,
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+    ):  # fmt: skip
+        assert plugin.NAME in names
+    plugin.register()
+    assert choices.ATTENTION_BACKEND_CHOICES.count(plugin.NAME) == 1
+
+
+def test_drafts_have_the_backend(engine):
+    """SGLang's factory of drafts makes one backend for steps and one for rows after them."""
+    server = engine(speculative_eagle_topk=2, speculative_num_steps=3)
+    server.runner.draft_attention_backend = plugin.NAME
+    server.runner.is_draft_worker = True
+    factory = DraftBackendFactory(server.runner, 2, 3)
+    steps, rows = factory.create_decode_backend(), factory.create_draft_extend_backend()
+    assert type(steps) is SGLangDraft and type(rows) is SGLangBackend
+    assert rows.prefill_attention_backend_str == plugin.NAME
+    assert {one.decode_attention_backend_str for one in steps.attn_backends} == {plugin.NAME}
+    server.runner.draft_attention_backend = "no such name"
+    with pytest.raises(ValueError, match="EAGLE is not supported"):
+        DraftBackendFactory(server.runner, 2, 3).create_decode_backend()
+
+
+def test_layers_of_another_head_dim(engine, monkeypatch):
+    """They keep SGLang's own backend, and both write the same cache; a model without layers of ours
+    is refused."""
+    monkeypatch.setattr(by_head_dim, "OTHERS", "torch_native")
+    server = engine()
+    config = server.runner.model_config
+    config.is_hybrid_swa, config.head_dim, config.v_head_dim = True, 512, 512
+    config.swa_head_dim = config.swa_v_head_dim = 256
+    backend = server.backend()
+    other = registry.ATTENTION_BACKENDS["torch_native"](server.runner)
+    assert type(backend.others) is type(other)
+    batch = server.batch(EXTEND, [3, 20], [40, 20])
+    backend.init_forward_metadata(batch)
+    layer = server.layer()
+    assert backend.of_layer(layer) is backend.ours
+    assert backend.of_layer(server.layer(head_dim=512)) is backend.others
+    q, k, v, out = server.attended(backend, layer, batch, 23)
+    server.accurate(q, out, [3, 20], [40, 20], causal=True)
+    config.swa_head_dim = config.swa_v_head_dim = 128
+    with pytest.raises(ValueError, match=r"layers have head_dim \[\(128, 128\), \(512, 512\)\]"):
+        server.backend()
+
+
+def test_wrappers_of_sglang(engine):
+    """The wrappers of hybrid models and of two backends hand steps and layers on."""
+    server = engine()
+    ours = server.backend()
+    linear = SimpleNamespace(
+        needs_cpu_seq_lens=False, supports_prefill_graph_extend=lambda: False,
+        init_forward_metadata=lambda batch: None, supports_ragged_verify_graph=False,
+    )  # fmt: skip
+    hybrid = HybridLinearAttnBackend(ours, linear, [0])
+    assert hybrid.token_to_kv_pool is server.pool and not hybrid.needs_cpu_seq_lens
+    both = HybridAttnBackend(server.runner, server.backend(), server.backend())
+    for backend in (hybrid, both):
+        batch = server.batch(EXTEND, [3, 20], [40, 20])
+        backend.init_forward_metadata(batch)
+        q, _, _, out = server.attended(backend, server.layer(), batch, 23)
+        server.accurate(q, out, [3, 20], [40, 20], causal=True)
+
+
+def test_refusals(engine):
+    server = engine(window=5, speculative_eagle_topk=2, speculative_num_draft_tokens=65)
+    runner = server.runner
+    for changes, error, words in (
+        ({"use_mla_backend": True}, NotImplementedError, "a model with MLA is not offered"),
+        ({"dtype": torch.float32}, ValueError, "dtype is torch.float32"),
+        ({"kv_cache_dtype": torch.float8_e5m2}, ValueError, "auto or fp8_e4m3"),
+        ({"page_size": 24}, ValueError, "page size is 24; accepted"),
+        ({}, ValueError, "speculative_num_draft_tokens is 65"),
+    ):  # fmt: skip
+        before = {name: getattr(runner, name) for name in changes}
+        runner.__dict__.update(changes)
+        with pytest.raises(error, match=words):
+            server.backend()
+        runner.__dict__.update(before)
+
+
+def test_layers_that_are_refused(engine):
+    server = engine()
+    backend, batch = server.backend(), server.batch(DECODE, [1, 1], [37, 20])
+    backend.init_forward_metadata(batch)
+    for options, error, words in (
+        ({"head_dim": 128}, ValueError, r"layer 0 has head_dim \(128, 128\)"),
+        ({"use_irope": True}, NotImplementedError, "use_irope True"),
+        ({"is_cross_attention": True}, NotImplementedError, "is_cross_attention True"),
+    ):
+        with pytest.raises(error, match=words):
+            checks.check_layer(server.layer(**options))
+    q = torch.zeros(2, HEADS * 256, dtype=torch.bfloat16, device=server.device)
+    with (
+        forward_context(ForwardContext(attn_backend=backend)),
+        pytest.raises(NotImplementedError, match="q_rope is given; accepted: sinks"),
+    ):
+        backend.forward(q, None, None, server.layer(), batch, q_rope=q)
