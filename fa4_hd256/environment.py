@@ -80,6 +80,13 @@ ARCHITECTURE = Variable(
     f"{' or '.join(a.name for a in ARCHITECTURES)}; for CUDA tensors their GPU decides",
 )
 
+VLLM_FLASH_ATTN = Variable(
+    "FA4_HD256_VLLM_FLASH_ATTN",
+    "0",
+    "1: vLLM's backend FLASH_ATTN takes head size 256 here, and other head sizes as before "
+    "(docs/vllm.md)",
+)
+
 #: Every variable that this project reads, for docs/api.md and `python -m fa4_hd256 env`.
 VARIABLES = (
     ARCHITECTURE,
@@ -91,6 +98,7 @@ VARIABLES = (
     PREBUILT,
     PROGRESS,
     RESERVED_SMS,
+    VLLM_FLASH_ATTN,
     Variable(
         "FA_CLC",
         "by mask and lengths",
@@ -175,6 +183,11 @@ def _switch(variable: Variable, default: bool) -> bool:
     if given not in ("0", "1"):
         raise ValueError(f"{variable.name} is {given!r}; accepted: 0 or 1")
     return given == "1"
+
+
+def replaces_flash_attn() -> bool:
+    """Return True if vLLM's backend FLASH_ATTN is to take head size 256 here."""
+    return _switch(VLLM_FLASH_ATTN, False)
 
 
 def progress_wanted() -> bool:

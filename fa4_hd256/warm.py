@@ -62,12 +62,20 @@ def warm_up(
     Raises TypeError and ValueError for what is not accepted, and as calls do where kernels cannot
     be compiled.
     """
-    begin, before = time.perf_counter(), counters["compiled"]
     if not isinstance(needs, Needs):
         raise TypeError(f"needs must be fa4_hd256.Needs, got {type(needs).__name__}")
     place = _device(device)
-    sharded = _model(model).sharded(tensor_parallel)
-    specs = specs_of(sharded, needs, architecture_of(place), gpu_of(place).tuning_name)
+    return load(kernels_of(_model(model).sharded(tensor_parallel), needs, place), place)
+
+
+def kernels_of(model: AttentionModel, needs: Needs, place: torch.device) -> list[KernelSpec]:
+    """Return the kernels that `warm_up` loads on a device."""
+    return specs_of(model, needs, architecture_of(place), gpu_of(place).tuning_name)
+
+
+def load(specs: list[KernelSpec], place: torch.device) -> WarmUp:
+    """Compile kernels, and load them into a device."""
+    begin, before = time.perf_counter(), counters["compiled"]
     for spec in _own_first(specs):
         prepare(compile_kernel(spec), place)
     compiled = counters["compiled"] - before

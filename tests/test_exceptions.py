@@ -17,7 +17,9 @@ from fa4_hd256.run.catalogue import KernelSpec
 
 PACKAGES = ("fa4_hd256", "sm100_sim", "bench")
 #: Modules that run something when they are imported, or import what is not installed here.
-LEFT_OUT = ("__main__", "vllm.backend")
+LEFT_OUT = (
+    "__main__", "vllm.backend", "vllm.flash_attn", "vllm.kernels", "vllm.metadata",
+)  # fmt: skip
 
 SPEC = KernelSpec("forward", ForwardConfig(), ProblemClass(torch.bfloat16))
 #: Arguments of exceptions that take more than a text.

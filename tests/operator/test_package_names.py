@@ -42,8 +42,9 @@ copy = importlib.util.module_from_spec(spec)
 sys.modules[COPY] = copy
 spec.loader.exec_module(copy)
 modules = [found.name for found in pkgutil.walk_packages(copy.__path__, f"{COPY}.")]
-# This one imports vLLM.
-modules.remove(f"{COPY}.integrations.vllm.backend")
+# These import vLLM.
+for name in ("backend", "flash_attn", "kernels", "metadata"):
+    modules.remove(f"{COPY}.integrations.vllm.{name}")
 for name in modules:
     importlib.import_module(name)
 

@@ -10,20 +10,17 @@ In each step it calls the builder once, then for each layer `Impl.do_kv_cache_up
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionCGSupport,
     AttentionImpl,
     AttentionLayer,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
     AttentionType,
-    CommonAttentionMetadata,
     MultipleOf,
 )
 
@@ -32,8 +29,9 @@ from ...interface import flash_attn_varlen_func
 from ...kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from ...score_mods import ScoreMod, alibi
 from ..given_out import written_to
+from .metadata import Builder, Images, Metadata, Requests
 
-__all__ = ["Backend", "Builder", "Impl", "Metadata"]
+__all__ = ["Backend", "Impl"]
 
 #: Names of caches in e4m3.
 _E4M3 = ("fp8", "fp8_e4m3")
@@ -41,12 +39,13 @@ _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 class Backend(AttentionBackend):
-    """Answers of the backend to vLLM's checks. vLLM refuses all that is not answered here: masks of
-    image prefixes, context parallelism (DCP, PCP), MLA and scales per head."""
+    """Answers of the backend to vLLM's checks. vLLM refuses all that is not answered here: context
+    parallelism (DCP, PCP), MLA, R-SWA, the square root of ALiBi and scales per head."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_E4M3]
     forward_includes_kv_cache_update = False
+    supports_kv_cache_update_bypass = True
 
     @staticmethod
     def get_name() -> str:
@@ -74,10 +73,14 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in (AttentionType.DECODER, *_ENCODERS)
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *_ENCODERS)
 
     @classmethod
     def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
         return True
 
     @classmethod
@@ -98,70 +101,6 @@ class Backend(AttentionBackend):
         return False
 
 
-@dataclass
-class Metadata(AttentionMetadata):
-    """Facts of a step that its layers share.
-
-    num_actual_tokens: rows of q that count. query_start_loc: (requests + 1,) int32, offsets of
-    queries. seq_lens: (requests,) int32, keys. max_query_len, max_seq_len: bounds of both.
-    block_table: (requests, blocks) int32.
-    """
-
-    num_actual_tokens: int
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    max_query_len: int
-    max_seq_len: int
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    causal: bool
-
-
-class Builder(AttentionMetadataBuilder[Metadata]):
-    """Builds the metadata of a step out of tensors that live as long as vLLM's runner.
-
-    A CUDA graph keeps `max_query_len`, from which grids follow. So it serves batches whose requests
-    have as many queries, or fewer.
-    """
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    supports_update_block_table = True
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> Metadata:
-        """Raises NotImplementedError for requests of which some are causal."""
-        common = common_attn_metadata
-        if isinstance(common.causal, torch.Tensor):
-            raise NotImplementedError(
-                "causal is a tensor, one value for each request; accepted: True or False for all "
-                "requests of a step"
-            )
-        return Metadata(
-            common.num_actual_tokens,
-            common.query_start_loc,
-            common.seq_lens,
-            common.max_query_len,
-            common.max_seq_len,
-            common.block_table_tensor,
-            common.slot_mapping,
-            common.causal,
-        )
-
-    def update_block_table(
-        self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> Metadata:
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
-
-
 class Impl(AttentionImpl[Metadata]):
     """Attention of one layer."""
 
@@ -180,12 +119,21 @@ class Impl(AttentionImpl[Metadata]):
         sinks: torch.Tensor | None = None,
     ) -> None:
         """sliding_window: keys that a query sees, its own among them. sinks: (heads,) logits."""
+        is_e4m3 = kv_cache_dtype in _E4M3
+        if alibi_slopes is not None and (logits_soft_cap or is_e4m3):
+            given = f"logits_soft_cap {logits_soft_cap}, kv_cache_dtype {kv_cache_dtype}"
+            raise NotImplementedError(
+                f"alibi_slopes are given with {given}; accepted: no softcap and a cache in 16 bits"
+            )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.sinks = num_kv_heads, sinks
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.softcap = logits_soft_cap or 0.0
+        #: Keys to the left of a query's own that it sees, None for all.
         self.reach = None if sliding_window is None else sliding_window - 1
+        self.kv_dtype = torch.float8_e4m3fn if is_e4m3 else None
+        self.is_encoder, self.has_alibi = attn_type in _ENCODERS, alibi_slopes is not None
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self._slopes = alibi_slopes
         self._alibi: ScoreMod | None = None
@@ -204,40 +152,76 @@ class Impl(AttentionImpl[Metadata]):
     ) -> torch.Tensor:
         """Write the attention of the step's rows to output, and return it.
 
-        query, output: (rows, heads, 256); key, value: (rows, heads_kv, 256). Rows past
-        num_actual_tokens are padding. attn_metadata: None while vLLM measures its memory.
+        query, output: (rows, heads, 256); key, value: (rows, heads_kv, 256), which encoders alone
+        read. Rows past num_actual_tokens are padding. attn_metadata: None while vLLM measures its
+        memory.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale is given; accepted: None, results in 16 bits")
         if attn_metadata is None:
             return output.fill_(0)
-        rows = slice(attn_metadata.num_actual_tokens)
-        q, causal = query[rows], attn_metadata.causal
-        if self.attn_type in _ENCODERS:
-            causal = False
-            k, v = key[rows], value[rows]
-            keys = {"cu_seqlens_k": attn_metadata.query_start_loc}
-        else:
-            k, v = self._caches(kv_cache)
-            keys = self._paged(layer, attn_metadata)
-        options: dict[str, Any] = keys | {
-            "cu_seqlens_q": attn_metadata.query_start_loc,
-            "max_seqlen_q": attn_metadata.max_query_len,
-            "max_seqlen_k": attn_metadata.max_seq_len,
+        for requests in attn_metadata.requests:
+            q, out = query[requests.rows], output[requests.rows]
+            causal = requests.causal and not self.is_encoder
+            sides = self.reach, 0 if causal else self.reach
+            if self.is_encoder:
+                keys = key[requests.rows], value[requests.rows]
+            else:
+                keys = self._caches(kv_cache)
+            attend = self._attention(layer, requests, (q, *keys), sides)
+            if requests.adds:
+                out.add_(attend())
+            else:
+                written_to(out, q, attend, False)
+        images = attn_metadata.mm_prefix_range
+        if images is not None and not self.is_encoder:
+            self._see_images(layer, images, (query, kv_cache, output))
+        return output
+
+    def _see_images(
+        self,
+        layer: AttentionLayer,
+        images: Images,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Compute rows of images again, `metadata`, NOTE [images]. A window ends with the image.
+        vLLM lets a row see its image left of the window only where none is longer than the
+        window, and then the window has all of it. tensors: query, the cache, output."""
+        query, kv_cache, output = tensors
+        inputs = query[images.rows], *self._caches(kv_cache)
+        attend = self._attention(layer, images, inputs, (self.reach, None))
+        output.index_copy_(0, images.rows, attend())
+
+    def _attention(
+        self,
+        layer: AttentionLayer,
+        requests: Requests | Images,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sides: tuple[int | None, int | None],
+    ) -> Callable[..., Any]:
+        """Return a call without its `out`. inputs: q, k, v. sides: keys that a query sees to the
+        left and to the right of its own."""
+        options: dict[str, Any] = {
+            "cu_seqlens_q": requests.starts,
+            "max_seqlen_q": requests.longest_q,
+            "max_seqlen_k": requests.longest_k,
             "softmax_scale": self.scale,
-            "causal": causal,
-            "window_size": (self.reach, 0 if causal else self.reach),
+            "window_size": sides,
             "softcap": self.softcap,
             "learnable_sink": self.sinks,
-            "score_mod": self._score_mod(query.device),
+            "score_mod": self._score_mod(inputs[0].device),
             "batch_invariant": self.batch_invariant,
         }
-
-        def attend(**more: Any) -> Any:
-            return flash_attn_varlen_func(q, k, v, **options, **more)
-
-        written_to(output[rows], q, attend, False)
-        return output
+        if self.is_encoder:
+            options["cu_seqlens_k"] = requests.starts
+        else:
+            options["page_table"] = requests.block_table
+            options["seqused_k"] = requests.seq_lens
+        if self.kv_dtype is not None and not self.is_encoder:
+            shape = requests.seq_lens.shape[0], self.num_kv_heads
+            options["k_descale"] = layer._k_scale.expand(shape)
+            options["v_descale"] = layer._v_scale.expand(shape)
+        return partial(flash_attn_varlen_func, *inputs, **options)
 
     def do_kv_cache_update(
         self,
@@ -249,7 +233,7 @@ class Impl(AttentionImpl[Metadata]):
     ) -> None:
         """Write new keys and values to the cache. slot_mapping: int64, block * block size + row;
         below 0 for rows of padding. key, value: at least as many rows."""
-        if self.attn_type in _ENCODERS:
+        if self.is_encoder:
             return
         if key.device.type == "cpu":
             scales = layer._k_scale, layer._v_scale
@@ -270,20 +254,7 @@ class Impl(AttentionImpl[Metadata]):
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `_halves` in the dtype of their values."""
-        is_e4m3 = self.kv_cache_dtype in _E4M3
-        return self._halves(kv_cache.view(torch.float8_e4m3fn) if is_e4m3 else kv_cache)
-
-    def _paged(self, layer: AttentionLayer, metadata: Metadata) -> dict[str, Any]:
-        """Return the arguments for keys in the cache."""
-        keys: dict[str, Any] = {
-            "page_table": metadata.block_table,
-            "seqused_k": metadata.seq_lens,
-        }
-        if self.kv_cache_dtype in _E4M3:
-            shape = metadata.seq_lens.shape[0], self.num_kv_heads
-            keys["k_descale"] = layer._k_scale.expand(shape)
-            keys["v_descale"] = layer._v_scale.expand(shape)
-        return keys
+        return self._halves(kv_cache if self.kv_dtype is None else kv_cache.view(self.kv_dtype))
 
     def _score_mod(self, device: torch.device) -> ScoreMod | None:
         if self._slopes is not None and self._alibi is None:

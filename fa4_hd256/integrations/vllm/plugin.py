@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["register"]
+from ...environment import replaces_flash_attn
 
-_BACKEND = f"{__package__}.backend.Backend"
+__all__ = ["register"]
 
 
 def register() -> None:
     """Register the backend as CUSTOM: the one name that vLLM also knows in processes that it
-    spawns. A backend that another plug-in has registered stays, and the log says so."""
+    spawns. With FA4_HD256_VLLM_FLASH_ATTN=1 also register FLASH_ATTN, for head size 256. A backend
+    that another plug-in has registered stays, and the log says so."""
+    _register("CUSTOM", f"{__package__}.backend.Backend")
+    if replaces_flash_attn():
+        _register("FLASH_ATTN", f"{__package__}.flash_attn.FlashAttn")
+
+
+def _register(name: str, path: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    custom = AttentionBackendEnum.CUSTOM
-    if custom.is_overridden() and custom.get_path() != _BACKEND:
+    member = AttentionBackendEnum[name]
+    if member.is_overridden() and member.get_path() != path:
         logging.getLogger("fa4_hd256").warning(
-            "vLLM's backend CUSTOM is %s; %s is not registered", custom.get_path(), _BACKEND
+            "vLLM's backend %s is %s; %s is not registered", name, member.get_path(), path
         )
         return
-    register_backend(custom, _BACKEND)
+    register_backend(member, path)

@@ -1,160 +1,49 @@
-"""The backend inside vLLM's own classes: registry, checks, builder, layer, on CPU tensors too.
+"""The backend in vLLM's own classes: registry, checks, builder, and what is compiled before a step.
 
 vLLM is not among what the tests install (`make test-engines` installs it).
 """
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 pytest.importorskip("vllm.v1.attention.backend", exc_type=ImportError)
 
-from vllm import config as vllm_config
-from vllm import platforms
-from vllm.forward_context import set_forward_context
-from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm_steps import (
+    HEADS,
+    HEADS_KV,
+    NAME,
+    SCALE,
+    Step,
+    attended,
+    builder_of,
+    configured,
+    int32,
+    layer_of,
+    metadata_of,
+    model_of,
+    new_cache,
+    place,
+)
 
-from fa4_hd256.check import reference
-from fa4_hd256.integrations.vllm import plugin
-from fa4_hd256.integrations.vllm.backend import Backend, Builder, Impl
-
-HEADS, HEADS_KV, BLOCK = 4, 2, 16
-NAME = "model.layers.0.self_attn"
-
-
-class OnCpu(Platform):
-    """Platform whose tensors are in CPU memory, and whose GPU would be a B200."""
-
-    _enum = PlatformEnum.OOT
-    device_name = device_type = "cpu"
-    dispatch_key = "CPU"
-
-    @classmethod
-    def get_device_capability(cls, device_id=0):
-        return DeviceCapability(10, 0)
-
-    @classmethod
-    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
-        reasons = selected_backend.get_class().validate_configuration(
-            device_capability=cls.get_device_capability(), **attn_selector_config._asdict()
-        )
-        if reasons:
-            raise ValueError(reasons)
-        return selected_backend.get_path()
-
-    @classmethod
-    def check_and_update_config(cls, vllm_config):
-        pass
-
-    @classmethod
-    def fp8_dtype(cls):
-        return torch.float8_e4m3fn
+from fa4_hd256 import plans
+from fa4_hd256.integrations.vllm import kernels, plugin
+from fa4_hd256.integrations.vllm.backend import Backend, Impl
+from fa4_hd256.integrations.vllm.metadata import Builder
+from fa4_hd256.run.compile import counters
+from fa4_hd256.warm import WarmUp
 
 
 @pytest.fixture
-def config(monkeypatch):
-    """vLLM's configuration with the backend selected by its name."""
-    monkeypatch.setattr(platforms, "_current_platform", OnCpu())
-    plugin.register()
-    found = vllm_config.VllmConfig()
-    found.attention_config.backend = AttentionBackendEnum["CUSTOM"]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    with vllm_config.set_current_vllm_config(found):
+def config(monkeypatch, device):
+    torch.manual_seed(0)
+    with configured(monkeypatch, device) as found:
         yield found
-    torch.set_default_dtype(before)
-    AttentionBackendEnum.CUSTOM.clear_override()
-
-
-def int32(numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-class Step:
-    """A step of the engine: of each request so many queries, the last of so many keys."""
-
-    def __init__(self, queries, keys, padding=0):
-        self.queries, self.keys, self.padding = queries, keys, padding
-        blocks = [-(-count // BLOCK) for count in keys]
-        numbers = iter((torch.randperm(sum(blocks)) + 1).tolist())
-        self.table = torch.zeros(len(keys), max(blocks) + 2, dtype=torch.int32)
-        for row, count in enumerate(blocks):
-            self.table[row, :count] = int32([next(numbers) for _ in range(count)])
-        self.blocks = sum(blocks) + 1
-        self.rows = sum(queries) + padding
-
-    def slots(self, row, begin, end):
-        positions = torch.arange(begin, end)
-        return self.table[row, positions // BLOCK].long() * BLOCK + positions % BLOCK
-
-    def common(self, **changed):
-        """Return vLLM's metadata. Rows of padding have the slot -1."""
-        starts = int32([0, *itertools.accumulate(self.queries)])
-        new = [
-            self.slots(row, count - queries, count)
-            for row, (queries, count) in enumerate(zip(self.queries, self.keys))
-        ]
-        given = {
-            "query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": int32(self.keys),
-            "num_reqs": len(self.keys), "num_actual_tokens": sum(self.queries),
-            "max_query_len": max(self.queries), "max_seq_len": max(self.keys),
-            "block_table_tensor": self.table,
-            "slot_mapping": torch.cat([*new, torch.full((self.padding,), -1)]), "causal": True,
-        }  # fmt: skip
-        return CommonAttentionMetadata(**given | changed)
-
-    def cached(self, cache, row):
-        """Return the keys and values of a request, (1, rows, heads_kv, 256) each."""
-        k, v = cache.transpose(1, 2).split(256, dim=-1)
-        pages = self.table[row, : -(-self.keys[row] // BLOCK)].long()
-        return [t[pages].flatten(0, 1)[None, : self.keys[row]] for t in (k, v)]
-
-
-def new_cache(step, dtype=torch.bfloat16):
-    """A layer's cache with old rows in it."""
-    return torch.randn(step.blocks, HEADS_KV, BLOCK, 512).to(dtype)
-
-
-def accurate(step, query, output, cache, **options):
-    """Compare the output of a step with float64 attention over what the cache holds."""
-    ends = [0, *itertools.accumulate(step.queries)]
-    for row, (begin, end) in enumerate(itertools.pairwise(ends)):
-        tensors = query[None, begin:end], *step.cached(cache, row)
-        exact = reference.Expected.of(tensors, **options)
-        errors = exact.compare(output[None, begin:end], exact.lse.float())
-        assert errors.max_error <= errors.tolerance, errors
-
-
-def layer_of(config, **options):
-    """Return vLLM's own attention layer."""
-    from vllm.model_executor.layers.attention import Attention
-
-    config.compilation_config.static_forward_context.clear()
-    return Attention(HEADS, 256, 0.07, HEADS_KV, prefix=NAME, **options)
-
-
-def attended(config, layer, step, cache, metadata):
-    """Call the layer as a model does. Return q, k, v and the output, rows first."""
-    q, k, v = (torch.randn(step.rows, heads, 256) for heads in (HEADS, HEADS_KV, HEADS_KV))
-    layer.kv_cache = cache
-    slots = {NAME: metadata.slot_mapping}
-    with set_forward_context({NAME: metadata}, config, slot_mapping=slots):
-        output = layer(q.flatten(1), k.flatten(1), v.flatten(1))
-    return q, k, v, output.view(step.rows, HEADS, 256)
-
-
-def metadata_of(config, layer, step, **changed):
-    builder = Builder(layer.get_kv_cache_spec(config), [NAME], config, torch.device("cpu"))
-    return builder.build(0, step.common(**changed))
-
-
-#: A decoding step, a part of a prompt, a whole prompt.
-MIXED = [1, 9, 20], [37, 41, 20]
 
 
 def test_vllm_selects_it(config):
@@ -162,11 +51,12 @@ def test_vllm_selects_it(config):
     assert layer.attn_backend is Backend and isinstance(layer.impl, Impl)
     refused = {
         "head_size": 128, "dtype": torch.float32, "kv_cache_dtype": "fp8_e5m2", "block_size": 8,
-        "use_mla": True, "use_mm_prefix": True, "use_dcp": True, "use_adaptive_verification": True,
+        "use_mla": True, "use_dcp": True, "use_pcp": True, "use_adaptive_verification": True,
+        "use_rswa": True, "use_per_head_quant_scales": True, "use_sparse": True,
     }  # fmt: skip
     accepted = {
         "head_size": 256, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 16,
-        "use_mla": False, "has_sink": True, "use_sparse": False, "use_mm_prefix": False,
+        "use_mla": False, "has_sink": True, "use_sparse": False, "use_mm_prefix": True,
         "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0),
         "attn_type": AttentionType.DECODER, "has_sliding_window": True, "use_non_causal": True,
         "use_batch_invariant": True,
@@ -178,86 +68,225 @@ def test_vllm_selects_it(config):
     assert Backend.validate_configuration(**older) == ["compute capability not supported"]
 
 
-def test_another_plugin_keeps_its_backend(config, caplog):
-    register_backend(AttentionBackendEnum.CUSTOM, "other.Backend")
+def test_kinds_of_layers_have_backends_of_their_own(config):
+    """Gemma 4: layers with a window have head size 256, the others 512."""
+    config.attention_config.backend = None
+    config.attention_config.backend_per_kind = {"sliding_window": AttentionBackendEnum.CUSTOM}
+    assert layer_of(config, per_layer_sliding_window=12).attn_backend is Backend
+    assert layer_of(config).attn_backend.get_name() == "FLEX_ATTENTION"
+
+
+def test_another_plugin_keeps_its_backend(config, caplog, monkeypatch):
+    monkeypatch.setenv("FA4_HD256_VLLM_FLASH_ATTN", "1")
+    for name in ("CUSTOM", "FLASH_ATTN"):
+        register_backend(AttentionBackendEnum[name], "other.Backend")
     plugin.register()
-    assert AttentionBackendEnum.CUSTOM.get_path() == "other.Backend"
-    assert "CUSTOM is other.Backend" in caplog.text
+    for name in ("CUSTOM", "FLASH_ATTN"):
+        assert AttentionBackendEnum[name].get_path() == "other.Backend"
+        assert f"{name} is other.Backend" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "layer_options, options",
-    [
-        ({}, {}),
-        ({"per_layer_sliding_window": 12, "logits_soft_cap": 30.0},
-         {"window_size": (11, 0), "softcap": 30.0}),
-    ],
-    ids=["plain", "Gemma 2"],
-)  # fmt: skip
-def test_a_mixed_step(config, layer_options, options):
-    """The layer writes new rows to the cache, then attends to all; rows of padding do nothing."""
-    layer, step = layer_of(config, **layer_options), Step(*MIXED, padding=2)
-    cache = new_cache(step)
-    before = cache.clone()
-    q, k, v, output = attended(config, layer, step, cache, metadata_of(config, layer, step))
-    slots = step.common().slot_mapping[:-2]
-    written = cache.transpose(1, 2).flatten(0, 1)[slots]
-    assert torch.equal(written, torch.cat((k, v), dim=-1)[:-2])
-    others = torch.ones(step.blocks * BLOCK, dtype=torch.bool).index_fill(0, slots, False)
-    unchanged = (t.transpose(1, 2).flatten(0, 1)[others] for t in (cache, before))
-    assert torch.equal(*unchanged)
-    accurate(step, q, output, cache, softmax_scale=0.07, causal=True, **options)
+def of_head_size(config, head_size):
+    """Return vLLM's layer of a head size, with the backend FLASH_ATTN."""
+    from vllm.model_executor.layers.attention import Attention
+
+    name = f"model.layers.{head_size}.self_attn"
+    config.compilation_config.static_forward_context.pop(name, None)
+    return Attention(HEADS, head_size, SCALE, HEADS_KV, prefix=name)
 
 
-@pytest.mark.sampled
-def test_decoding_over_e4m3(config):
-    """The layer's scales are those of all keys and of all values."""
-    config.cache_config.cache_dtype = "fp8"
-    layer = layer_of(config, cache_config=config.cache_config)
-    layer._k_scale.fill_(0.5)
-    layer._v_scale.fill_(2.0)
-    step = Step([1, 1], [37, 20])
-    cache = new_cache(step, torch.float8_e4m3fn)
-    whole = cache.view(torch.uint8)
-    q, k, v, output = attended(config, layer, step, whole, metadata_of(config, layer, step))
-    scales = (0.5, 2.0)
-    for row in range(2):
-        rows = [t.double() * scale for t, scale in zip(step.cached(cache, row), scales)]
-        for new, cached in zip((k, v), rows):
-            # Three bits of mantissa.
-            torch.testing.assert_close(cached[0, -1], new[row].double(), rtol=2**-4, atol=2**-6)
-        exact = reference.Expected.of((q[None, row : row + 1], *rows), softmax_scale=0.07)
-        errors = exact.compare(output[None, row : row + 1], exact.lse.float())
-        assert errors.max_error <= errors.tolerance, errors
-
-
-@pytest.mark.sampled
-def test_an_encoder(config):
-    """Queries of a request see its keys on both sides, and nothing is written."""
-    layer = layer_of(config, attn_type=AttentionType.ENCODER_ONLY)
-    step = Step([9, 20], [9, 20], padding=1)
-    q, k, v, output = attended(config, layer, step, None, metadata_of(config, layer, step))
-    for rows in (slice(0, 9), slice(9, 29)):
-        exact = reference.Expected.of([t[None, rows] for t in (q, k, v)], softmax_scale=0.07)
-        errors = exact.compare(output[None, rows], exact.lse.float())
-        assert errors.max_error <= errors.tolerance, errors
+def test_flash_attn_is_ours_for_head_size_256_alone(config, monkeypatch):
+    """By an environment variable; vLLM's own classes get every other head size."""
+    config.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
+    assert not AttentionBackendEnum.FLASH_ATTN.is_overridden()
+    monkeypatch.setenv("FA4_HD256_VLLM_FLASH_ATTN", "1")
+    plugin.register()
+    made = []
+    known = "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder.__init__"
+    monkeypatch.setattr(known, lambda self, *given: made.append(self))
+    # It asks which of vLLM's compiled functions are there, and none is.
+    monkeypatch.setattr(FlashAttentionImpl, "__init__", lambda self, *given: made.append(self))
+    ours, others = (of_head_size(config, size) for size in (256, 128))
+    assert ours.attn_backend is others.attn_backend
+    assert ours.attn_backend.get_name() == "FLASH_ATTN"
+    assert type(ours.impl) is Impl and type(others.impl) is FlashAttentionImpl
+    specs = [layer.get_kv_cache_spec(config) for layer in (ours, others)]
+    builder = ours.attn_backend.get_builder_cls()
+    built = [builder(spec, [NAME], config, place()) for spec in specs]
+    assert type(built[0]) is Builder and made == [others.impl, built[1]]
+    supports = [builder.get_cudagraph_support(config, spec) for spec in specs]
+    assert supports == [one.get_cudagraph_support(config, specs[0]) for one in map(type, built)]
+    sizes = [ours.attn_backend.get_supported_kernel_block_sizes(spec)[0] for spec in specs]
+    assert [size.base for size in sizes] == [16, 16]
+    facts = {
+        "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
+        "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_dcp": True,
+        "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0),
+        "attn_type": AttentionType.DECODER,
+    }  # fmt: skip
+    # What is not offered at head size 256 is no call of vLLM's own kernels, either.
+    assert ours.attn_backend.validate_configuration(head_size=256, **facts) == ["DCP not supported"]
+    assert ours.attn_backend.validate_configuration(head_size=128, **facts) == []
 
 
 def test_refusals(config):
     layer, step = layer_of(config), Step([1], [3])
-    with pytest.raises(NotImplementedError, match="causal is a tensor, one value for each request"):
-        metadata_of(config, layer, step, causal=torch.ones(1, dtype=torch.int32))
-    q, output = torch.zeros(1, HEADS, 256), torch.ones(1, HEADS, 256)
+    with pytest.raises(ValueError, match=r"causal has shape \(2,\); accepted: \(1,\), a value for"):
+        metadata_of(config, layer, step, causal=int32([1, 1]))
+    q, output = (torch.ones(1, HEADS, 256, device=place()) for _ in range(2))
     with pytest.raises(NotImplementedError, match="output_scale is given"):
         layer.impl.forward(layer, q, q, q, new_cache(step), None, output, torch.ones(1))
     assert not layer.impl.forward(layer, q, q, q, new_cache(step), None, output).any()
+    with pytest.raises(NotImplementedError, match="alibi_slopes are given with logits_soft_cap 30"):
+        layer_of(config, alibi_slopes=[0.5] * HEADS, logits_soft_cap=30.0)
+    config.cache_config.cache_dtype = "fp8"
+    with pytest.raises(NotImplementedError, match="alibi_slopes .* kv_cache_dtype fp8; accepted"):
+        layer_of(config, alibi_slopes=[0.5] * HEADS, cache_config=config.cache_config)
+
+
+def test_images_longer_than_a_window(config):
+    """vLLM makes such images causal, unless layers clamp them; else we would hide keys."""
+    layer, step = layer_of(config, per_layer_sliding_window=8), Step([20], [20])
+    with pytest.raises(ValueError, match="an image has 9 rows; accepted: up to 8, the window"):
+        metadata_of(config, layer, step, mm_req_doc_ranges={0: [(3, 11)]})
+    with pytest.raises(ValueError, match="seq_lens_cpu_upper_bound is None with mm_req_doc_ranges"):
+        ranges = {0: [(3, 5)]}
+        metadata_of(config, layer, step, mm_req_doc_ranges=ranges, seq_lens_cpu_upper_bound=None)
 
 
 def test_groups_of_layers_share_a_step(config):
-    layer, step = layer_of(config), Step([1], [3])
-    builder = Builder(layer.get_kv_cache_spec(config), [NAME], config, torch.device("cpu"))
-    one = builder.build(0, step.common())
-    table, slots = torch.ones(1, 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    layer, step = layer_of(config), Step([1, 20], [3, 20])
+    builder = builder_of(config, layer)
+    one = builder.build(0, step.common(mm_req_doc_ranges={1: [(3, 11)]}))
+    table, slots = step.table + 7, torch.zeros(1, dtype=torch.int64)
     other = builder.update_block_table(one, table, slots)
-    assert other.block_table is table and other.slot_mapping is slots
-    assert other.seq_lens is one.seq_lens and one.block_table is step.table
+    assert other.slot_mapping is slots
+    for row, (before, after) in enumerate(zip(one.requests, other.requests)):
+        assert torch.equal(after.block_table, table[row : row + 1])
+        assert after.seq_lens is before.seq_lens
+    assert torch.equal(other.mm_prefix_range.block_table, table[1:])
+    assert torch.equal(one.mm_prefix_range.block_table, step.table[1:])
+
+
+def test_graphs_keep_their_tensors(config):
+    """A uniform batch is one call on the runner's tensors; flags go to memory of the builder's."""
+    layer = layer_of(config)
+    builder, step = builder_of(config, layer), Step([1, 1], [3, 20])
+    common = step.common()
+    (requests,) = builder.build_for_cudagraph_capture(common).requests
+    runner = common.query_start_loc, common.seq_lens, common.block_table_tensor
+    held = requests.starts, requests.seq_lens, requests.block_table
+    assert [t.data_ptr() for t in held] == [t.data_ptr() for t in runner]
+    first = builder.build(0, step.common(causal=int32([1, 0]))).requests
+    again = builder.build(0, step.common(causal=int32([0, 1]))).requests
+    for one, two in zip(first, again):
+        assert one.seq_lens.data_ptr() == two.seq_lens.data_ptr()
+    assert [one.seq_lens.tolist() for one in again] == [[0, 20], [3, 0]]
+    spec = layer.get_kv_cache_spec(config)
+    assert Builder.get_cudagraph_support(config, spec) is AttentionCGSupport.UNIFORM_BATCH
+    object.__setattr__(config, "model_config", model_of(is_mm_prefix_lm=True))
+    alone = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert Builder.get_cudagraph_support(config, spec) is alone
+
+
+# ---------------------------------------------------------------- what is compiled before a step
+
+#: Steps: queries and keys of requests.
+STEPS = [
+    ([1], [5]), ([1] * 40, [600] * 40), ([1] * 300, [20] * 300), ([2, 2], [900, 30]),
+    ([3] * 7, [1024] * 7), ([4], [1024]), ([16], [400]), ([17, 1], [17, 1024]),
+    ([1, 1, 9, 300], [37, 1024, 41, 300]), ([500], [1000]), ([1, 64], [2, 64]),
+    ([33, 5], [700, 800]), ([1000], [1000]), ([8] * 12, [777] * 12),
+]  # fmt: skip
+LAYERS = {
+    "plain": {}, "Gemma 2": {"per_layer_sliding_window": 512, "logits_soft_cap": 50.0},
+    "ALiBi": {"alibi_slopes": [0.5] * HEADS}, "sinks": {"sinks": torch.zeros(HEADS)},
+    "encoder": {"attn_type": AttentionType.ENCODER_ONLY, "per_layer_sliding_window": 256},
+    "e4m3": {}, "batch invariant": {}, "images": {"per_layer_sliding_window": 512},
+}  # fmt: skip
+KINDS = sorted(LAYERS)
+
+
+class Planned:
+    """Stands in for `Execution`: a plan whose kernels are counted up and not compiled."""
+
+    def __init__(self, plan):
+        self.plan = plan
+        self.found.update(plan.specs)
+
+    def run(self, tensors, addresses, only_first=False):
+        return tuple(torch.empty_like(tensors[0]) for _ in self.plan.results)
+
+
+def steps_of(config, layer, kind):
+    """Run the steps of `STEPS`."""
+    for queries, keys in STEPS:
+        keys = queries if kind == "encoder" else keys
+        step = Step(queries, keys)
+        prompt = len(keys) - 1
+        given = {"is_prefilling": torch.tensor([n > 4 for n in queries])}
+        if kind == "images" and queries[prompt] > 16:
+            given["mm_req_doc_ranges"] = {prompt: [(keys[prompt] - 12, keys[prompt] - 3)]}
+        metadata = metadata_of(config, layer, step, **given)
+        cache = new_cache(step)
+        if kind == "e4m3":
+            cache = cache.to(torch.float8_e4m3fn).view(torch.uint8)
+        attended(config, layer, step, None if kind == "encoder" else cache, metadata)
+
+
+def layer_of_kind(config, kind, monkeypatch):
+    if kind == "e4m3":
+        config.cache_config.cache_dtype = "fp8"
+    if kind == "batch invariant":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    object.__setattr__(config, "model_config", model_of(is_mm_prefix_lm=kind == "images"))
+    options = {"cache_config": config.cache_config} if kind == "e4m3" else LAYERS[kind]
+    return layer_of(config, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheduler", ["0", "1", None], ids=["static", "dynamic", "by rule"])
+def test_kernels_of_steps_are_known_before(config, monkeypatch, kind, scheduler):
+    """Every kernel of varied steps is among those that the builder compiles."""
+    monkeypatch.delenv("FA_CLC", raising=False)
+    if scheduler is not None:
+        monkeypatch.setenv("FA_CLC", scheduler)
+    layer = layer_of_kind(config, kind, monkeypatch)
+    monkeypatch.setattr(Planned, "found", set(), raising=False)
+    monkeypatch.setattr(plans, "Execution", Planned)
+    plans.forget_plans()
+    steps_of(config, layer, kind)
+    plans.forget_plans()
+    device = place()
+    spec = layer.get_kv_cache_spec(config)
+    known = kernels.kernels_of_layers(spec, [NAME], config, device)
+    assert len(Planned.found) > 3
+    assert Planned.found <= set(known), Planned.found - set(known)
+
+
+def test_the_builder_compiles_them(config, monkeypatch):
+    """All of them, and where vLLM's option is off none."""
+    layer, loaded = layer_of(config), []
+    monkeypatch.setattr(
+        kernels, "load", lambda specs, place: loaded.append(specs) or WarmUp(len(specs), 0, 0.0)
+    )
+    builder_of(config, layer)
+    assert not loaded
+    config.kernel_config.enable_jit_warmup = True
+    builder_of(config, layer)
+    device = place()
+    spec = layer.get_kv_cache_spec(config)
+    assert loaded == [kernels.kernels_of_layers(spec, [NAME], config, device)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_compiles_anything(config, monkeypatch, kind):
+    """On a GPU, after the builder."""
+    layer = layer_of_kind(config, kind, monkeypatch)
+    config.kernel_config.enable_jit_warmup = True
+    builder_of(config, layer)
+    config.kernel_config.enable_jit_warmup = False
+    before = counters["compiled"]
+    steps_of(config, layer, kind)
+    assert counters["compiled"] == before

@@ -1,0 +1,105 @@
+"""Kernels that a group of vLLM's layers can need, compiled and loaded before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionType
+
+from ...kernels.functions.kernel_functions import ALIBI
+from ...kernels.functions.user_functions import FunctionClass
+from ...kernels.problem_class import OF_SEQUENCES, ProblemClass
+from ...models import AttentionModel, Mask
+from ...run.catalogue import KernelSpec
+from ...run.needs import Needs
+from ...warm import kernels_of, load
+
+__all__ = ["kernels_of_layers", "warm_up"]
+
+_SLOPES = FunctionClass(ALIBI, ("float32 1",))
+
+
+def warm_up(
+    kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+) -> None:
+    """Compile and load what the layers can need, and log how long that took."""
+    made = load(kernels_of_layers(kv_cache_spec, layer_names, vllm_config, device), device)
+    logging.getLogger("fa4_hd256").info(
+        "%d kernels of %d layers, %d of them compiled, in %.1f s",
+        made.kernels,
+        len(layer_names),
+        made.compiled,
+        made.seconds,
+    )
+
+
+def kernels_of_layers(
+    kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+) -> list[KernelSpec]:
+    """Return the kernels that steps of the layers can need, of any requests and any lengths."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+    found = dict[KernelSpec, None]()
+    for layer in layers.values():
+        for spec in _of_layer(layer, kv_cache_spec, vllm_config, device):
+            found[spec] = None
+    return list(found)
+
+
+def _of_layer(
+    layer: Any, kv_cache_spec: Any, vllm_config: Any, device: torch.device
+) -> Iterable[KernelSpec]:
+    impl = layer.impl
+    model = AttentionModel(
+        layer.layer_name,
+        impl.num_heads,
+        impl.num_kv_heads,
+        _masks(impl, vllm_config),
+        impl.softcap,
+        impl.scale,
+        impl.sinks is not None,
+    )
+    needs = Needs(
+        forms=("packed",) if impl.is_encoder else ("packed-paged",),
+        dtypes=(layer.dtype,),
+        page_sizes=() if impl.is_encoder else (kv_cache_spec.block_size,),
+        kv_dtypes=(impl.kv_dtype,),
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        alibi=impl.has_alibi,
+    )
+    for spec in kernels_of(model, needs, device):
+        if _is_taken(spec, needs):
+            yield spec
+
+
+def _masks(impl: Any, vllm_config: Any) -> tuple[Mask, ...]:
+    """Return the masks of a layer's calls."""
+    both_sides = Mask(False, (impl.reach, impl.reach))
+    if impl.attn_type != AttentionType.DECODER:
+        return (both_sides,)
+    masks, model = [Mask(True, (impl.reach, None))], vllm_config.model_config
+    is_diffusion = model is not None and model.is_diffusion
+    if is_diffusion or vllm_config.attention_config.use_non_causal:
+        masks.append(both_sides)
+    if model is not None and model.is_mm_prefix_lm:
+        masks.append(Mask(False, (impl.reach, None)))
+    return tuple(dict.fromkeys(masks))
+
+
+def _is_taken(spec: KernelSpec, needs: Needs) -> bool:
+    """Return False for a kernel of calls that no layer makes: vLLM writes rows of its cache itself,
+    scales are those of sequences, slopes those of heads."""
+    found = spec.problem_class
+    if spec.kind == "append_rows":
+        return False
+    if not isinstance(found, ProblemClass):
+        return True
+    scales = OF_SEQUENCES if found.kv_dtype is not None else ""
+    slopes = _SLOPES if needs.alibi else None
+    splits = not found.split or found.fixed_parts == needs.batch_invariant
+    return found.descale == scales and found.score_mod == slopes and splits
