@@ -33,7 +33,6 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-v
 
 DOCS_STAMP := $(VENV)/installed-docs
 ENGINES := build/engines
-ENGINE_TESTS := $(wildcard tests/operator/integrations/test_vllm_*.py)
 
 .PHONY: demo docs check check-tests test test-all test-engines test-lab test-static test-short test-kernels test-clc \
     test-hopper lint types clean hub-kernel \
@@ -69,7 +68,8 @@ test-all:
 # Engines' own classes with our backends. Their wheels come without what these require: only modules
 # that the tests import are installed (tests/engines.txt).
 test-engines: $(ENGINES)/installed
-	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest $(CASES) $(ENGINE_TESTS)
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest $(CASES) tests/operator/integrations/test_vllm_*.py
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest --all-cases tests/operator/integrations/test_sglang_backend.py
 
 $(ENGINES)/installed: $(STAMP) tests/engines.txt
 	$(PIP_INSTALL) --target $(ENGINES) --upgrade --no-deps -r tests/engines.txt
