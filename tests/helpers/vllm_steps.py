@@ -98,7 +98,7 @@ def configured(monkeypatch, device):
 
 
 def _write_without_compiled_parts(monkeypatch):
-    """Where vLLM's compiled parts are missing, its own kernel in Triton writes the cache."""
+    """Let vLLM's kernel in Triton write the cache, unless the compiled one is there."""
     from vllm import _custom_ops
     from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 

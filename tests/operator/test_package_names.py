@@ -42,11 +42,13 @@ copy = importlib.util.module_from_spec(spec)
 sys.modules[COPY] = copy
 spec.loader.exec_module(copy)
 modules = [found.name for found in pkgutil.walk_packages(copy.__path__, f"{COPY}.")]
-# These import vLLM.
-for name in ("backend", "flash_attn", "kernels", "metadata"):
-    modules.remove(f"{COPY}.integrations.vllm.{name}")
 for name in modules:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # Backends inside of engines, which are not installed here.
+        if error.name.split(".")[0] not in ("vllm", "sglang"):
+            raise
 
 
 def inputs():

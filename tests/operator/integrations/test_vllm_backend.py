@@ -96,7 +96,7 @@ def of_head_size(config, head_size):
 
 
 def test_flash_attn_is_ours_for_head_size_256_alone(config, monkeypatch):
-    """By an environment variable; vLLM's own classes get every other head size."""
+    """An environment variable decides it. vLLM's own classes get every other head size."""
     config.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
     assert not AttentionBackendEnum.FLASH_ATTN.is_overridden()
     monkeypatch.setenv("FA4_HD256_VLLM_FLASH_ATTN", "1")
