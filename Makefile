@@ -20,14 +20,14 @@ TESTS ?= -n 3 --dist worksteal --durations 10
 NAMES ?= test_lengths or batch or more_tiles or visible or named_masks
 CLC_NAMES ?= test_lengths or more_tiles
 ALL_NAMES := lengths or batch or tiles or visible or fp16 or named
-KERNEL_TESTS = -n 2 --dist worksteal tests/operator/test_forward.py tests/operator/test_backward.py
+KERNEL_TESTS = -n 2 --dist worksteal tests/operator/attention/test_forward.py tests/operator/attention/test_backward.py
 CLC_TESTS ?= $(KERNEL_TESTS) -k "($(CLC_NAMES)) and not negative"
 LAB_TESTS ?= -n 2 --dist worksteal lab/tests
 # Set by test-all.
 CASES ?=
 CUDA_TESTS ?= -n 8 tests/operator
-HOPPER_TESTS ?= --arch sm_90a $(KERNEL_TESTS) -k "($(NAMES)) and not negative" tests/operator/test_block_mask.py \
-    tests/operator/test_block_mask_backward.py
+HOPPER_TESTS ?= --arch sm_90a $(KERNEL_TESTS) -k "($(NAMES)) and not negative" tests/operator/masks_and_scores/test_block_mask.py \
+    tests/operator/masks_and_scores/test_block_mask_backward.py
 # What is imported is compiled then; compiling all of it would take half of the installation's time.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 

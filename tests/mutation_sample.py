@@ -50,8 +50,8 @@ SIMULATOR = Path("sm100_sim", "src")
 #: Files nearest to a mutant, at most.
 MOST_FILES = 3
 
-#: Folders of tests of calls, as patterns in tests/operator.
-CALLS = ("test_*.py",)
+#: Folders of tests of calls, in tests/operator.
+CALLS = ("attention", "masks_and_scores", "cache", "pytorch")
 #: Part of a module's path -> test file of calls that run its kernels, the first that fits.
 CALL_OF = {"backward": "test_backward", "decode": "test_kvcache", "mask": "test_block_mask"}
 
@@ -213,7 +213,11 @@ def tests_of(module: Path) -> Tests:
     direct.sort(key=lambda file: file not in beside)
     between = {part for one in (module, *importers().get(module, ())) for part in one.parts}
     operator = ROOT / "tests/operator"
-    calls = [file.relative_to(ROOT) for place in CALLS for file in sorted(operator.glob(place))]
+    calls = [
+        file.relative_to(ROOT)
+        for folder in CALLS
+        for file in sorted(operator.glob(f"{folder}/test_*.py"))
+    ]
     calls.sort(key=lambda file: file.stem.removeprefix("test_") not in between)
     of_calls = calls if module.parts[0] in ("fa4_hd256", "schedulers", "softmax_emu") else []
     further = [file for layer in others for file in layer]
@@ -284,7 +288,7 @@ class Copy:
 
     def _verdict(self, module: Path, original: str, files: Tests) -> str:
         run = functools.partial(self.noticed, module, original)
-        near = [arguments for arguments in (files.near, files.of_calls) if arguments]
+        near = [arguments for arguments in (files.of_calls, files.near) if arguments]
         for left_out in (False, True):
             results = []
             for arguments in near:

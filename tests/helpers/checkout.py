@@ -5,4 +5,3 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = ROOT / "tests" / "helpers"

@@ -24,8 +24,8 @@ run executes the same operations, each wait after the same arrivals, and hangs a
 not at all.  So one run decides about hangs.  The other properties are about order: two operations
 come in the same order in every run if and only if a path of program order, arrivals and waits leads
 from one to the other, and that graph is the same for all runs.  They are checked by paths, not by
-the order of this run; tests/operator/kernels/test_drain.py also walks through every interleaving of
-small plans and finds the same.
+the order of this run; tests/operator/kernels/proof/test_drain.py also walks through every
+interleaving of small plans and finds the same.
 
 What the scheduler does is part of the hang check alone, as the dynamic one, which holds roles back:
 its ring has two responses, a third is fetched when every role has read the first, and none before

@@ -3,7 +3,7 @@
 The roles themselves are written out in the kernels.  A table of their MMAs is there for the check
 that a plan drains (`drain`), also of configurations that users make, for the timing model and for
 the timeline in the documentation; traces of compiled kernels hold the two to each other
-(tests/operator/kernels/test_step_traces.py).
+(tests/operator/kernels/proof/test_step_traces.py).
 
 A table lists the MMAs of a step in the order of their issue: their operands, where the results go,
 which edges are waited for and committed, what has to be loaded, and which MMAs run one step ahead

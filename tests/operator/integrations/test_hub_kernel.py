@@ -91,7 +91,7 @@ def test_options_that_transformers_looks_for(kernel):
 def test_the_kernels_library_loads_it(variant):
     """Runs with the library installed. On torch's CPU build, whose kernels may not import CuTe DSL,
     torch says that it has CUDA."""
-    pytest.importorskip("kernels._rust")  # tests/operator/kernels would pass for the library
+    pytest.importorskip("kernels._rust")  # a folder kernels/ would pass for the library
     code = """
 import torch
 torch.version.cuda = torch.version.cuda or "13.0"

@@ -1,4 +1,4 @@
-"""Every family of `tests/helpers/transformers_families.py`, with this attention and with eager."""
+"""Every family of `transformers_families`, with this attention and with eager."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 
 from fa4_hd256.integrations import other_dims
 from fa4_hd256.integrations import transformers as integration
-from tests.helpers.transformers_families import (
+from tests.helpers.cases.transformers_families import (
     FAMILIES,
     configuration,
     documented,

@@ -1,7 +1,7 @@
 """The steps of the backward's kernels as data: the proof that a plan drains (`kernels.proof`).
 
-Nothing is compiled from these tables; `tests/operator/kernels/test_hopper_steps.py` holds the
-kernels to them.  An MMA's A in registers is no operand here; `touch` says when its registers are
+Nothing is compiled from these tables; `tests/operator/kernels/hopper/test_hopper_steps.py` holds
+the kernels to them. An MMA's A in registers is no operand here; `touch` says when its registers are
 used.
 """
 

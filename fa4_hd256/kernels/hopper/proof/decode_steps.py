@@ -1,9 +1,9 @@
 """The steps of the decode kernel as data: the proof that a configuration drains (`kernels.proof`).
 
-Nothing is compiled from this table; `tests/operator/kernels/test_hopper_steps.py` holds the kernel
-to it.  K and V are read into registers and given back before they are multiplied; P is in shared
-memory and is no operand here: the softmax's own barriers stand around it (`kernel` NOTE [barriers
-of a step]), as one does behind Q in f16 (`kernels.forward.e4m3` NOTE [Q in place]).
+Nothing is compiled from this table; `tests/operator/kernels/hopper/test_hopper_steps.py` holds the
+kernel to it. K and V are read into registers and given back before they are multiplied; P is in
+shared memory and is no operand here: the softmax's own barriers stand around it (`kernel` NOTE
+[barriers of a step]), as one does behind Q in f16 (`kernels.forward.e4m3` NOTE [Q in place]).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The steps of the forward as data: the proof that a configuration drains (`kernels.proof`).
 
-Nothing is compiled from this table; `tests/operator/kernels/test_hopper_steps.py` holds the kernel
-to it.  P is in registers: it is no operand here, and `touch` says when its registers, or those of
-O, are used.
+Nothing is compiled from this table; `tests/operator/kernels/hopper/test_hopper_steps.py` holds the
+kernel to it.  P is in registers: it is no operand here, and `touch` says when its registers, or
+those of O, are used.
 
 Q of each warpgroup has a buffer and barriers of its own, stage w of the arrays of all: here they
 are rings of their own (`ByWarpgroup`).

@@ -8,11 +8,11 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import cutlass.cute as cute
 import pytest
 import torch
+from checkout import ROOT
 from operator_calls import forward_arguments
 
 from fa4_hd256 import (
@@ -296,7 +296,7 @@ def test_another_process_finds_the_kernels(tmp_path, monkeypatch):
     """Two functions take two kernels, which the next process has not to compile."""
     monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path / "kernels"))
     (tmp_path / "functions.py").write_text(FUNCTIONS)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     found = [
         subprocess.run(
             [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True,

@@ -1,6 +1,6 @@
 """Hopper's decode kernel for keys and values in e4m3: its machine code, and mistakes planted in it.
 
-What calls get from it is in tests/operator/test_e4m3.py.
+What calls get from it is in tests/operator/cache/test_e4m3.py.
 """
 
 from __future__ import annotations
