@@ -38,7 +38,7 @@ MASK_PROVIDERS = (
     OURS, FUNCTION, SOFTCAP, BOUND, "SDPA, dense mask", "FlexAttention", "flash-attn-4",
 )  # fmt: skip
 #: Tables of `decode`, and the providers of its rates.
-DECODE_PARTS = ("rates", "kv-types", "pages", "new-rows")
+DECODE_PARTS = ("rates", "kv-types", "pages", "small-pages", "new-rows")
 DECODE_PROVIDERS = (
     OURS, "flash-attn-4", "flash-attn-4, num_splits=0", "cuDNN", "FlashAttention-2",
 )  # fmt: skip

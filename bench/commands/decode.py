@@ -60,6 +60,9 @@ PARTS = {
         kv_types.default_cases, kv_types.COLUMNS, kv_types.measured, kv_types.table
     ),
     "pages": Part(pages.default_cases, pages.COLUMNS, pages.measured, pages.table),
+    "small-pages": Part(
+        pages.default_cases, pages.SMALL_COLUMNS, pages.measured_small, pages.small_table
+    ),
     "new-rows": Part(
         new_rows.default_cases, new_rows.COLUMNS, new_rows.measured, new_rows.table, WARM
     ),

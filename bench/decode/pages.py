@@ -1,8 +1,8 @@
 """Keys and values in pages, beside the same call without, timed interleaved on a GPU.
 
-Decoding steps and a few queries at once on long sequences, in pages of 16 and of 128 rows. Boxes of
-TMA are no larger than a page, so that small pages take more instructions for the same bytes.
-flash-attn-4 stands beside ours.
+Decoding steps and a few queries at once on long sequences. Pages of 16 and of 128 rows: boxes of
+TMA are no larger than a page, so that small pages take more instructions for the same bytes;
+flash-attn-4 stands beside ours. Pages of fewer rows, beside pages of 64: rows are gathered.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from bench.tables.comparison import OURS
 from bench.tables.table import Column, Plot, Table
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
-#: Rows of a page; None: keys and values in no pages.
-SIZES = (None, 128, 16)
+#: Rows of a page, the first those that others are compared with; None: in no pages.
+SIZES: tuple[int | None, ...] = (None, 128, 16)
+SMALL_SIZES: tuple[int | None, ...] = (64, 8, 1)
 
 
 def default_cases() -> list[Case]:
@@ -39,38 +40,52 @@ def default_cases() -> list[Case]:
 
 def measured(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
     """Return a row of the timer's GPU, flash-attn-4 in pages of each of the sizes beside ours."""
-    found = _timed(case, timer, sampling)
+    return _row(case, _timed(case, (Ours(), FlashAttention4()), SIZES, timer, sampling), SIZES)
+
+
+def measured_small(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
+    """Return a row of ours in pages of few rows."""
+    return _row(case, _timed(case, (Ours(),), SMALL_SIZES, timer, sampling), SMALL_SIZES)
+
+
+def _row(case: Case, found: dict[str, Any], sizes: tuple[int | None, ...]) -> dict[str, Any]:
+    """found: of `_timed`."""
     times, reasons = found.pop("times"), found.pop("reasons")
-    whole = times.get((OURS, None))
+    whole = times.get((OURS, sizes[0]))
     row: dict[str, Any] = {
         "group": case.group, "shape": case.shape, "heads": case.heads_text,
         "rate": whole and case.kv_elements * ELEMENT_BYTES / whole[1] / 1e12,
         "refused": "; ".join(sorted({f"{name}: {why}" for (name, _), why in reasons.items()})),
         "failed": any(name == OURS for name, _ in reasons),
     }  # fmt: skip
-    for size in SIZES:
+    for size in sizes:
         ours, theirs = (times.get((name, size)) for name in (OURS, PACKAGE))
         name = name_of(size)
         row[name] = ours and ours[1] * 1e6
         row[f"range_{name}"] = ours and f"{ours[0] * 1e6:.1f}..{ours[2] * 1e6:.1f}"
         row[f"theirs_{name}"] = theirs and theirs[1] * 1e6
-        if size is not None:
+        if size != sizes[0]:
             row[f"behind_{size}"] = ours and whole and ours[1] / whole[1] - 1
     return row | found
 
 
-def _timed(case: Case, timer: Timer, sampling: Sampling) -> dict[str, Any]:
+def _timed(
+    case: Case,
+    providers: tuple[Provider, ...],
+    sizes: tuple[int | None, ...],
+    timer: Timer,
+    sampling: Sampling,
+) -> dict[str, Any]:
     """`measured_variants` of one case in pages of each size, None for keys in no pages, by
     (provider, size)."""
     whole = Inputs.random(case, timer.device, torch.bfloat16)
-    providers: tuple[Provider, ...] = (Ours(), FlashAttention4())
-    # Both read the same pages: a cache of a GPU's size has no room for copies.
-    of_sizes = {size: replace(whole, case=replace(case, page_size=size)) for size in SIZES}
+    # All read the same pages: a cache of a GPU's size has no room for copies.
+    of_sizes = {size: replace(whole, case=replace(case, page_size=size)) for size in sizes}
     variants = {
         (provider.name, size): (provider, inputs)
         for size, inputs in of_sizes.items() for provider in providers
     }  # fmt: skip
-    found = measured_variants(variants, (OURS, None), timer, sampling)
+    found = measured_variants(variants, (OURS, sizes[0]), timer, sampling)
     del variants, of_sizes, whole
     gc.collect()
     timer.release_memory()
@@ -87,39 +102,65 @@ def title_of(size: int | None) -> str:
     return "no pages" if size is None else f"pages of {size}"
 
 
-BEHIND_COLUMNS = tuple(
-    Column(f"behind_{size}", format="+.1%", title=f"{title_of(size)} over none")
-    for size in SIZES if size is not None
-)  # fmt: skip
-COLUMNS = (
-    Column("shape"), Column("heads"),
-    *(column for size in SIZES for column in (
-        Column(name_of(size), "us", ".1f", title_of(size)),
-        Column(f"range_{name_of(size)}", title="p20..p80"),
-    )),
-    *BEHIND_COLUMNS,
-    *(Column(f"theirs_{name_of(size)}", "us", ".1f", f"{PACKAGE}, {title_of(size)}")
-      for size in SIZES),
-    Column("rate", "TB/s", ".2f", "K and V once, no pages"),
-    Column("clock_mhz", "MHz", ".0f", "clock"), Column("power_watts", "W", ".0f", "power"),
-)  # fmt: skip
+def _behind_columns(sizes: tuple[int | None, ...]) -> tuple[Column, ...]:
+    base = "none" if sizes[0] is None else sizes[0]
+    return tuple(
+        Column(f"behind_{size}", format="+.1%", title=f"{title_of(size)} over {base}")
+        for size in sizes[1:]
+    )
+
+
+def _columns(sizes: tuple[int | None, ...], theirs: tuple[Column, ...] = ()) -> tuple[Column, ...]:
+    return (
+        Column("shape"), Column("heads"),
+        *(column for size in sizes for column in (
+            Column(name_of(size), "us", ".1f", title_of(size)),
+            Column(f"range_{name_of(size)}", title="p20..p80"),
+        )),
+        *_behind_columns(sizes),
+        *theirs,
+        Column("rate", "TB/s", ".2f", f"K and V once, {title_of(sizes[0])}"),
+        Column("clock_mhz", "MHz", ".0f", "clock"), Column("power_watts", "W", ".0f", "power"),
+    )  # fmt: skip
+
+
+BEHIND_COLUMNS = _behind_columns(SIZES)
+COLUMNS = _columns(
+    SIZES,
+    tuple(
+        Column(f"theirs_{name_of(size)}", "us", ".1f", f"{PACKAGE}, {title_of(size)}")
+        for size in SIZES
+    ),
+)
+SMALL_COLUMNS = _columns(SMALL_SIZES)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Tabulate rows of `measured`."""
+    return compared(COLUMNS, rows, _notes(rows))
+
+
+def small_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Tabulate rows of `measured_small`."""
+    return compared(SMALL_COLUMNS, rows, _notes(rows), SMALL_SIZES)
+
+
+def _notes(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     reasons = sorted({row["refused"] for row in rows} - {""})
-    notes = (
+    return (
         "Medians; all of a row interleaved, results checked, L2 overwritten before each "
         "launch. Page numbers are in an order by chance.",
         *(f"Not run: {reason}." for reason in reasons),
     )
-    return compared(COLUMNS, rows, notes)
 
 
 def compared(
-    columns: tuple[Column, ...], rows: Sequence[dict[str, Any]], notes: tuple[str, ...]
+    columns: tuple[Column, ...],
+    rows: Sequence[dict[str, Any]],
+    notes: tuple[str, ...],
+    sizes: tuple[int | None, ...] = SIZES,
 ) -> Table:
     """All sizes side by side."""
-    plot = Plot(("shape", "heads"), tuple(map(name_of, SIZES)))
+    plot = Plot(("shape", "heads"), tuple(map(name_of, sizes)))
     title = "Keys and values in pages, forward, bf16"
     return Table("decode", title, columns, list(rows), notes, plot)

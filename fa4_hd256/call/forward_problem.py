@@ -16,7 +16,13 @@ from ..kernels.functions.kernel_functions import FUNCTION_KINDS
 from ..kernels.kernel_set import KernelSet, kernels_of
 from ..kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from ..kernels.mask.windows import Reach
-from ..kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
+from ..kernels.problem_class import (
+    DESCALES,
+    KV_DTYPES,
+    ProblemClass,
+    compiled_page,
+    query_rows,
+)
 from ..kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     DS_BEGINS,
@@ -195,6 +201,8 @@ class Problem:
             checks.check_mask(q, k, ragged, known[0])
         if options.max_logits:
             known = tiles_for_max_logits(known, architecture)
+        if paged:
+            checks.check_page_size(k.shape[1], kernels_of(architecture), known)
         descale = descales.descale_of(ragged, k, sequences, paged)
         _check_contents(tensors, ragged, options, descale)
         longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
@@ -237,7 +245,7 @@ class Problem:
             self.packed_heads,
             self.num_splits > 1,
             self.part_keys is not None,
-            self.page_size,
+            compiled_page(self.page_size),
             self.kv_dtype,
             self.descale,
             options.score_mod,

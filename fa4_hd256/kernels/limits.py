@@ -20,7 +20,8 @@ HEAD_DIM = 256
 ELEMENT_BYTES = 2  # of bfloat16 and float16
 FLOAT_BYTES = 4
 
-#: Multiple of the rows of a page: whole atoms of the 128-byte swizzle (8 rows), few boxes per tile.
+#: Pages of a multiple of so many rows are loaded by boxes: whole atoms of the 128-byte swizzle (8
+#: rows), few boxes per tile.  Rows of other pages are gathered (`rows.gathered`).
 PAGE_MULTIPLE = 16
 
 WARP_SIZE = 32

@@ -11,11 +11,13 @@ import torch
 from cutlass import Float32, Int32
 
 from .functions.user_functions import FunctionClass
+from .limits import PAGE_MULTIPLE
 from .mask.block_mask import MASK_TABLES
 from .mask.masking import MaskKind
 from .rows.sequences import CACHE_LEFTPAD, PAGE_TABLE, TREE_WORDS
 
 __all__ = [
+    "ANY_PAGE",
     "DESCALES",
     "ELEMENT_TYPES",
     "KV_DTYPES",
@@ -24,6 +26,7 @@ __all__ = [
     "CallScalars",
     "GradientClass",
     "ProblemClass",
+    "compiled_page",
     "query_rows",
 ]
 
@@ -40,6 +43,15 @@ KV_DTYPES = (torch.float8_e4m3fn,)
 #: sequence's and KV head's, or all that they have alike, or a page's and KV head's.
 DESCALES = ("k_descale", "v_descale")
 OF_SEQUENCES, OF_PAGES = "sequences", "pages"
+
+
+#: Page size of problem classes whose kernels take pages of any size: their rows are gathered.
+ANY_PAGE = 0
+
+
+def compiled_page(page_size: int | None) -> int | None:
+    """Return the `ProblemClass.page_size` of a call with pages of so many rows, None without."""
+    return page_size if page_size is None or page_size % PAGE_MULTIPLE == 0 else ANY_PAGE
 
 
 def query_rows(packed_heads: int, rows: int) -> int:
@@ -62,7 +74,8 @@ class ProblemClass:
     dynamic tile scheduler. packed_heads: query heads of a KV head whose rows share the forward's
     query tiles; 1, or all of them. split: the forward's keys are split. fixed_parts: into splits of
     so many keys; a sequence fills as many as it can, instead of so many equal splits. page_size:
-    rows of a page of keys and values; None where they lie in no pages. kv_dtype: of `KV_DTYPES`;
+    rows of a page of keys and values, `ANY_PAGE` where rows are gathered; None where they lie in no
+    pages. kv_dtype: of `KV_DTYPES`;
     None for that of q. descale: whose scales k and v have, `OF_SEQUENCES` or `OF_PAGES`; empty for
     none. score_mod: class of the score_mod; mask_mod: of the mask_mod, which says what is seen of
     listed tiles; None for none. wide_tree: words of a tree mask have 64 bits, not 32. max_logits:
@@ -106,6 +119,11 @@ class ProblemClass:
         """Return the field `padded_pages` of `MaskKind`."""
         is_padded = PAGE_TABLE in self.ragged and CACHE_LEFTPAD in self.ragged
         return (self.page_size or 0) if is_padded else 0
+
+    @property
+    def gathers(self) -> bool:
+        """Return True if rows of keys and values are gathered one by one: `rows.gathered`."""
+        return self.page_size == ANY_PAGE
 
     @property
     def asks_places(self) -> bool:

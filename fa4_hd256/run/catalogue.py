@@ -105,6 +105,8 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
 
 def configured(problem: Problem, config: Any) -> KernelSpec:
     """The forward's kernel in a configuration."""
+    if problem.problem_class.gathers:
+        config = config.gathering()
     return KernelSpec(
         problem.tiles.kind, config, problem.problem_class, problem.kernels.architecture
     )

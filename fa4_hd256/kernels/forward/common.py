@@ -23,11 +23,14 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...schedulers.order import PackedBlocks, TileProblem, section_heads_for
+from ..context import want_next_tile_if
 from ..functions.kernel_functions import KernelFunctions
 from ..limits import ELEMENT_BYTES, HEAD_DIM
 from ..mask.block_mask import MASK_TILE, StepList
 from ..operands import LoadTarget, TmaTensor, load_tile, smem_layout
+from ..plan.edges import RingState
 from ..problem_class import DESCALES, CallScalars, query_rows
+from ..rows.gathered import GatheredKeys, GatheredTile, KeyRange, gather
 from ..rows.pages import PagedKeys, box_rows, load_pages
 from ..rows.sequences import (
     TilePlace,
@@ -212,6 +215,21 @@ class ForwardCommon:
         info = cpasync.make_tiled_tma_atom(operation, view, layout, box)
         return TmaTensor(info[0], info[1], from_start)
 
+    def loaded_tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> Any:
+        """q, k or v as the kernel loads it: its TMA tensor, but K and V as they are where rows are
+        gathered."""
+        return view if self.gathers and name in "kv" else self.tma_tensor(name, view, copy)
+
+    def prefetch_descriptors(self, tensors: ForwardKernelTensors) -> None:
+        """Prefetch the TMA descriptors of the loads."""
+        for tma in (tensors.q,) if self.gathers else (tensors.q, tensors.k, tensors.v):
+            cpasync.prefetch_descriptor(tma.atom)
+
+    @property
+    def gathers(self) -> bool:
+        """Return True if rows of keys and values are gathered: `gathered`."""
+        return self.problem_class.gathers
+
     @property
     def is_paged(self) -> bool:
         """Return True if keys and values lie in pages."""
@@ -236,7 +254,7 @@ class ForwardCommon:
         self, context: ForwardContext, work: Any, visibility: Any, first_row: Any
     ) -> Any:
         """The KV tile that is worked on first, the last one of those that are seen: its number, a
-        `PagedTile` or a `ListedTile`.  first_row: the tile's first query."""
+        `PagedTile`, a `GatheredTile` or a `ListedTile`.  first_row: the tile's first query."""
         if self.lists_steps:
             return self.step_list(context, work).first()
         last = visibility.last_tile(first_row, self.tile_queries)
@@ -244,9 +262,28 @@ class ForwardCommon:
             return last
         batch = context.batch(work)
         table = context.sequences.tensors.page_table[batch, None]
+        if self.gathers:
+            keys = KeyRange(
+                visibility.first(first_row), visibility.seqlen_k, context.key(work).offset
+            )
+            share = self._gathering_warp(), len(self.warps.gather)
+            return GatheredKeys(table, context.tensors.k, keys, self.config.block_kv, share).at(
+                last
+            )
         sizes = self.problem_class.page_size, self.page_box, self.config.block_kv
         first_key, first_page = visibility.first(first_row), context.first_page(batch)
         return PagedKeys(table, visibility.seqlen_k, first_key, sizes, first_page).at(last)
+
+    def claim_if(self, scheduler: Any, is_time: Any) -> None:
+        """`want_next_tile_if`, by one of the warps that load keys."""
+        if self.gathers:
+            is_time = is_time & (self._gathering_warp() == 0)
+        want_next_tile_if(scheduler, is_time)
+
+    def _gathering_warp(self) -> Int32:
+        """Return which of the warps that gather this one is."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return sum(number * Int32(warp == one) for number, one in enumerate(self.warps.gather))
 
     def next_kv_tile(self, kv_tile: Any) -> Any:
         return kv_tile.next() if self.is_paged or self.lists_steps else kv_tile - 1
@@ -275,6 +312,23 @@ class ForwardCommon:
             load_pages(source, smem, place, target, multicast)
         else:
             load_tile(source, smem, place, *target, multicast=multicast)
+
+    def gather_kv(
+        self,
+        context: ForwardContext,
+        name: str,
+        work: Any,
+        tile: GatheredTile,
+        state: RingState,
+    ) -> None:
+        """Copy this warp's rows of a tile of K or V to the buffer of a stage, and let its lanes
+        arrive when they are there."""
+        source, buffer = getattr(context.tensors, name), context.smem[name]
+        head = work.head // context.heads_per_kv
+        rows = cute.size(buffer, mode=[0])
+        place = buffer[None, None, state.index].iterator
+        gather(source, place, tile, head, rows)
+        context.barriers[f"{name}_loaded"].arrive_copies(state)
 
     def sink_log2(self, context: ForwardContext, work: Any, head: Int32) -> Any:
         """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only

@@ -75,4 +75,5 @@ KERNELS = KernelSet(
         cluster=BACKWARD_CTAS,
     ),
     counts_tiles=True,
+    gathers=("forward",),
 )

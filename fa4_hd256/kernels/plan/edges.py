@@ -24,6 +24,7 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 
 from ...schedulers.carried import Carried
+from ..limits import WARP_SIZE
 
 __all__ = [
     "BARRIER_BYTES",
@@ -71,6 +72,7 @@ class Signal(enum.Enum):
     COMMIT_CTA = "tcgen05.commit by a CTA that multiplies alone, on its barrier"
     TMA_CTA = "TMA bytes of the own CTA, on its barrier"
     TMA_BOTH = "TMA bytes of both CTAs, a part of each, on both CTAs' barriers"
+    COPIES_CTA = "cp.async of all lanes of the producer warps, on the own CTA's barrier"
     WARPS_PAIR = "one lane of each producer warp of both CTAs, on the leader's barrier"
     WARPS_PAIR_RELEASE = "the same, releasing shared memory written before"
     WARPS_CTA = "one lane of each producer warp, on the own CTA's barrier"
@@ -195,6 +197,8 @@ class Edge(SharedByReference):
         """Arrivals that complete a phase."""
         if self.signal in (*TMA_SIGNALS, *COMMIT_SIGNALS):
             return 1
+        if self.signal is Signal.COPIES_CTA:
+            return WARP_SIZE * self.producer_warps
         ctas = 2 if self.signal in (*PAIR_SIGNALS, Signal.WARPS_BOTH) else 1
         return ctas * self.producer_warps
 
@@ -273,6 +277,7 @@ class Barrier(SharedByReference):
             Signal.TMA_PAIR: pipeline.PipelineOp.TmaLoad,
             Signal.TMA_CTA: pipeline.PipelineOp.TmaLoad,
             Signal.TMA_BOTH: pipeline.PipelineOp.TmaLoad,
+            Signal.COPIES_CTA: pipeline.PipelineOp.AsyncLoad,
             Signal.COMMIT_PAIR: pipeline.PipelineOp.TCGen05Mma,
             Signal.COMMIT_CTA: pipeline.PipelineOp.TCGen05Mma,
         }.get(edge.signal, pipeline.PipelineOp.AsyncThread)
@@ -300,6 +305,10 @@ class Barrier(SharedByReference):
     def expect_bytes(self, state: Any) -> None:
         """Arrive, expecting the transaction bytes of one stage; by a warp of the barrier's CTA."""
         self._array.arrive_and_expect_tx(state.index, self.edge.transaction_bytes)
+
+    def arrive_copies(self, state: Any) -> None:
+        """Let each lane arrive when its cp.async issued so far are complete; by all lanes."""
+        self._array.arrive(state.index, None)
 
     def commit(self, state: Any) -> None:
         """Signal all CTAs that multiply together when all tensor-core work issued so far is done;

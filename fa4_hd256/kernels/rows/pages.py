@@ -1,4 +1,5 @@
-"""Keys and values in pages: where the rows of a KV tile lie, and their loads.
+"""Keys and values in pages of a multiple of 16 rows: where the rows of a KV tile lie, and their
+loads.  Rows of pages of other sizes are gathered (`gathered`).
 
 NOTE [pages].  A page has `page_size` rows of every KV head, one sequence's, and a row of
 `page_table` numbers the pages of a sequence.  A load of a tile is one of boxes, whose rows divide
@@ -40,7 +41,7 @@ from ..operands import LoadTarget, TmaTensor, load_box
 from ..plan.edges import SharedByReference
 from .sequences import Sequence, clip, clipped_box
 
-__all__ = ["FirstPage", "PagedKeys", "PagedTile", "box_rows", "load_pages"]
+__all__ = ["FirstPage", "PagedKeys", "PagedTile", "PlacedTile", "box_rows", "load_pages"]
 
 #: Bits of a box's clipped rows beside its end, more than any box has.
 ROW_BITS = 8
@@ -125,28 +126,38 @@ class PagedKeys(SharedByReference):
         return PagedTile(self, kv_tile, self.places(kv_tile), self.places(kv_tile - 1))
 
 
-class PagedTile:
-    """A KV tile with the places of its boxes and of the next one's, by lane; lives across loops.
+class PlacedTile:
+    """A KV tile with places of its rows and of the next one's, by lane; lives across loops.
 
-    KV tiles are worked on in falling order.
+    KV tiles are worked on in falling order.  keys: `keys.places(number)` returns the places of a
+    tile, a tuple of Int32.
     """
 
     def __init__(
-        self,
-        keys: PagedKeys,
-        number: Int32,
-        places: tuple[Int32, Int32],
-        following: tuple[Int32, Int32],
+        self, keys: Any, number: Int32, places: tuple[Int32, ...], following: tuple[Int32, ...]
     ) -> None:
         self._keys, self._number, self._places, self._following = keys, number, places, following
+
+    def next(self) -> PlacedTile:
+        keys, number = self._keys, self._number - 1
+        return type(self)(keys, number, self._following, keys.places(number - 1))
+
+    def __extract_mlir_values__(self) -> list:
+        values = self._number, *self._places, *self._following
+        return [ir for value in values for ir in cutlass.extract_mlir_values(value)]
+
+    def __new_from_mlir_values__(self, values: list) -> PlacedTile:
+        number, *places = (cutlass.new_from_mlir_values(Int32(0), [ir]) for ir in values)
+        count = len(self._places)
+        return type(self)(self._keys, number, tuple(places[:count]), tuple(places[count:]))
+
+
+class PagedTile(PlacedTile):
+    """A KV tile of boxes, each the place of a lane."""
 
     @property
     def box_rows(self) -> int:
         return self._keys.box
-
-    def next(self) -> PagedTile:
-        keys, number = self._keys, self._number - 1
-        return PagedTile(keys, number, self._following, keys.places(number - 1))
 
     def box(self, row: Any) -> tuple[Int32, Int32, Int32]:
         """Return (page, end, rows left out) of the box at a row of the tile, the same in all lanes.
@@ -157,14 +168,6 @@ class PagedTile:
         page, word = (cute.arch.shuffle_sync(value, row // self.box_rows) for value in self._places)
         end, start = word >> ROW_BITS, word & ((1 << ROW_BITS) - 1)
         return page, end, start - self.box_rows if self._keys.begins_within else start
-
-    def __extract_mlir_values__(self) -> list:
-        values = self._number, *self._places, *self._following
-        return [ir for value in values for ir in cutlass.extract_mlir_values(value)]
-
-    def __new_from_mlir_values__(self, values: list) -> PagedTile:
-        number, *places = (cutlass.new_from_mlir_values(Int32(0), [ir]) for ir in values)
-        return PagedTile(self._keys, number, tuple(places[:2]), tuple(places[2:]))
 
 
 def load_pages(

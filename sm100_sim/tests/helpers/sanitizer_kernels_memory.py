@@ -87,6 +87,38 @@ END:
 """
 )
 
+# Copies through two mbarriers that track them; who waits fences for the bulk stores that read them.
+COPY_STAGES = (
+    START
+    + """
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 32;
+mbarrier.init.shared.b64 [smem+8], 32;
+READY:
+bar.sync 0;
+setp.ne.u32 %p1, %r1, 0;
+@%p1 bra READER;
+shl.b32 %r4, %r0, 2;  cvt.u64.u32 %rd0, %r4;  add.u64 %rd0, %rd0, %rd8;
+cp.async.ca.shared.global [%r5+1024], [%rd0], 4;
+/*track*/ cp.async.mbarrier.arrive.noinc.shared.b64 [smem];
+cp.async.ca.shared.global [%r5+1152], [%rd0], 4;
+cp.async.mbarrier.arrive.noinc.shared.b64 [smem+8];
+bra END;
+READER:
+/*wait*/ W: mbarrier.try_wait.parity.shared.b64 %p2, [smem], 0;  @!%p2 bra W;
+/*proxy*/ fence.proxy.async.shared::cta;
+setp.ne.u32 %p3, %r2, 0;
+@%p3 bra END;
+cp.async.bulk.global.shared::cta.bulk_group [%rd8+128], [smem+1024], 128;
+V: mbarrier.try_wait.parity.shared.b64 %p2, [smem+8], 0;  @!%p2 bra V;
+/*second proxy*/ fence.proxy.async.shared::cta;
+cp.async.bulk.global.shared::cta.bulk_group [%rd8+256], [smem+1152], 128;
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group 0;
+END:
+"""
+)
+
 # cp.async to shared memory, which a bulk store sends out again.
 COPY_THROUGH = (
     START

@@ -51,6 +51,16 @@ def test_a_row(here):
     assert "2x(2, 300)" in text and "Not run: flash-attn-4: no CUDA device." in text
 
 
+@pytest.mark.sampled("PyTorch")
+def test_pages_of_few_rows(here):
+    """Beside those of 64 rows, without others' kernels."""
+    row = pages.measured_small(CASE, CountingTimer(), Sampling(0, 3))
+    assert [row[f"pages_{size}"] for size in (64, 8, 1)] == pytest.approx([1, 2, 3])
+    assert row["behind_1"] == pytest.approx(2) and "behind_64" not in row
+    assert not row["failed"] and row["refused"] == ""
+    assert "pages of 1 over 64" in pages.small_table([row]).as_markdown()
+
+
 @pytest.mark.sampled
 def test_wrong_results_are_not_timed(here, monkeypatch):
     call = pages.Ours.call

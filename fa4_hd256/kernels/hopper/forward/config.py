@@ -8,12 +8,12 @@ other, take less than the loads of the next; its room goes to stages, so that th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ....schedulers.protocol import COUNTER_SMEM_BYTES
 from ....softmax_emu.pattern import Ex2Pattern
 from ...forward.tiles import ForwardTiles, check_threshold
-from ...limits import ELEMENT_BYTES, HEAD_DIM
+from ...limits import ELEMENT_BYTES, HEAD_DIM, PAGE_MULTIPLE
 from ...plan.budgets import (
     WARPS_PER_WARPGROUP,
     SmemPlan,
@@ -31,6 +31,8 @@ WARPGROUP_ROWS = 64  # query rows of a warpgroup
 BLOCK_KV = 80  # keys of a step
 SHORT_BLOCK_KV = 64  # of a short one
 CTAS = 1  # of a cluster
+#: Registers of a thread where warps gather rows: of those that multiply, and of the others.
+GATHERING_CONSUMERS, GATHERING_OTHERS = 232, 40
 
 #: Seconds of a key: 2 x 1280 clocks of the tensor core for 80 of them and two warpgroups, at 1.7
 #: GHz; and for one warpgroup, 885 ns for 64 where memory does not bind (an H200, lab/notes.md).
@@ -42,12 +44,14 @@ DECODE_SECONDS = 0.885e-6 / 64
 class ForwardWarpPlan(WarpPlan):
     """Warp indices and register budgets of one CTA.
 
-    One or two warpgroups work on 64 query rows each; of the last one warp loads.
+    One or two warpgroups work on 64 query rows each; of the last one warp loads.  gather: warps
+    that gather rows of K and V where these lie in pages of any size; None where TMA loads them.
     """
 
     consumers: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     load: int = 8
     scheduler: int = 9
+    gather: tuple[int, ...] | None = None
     registers_consumers: int = 240
     registers_other: int = 24
 
@@ -55,7 +59,19 @@ class ForwardWarpPlan(WarpPlan):
         ("consumers", "registers_consumers"),
         ("load", "registers_other"),
         ("scheduler", "registers_other"),
+        ("gather", "registers_other"),
     )
+
+    def gathering(self) -> ForwardWarpPlan:
+        """Return the plan with the last warpgroup's warps without a role as those that gather."""
+        begin = len(self.consumers)
+        others = range(begin, begin + WARPS_PER_WARPGROUP)
+        return replace(
+            self,
+            gather=tuple(warp for warp in others if warp not in (self.load, self.scheduler)),
+            registers_consumers=GATHERING_CONSUMERS,
+            registers_other=GATHERING_OTHERS,
+        )
 
     @property
     def consuming_warpgroups(self) -> int:
@@ -71,7 +87,7 @@ class ForwardWarpPlan(WarpPlan):
     @property
     def scheduled_warps(self) -> int:
         """Warps of a CTA that run the tile loop under a dynamic scheduler."""
-        return len(self.consumers) + 2
+        return len(self.consumers) + 2 + len(self.gather or ())
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,22 @@ class ForwardConfig:
             raise ValueError(f"ctas is {self.ctas}; accepted are 1 and 2")
         check_threshold(self.rescale_threshold)
         check_budgets(self)
+
+    def gathering(self) -> ForwardConfig:
+        """Return the configuration with warps that gather rows of K and V.
+
+        Raises ValueError where these cannot share the rows of a KV tile.
+        """
+        if self.block_kv != SHORT_BLOCK_KV or self.ctas != 1:
+            raise ValueError(
+                f"block_kv is {self.block_kv} and ctas {self.ctas} with a page_size that is no "
+                f"multiple of {PAGE_MULTIPLE}; accepted with it: block_kv {SHORT_BLOCK_KV}, ctas 1"
+            )
+        return replace(self, warps=self.warps.gathering())
+
+    @property
+    def gathers(self) -> bool:
+        return self.warps.gather is not None
 
     @property
     def tiles(self) -> ForwardTiles:
@@ -188,11 +220,13 @@ class ForwardConfig:
     @property
     def edges(self) -> EdgeTable:
         warps = len(self.warps.consumers)
-        loaded, free = (
-            (Signal.TMA_CTA, Signal.WARPS_CTA)
-            if self.ctas == 1
-            else (Signal.TMA_BOTH, Signal.WARPS_BOTH)
-        )
+        loaded, free, role, arriving = Signal.TMA_CTA, Signal.WARPS_CTA, "load", 1
+        tile_bytes = self.kv_bytes
+        if self.ctas > 1:
+            loaded, free = Signal.TMA_BOTH, Signal.WARPS_BOTH
+        elif self.warps.gather is not None:
+            loaded, role, arriving = Signal.COPIES_CTA, "gather", len(self.warps.gather)
+            tile_bytes = 0
         return EdgeTable(
             (
                 Edge("q_loaded", self.warpgroups, Signal.TMA_CTA, "load", 1, "consumers",
@@ -200,13 +234,13 @@ class ForwardConfig:
                 Edge("q_free", self.warpgroups, Signal.WARPS_CTA, "consumers",
                      warps // self.warpgroups, "load", "Q of a warpgroup: its last QK is done",
                      True),
-                Edge("k_loaded", self.k_stages, loaded, "load", 1, "consumers",
-                     "K tile in SMEM", transaction_bytes=self.kv_bytes),
-                Edge("k_free", self.k_stages, free, "consumers", warps, "load",
+                Edge("k_loaded", self.k_stages, loaded, role, arriving, "consumers",
+                     "K tile in SMEM", transaction_bytes=tile_bytes),
+                Edge("k_free", self.k_stages, free, "consumers", warps, role,
                      "K buffer: QK is done", True),
-                Edge("v_loaded", self.v_stages, loaded, "load", 1, "consumers",
-                     "V tile in SMEM", transaction_bytes=self.kv_bytes),
-                Edge("v_free", self.v_stages, free, "consumers", warps, "load",
+                Edge("v_loaded", self.v_stages, loaded, role, arriving, "consumers",
+                     "V tile in SMEM", transaction_bytes=tile_bytes),
+                Edge("v_free", self.v_stages, free, "consumers", warps, role,
                      "V buffer: PV is done", True),
             )
         )  # fmt: skip

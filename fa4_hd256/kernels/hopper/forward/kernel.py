@@ -40,7 +40,7 @@ from cutlass.memory import SmemAllocator
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
 from ....softmax_emu.online import OnlineSoftmax
-from ...context import CLAIM_STEPS, schedule, shared_fields, want_next_tile_if
+from ...context import CLAIM_STEPS, schedule, shared_fields
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...functions.kernel_functions import Locate
@@ -57,7 +57,6 @@ from ..instructions import (
     WgmmaShape,
     commit,
     fence,
-    fragment_columns,
     multiply,
     pack,
     row_of_fragment,
@@ -67,7 +66,7 @@ from ..instructions import (
 )
 from .config import WARPGROUP_ROWS, ForwardConfig
 from .context import Fragments, HopperForwardContext, RowSoftmax, Running, StepKeys, WarpgroupTile
-from .masks import hide_by_bits, listed_bits, locator
+from .masks import hide_by_bits, hide_by_range, listed_bits, locator
 
 __all__ = ["ForwardKernel"]
 
@@ -105,7 +104,7 @@ class ForwardKernel(ForwardCommon):
         load = cpasync.CopyBulkTensorTileG2SOp()
         boxes = (load, WARPGROUP_ROWS, HEAD_DIM), self.kv_copy(), self.kv_copy()
         q, k, v = (
-            self.tma_tensor(name, view, box)
+            self.loaded_tensor(name, view, box)
             for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
         )
         return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
@@ -131,8 +130,7 @@ class ForwardKernel(ForwardCommon):
         self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.warps.load:
-            for tma in (tensors.q, tensors.k, tensors.v):
-                cpasync.prefetch_descriptor(tma.atom)
+            self.prefetch_descriptors(tensors)
         context = self.set_up(SmemAllocator(), tensors, sizes, scalars, order)
         cute.arch.mbarrier_init_fence()
         self._synchronise()
@@ -141,7 +139,12 @@ class ForwardKernel(ForwardCommon):
             self.consume(context)
         else:
             cute.arch.setmaxregister_decrease(self.warps.registers_other)
-            if warp == self.warps.load:
+            if cutlass.const_expr(self.gathers):
+                if (warp != self.warps.load) & (warp != self.warps.scheduler):
+                    self.load(context)
+                if warp == self.warps.load:
+                    self.load_queries(context)
+            elif warp == self.warps.load:
                 self.load(context)
             if warp == self.warps.scheduler:
                 schedule(self.scheduler, context)
@@ -203,7 +206,7 @@ class ForwardKernel(ForwardCommon):
     @cute.jit
     def load(self, context: HopperForwardContext):
         """Fetch what the MMAs need: K and Q of a tile's first step, then K of a step before V of
-        the one before it."""
+        the one before it.  Warps that gather leave Q to `load_queries`."""
         edges = self.edges
         q_free = RingState(1, Int32(0), Int32(1))
         k_free, v_free = edges["k_free"].waiter_state(), edges["v_free"].waiter_state()
@@ -217,14 +220,15 @@ class ForwardKernel(ForwardCommon):
                 num_steps = self.step_list(context, work).count
             else:
                 num_steps = visibility.num_tiles(first_query, self.tile_queries)
-            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            self.claim_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 position = self.first_kv_tile(tile_context, work, visibility, first_query)
                 # Before Q: its buffer is free while the tile before is still worked on.
                 k_free = self._load_kv(tile_context, "k", work, position, k_free)
-                self._load_q(tile_context, work, q_free)
+                if cutlass.const_expr(not self.gathers):
+                    self._load_q(tile_context, work, q_free)
                 for step in cutlass.range(1, num_steps, unroll=1):
-                    want_next_tile_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
+                    self.claim_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
                     following = self.next_kv_tile(position)
                     k_free = self._load_kv(tile_context, "k", work, following, k_free)
                     v_free = self._load_kv(tile_context, "v", work, position, v_free)
@@ -239,6 +243,20 @@ class ForwardKernel(ForwardCommon):
         for _ in range(self.config.v_stages):
             context.barriers["v_free"].wait(v_free)
             v_free.advance()
+
+    @cute.jit
+    def load_queries(self, context: HopperForwardContext):
+        """Fetch Q of each tile, where warps gather K and V."""
+        q_free = RingState(1, Int32(0), Int32(1))
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            tile_context = context.of_tile(work)
+            visibility = tile_context.visibility(work, self.config.block_kv)
+            if visibility.num_tiles(work.block * self.tile_queries, self.tile_queries) > 0:
+                self._load_q(tile_context, work, q_free)
+                q_free.advance()
+            work = scheduler.advance_to_next_work()
 
     def _load_q(self, context: HopperForwardContext, work: WorkTile, q_free: RingState) -> None:
         """The rows of each warpgroup, once its last MMA with those before is done."""
@@ -270,16 +288,19 @@ class ForwardKernel(ForwardCommon):
         `first_kv_tile` counts them."""
         loaded = context.barriers[f"{name}_loaded"]
         context.barriers[f"{name}_free"].wait(state)
-        loaded.expect_bytes(state)
-        head = work.head // context.heads_per_kv
-        source = getattr(context.tensors, name)
-        keys, row = self.keys(context, work, position), self.first_key(position)
-        place = keys, row, context.cta_rank, head
-        buffer, mask = state.index, None
-        if cutlass.const_expr(self.config.ctas > 1):
-            buffer, mask = buffer * 2 + context.cta_rank, Int16(0b11)
-        target = loaded.pointer(state), buffer
-        self.load_kv(source, context.smem[name], place, target, mask)
+        if cutlass.const_expr(self.gathers):
+            self.gather_kv(context, name, work, position, state)
+        else:
+            loaded.expect_bytes(state)
+            head = work.head // context.heads_per_kv
+            source = getattr(context.tensors, name)
+            keys, row = self.keys(context, work, position), self.first_key(position)
+            place = keys, row, context.cta_rank, head
+            buffer, mask = state.index, None
+            if cutlass.const_expr(self.config.ctas > 1):
+                buffer, mask = buffer * 2 + context.cta_rank, Int16(0b11)
+            target = loaded.pointer(state), buffer
+            self.load_kv(source, context.smem[name], place, target, mask)
         state.advance()
         return state
 
@@ -471,14 +492,14 @@ class ForwardKernel(ForwardCommon):
     ):
         """QK and softmax of the first step; O is empty yet."""
         softmax, k_loaded, v_loaded = running
-        context.barriers["k_loaded"].wait(k_loaded)
+        self._wait_for(context, "k_loaded", k_loaded)
         fence()
         scores = self._issue_qk(fragments, k_loaded)
         wait(0)
         self._give_back_k(context, k_loaded, tile.q_loaded, keys.left)
         k_loaded.advance()
         self._exponentiate(context, scores, softmax, tile, keys)
-        context.barriers["v_loaded"].wait(v_loaded)
+        self._wait_for(context, "v_loaded", v_loaded)
         pack(scores, fragments.p)
         return Running(softmax, k_loaded, v_loaded)
 
@@ -497,7 +518,7 @@ class ForwardKernel(ForwardCommon):
         V of a step is waited for at the end of its softmax: NOTE [exponentials before the wait].
         """
         softmax, k_loaded, v_loaded = running
-        context.barriers["k_loaded"].wait(k_loaded)
+        self._wait_for(context, "k_loaded", k_loaded)
         fence()
         scores = self._issue_qk(fragments, k_loaded)
         self._issue_pv(fragments, v_loaded)
@@ -507,7 +528,7 @@ class ForwardKernel(ForwardCommon):
         factors = self._exponentiate(context, scores, softmax, tile, keys)
         following = v_loaded.copy()
         following.advance()
-        context.barriers["v_loaded"].wait(following)
+        self._wait_for(context, "v_loaded", following)
         wait(0)
         context.barriers["v_free"].arrive(v_loaded)
         # P is free now that PV is done.
@@ -525,6 +546,13 @@ class ForwardKernel(ForwardCommon):
         context.barriers["v_free"].arrive(running.v)
         running.v.advance()
         return running
+
+    def _wait_for(self, context: HopperForwardContext, loaded: str, state: RingState) -> None:
+        """Wait for a tile of K or V, which the MMAs read through the async proxy: TMA writes
+        through it, cp.async does not."""
+        context.barriers[loaded].wait(state)
+        if self.gathers:
+            cute.arch.fence_view_async_shared()
 
     def _issue_qk(self, fragments: Fragments, k_loaded: RingState) -> cute.Tensor:
         """Issue S = Q K^T, a group of its own; S."""
@@ -577,7 +605,8 @@ class ForwardKernel(ForwardCommon):
             elif cutlass.const_expr(self.lists_steps):
                 hide_by_bits(row, number, keys.mask, self.config.block_kv)
             elif cutlass.const_expr(keys.mask is not None):
-                self._hide_by_range(context, row, number, tile, keys)
+                sizes = self.query_rows, self.config.block_kv
+                hide_by_range(context, row, number, tile, keys, sizes)
             factors.append(softmax[number].update_max(row))
             softmax[number].exponentiate(row, None, 0, 1)
             softmax[number].accumulate_sum(row)
@@ -589,22 +618,6 @@ class ForwardKernel(ForwardCommon):
         """The words of both rows of a thread, `NO_NODES` where rows have none."""
         rows = (tile.first_row + row_of_fragment(i) // self.query_rows for i in range(ROWS))
         return tuple(context.nodes(tile.work, r) for r in rows) if context.mask.tree else NO_NODES
-
-    def _hide_by_range(
-        self,
-        context: HopperForwardContext,
-        row: cute.Tensor,
-        number: int,
-        tile: WarpgroupTile,
-        keys: StepKeys,
-    ) -> None:
-        """Scores of one of a thread's rows, of keys outside its range := -inf."""
-        block = self.config.block_kv
-        query = tile.first_row + row_of_fragment(number) // self.query_rows
-        first_key = keys.first + cute.arch.thread_idx()[0] % QUAD * 2
-        context.visibility(tile.work, block).apply(
-            row, query, first_key, fragment_columns(block), keys.mask[number]
-        )
 
     def _listed_keys(self, steps: StepList, step: Int32, warpgroup: Int32, left: Int32) -> StepKeys:
         key = Int32(0)

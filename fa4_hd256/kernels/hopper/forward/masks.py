@@ -1,4 +1,4 @@
-"""Scores of a fragment: where each lies, and bits of a block mask that hide some."""
+"""Scores of a fragment: where each lies, and what hides some: ranges, and bits of a block mask."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...mask.block_mask import FULL, StepList
 from ...mask.masking import hide_unseen
 from ..instructions import QUAD, fragment_columns, row_of_fragment
 from .config import WARPGROUP_ROWS
-from .context import WarpgroupTile
+from .context import HopperForwardContext, StepKeys, WarpgroupTile
 
-__all__ = ["ListedBits", "hide_by_bits", "listed_bits", "locator"]
+__all__ = ["ListedBits", "hide_by_bits", "hide_by_range", "listed_bits", "locator"]
 
 #: Words of a row's bits that a step of 64 keys has.
 STEP_WORDS = 2
@@ -44,6 +44,24 @@ def listed_bits(steps: StepList, step: Int32, warpgroup: Int32) -> ListedBits:
         )
         bits.append(tuple(word >> 2 * lane for word in step_words))
     return ListedBits(number != FULL, tuple(bits))
+
+
+def hide_by_range(
+    context: HopperForwardContext,
+    row: cute.Tensor,
+    number: int,
+    tile: WarpgroupTile,
+    keys: StepKeys,
+    sizes: tuple[int, int],
+) -> None:
+    """Set the scores of a thread's row of that number, of keys outside its range, to -inf.  sizes:
+    rows of a query, keys of a step."""
+    query_rows, block = sizes
+    query = tile.first_row + row_of_fragment(number) // query_rows
+    first_key = keys.first + cute.arch.thread_idx()[0] % QUAD * 2
+    context.visibility(tile.work, block).apply(
+        row, query, first_key, fragment_columns(block), keys.mask[number]
+    )
 
 
 @cute.jit

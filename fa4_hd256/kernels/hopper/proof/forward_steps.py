@@ -85,18 +85,19 @@ def forward_steps(config: ForwardConfig) -> StepTable:
         for name in ("K", "V")
     )
     queries = tuple(fill(Load.one("Q", "q", name, name)) for name in q_rings)
-    load = Role(
-        "load",
-        (
-            Act((keys,), is_ahead=True),
-            Act(queries, FIRST, is_ahead=True),
-            Act((values,)),
-        ),
+    first_keys, of_tile = Act((keys,), is_ahead=True), Act(queries, FIRST, is_ahead=True)
+    acts: tuple[Act, ...] = (first_keys, of_tile, Act((values,)))
+    loads: tuple[Role, ...] = ()
+    if config.gathers:
+        loads, acts = (Role("load", (of_tile,)),), (first_keys, Act((values,)))
+    of_keys = Role(
+        "gather" if config.gathers else "load",
+        acts,
         end=(*config.k_stages * (wait("k_free"),), *config.v_stages * (wait("v_free"),)),
         claims=CLAIM_STEPS,
     )
     consumers = tuple(_consumer(w, config.skips) for w in range(config.warpgroups))
-    return StepTable(rings, roles=(load, *consumers), meets=ctas > 1)
+    return StepTable(rings, roles=(of_keys, *loads, *consumers), meets=ctas > 1)
 
 
 def _consumer(warpgroup: int, skips: bool) -> Role:

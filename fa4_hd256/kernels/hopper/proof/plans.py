@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...plan.edges import Edge
+from ...plan.edges import Edge, Signal
 from ...proof.plans import PlanSteps
 from ..backward.config import BackwardConfig, DvPlan, GradientConfig, ProductsPlan, SinglePlan
 from ..decode.config import E4m3Config
@@ -27,6 +27,8 @@ class HopperPlanSteps(PlanSteps):
 
     def check_edge(self, edge: Edge) -> None:
         super().check_edge(edge)
+        if edge.signal is Signal.COPIES_CTA:
+            return
         regions = {region.name: region.stage_bytes for region in self.plan.smem.regions}
         for load, _ in self.steps.fills:
             copied = sum(regions[copy.memory] for copy in load.copies)

@@ -546,8 +546,7 @@ def _wait_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> E
 def _track_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
-        for access in state.copies:
-            access.reissue(state.clock)
+        state.track_copies()
         return execute(warp, lanes)
 
     return run

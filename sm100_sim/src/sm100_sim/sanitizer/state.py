@@ -77,11 +77,10 @@ class WarpState:
     is taken in before the warp does anything else. loads: (clock, number of the instruction) of
     tcgen05.ld in flight. uses: flags that native code sets when loaded data are used. recorded:
     MMAs of the open chain already recorded. groups: by agent, BULK, MMA (wgmma) or COPY (cp.async),
-    the clock of the last operation of each committed group. copies: accesses of cp.async in flight.
-    unfenced: generic
-    accesses were made since the last fence.proxy.async. record: what native code shares, with a
-    mask of the ranks of CTAs known to have started.
-    flags_read: addresses of relaxed reads since the last fence.
+    the clock of the last operation of each committed group. copies: accesses of cp.async in flight;
+    tracked: clock of the last one that an mbarrier tracks. unfenced: generic accesses were made
+    since the last fence.proxy.async. record: what native code shares, with a mask of the ranks of
+    CTAs known to have started. flags_read: addresses of relaxed reads since the last fence.
     """
 
     def __init__(self, sanitizer: Rules, warp: Any, number: int, cluster: ClusterState) -> None:
@@ -113,6 +112,7 @@ class WarpState:
         self.issued = self.record.issued
         self.groups: dict[int, list[int]] = {BULK: [], MMA: [], COPY: []}
         self.copies: list[Access] = []
+        self.tracked = 0
         self.flags_read: set[int] = set()
         self.unfenced_inits: list[Any] = []
         self.generation = 0
@@ -197,6 +197,15 @@ class WarpState:
     def has_used(self, clock: int) -> bool:
         """Return True if the data of all loads in flight up to `clock` have been used."""
         return all(self.uses[number] for issued, number in self.loads if issued <= clock)
+
+    def track_copies(self) -> None:
+        """An mbarrier tracks cp.async of this warp, which are its writes at this time for who waits
+        for that phase; those that an earlier one tracks are complete with that."""
+        for access in reversed(self.copies):
+            if access.clock <= self.tracked:
+                break
+            access.reissue(self.clock)
+        self.tracked = self.issued[COPY]
 
     def finish_copies(self, clock: int) -> None:
         """cp.async up to a clock are complete, which makes them writes of this warp at this time:

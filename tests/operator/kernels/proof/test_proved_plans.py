@@ -27,7 +27,9 @@ def default_plans(architecture):
     for tiles, causal, length, paged in itertools.product(
         kernels.forwards, (False, True), LENGTHS, (False, True)
     ):
-        configs.append(kernels.tuned(tiles, causal, length, "", paged))
+        configs.append(config := kernels.tuned(tiles, causal, length, "", paged))
+        if paged and tiles.kind in kernels.gathers:
+            configs.append(config.gathering())
     return dict.fromkeys(plan for config in configs for plan in kernels.plans_of(config))
 
 

@@ -1,0 +1,231 @@
+"""Keys and values in pages whose number of rows is no multiple of 16: their rows are gathered.
+
+One kernel serves all sizes.  Rows, pages and entries of the table that must not be read are in
+every cache.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_cases import NO_PAGE, Paged, accurate, attend, check, int32
+
+import sm100_sim
+from fa4_hd256 import flash_attn_with_kvcache
+from fa4_hd256.call import checks
+from fa4_hd256.kernels.hopper.forward.kernel import ForwardKernel as HopperForward
+from fa4_hd256.kernels.rows import gathered
+from fa4_hd256.kernels.rows.pages import PlacedTile
+
+#: Pages of one row, of a few, of a part of a step, and of more rows than a step has.
+SIZES = (1, 2, 4, 8, 3, 24, 100)
+
+
+@pytest.fixture(autouse=True)
+def gathering(architecture):
+    if architecture != "sm_90a":
+        pytest.skip("Blackwell's kernels gather no rows")
+
+
+def poisoned(paged):
+    """Let entries that must not be read number a page of NaN: a page that is none has zeros."""
+    is_page = (paged.table >= 0) & (paged.table < len(paged.k))
+    spare = {*range(len(paged.k))} - {*paged.table[is_page].tolist()}
+    paged.table[~is_page] = min(spare)
+    return paged
+
+
+def queries(*shape, device="cpu", dtype=torch.bfloat16):
+    return torch.randn(*shape, 256).to(device, dtype)
+
+
+# Sequences without queries, without keys, that end with a step, and inside one; KV splits.
+@pytest.mark.parametrize("page_size", SIZES)
+@pytest.mark.sampled("1", "24")
+def test_decoding(page_size, device):
+    paged = poisoned(Paged.of((300, 40, 0, 128, 16), page_size, device=device))
+    q = queries(29, 2, device=device)
+    found = check(q, paged, (3, 0, 5, 1, 20), causal=True, num_splits=2, use_clc=False)
+    assert (found[0][3:8] == 0).all() and (found[1][:, 3:8] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 150])
+@pytest.mark.sampled
+def test_the_bits_of_boxes(seqlen_q, device):
+    """Pages that TMA loads hold the same keys."""
+    paged = Paged.of((300, 0, 77), 5, device=device)
+    q, options = queries(3, seqlen_q, 2, device=device), {"causal": True, "num_splits": 2}
+    found = attend(q, paged, **options)
+    assert all(map(torch.equal, found, attend(q, boxed(paged), **options)))
+
+
+def boxed(paged, page_size=16):
+    """Return the cache in pages that TMA loads by boxes."""
+    found = Paged.of(paged.lengths, page_size, paged.k.shape[2], device=paged.k.device)
+    for row in range(len(paged.lengths)):
+        for pool, rows in zip((found.k, found.v), paged.keys(row), strict=True):
+            for first in range(0, paged.lengths[row], page_size):
+                part = rows[0, first : first + page_size]
+                pool[found.table[row, first // page_size], : len(part)] = part
+    return found
+
+
+# Several tiles of queries, of several KV heads, under both schedulers; each layout once.
+@pytest.mark.parametrize(
+    ("page_size", "layout"),
+    [(1, "nhd"), (3, "hnd"), (8, "pages of both"), (40, "rows of both")],
+)
+@pytest.mark.sampled("static-3-hnd")
+def test_prefill(page_size, layout, use_clc, device):
+    paged = poisoned(Paged.of((470, 300, 0, 77), page_size, 2, layout, device))
+    check(queries(176, 6, device=device), paged, (150, 1, 5, 20), causal=True, use_clc=use_clc)
+
+
+# Pages to the left of a window are gone.
+@pytest.mark.parametrize("lengths_q", [(300, 5), (2, 3)])
+@pytest.mark.sampled("static-lengths_q1")
+def test_pages_left_of_a_window_are_never_read(lengths_q, use_clc, device):
+    paged = Paged.of((640, 300), 2, device=device)
+    before = paged.copy()
+    for row, (n, m) in enumerate(zip(lengths_q, paged.lengths, strict=True)):
+        paged.forget(row, m - n - 100)
+    q = queries(sum(lengths_q), 3, device=device)
+    check(
+        q, poisoned(paged), lengths_q, before, use_clc=use_clc, window_size=(100, 0), num_splits=2
+    )
+
+
+@pytest.mark.sampled
+def test_every_feature(use_clc, device):
+    """Window, softcap, a sink, a negative scale, fp16, parts, and heads of several KV heads."""
+    paged = Paged.of((260, 0, 77), 4, 2, "hnd", device, torch.float16)
+    options = {
+        "window_size": (200, 3), "softcap": 20.0, "softmax_scale": -0.1, "num_splits": 2,
+        "learnable_sink": torch.randn(4, device=device),
+    }  # fmt: skip
+    q = queries(9, 4, device=device, dtype=torch.float16)
+    check(q, paged, (5, 3, 1), use_clc=use_clc, **options)
+
+
+@pytest.mark.parametrize("page_size", [1, 6])
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+@pytest.mark.sampled("1-6")
+def test_left_padding(page_size, seqlen_q, device):
+    """The first key is any row of any page; rows before it are NaN, their pages not in the
+    table."""
+    lengths, leftpad = (300, 261, 40, 23), (0, 5, 39, 23)
+    paged = Paged.of(lengths, page_size, device=device)
+    keys = [[t[:, pad:].clone() for t in paged.keys(row)] for row, pad in enumerate(leftpad)]
+    for row, pad in enumerate(leftpad):
+        for place in range(pad):
+            for pool in (paged.k, paged.v):
+                pool[paged.table[row, place // page_size], place % page_size] = torch.nan
+        paged.table[row, : pad // page_size] = NO_PAGE
+    poisoned(paged)
+    q = queries(4, seqlen_q, 2, device=device)
+    out, lse = flash_attn_with_kvcache(
+        q, paged.k, paged.v, cache_seqlens=paged.used, page_table=paged.table, causal=True,
+        cache_leftpad=int32(leftpad, device), return_lse=True, num_splits=1,
+    )  # fmt: skip
+    for row, (k, v) in enumerate(keys):
+        own = slice(row, row + 1)
+        accurate(out[own], lse[own], (q[own], k, v), causal=True)
+
+
+@pytest.mark.sampled
+def test_new_rows(device):
+    """Rows are written to pages of three, and read again."""
+    paged = Paged.of((5, 70), 3, device=device)
+    more = Paged.of((9, 74), 3, device=device)
+    for row, length in enumerate(paged.lengths):
+        for place in range(length):
+            page = more.table[row, place // 3], place % 3
+            for pool, rows in zip((more.k, more.v), paged.keys(row), strict=True):
+                pool[page] = rows[0, place]
+    q, new = queries(2, 4, 2, device=device), [queries(2, 4, 1, device=device) for _ in "kv"]
+    out, lse = flash_attn_with_kvcache(
+        q, more.k, more.v, *new, cache_seqlens=paged.used, page_table=more.table, causal=True,
+        return_lse=True,
+    )  # fmt: skip
+    for row in range(2):
+        k, v = (torch.cat([t, n[row : row + 1]], dim=1)
+                for t, n in zip(paged.keys(row), new, strict=True))  # fmt: skip
+        assert all(map(torch.equal, more.keys(row), (k, v)))
+        accurate(out[row : row + 1], lse[row : row + 1], (q[row : row + 1], k, v), causal=True)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("seqlen_q", [1, 130])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.sampled("static-None-1")
+def test_no_findings(seqlen_q, seed, use_clc, sanitize):
+    sanitize(seed, clusters=2, device="h200:2")
+    paged = Paged.of((300, 9), 1)
+    check(queries(2, seqlen_q, 2), paged, causal=True, num_splits=1, use_clc=use_clc)
+    assert sm100_sim.last_reports()[-1].findings == []
+
+
+@pytest.mark.simulator
+@pytest.mark.sampled
+def test_a_missing_fence_is_found(sanitize, planted):
+    """wgmma reads through the async proxy what cp.async wrote through the generic one."""
+    sanitize(None)
+    planted.setattr(
+        HopperForward, "_wait_for",
+        lambda self, context, loaded, state: context.barriers[loaded].wait(state),
+    )  # fmt: skip
+    attend(queries(1, 1, 2), Paged.of((300,), 1), causal=True, num_splits=1)
+    findings = sm100_sim.last_reports()[-1].findings
+    assert any("missing-proxy-fence" in str(finding) for finding in findings)
+
+
+def _stale(self):
+    tile = NEXT(self)
+    return type(self)(tile._keys, tile._number, self._places, tile._following)
+
+
+def _in_range(keys, table, source, of_keys, *more):
+    INIT(keys, table, source, gathered.KeyRange(of_keys.begin * 0, of_keys.end, 0), *more)
+
+
+def _past_the_end(keys, table, source, of_keys, *more):
+    end = of_keys.end + 64
+    INIT(keys, table, source, gathered.KeyRange(of_keys.begin, end, of_keys.first_row), *more)
+
+
+def _unswizzled(to, origin, size, blocks, stride):
+    COPY(to & ~0x70, origin, size, blocks, stride)
+
+
+NEXT, INIT, COPY = PlacedTile.next, gathered.GatheredKeys.__init__, gathered.copy_row
+BUGS = {
+    "the pages of the tile before": (PlacedTile, "next", _stale),
+    "entries left of the window": (gathered.GatheredKeys, "__init__", _in_range),
+    "entries past the end": (gathered.GatheredKeys, "__init__", _past_the_end),
+    "pieces in one place": (gathered, "copy_row", _unswizzled),
+}
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.sampled
+def test_a_planted_bug_is_refused(bug, planted):
+    owner, name, wrong = BUGS[bug]
+    planted.setattr(owner, name, wrong)
+    paged = Paged.of((300, 9), 1)
+    before = paged.copy()
+    paged.forget(0, 300 - 2 - 150)
+    with pytest.raises(AssertionError):
+        check(queries(4, 2), poisoned(paged), (2, 2), before, window_size=(150, 0), num_splits=1)
+
+
+def test_a_number_that_is_none_of_a_page_has_rows_of_zeros(monkeypatch, device):
+    """TMA has zeros outside a tensor, too; the host checks nothing here."""
+    monkeypatch.setattr(checks, "check_page_numbers", lambda *_: None)
+    paged = Paged.of((300,), 1, device=device)
+    q = queries(1, 1, 2, device=device)
+    k, v = paged.keys(0)
+    for row, number in ((7, NO_PAGE), (200, -1), (299, len(paged.k))):
+        paged.table[0, row], k[0, row], v[0, row] = number, 0, 0
+    out, lse = attend(q, paged, causal=True, num_splits=1, use_clc=False)
+    accurate(out, lse, (q, k, v), causal=True)
