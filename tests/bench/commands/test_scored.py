@@ -150,6 +150,7 @@ def test_ours_in_the_simulator(function):
     assert checking.check_gradients(provider, inputs).passed
 
 
+@pytest.mark.sampled
 @pytest.mark.simulator
 def test_what_stands_beside_in_the_simulator():
     case = _case(Capped(), 1, 150, (2, 1))

@@ -205,6 +205,7 @@ def test_exp2_patterns(device, backward_config):
         assert "ex2.approx.ftz.f32" not in sm100_sim.last_reports()[-1].opcodes
 
 
+@pytest.mark.sampled
 def test_one_dominant_key(device):
     """P is one number: dV of that key is the sum of all dO, the others' is nearly nothing."""
     q, k, v = inputs((30, 260), device=device)

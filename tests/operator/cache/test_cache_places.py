@@ -149,6 +149,7 @@ def unchecked(monkeypatch):
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["entries", "rows of a page table"])
+@pytest.mark.sampled("entries")
 @pytest.mark.simulator
 def test_an_entry_that_there_is_not(paged, monkeypatch):
     """The nearest one is read, and no new row is written."""

@@ -94,6 +94,7 @@ def test_repeated_calls(monkeypatch):
         forget()
 
 
+@pytest.mark.sampled
 def test_a_prefill_of_packed_queries(device):
     """The kernel of large tiles."""
     lengths_q = (150, 40, 200, 3, 0, 12, 5, 1)

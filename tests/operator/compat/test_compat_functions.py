@@ -102,6 +102,7 @@ def test_a_score_mod_and_its_gradients(device):
         out.sum().backward()
 
 
+@pytest.mark.sampled
 def test_packed_sequences_have_offsets(device):
     torch.manual_seed(1)
     q, k, v = (tensor[0] for tensor in tensors((30, 70), device=device))

@@ -280,7 +280,7 @@ def sglang_values(batch):
     ],
     ids=["extend", "sliding window", "decode", "cross-attention"],
 )  # fmt: skip
-@pytest.mark.sampled("extend", "cross-attention")
+@pytest.mark.sampled("extend")
 def test_sglang_with_its_cache(device, site, requests, changed, others):
     batch = Batch(device, *requests)
     k_cache, v_cache = sglang_cache(batch)

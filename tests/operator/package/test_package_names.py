@@ -131,6 +131,7 @@ def folder(tmp_path_factory):
     return place
 
 
+@pytest.mark.sampled
 def test_a_copy_runs_beside_the_installed_package(folder):
     """Modules, operators and graphs of each are its own; kernels of equal sources are shared."""
     command = [sys.executable, "-c", BOTH, str(folder)]

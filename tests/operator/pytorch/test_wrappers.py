@@ -485,7 +485,7 @@ def run(count):
 
 
 def test_wrappers():
-    run(25)
+    run(10)
 
 
 @pytest.mark.sampled

@@ -519,6 +519,7 @@ def test_a_warm_model_compiles_nothing(warm_model, layers):
         flash_attn_varlen_func(*half, **bounds, causal=True, window_size=window)
 
 
+@pytest.mark.sampled
 def test_padded_calls_and_those_with_a_block_mask(monkeypatch, architecture):
     """Kernels that real calls take, gradients among them, are counted up."""
     target, model = TARGETS[architecture], AttentionModel("of this test", 2, 1, (Mask(True),))

@@ -21,7 +21,7 @@ PLAIN_UNORDERED = ForwardConfig(arithmetic="plain", ordered_tiles=False, rescale
 
 
 @pytest.mark.parametrize("config", [FOLDED_ONE_S, PLAIN_UNORDERED], ids=["folded", "plain"])
-@pytest.mark.sampled("folded")
+@pytest.mark.sampled
 def test_results_and_races(config):
     """Several tiles a cluster, ends inside a tile, an adversarial schedule, the sanitizer."""
     q, k, v = (torch.randn(1, s, h, 256).bfloat16() for s, h in ((520, 2), (600, 1), (600, 1)))
