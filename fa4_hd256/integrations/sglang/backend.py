@@ -9,7 +9,6 @@ SGLang makes one `SGLangBackend` for a model, and for a drafting model one for e
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,12 +32,13 @@ from ...kv_cache import flash_attn_with_kvcache
 from ...masks import tree_words
 from ..given_out import written_to
 from .checks import check_layer, check_runner
-from .metadata import EngineStep, GraphBuffers, Tables, draft_steps, node_tables, tree_of
+from .metadata import EngineStep, GraphBuffers, ImageRows, Tables, draft_steps, node_tables, tree_of
 
 __all__ = ["SGLangBackend", "SGLangDraft"]
 
-#: Models whose image tokens see each other. SGLang hands its masks of them to its own backends.
-_IMAGE_MODELS = ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration")
+#: More queries than a tile has. Rows of prompts then take the kernel for many rows, where their
+#: bits depend neither on their number nor on their place in a tile.
+_MANY_QUERIES = 257
 
 
 class SGLangBackend(AttentionBackend):
@@ -78,7 +78,8 @@ class SGLangBackend(AttentionBackend):
         self._graphs: dict[tuple[ForwardMode, int, int], EngineStep] = {}
         self._buffers: GraphBuffers | None = None
         self._checked: WeakSet[Any] = WeakSet()
-        _warn_of_images(runner)
+        # SGLang's models have this method where rows of an image see each other.
+        self._has_images = hasattr(runner.model, "prepare_attn_masks")
 
     # What SGLang asks.
 
@@ -174,26 +175,43 @@ class SGLangBackend(AttentionBackend):
 
     def _extension(self, batch: ForwardBatch, in_capture: bool) -> EngineStep:
         """Return a step of prompts, parts of prompts, and blocks of a diffusion model."""
-        counts, longest = batch.extend_seq_lens, batch.extend_seq_lens_cpu
+        counts, counts_cpu = batch.extend_seq_lens, batch.extend_seq_lens_cpu
         rows, keys = batch.positions.numel(), self._most_keys(batch, in_capture)
         if counts is None:
             # A draft that verified rows extend has equally many for each request.
             return self._chains(batch, rows // batch.batch_size, 0, in_capture)
         starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = max(counts_cpu) if counts_cpu and not in_capture else rows
         first = None
         if batch.forward_mode.is_dllm_extend() and self._has_window:
             first = (batch.seq_lens - counts - self._window).clamp(min=0).to(torch.int32)
         return self._bounded(
             EngineStep(
                 starts,
-                max(longest) if longest and not in_capture else rows,
+                max(longest, _MANY_QUERIES) if self.batch_invariant else longest,
                 batch.seq_lens.to(torch.int32),
                 keys,
                 window_first=first,
+                images=self._images(batch),
                 **self._tables.of_requests(batch.req_pool_indices, keys),
                 **self._window_slots(batch),
             )
         )
+
+    def _images(self, batch: ForwardBatch) -> ImageRows | None:
+        """Return the images of a step of prompts whose rows see each other."""
+        if not (self._has_images and batch.forward_mode == ForwardMode.EXTEND and batch.mm_inputs):
+            return None
+        spans = [
+            (request, first, last)
+            for request, inputs in enumerate(batch.mm_inputs)
+            if inputs is not None
+            for item in inputs.mm_items
+            if item.is_image()
+            for first, last in item.offsets
+        ]
+        new, before = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
+        return ImageRows.of(spans, new, before, batch.seq_lens.device)
 
     def _verification(self, batch: ForwardBatch, in_capture: bool) -> EngineStep:
         """Return a step that verifies a chain of drafts, or a tree of them (topk > 1)."""
@@ -237,7 +255,7 @@ class SGLangBackend(AttentionBackend):
         # The bound decides how keys are divided, which must not depend on the batch.
         return replace(step, max_seqlen_k=self._tables.positions) if self.batch_invariant else step
 
-    def _window_slots(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
+    def _window_slots(self, batch: ForwardBatch) -> dict[str, Any]:
         if not self._has_window_cache or batch.out_cache_loc is None:
             return {}
         slots = self._tables.in_window(batch.out_cache_loc)
@@ -282,10 +300,10 @@ class SGLangBackend(AttentionBackend):
         out = getattr(forward_batch, "_attn_output", None)
         shape = q.shape[0], layer.tp_q_head_num, HEAD_DIM
         out = None if out is None else out.view(shape)
-        result = self._attend(q.reshape(shape), layer, forward_batch, out, sinks, wants_lse)
-        if wants_lse:
-            return result[0].flatten(1), result[1].T.contiguous()
-        return result.flatten(1)
+        result = self._attend(q.reshape(shape), layer, forward_batch, out, sinks)
+        return (
+            (result[0].flatten(1), result[1].T.contiguous()) if wants_lse else result[0].flatten(1)
+        )
 
     def forward_decode(self, *args: Any, **options: Any) -> Any:
         """Do as `forward_extend`: a step's queries and keys say what it is."""
@@ -298,38 +316,40 @@ class SGLangBackend(AttentionBackend):
         batch: ForwardBatch,
         out: torch.Tensor | None,
         sinks: torch.Tensor | None,
-        wants_lse: bool,
-    ) -> Any:
-        """Return out, or (out, lse), of queries over the cache."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse) of queries over the cache."""
         step, window = self.forward_metadata, layer.sliding_window_size
         assert step is not None
         reach = window if window is not None and window >= 0 else None
-        keys = _keys_of(step, self._window, reach)
-        page_size = 1 if keys["page_table"] is step.node_table else self.page_size
-        sees_ahead = layer.attn_type != AttentionType.DECODER and not batch.forward_mode.is_decode()
-        options = keys | self._scales(layer) | {
+        options = _keys_of(step, self._window, reach) | self._scales(layer) | {
             "softmax_scale": layer.scaling,
             "softcap": layer.logit_cap,
             "learnable_sink": sinks,
             "batch_invariant": self.batch_invariant,
-            "causal": not sees_ahead,
         }  # fmt: skip
+        page_size = 1 if options["page_table"] is step.node_table else self.page_size
         k, v = (
             paged_kv_view(cache, page_size, layer.tp_k_head_num, HEAD_DIM)
             for cache in self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         )
+        sees_ahead = layer.attn_type != AttentionType.DECODER and not batch.forward_mode.is_decode()
+        right = 0 if reach is not None and not sees_ahead else reach
+        masks = {"causal": not sees_ahead, "window_size": (reach, right)}
+        attend: Callable[..., Any] = partial(flash_attn_varlen_func, q, k, v, **options | masks)
         if sees_ahead and step.window_first is not None and reach is not None:
             # Rows of a block see the same keys before it, so no window of theirs says which.
-            options |= {
-                "cache_seqlens": options.pop("seqused_k"),
-                "cache_leftpad": step.window_first,
-            }
-            attend: Callable[..., Any] = partial(flash_attn_with_kvcache, q, k, v, **options)
-        else:
-            if reach is not None:
-                options["window_size"] = reach, reach if sees_ahead else 0
-            attend = partial(flash_attn_varlen_func, q, k, v, **options)
-        return written_to(out, q, attend, wants_lse)
+            block = {"cache_seqlens": options.pop("seqused_k"), "cache_leftpad": step.window_first}
+            attend = partial(flash_attn_with_kvcache, q, k, v, **options | block)
+        result = written_to(out, q, attend, True)
+        if step.images is None or sees_ahead:
+            return result
+        images, own = step.images, step.images.rows
+        see_each_other = options | images.keys_of(options["page_table"])
+        found = flash_attn_varlen_func(
+            q[own], k, v, **see_each_other, window_size=(reach, None), return_lse=True
+        )
+        result[0][own], result[1][:, own] = found
+        return result
 
     def _scales(self, layer: Any) -> dict[str, torch.Tensor]:
         scales = layer.k_scale, layer.v_scale
@@ -408,12 +428,3 @@ def _keys_of(step: EngineStep, window: int | None, reach: int | None) -> dict[st
         "max_seqlen_k": step.node_table.shape[1],
         "page_table": step.node_table,
     }
-
-
-def _warn_of_images(runner: Any) -> None:
-    names = set(getattr(runner.model_config.hf_config, "architectures", None) or ())
-    if names & set(_IMAGE_MODELS) and runner.model_config.is_multimodal:
-        logging.getLogger("fa4_hd256").warning(
-            "tokens of an image see those before them alone in this backend, as in all of SGLang's "
-            "but triton; --prefill-attention-backend triton lets them see each other"
-        )

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from ...kernels.limits import HEAD_DIM
 from .backend import SGLangBackend
-from .checks import head_dims
+from .checks import OURS, dims_of, head_dims
+from .kernels import warm_up_layers
 
 __all__ = ["OTHERS", "ByHeadDim", "create"]
 
 #: SGLang's backend of all head dimensions, pages and masks.
 OTHERS = "triton"
-_OURS = (HEAD_DIM, HEAD_DIM)
 
 
 def create(runner: Any) -> AttentionBackend:
@@ -26,16 +26,18 @@ def create(runner: Any) -> AttentionBackend:
 
     Raises ValueError if none of its layers has head_dim 256.
     """
-    dims = head_dims(runner.model_config)
-    if _OURS not in dims:
+    dims = head_dims(runner)
+    if OURS not in dims:
         raise ValueError(
             f"the model's layers have head_dim {sorted(dims)} (of q and k, of v); accepted by "
-            f"fa4_hd256: {_OURS}; use another --attention-backend"
+            f"fa4_hd256: {OURS}; use another --attention-backend"
         )
     ours = SGLangBackend(runner)
-    if dims == {_OURS}:
+    if torch.device(runner.device).type == "cuda":
+        warm_up_layers(runner)
+    if dims == {OURS}:
         return ours
-    logging.getLogger("fa4_hd256").info("layers of head_dim %s use %s", dims - {_OURS}, OTHERS)
+    logging.getLogger("fa4_hd256").info("layers of head_dim %s use %s", dims - {OURS}, OTHERS)
     return ByHeadDim(ours, ATTENTION_BACKENDS[OTHERS](runner))
 
 
@@ -47,6 +49,8 @@ class ByHeadDim(AttentionBackend):
         super().__init__()
         self.ours, self.others = ours, others
         self.attn_backend_list = [ours, others]
+        # SGLang's models give their masks of images to the backend of this name.
+        self.prefill_backend = others
         self.req_to_token_pool = ours.req_to_token_pool
         self.token_to_kv_pool = ours.token_to_kv_pool
         self.kv_index_translator = ours.kv_index_translator
@@ -56,7 +60,7 @@ class ByHeadDim(AttentionBackend):
         self.extend_dummy_seqs_capped_by_req_pool = others.extend_dummy_seqs_capped_by_req_pool
 
     def of_layer(self, layer: Any) -> AttentionBackend:
-        return self.ours if (layer.qk_head_dim, layer.v_head_dim) == _OURS else self.others
+        return self.ours if dims_of(layer) == OURS else self.others
 
     @property
     def verify_mask(self) -> VerifyMask | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
 from ...call.checks import check_pages
 from ...call.tree_mask import MOST_NODES
@@ -13,13 +14,30 @@ from ...gpus.gpu import of_capability
 from ...kernels.limits import HEAD_DIM
 from ...kernels.problem_class import KV_DTYPES
 
-__all__ = ["check_layer", "check_runner", "head_dims", "takes_pages_of"]
+__all__ = ["OURS", "check_layer", "check_runner", "dims_of", "head_dims", "layers_of"]
+
+#: Head dimensions of layers that the backend serves.
+OURS = (HEAD_DIM, HEAD_DIM)
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def head_dims(config: Any) -> set[tuple[int, int]]:
-    """Return the head dimensions (of q and k, of v) of a model's layers. config: SGLang's."""
+def layers_of(runner: Any) -> list[Any]:
+    """Return the layers of attention of a model on this rank."""
+    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+def dims_of(layer: Any) -> tuple[int, int]:
+    """Return the head dimensions of q and k, and of v."""
+    return layer.qk_head_dim, layer.v_head_dim
+
+
+def head_dims(runner: Any) -> set[tuple[int, int]]:
+    """Return the head dimensions of a model's layers; of a rank without one, what the model's
+    configuration says."""
+    layers, config = layers_of(runner), runner.model_config
+    if layers:
+        return {dims_of(layer) for layer in layers}
     dims = {(config.head_dim, config.v_head_dim)}
     if config.is_hybrid_swa:
         own = getattr(config, "swa_head_dim", config.head_dim)
@@ -55,7 +73,16 @@ def check_runner(runner: Any) -> None:
             raise NotImplementedError(
                 f"{name} is not offered by fa4_hd256; use another --attention-backend"
             )
+    is_deterministic = get_exec().deterministic.enable_deterministic_inference
+    if is_deterministic and get_schedule().enable_mixed_chunk:
+        raise NotImplementedError(
+            "--enable-mixed-chunk is given with deterministic inference, where a row that decodes "
+            "has other bits beside a prompt; accepted: one of them"
+        )
     _check_types(runner)
+    for layer in layers_of(runner):
+        if dims_of(layer) == OURS:
+            check_layer(layer)
     if not takes_pages_of(runner.page_size):
         raise ValueError(
             f"page size is {runner.page_size}; accepted: a multiple of 16, --page-size 64"
@@ -100,11 +127,8 @@ def _check_tree(runner: Any) -> None:
 
 def check_layer(layer: Any) -> None:
     """Raise for a layer that the backend cannot serve."""
-    dims = layer.qk_head_dim, layer.v_head_dim
-    if dims != (HEAD_DIM, HEAD_DIM):
-        raise ValueError(
-            f"layer {layer.layer_id} has head_dim {dims}; accepted: {(HEAD_DIM, HEAD_DIM)}"
-        )
+    if dims_of(layer) != OURS:
+        raise ValueError(f"layer {layer.layer_id} has head_dim {dims_of(layer)}; accepted: {OURS}")
     refused = {
         "is_cross_attention": layer.is_cross_attention,
         "use_irope": layer.use_irope,

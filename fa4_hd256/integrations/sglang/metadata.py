@@ -6,13 +6,85 @@ as many slots in a row as it has rows, so the slot of a page's first row names t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-__all__ = ["GraphBuffers", "EngineStep", "Tables", "draft_steps", "node_tables", "tree_of"]
+__all__ = [
+    "EngineStep", "GraphBuffers", "ImageRows", "Tables", "draft_steps", "node_tables", "tree_of",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Images of a step whose rows see each other: each is a sequence that ends with the image.
+
+    rows: (n,) int64, places of the images' rows in q. requests: (images,) int64, places of their
+    requests in the batch. starts: (images + 1,) int32, offsets of rows. ends: (images,) int32, keys
+    up to an image's end. longest, furthest: bounds of its rows and of its keys.
+    """
+
+    rows: torch.Tensor
+    requests: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+    longest: int
+    furthest: int
+
+    @classmethod
+    def of(
+        cls,
+        spans: Iterable[tuple[int, int, int]],
+        new: Sequence[int],
+        before: Sequence[int],
+        device: torch.device,
+    ) -> ImageRows | None:
+        """Return the images that lie in a step as a whole, or None.
+
+        spans: (request, first, last) positions of an image. new, before: rows of each request in
+        the step, and before it. An image that a step has a part of stays causal, as in SGLang.
+        """
+        begins = [0, *itertools.accumulate(new)]
+        whole = [
+            (request, first, last)
+            for request, first, last in spans
+            if before[request] <= first and last < before[request] + new[request]
+        ]
+        if not whole:
+            return None
+        counts = [last + 1 - first for _, first, last in whole]
+        places = [
+            begins[request] + position - before[request]
+            for request, first, last in whole
+            for position in range(first, last + 1)
+        ]
+
+        def tensor(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        ends = [last + 1 for _, _, last in whole]
+        return cls(
+            tensor(places, torch.int64),
+            tensor([request for request, _, _ in whole], torch.int64),
+            tensor([0, *itertools.accumulate(counts)], torch.int32),
+            tensor(ends, torch.int32),
+            max(counts),
+            max(ends),
+        )
+
+    def keys_of(self, page_table: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments that say which queries and keys the images have. page_table: of the
+        batch."""
+        return {
+            "cu_seqlens_q": self.starts,
+            "max_seqlen_q": self.longest,
+            "seqused_k": self.ends,
+            "max_seqlen_k": self.furthest,
+            "page_table": page_table[self.requests],
+        }
 
 
 @dataclass(frozen=True)
@@ -28,7 +100,8 @@ class EngineStep:
     (sequences,) int32, the first key that a bidirectional block sees.
 
     tree_mask: words of drafts in a tree. node_starts, node_keys, node_table: then layers with a
-    sliding window have one sequence for each node, in pages of one row (`node_tables`).
+    sliding window have one sequence for each node, in pages of one row (`node_tables`). images:
+    those whose rows see each other.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -43,6 +116,7 @@ class EngineStep:
     node_starts: torch.Tensor | None = None
     node_keys: torch.Tensor | None = None
     node_table: torch.Tensor | None = None
+    images: ImageRows | None = None
 
     def of_draft(self, step: int) -> EngineStep:
         """Return one step of a draft, which shares the tables."""
@@ -77,12 +151,12 @@ class Tables:
         """Return the numbers of the pages that so many keys take."""
         return self._columns[: -(-min(keys, self.positions) // self.page_size)]
 
-    def of_requests(self, requests: torch.Tensor, keys: int) -> dict[str, torch.Tensor]:
+    def of_requests(self, requests: torch.Tensor, keys: int) -> dict[str, Any]:
         """Return the tables by their names. requests: rows of req_to_token. keys: the most of a
         request."""
         return self.of_pages(requests, self.columns(keys))
 
-    def of_pages(self, requests: torch.Tensor, pages: torch.Tensor) -> dict[str, torch.Tensor]:
+    def of_pages(self, requests: torch.Tensor, pages: torch.Tensor) -> dict[str, Any]:
         """Return the tables of chosen pages. pages: (pages,), or (requests, pages): numbers in the
         request's row; one past its end stands for a page that is not in use."""
         first = (pages * self.page_size).clamp(max=self.positions - 1)

@@ -25,8 +25,9 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang_engine import CONTEXT, HEADS, SCALE, Engine, judged
 
-from fa4_hd256.integrations.sglang import by_head_dim, checks, plugin
+from fa4_hd256.integrations.sglang import by_head_dim, checks, kernels, plugin
 from fa4_hd256.integrations.sglang.backend import SGLangBackend, SGLangDraft
+from fa4_hd256.models import Mask
 
 plugin.register()
 HookRegistry.apply_hooks()
@@ -298,6 +299,31 @@ def test_blocks_of_a_diffusion_model(engine):
             judged(q[rows], k, v, out.view(-1, HEADS, 256)[rows], softmax_scale=SCALE)
 
 
+@pytest.mark.parametrize("window", [-1, 20])
+def test_images_of_a_prompt(engine, window):
+    """Rows of an image see all of its rows, if the step has them all; others those before them."""
+    server = engine(window=None if window < 0 else window)
+    server.runner.model.prepare_attn_masks = None
+    backend, layer = server.backend(), server.layer(window)
+    queries, keys = [20, 20], [40, 20]
+    items = [SimpleNamespace(is_image=lambda: True, offsets=[(24, 33), (15, 22)]),
+             SimpleNamespace(is_image=lambda: False, offsets=[(36, 38)])]  # fmt: skip
+    inputs = [SimpleNamespace(mm_items=items), None]
+    batch = server.batch(EXTEND, queries, keys, mm_inputs=inputs)
+    backend.init_forward_metadata(batch)
+    q, _, _, out = server.attended(backend, layer, batch, 40)
+    masks = []
+    for request, (count, end) in enumerate(zip(queries, keys)):
+        row, key = torch.arange(end - count, end)[:, None], torch.arange(end)
+        seen = key <= row
+        if request == 0:
+            seen |= (row >= 24) & (row <= 33) & (key >= 24) & (key <= 33)
+        if window >= 0:
+            seen &= key >= row - window
+        masks.append(seen[None, None])
+    server.accurate(q, out, queries, keys, mask=masks)
+
+
 def test_an_encoder(engine):
     """Queries see keys on both sides, within the window."""
     server = engine(window=5)
@@ -349,10 +375,10 @@ def test_layers_of_another_head_dim(engine, monkeypatch):
     is refused."""
     monkeypatch.setattr(by_head_dim, "OTHERS", "torch_native")
     server = engine()
-    config = server.runner.model_config
-    config.is_hybrid_swa, config.head_dim, config.v_head_dim = True, 512, 512
-    config.swa_head_dim = config.swa_v_head_dim = 256
+    model, config = server.runner.model, server.runner.model_config
+    model.full, model.local = server.layer(head_dim=512), server.layer()
     backend = server.backend()
+    assert backend.prefill_backend is backend.others
     other = registry.ATTENTION_BACKENDS["torch_native"](server.runner)
     assert type(backend.others) is type(other)
     batch = server.batch(EXTEND, [3, 20], [40, 20])
@@ -362,9 +388,35 @@ def test_layers_of_another_head_dim(engine, monkeypatch):
     assert backend.of_layer(server.layer(head_dim=512)) is backend.others
     q, k, v, out = server.attended(backend, layer, batch, 23)
     server.accurate(q, out, [3, 20], [40, 20], causal=True)
+    del model.local
+    with pytest.raises(ValueError, match=r"layers have head_dim \[\(512, 512\)\]"):
+        server.backend()
+    # A rank without a layer of attention.
+    del model.full
+    config.is_hybrid_swa, config.head_dim, config.v_head_dim = True, 512, 512
     config.swa_head_dim = config.swa_v_head_dim = 128
     with pytest.raises(ValueError, match=r"layers have head_dim \[\(128, 128\), \(512, 512\)\]"):
         server.backend()
+
+
+def test_kernels_that_are_loaded_with_a_model(engine):
+    """One description for layers of the same heads: masks, sinks, cache and pages of the model."""
+    server = engine(
+        cache_dtype=torch.float8_e4m3fn, speculative_eagle_topk=2, speculative_num_draft_tokens=4
+    )
+    model = server.runner.model
+    model.layers = torch.nn.ModuleList(
+        [server.layer(), server.layer(11), server.layer(11), server.layer(head_dim=512)]
+    )
+    model.register_parameter("sinks", torch.nn.Parameter(torch.zeros(HEADS)))
+    (kind,) = kernels.kinds_of_layers(server.runner)
+    assert set(kind.masks) == {Mask(True), Mask(True, (11, None))}
+    assert (kind.heads_q, kind.heads_kv, kind.sink) == (HEADS, HEADS // 2, True)
+    needs = kernels.needs_of(server.runner)
+    assert needs.page_sizes == (16,) and needs.kv_dtypes == (torch.float8_e4m3fn,)
+    assert needs.tree_mask and not needs.batch_invariant
+    model.layers.append(server.layer(logit_cap=30.0))
+    assert [kind.softcap for kind in kernels.kinds_of_layers(server.runner)] == [0, 30]
 
 
 def test_wrappers_of_sglang(engine):
@@ -413,6 +465,9 @@ def test_layers_that_are_refused(engine):
     ):
         with pytest.raises(error, match=words):
             checks.check_layer(server.layer(**options))
+    server.runner.model.attention = server.layer(use_irope=True)
+    with pytest.raises(NotImplementedError, match="layer 0 has use_irope True"):
+        server.backend()
     q = torch.zeros(2, HEADS * 256, dtype=torch.bfloat16, device=server.device)
     with (
         forward_context(ForwardContext(attn_backend=backend)),

@@ -1,0 +1,66 @@
+"""Kernels that a model's layers can need, compiled and loaded before the first request."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.runtime_context import get_exec, get_spec
+
+from ...models import AttentionModel, Mask
+from ...run.needs import Needs
+from ...warm import warm_up
+from .checks import OURS, dims_of, layers_of
+
+__all__ = ["kinds_of_layers", "needs_of", "warm_up_layers"]
+
+
+def warm_up_layers(runner: Any) -> None:
+    """Compile and load what the layers can need, and log how long that took."""
+    needs = needs_of(runner)
+    for model in kinds_of_layers(runner):
+        made = warm_up(model, needs, device=torch.device(runner.device))
+        logging.getLogger("fa4_hd256").info(
+            "%d kernels, %d of them compiled, in %.1f s", made.kernels, made.compiled, made.seconds
+        )
+
+
+def needs_of(runner: Any) -> Needs:
+    """Return what calls of the backend are like."""
+    is_e4m3 = runner.kv_cache_dtype == torch.float8_e4m3fn
+    is_deterministic = bool(get_exec().deterministic.enable_deterministic_inference)
+    return Needs(
+        forms=("packed-paged",),
+        dtypes=(runner.dtype,),
+        page_sizes=(runner.page_size,),
+        kv_dtypes=(torch.float8_e4m3fn if is_e4m3 else None,),
+        batch_invariant=is_deterministic,
+        tree_mask=(get_spec().speculative_eagle_topk or 0) > 1,
+    )
+
+
+def kinds_of_layers(runner: Any) -> list[AttentionModel]:
+    """Return one description of all layers of the same heads and options."""
+    has_sinks = any(name.endswith("sinks") for name, _ in runner.model.named_parameters())
+    found: dict[tuple[int, int, float], set[Mask]] = {}
+    for layer in layers_of(runner):
+        if dims_of(layer) == OURS:
+            kind = layer.tp_q_head_num, layer.tp_k_head_num, float(layer.logit_cap)
+            found.setdefault(kind, set()).update(_masks(layer, runner))
+    return [
+        AttentionModel("layers", heads, heads_kv, tuple(masks), softcap, sink=has_sinks)
+        for (heads, heads_kv, softcap), masks in found.items()
+    ]
+
+
+def _masks(layer: Any, runner: Any) -> set[Mask]:
+    """Return the masks of a layer's calls."""
+    reach = layer.sliding_window_size if layer.sliding_window_size >= 0 else None
+    masks = {Mask(True, (reach, None))}
+    if layer.attn_type != AttentionType.DECODER:
+        masks |= {Mask(False, (reach, reach)), Mask(False, (None, None))}
+    if hasattr(runner.model, "prepare_attn_masks"):
+        masks.add(Mask(False, (reach, None)))
+    return masks
