@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from . import plans
+from .call.forward_problem import check_differentiable
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
@@ -21,18 +22,16 @@ from .call.operator_arguments import (
 from .call.process import is_intercepted
 from .call.tile_mask import TileMask
 from .gpus.devices import is_captured
-from .kernels.mask.block_mask import MASK_GRADIENTS, MASK_STEPS
-from .kernels.problem_class import KV_DTYPES
 from .package_name import NAMESPACE
 from .private_torch import is_batch_of_gradients, nesting_of_batches
 from .run.backward import or_empty, plan_call, smaller_plan
+from .run.execute import Execution
 
 __all__ = [
     "DIFFERENTIABLE",
     "attend_with_gradients",
     "backward",
     "call_backward",
-    "check_differentiable",
     "gradients",
     "gradients_of",
     "listed_tiles_of",
@@ -97,7 +96,7 @@ def call_backward(tensors: BackwardTensors, values: BackwardValues) -> tuple[tor
         facts = (_BACKWARD, *values, bytes([tensor is None for tensor in tensors]))
         planned = plans.find(facts, tensors)
         if planned is not None:
-            return plans.run(planned[0], tensors, planned[1])
+            return plans.run(_BACKWARD, planned[0], tensors, planned[1])
     batched = tensors.with_batches()
     *of_rows, dsink = backward(*batched, *values._replace(wanted=list(values.wanted)))
     return *(
@@ -115,30 +114,6 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     tensors, values = forward_arguments(inputs)
     check_differentiable(tensors)
     save(ctx, tensors, values, output)
-
-
-def check_differentiable(tensors: ForwardTensors) -> None:
-    """Raise NotImplementedError for a call that has no gradients."""
-    refused = (
-        tensors.page_table,
-        tensors.part_list,
-        tensors.tree_words,
-        tensors.k_descale,
-        tensors.v_descale,
-        tensors.cache_batch_idx,
-        tensors.cache_leftpad,
-    )
-    if tensors.k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
-        raise NotImplementedError(
-            "k and v in float8, page_table, scheduler_metadata, tree_mask: no gradients flow "
-            "through such calls; accepted: tensors that do not require gradients, or a call under "
-            "torch.no_grad()"
-        )
-    if tensors.mask_steps is not None and tensors.mask_blocks is None:
-        raise NotImplementedError(
-            f"{MASK_STEPS} without {' and '.join(MASK_GRADIENTS)}, which gradients take; accepted: "
-            "all of them, or tensors that do not require gradients"
-        )
 
 
 def listed_tiles_of(mask: TileMask) -> int:
@@ -255,16 +230,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[plans.Entry, list[int], Sequence[Any]],
+        call: tuple[plans.Kind, Execution, list[int], Sequence[Any]],
         *differentiable: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the results of a plan. call: entry, addresses and tensors of the call, as
-        `plans.run` takes them. differentiable: the first of these tensors once more, q, k, v and
-        the sink: autograd tracks what it gets as an argument, but nothing inside a tuple."""
-        entry, addresses, tensors = call
+        """Return the results of a plan. call: kind, execution, addresses and tensors, as of
+        `plans.run`. differentiable: the first of these tensors once more, q, k, v and the sink:
+        autograd tracks what it gets as an argument, but nothing inside a tuple."""
+        kind, execution, addresses, tensors = call
         tensors = (*differentiable, *tensors[len(differentiable) :])
-        results = plans.run(entry, tensors, addresses)
-        save(ctx, ForwardTensors(*tensors[:-1]), entry.values, results)
+        results = plans.run(kind, execution, tensors, addresses)
+        save(ctx, ForwardTensors(*tensors[:-1]), execution.values, results)
         return results
 
     @staticmethod

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from .autograd import DIFFERENTIABLE, check_differentiable, gradients_of, refuse_second_order, save
+from .autograd import DIFFERENTIABLE, gradients_of, refuse_second_order, save
 from .autograd import backward as backward_operator
+from .call.forward_problem import check_differentiable
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,

@@ -9,13 +9,20 @@ from typing import Any
 import torch
 
 from . import plans
-from .autograd import attend_with_gradients, check_differentiable, listed_tiles_of
+from .autograd import attend_with_gradients, listed_tiles_of
 from .call import process
 from .call.autocast import autocast, is_autocasting
 from .call.checks import are_differentiated, check_kinds, check_lists, check_mask_of
 from .call.descales import refuse_gradients
-from .call.forward_problem import LONGEST, Call, bounded, checked, tiles_for_masks
-from .call.memory import check_out, check_writable, check_writable_again
+from .call.forward_problem import (
+    LONGEST,
+    Call,
+    bounded,
+    check_differentiable,
+    checked,
+    tiles_for_masks,
+)
+from .call.memory import check_out, check_writable_again
 from .call.operator_arguments import OTHERS, ForwardTensors
 from .call.options import BY_RULE, NO_WINDOW
 from .call.packed_ds import BackwardMetadata, check_metadata
@@ -390,17 +397,16 @@ def _find_and_run(
         _check_out_and_gradients(tensors, return_max_logits)
     found, kind = None, _EAGER_MAXIMA if return_max_logits else _EAGER_FORWARD
     if not is_intercepted():
-        found = plans.find((kind, *plans.facts_of(arguments, form)), tensors)
+        found = plans.find(plans.facts_of(kind, arguments, form), tensors)
     if found is None:
         results = _through_dispatcher(tensors, arguments, return_max_logits)
     else:
-        entry, addresses = found
+        execution, addresses = found
         q, k, v, sink = tensors[:4]
         if out is not None:
             # Neither modes nor addresses are in a key, so each call checks them.
-            check = check_writable if entry.execution is None else check_writable_again
-            check(out, tensors[:-1])
-            results = plans.run(entry, tensors, addresses)
+            check_writable_again(out, tensors[:-1])
+            results = plans.run(kind, execution, tensors, addresses)
         # Plain tensors, or none would have been found. Written out: `any` takes three times as
         # long.
         elif torch.is_grad_enabled() and (
@@ -410,10 +416,10 @@ def _find_and_run(
             or (sink is not None and sink.requires_grad)
         ):
             check_differentiable(ForwardTensors(*tensors[:-1]))
-            results = attend_with_gradients((entry, addresses, tensors), q, k, v, sink)
+            results = attend_with_gradients((kind, execution, addresses, tensors), q, k, v, sink)
         else:
             only_first = not (return_lse or return_max_logits)
-            results = plans.run(entry, tensors, addresses, only_first)
+            results = plans.run(kind, execution, tensors, addresses, only_first)
     if return_max_logits:
         return results if return_lse else results[::2]
     return results if return_lse else results[0]

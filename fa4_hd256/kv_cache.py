@@ -212,11 +212,11 @@ def _write_and_attend(
         metadata = tensors[_PART_LIST]
         mark = None if metadata is None else marked(metadata)
         form = mark, bytes([tensor is None for tensor in tensors]), interleaved
-        found = plans.find((_EAGER_KVCACHE, *plans.facts_of(arguments, form)), tensors)
+        found = plans.find(plans.facts_of(_EAGER_KVCACHE, arguments, form), tensors)
         if found is not None:
-            entry, addresses = found
-            check_memory(tensors, entry.execution is not None)
-            out, lse = plans.run(entry, tensors, addresses, only_first)
+            execution, addresses = found
+            check_memory(tensors)
+            out, lse = plans.run(_EAGER_KVCACHE, execution, tensors, addresses, only_first)
             return out, lse
     refuse_tangents(tensors)
     values = resolved(tensors, (*arguments, interleaved))

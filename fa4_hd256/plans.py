@@ -1,11 +1,11 @@
 """Plans of calls, found by guards: `find` and `run`.
 
-`find` returns the `Entry` of a call, `run` executes the entry's plan::
+`find` returns the `Execution` of a call, `run` runs it::
 
-    first call     no entry has the key: `Kind.resolve` checks the arguments, an entry is made;
-                   `run` makes the plan, executes it and keeps it in the entry
-    second call    the key finds the entry, which gets a guard
-    later calls    the guard finds the entry
+    first call     the key finds none: `Kind.resolve` checks the arguments, `Kind.plan` makes the
+                   plan, and its execution is cached; a call that is refused leaves nothing behind
+    second call    the key finds the execution, which gets a guard
+    later calls    the guard finds the execution
 
 So a call like one before goes without checks, without a description and without PyTorch's
 dispatcher, which takes longer than a launch. Where something could intercept the operator
@@ -17,14 +17,14 @@ strides, dtype, device and alignment; all other arguments, and their types where
 some types alone are accepted; the environment (`environment.switches`). Contents of lengths are
 checked on the CPU alone, or where the environment asks for it: there every call makes its plan.
 
-NOTE [guards].  To make a key takes longer than to launch. So an entry that has a plan gets a guard,
-PyTorch's own of compiled code: one call in C++ that says whether tensors have the classes, dispatch
-keys, dtypes, devices, sizes, strides and requires_grad of those that it was made of. Guards are
-found by the facts of a call, its arguments that are no tensors: first the guard that the last such
-call passed, as a model's layers do, then the guards of the same two shapes. PyTorch's guard refuses
-a tensor that is given twice, as cu_seqlens_q is where it is cu_seqlens_k, too. So it gets each
-tensor once, and what is given again is compared by identity. Where a PyTorch has no such guard,
-every call makes its key.
+NOTE [guards].  To make a key takes longer than to launch. So an execution gets a guard, PyTorch's
+own of compiled code: one call in C++ that says whether tensors have the classes, dispatch keys,
+dtypes, devices, sizes, strides and requires_grad of those that it was made of. Guards are found by
+the facts of a call, its arguments that are no tensors: first the guard that the last such call
+passed, as a model's layers do, then the guards of the same two shapes. PyTorch's guard refuses a
+tensor that is given twice, as cu_seqlens_q is where it is cu_seqlens_k, too. So it gets each tensor
+once, and what is given again is compared by identity. Where a PyTorch has no such guard, every call
+makes its key.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .run.execute import Execution, addresses_of
 from .run.plan import LaunchPlan
 
 __all__ = [
-    "LARGEST", "Entry", "Kind", "call_fields", "facts_of", "find", "forget_plans", "key_of",
+    "LARGEST", "Kind", "call_fields", "facts_of", "find", "forget_plans", "key_of",
     "launched_by", "leading", "repeats", "run", "within",
 ]  # fmt: skip
 
@@ -129,8 +129,8 @@ class Kind:
     name: of their operator, in the package's namespace, and of their range in a profile. resolve:
     (tensors, facts) -> values, what the plan needs beside tensors; called at the first call with a
     key, and may raise for what is not accepted. plan: (tensors, values) -> their plan; raises for
-    all else. written: places of tensors that they write to. smaller: (tensors, values, a plan that
-    memory is too short for) -> another one, None where there is none.
+    all else, and writes to no tensor. written: places of tensors that they write to. smaller:
+    (tensors, values, a plan that memory is too short for) -> another one, None where there is none.
     """
 
     name: str
@@ -140,42 +140,27 @@ class Kind:
     smaller: Callable[[Tensors, Any, LaunchPlan], LaunchPlan | None] | None = None
 
 
-class Entry:
-    """Calls with one key: their values, and once `run` has made it the execution of their plan.
-
-    execution: None before that, and always where plans are not kept (`repeats`)."""
-
-    __slots__ = ("execution", "is_cached", "kind", "values", "written")
-
-    def __init__(self, kind: Kind, values: Any, tensors: Tensors, is_cached: bool = True) -> None:
-        """tensors: of the call, or of one like it."""
-        self.kind, self.values, self.is_cached = kind, values, is_cached
-        self.written = [place for place in kind.written if tensors[place] is not None]
-        self.execution: Execution | None = None
-
-
 class _Guard:
-    """Finds an entry. switches: the environment's, of its key."""
+    """Finds an execution. switches: the environment's, of its key."""
 
-    __slots__ = ("_check", "_distinct", "_present", "_repeated", "entry", "switches")
+    __slots__ = ("_check", "_distinct", "_present", "_repeated", "execution", "switches")
 
     def __init__(
         self,
         check: Callable[..., bool],
         places: dict[int, int],
-        entry: Entry,
+        execution: Execution,
         switches: tuple[str, ...],
     ) -> None:
-        """check: whether tensors are those of the entry's key, each given once; places: of those
+        """check: whether tensors are those of the key, each given once; places: of those
         that are given among a call's tensors, and where each is given first, two or more."""
-        self._check, self.entry, self.switches = check, entry, switches
+        self._check, self.execution, self.switches = check, execution, switches
         self._present = operator.itemgetter(*places)
         self._distinct = operator.itemgetter(*dict.fromkeys(places.values()))
         self._repeated = [(place, first) for place, first in places.items() if place != first]
 
     def addresses(self, tensors: Tensors) -> list[int] | None:
-        """Return the addresses of the tensors if they are those of the entry's key, else
-        None."""
+        """Return the addresses of the tensors if they are those of the key, else None."""
         present = distinct = self._distinct(tensors)
         if not self._check(*distinct):
             return None
@@ -185,7 +170,7 @@ class _Guard:
                     return None
             present = self._present(tensors)
         addresses = [tensor.data_ptr() for tensor in present]
-        # Without memory: see `key_of`. Entries that have guards are of the largest alignment.
+        # Without memory: see `key_of`. Executions that have guards are of the largest alignment.
         return addresses if 0 not in addresses and are_aligned(addresses) else None
 
 
@@ -209,10 +194,24 @@ class _Cache:
     """All that is cached."""
 
     def __init__(self) -> None:
-        self.entries: dict[Hashable, Entry] = {}
+        self.executions: dict[Hashable, Execution] = {}
         self.alike: dict[Hashable, _Alike] = {}
         self.guards: dict[Hashable, list[_Guard]] = {}
         self.lock = threading.Lock()
+
+    def keep(self, key: Hashable, execution: Execution) -> None:
+        """Cache an execution; the oldest ones go."""
+        with self.lock:
+            while len(self.executions) >= LARGEST:
+                del self.executions[next(iter(self.executions))]
+            self.executions[key] = execution
+
+    def replace(self, old: Execution, new: Execution) -> None:
+        """Let calls of one execution find another one, if they find it at all."""
+        with self.lock:
+            keys = [key for key, execution in self.executions.items() if execution is old]
+            self.executions |= dict.fromkeys(keys, new)
+            self.forget_guards()
 
     def forget_guards(self) -> None:
         self.alike.clear()
@@ -233,7 +232,7 @@ def _alike_of(*facts: Any) -> _Alike:
 def forget_plans() -> None:
     """Let go of all plans."""
     with _cache.lock:
-        _cache.entries.clear()
+        _cache.executions.clear()
         _cache.forget_guards()
 
 
@@ -281,26 +280,26 @@ def call_fields(  # noqa: PLR0913
 assert call_fields(**{name: name for name in Call._fields}) == Call._fields  # type: ignore
 
 
-def facts_of(arguments: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the facts of a call behind its `Kind`: all that it depends on beside tensors and
-    environment. arguments: the fields of `Call`, by which the facts begin. form: which tensors are
-    present, and which are the same one."""
+def facts_of(kind: Kind, arguments: tuple[Any, ...], form: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the facts of a call: all that it depends on beside tensors and environment.
+    arguments: the fields of `Call`, which come behind the kind. form: which tensors are present,
+    and which are the same one."""
     window, sides = arguments[_WINDOW_SIZE], None
     if window is not NO_WINDOW and isinstance(window, tuple):
         # Of equal sides some types alone are accepted.
         sides = tuple(map(type, window))
-    return (*arguments, sides, sms_are_shared(), *form)
+    return (kind, *arguments, sides, sms_are_shared(), *form)
 
 
 _WINDOW_SIZE = Call._fields.index("window_size")
 
 
-def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | None:
-    """Return (entry, addresses of the tensors), a new entry for the first call with
+def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Execution, list[int]] | None:
+    """Return (execution, addresses of the tensors), of a plan that is made for the first call with
     a key; None for a call that must go through PyTorch's dispatcher.
 
-    facts: the call's `Kind`, then what `facts_of` returns, or an operator's arguments. Raises as
-    `Kind.resolve` does, which checks the arguments of a first call.
+    facts: what `facts_of` returns, or the call's `Kind` and an operator's arguments. Raises as
+    the kind's `resolve` and `plan` do, which check the arguments of a first call.
     """
     switches = environment.switches()
     try:
@@ -309,12 +308,12 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | 
         if guard.switches is switches:
             addresses = guard.addresses(tensors)
             if addresses is not None:
-                return guard.entry, addresses
+                return guard.execution, addresses
         for guard in _cache.guards.get(_place(alike, tensors, switches), ()):
             addresses = guard.addresses(tensors)
             if addresses is not None:
                 alike.last = guard
-                return guard.entry, addresses
+                return guard.execution, addresses
     # The first or second call with these facts, or no tensor, or an argument that has no hash.
     except (AttributeError, KeyError, RuntimeError, TypeError):
         pass
@@ -322,32 +321,31 @@ def find(facts: tuple[Any, ...], tensors: Tensors) -> tuple[Entry, list[int]] | 
     if keyed is None:
         return None
     key, addresses = keyed
-    entry = _entry(key, facts, tensors)
-    if entry.execution is not None and are_aligned(addresses):
-        _guard(facts, tensors, entry, switches)
-    return entry, addresses
-
-
-def _entry(key: tuple[Any, ...], facts: tuple[Any, ...], tensors: Tensors) -> Entry:
-    """Return the entry of a key, made and kept for its first call."""
-    kind = facts[0]
     try:
-        entry = _cache.entries.get(key)
+        execution = _cache.executions.get(key)
     except TypeError:  # an argument that cannot be hashed: nobody would find it
-        return Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_cached=False)
-    if entry is None:
-        entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors)
-        with _cache.lock:
-            while len(_cache.entries) >= LARGEST:
-                del _cache.entries[next(iter(_cache.entries))]
-            _cache.entries[key] = entry
-    return entry
+        return _planned(facts, tensors), addresses
+    if execution is None:
+        execution = _planned(facts, tensors)
+        if repeats(tensors):
+            _cache.keep(key, execution)
+    elif are_aligned(addresses):
+        _guard(facts, tensors, execution, switches)
+    return execution, addresses
+
+
+def _planned(facts: tuple[Any, ...], tensors: Tensors) -> Execution:
+    """Check a call, plan it and make it ready to run."""
+    kind = facts[0]
+    values = kind.resolve(tensors, facts[1:])
+    written = tuple([place for place in kind.written if tensors[place] is not None])
+    return Execution(kind.plan(tensors, values), values, written)
 
 
 def _guard(
-    facts: tuple[Any, ...], tensors: Tensors, entry: Entry, switches: tuple[str, ...]
+    facts: tuple[Any, ...], tensors: Tensors, execution: Execution, switches: tuple[str, ...]
 ) -> None:
-    """Let `find` find an entry by a guard. NOTE [guards]; the alignment is the largest."""
+    """Let `find` find an execution by a guard. NOTE [guards]; the alignment is the largest."""
     first_of: dict[int, int] = {}
     present = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
     places = {place: first_of.setdefault(id(tensor), place) for place, tensor in present}
@@ -355,7 +353,7 @@ def _guard(
     check = tensor_guard(distinct) if len(distinct) > 1 else None
     if check is None:
         return
-    guard = _Guard(check, places, entry, switches)
+    guard = _Guard(check, places, execution, switches)
     with _cache.lock:
         if len(_cache.guards) >= LARGEST:
             _cache.forget_guards()
@@ -368,44 +366,45 @@ def _guard(
 
 
 def run(
-    entry: Entry, tensors: Tensors, addresses: Sequence[int] | None, only_first: bool = False
+    kind: Kind,
+    execution: Execution,
+    tensors: Tensors,
+    addresses: Sequence[int],
+    only_first: bool = False,
 ) -> tuple[Any, ...]:
-    """Execute the plan of an entry, made now if it has none, and return the results.
-
-    addresses: of the tensors; None to read them once the plan is made, which refuses
-    tensors without an address. only_first: the caller reads the first result alone, so that others
-    may hold anything."""
+    """Run what `find` returned for a call of a kind, and return the results. only_first: the caller
+    reads the first result alone, so that others may hold anything."""
     if is_profiled():
-        with torch.profiler.record_function(f"{NAMESPACE}::{entry.kind.name}"):
-            return _run(entry, tensors, addresses, only_first)
-    return _run(entry, tensors, addresses, only_first)
+        with torch.profiler.record_function(f"{NAMESPACE}::{kind.name}"):
+            return _run(kind, execution, tensors, addresses, only_first)
+    return _run(kind, execution, tensors, addresses, only_first)
 
 
 def _run(
-    entry: Entry, tensors: Tensors, addresses: Sequence[int] | None, only_first: bool
+    kind: Kind,
+    execution: Execution,
+    tensors: Tensors,
+    addresses: Sequence[int],
+    only_first: bool,
 ) -> tuple[Any, ...]:
-    execution = entry.execution
-    if execution is None:
-        execution = Execution(entry.kind.plan(tensors, entry.values))
-    if addresses is None:
-        addresses = addresses_of(tensors)
+    ran = execution
     while True:
         try:
-            results = execution.run(tensors, addresses, only_first)
+            results = ran.run(tensors, addresses, only_first)
             break
         except torch.OutOfMemoryError:
-            smaller = entry.kind.smaller
-            plan = smaller and smaller(tensors, entry.values, execution.plan)
+            plan = kind.smaller and kind.smaller(tensors, execution.values, ran.plan)
             if plan is None:
                 raise
-        execution = Execution(plan)
+        ran = Execution(plan, execution.values, execution.written)
+    if ran is not execution and not execution.has_run:
+        # Memory was never enough for it.
+        _cache.replace(execution, ran)
     for plans in _watching:
-        plans.append(execution.plan)
-    if entry.execution is None and entry.is_cached and repeats(tensors):
-        entry.execution = execution
-    if entry.written:
+        plans.append(ran.plan)
+    if execution.written:
         # As an operator does: what autograd has kept of them is no longer what it was.
-        written: Any = [tensors[place] for place in entry.written]
+        written: Any = [tensors[place] for place in execution.written]
         torch.autograd.graph.increment_version(written)
     return results
 
@@ -415,10 +414,8 @@ def within(kind: Kind, tensors: Tensors, values: Sequence[Any]) -> tuple[Any, ..
     tensors, which `resolve` finds first in the facts (`leading`)."""
     facts = (kind, *values, bytes([tensor is None for tensor in tensors]))
     planned = find(facts, tensors) if repeats(tensors) else None
-    if planned is not None:
-        return run(planned[0], tensors, planned[1])
-    entry = Entry(kind, kind.resolve(tensors, facts[1:]), tensors, is_cached=False)
-    return run(entry, tensors, None)
+    execution, addresses = planned or (_planned(facts, tensors), addresses_of(tensors))
+    return run(kind, execution, tensors, addresses)
 
 
 def leading(fields: Any) -> Callable[[Tensors, tuple[Any, ...]], Any]:

@@ -17,9 +17,9 @@ from bench.processes import one_simulator_thread, stream
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.check import reference
+from fa4_hd256.check.single_kernels import launch_forward
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run.forward import launch_forward
 from fa4_hd256.softmax_emu.coefficients import COEFFICIENTS
 from fa4_hd256.softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
@@ -75,7 +75,7 @@ def measure(case: Case) -> Accuracy:
     )
     options = Options.check(None, False, (None, None), 0.0, False)
     problem = Problem.describe((q, k, v), options, config=config)
-    out, lse = launch_forward(config, problem, (q, k, v))
+    out, lse = launch_forward(problem, (q, k, v))
     share = _executed_share(config, shape)
     if share != case.pattern.true_share(config.block_kv):
         raise RuntimeError(f"{share:.4%} of the score elements were emulated; {case.pattern}")

@@ -258,7 +258,7 @@ LONG_WAY = {
         "fa4_hd256.call.cache_checks:check_cache_tensors", "fa4_hd256.run.append:check_contents",
     ),
     "plan": (
-        "fa4_hd256.run.forward:plan_forward", "fa4_hd256.run.backward:plan_backward",
+        "fa4_hd256.run.forward:plan_call", "fa4_hd256.run.backward:plan_backward",
         "fa4_hd256.run.append:plan_cache",
     ),
     "compiled kernel": ("fa4_hd256.run.execute:compile_kernel",),
@@ -358,9 +358,10 @@ def parts_of_repeated(
         if case.backward:
             torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), tensors.dout)
     whole = microseconds(case, tensors, call).median
-    if ran[-1][0].execution is None:
-        raise ValueError(f"{case.name} finds no plan")
     with torch.no_grad():
+        again = plans.find(*asked[-1])
+        if again is None or again[0] is not ran[-1][1]:
+            raise ValueError(f"{case.name} finds no plan")
         found = _parts_of_execution(ran[-1], asked[-1], device)
     return found | {"options, autograd, the rest": whole - sum(found.values())}
 
@@ -389,11 +390,10 @@ def _noted() -> Iterator[tuple[list[tuple], list[tuple]]]:
 
 def _parts_of_execution(ran: tuple, asked: tuple, device: torch.device) -> dict[str, float]:
     """Microseconds of each part. ran, asked: arguments of `plans.run` and `plans.find`."""
-    entry, given, addresses, *first = ran
-    execution = entry.execution
+    kind, execution, given, addresses, *first = ran
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
     guard = _each(lambda: plans.find(*asked), device)
-    whole = _each(lambda: plans.run(entry, given, addresses, *first), device)
+    whole = _each(lambda: plans.run(kind, execution, given, addresses, *first), device)
     makers = execution._make_only_first if any(first) else execution._make
     made = [make() for make in makers]
     allocation = _each(lambda: [make() for make in makers], device)

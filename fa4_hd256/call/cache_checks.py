@@ -140,6 +140,8 @@ def check_cache_tensors(call: CacheTensors, interleaved: Any = True) -> None:
         for name, cache in caches.items():
             memory.check_not_overlapping(name, cache)
         memory.check_in_place(caches, "k and v, which are written in place")
+        if call.out is not None:
+            memory.check_writable(call.out, call[1:])
 
 
 def resolved(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
@@ -151,10 +153,9 @@ def resolved(tensors: Sequence[Any], facts: tuple[Any, ...]) -> CacheValues:
     return CacheValues.of(values, bool(interleaved))
 
 
-def check_memory(tensors: Sequence[Any], again: bool = False) -> None:
+def check_memory(tensors: Sequence[Any]) -> None:
     """Raise ValueError for caches and an out that PyTorch may not write to now, for caches that
-    share memory, and for tensors of the call that lie in them; again: a call like it was checked
-    before.
+    share memory, and for tensors of the call that lie in them.
 
     tensors: fields of `CacheTensors`. Each call checks this: neither modes nor addresses are part
     of the key of a plan."""
@@ -176,8 +177,7 @@ def check_memory(tensors: Sequence[Any], again: bool = False) -> None:
             if first < end and begin < last:
                 memory.check_apart(cache, [rows], f"{name} lies in the memory of {read}")
     if out is not None:
-        check = memory.check_writable_again if again else memory.check_writable
-        check(out, tensors[1:])
+        memory.check_writable_again(out, tensors[1:])
 
 
 _ROTARY_COS = CacheTensors._fields.index("rotary_cos")

@@ -30,7 +30,6 @@ from .forward_problem import Problem
 from .options import BY_RULE, FIXED_SPLITS, MOST_SPLITS, check_num_splits
 
 __all__ = [
-    "ForwardPart",
     "LastWave",
     "divide_forward",
     "divided",
@@ -182,8 +181,8 @@ class LastWave(NamedTuple):
         """Return (problem of the queries before, problem of the last wave's)."""
         batch, rows, *others = problem.q_shape
         first, rest = (
-            replace(problem, q_shape=(batch, count, *others), max_seqlen_q=count)
-            for count in (self.queries, rows - self.queries)
+            replace(problem, q_shape=(batch, count, *others), max_seqlen_q=count, first_query=begin)
+            for begin, count in ((0, self.queries), (self.queries, rows - self.queries))
         )
         return first, replace(rest, num_splits=self.splits)
 
@@ -229,23 +228,9 @@ def last_wave(problem: Problem, num_splits: int, gpu: Gpu) -> LastWave | None:
 # ---------------------------------------------------------------- launches
 
 
-class ForwardPart(NamedTuple):
-    """Queries of a forward that one launch computes, and a second one if their keys are split.
-
-    problem: of these queries, with the number of KV splits. queries: which of each sequence; None
-    for all.
-    """
-
-    problem: Problem
-    queries: range | None = None
-
-
-def divide_forward(problem: Problem, num_splits: int, gpu: Gpu) -> tuple[ForwardPart, ...]:
-    """Return the parts of a forward in the order of their launches; keys of the last one alone are
-    split. num_splits: see `divided`, whose errors this raises."""
+def divide_forward(problem: Problem, num_splits: int, gpu: Gpu) -> tuple[Problem, ...]:
+    """Return the launches of a forward in their order, each a problem of some queries of every
+    sequence; keys of the last one alone are split. num_splits: see `divided`, whose errors this
+    raises."""
     last = last_wave(problem, num_splits, gpu)
-    if last is None:
-        return (ForwardPart(divided(problem, num_splits, gpu)),)
-    first, rest = last.problems(problem)
-    begin, end = last.queries, problem.q_shape[1]
-    return ForwardPart(first, range(begin)), ForwardPart(rest, range(begin, end))
+    return (divided(problem, num_splits, gpu),) if last is None else last.problems(problem)

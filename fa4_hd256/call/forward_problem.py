@@ -144,7 +144,9 @@ class Problem:
     on. tiles: of the kernel that the call takes, and packed_heads, the query heads that share one
     of them: `choose_tiles`. num_splits: KV splits of each query tile, of all sequences where the
     scheduler metadata lists them, and 1 until `division` has divided the call; part_keys: keys of a
-    split, None where splits are equal or listed. page_size: rows of a page where k and v are
+    split, None where splits are equal or listed; first_query: of the launch in each sequence, whose
+    q_shape has as many as it computes. config: that the user names, None for the default one of the
+    call and the GPU. page_size: rows of a page where k and v are
     (pages, page_size, heads_kv, 256), else None. kv_dtype, descale, wide_tree: see `ProblemClass`.
     """
 
@@ -166,6 +168,8 @@ class Problem:
     kv_dtype: torch.dtype | None = None
     descale: str = ""
     wide_tree: bool = False
+    first_query: int = 0
+    config: Any = None
 
     @classmethod
     def describe(
@@ -195,12 +199,9 @@ class Problem:
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
         kv_dtype, paged = k.dtype if k.dtype in KV_DTYPES else None, PAGE_TABLE in ragged
-        known = kernels_of(architecture).forward_tiles(config, kv_dtype)
+        known = _usable_tiles(architecture, config, kv_dtype, ragged, options)
         if is_masked(ragged):
-            known = tiles_for_masks(known, architecture)
             checks.check_mask(q, k, ragged, known[0])
-        if options.max_logits:
-            known = tiles_for_max_logits(known, architecture)
         if paged:
             checks.check_page_size(k.shape[1], kernels_of(architecture), known)
         descale = descales.descale_of(ragged, k, sequences, paged)
@@ -227,6 +228,7 @@ class Problem:
             kv_dtype=kv_dtype,
             descale=descale,
             wide_tree=is_wide(ragged.get(TREE_WORDS)),
+            config=config,
         )
 
     @property
@@ -352,6 +354,21 @@ def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
     those that are for gradients alone."""
     of_others = (*(MASK_GRADIENTS if MASK_STEPS in ragged else ()), DS_BEGINS)
     return tuple(name for name in RAGGED if name in ragged and name not in of_others)
+
+
+def _usable_tiles(
+    architecture: Architecture,
+    config: Any,
+    kv_dtype: torch.dtype | None,
+    ragged: Any,
+    options: Options,
+) -> tuple[ForwardTiles, ...]:
+    """Return the tiles of kernels that such a call may take. Raises NotImplementedError if there
+    are none."""
+    known = kernels_of(architecture).forward_tiles(config, kv_dtype)
+    if is_masked(ragged):
+        known = tiles_for_masks(known, architecture)
+    return tiles_for_max_logits(known, architecture) if options.max_logits else known
 
 
 def tiles_for_masks(
@@ -499,13 +516,41 @@ def config_names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[st
     return name(config, "forward"), name(backward_config, "backward")
 
 
+def check_differentiable(tensors: ForwardTensors) -> None:
+    """Raise NotImplementedError for a call that has no gradients."""
+    refused = (
+        tensors.page_table,
+        tensors.part_list,
+        tensors.tree_words,
+        tensors.k_descale,
+        tensors.v_descale,
+        tensors.cache_batch_idx,
+        tensors.cache_leftpad,
+    )
+    if tensors.k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
+        raise NotImplementedError(
+            "k and v in float8, page_table, scheduler_metadata, tree_mask: no gradients flow "
+            "through such calls; accepted: tensors that do not require gradients, or a call under "
+            "torch.no_grad()"
+        )
+    if tensors.mask_steps is not None and tensors.mask_blocks is None:
+        raise NotImplementedError(
+            f"{MASK_STEPS} without {' and '.join(MASK_GRADIENTS)}, which gradients take; accepted: "
+            "all of them, or tensors that do not require gradients"
+        )
+
+
 def checked(tensors: Sequence[Any], facts: tuple[Any, ...]) -> ForwardValues:
     """Return the operator's values of a call, checked. tensors: the fields of `ForwardTensors`,
     then out. facts: begin with the fields of `Call`."""
     *inputs, out = tensors
-    values = Call(*facts[: len(Call._fields)]).values(ForwardTensors(*inputs))
+    named = ForwardTensors(*inputs)
+    values = Call(*facts[: len(Call._fields)]).values(named)
     if out is not None:
-        memory.check_out(out, inputs[0])
+        memory.check_out(out, named.q)
+        memory.check_writable(out, inputs)
+    if checks.are_differentiated((named.q, named.k, named.v, named.sink)):
+        check_differentiable(named)
     return values
 
 

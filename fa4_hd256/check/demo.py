@@ -24,7 +24,7 @@ from ..run.backward import BackwardWork, Wanted, plan_backward
 from ..run.catalogue import KernelSpec
 from ..run.compile import CompiledKernel, compile_kernel
 from ..run.execute import execute
-from ..run.forward import ForwardWork, plan_forward
+from ..run.forward import plan_described
 from ..run.plan import LaunchPlan
 from ..run.resources import resource_usage
 from ..softmax_emu.pattern import FRAGMENT_COLUMNS
@@ -54,8 +54,7 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
     config = kernels_of(architecture_of(q.device)).config("forward")()
     problem = Problem.describe((q, k, v), _options(), config=config)
     tensors = ForwardTensors(q, k, v)
-    work = ForwardWork(tensors, problem, 1, config)
-    (out, lse), measured, kernels = _run(plan_forward(work, tensors), tensors)
+    (out, lse), measured, kernels = _run(plan_described(problem, tensors), tensors)
     (kernel,) = kernels.values()
     with progress.step("computing the reference"):
         comparison = reference.compare(out, lse, (q, k, v), causal=True)

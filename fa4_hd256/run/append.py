@@ -17,7 +17,7 @@ from ..kernels.problem_class import DESCALES, KV_DTYPES
 from ..kernels.small.append_rows import AppendClass, AppendTables, RotaryClass, RotaryTables
 from .arguments import STREAM
 from .catalogue import append_spec
-from .forward import add_forward, work_of
+from .forward import add_forward, described
 from .plan import LaunchPlan, PlanBuilder, aligned
 
 __all__ = ["add_append", "append_class", "plan_cache"]
@@ -34,8 +34,8 @@ def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     # The attention is described with these; on a GPU, which is not read, they are the rows before
     # the call, whose shape alone counts. The launch takes those that `add_append` computes.
     after = check_contents(call, ordered)
-    work = work_of(call.attention(after).with_batches(), values.attention())
-    problem = work.problem
+    attention = call.attention(after).with_batches()
+    problem, num_splits = described(attention, values.attention())
     builder = PlanBuilder.for_tensors(problem.device, CacheTensors._fields, tensors)
     views = dict(builder.inputs)
     rows = dict(views)
@@ -49,7 +49,7 @@ def plan_cache(tensors: Sequence[Any], values: CacheValues) -> LaunchPlan:
     for name in () if has_batch else ("q", "out"):
         if name in views:
             views[name] = views[name].unsqueeze(0)
-    return builder.plan(*add_forward(builder, work, views, has_batch))
+    return builder.plan(*add_forward(builder, (problem, num_splits), attention, views, has_batch))
 
 
 def append_class(

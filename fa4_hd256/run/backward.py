@@ -41,14 +41,13 @@ from .backward_arguments import (
     sum_call_arguments,
 )
 from .catalogue import KernelSpec, backward_specs, preprocess_spec, sum_spec
-from .execute import execute, new_tensor
 from .launch import gpu_of
 from .plan import LaunchPlan, PlanBuilder, whole
 from .tail import add_tail
 
 __all__ = [
-    "BackwardWork", "Wanted", "add_division", "add_preprocess", "empty_stats", "or_empty",
-    "plan_backward", "plan_call", "run_backward", "run_preprocess", "smaller_plan", "work_of",
+    "BackwardWork", "Wanted", "add_division", "add_preprocess", "or_empty", "plan_backward",
+    "plan_call", "smaller_plan", "stats_view", "work_of",
 ]  # fmt: skip
 
 #: What one kernel makes, and the sum of parts is of.
@@ -122,15 +121,6 @@ def plan_call(given: Sequence[Any], values: BackwardValues) -> LaunchPlan:
     or without a batch of 1. Raises as `work_of` and `plan_backward` do."""
     tensors = BackwardTensors(*given)
     return plan_backward(work_of(tensors, values), tensors)
-
-
-def run_backward(
-    tensors: BackwardTensors, problem: BackwardProblem, wanted: Wanted, config: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not
-    requested."""
-    plan = plan_backward(BackwardWork(tensors, problem, wanted, config), tensors)
-    return or_empty(execute(plan, tensors), tensors)
 
 
 def or_empty(
@@ -224,7 +214,7 @@ def _memory(
     have them: their gradients are alike."""
     problem = division.problem
     forward = problem.forward
-    made = {STATS: _stats(builder, problem)}
+    made = {STATS: stats_view(builder, problem)}
     if wanted.dkdv:
         for name in OF_KEYS:
             made[name] = _dkdv(builder, problem, name, has_batch[name[1]])
@@ -264,7 +254,7 @@ def _written(problem: BackwardProblem, name: str) -> str:
     return f"{name} in parts" if problem.sums and name in OF_KEYS else name
 
 
-def _stats(builder: PlanBuilder, problem: BackwardProblem) -> View:
+def stats_view(builder: PlanBuilder, problem: BackwardProblem) -> View:
     """Statistics of the rows: (2, heads, padded rows) float32.
 
     Between packed sequences lie rows that no kernel writes; they are those of padding, so that a
@@ -279,36 +269,7 @@ def _stats(builder: PlanBuilder, problem: BackwardProblem) -> View:
     return builder.allocate(STATS, shape, torch.float32, fills)
 
 
-def empty_stats(problem: BackwardProblem) -> torch.Tensor:
-    """Return statistics to write to, as calls make them."""
-    builder = PlanBuilder(problem.forward.device, {})
-    made = builder.plan(_stats(builder, problem)).allocations[0]
-    return new_tensor(made, problem.forward.device)
-
-
 # ---------------------------------------------------------------- launches
-
-
-def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
-    """Fill `tensors.stats`, by `add_preprocess` alone."""
-    ragged = problem.preprocess_class.ragged
-    given = {
-        "out": tensors.out,
-        "dout": tensors.dout,
-        "lse": tensors.lse,
-        STATS: tensors.stats,
-        **dict(zip(ragged, tensors.ragged, strict=True)),
-    }
-    if tensors.dlse is not None:
-        given["dlse"] = tensors.dlse
-    builder = PlanBuilder.for_tensors(problem.forward.device, tuple(given), tuple(given.values()))
-    views = builder.inputs
-    dlse = None if tensors.dlse is None else builder.rows(views["dlse"])
-    add_preprocess(builder, problem, PreprocessTensors(
-        views["out"], views["dout"], builder.rows(views["lse"]), dlse, views[STATS],
-        tuple(views[name] for name in ragged),
-    ))  # fmt: skip
-    execute(builder.plan(), tuple(given.values()))
 
 
 def add_preprocess(

@@ -49,12 +49,17 @@ def addresses_of(tensors: Tensors) -> list[int]:
 
 
 class Execution:
-    """A plan that this process can run, from any thread."""
+    """A plan that this process can run, from any thread.
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    values: arguments of the call that are no tensors, None where nobody asks for them. written:
+    places of the tensors that it writes to. has_run: whether it has run to its end.
+    """
+
+    def __init__(self, plan: LaunchPlan, values: Any = None, written: tuple[int, ...] = ()) -> None:
         """Compile and load the kernels, all before any is launched, and on a GPU those of other
         lengths. Raises as `compile_kernel` does."""
-        self.plan = plan
+        self.plan, self.values, self.written = plan, values, written
+        self.has_run = False
         device = plan.device
         allocations = [a for a in plan.allocations if a.lifetime is not Lifetime.STREAM]
         self._make = [_maker(one, device) for one in allocations]
@@ -120,6 +125,7 @@ class Execution:
         for step in steps:
             step.run(where, stream, by_number)
         self._free.append(steps)
+        self.has_run = True
 
     def _new_steps(self) -> tuple[Any, ...]:
         """Return the steps with packed arguments of their own."""

@@ -1,15 +1,14 @@
 """The plan of a forward: which kernels run, on which queries of the call, in which order.
 
-A call comes in at `plan_call`: `work_of` describes it, `plan_forward` plans it. Where keys are
-split, each split has a result of its own, and `forward_combine` makes one of these. A `ForwardPart`
-is no split, but the queries of one launch.
+A call comes in at `plan_call`: `described` describes it, `add_forward` divides it into launches.
+Where keys are split, each split has a result of its own, and `forward_combine` makes one of these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from .. import environment
 from ..call import named_configs
 from ..call.checks import check_page_numbers, reads_contents
-from ..call.division import ForwardPart, divide_forward
+from ..call.division import divide_forward
 from ..call.forward_problem import Problem, operands_of
 from ..call.function_tensors import functions_of_keys
 from ..call.memory import View
@@ -32,22 +31,20 @@ from ..kernels.rows.part_list import HEADER, list_length
 from ..kernels.rows.sequences import PART_LIST
 from .arguments import LARGEST_LENGTH, CallTensors, call_arguments, combine_call_arguments
 from .catalogue import combine_spec, forward_spec
-from .execute import execute, new_tensor
 from .launch import gpu_of
 from .plan import LaunchPlan, Lifetime, PlanBuilder, whole
 from .tail import add_tail
 
 __all__ = [
-    "ForwardWork",
     "add_combine",
     "add_forward",
-    "add_parts",
-    "empty_results",
-    "launch_forward",
+    "add_launches",
+    "described",
+    "operand_views",
     "plan_call",
-    "plan_forward",
+    "plan_described",
+    "result_views",
     "split_results",
-    "work_of",
 ]
 
 #: CTAs of a grid, which kernels count in 32 bits.
@@ -61,29 +58,12 @@ SPLITS, BETWEEN_SPLITS = "splits", 256
 ROW_MAXIMA = "row_maxima"
 
 
-@dataclass(frozen=True)
-class ForwardWork:
-    """A described forward. tensors: packed ones with a batch of 1. num_splits: see
-    `divide_forward`. config: None for the default one of the call and the GPU."""
-
-    tensors: ForwardTensors
-    problem: Problem
-    num_splits: int
-    config: Any = None
-
-    def views(self) -> dict[str, View]:
-        """Return views of the given tensors by name; q, k and v as kernels may read them."""
-        given = dict(zip("qkv", operands_of(self.tensors), strict=True)) | self.tensors.others()
-        if self.tensors.sink is not None:
-            given["sink"] = self.tensors.sink
-        return {name: View.of(name, tensor) for name, tensor in given.items()}
-
-
-def work_of(
+def described(
     tensors: ForwardTensors, values: ForwardValues, max_logits: bool = False
-) -> ForwardWork:
-    """Describe a forward. tensors: with batches. Raises TypeError or ValueError for what is not
-    accepted, NotImplementedError for what the architecture does not offer."""
+) -> tuple[Problem, int]:
+    """Return (problem, num_splits as of `divide_forward`) of a forward. tensors: with batches.
+    Raises TypeError or ValueError for what is not accepted, NotImplementedError for what the
+    architecture does not offer."""
     ragged = tensors.others()
     functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
     options = replace(Options.of_operator(values, functions), max_logits=max_logits)
@@ -101,81 +81,81 @@ def work_of(
         num_splits = 1
     if MASK_STEPS in ragged:
         num_splits = 1
-    return ForwardWork(tensors, problem, num_splits, config)
+    return problem, num_splits
 
 
 def plan_call(
     tensors: Sequence[Any], values: ForwardValues, max_logits: bool = False, has_batch: bool = True
 ) -> LaunchPlan:
-    """Return the plan of a forward. tensors: the fields of `ForwardTensors`, then out. has_batch:
-    whether packed sequences have a batch of 1, as the operators take them. Raises as `work_of` and
-    `plan_forward` do."""
-    *given, out = tensors
-    inputs = ForwardTensors(*given)
-    batched = inputs if has_batch else inputs.with_batches()
-    return plan_forward(work_of(batched, values, max_logits), inputs, out)
+    """Return the plan of a forward, whose results are (out, lse), with max_logits also (heads,) of
+    these.
 
-
-def launch_forward(
-    config: Any, problem: Problem, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a described call of 4-D q, k, v alone, in a configuration, whose keys
-    are not split."""
-    tensors = ForwardTensors(*inputs)
-    plan = plan_forward(ForwardWork(tensors, problem, 1, config), tensors)
-    out, lse = execute(plan, (*tensors, None))
-    return out, lse
-
-
-def plan_forward(
-    work: ForwardWork, tensors: ForwardTensors, out: torch.Tensor | None = None
-) -> LaunchPlan:
-    """Return the plan of a forward, whose results are (out, lse), with `max_logits` also (heads,)
-    of these.
-
-    tensors: those of the call; packed ones may lack the batch, which results then lack, too. out:
-    where the first result is written, as the others; None for a new tensor. Raises ValueError for
-    what the division or the contents of tensors refuse.
+    tensors: the fields of `ForwardTensors`, then out: where the first result is written, None for a
+    new tensor. has_batch: whether packed sequences, and then their results, have a batch of 1, as
+    the operators take them. Raises as `described` does, and ValueError for what the division or the
+    contents of tensors refuse.
     """
-    names = (*ForwardTensors._fields, "out")
-    builder = PlanBuilder.for_tensors(work.problem.device, names, (*tensors, out))
-    views = work.views()
+    *inputs, out = tensors
+    given = ForwardTensors(*inputs)
+    batched = given if has_batch else given.with_batches()
+    problem, num_splits = described(batched, values, max_logits)
+    builder = PlanBuilder.for_tensors(problem.device, (*ForwardTensors._fields, "out"), tensors)
+    views = operand_views(batched)
     if out is not None:
-        rows = out if out.ndim == work.tensors.q.ndim else out.unsqueeze(0)
+        rows = out if out.ndim == batched.q.ndim else out.unsqueeze(0)
         views["out"] = View.of("out", rows)
-    has_batch = tensors.q.ndim == work.tensors.q.ndim
-    return builder.plan(*add_forward(builder, work, views, has_batch))
+    has_batch = given.q.ndim == batched.q.ndim
+    return builder.plan(*add_forward(builder, (problem, num_splits), batched, views, has_batch))
+
+
+def plan_described(problem: Problem, tensors: ForwardTensors) -> LaunchPlan:
+    """Return the plan of a described call of 4-D tensors whose keys are not split."""
+    builder = PlanBuilder.for_tensors(problem.device, ForwardTensors._fields, tensors)
+    views = operand_views(tensors)
+    return builder.plan(*add_forward(builder, (problem, 1), tensors, views))
+
+
+def operand_views(tensors: ForwardTensors) -> dict[str, View]:
+    """Return views of the tensors that are given, by name; q, k and v as kernels may read them."""
+    given = dict(zip("qkv", operands_of(tensors), strict=True)) | tensors.others()
+    if tensors.sink is not None:
+        given["sink"] = tensors.sink
+    return {name: View.of(name, tensor) for name, tensor in given.items()}
 
 
 def add_forward(
-    builder: PlanBuilder, work: ForwardWork, views: Mapping[str, View], has_batch: bool = True
+    builder: PlanBuilder,
+    call: tuple[Problem, int],
+    tensors: ForwardTensors,
+    views: Mapping[str, View],
+    has_batch: bool = True,
 ) -> tuple[View, ...]:
-    """Add a forward; return its results. views: by name, "out" among them where the result goes to
-    a tensor of the caller's. has_batch: whether new results have that of packed sequences."""
-    problem = work.problem
+    """Add a forward; return its results. call: what `described` returned for tensors. views: by
+    name, "out" among them where the result goes to a tensor of the caller's. has_batch: whether new
+    results have that of packed sequences."""
+    problem, num_splits = call
     if problem.is_empty:
         return _without_rows(builder, problem, views, has_batch)
     gpu = gpu_of(problem.device)
-    parts = divide_forward(problem, work.num_splits, gpu)
-    last = parts[-1].problem
-    _check_list(work.tensors, last)
-    _check_grid(problem if len(parts) > 1 else last)
-    _check_pages(work.tensors, problem)
-    return add_parts(builder, parts, views, (work.config, gpu), has_batch)
+    launches = divide_forward(problem, num_splits, gpu)
+    last = launches[-1]
+    _check_list(tensors, last)
+    _check_grid(problem if len(launches) > 1 else last)
+    _check_pages(tensors, problem)
+    return add_launches(builder, launches, views, gpu, has_batch)
 
 
-def add_parts(
+def add_launches(
     builder: PlanBuilder,
-    parts: Sequence[ForwardPart],
+    launches: Sequence[Problem],
     views: Mapping[str, View],
-    chosen: tuple[Any, Gpu],
+    gpu: Gpu,
     has_batch: bool = True,
 ) -> tuple[View, ...]:
-    """Add the launches of a divided forward; return its results. parts: as of `divide_forward`.
-    chosen: configuration, None for the default one, and GPU. views, has_batch: as of
-    `add_forward`."""
-    last = parts[-1].problem
-    results = _results(builder, parts, views, has_batch)
+    """Add the launches of a divided forward (`divide_forward`); return its results. views,
+    has_batch: as of `add_forward`."""
+    last = launches[-1]
+    results = result_views(builder, launches, views, has_batch)
     operands = {name: builder.operand(views[name]) for name in "qkv"}
     if operands["k"].shape[1] == 0:
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
@@ -189,36 +169,37 @@ def add_parts(
         operands |= {name: operands[name].view(last.dtype) for name in "kv"}
     tables = _tables(builder, last, views)
     optional = (_sink(builder, views["sink"]),) if last.sink else ()
-    for part in parts:
-        _add_part(builder, part, chosen, operands, results, (optional, tables))
+    for problem in launches:
+        _add_launch(builder, problem, gpu, operands, results, (optional, tables))
     named = [("q", results["out"])]
     offsets = dict(zip(last.tables, tables, strict=True))
     add_tail(builder, last, named, results["lse"], offsets, (rows_k, LARGEST_LENGTH, 0))
     return _finished(builder, last, results)
 
 
-def _add_part(
+def _add_launch(
     builder: PlanBuilder,
-    part: ForwardPart,
-    chosen: tuple[Any, Gpu],
+    problem: Problem,
+    gpu: Gpu,
     operands: Mapping[str, View],
     results: Mapping[str, View],
     more: tuple[tuple[View, ...], tuple[View, ...]],
 ) -> None:
-    """Launch the forward on the queries of a part, and the combining kernel where their keys are
-    split. chosen: configuration and GPU. more: the sink, and tensors of `Problem.tables`."""
-    (problem, queries), (config, gpu), (sink, tables) = part, chosen, more
+    """Launch the forward on the queries of a problem, and the combining kernel where their keys are
+    split. more: the sink, and tensors of `Problem.tables`."""
+    sink, tables = more
+    first, count = problem.first_query, problem.q_shape[1]
     q, out, lse = operands["q"], results["out"], results["lse"]
-    if queries is not None:
-        q, out = (one.narrow(1, queries.start, len(queries)) for one in (q, out))
-        q, lse = builder.operand(q), lse.narrow(2, queries.start, len(queries))
+    if count < q.shape[1]:
+        q, out = (one.narrow(1, first, count) for one in (q, out))
+        q, lse = builder.operand(q), lse.narrow(2, first, count)
     written = out, lse
     if problem.num_splits > 1:
         written = split_results(problem, results[SPLITS])
     tensors = CallTensors(
         q, operands["k"], operands["v"], *written, (*sink, *tables), results.get(ROW_MAXIMA)
     )
-    spec = forward_spec(problem, gpu, config)
+    spec = forward_spec(problem, gpu, problem.config)
     builder.launch(spec, call_arguments(tensors, problem, gpu, None))
     if problem.num_splits > 1:
         given = dict(zip(problem.tables, tables, strict=True))
@@ -243,18 +224,18 @@ def add_combine(
 # ---------------------------------------------------------------- memory
 
 
-def _results(
-    builder: PlanBuilder, parts: Sequence[ForwardPart], views: Mapping[str, View], has_batch: bool
+def result_views(
+    builder: PlanBuilder, launches: Sequence[Problem], views: Mapping[str, View], has_batch: bool
 ) -> dict[str, View]:
-    """Declare memory for the results, by name.
+    """Declare memory for the results of a divided forward, by name.
 
     Rows past seqused_q are not written: they are 0 with an LSE of -inf. Where keys are split, the
     combining kernel writes every row of the results, and reads no O of a split whose LSE is -inf.
     """
-    last = parts[-1].problem
+    last = launches[-1]
     is_split, is_clipped = last.num_splits > 1, "seqused_q" in last.ragged
     batch, heads, _ = last.lse_shape
-    rows = sum(part.problem.q_shape[1] for part in parts)
+    rows = sum(problem.q_shape[1] for problem in launches)
     out_shape, lse_shape = (batch, rows, *last.q_shape[2:]), (batch, heads, rows)
     of_out, of_lse = None, None
     if is_clipped and not is_split:
@@ -314,17 +295,6 @@ def split_results(problem: Problem, both: Any) -> tuple[Any, Any]:
     size, of_lse = math.prod(out_shape), math.prod(lse_shape)
     out, lse = both.narrow(0, 0, size), both.narrow(0, size + BETWEEN_SPLITS, of_lse)
     return out.view(out_shape), lse.view(lse_shape)
-
-
-def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tensors for the results of a divided forward, or of its splits, as calls make them."""
-    builder = PlanBuilder(problem.device, {})
-    found = _results(builder, (ForwardPart(problem),), {}, True)
-    names = (SPLITS,) if parts else ("out", "lse")
-    allocations = [builder.plan(found[name]).allocation(name) for name in names]
-    made = [new_tensor(one, problem.device) for one in allocations if one is not None]
-    out, lse = split_results(problem, made[0]) if parts else made
-    return out, lse
 
 
 # ---------------------------------------------------------------- what kernels read

@@ -21,7 +21,6 @@ from ..architectures import Architecture
 from ..call.backward_problem import BackwardProblem
 from ..call.checks import DTYPES, PAGE_TABLE
 from ..call.chunks import Chunk, Division
-from ..call.division import ForwardPart
 from ..call.forward_problem import (
     Problem,
     choose_tiles,
@@ -54,7 +53,7 @@ from ..words import shown
 from .arguments import table_rank
 from .backward import Wanted, add_division
 from .catalogue import KernelSpec, TuningKey, append_spec, tuning_key
-from .forward import add_combine, add_parts
+from .forward import add_combine, add_launches
 from .plan import PlanBuilder
 
 __all__ = ["FORMS", "USES", "Needs", "specs_of"]
@@ -421,7 +420,7 @@ def _of_forward(problem: Problem, heads_kv: int, gpu: Gpu) -> Sequence[KernelSpe
     """Return the kernels of a divided forward."""
     builder = PlanBuilder(problem.device, {})
     k_shape = 1, problem.page_size or 1, heads_kv, HEAD_DIM
-    add_parts(builder, (ForwardPart(problem),), _views(problem, k_shape), (None, gpu))
+    add_launches(builder, (problem,), _views(problem, k_shape), gpu)
     return builder.plan().specs
 
 

@@ -18,11 +18,11 @@ from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
+from fa4_hd256.check.single_kernels import launch_forward
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.forward import launch_forward
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from sm100_sim.tools import speed
 
@@ -55,7 +55,7 @@ def row(shape: Shape, runs: int = 3) -> dict[str, Any]:
     tensors = q, k, v
     problem = Problem.describe(tensors, options, config=config)
     compile_kernel(KernelSpec("forward", config, problem.problem_class))
-    found = speed.measure(lambda: launch_forward(config, problem, tensors), runs)
+    found = speed.measure(lambda: launch_forward(problem, tensors), runs)
     products = steps(shape, config) * _step_seconds(config)
     return {
         **asdict(shape),

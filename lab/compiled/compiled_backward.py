@@ -21,8 +21,9 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.chunks import divide
 from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
+from fa4_hd256.check.single_kernels import run_backward
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run.backward import Wanted, run_backward
+from fa4_hd256.run.backward import Wanted
 from fa4_hd256.run.catalogue import backward_specs
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.launch import gpu_of

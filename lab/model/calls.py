@@ -128,7 +128,7 @@ class Chunk:
 
 
 def backward_chunks(case: Case, ds_bytes: int, gpu: Gpu) -> list[Chunk]:
-    """Return the chunks that `fa4_hd256.run.backward.run_backward` chooses where all gradients are
+    """Return the chunks of a backward (`fa4_hd256.call.chunks.divide`) whose gradients are all
     requested.
 
     ds_bytes: memory that dS may take at a time.

@@ -18,6 +18,7 @@ from bench.suite import Case
 from bench.tables.comparison import OURS
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
+from fa4_hd256.check.single_kernels import empty_results
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -25,7 +26,6 @@ from fa4_hd256.kernels.problem_class import query_rows
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.forward import empty_results
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.machines import B200, compiling_ours, gpu_of

@@ -19,17 +19,16 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.division import divided, last_wave
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import BY_RULE, Options
+from fa4_hd256.check.single_kernels import empty_results, empty_stats
 from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.arguments import CallTensors, call_arguments
-from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.bug_report import versions
 from fa4_hd256.run.catalogue import KernelSpec, backward_specs
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.forward import empty_results
 from lab.model import our_decode
 from lab.model.backward import Backward
 from lab.model.calls import Kind, default_splits, defaults_to_clc, forward_problem

@@ -179,7 +179,8 @@ def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
     from fa4_hd256.call.operator_arguments import BackwardTensors
     from fa4_hd256.call.options import Options
     from fa4_hd256.check import reference
-    from fa4_hd256.run.backward import Wanted, run_backward
+    from fa4_hd256.check.single_kernels import run_backward
+    from fa4_hd256.run.backward import Wanted
 
     q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v, **call.options)
@@ -285,7 +286,7 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     from fa4_hd256.call.operator_arguments import BackwardTensors
     from fa4_hd256.call.options import Options
     from fa4_hd256.check import reference
-    from fa4_hd256.run import backward
+    from fa4_hd256.check.single_kernels import empty_stats, run_preprocess
     from fa4_hd256.run.backward_arguments import PreprocessTensors
 
     q, k, v, dout = tensors(call, target.device)
@@ -293,8 +294,8 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     out, lse = out.to(q.dtype).to(q.device), lse.float().to(q.device)
     given = BackwardTensors(dout, None, q, k, v, out, lse)
     problem = BackwardProblem.describe(given, Options.check(None, False, (None, None), 0.0))
-    stats = backward.empty_stats(problem)
-    backward.run_preprocess(problem, PreprocessTensors(out, dout, lse, None, stats, ()))
+    stats = empty_stats(problem)
+    run_preprocess(problem, PreprocessTensors(out, dout, lse, None, stats, ()))
     rows = call.lengths[0]
     got = stats[:, 0, :rows].double().cpu()
     delta = (out.double() * dout.double()).sum(3)[0, :, 0].cpu()

@@ -24,16 +24,15 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.division import divided
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
+from fa4_hd256.check.single_kernels import empty_results, empty_stats
 from fa4_hd256.environment import ARCHITECTURE
 from fa4_hd256.kernels.context import CLAIM_STEPS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.arguments import CallTensors, call_arguments
-from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import backward_specs, forward_spec, tuning_key
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.forward import empty_results
 from lab.model.backward import Backward
 from lab.model.calls import Kind, architecture_on, defaults_to_clc, forward_problem
 from lab.model.forward import Kernel

@@ -13,6 +13,7 @@ import torch
 from fa4_hd256 import plans
 from fa4_hd256.plans import forget_plans as forget
 from fa4_hd256.run import launch
+from fa4_hd256.run.execute import Execution
 from fa4_hd256.run.simulated import simulated_device
 from sm100_sim.host.host_code import Run
 from sm100_sim.host.program import program_of
@@ -34,10 +35,10 @@ def simulated(monkeypatch: Any) -> list[str]:
     launched: list[str] = []
     plain = plans._run
 
-    def run(entry: plans.Entry, *given: Any) -> Any:
-        if entry.execution is not None:
-            launched.extend(launch.spec.kind for launch in entry.execution.plan.launches)
-        return plain(entry, *given)
+    def run(kind: plans.Kind, execution: Execution, *given: Any) -> Any:
+        if execution.has_run:
+            launched.extend(launch.spec.kind for launch in execution.plan.launches)
+        return plain(kind, execution, *given)
 
     monkeypatch.setattr(plans, "_run", run)
     monkeypatch.setattr(plans, "repeats", lambda tensors: True)

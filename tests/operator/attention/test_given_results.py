@@ -91,10 +91,10 @@ def test_repeated_calls_write_to_each_tensor(dense):
         places = [torch.full_like(dense[0], BAD) for _ in range(3)]
         for place in places:
             assert flash_attn_func(*dense, out=place) is place
-        (entry,) = plans._cache.entries.values()
+        (execution,) = plans._cache.executions.values()
         # The stand-in launches nothing: what a call fills stands there, and where the launch would
         # write stands in the packed arguments.
-        *_, packed = entry.execution._free[-1]
+        *_, packed = execution._free[-1]
         assert places[-1].data_ptr() in list(packed._words)
         assert places[0].data_ptr() not in list(packed._words)
         assert all(place.isnan().all() for place in places)

@@ -13,13 +13,13 @@ from fa4_hd256 import ForwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
+from fa4_hd256.check.single_kernels import empty_results
 from fa4_hd256.gpus import family
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.small.combine_config import CombineConfig
 from fa4_hd256.run import compile
 from fa4_hd256.run.arguments import CallTensors, call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.forward import empty_results
 
 pytestmark = pytest.mark.architecture("sm_100a")
 

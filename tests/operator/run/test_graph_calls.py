@@ -114,7 +114,7 @@ def test_results_that_are_written_and_rows_of_caches(launched):
         compiled(q, k, v, caches, lengths, tables, out)
         assert len(launched) == (0 if number == 0 else 2)
         assert all(t._version > old for t, old in zip((out, *caches), versions, strict=True))
-        assert len(plans._cache.entries) == (1 if number == 0 else 2)
+        assert len(plans._cache.executions) == (1 if number == 0 else 2)
         expected = step(q, k, v, others, lengths, tables, torch.empty_like(out))
         assert torch.equal(out, expected)
         assert all(map(torch.equal, caches, others))

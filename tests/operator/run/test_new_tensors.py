@@ -8,6 +8,7 @@ import torch
 from fa4_hd256.call.division import divided
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
+from fa4_hd256.check.single_kernels import empty_results
 from fa4_hd256.run import forward
 from fa4_hd256.run.execute import maker
 
@@ -65,7 +66,7 @@ def test_what_is_written_behind_parts_is_no_lse():
     shapes = ((2, 3, 4, 256), (2, 900, 2, 256), (2, 900, 2, 256))
     tensors = tuple(torch.randn(shape).bfloat16() for shape in shapes)
     problem = Problem.describe(tensors, Options.check(None, False, (None, None), 0.0))
-    out, lse = forward.empty_results(divided(problem, 3, forward.gpu_of(problem.device)), True)
+    out, lse = empty_results(divided(problem, 3, forward.gpu_of(problem.device)), True)
     assert out.shape == (6, 3, 4, 256) and lse.shape == (6, 4, 3)
     assert out.is_contiguous() and lse.is_contiguous() and out.isnan().all() and lse.isnan().all()
     between = lse.data_ptr() - (out.data_ptr() + out.nbytes)

@@ -182,8 +182,8 @@ def test_the_launches_of_a_divided_call(launched):
     """Splits are memory of the call, and combined by a launch of their own."""
     forget()
     flash_attn_func(*dense(3, 300), num_splits=3)
-    (entry,) = plans._cache.entries.values()
-    plan = entry.execution.plan
+    (execution,) = plans._cache.executions.values()
+    plan = execution.plan
     assert [launch.spec.kind for launch in plan.launches][-1] == "forward_combine"
     assert len(plan.launches) == 2 and plan.allocation("splits") is not None
 
@@ -221,12 +221,13 @@ def long_way(monkeypatch):
     taken = []
 
     class Executed:
-        def __init__(self, plan):
-            self.plan, self.is_first = plan, True
+        def __init__(self, plan, values=None, written=()):
+            self.plan, self.values, self.written = plan, values, written
+            self.has_run = False
 
         def run(self, tensors, addresses, only_first=False):
-            value = 0.0 if self.is_first else 1.0
-            self.is_first = False
+            value = 1.0 if self.has_run else 0.0
+            self.has_run = True
             q = next(tensor for tensor in tensors if tensor is not None)
             return torch.full_like(q, value), torch.full(q.shape[:-1], value)
 
@@ -379,26 +380,64 @@ def test_short_of_memory_a_smaller_plan_is_run(long_way, monkeypatch):
     """Run the smaller plan where the kind of calls has one; the plan that is kept stays."""
     for _ in range(3):
         flash_attn_func(*small(), causal=True)
-    (entry,) = plans._cache.entries.values()
-    kept = entry.execution
+    (execution,) = plans._cache.executions.values()
+    asked, taken = [], _asked(small(), partial(flash_attn_func, causal=True))
+    smaller = replace(
+        interface._EAGER_FORWARD, smaller=lambda *given: asked.append(given) or "smaller"
+    )
 
     def run(*given, **options):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as short:
-        short.setattr(kept, "run", run, raising=False)
+        short.setattr(execution, "run", run, raising=False)
         with pytest.raises(torch.OutOfMemoryError):
             flash_attn_func(*small(), causal=True)
-        asked = []
-        smaller = replace(entry.kind, smaller=lambda *given: asked.append(given) or "smaller")
-        short.setattr(entry, "kind", smaller)
-        assert not repeats(flash_attn_func, *small(), causal=True)
-        assert [given[2] for given in asked] == [kept.plan] and entry.execution is kept
+        found, addresses = plans.find(*taken)
+        out, _ = plans.run(smaller, found, taken[1], addresses)
+        assert found is execution and (out == 0).all()
+        assert [given[2] for given in asked] == [execution.plan]
+        assert list(plans._cache.executions.values()) == [execution]
     assert repeats(flash_attn_func, *small(), causal=True)
 
 
+def test_a_plan_that_memory_never_was_enough_for_is_not_kept(long_way, monkeypatch):
+    """The first call runs the smaller plan, which later calls find."""
+
+    class Short(plans.Execution):
+        def run(self, *given, **options):
+            if self.plan is None:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().run(*given, **options)
+
+    monkeypatch.setattr(plans, "Execution", Short)
+    smaller = replace(interface._EAGER_FORWARD, smaller=lambda *given: "smaller")
+    monkeypatch.setattr(interface, "_EAGER_FORWARD", smaller)
+    assert not repeats(flash_attn_func, *small())
+    (execution,) = plans._cache.executions.values()
+    assert execution.plan == "smaller"
+    for _ in range(3):
+        assert repeats(flash_attn_func, *small())
+
+
+def test_a_first_call_that_is_refused_leaves_nothing_behind(long_way, monkeypatch):
+    """Neither what the checks refuse, nor what the plan does."""
+
+    def plan(*given):
+        raise ValueError("such a plan there is not")
+
+    with monkeypatch.context() as refusing:
+        refused = replace(interface._EAGER_FORWARD, plan=plan)
+        refusing.setattr(interface, "_EAGER_FORWARD", refused)
+        for options in ({}, {"softmax_scale": "a word"}):
+            with pytest.raises((TypeError, ValueError)):
+                flash_attn_func(*small(), **options)
+    cache = plans._cache
+    assert not cache.executions and not cache.alike and not cache.guards
+
+
 def test_gradients_are_kept_apart(long_way):
-    """Calls that want gradients and calls that do not find the same entry, and have what they
+    """Calls that want gradients and calls that do not find the same execution, and have what they
     want."""
     q, k, v = small()
     for _ in range(3):
@@ -413,7 +452,7 @@ def test_gradients_are_kept_apart(long_way):
 
 
 def test_scales_that_require_gradients_are_refused_as_ever(long_way):
-    """Similar calls whose scales do not share the cached entry."""
+    """Similar calls whose scales do not share the cached execution."""
     q, k, v = small()
     k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
     scales = {"k_descale": torch.ones(1), "v_descale": torch.ones(1)}
@@ -529,7 +568,7 @@ def test_what_is_refused_is_not_kept(long_way):
     assert seen() is None
 
 
-def test_shapes_in_alternation_find_their_own_entries(long_way):
+def test_shapes_in_alternation_find_their_own_executions(long_way):
     """The guard that was passed last is that of the other call."""
     longer = tensors((1, 9, 2, 256), (1, 30, 2, 256), (1, 30, 2, 256))
     for _ in range(3):
@@ -538,8 +577,8 @@ def test_shapes_in_alternation_find_their_own_entries(long_way):
     with pytest.MonkeyPatch.context() as only_guards:
         only_guards.setattr(plans, "key_of", None)
         found = [plans.find(*_asked(each)) for each in (small(), longer, small(), longer)]
-    entries = [entry for entry, _ in found]
-    assert entries[0] is entries[2] is not entries[1] is entries[3]
+    executions = [execution for execution, _ in found]
+    assert executions[0] is executions[2] is not executions[1] is executions[3]
     assert [addresses for _, addresses in found[1::2]] == [[t.data_ptr() for t in longer]] * 2
 
 
@@ -578,4 +617,4 @@ def test_few_plans_are_kept(long_way, monkeypatch):
     for rows in range(1, 8):
         for _ in range(3):
             flash_attn_func(*tensors(*[(1, rows, 1, 256)] * 3))
-    assert len(plans._cache.entries) == 4 and len(plans._cache.guards) <= 4
+    assert len(plans._cache.executions) == 4 and len(plans._cache.guards) <= 4

@@ -12,8 +12,8 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.memory import tma_can_take
 from fa4_hd256.call.options import Options
+from fa4_hd256.check.single_kernels import empty_stats, run_preprocess
 from fa4_hd256.kernels.small.backward_preprocess import PreprocessClass, PreprocessConfig
-from fa4_hd256.run import backward
 from fa4_hd256.run.backward_arguments import PreprocessTensors
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -34,9 +34,9 @@ def describe(q, lse_gradient=False, ragged=None, max_seqlen_q=None):
 def run(rows, dlse=None, ragged=None, max_seqlen_q=None):
     """Statistics of rows (out, dout, lse)."""
     problem = describe(rows[0], dlse is not None, ragged, max_seqlen_q)
-    stats = backward.empty_stats(problem)
+    stats = empty_stats(problem)
     given = tuple((ragged or {}).values())
-    backward.run_preprocess(problem, PreprocessTensors(*rows, dlse, stats, given))
+    run_preprocess(problem, PreprocessTensors(*rows, dlse, stats, given))
     return stats
 
 

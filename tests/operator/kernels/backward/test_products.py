@@ -16,10 +16,10 @@ from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
+from fa4_hd256.check.single_kernels import empty_stats
 from fa4_hd256.kernels.backward.gemm_order import GemmOrder
 from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.kernels.mask.masking import MaskKind
-from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel

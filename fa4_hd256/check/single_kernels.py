@@ -1,0 +1,87 @@
+"""Kernels by themselves: described calls without `flash_attn_func`, and tensors that they write to.
+
+For measurements, models and tests that launch one kernel, or a call of one configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..call.backward_problem import BackwardProblem
+from ..call.forward_problem import Problem
+from ..call.operator_arguments import BackwardTensors, ForwardTensors
+from ..run.backward import (
+    STATS,
+    BackwardWork,
+    Wanted,
+    add_preprocess,
+    or_empty,
+    plan_backward,
+    stats_view,
+)
+from ..run.backward_arguments import PreprocessTensors
+from ..run.execute import execute, new_tensor
+from ..run.forward import SPLITS, plan_described, result_views, split_results
+from ..run.plan import PlanBuilder
+
+__all__ = ["empty_results", "empty_stats", "launch_forward", "run_backward", "run_preprocess"]
+
+
+def launch_forward(
+    problem: Problem, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of a described call of 4-D q, k, v alone, whose keys are not split."""
+    tensors = ForwardTensors(*inputs)
+    out, lse = execute(plan_described(problem, tensors), tensors)
+    return out, lse
+
+
+def run_backward(
+    tensors: BackwardTensors, problem: BackwardProblem, wanted: Wanted, config: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not
+    requested."""
+    plan = plan_backward(BackwardWork(tensors, problem, wanted, config), tensors)
+    return or_empty(execute(plan, tensors), tensors)
+
+
+def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
+    """Fill `tensors.stats`, by `add_preprocess` alone."""
+    ragged = problem.preprocess_class.ragged
+    given = {
+        "out": tensors.out,
+        "dout": tensors.dout,
+        "lse": tensors.lse,
+        STATS: tensors.stats,
+        **dict(zip(ragged, tensors.ragged, strict=True)),
+    }
+    if tensors.dlse is not None:
+        given["dlse"] = tensors.dlse
+    builder = PlanBuilder.for_tensors(problem.forward.device, tuple(given), tuple(given.values()))
+    views = builder.inputs
+    dlse = None if tensors.dlse is None else builder.rows(views["dlse"])
+    add_preprocess(builder, problem, PreprocessTensors(
+        views["out"], views["dout"], builder.rows(views["lse"]), dlse, views[STATS],
+        tuple(views[name] for name in ragged),
+    ))  # fmt: skip
+    execute(builder.plan(), tuple(given.values()))
+
+
+def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors for the results of a divided forward, or of its splits, as calls make them."""
+    builder = PlanBuilder(problem.device, {})
+    views = result_views(builder, (problem,), {}, True)
+    names = (SPLITS,) if parts else ("out", "lse")
+    allocations = [builder.plan(views[name]).allocation(name) for name in names]
+    made = [new_tensor(one, problem.device) for one in allocations if one is not None]
+    out, lse = split_results(problem, made[0]) if parts else made
+    return out, lse
+
+
+def empty_stats(problem: BackwardProblem) -> torch.Tensor:
+    """Return statistics of the rows to write to, as calls make them."""
+    builder = PlanBuilder(problem.forward.device, {})
+    (allocation,) = builder.plan(stats_view(builder, problem)).allocations
+    return new_tensor(allocation, problem.forward.device)
