@@ -319,16 +319,17 @@ class ForwardCommon:
         name: str,
         work: Any,
         tile: GatheredTile,
+        ring: str,
         state: RingState,
     ) -> None:
-        """Copy this warp's rows of a tile of K or V to the buffer of a stage, and let its lanes
-        arrive when they are there."""
-        source, buffer = getattr(context.tensors, name), context.smem[name]
+        """Copy this warp's rows of a tile of K or V to a buffer of a ring, and let its lanes arrive
+        when they are there."""
+        source, buffer = getattr(context.tensors, name), context.smem[ring]
         head = work.head // context.heads_per_kv
         rows = cute.size(buffer, mode=[0])
         place = buffer[None, None, state.index].iterator
         gather(source, place, tile, head, rows)
-        context.barriers[f"{name}_loaded"].arrive_copies(state)
+        context.barriers[f"{ring}_loaded"].arrive_copies(state)
 
     def sink_log2(self, context: ForwardContext, work: Any, head: Int32) -> Any:
         """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only

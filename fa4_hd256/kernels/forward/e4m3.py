@@ -260,8 +260,12 @@ class KeyScales(SharedByReference):
         block = self.rows.block_kv
         visibility = context.visibility(work, block)
         size, first_page = self.problem_class.page_size, context.first_page(context.batch(work))
+        if self.problem_class.gathers:
+            size, first_row = cute.size(context.tensors.k, mode=[0]), context.key(work).offset
 
         def page_of(key: Any) -> Any:
+            if self.problem_class.gathers:
+                return (key + first_row) // size
             return (key if first_page is None else key + first_page.row) // size
 
         # Pages without a key that some query sees may be anybody's: their entries are not read.

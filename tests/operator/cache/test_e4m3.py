@@ -145,6 +145,24 @@ def check_paged(q, paged, given, of_pages, lengths_q=None, **options):
 @pytest.mark.parametrize("of_pages", [False, True], ids=["sequences", "pages"])
 @pytest.mark.sampled("sequences-16-{'num_splits': 2}")
 def test_pages(page_size, options, of_pages):
+    check_scaled_pages(page_size, options, of_pages)
+
+
+# Rows that are gathered.
+@pytest.mark.parametrize(
+    ("page_size", "options"),
+    [(1, {"num_splits": 2}), (5, {"causal": True, "use_clc": True}), (8, {"window_size": (90, 0)})],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("of_pages", [False, True], ids=["sequences", "pages"])
+@pytest.mark.sampled("sequences-1-{'num_splits': 2}")
+def test_pages_of_any_size(page_size, options, of_pages, architecture):
+    if architecture != "sm_90a":
+        pytest.skip("Blackwell's kernels gather no rows")
+    check_scaled_pages(page_size, options, of_pages)
+
+
+def check_scaled_pages(page_size, options, of_pages):
     """Scales of pages that nobody has are NaN, those of others far apart."""
     paged = paged_of((700, 0, 130, 1), page_size, 2)
     q = torch.randn(4, 2, 8, 256).bfloat16()

@@ -23,7 +23,7 @@ by PRMT.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -64,12 +64,14 @@ LEAST_SAVED = 4.0
 @dataclass(frozen=True)
 class E4m3WarpPlan(WarpPlan):
     """Warp indices and register budgets of a CTA: two warpgroups multiply, the third one has the
-    other roles."""
+    other roles.  gather: warps that gather rows of K and V where these lie in pages of any size,
+    and none loads; None where TMA loads them."""
 
     consumers: tuple[int, ...] = CONSUMERS
-    load: int = 8
+    load: int | None = 8
     scheduler: int = 9
     queries: int = 10
+    gather: tuple[int, ...] | None = None
     registers_consumers: int = 224
     registers_other: int = 56
 
@@ -80,12 +82,21 @@ class E4m3WarpPlan(WarpPlan):
     )
     ROLES = (
         ("consumers", "registers_consumers"),
-        *((role, "registers_other") for role in ("load", "scheduler", "queries")),
+        *((role, "registers_other") for role in ("load", "scheduler", "queries", "gather")),
     )
+
+    def gathering(self) -> E4m3WarpPlan:
+        """Return the plan with the warps that have no other role as those that gather."""
+        taken = self.scheduler, self.queries
+        return replace(
+            self, load=None, gather=tuple(warp for warp in OTHER_WARPS if warp not in taken)
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        roles = {"load": self.load, "scheduler": self.scheduler, "queries": self.queries}
+        roles = {"scheduler": self.scheduler, "queries": self.queries}
+        if self.load is not None:
+            roles["load"] = self.load
         if self.consumers != CONSUMERS:
             raise ValueError(
                 f"consumers is {self.consumers}; accepted is {CONSUMERS}: each warp has 16 keys of "
@@ -97,7 +108,7 @@ class E4m3WarpPlan(WarpPlan):
 
     @property
     def scheduled_warps(self) -> int:
-        return len(self.consumers) + 3
+        return len(self.consumers) + 2 + len(self.gather or (self.load,))
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,14 @@ class E4m3Config:
             )
         check_threshold(self.rescale_threshold)
         check_budgets(self)
+
+    def gathering(self) -> E4m3Config:
+        """Return the configuration with warps that gather rows of K and V."""
+        return replace(self, warps=self.warps.gathering())
+
+    @property
+    def gathers(self) -> bool:
+        return self.warps.gather is not None
 
     @property
     def tiles(self) -> ForwardTiles:
@@ -195,15 +214,19 @@ class E4m3Config:
     @property
     def edges(self) -> EdgeTable:
         consumers, warps = len(self.warps.consumers), Signal.WARPS_CTA
+        loaded, role, arriving, tile_bytes = Signal.TMA_CTA, "load", 1, self.tile_bytes
+        if self.warps.gather is not None:
+            loaded, role, arriving = Signal.COPIES_CTA, "gather", len(self.warps.gather)
+            tile_bytes = 0
         return EdgeTable(
             (
                 Edge("q_loaded", self.q_stages, Signal.TMA_CTA, "queries", 1, "consumers",
                      "Q in SMEM", transaction_bytes=self.q_bytes),
                 Edge("q_free", self.q_stages, warps, "consumers", consumers, "queries",
                      "Q buffer: the tile's last MMA is done", True),
-                Edge("kv_loaded", self.kv_stages, Signal.TMA_CTA, "load", 1, "consumers",
-                     "a K or V tile in SMEM", transaction_bytes=self.tile_bytes),
-                Edge("kv_free", self.kv_stages, warps, "consumers", consumers, "load",
+                Edge("kv_loaded", self.kv_stages, loaded, role, arriving, "consumers",
+                     "a K or V tile in SMEM", transaction_bytes=tile_bytes),
+                Edge("kv_free", self.kv_stages, warps, "consumers", consumers, role,
                      "its buffer: it is in registers", True),
             )
         )  # fmt: skip

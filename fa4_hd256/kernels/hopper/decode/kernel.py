@@ -37,7 +37,7 @@ from cutlass.memory import SmemAllocator
 
 from ....schedulers.order import TileOrder
 from ....schedulers.protocol import WorkTile
-from ...context import CLAIM_STEPS, schedule, shared_fields, want_next_tile_if
+from ...context import CLAIM_STEPS, schedule, shared_fields
 from ...forward.common import ForwardCommon
 from ...forward.context import ForwardKernelTensors
 from ...forward.decode_rows import TileRows, any_of_softmax, combine_warps, sum_of_row, synchronise
@@ -154,7 +154,7 @@ class DecodeE4m3Kernel(ForwardCommon):
         keys = load, BLOCK_KV, TILE_COLUMNS
         boxes = (load, self.config.rows, HEAD_DIM), keys, keys
         q, k, v = (
-            self.tma_tensor(name, view, box)
+            self.loaded_tensor(name, view, box)
             for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
         )
         return ForwardKernelTensors(q, k, v, None, operands[3], lse, optional)
@@ -169,9 +169,8 @@ class DecodeE4m3Kernel(ForwardCommon):
     ):
         self.allow_next()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == self.warps.load:
-            for tma in (tensors.q, tensors.k, tensors.v):
-                cpasync.prefetch_descriptor(tma.atom)
+        if warp == (self.warps.queries if self.gathers else self.warps.load):
+            self.prefetch_descriptors(tensors)
         context = self.set_up(SmemAllocator(), tensors, sizes, scalars, order)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -180,7 +179,7 @@ class DecodeE4m3Kernel(ForwardCommon):
             self.consume(context)
         else:
             cute.arch.setmaxregister_decrease(self.warps.registers_other)
-            if warp == self.warps.load:
+            if self._loads(warp):
                 self.load(context)
             if warp == self.warps.scheduler:
                 schedule(self.scheduler, context)
@@ -243,22 +242,28 @@ class DecodeE4m3Kernel(ForwardCommon):
 
     # ------------------------------------------------------------------------------------- load
 
+    def _loads(self, warp: Int32) -> Any:
+        """Return True if a warp has K and V: one that loads, or several that gather."""
+        if not self.gathers:
+            return warp == self.warps.load
+        return (warp != self.warps.scheduler) & (warp != self.warps.queries)
+
     @cute.jit
     def load(self, context: HopperE4m3DecodeContext):
-        """K and V of each step; one warp."""
+        """K and V of each step."""
         state = self.edges["kv_free"].waiter_state()
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
             tile_context = context.of_tile(work)
             num_steps = self.rows.num_steps(tile_context, work)
-            want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
+            self.claim_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 visibility = tile_context.visibility(work, BLOCK_KV)
                 first_query = self.rows.first_query(work)
                 position = self.first_kv_tile(tile_context, work, visibility, first_query)
                 for step in cutlass.range(num_steps, unroll=1):
-                    want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
+                    self.claim_if(scheduler, step + CLAIM_STEPS == num_steps)
                     state = self._load_kv(tile_context, "k", work, position, state)
                     state = self._load_kv(tile_context, "v", work, position, state)
                     position = self.next_kv_tile(position)
@@ -279,11 +284,14 @@ class DecodeE4m3Kernel(ForwardCommon):
         `first_kv_tile` counts them."""
         loaded = context.barriers["kv_loaded"]
         context.barriers["kv_free"].wait(state)
-        loaded.expect_bytes(state)
-        keys, first_key = self.keys(context, work, position), self.first_key(position)
-        place = keys, first_key, Int32(0), work.head // context.heads_per_kv
-        target = loaded.pointer(state), state.index
-        self.load_kv(getattr(context.tensors, name), context.smem["kv"], place, target)
+        if cutlass.const_expr(self.gathers):
+            self.gather_kv(context, name, work, position, "kv", state)
+        else:
+            loaded.expect_bytes(state)
+            keys, first_key = self.keys(context, work, position), self.first_key(position)
+            place = keys, first_key, Int32(0), work.head // context.heads_per_kv
+            target = loaded.pointer(state), state.index
+            self.load_kv(getattr(context.tensors, name), context.smem["kv"], place, target)
         state.advance()
         return state
 

@@ -289,7 +289,7 @@ class ForwardKernel(ForwardCommon):
         loaded = context.barriers[f"{name}_loaded"]
         context.barriers[f"{name}_free"].wait(state)
         if cutlass.const_expr(self.gathers):
-            self.gather_kv(context, name, work, position, state)
+            self.gather_kv(context, name, work, position, name, state)
         else:
             loaded.expect_bytes(state)
             head = work.head // context.heads_per_kv

@@ -36,7 +36,10 @@ def decode_steps(config: E4m3Config) -> StepTable:
     rings = (Ring("kv", "kv_loaded", "kv_free"), Ring("q", "q_loaded", "q_free"))
     loads = tuple(fill(Load.one(name, name.lower(), "kv", "kv")) for name in "KV")
     load = Role(
-        "load", (Act(loads),), end=(wait("kv_free"),) * config.kv_stages, claims=CLAIM_STEPS
+        "gather" if config.gathers else "load",
+        (Act(loads),),
+        end=(wait("kv_free"),) * config.kv_stages,
+        claims=CLAIM_STEPS,
     )
     queries = Role(
         "queries",
