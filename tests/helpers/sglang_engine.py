@@ -25,7 +25,7 @@ from sglang.test.kits.attention_unittest.attention_methods.dense_attention impor
 from fa4_hd256.check import reference
 
 HEADS, HEADS_KV, SCALE = 4, 2, 0.07
-#: Positions of a request.
+#: Positions of a request, where nothing else is said.
 CONTEXT = 128
 
 
@@ -37,27 +37,28 @@ class Engine:
 
     def __init__(
         self, device, requests=2, page_size=16, window=None, cache_dtype=torch.bfloat16,
-        has_window_cache=False, **server
+        has_window_cache=False, context=CONTEXT, **server
     ):  # fmt: skip
         self.device, self.page_size, self.requests = device, page_size, requests
+        self.context = context
         case = DenseAttentionCase(
             "", "fa4_hd256", ForwardMode.EXTEND, HEADS, HEADS_KV, page_size, (0,) * requests,
             (1,) * requests, window,
         )  # fmt: skip
         config = TinyModelConfig(
             num_heads=HEADS, num_kv_heads=HEADS_KV, head_dim=256, hidden_size=64,
-            context_len=CONTEXT, sliding_window_size=window,
+            context_len=context, sliding_window_size=window,
         )  # fmt: skip
         config.swa_head_dim = 256
         self.runner = runner = MockModelRunner(
             case=case, model_config=config, dtype=torch.bfloat16, device=device,
-            max_context_len=CONTEXT, head_dim=256,
+            max_context_len=context, head_dim=256,
         )  # fmt: skip
         self._server = get_context().override_server_args(
             **{"attention_backend": "fa4_hd256", "speculative_eagle_topk": 0} | server
         )
         runner.server_args = self._server.install()
-        slots = page_size + requests * CONTEXT
+        slots = page_size + requests * context
         self._fill_table(slots)
         runner.kv_cache_dtype = cache_dtype
         runner.kv_cache_dtype_str = "auto" if cache_dtype == torch.bfloat16 else "fp8_e4m3"
@@ -159,7 +160,7 @@ class Engine:
         pages = torch.randperm(slots // self.page_size - 1) + 1
         rows = pages[:, None] * self.page_size + torch.arange(self.page_size)
         table = self.runner.req_to_token_pool.req_to_token
-        table[1:].copy_(rows.flatten()[: self.requests * CONTEXT].view(self.requests, CONTEXT))
+        table[1:].copy_(rows.flatten()[: self.requests * self.context].view(self.requests, -1))
 
     def _other_pages(self, slots):
         """Return the slot of each slot in the cache of windows: another page, the same row."""

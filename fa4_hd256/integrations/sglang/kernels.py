@@ -10,33 +10,44 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.runtime_context import get_exec, get_spec
 
 from ...models import AttentionModel, Mask
+from ...run.catalogue import KernelSpec
 from ...run.needs import Needs
-from ...warm import warm_up
+from ...warm import load
+from ..engine_kernels import engine_kernels
 from .checks import OURS, dims_of, layers_of
 
-__all__ = ["kinds_of_layers", "needs_of", "warm_up_layers"]
+__all__ = ["kernels_of_layers", "kinds_of_layers", "needs_of", "warm_up_layers"]
 
 
 def warm_up_layers(runner: Any) -> None:
     """Compile and load what the layers can need, and log how long that took."""
-    needs = needs_of(runner)
+    made = load(kernels_of_layers(runner), torch.device(runner.device))
+    logging.getLogger("fa4_hd256").info(
+        "%d kernels, %d of them compiled, in %.1f s", made.kernels, made.compiled, made.seconds
+    )
+
+
+def kernels_of_layers(runner: Any) -> list[KernelSpec]:
+    """Return the kernels that steps of the layers can need, of any requests and any lengths."""
+    device, needs = torch.device(runner.device), needs_of(runner)
+    found = dict[KernelSpec, None]()
     for model in kinds_of_layers(runner):
-        made = warm_up(model, needs, device=torch.device(runner.device))
-        logging.getLogger("fa4_hd256").info(
-            "%d kernels, %d of them compiled, in %.1f s", made.kernels, made.compiled, made.seconds
-        )
+        found |= dict.fromkeys(engine_kernels(model, needs, device))
+    return list(found)
 
 
 def needs_of(runner: Any) -> Needs:
     """Return what calls of the backend are like."""
     is_e4m3 = runner.kv_cache_dtype == torch.float8_e4m3fn
     is_deterministic = bool(get_exec().deterministic.enable_deterministic_inference)
+    has_blocks = any(layer.attn_type != AttentionType.DECODER for layer in layers_of(runner))
     return Needs(
         forms=("packed-paged",),
         dtypes=(runner.dtype,),
         page_sizes=(runner.page_size,),
         kv_dtypes=(torch.float8_e4m3fn if is_e4m3 else None,),
         batch_invariant=is_deterministic,
+        cache_leftpad=has_blocks,
         tree_mask=(get_spec().speculative_eagle_topk or 0) > 1,
     )
 

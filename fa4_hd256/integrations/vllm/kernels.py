@@ -12,17 +12,13 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from ...kernels.functions.kernel_functions import ALIBI
-from ...kernels.functions.user_functions import FunctionClass
-from ...kernels.problem_class import OF_SEQUENCES, ProblemClass
 from ...models import AttentionModel, Mask
 from ...run.catalogue import KernelSpec
 from ...run.needs import Needs
-from ...warm import kernels_of, load
+from ...warm import load
+from ..engine_kernels import engine_kernels
 
 __all__ = ["kernels_of_layers", "warm_up"]
-
-_SLOPES = FunctionClass(ALIBI, ("float32 1",))
 
 
 def warm_up(
@@ -72,9 +68,7 @@ def _of_layer(
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         alibi=impl.has_alibi,
     )
-    for spec in kernels_of(model, needs, device):
-        if _is_taken(spec, needs):
-            yield spec
+    return engine_kernels(model, needs, device)
 
 
 def _masks(impl: Any, vllm_config: Any) -> tuple[Mask, ...]:
@@ -89,17 +83,3 @@ def _masks(impl: Any, vllm_config: Any) -> tuple[Mask, ...]:
     if model is not None and model.is_mm_prefix_lm:
         masks.append(Mask(False, (impl.reach, None)))
     return tuple(dict.fromkeys(masks))
-
-
-def _is_taken(spec: KernelSpec, needs: Needs) -> bool:
-    """Return False for a kernel of calls that no layer makes: vLLM writes rows of its cache itself,
-    scales are those of sequences, slopes those of heads."""
-    found = spec.problem_class
-    if spec.kind == "append_rows":
-        return False
-    if not isinstance(found, ProblemClass):
-        return True
-    scales = OF_SEQUENCES if found.kv_dtype is not None else ""
-    slopes = _SLOPES if needs.alibi else None
-    splits = not found.split or found.fixed_parts == needs.batch_invariant
-    return found.descale == scales and found.score_mod == slopes and splits

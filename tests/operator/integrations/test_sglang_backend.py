@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("sglang")
 
 import no_torchvision  # noqa: F401
+from planned_kernels import planned_kernels
 from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention import attention_registry as registry
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
@@ -28,6 +29,7 @@ from sglang_engine import CONTEXT, HEADS, SCALE, Engine, judged
 from fa4_hd256.integrations.sglang import by_head_dim, checks, kernels, plugin
 from fa4_hd256.integrations.sglang.backend import SGLangBackend, SGLangDraft
 from fa4_hd256.models import Mask
+from fa4_hd256.run.compile import counters
 
 plugin.register()
 HookRegistry.apply_hooks()
@@ -322,6 +324,87 @@ def test_images_of_a_prompt(engine, window):
             seen &= key >= row - window
         masks.append(seen[None, None])
     server.accurate(q, out, queries, keys, mask=masks)
+
+
+#: Steps: queries and keys of requests.
+STEPS = [
+    ([1], [5]), ([1] * 40, [600] * 40), ([2, 2], [900, 30]), ([3] * 7, [1024] * 7), ([4], [1024]),
+    ([16], [400]), ([17, 1], [17, 1024]), ([1, 1, 9, 300], [37, 1024, 41, 300]), ([500], [1000]),
+    ([1, 64], [2, 64]), ([33, 5], [700, 800]), ([1000], [1000]), ([8] * 12, [777] * 12),
+]  # fmt: skip
+#: Options of layers, of the server, and of the model.
+KINDS = {
+    "plain": ({}, {}), "Gemma 2": ({"window": 512, "logit_cap": 50.0}, {"window": 512}),
+    "sinks": ({}, {}), "blocks": ({"window": 20, "attn_type": AttentionType.DECODER_BIDIRECTIONAL},
+    {"window": 20}), "e4m3": ({}, {"cache_dtype": torch.float8_e4m3fn}),
+    "deterministic": ({}, {"enable_deterministic_inference": True}),
+    "images": ({"window": 512}, {"window": 512}),
+    "tree": ({}, {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": NODES}),
+}  # fmt: skip
+
+
+def run_steps(server, backend, layer, kind):
+    """Run the steps of `STEPS` in the modes that a server has."""
+    for queries, keys in STEPS:
+        is_decoding = set(queries) == {1}
+        mode = ForwardMode.DLLM_EXTEND if kind == "blocks" else DECODE if is_decoding else EXTEND
+        batch = server.batch(mode, queries, keys)
+        if kind == "images":
+            item = SimpleNamespace(is_image=lambda: True, offsets=[(keys[0] - 12, keys[0] - 3)])
+            batch.mm_inputs = [SimpleNamespace(mm_items=[item])] + [None] * (len(keys) - 1)
+        backend.init_forward_metadata(batch)
+        options = {}
+        if kind == "sinks":
+            options["sinks"] = torch.zeros(HEADS, device=server.device)
+        server.attended(backend, layer, batch, sum(queries), **options)
+    if kind == "tree":
+        for prefixes in ([5], [900, 30], [600] * 20):
+            mask = whole_mask(prefixes, tree(), server.device)
+            backend.init_forward_metadata(verification(server, prefixes, mask)[0])
+            server.attended(backend, layer, verification(server, prefixes, mask)[0],
+                            NODES * len(prefixes))  # fmt: skip
+
+
+def server_of(engine, kind):
+    """Return an engine whose model has the kind's layer, and that layer."""
+    layer_options, server_options = KINDS[kind]
+    server = engine(requests=40, context=1024, **server_options)
+    model = server.runner.model
+    model.layer = layer = server.layer(**layer_options)
+    if kind == "sinks":
+        model.register_parameter("sinks", torch.nn.Parameter(torch.zeros(HEADS)))
+    if kind == "images":
+        model.prepare_attn_masks = None
+    if kind == "e4m3":
+        layer.k_scale = layer.v_scale = server.tensor(0.5, torch.float32)
+    return server, layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheduler", ["0", "1", None], ids=["static", "dynamic", "by rule"])
+def test_kernels_of_steps_are_known_before(engine, monkeypatch, kind, scheduler):
+    """Every kernel of varied steps is among those that are loaded with the model."""
+    monkeypatch.delenv("FA_CLC", raising=False)
+    if scheduler is not None:
+        monkeypatch.setenv("FA_CLC", scheduler)
+    server, layer = server_of(engine, kind)
+    backend = SGLangBackend(server.runner)
+    with planned_kernels(monkeypatch) as found:
+        run_steps(server, backend, layer, kind)
+    known = set(kernels.kernels_of_layers(server.runner))
+    assert len(found) > 2
+    assert found <= known, found - known
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_compiles_anything(engine, kind):
+    """On a GPU, after the model has been loaded."""
+    server, layer = server_of(engine, kind)
+    backend = server.backend()
+    before = counters["compiled"]
+    run_steps(server, backend, layer, kind)
+    assert counters["compiled"] == before
 
 
 def test_an_encoder(engine):

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm.v1.attention.backend", exc_type=ImportError)
 
+from planned_kernels import planned_kernels
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
@@ -31,7 +32,6 @@ from vllm_steps import (
     place,
 )
 
-from fa4_hd256 import plans
 from fa4_hd256.integrations.vllm import kernels, plugin
 from fa4_hd256.integrations.vllm.backend import Backend, Impl
 from fa4_hd256.integrations.vllm.metadata import Builder
@@ -207,17 +207,6 @@ LAYERS = {
 KINDS = sorted(LAYERS)
 
 
-class Planned:
-    """Stands in for `Execution`: a plan whose kernels are counted up and not compiled."""
-
-    def __init__(self, plan):
-        self.plan = plan
-        self.found.update(plan.specs)
-
-    def run(self, tensors, addresses, only_first=False):
-        return tuple(torch.empty_like(tensors[0]) for _ in self.plan.results)
-
-
 def steps_of(config, layer, kind):
     """Run the steps of `STEPS`."""
     for queries, keys in STEPS:
@@ -252,16 +241,13 @@ def test_kernels_of_steps_are_known_before(config, monkeypatch, kind, scheduler)
     if scheduler is not None:
         monkeypatch.setenv("FA_CLC", scheduler)
     layer = layer_of_kind(config, kind, monkeypatch)
-    monkeypatch.setattr(Planned, "found", set(), raising=False)
-    monkeypatch.setattr(plans, "Execution", Planned)
-    plans.forget_plans()
-    steps_of(config, layer, kind)
-    plans.forget_plans()
+    with planned_kernels(monkeypatch) as found:
+        steps_of(config, layer, kind)
     device = place()
     spec = layer.get_kv_cache_spec(config)
     known = kernels.kernels_of_layers(spec, [NAME], config, device)
-    assert len(Planned.found) > 3
-    assert Planned.found <= set(known), Planned.found - set(known)
+    assert len(found) > 3
+    assert found <= set(known), found - set(known)
 
 
 def test_the_builder_compiles_them(config, monkeypatch):
