@@ -25,7 +25,6 @@ from bench.tables.results import add_output_options
 from bench.tables.shape_options import add_shape_options
 from lab.measure.target_names import TARGETS
 from lab.tables.documents import DOCUMENTS
-from lab.tables.documents import FOLDER as TABLES
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 #: Choices of `defaults`: what a call decides for itself.
@@ -294,9 +293,9 @@ def tables(parser: argparse.ArgumentParser) -> None:
         "--write",
         type=Path,
         nargs="?",
-        const=TABLES,
+        const=True,
         metavar="DIR",
-        help="run their commands and write the files, by default into docs/tables",
+        help="run their commands and write the files, by default where they lie",
     )
     parser.add_argument(
         "--results",

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import importlib
 import itertools
@@ -465,7 +466,8 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", help="folders or files of the sources")
     asked = parser.parse_args()
     for module in ("torch", "cutlass.cute", "hypothesis", "numba", "pytest"):
-        importlib.import_module(module)  # before the forks, which then start sooner
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)  # before the forks, which then start sooner
     with tempfile.TemporaryDirectory() as place:
         found = Sampler(asked, Path(place)).run()
     counts = Counter(one["verdict"] for one in found)

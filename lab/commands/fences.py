@@ -1,7 +1,7 @@
 """`python -m lab fences`: what fences of GPU and system scope cost our kernels, modelled.
 
-Arrivals that release at cluster scope hold such fences (docs/timing.md). Each kernel is replayed as
-it is compiled, and as if these fences took no longer than their issue.
+Arrivals that release at cluster scope hold such fences (lab/docs/timing.md). Each kernel is
+replayed as it is compiled, and as if these fences took no longer than their issue.
 """
 
 from __future__ import annotations

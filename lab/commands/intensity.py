@@ -38,7 +38,7 @@ def table(chosen: Iterable[Case], directions: Iterable[str], machine: Machine) -
     notes = (
         "Margin: intensity over the machine's balance; below 1 the level limits. Useful: FLOP by "
         "the field's convention (backward 2.5 times the forward, causal half) over FLOP executed. "
-        "HBM: every tensor once; L2: what TMA and the warps move. Formulas: docs/roofline.md.",
+        "HBM: every tensor once; L2: what TMA and the warps move. Formulas: lab/docs/roofline.md.",
     )
     plot = Plot(("case", "kernel"), "margin", series="level", panel="direction")
     title = "Arithmetic intensity, head_dim 256, bf16"

@@ -48,7 +48,7 @@ def table(
         "Bounds: " + "; ".join(bounds) + ".",
         "A step is 256 queries x 128 keys of a CTA pair, its figures are of one CTA; those of "
         "preprocess, which has no steps, are of 256 rows. The whole problem includes what tiles "
-        "need beside their steps. HBM: every tensor once. Formulas: docs/roofline.md.",
+        "need beside their steps. HBM: every tensor once. Formulas: lab/docs/roofline.md.",
     )
     title = f"Roofline, {case.shape}, heads {case.heads_text}, {case.mask}, head_dim 256, bf16"
     plot = Plot("resource", "microseconds", series="kernel", panel="direction")

@@ -20,7 +20,7 @@ from bench.tables.ready import ready
 from bench.tables.results import emit, read_json
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from lab.tables.age import changed_since, printed_at
-from lab.tables.documents import DOCUMENTS, FOLDER, Document
+from lab.tables.documents import DOCUMENTS, Document, path_of
 
 COLUMNS = (Column("name"), Column("command"), Column("page"), Column("state"))
 #: With --age.
@@ -62,11 +62,12 @@ def _joined(tables: Sequence[Table]) -> Table:
     return replace(tables[0], columns=tuple(columns.values()), rows=rows, notes=notes)
 
 
-def _row(name: str, write: Path | None, results: Sequence[Path]) -> dict[str, Any]:
+def _row(name: str, write: Path | bool | None, results: Sequence[Path]) -> dict[str, Any]:
     document, state = DOCUMENTS[name], "listed"
     if write is not None:
+        folder = document.folder if isinstance(write, bool) else write
         tables = merged(results) if results else made(document)
-        (write / f"{name}.md").write_text(document.text(name, tables), "utf-8")
+        (folder / f"{name}.md").write_text(document.text(name, tables), "utf-8")
         state = "written"
     return {
         "name": name, "command": f"python -m {document.program} {' '.join(document.command)}",
@@ -75,8 +76,8 @@ def _row(name: str, write: Path | None, results: Sequence[Path]) -> dict[str, An
 
 
 def _age(name: str) -> dict[str, str | None]:
-    """Return the age of a file of docs/tables."""
-    commit = printed_at((FOLDER / f"{name}.md").read_text("utf-8"))
+    """Return the age of a table's file."""
+    commit = printed_at(path_of(name).read_text("utf-8"))
     since = "unknown" if commit is None else changed_since(commit)
     return {"printed at": commit, "changed since": since}
 

@@ -2,7 +2,7 @@
 
 A kernel's work is tiles of a CTA pair, each of steps of 256 queries x 128 keys; a `Demand` is what
 one CTA of the pair uses in one step, or in the rest of a tile. `Machine` constants turn it into
-clocks; docs/roofline.md has the formulas. Only what a step must do is counted: no waiting, no
+clocks; lab/docs/roofline.md has the formulas. Only what a step must do is counted: no waiting, no
 rescaling of O, no second reading from HBM of what L2 has lost.
 """
 

@@ -11,8 +11,8 @@ from bench.suite import BACKWARD, Case
 
 UP_TO_2K, UP_TO_32K, LONGER, CHUNKS = "1k-2k", "4k-32k", "64k-128k", "chunks"
 
-#: Root mean square error of a class.  They are wider than those of docs/tables/validate_aims.md, so
-#: that each has 15 rows or more.
+#: Root mean square error of a class.  They are wider than those of
+#: lab/docs/tables/validate_aims.md, so that each has 15 rows or more.
 CLASSES = {
     "forward, up to 2k": 0.051,
     "forward, full, to 32k": 0.020,

@@ -32,13 +32,13 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "A modelled probability also counts what the model may be off under any set of "
         f"constants, by class ({stated_errors()}). TFLOPS and the first ratio: of a burst, a "
         "few launches on a GPU at rest; sustained: when the clock has given way to the power "
-        "that the products need (docs/timing.md).",
+        "that the products need (lab/docs/timing.md).",
     ]
     if published:
         notes.append(
             f"{AS_PUBLISHED}: its highest published rate of the same call on such a GPU at a "
             "clock of its own, which the model has not replayed; a peer like the others but "
-            "under lasting load. The rows behind it are in docs/tables/validate_published.md."
+            "under lasting load. The rows behind it are in lab/docs/tables/validate_published.md."
         )
     notes.append(path_note("the replays behind a row, ours / the best peer's"))
     return compared(rows, names, columns_of(names), tuple(notes))

@@ -1,4 +1,4 @@
-"""The tables of docs/tables: one file each, headed by the command that prints it.
+"""The tables of docs/tables and lab/docs/tables: one file each, headed by its command.
 
 `python -m lab tables NAME --write` runs the command and writes its file, but for those that are
 kept from before. A file says what it is
@@ -7,6 +7,7 @@ of (measured, modelled with the digest of the constants, or computed) and which 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,18 @@ from pathlib import Path
 from bench.__main__ import COMMANDS as BENCH
 from bench.tables.table import BASIS, MACHINE, Table
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "tables"
+_ROOT = Path(__file__).resolve().parents[2]
+#: The folder of tables that pages of the operator explain, and that of those which the lab's do.
+FOLDER, LAB_FOLDER = _ROOT / "docs" / "tables", _ROOT / "lab" / "docs" / "tables"
 
 
 @dataclass(frozen=True)
 class Document:
-    """A file of docs/tables.
+    """A file of docs/tables, or of lab/docs/tables.
 
-    command: after `python -m bench`, or `lab`, without output options. page: from docs, which
-    explains it. tables: which of the command's tables it has, by number; None for all. of_before:
-    it was printed by an earlier state of the model, to be compared with; the command prints others
-    today.
+    command: after `python -m bench`, or `lab`, without output options. page: which explains it.
+    tables: which of the command's tables it has, by number; None for all. of_before: it was
+    printed by an earlier state of the model, to be compared with; the command prints others today.
     """
 
     title: str
@@ -38,15 +40,21 @@ class Document:
         """Return the package whose command it is."""
         return "bench" if self.command[0] in BENCH else "lab"
 
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the file: the lab's own where a page of the lab explains it."""
+        return LAB_FOLDER if self.page.startswith("lab/") else FOLDER
+
     def header(self, name: str) -> str:
         """Return the start of every file."""
         origin = "Kept as an earlier state of the model printed it; nothing makes it again."
         if not self.of_before:
             command = f"python -m lab tables {name} --write"
             origin = f"Generated, not to be edited: `{command}` makes it again."
+        link = os.path.relpath(_ROOT / self.page, self.folder)
         return (
             f"# {self.title}\n\n    python -m {self.program} {' '.join(self.command)}\n\n"
-            f"Explained in [{Path(self.page).name}](../{self.page}). {origin}\n\n"
+            f"Explained in [{Path(self.page).name}]({link}). {origin}\n\n"
         )
 
     def text(self, name: str, tables: Sequence[Table]) -> str:
@@ -68,6 +76,11 @@ def origin(tables: Sequence[Table]) -> str:
     return f"{kinds[:1].upper()}{kinds[1:]}. {versions}."
 
 
+#: Pages that explain several tables.
+_TIMING = "lab/docs/timing.md"
+_THROUGHPUT = "lab/docs/throughput.md"
+_BENCHMARKS = "docs/benchmarks.md"
+_SERVING = "docs/serving.md"
 _VALIDATE = ("validate", "--no-hopper")
 _DENSE = ("throughput", "--modelled", "--group", "dense", "--heads", "8/8")
 
@@ -85,43 +98,43 @@ def _beside(*providers: str) -> tuple[str, ...]:
 
 DOCUMENTS = {
     "throughput": Document(
-        "Throughput by length, B200", _DENSE, "throughput.md", (0,)
+        "Throughput by length, B200", _DENSE, _THROUGHPUT, (0,)
     ),
     "throughput_one_sequence": Document(
         "Throughput of one causal sequence, B200",
-        ("throughput", "--modelled", "--group", "'few KV heads'"), "throughput.md", (0,),
+        ("throughput", "--modelled", "--group", "'few KV heads'"), _THROUGHPUT, (0,),
     ),
     **{
         f"throughput_prompts{suffix}": Document(
             f"Throughput of a prompt and of its chunks, {gpu}",
             ("throughput", "--modelled", *machine, "--direction", "forward", "--group", "prompts"),
-            "throughput.md", (0,),
+            _THROUGHPUT, (0,),
         )
         for gpu, suffix, machine in (
             ("B200", "", ()), ("GB200", "_gb200", ("--machine", "gb200")),
             ("GB300", "_gb300", ("--machine", "gb300")),
         )
     },
-    "throughput_summary": Document("Throughput, by group", _DENSE, "throughput.md", (1,)),
+    "throughput_summary": Document("Throughput, by group", _DENSE, _THROUGHPUT, (1,)),
     **{
         f"throughput_{machine}": Document(
             f"Throughput of one causal sequence, {machine.upper()}",
             ("throughput", "--modelled", "--machine", machine, "--group", "'few KV heads'"),
-            "throughput.md", (0,),
+            _THROUGHPUT, (0,),
         )
         for machine in ("gb200", "gb300")
     },
     **{
         f"throughput_{machine}_dense": Document(
             f"Throughput by length, {machine.upper()}",
-            ("throughput", "--modelled", "--machine", machine, *_DENSE[2:]), "throughput.md", (0,),
+            ("throughput", "--modelled", "--machine", machine, *_DENSE[2:]), _THROUGHPUT, (0,),
         )
         for machine in ("gb200", "gb300")
     },
     **{
         f"throughput_{name}": Document(
             f"Throughput of {title}, B200", ("throughput", "--modelled", "--group", group),
-            "throughput.md", (0,),
+            _THROUGHPUT, (0,),
         )
         for name, title, group in (
             ("windows", "windows", "window"), ("unequal", "unequal lengths", "unequal"),
@@ -132,7 +145,7 @@ DOCUMENTS = {
         f"throughput_h200{name}": Document(
             f"{title} on an H200 beside its peers",
             ("throughput", *options, *_beside("ours", "flash-attn-4", *more)),
-            "benchmarks.md", (0,),
+            _BENCHMARKS, (0,),
         )
         for name, title, options, *more in (
             ("", "The forward",
@@ -152,12 +165,12 @@ DOCUMENTS = {
             ("throughput", "--direction", "forward", "--group", "decode",
              *_beside("ours", "flash-attn-4", "cuDNN", "'flash-attn-4, num_splits=0'",
                       "FlashAttention-2")),
-            "benchmarks.md", (0,),
+            _BENCHMARKS, (0,),
         )
         for gpu in ("H200", "H100")
     },
     **{
-        f"{name}_{gpu.lower()}": Document(f"{title} on an {gpu}", ("decode", part), "serving.md")
+        f"{name}_{gpu.lower()}": Document(f"{title} on an {gpu}", ("decode", part), _SERVING)
         for gpu in ("H200", "H100")
         for name, title, part in (
             ("pages", "Keys and values in pages", "pages"),
@@ -165,99 +178,104 @@ DOCUMENTS = {
         )
     },
     "new_rows_h200": Document(
-        "New rows of a cache on an H200", ("decode", "new-rows"), "serving.md"
+        "New rows of a cache on an H200", ("decode", "new-rows"), _SERVING
     ),
-    "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
-    "masks": Document("Attention under masks on a B200", ("masks", "--modelled"), "masks.md"),
+    "masks_h200": Document("Attention under masks on an H200", ("masks",), "docs/masks.md"),
+    "masks": Document("Attention under masks on a B200", ("masks", "--modelled"), "docs/masks.md"),
     **{
         f"{name}_h100{suffix}": Document(
-            f"{title} over {gpus} H100s", (name,), "training.md"
+            f"{title} over {gpus} H100s", (name,), "docs/training.md"
         )
         for gpus, suffix in (("two", ""), ("four", "x4"))
         for name, title in (("ranks", "One sequence"), ("parallel", "Training steps of a block"))
     },
     "training": Document(
         "A training with each attention",
-        ("training", "--seed", "0", "--seed", "1"), "benchmarks.md",
+        ("training", "--seed", "0", "--seed", "1"), _BENCHMARKS,
     ),
     "training_rounding": Document(
         "What rounding does to a small training",
         ("training", "--layers", "3", "--hidden", "128", "--heads", "2", "--heads-kv", "1",
          "--vocabulary", "64", "--window", "31", "--full-every", "3", "--batch", "4",
          "--seqlen", "128", *(w for seed in "012" for w in ("--seed", seed))),
-        "benchmarks.md",
+        _BENCHMARKS,
     ),
     "schedulers": Document(
-        "Tile schedulers, forward", ("schedulers", "--modelled"), "benchmarks.md"
+        "Tile schedulers, forward", ("schedulers", "--modelled"), _BENCHMARKS
     ),
     "schedulers_backward": Document(
         "Tile schedulers, backward", ("schedulers", "--modelled", "--direction", "backward"),
-        "benchmarks.md",
+        _BENCHMARKS,
     ),
     "calibrate": Document(
-        "What published rates say of each constant", ("calibrate", "--show"), "timing.md"
+        "What published rates say of each constant", ("calibrate", "--show"), _TIMING
     ),
     "contention": Document(
-        "Tile schedulers while another kernel holds SMs", ("contention",), "benchmarks.md"
+        "Tile schedulers while another kernel holds SMs", ("contention",), _BENCHMARKS
     ),
     "pages": Document(
-        "Keys and values in pages", ("decode", "pages", "--modelled"), "serving.md"
+        "Keys and values in pages", ("decode", "pages", "--modelled"), _SERVING
     ),
     "kv_types": Document(
-        "Keys and values in e4m3 beside bf16", ("decode", "kv-types", "--modelled"), "serving.md"
+        "Keys and values in e4m3 beside bf16", ("decode", "kv-types", "--modelled"), _SERVING
     ),
     "pages_gb200": Document(
         "Keys and values in pages, on a GB200",
-        ("decode", "pages", "--modelled", "--machine", "gb200"), "serving.md",
+        ("decode", "pages", "--modelled", "--machine", "gb200"), _SERVING,
     ),
     "defaults": Document(
         "What calls decide for themselves",
-        ("defaults", *_DECIDED, "--draws", "32"), "benchmarks.md",
+        ("defaults", *_DECIDED, "--draws", "32"), _BENCHMARKS,
     ),
     "splits": Document(
-        "Keys divided among CTA pairs", ("splits", "--modelled", "--draws", "32"), "benchmarks.md"
+        "Keys divided among CTA pairs", ("splits", "--modelled", "--draws", "32"), _BENCHMARKS
     ),
     "splits_gb200": Document(
         "Keys divided among a GB200's CTA pairs",
-        ("splits", "--modelled", "--machine", "gb200", "--draws", "32"), "benchmarks.md",
+        ("splits", "--modelled", "--machine", "gb200", "--draws", "32"), _BENCHMARKS,
     ),
-    "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "benchmarks.md"),
-    "accuracy": Document("Error by degree and emulated share", ("accuracy",), "kernels.md"),
+    "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), _BENCHMARKS),
+    "accuracy": Document("Error by degree and emulated share", ("accuracy",), "docs/kernels.md"),
     "accuracy_gradients": Document(
         "Errors of gradients by kind of call", ("accuracy", "--direction", "backward"),
-        "kernels.md",
+        "docs/kernels.md",
     ),
-    "fp8": Document("Keys and values in e4m3, by method", ("fp8",), "serving.md"),
+    "fp8": Document("Keys and values in e4m3, by method", ("fp8",), _SERVING),
     "validate_aims": Document(
-        "Aims, fitted clocks and errors by class of row", _VALIDATE, "timing.md", (0, 4, 5)
+        "Aims, fitted clocks and errors by class of row", _VALIDATE, _TIMING, (0, 4, 5)
     ),
     "validate_ratios": Document(
-        "Ratios of kernels and of GPUs", _VALIDATE, "timing.md", (1, 2)
+        "Ratios of kernels and of GPUs", _VALIDATE, _TIMING, (1, 2)
     ),
-    "validate_steps": Document("A step by difference of two chunks", _VALIDATE, "timing.md", (3,)),
-    "validate_forward": Document("Forward, every row", _VALIDATE, "timing.md", (6,)),
-    "validate_backward": Document("Backward, every row", _VALIDATE, "timing.md", (7,)),
-    "validate_published": Document("Rates as published", _VALIDATE, "timing.md", (8,)),
-    "validate_windows": Document("Windowed kernels outside the fit", _VALIDATE, "timing.md", (10,)),
-    "steps": Document("Clocks of steps, units and tiles, B200", ("steps",), "benchmarks.md"),
+    "validate_steps": Document("A step by difference of two chunks", _VALIDATE, _TIMING, (3,)),
+    "validate_forward": Document("Forward, every row", _VALIDATE, _TIMING, (6,)),
+    "validate_backward": Document("Backward, every row", _VALIDATE, _TIMING, (7,)),
+    "validate_published": Document("Rates as published", _VALIDATE, _TIMING, (8,)),
+    "validate_windows": Document("Windowed kernels outside the fit", _VALIDATE, _TIMING, (10,)),
+    "steps": Document("Clocks of steps, units and tiles, B200", ("steps",), _BENCHMARKS),
     "steps_gb300": Document(
-        "Clocks of steps, units and tiles, GB300", ("steps", "--machine", "gb300"), "benchmarks.md"
+        "Clocks of steps, units and tiles, GB300", ("steps", "--machine", "gb300"), _BENCHMARKS
     ),
-    "hopper": Document("The model against an H200", ("hopper",), "timing.md"),
+    "hopper": Document("The model against an H200", ("hopper",), _TIMING),
     "hopper_fences": Document(
         "Fences and arrivals, the model against an H200", ("hopper", "--kernel", "'; '"),
-        "timing.md",
+        _TIMING,
     ),
-    "whole_gpu": Document("A whole H200, measured and modelled", ("whole-gpu",), "timing.md", (0,)),
+    "whole_gpu": Document("A whole H200, measured and modelled", ("whole-gpu",), _TIMING, (0,)),
     "whole_gpu_loads": Document(
-        "Clock and power of an H200 under load", ("whole-gpu",), "timing.md", (1,)
+        "Clock and power of an H200 under load", ("whole-gpu",), _TIMING, (1,)
     ),
     "predict_h200_first": Document(
-        "Attention on an H200, as first predicted", ("predict",), "timing.md", of_before=True
+        "Attention on an H200, as first predicted", ("predict",), _TIMING, of_before=True
     ),
-    "predict_hopper": Document("Attention on Hopper GPUs, predicted", ("predict",), "timing.md"),
-    "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), "timing.md"),
+    "predict_hopper": Document("Attention on Hopper GPUs, predicted", ("predict",), _TIMING),
+    "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), _TIMING),
     "mutation": Document(
-        "Mutation score of the kernels", ("mutation",), "../lab/mutation.md"
+        "Mutation score of the kernels", ("mutation",), "lab/mutation.md"
     ),
 }  # fmt: skip
+
+
+def path_of(name: str) -> Path:
+    """Return the file of a table."""
+    return DOCUMENTS[name].folder / f"{name}.md"

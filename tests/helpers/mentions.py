@@ -78,7 +78,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """Yield (file, prose): pages but for printed tables, and docstrings and comments of the
     code."""
     for name in sorted(_files()):
-        if name.endswith(".md") and not name.startswith("docs/tables/"):
+        if name.endswith(".md") and "docs/tables/" not in name:
             yield name, (ROOT / name).read_text("utf-8")
         elif name.endswith(".py"):
             found = _PROSE.findall((ROOT / name).read_text("utf-8"))
@@ -96,7 +96,7 @@ def offences(place: str, text: str) -> list[str]:
     place: the text's file below ROOT, whose folder relative paths begin at.
     """
     text = named_at_the_top(text)
-    project = "sm100_sim/" if place.startswith("sm100_sim/") else ""
+    project = next((top for top in ("sm100_sim/", "lab/") if place.startswith(top)), "")
     found = [
         f"path {path}"
         for path in _PATH.findall(text)

@@ -1,4 +1,4 @@
-"""The constants that docs/timing.md calls frozen are those that predictions use."""
+"""The constants that lab/docs/timing.md calls frozen are those that predictions use."""
 
 import pytest
 from checkout import ROOT
@@ -6,7 +6,7 @@ from checkout import ROOT
 from lab.model.origin import modelled_machine
 from sm100_sim.timing import load, machines
 
-PAGE = ROOT / "docs" / "timing.md"
+PAGE = ROOT / "lab" / "docs" / "timing.md"
 
 
 @pytest.mark.parametrize("name", machines())

@@ -9,7 +9,7 @@ import pytest
 from bench.suite import BACKWARD, FORWARD, Case
 from lab.model.predictor import predictor_of
 from lab.model.stated_errors import CLASSES, LONGER, class_of, ratio_error
-from lab.tables.documents import FOLDER
+from lab.tables.documents import path_of
 
 #: (queries, keys) of a call in each class of lengths.
 LENGTHS = {
@@ -49,11 +49,11 @@ def check(text):
 
 
 def test_classes_are_those_of_the_table():
-    check((FOLDER / "validate_aims.md").read_text("utf-8"))
+    check(path_of("validate_aims").read_text("utf-8"))
 
 
 def test_other_errors_are_seen():
-    text = (FOLDER / "validate_aims.md").read_text("utf-8")
+    text = path_of("validate_aims").read_text("utf-8")
     row = re.search(r".*\| B200 +\| forward +\| full +\| 4k-32k +\| burst.*", text)[0]
     cells = row.split("|")
     cells[10] = "4.0%"

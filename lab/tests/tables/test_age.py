@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from lab.tables.age import changed_since, printed_at
-from lab.tables.documents import FOLDER
+from lab.tables.documents import FOLDER, LAB_FOLDER
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -77,5 +77,5 @@ def test_the_commit_of_a_text(text, commit):
 
 
 def test_files_of_rates_name_their_commit():
-    files = list(FOLDER.glob("throughput*.md"))
+    files = [*FOLDER.glob("throughput*.md"), *LAB_FOLDER.glob("throughput*.md")]
     assert files and all(printed_at(file.read_text("utf-8")) for file in files)

@@ -1,4 +1,5 @@
-"""The files of docs/tables: in the catalogue, headed by their command, linked from their page."""
+"""The files of docs/tables and lab/docs/tables: in the catalogue, headed by their command, linked
+from their page."""
 
 import functools
 import importlib
@@ -15,17 +16,18 @@ from lab.__main__ import main
 from lab.commands import tables as command
 from lab.model.hopper import rows as hopper_rows
 from lab.model.origin import modelled_machine
-from lab.tables.documents import DOCUMENTS, FOLDER, Document
+from lab.tables.documents import DOCUMENTS, FOLDER, LAB_FOLDER, Document, path_of
 from sm100_sim.timing import load
 
 
 def test_every_file_is_in_the_catalogue_and_the_other_way_round():
-    assert {path.stem for path in FOLDER.glob("*")} == set(DOCUMENTS)
+    found = [path for folder in (FOLDER, LAB_FOLDER) for path in folder.glob("*")]
+    assert sorted(found) == sorted(map(path_of, DOCUMENTS))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_file_says_what_it_is(name):
-    document, text = DOCUMENTS[name], (FOLDER / f"{name}.md").read_text("utf-8")
+    document, text = DOCUMENTS[name], path_of(name).read_text("utf-8")
     assert text.startswith(document.header(name))
     program = importlib.import_module(f"{document.program}.__main__")
     assert document.command[0] in program.COMMANDS
@@ -34,8 +36,8 @@ def test_a_file_says_what_it_is(name):
     assert bases, origin
     # Whoever reads a modelled figure is told by which constants.
     assert "modelled" not in bases or re.search(r"constants [0-9a-z]{5,}", origin), origin
-    page = ROOT / "docs" / document.page
-    link = os.path.relpath(ROOT / "docs/tables" / f"{name}.md", page.parent)
+    page = ROOT / document.page
+    link = os.path.relpath(document.folder / f"{name}.md", page.parent)
     assert f"({link})" in page.read_text("utf-8")
 
 
@@ -50,17 +52,17 @@ def todays_constants() -> frozenset[str]:
 
 @pytest.mark.parametrize("name", [n for n, one in DOCUMENTS.items() if not one.of_before])
 def test_a_modelled_file_is_of_todays_constants(name):
-    text = (FOLDER / f"{name}.md").read_text("utf-8")
+    text = path_of(name).read_text("utf-8")
     found = set(re.findall(r"(?i)modelled[^.|]*?constants[^.|]*?([0-9a-f]{8})", text))
     assert found <= todays_constants(), f"python -m lab tables {name} --write"
     assert found or "odelled:" not in text
 
 
 def test_a_file_of_other_constants_is_seen(tmp_path, monkeypatch):
-    text = (FOLDER / "contention.md").read_text("utf-8")
+    text = path_of("contention").read_text("utf-8")
     digests = re.findall(r"constants ([0-9a-f]{8})", text)
     (tmp_path / "contention.md").write_text(text.replace(digests[-1], "4098d5b3"))
-    monkeypatch.setattr(f"{__name__}.FOLDER", tmp_path)
+    monkeypatch.setattr(f"{__name__}.path_of", lambda name: tmp_path / f"{name}.md")
     with pytest.raises(AssertionError, match="lab tables contention --write"):
         test_a_modelled_file_is_of_todays_constants("contention")
 
@@ -68,12 +70,12 @@ def test_a_file_of_other_constants_is_seen(tmp_path, monkeypatch):
 @pytest.mark.parametrize("planted", ["no command", "no constants"])
 def test_a_file_that_does_not_say_it_is_seen(planted, tmp_path, monkeypatch):
     name = "contention"
-    text = (FOLDER / f"{name}.md").read_text("utf-8")
+    text = path_of(name).read_text("utf-8")
     line = {"no command": r"    python -m lab contention\n", "no constants": r"constants \w+"}
     changed = re.sub(line[planted], "", text)
     assert changed != text
     (tmp_path / f"{name}.md").write_text(changed)
-    monkeypatch.setattr(f"{__name__}.FOLDER", tmp_path)
+    monkeypatch.setattr(f"{__name__}.path_of", lambda name: tmp_path / f"{name}.md")
     with pytest.raises(AssertionError):
         test_a_file_says_what_it_is(name)
 
@@ -85,7 +87,7 @@ def test_a_file_is_made_by_its_command(tmp_path, monkeypatch, capsys):
     assert main(["tables", "contention", "--write", str(tmp_path), "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)["tables"]
     assert listed["rows"][0]["state"] == "written"
-    monkeypatch.setattr(f"{__name__}.FOLDER", tmp_path)
+    monkeypatch.setattr(f"{__name__}.path_of", lambda name: tmp_path / f"{name}.md")
     test_a_file_says_what_it_is("contention")
     text = (tmp_path / "contention.md").read_text()
     assert "constants 01234567. commit abc." in text and "|   3 |" in text

@@ -1,14 +1,14 @@
-"""Figures that docs/throughput.md and docs/timing.md repeat are those of the tables beside them."""
+"""Figures that lab/docs/throughput.md and timing.md repeat are those of the tables beside them."""
 
 import re
 
 import pytest
 from checkout import ROOT
 
-from lab.tables.documents import FOLDER
+from lab.tables.documents import path_of
 
-PAGE = ROOT / "docs" / "throughput.md"
-TIMING = ROOT / "docs" / "timing.md"
+PAGE = ROOT / "lab" / "docs" / "throughput.md"
+TIMING = ROOT / "lab" / "docs" / "timing.md"
 
 
 def rows_of(text):
@@ -23,7 +23,7 @@ def rows_of(text):
 
 
 def table(name):
-    return rows_of((FOLDER / f"{name}.md").read_text("utf-8"))[0]
+    return rows_of(path_of(name).read_text("utf-8"))[0]
 
 
 def length_of(shape):
@@ -128,7 +128,7 @@ def test_another_figure_is_seen(check, planted):
         check(text.replace(old, new))
 
 
-#: Aims as the table of docs/timing.md names them -> as docs/tables/validate_aims.md does.
+#: Aims as the table of lab/docs/timing.md names them -> as lab/docs/tables/validate_aims.md does.
 AIMS = {
     "rows that count within 10 %": "rows at 1k to 32k within 10 %, rms 5 %, at the machine's clock",
     "the same at clocks fitted": "the same at fitted clocks",
