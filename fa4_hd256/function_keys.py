@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 from .call.checks import are_differentiated
-from .call.function_meaning import digest_of, is_derived_of, note_meaning
+from .call.function_meaning import digest_of, mean_the_same, note_meaning
 from .call.function_tensors import check_tensors
 from .kernels.functions.user_functions import FunctionKind, Functions
 from .words import shown
@@ -38,13 +38,13 @@ def register(kind: FunctionKind, key: str, functions: Functions) -> None:
     Raises ValueError for a key that names other functions already, or the same ones when they meant
     something else.
     """
-    try:
-        kind.register(key, functions)
-    except ValueError:
-        # A traced function differs from a new one of the same meaning and key.
-        if not is_derived_of(functions, key):
-            raise
-        return
+    known = kind.known(key)
+    if known is not None and not mean_the_same(known, functions):
+        raise ValueError(
+            f"the key {key!r} of a {kind.argument} names other functions already; accepted: a key "
+            f"for each, as {kind.title}.of derives it"
+        )
+    kind.register(key, functions)
     if kind.users_key(key) == key:
         note_meaning(kind, key, functions)
 

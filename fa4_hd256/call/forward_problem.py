@@ -200,21 +200,22 @@ class Problem:
         architecture = architecture_of(q.device)
         kv_dtype, paged = k.dtype if k.dtype in KV_DTYPES else None, PAGE_TABLE in ragged
         known = _usable_tiles(architecture, config, kv_dtype, ragged, options)
-        if is_masked(ragged):
-            checks.check_mask(q, k, ragged, known[0])
-        if paged:
-            checks.check_page_size(k.shape[1], kernels_of(architecture), known)
+        _check_for_kernels(q, k, ragged, architecture, known)
         descale = descales.descale_of(ragged, k, sequences, paged)
         _check_contents(tensors, ragged, options, descale)
         longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
         if max_seqlen_k is None and not paged:
             max_seqlen_k = max(1, k.shape[1])
         check_words(ragged.get(TREE_WORDS), sequences, longest, options.window)
+        max_seqlen_k = checks.check_max_seqlen("k", k, ragged, max_seqlen_k)
         tiles, packed = choose_tiles(known, q.shape[2] // k.shape[2], longest, ragged)
+        if config is None:
+            bounds = options.window[1] is not None, max_seqlen_k, paged
+            tiles = tuned_tiles(architecture, tiles, *bounds)
         return cls(
             q_shape=tuple(q.shape),
             max_seqlen_q=longest,
-            max_seqlen_k=checks.check_max_seqlen("k", k, ragged, max_seqlen_k),
+            max_seqlen_k=max_seqlen_k,
             sequences=sequences,
             dtype=q.dtype,
             device=q.device,
@@ -371,6 +372,20 @@ def _usable_tiles(
     return tiles_for_max_logits(known, architecture) if options.max_logits else known
 
 
+def _check_for_kernels(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    ragged: dict[str, torch.Tensor],
+    architecture: Architecture,
+    known: tuple[ForwardTiles, ...],
+) -> None:
+    """Check a block mask and the size of pages, by the tiles of kernels that the call may take."""
+    if is_masked(ragged):
+        checks.check_mask(q, k, ragged, known[0])
+    if PAGE_TABLE in ragged:
+        checks.check_page_size(k.shape[1], kernels_of(architecture), known)
+
+
 def tiles_for_masks(
     known: tuple[ForwardTiles, ...], architecture: Architecture
 ) -> tuple[ForwardTiles, ...]:
@@ -427,6 +442,16 @@ def choose_tiles(
         return tiles, packed
     shared = (one for one in fitting if one[1] == group)
     return next(shared, fitting[0])
+
+
+def tuned_tiles(
+    architecture: Architecture, tiles: ForwardTiles, causal: bool, seqlen_k: int, paged: bool
+) -> ForwardTiles:
+    """Return the tiles of the default configuration of a call (`KernelSet.tuned`), which the GPU
+    does not decide: of other keys a step, perhaps, than those by which its kernel was chosen."""
+    configured: ForwardTiles
+    configured = kernels_of(architecture).tuned(tiles, causal, seqlen_k, "", paged).tiles
+    return configured
 
 
 def operands_of(

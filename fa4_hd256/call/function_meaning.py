@@ -24,7 +24,7 @@ import torch
 from ..kernels.functions.user_functions import FunctionKind, SelfDescribed
 from ..package_name import canonical, loaded
 
-__all__ = ["UnnamedError", "described_meaning", "digest_of", "is_derived_of", "note_meaning"]
+__all__ = ["UnnamedError", "described_meaning", "digest_of", "mean_the_same", "note_meaning"]
 
 
 class UnnamedError(ValueError):
@@ -69,6 +69,15 @@ def is_derived_of(functions: Sequence[Any], key: str) -> bool:
     return False
 
 
+def mean_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return True for the same functions, and for functions of which all says that they mean the
+    same."""
+    if all(one is other for one, other in zip(some, others, strict=True)):
+        return True
+    meaning = _meaning(some)
+    return meaning is not None and meaning == _meaning(others)
+
+
 def described_meaning(kind: FunctionKind, key: str) -> tuple[str | None, bool]:
     """Return (what caches add to a key of functions, whether another process may know them by it);
     (None, True) where the key says all.
@@ -109,7 +118,7 @@ _FIXED = (
     loaded("fa4_hd256.kernels"),
     loaded("fa4_hd256.softmax_emu"),
 )
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+_PLAIN = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis))
 #: Attributes that CuTe DSL gives to a function that it wraps.
 _OF_WRAPPERS = (
     "__pyir_",

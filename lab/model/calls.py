@@ -17,7 +17,7 @@ from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.call import chunks
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.division import splits_for
-from fa4_hd256.call.forward_problem import Problem, choose_tiles
+from fa4_hd256.call.forward_problem import Problem, choose_tiles, tuned_tiles
 from fa4_hd256.call.options import Options
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import of_capability
@@ -63,6 +63,9 @@ def forward_problem(
         ragged = ("seqused_k", "page_table")
     queries, _ = _rows(case)
     tiles, packed = choose_tiles(known, case.heads // case.heads_kv, case.seqlen_q, ragged)
+    if config is None:
+        causal, paged = case.bounds[1] is not None, case.page_size is not None
+        tiles = tuned_tiles(architecture, tiles, causal, case.seqlen_k, paged)
     return Problem(
         (*queries, case.heads, HEAD_DIM), case.seqlen_q, case.seqlen_k, case.batch,
         torch.bfloat16, torch.device("cpu"), Options(HEAD_DIM**-0.5, case.bounds), False, ragged,

@@ -134,7 +134,7 @@ def _softmax(events: list[_Event], steps: int) -> Iterator[Span]:
             given, count = -1, count + 1
         if event.action == Action.WAIT and event.barrier == "s_done":
             begin = event.done
-        elif event.action == Action.ARRIVE and event.barrier == "p1_done":
+        elif event.action == Action.ARRIVE and event.barrier == "p_last_done":
             given = event.issued
             yield Span("softmax", "P", *divmod(count, steps), begin, given)
 

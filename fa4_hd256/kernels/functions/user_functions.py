@@ -10,7 +10,6 @@ last, and are not kept.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,20 +76,15 @@ class FunctionKind:
         """Return the most tensors that functions of a key may read: derived ones one more."""
         return MOST_TENSORS + (self._prefix_of(key) is not None)
 
-    def register(self, key: str, functions: Functions) -> None:
-        """Let kernels find functions by a key, which names them.
-
-        Raises ValueError for a key that has other functions already, or that would be of functions
-        made of some that this process does not know.
-        """
+    def known(self, key: str) -> Functions | None:
+        """Return the functions that a key names so far, None where it names none. Raises ValueError
+        for a key that would be of functions made of some that this process does not know."""
         is_made = self._prefix_of(key) is not None
-        known = self.functions_of(key) if is_made else self._known.get(key)
-        if known is not None and [_told(f) for f in known] != [_told(f) for f in functions]:
-            raise ValueError(
-                f"the key {key!r} of a {self.argument} names other functions already; accepted: a "
-                f"key for each, as {self.title}.of derives it"
-            )
-        if not is_made:
+        return self.functions_of(key) if is_made else self._known.get(key)
+
+    def register(self, key: str, functions: Functions) -> None:
+        """Let kernels find functions by a key (`function_keys.register` checks it)."""
+        if self._prefix_of(key) is None:
             self._known[key] = functions
 
     def note_derived(self, key: str, key_of: Callable[[Functions], str]) -> None:
@@ -127,40 +121,3 @@ class FunctionKind:
                 "first, as the process did whose call this was"
             )
         return self._known[key]
-
-
-def _told(value: Any, inside: tuple[Any, ...] = ()) -> Any:
-    """Return what distinguishes values that a user's function is, or holds: plain values by value,
-    functions by their code and what they hold, others by identity.  inside: the functions that hold
-    it."""
-    if isinstance(value, (bool, int, float, str, bytes, type(None), type(Ellipsis))):
-        return type(value), repr(value)  # 0.0 is not -0.0
-    if isinstance(value, (tuple, frozenset)):
-        parts = value if isinstance(value, tuple) else sorted(value, key=repr)
-        return type(value), tuple(_told(part, inside) for part in parts)
-    if isinstance(value, SelfDescribed):
-        return type(value), value.text
-    if isinstance(value, types.CodeType):
-        return value.co_code, value.co_names, _told(value.co_consts)
-    if isinstance(value, types.MethodType):
-        return types.MethodType, _told(value.__func__, inside), _told(value.__self__, inside)
-    if not isinstance(value, types.FunctionType):
-        return id(value)
-    for place, outer in enumerate(inside):
-        if outer is value:
-            return "itself", place
-    held = map(_held, value.__closure__ or ())
-    named = value.__kwdefaults__ or {}
-    values = value.__defaults__, *held, *sorted(named), *(named[name] for name in sorted(named))
-    return _told(value.__code__), tuple(_told(one, (*inside, value)) for one in values)
-
-
-#: In the place of what a function holds before it is assigned.
-_NOTHING = object()
-
-
-def _held(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _NOTHING

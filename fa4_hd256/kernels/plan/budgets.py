@@ -83,14 +83,6 @@ class RegisterPlan:
         """Registers of the CTA when every warpgroup has its budget."""
         return sum(budget for _, budget in self.budgets) * WARPS_PER_WARPGROUP * WARP_SIZE
 
-    @property
-    def total_row(self) -> str:
-        """The last row of a table of (role, warps, registers per thread)."""
-        return (
-            f"| total | {self.num_threads} threads | {self.needed} of {self.launched}, "
-            f"{self.at_launch} a thread at launch |"
-        )
-
 
 class WarpPlan:
     """Base of the plans of a kernel's warps: frozen dataclasses with a field for each role, its
@@ -125,15 +117,6 @@ class WarpPlan:
     @property
     def num_threads(self) -> int:
         return self.num_warps * WARP_SIZE
-
-    def describe(self) -> str:
-        """The roles as a Markdown table."""
-        rows = ["| role | warps | registers a thread |", "|---|---|---|"]
-        for role, budget in self.ROLES:
-            if getattr(self, role) is not None:
-                rows.append(f"| {role} | {getattr(self, role)} | {getattr(self, budget)} |")
-        rows.append(self.registers.total_row)
-        return "\n".join(rows)
 
 
 @dataclass(frozen=True)
@@ -176,9 +159,8 @@ class SmemPlan:
 
     def __post_init__(self) -> None:
         if self.num_bytes > SMEM_CAPACITY:
-            raise ValueError(
-                f"shared memory: {self.num_bytes} bytes of {SMEM_CAPACITY}\n{self.describe()}"
-            )
+            each = ", ".join(f"{region.name} {region.num_bytes}" for region in self.regions)
+            raise ValueError(f"shared memory: {self.num_bytes} bytes of {SMEM_CAPACITY}: {each}")
 
     def offsets(self) -> dict[str, int]:
         """Byte offset of each region."""
@@ -193,19 +175,6 @@ class SmemPlan:
     def num_bytes(self) -> int:
         last = self.regions[-1]
         return self.offsets()[last.name] + last.num_bytes
-
-    def describe(self) -> str:
-        """The map as a Markdown table."""
-        head = "| SMEM region | offset | stages | bytes a stage | bytes | note |"
-        rows = [head, "|" + "---|" * 6]
-        offsets = self.offsets()
-        for region in self.regions:
-            rows.append(
-                f"| {region.name} | {offsets[region.name]} | {region.stages} "
-                f"| {region.stage_bytes} | {region.num_bytes} | {region.note} |"
-            )
-        rows.append(f"| total | | | | {self.num_bytes} of {SMEM_CAPACITY} | |")
-        return "\n".join(rows)
 
 
 @dataclass(frozen=True)
@@ -270,17 +239,6 @@ class TmemPlan:
         9.7.16.7.1)."""
         end = max(region.start + region.columns for region in self.regions)
         return max(32, 1 << (end - 1).bit_length())
-
-    def describe(self) -> str:
-        """The map as a Markdown table."""
-        rows = ["| TMEM region | columns | lies over | note |", "|" + "---|" * 4]
-        for region in self.regions:
-            rows.append(
-                f"| {region.name} | {region.start}..{region.start + region.columns - 1} "
-                f"| {region.alias_of or ''} | {region.note} |"
-            )
-        rows.append(f"| total | {self.allocated_columns} of {TMEM_COLUMNS} | | |")
-        return "\n".join(rows)
 
 
 def check_budgets(plan: Any) -> None:

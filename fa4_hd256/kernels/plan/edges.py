@@ -254,20 +254,6 @@ class EdgeTable(SharedByReference):
             offset += edge.stages
         return barriers
 
-    def describe(self) -> str:
-        """The table as Markdown."""
-        rows = [
-            "| edge | stages | arrives | count | waits | starts | guards |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for edge in self.edges:
-            starts = "complete" if edge.initially_complete else "pending"
-            rows.append(
-                f"| {edge.name} | {edge.stages} | {edge.producer}: {edge.signal.value} "
-                f"| {edge.arrive_count} | {edge.consumer} | {starts} | {edge.guards} |"
-            )
-        return "\n".join(rows)
-
 
 class Barrier(SharedByReference):
     """An edge bound to its barriers in shared memory."""

@@ -13,6 +13,7 @@ from ..kernel_set import KernelSet
 from ..plan.edges import COMMIT_SIGNALS, TMA_SIGNALS, Edge
 from .drain import check_drains
 from .steps import Ring, StepTable
+from .tables import edges_table, smem_table, tmem_table, warps_table
 from .timeline import describe_roles, describe_steps
 
 __all__ = ["PlanSteps", "describe", "prove"]
@@ -89,10 +90,11 @@ class PlanSteps:
     def describe(self) -> str:
         """The plan and its steps as Markdown."""
         plan, steps = self.plan, self.steps
-        budgets = (plan.warps, plan.smem, getattr(plan, "tmem", None), plan.edges)
+        budgets = [warps_table(plan.warps), smem_table(plan.smem)]
+        if hasattr(plan, "tmem"):
+            budgets.append(tmem_table(plan.tmem))
         timeline = describe_steps(steps, plan.edges) if steps.products else describe_roles(steps)
-        tables = (part.describe() for part in budgets if part is not None)
-        return "\n\n".join([plan.title, *tables, timeline])
+        return "\n\n".join([plan.title, *budgets, edges_table(plan.edges), timeline])
 
 
 def prove(kernels: KernelSet, config: Any) -> None:

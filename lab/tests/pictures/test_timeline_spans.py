@@ -53,9 +53,9 @@ def test_softmax_ends_with_p_and_goes_on_with_the_sum():
     events = [
         event(Action.WAIT, 0, barrier="s_done", done=10),
         event(Action.WAIT, 20, barrier="scale_free", done=25),
-        event(Action.ARRIVE, 60, barrier="p1_done"),
+        event(Action.ARRIVE, 60, barrier="p_last_done"),
         event(Action.WAIT, 70, barrier="s_done", done=90),
-        event(Action.ARRIVE, 130, barrier="p1_done"),
+        event(Action.ARRIVE, 130, barrier="p_last_done"),
     ]
     assert list(spans._softmax(events, STEPS)) == [
         Span("softmax", "P", 0, 0, 10, 60),

@@ -465,7 +465,7 @@ def that_calls(name):
     [
         (Times(2.0), Times(3.0)),
         (Times(2.0).method, Times(3.0).method),
-        (functools.partial(capped), functools.partial(capped)),
+        (functools.partial(capped), functools.partial(plus(1.0))),
         (by_keyword(2.0), by_keyword(3.0)),
         (plus(0.0), plus(-0.0)),
         (that_calls("first"), that_calls("middle")),

@@ -28,9 +28,12 @@ from fa4_hd256.kernels.kernel_set import KernelSet
 folder, module, config = (types.ModuleType(f"{kernels.__name__}.{row.folder}{name}")
                           for name in ("", ".architecture", ".config"))
 class Config:
-    pass
+    def __init__(self, tiles, gpu):
+        self.tiles, self.gpu = tiles, gpu
+    def __str__(self):
+        return f"tuned for {self.gpu}"
 def tuned(tiles, causal, seqlen_k, gpu, paged):
-    return f"tuned for {gpu}"
+    return Config(tiles, gpu)
 config.Config = Config
 module.KERNELS = KernelSet(row, {"forward_third": "kernel:Kernel", "forward": "kernel:Kernel"},
                            "config:Config", tuned=tuned,

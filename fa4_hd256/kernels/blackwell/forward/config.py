@@ -27,13 +27,14 @@ from ..pair_plan import (
     common_regions,
 )
 
-__all__ = ["P_PARTS", "TILES", "ForwardConfig", "ForwardWarpPlan"]
+__all__ = ["P_HALVES", "TILES", "ForwardConfig", "ForwardWarpPlan"]
 
 # Columns of P, and rows of V, that one slice of an MMA multiplies (`instructions.mma_chain`).
 MMA_K = 16
 
-#: (first, end) of the slices of each part of P: keys 0 to 63, and 64 to 127.
-P_PARTS = ((0, 4), (4, 8))
+#: The halves of P, each handed over by itself -> (first, end) of their slices: keys 0 to 63, and 64
+#: to 127 of a step.
+P_HALVES = {"p_first": (0, 4), "p_last": (4, 8)}
 
 #: Costs by the timing model (lab/notes.md): a step, and what the combining kernel costs, two or
 #: three steps, four where a launch takes as long as it may.
@@ -195,11 +196,8 @@ class ForwardConfig:
 
     @property
     def tmem(self) -> TmemPlan:
-        """Return the map of tensor memory.
-
-        The regions p0 and p1 are P of the first and the second S buffer; the edges p0_done and
-        p1_done are halves of the keys, in either buffer.
-        """
+        """Return the map of tensor memory. The regions p0 and p1 are P of the first and the second
+        S buffer."""
         columns = self.block_kv
         regions = [TmemRegion("o", 0, HEAD_DIM, None, "O accumulator, 128 x 256 float32")]
         for stage in range(self.s_stages):
@@ -233,9 +231,9 @@ class ForwardConfig:
                      "K or V buffer: its MMAs are done", True),
                 Edge("s_done", self.s_stages, commit, "mma", 1, "softmax", "S in TMEM"),
                 *(
-                    Edge(f"p{part}_done", self.s_stages, pair, "softmax", softmax, "mma",
+                    Edge(f"{half}_done", self.s_stages, pair, "softmax", softmax, "mma",
                          f"P of keys {first * MMA_K} to {end * MMA_K - 1} in TMEM, over its S")
-                    for part, (first, end) in enumerate(P_PARTS)
+                    for half, (first, end) in P_HALVES.items()
                 ),
                 Edge("o_done", 1, commit, "mma", 1, "correction", "O += P V done"),
                 Edge("o_free", 1, pair, "correction", correction, "mma",

@@ -50,15 +50,15 @@ class MmaRings(RingRecord):
 
     A state serves both edges of its ring: kv waits for kv_loaded and commits kv_free, o waits for
     o_free and commits o_done.  q only waits: the epilogue signals q_free.  s only commits s_done:
-    the order of the MMAs frees S.  p0 and p1 are the first and the second half of the keys, each
-    with a stage for each S buffer; the regions p0 and p1 of `TmemPlan` are those stages.
+    the order of the MMAs frees S.  p_first and p_last are the halves of a step's keys, each with a
+    stage for each S buffer.
     """
 
     kv: RingState
     q: RingState
     s: RingState
-    p0: RingState
-    p1: RingState
+    p_first: RingState
+    p_last: RingState
     o: RingState
 
 
@@ -66,8 +66,8 @@ class MmaRings(RingRecord):
 class SoftmaxRings(RingRecord):
     """Buffers that a softmax warp uses next: of S, whose P lies over it, and of the factors.
 
-    s waits for s_done and arrives on p0_done and p1_done; scale waits for scale_free and arrives on
-    scale_done.
+    s waits for s_done and arrives on p_first_done and p_last_done; scale waits for scale_free and
+    arrives on scale_done.
     """
 
     s: RingState

@@ -61,7 +61,7 @@ from ..instructions import (
 )
 from ..pair_kernel import PairKernel, claim_buffer
 from ..tmem import multiply, tmem_buffer, tmem_store
-from .config import P_PARTS, ForwardConfig
+from .config import P_HALVES, ForwardConfig
 from .context import (
     BlackwellForwardContext,
     CorrectionRings,
@@ -107,7 +107,9 @@ class ForwardKernel(ForwardCommon, PairKernel):
         )
         pv = MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True)
         p, v = TmemOperand.contiguous(config.block_kv), mn_major_operand(config.block_kv)
-        self.pv0, self.pv1 = (Mma(pv, p.slices(*part), v.slices(*part)) for part in P_PARTS)
+        self.pv0, self.pv1 = (
+            Mma(pv, p.slices(*part), v.slices(*part)) for part in P_HALVES.values()
+        )
         self.scores = StepScores(self.functions, config.block_kv, self.lists_steps)
 
     def kernel_tensors(
@@ -292,7 +294,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     def mma(self, context: BlackwellForwardContext):
         """Issue every MMA of the pair; one warp of the leader CTA."""
         # s_done is no wait of this role: its state counts the S buffers.
-        waited = "kv_loaded", "q_loaded", "s_done", "p0_done", "p1_done", "o_free"
+        waited = "kv_loaded", "q_loaded", "s_done", "p_first_done", "p_last_done", "o_free"
         rings = MmaRings.waiting(self.edges, *waited)
         if cutlass.const_expr(self.qk_ahead):
             rings = self._mma_ahead(context, rings)
@@ -376,28 +378,28 @@ class ForwardKernel(ForwardCommon, PairKernel):
         barriers = context.barriers
         barriers["kv_loaded"].wait(rings.kv)
         barriers["o_free"].wait(rings.o)
-        barriers["p0_done"].wait(rings.p0)
+        barriers["p_first_done"].wait(rings.p_first)
         fence_after_thread_sync()
-        p = tmem_buffer(context.tmem, self.tmem_plan, "p", rings.p0)
+        p = tmem_buffer(context.tmem, self.tmem_plan, "p", rings.p_first)
         v = context.smem["v"][None, None, rings.kv.index].iterator
         self.pv0.issue(tmem_buffer(context.tmem, self.tmem_plan, "o", rings.o), p, v, adds)
-        rings.p0.advance()
+        rings.p_first.advance()
         return rings
 
     @traced("PV1")
     def _pv1(self, context: BlackwellForwardContext, rings: MmaRings) -> MmaRings:
         """O += P V for the other 64 keys of a step."""
         barriers = context.barriers
-        barriers["p1_done"].wait(rings.p1)
+        barriers["p_last_done"].wait(rings.p_last)
         fence_after_thread_sync()
-        p = tmem_buffer(context.tmem, self.tmem_plan, "p", rings.p1)
+        p = tmem_buffer(context.tmem, self.tmem_plan, "p", rings.p_last)
         v = context.smem["v"][None, None, rings.kv.index].iterator
         self.pv1.issue(tmem_buffer(context.tmem, self.tmem_plan, "o", rings.o), p, v, True)
         barriers["kv_free"].commit(rings.kv)
         rings.kv.advance()
         barriers["o_done"].commit(rings.o)
         rings.o.advance()
-        rings.p1.advance()
+        rings.p_last.advance()
         return rings
 
     # ------------------------------------------------------------ softmax
@@ -526,11 +528,11 @@ class ForwardKernel(ForwardCommon, PairKernel):
             if cutlass.const_expr(fragment == num_fragments // 2):
                 # For what is sent next; NOTE [stores hidden by exponentials].
                 barriers["scale_free"].wait(rings.scale)
-                hand_over(barriers["p0_done"], rings.s)
+                hand_over(barriers["p_first_done"], rings.s)
                 # Or ptxas moves the arrival behind the stores that follow.
                 cute.arch.sync_warp()
             tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
-        hand_over(barriers["p1_done"], rings.s)
+        hand_over(barriers["p_last_done"], rings.s)
         # Off the critical path: the tensor core already works on P.
         softmax.accumulate_sum(scores)
         rings.s.advance()

@@ -25,7 +25,7 @@ from ...proof.steps import (
     wait,
     write,
 )
-from ..forward.config import P_PARTS, ForwardConfig
+from ..forward.config import P_HALVES, ForwardConfig
 
 __all__ = ["forward_steps"]
 
@@ -36,8 +36,8 @@ RINGS = (
     # P lies over its S, and the PV that reads it is issued before the QK that writes there again.
     Ring("s", full="s_done"),
     *(
-        Ring(f"p{i}", full=f"p{i}_done", over="s", share=(i, len(P_PARTS)))
-        for i in range(len(P_PARTS))
+        Ring(half, full=f"{half}_done", over="s", share=(i, len(P_HALVES)))
+        for i, half in enumerate(P_HALVES)
     ),
     Ring("o", full="o_done", free="o_free"),
     Ring("scale", full="scale_done", free="scale_free"),
@@ -57,10 +57,10 @@ SOFTMAX = Role(
                 write("scale", "factor"),
                 arrive("scale_done"),
                 wait("scale_free"),
-                write("p0", "P0"),
-                arrive("p0_done"),
-                write("p1", "P1"),
-                arrive("p1_done"),
+                write("p_first", "first P"),
+                arrive("p_first_done"),
+                write("p_last", "last P"),
+                arrive("p_last_done"),
             )
         ),
         Act((write("scale", "1/sum"), arrive("scale_done")), When.LAST),
@@ -114,13 +114,13 @@ def forward_steps(config: ForwardConfig) -> StepTable:
         Product(
             f"PV{i}",
             result=Operand("O", ring="o"),
-            a=Operand(f"P{i}", ring=f"p{i}"),
+            a=Operand(f"{half.removeprefix('p_')} P", ring=half),
             b=Operand("V", ring="kv"),
-            waits=(each(f"p{i}_done"),),
+            waits=(each(f"{half}_done"),),
             commits=(),
             overwrites=None,
         )
-        for i in range(len(P_PARTS))
+        for i, half in enumerate(P_HALVES)
     )
     pv0 = replace(
         pv0,

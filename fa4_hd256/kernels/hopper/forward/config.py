@@ -38,6 +38,9 @@ GATHERING_CONSUMERS, GATHERING_OTHERS = 232, 40
 #: GHz; and for one warpgroup, 885 ns for 64 where memory does not bind (an H200, lab/notes.md).
 SECONDS = 1.5e-6 / 80
 DECODE_SECONDS = 0.885e-6 / 64
+#: What splitting the keys must save, in keys, and what a KV split takes beside its steps: the same
+#: time whatever the keys of a step.
+LEAST_SAVED, BESIDE_STEPS = 5 * BLOCK_KV, BLOCK_KV
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,8 @@ class ForwardConfig:
             keys,
             self.ctas,
             keys * SECONDS,
-            least_saved=5,
+            least_saved=LEAST_SAVED / keys,
+            part_steps=BESIDE_STEPS / keys,
             takes_lists=self.ctas == 1 and keys == SHORT_BLOCK_KV,
         )
 

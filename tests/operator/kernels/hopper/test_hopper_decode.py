@@ -12,6 +12,7 @@ from fa4_hd256.call.division import splits_for
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
+from fa4_hd256.run.catalogue import forward_spec
 from fa4_hd256.run.launch import gpu_of
 
 pytestmark = pytest.mark.simulator
@@ -162,3 +163,20 @@ def test_parts_of_the_keys(batch, keys, heads, queries, parts):
     q, k = (one.expand(batch, *size, 256) for size in ((queries, heads[0]), (keys, heads[1])))
     problem = Problem.describe((q, k, k), Options.check(None, True, (None, None), 0.0))
     assert splits_for(problem, gpu_of(torch.device("cpu"))) == parts
+
+
+# (queries, keys, heads, causal): KV splits of a tile of 128 rows by the rule.
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "causal", "parts"),
+    [
+        # Steps of 64 keys under a mask, of 80 without, of 64 where fewer keys would be wasted.
+        (100, 2048, (8, 8), True, 11), (100, 2048, (8, 8), False, 13),
+        (64, 1024, (8, 1), True, 8), (16, 2048, (16, 2), True, 16), (100, 512, (8, 8), False, 1),
+    ],
+)  # fmt: skip
+def test_splits_are_counted_in_steps_of_the_kernel_that_runs(queries, keys, heads, causal, parts):
+    one, where = torch.zeros(1, dtype=torch.bfloat16), gpu_of(torch.device("cpu"))
+    q, k = (one.expand(1, *size, 256) for size in ((queries, heads[0]), (keys, heads[1])))
+    problem = Problem.describe((q, k, k), Options.check(None, causal, (None, None), 0.0))
+    assert forward_spec(problem, where).config.tiles == problem.tiles
+    assert splits_for(problem, where) == parts

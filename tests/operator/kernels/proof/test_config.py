@@ -124,7 +124,7 @@ def test_arrive_counts_are_derived():
     """Commit and TMA signal once; warps of one or both CTAs once each."""
     edges = ForwardConfig().edges
     assert edges["kv_loaded"].arrive_count == edges["s_done"].arrive_count == 1
-    assert edges["p0_done"].arrive_count == edges["o_free"].arrive_count == 8
+    assert edges["p_first_done"].arrive_count == edges["o_free"].arrive_count == 8
     assert edges["scale_done"].arrive_count == 4 and edges["q_free"].arrive_count == 1
     # Both CTAs' bytes land on the leader's barrier.
     assert edges["q_loaded"].transaction_bytes == 256 * 256 * 2

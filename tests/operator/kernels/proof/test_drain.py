@@ -170,11 +170,13 @@ MISTAKES = {
         FORWARD.edges, without(F, "QK", "kv_free"),
         r"reads V of step 0 of tile 0 from kv .* finds K of step 0"),
     "a missing commit of a result": (
-        FORWARD.edges, without(F, "QK", "s_done"), r"hangs: mma waits for p0_done \(PV0 of step 0"),
+        FORWARD.edges, without(F, "QK", "s_done"),
+        r"hangs: mma waits for p_first_done \(PV0 of step 0"),
     "results never handed over": (
         DQ.edges, without(Q, "dQ", "dq_done"), r"hangs: .*gradient .* dq_done \(in step 0"),
     "no wait for an operand": (
-        FORWARD.edges, without(F, "PV0", "p0_done"), r"reads P0 of step 0 of tile 0 from p0 \(PV0"),
+        FORWARD.edges, without(F, "PV0", "p_first_done"),
+        r"reads first P of step 0 of tile 0 from p_first \(PV0"),
     "no wait for a load": (
         FORWARD.edges, without(F, "QK", "kv_loaded"),
         r"nothing makes who reads K of step 0 .* wait for this: load of CTA 0"),
@@ -205,7 +207,7 @@ MISTAKES = {
                      commits=named(Q, "dP").commits[:2], loads=named(Q, "dP").loads[1:]),
         r"hangs: mma waits for ds_done \(dQ of step 0"),
     "one S where two are needed": (
-        with_stages(FORWARD.edges, s_done=1, p0_done=1, p1_done=1), F,
+        with_stages(FORWARD.edges, s_done=1, p_first_done=1, p_last_done=1), F,
         r"S of step 0 .* finds S of step 1"),
     "one Q where two are needed": (
         with_stages(FORWARD.edges, q_loaded=1, q_free=1, o_staged=4), F,
@@ -265,8 +267,8 @@ MISTAKES |= {
         r"PV0 loads in a tile's first step, or in each"),
     "a wait of a tile's first step before the product that it waits for": (
         ONE_S.edges,
-        with_product(steps_of(ONE_S), "PV0", waits=(first("p0_done"), *PV0.waits[:2])),
-        r"none is ahead, so p0_done belongs to the first MMA, not PV0"),
+        with_product(steps_of(ONE_S), "PV0", waits=(first("p_first_done"), *PV0.waits[:2])),
+        r"none is ahead, so p_first_done belongs to the first MMA, not PV0"),
     "a buffer that one product waits for and another one leaves": (
         FORWARD.edges,
         with_product(
@@ -306,7 +308,7 @@ def test_more_results_than_tensor_memory_has_buffers_for():
     class ThreeScores(ForwardConfig):
         @property
         def edges(self):
-            return with_stages(super().edges, s_done=3, p0_done=3, p1_done=3)
+            return with_stages(super().edges, s_done=3, p_first_done=3, p_last_done=3)
 
     with pytest.raises(ValueError, match="s has 3 buffers; the TMEM plan lacks s2"):
         plans_of(ThreeScores())[0].prove()
@@ -327,11 +329,11 @@ class OneSlice(ForwardConfig):
 class FewWarps(ForwardConfig):
     @property
     def edges(self):
-        return with_edge(super().edges, "p0_done", producer_warps=3)
+        return with_edge(super().edges, "p_first_done", producer_warps=3)
 
 
 def apart_from_s():
-    rings = (replace(r, over=None, regions=("p",)) if r.name == "p0" else r for r in F.rings)
+    rings = (replace(r, over=None, regions=("p",)) if r.name == "p_first" else r for r in F.rings)
     return replace(F, rings=tuple(rings))
 
 
@@ -340,8 +342,8 @@ def apart_from_s():
     [
         (OneMore(), F, "ring kv: kv_loaded has 4 stages, the region kv of the SMEM plan 3"),
         (OneSlice(), F, "ring staged: o_staged has 2 stages, over q there are 8"),
-        (FewWarps(), F, "p0_done is completed by 3 warps of a CTA, softmax has 4"),
-        (FORWARD, apart_from_s(), "ring p0: p0 lies over s0 in the TMEM plan"),
+        (FewWarps(), F, "p_first_done is completed by 3 warps of a CTA, softmax has 4"),
+        (FORWARD, apart_from_s(), "ring p_first: p0 lies over s0 in the TMEM plan"),
     ],
 )
 def test_plans_that_do_not_fit_their_steps_are_refused(plan, steps, words):
@@ -354,9 +356,11 @@ def test_plans_that_do_not_fit_their_steps_are_refused(plan, steps, words):
 
 def p_at_once():
     """P handed over when all of it is made, on one edge."""
-    done = replace(FORWARD.edges["p1_done"], name="p_done")
-    edges = [edge for edge in FORWARD.edges.edges if edge.name not in ("p0_done", "p1_done")]
-    rings = [ring for ring in F.rings if ring.name not in ("p0", "p1")]
+    done = replace(FORWARD.edges["p_last_done"], name="p_done")
+    edges = [
+        edge for edge in FORWARD.edges.edges if edge.name not in ("p_first_done", "p_last_done")
+    ]
+    rings = [ring for ring in F.rings if ring.name not in ("p_first", "p_last")]
     pv = replace(
         PV0, name="PV", a=Operand("P", "p"), b=Operand("V", "kv"),
         waits=(*PV0.waits[:-1], each("p_done")), commits=PV1.commits,
@@ -398,9 +402,9 @@ def test_an_edit_of_a_table_drains(edit):
 
 
 def test_halves_of_p_need_both_edges():
-    with pytest.raises(ValueError, match=r"reads P1 of step 0 .* from p1 \(PV1 of step 0"):
-        check_drains("the kernel", FORWARD.edges, without(F, "PV1", "p1_done"))
-    with pytest.raises(ValueError, match=r"reads P0 .* finds P1"):
+    with pytest.raises(ValueError, match=r"reads last P of step 0 .* from p_last \(PV1 of step 0"):
+        check_drains("the kernel", FORWARD.edges, without(F, "PV1", "p_last_done"))
+    with pytest.raises(ValueError, match=r"reads first P .* finds last P"):
         rings = tuple(replace(ring, share=(0, 1)) for ring in F.rings)
         check_drains("the kernel", FORWARD.edges, replace(F, rings=rings))
 
