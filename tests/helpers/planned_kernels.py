@@ -15,8 +15,10 @@ def planned_kernels(monkeypatch):
     found = set()
 
     class Planned:
-        def __init__(self, plan):
-            self.plan = plan
+        has_run = True
+
+        def __init__(self, plan, values=None, written=()):
+            self.plan, self.values, self.written = plan, values, written
             found.update(plan.specs)
 
         def run(self, tensors, addresses, only_first=False):

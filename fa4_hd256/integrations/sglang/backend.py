@@ -337,6 +337,11 @@ class SGLangBackend(AttentionBackend):
         masks = {"causal": not sees_ahead, "window_size": (reach, right)}
         attend: Callable[..., Any] = partial(flash_attn_varlen_func, q, k, v, **options | masks)
         if sees_ahead and step.window_first is not None and reach is not None:
+            if reach != self._window:
+                raise ValueError(
+                    f"layer {layer.layer_id} has a sliding window of {reach + 1} keys; accepted in "
+                    f"a diffusion model: {self._window + 1}, which the model has"
+                )
             # Rows of a block see the same keys before it, so no window of theirs says which.
             block = {"cache_seqlens": options.pop("seqused_k"), "cache_leftpad": step.window_first}
             attend = partial(flash_attn_with_kvcache, q, k, v, **options | block)

@@ -5,6 +5,9 @@ SGLang is not among what the tests install (`make test-engines` installs it).
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +16,9 @@ import torch
 pytest.importorskip("sglang")
 
 import no_torchvision  # noqa: F401
+from checkout import ROOT
 from planned_kernels import planned_kernels
-from sglang.srt.arg_groups import choices
+from sglang.srt.arg_groups import choices, overrides, speculative_hook
 from sglang.srt.layers.attention import attention_registry as registry
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
@@ -22,6 +26,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang_engine import CONTEXT, HEADS, SCALE, Engine, judged
@@ -283,6 +288,35 @@ def test_replays_of_a_graph(engine):
         server.accurate(q, out, [1] * count, keys[:count], layer.layer_id, causal=True, **options)
 
 
+@pytest.mark.cuda
+def test_a_captured_graph(engine):
+    """One graph serves other requests and lengths than those of its capture."""
+    server = engine(requests=3, window=11, has_window_cache=True)
+    backend, layers = server.backend(), (server.layer(), server.layer(11, 1))
+    backend.init_cuda_graph_state(4, 4)
+    batch = server.batch(DECODE, [1] * 3, [1] * 3)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    rows = [torch.randn(3, heads, 256, device=server.device).to(torch.bfloat16)
+            for heads in (HEADS, HEADS // 2, HEADS // 2)]  # fmt: skip
+
+    def step():
+        with forward_context(ForwardContext(attn_backend=backend)):
+            return [layer(*(t.flatten(1) for t in rows), batch) for layer in layers]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for keys in ([37, 41, 20], [128, 1, 64]):
+        now = server.batch(DECODE, [1] * 3, keys)
+        backend.init_forward_metadata_out_graph(now)
+        batch.out_cache_loc.copy_(now.out_cache_loc)
+        graph.replay()
+        for layer, out in zip(layers, results):
+            options = {"window_size": (11, 0)} if layer.layer_id else {}
+            server.accurate(rows[0], out, [1] * 3, keys, layer.layer_id, causal=True, **options)
+
+
 def test_blocks_of_a_diffusion_model(engine):
     """Rows of a block see each other and the same keys before it, in a layer with a window the
     window's last ones."""
@@ -299,6 +333,9 @@ def test_blocks_of_a_diffusion_model(engine):
             k, v = server.cached(request, slice(count - block - before, count))
             rows = slice(request * block, (request + 1) * block)
             judged(q[rows], k, v, out.view(-1, HEADS, 256)[rows], softmax_scale=SCALE)
+    layer = server.layer(5, attn_type=AttentionType.DECODER_BIDIRECTIONAL)
+    with pytest.raises(ValueError, match="window of 6 keys; accepted in a diffusion model: 21"):
+        server.attended(backend, layer, batch, 2 * block)
 
 
 @pytest.mark.parametrize("window", [-1, 20])
@@ -436,6 +473,57 @@ def test_sglang_has_the_name(engine):
         assert plugin.NAME in names
     plugin.register()
     assert choices.ATTENTION_BACKEND_CHOICES.count(plugin.NAME) == 1
+
+
+def test_the_entry_point():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    found = project["entry-points"]["sglang.srt.plugins"]
+    assert [pkgutil.resolve_name(target) for target in found.values()] == [plugin.register]
+
+
+def test_the_command_line_takes_the_name():
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    options = ["--attention-backend", "--speculative-draft-attention-backend"]
+    found = parser.parse_args(
+        ["--model-path", "none", *itertools.chain(*((name, plugin.NAME) for name in options))]
+    )
+    assert found.attention_backend == found.speculative_draft_attention_backend == plugin.NAME
+
+
+def test_trees_of_drafts_take_pages_of_several_rows(monkeypatch):
+    """SGLang's check of its own list lets the name through, and no other that is not in it."""
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]))
+    monkeypatch.setattr(speculative_hook, "model_config_of", lambda _: config)
+    given = {
+        "model_path": "none", "page_size": 64, "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": 2, "speculative_num_steps": 3,
+        "speculative_num_draft_tokens": NODES,
+    }  # fmt: skip
+    speculative_hook._handle_eagle_family(ServerArgs(attention_backend=plugin.NAME, **given))
+    other = ServerArgs(attention_backend="flashmla", **given)
+    with pytest.raises(ValueError, match="got attention_backend='flashmla'"):
+        speculative_hook._handle_eagle_family(other)
+    # Only that check.
+    given["max_running_requests"] = None
+    wrong = ServerArgs(attention_backend=plugin.NAME, **given | {"dp_size": 2})
+    monkeypatch.setattr(speculative_hook, "attn_dp_enabled_of", lambda _: True)
+    wrong.speculative_algorithm = "STANDALONE"
+    with pytest.raises(ValueError, match="does not support dp attention"):
+        speculative_hook._handle_eagle_family(wrong)
+
+
+def test_a_diffusion_algorithm_takes_the_name():
+    """An algorithm for SGLang's fa4 takes ours, too; any other name becomes its own choice."""
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    view = SimpleNamespace(dllm_algorithm="Gemma4Renoise", **dict.fromkeys(names))
+    view.attention_backend = plugin.NAME
+    assert overrides._dllm_attention_backend(view) == {}
+    view.attention_backend = "flashinfer"
+    assert overrides._dllm_attention_backend(view)["attention_backend"] == "triton"
+    view.dllm_algorithm = None
+    assert overrides._dllm_attention_backend(view) == {}
 
 
 def test_drafts_have_the_backend(engine):
