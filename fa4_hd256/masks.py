@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .call.functions.state import FunctionState, TensorStates
 from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
 from .call.options import plain
 from .call.process import is_lasting
@@ -34,7 +35,6 @@ from .call.tile_mask import (
     count_mask_tiles,
 )
 from .call.tree_mask import tree_words
-from .function_state import FunctionState, TensorStates
 from .gpus.devices import is_captured
 from .kernels.mask.block_mask import FULL, MASK_TILE
 from .words import shown

@@ -22,7 +22,8 @@ from .call.checks import (
     check_ragged,
     count_sequences,
 )
-from .call.function_tensors import check_slopes
+from .call.functions.tensors import check_slopes
+from .call.functions.until_changed import UntilChanged
 from .call.operator_arguments import with_batch
 from .call.options import BY_RULE
 from .call.tile_mask import TileMask
@@ -33,7 +34,6 @@ from .kernels.functions.user_functions import Functions
 from .mask_mods import MaskMod
 from .masks import as_tile_mask, in_sequences, keys_of_rows
 from .score_mods import ScoreMod
-from .until_changed import UntilChanged
 
 __all__ = ["PackedRow", "packed_row"]
 

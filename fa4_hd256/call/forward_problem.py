@@ -33,7 +33,7 @@ from ..kernels.rows.sequences import (
 )
 from ..schedulers.choice import BACKWARD_PREFERS_CLC, clc_requested, grid_rows, prefers_clc
 from . import checks, descales, memory, named_configs
-from .function_tensors import functions_of_keys
+from .functions.tensors import functions_of_keys
 from .operator_arguments import RAGGED, ForwardTensors, ForwardValues
 from .options import (
     FIXED_SPLITS,

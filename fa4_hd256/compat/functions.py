@@ -1,7 +1,7 @@
 """flash-attn-4's score_mod, score_mod_bwd and mask_mod inside our kernels.
 
 They take values in vectors (`cute.TensorSSA`), which hold one score here. The key of a translated
-function is derived from the meaning of the original one (`fa4_hd256.function_keys`).
+function is derived from the meaning of the original one (`fa4_hd256.call.functions.keys`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from ..function_state import FunctionState
+from ..call.functions.state import FunctionState
 from ..kernels.functions.user_functions import MOST_TENSORS
 from ..mask_mods import MaskMod
 from ..run.kept_tensors import made_to_keep

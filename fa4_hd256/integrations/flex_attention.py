@@ -18,9 +18,9 @@ import torch
 from torch.nn.attention import flex_attention as pytorch
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
+from ..call.functions.state import FunctionState
 from ..call.process import is_lasting
 from ..call.tile_mask import TileMask
-from ..function_state import FunctionState
 from ..gpus.devices import is_captured
 from ..interface import flash_attn_func
 from ..mask_mods import MaskMod

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ..call.forward_problem import backward_use_clc
+from ..call.functions.until_changed import UntilChanged
 from ..call.operator_arguments import BackwardTensors
 from ..call.options import Options
 from ..interface import flash_attn_varlen_func
-from ..until_changed import UntilChanged
 from . import other_dims
 from .backward_memory import backward_config_of, check_ds_bytes
 from .given_out import written_to

@@ -22,7 +22,7 @@ from ..call import named_configs
 from ..call.backward_problem import BackwardProblem
 from ..call.chunks import Chunk, Division, divide, least_ds_bytes
 from ..call.forward_problem import is_masked
-from ..call.function_tensors import functions_of_keys
+from ..call.functions.tensors import functions_of_keys
 from ..call.memory import View, without_expanded_heads
 from ..call.operator_arguments import BackwardTensors, BackwardValues
 from ..call.options import Options

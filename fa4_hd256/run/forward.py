@@ -18,7 +18,7 @@ from ..call import named_configs
 from ..call.checks import check_page_numbers, reads_contents
 from ..call.division import divide_forward
 from ..call.forward_problem import Problem, operands_of
-from ..call.function_tensors import functions_of_keys
+from ..call.functions.tensors import functions_of_keys
 from ..call.memory import View
 from ..call.operator_arguments import ForwardTensors, ForwardValues
 from ..call.options import BY_RULE, Options

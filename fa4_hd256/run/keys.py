@@ -23,7 +23,7 @@ from typing import Any
 
 from .. import environment
 from ..architectures import ARCHITECTURES, Architecture
-from ..call.function_meaning import described_meaning
+from ..call.functions.meaning import described_meaning
 from ..gpus import family
 from ..kernels.functions.kernel_functions import FUNCTION_KINDS
 from .catalogue import KernelSpec

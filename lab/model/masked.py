@@ -21,7 +21,7 @@ from bench.suite import Case
 from bench.tables.comparison import OURS
 from fa4_hd256 import masks
 from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.call.function_tensors import functions_of_keys
+from fa4_hd256.call.functions.tensors import functions_of_keys
 from fa4_hd256.call.options import Options
 from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig

@@ -12,7 +12,7 @@ import torch
 from ...call import named_configs
 from ...call.checks import check_kinds, check_lists, check_mask_options
 from ...call.forward_problem import Problem, operands_of
-from ...call.function_tensors import functions_of_keys
+from ...call.functions.tensors import functions_of_keys
 from ...call.operator_arguments import ForwardTensors, with_batch
 from ...call.options import BY_RULE, Options
 from ...call.tile_mask import TileMask

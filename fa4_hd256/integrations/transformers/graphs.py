@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...call.forward_problem import backward_use_clc
+from ...call.functions.until_changed import UntilChanged
 from ...call.operator_arguments import BackwardTensors
 from ...call.options import Options
 from ...call.tile_mask import TileMask
@@ -20,7 +21,6 @@ from ...kernels.mask.windows import Window
 from ...masks import from_dense
 from ...metadata import get_backward_metadata
 from ...package_name import NAMESPACE
-from ...until_changed import UntilChanged
 from ..backward_memory import backward_config_of
 from ..given_results import gradients_of_results
 

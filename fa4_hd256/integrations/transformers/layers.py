@@ -9,10 +9,10 @@ import torch
 
 from ...call.autocast import autocast
 from ...call.checks import are_differentiated
+from ...call.functions.until_changed import UntilChanged
 from ...call.packed_ds import BackwardMetadata
 from ...interface import flash_attn_func, flash_attn_varlen_func
 from ...metadata import get_backward_metadata
-from ...until_changed import UntilChanged
 from .. import other_dims
 from ..backward_memory import backward_config_of
 from . import fallback, graphs

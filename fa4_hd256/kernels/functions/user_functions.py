@@ -83,7 +83,7 @@ class FunctionKind:
         return self.functions_of(key) if is_made else self._known.get(key)
 
     def register(self, key: str, functions: Functions) -> None:
-        """Let kernels find functions by a key (`function_keys.register` checks it)."""
+        """Let kernels find functions by a key (`call.functions.keys.register` checks it)."""
         if self._prefix_of(key) is None:
             self._known[key] = functions
 

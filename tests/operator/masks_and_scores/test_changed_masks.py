@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 from fa4_hd256 import masks
-from fa4_hd256.function_state import FunctionState
+from fa4_hd256.call.functions.state import FunctionState
 from fa4_hd256.integrations.flex_attention import _traced_mask
 
 ROWS = 128

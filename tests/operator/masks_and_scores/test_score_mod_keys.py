@@ -22,8 +22,8 @@ from fa4_hd256 import (
     flash_attn_with_kvcache,
     masks,
 )
-from fa4_hd256.call import function_meaning
 from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.functions import meaning
 from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.options import Options
 from fa4_hd256.kernels.functions.kernel_functions import SCORE_MOD, check_unchanged
@@ -313,7 +313,7 @@ def restart(monkeypatch):
 
     def forget():
         monkeypatch.setattr(SCORE_MOD, "_known", dict(known))
-        monkeypatch.setattr(function_meaning, "_noted", {})
+        monkeypatch.setattr(meaning, "_noted", {})
 
     known = SCORE_MOD._known
     return forget

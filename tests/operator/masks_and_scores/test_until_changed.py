@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fa4_hd256.call.functions.until_changed import UntilChanged
 from fa4_hd256.call.process import is_lasting
-from fa4_hd256.until_changed import UntilChanged
 
 
 def test_until_somebody_writes():

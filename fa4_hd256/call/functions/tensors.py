@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.functions.kernel_functions import ALIBI, FUNCTION_KINDS, SCORE_MOD
-from ..kernels.functions.user_functions import FunctionClass, FunctionKind
+from ...kernels.functions.kernel_functions import ALIBI, FUNCTION_KINDS, SCORE_MOD
+from ...kernels.functions.user_functions import FunctionClass, FunctionKind
 
 __all__ = ["check_slopes", "check_tensors", "functions_of_keys"]
 

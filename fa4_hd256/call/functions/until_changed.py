@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import environment
-from .call.process import is_stood_in, without_modes
+from ... import environment
+from ..process import is_stood_in, without_modes
 
 __all__ = ["UntilChanged"]
 

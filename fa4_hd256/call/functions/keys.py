@@ -10,11 +10,11 @@ import torch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-from .call.checks import are_differentiated
-from .call.function_meaning import digest_of, mean_the_same, note_meaning
-from .call.function_tensors import check_tensors
-from .kernels.functions.user_functions import FunctionKind, Functions
-from .words import shown
+from ...kernels.functions.user_functions import FunctionKind, Functions
+from ...words import shown
+from ..checks import are_differentiated
+from .meaning import digest_of, mean_the_same, note_meaning
+from .tensors import check_tensors
 
 __all__ = ["KernelFunction", "check_function", "key_of", "register"]
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.functions.user_functions import FunctionKind, SelfDescribed
-from ..package_name import canonical, loaded
+from ...kernels.functions.user_functions import FunctionKind, SelfDescribed
+from ...package_name import canonical, loaded
 
 __all__ = ["UnnamedError", "described_meaning", "digest_of", "mean_the_same", "note_meaning"]
 

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from .call.process import without_modes
-from .private_torch import is_wrapped
+from ...private_torch import is_wrapped
+from ..process import without_modes
 
 __all__ = ["FunctionState", "TensorStates"]
 
