@@ -18,9 +18,9 @@ from bench.processes import stream
 from bench.tables.ready import results
 from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from lab.model.defaults import CHOICES, Choice, Decided
 from lab.model.origin import modelled_machine
 from lab.model.predictor import Predictor, predictor_of
+from lab.model.studies.defaults import CHOICES, Choice, Decided
 from sm100_sim.timing import load
 
 #: Candidates whose losses differ by less are not told apart.

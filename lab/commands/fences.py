@@ -13,7 +13,7 @@ from bench.tables.ready import ready
 from bench.tables.results import emit
 from bench.tables.table import Column, Plot, Table
 from fa4_hd256 import progress
-from lab.model.fences import calls, row
+from lab.model.studies.fences import calls, row
 from sm100_sim import timing
 from sm100_sim.timing import Machine, load
 

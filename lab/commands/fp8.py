@@ -16,9 +16,9 @@ from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256.kernels.forward.tiles import DECODE_ROWS as TILE_ROWS
 from fa4_hd256.kernels.limits import HEAD_DIM
 from lab.measure.e4m3 import CASES, OURS, Case, Errors, errors
-from lab.model.e4m3_steps import Steps, steps_of
 from lab.model.machines import B200
 from lab.model.origin import modelled_machine
+from lab.model.studies.e4m3_steps import Steps, steps_of
 from sm100_sim.timing import Machine, load, mma_cost
 
 ERRORS = (

@@ -24,8 +24,8 @@ from bench.tables.shape_options import chosen_case
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from lab.measure.ladder import Rung, Timing, measure_all, rungs
-from lab.model.ladder import Prediction, predict_all
 from lab.model.origin import modelled_machine
+from lab.model.studies.ladder import Prediction, predict_all
 from lab.paths import PATH_COLUMNS, path_figures, path_note
 from sm100_sim.timing import Machine, load
 

@@ -13,7 +13,7 @@ from bench.tables.results import emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import progress
 from lab.model.origin import modelled_machine
-from lab.model.step import our_forward, their_forward
+from lab.model.studies.step import our_forward, their_forward
 from sm100_sim import timing
 from sm100_sim.timing import tensor_core_clocks
 

@@ -119,7 +119,7 @@ def timeline() -> dict[str, Any]:
     """Return the spans of every role around the end of the third tile of a replay of the
     forward."""
     from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-    from lab.model.step import our_forward
+    from lab.model.studies.step import our_forward
     from lab.pictures.spans import forward_spans
 
     config = ForwardConfig()

@@ -10,7 +10,7 @@ from lab import options
 from lab.__main__ import COMMANDS, GROUPS, main
 from lab.commands import steps
 from lab.measure import ladder, mutation_targets, ranks
-from lab.model import defaults, fences
+from lab.model.studies import defaults, fences
 from lab.pictures.catalogue import PICTURES
 from sm100_sim.timing import load
 

@@ -9,11 +9,11 @@ import pytest
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256 import BackwardConfig
 from lab.commands import defaults as command
-from lab.model import defaults
 from lab.model.backward import Backward
-from lab.model.defaults import CHOICES, Choice, Decided
 from lab.model.forward import Kernel
 from lab.model.predictor import Predicted
+from lab.model.studies import defaults
+from lab.model.studies.defaults import CHOICES, Choice, Decided
 from lab.model.tiles import BackwardTiling, ForwardTiling, Order, forward_tiles
 from sm100_sim.timing import Late, TileCosts, load
 

@@ -13,8 +13,8 @@ from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
 from lab.__main__ import main
 from lab.commands import fp8
 from lab.measure import e4m3
-from lab.model import e4m3_steps
-from lab.model.e4m3_steps import Steps, steps_of
+from lab.model.studies import e4m3_steps
+from lab.model.studies.e4m3_steps import Steps, steps_of
 from sm100_sim.timing import load
 
 MACHINE = load("b200")

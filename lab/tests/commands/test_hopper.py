@@ -8,8 +8,8 @@ pytest.importorskip("numba")
 pytest.importorskip("triton", reason="its ptxas compiles the kernels for sm_90a")
 
 from lab.micro import hopper_cubins, hopper_kernels
-from lab.model import fences as our_fences
 from lab.model.hopper import single_kernels as modelled
+from lab.model.studies import fences as our_fences
 from sm100_sim import timing
 from sm100_sim.timing import load, replay_program
 

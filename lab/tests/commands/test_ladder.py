@@ -18,10 +18,10 @@ from fa4_hd256.softmax_emu.pattern import Ex2Pattern
 from lab.__main__ import main
 from lab.commands import ladder
 from lab.measure import ladder as of_rungs
-from lab.model import ladder as modelled
 from lab.model.calls import Kind
 from lab.model.forward import Kernel
 from lab.model.ours import Ours
+from lab.model.studies import ladder as modelled
 from lab.model.tiles import ForwardTiling
 from lab.paths import Paths
 from sm100_sim.timing import TileCosts

@@ -1,0 +1,1 @@
+"""What the timing model says of one question each, for the commands."""
