@@ -14,6 +14,7 @@ import os
 import held_memory
 import isolated  # noqa: F401
 import pytest
+import replays
 import source_lines
 import torch
 from checkout import ROOT
@@ -136,6 +137,13 @@ def divisions(monkeypatch) -> list:
 
     monkeypatch.setattr(backward, "divide", noted)
     return found
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kinds of the kernels that repeated calls launch, which keep their plans as on a GPU."""
+    yield replays.simulated(monkeypatch)
+    replays.forget()
 
 
 @pytest.fixture(autouse=True, scope="module")

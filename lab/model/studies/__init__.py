@@ -1,1 +1,1 @@
-"""What the timing model says of one question each, for the commands."""
+"""Questions that one command each asks the timing model."""

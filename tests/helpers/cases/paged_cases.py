@@ -122,6 +122,10 @@ def attend(q, paged, lengths_q=None, **options):
 NOT_OF_MATHS = ("num_splits", "batch_invariant", "use_clc", "config", "max_seqlen_k")
 
 
+def queries(*shape, device="cpu", dtype=torch.bfloat16):
+    return torch.randn(*shape, 256).to(device, dtype)
+
+
 def accurate(out, lse, tensors, **options):
     found = reference.compare(out, lse, tensors, **options)
     assert found.max_error <= found.tolerance, found

@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from paged_cases import offsets
+from paged_cases import accurate, offsets
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.check import reference
 
 LSE_TOLERANCE = 1e-3
 
@@ -17,12 +16,6 @@ LSE_TOLERANCE = 1e-3
 def inputs(seqlen_q, seqlen_k, heads=2, heads_kv=1, batch=1, dtype=torch.bfloat16, device="cpu"):
     shapes = ((seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv))
     return tuple(torch.randn(batch, s, h, 256).to(device, dtype) for s, h in shapes)
-
-
-def accurate(out, lse, tensors, **options):
-    found = reference.compare(out, lse, tensors, **options)
-    assert found.max_error <= found.tolerance, found
-    assert found.lse_max_error <= LSE_TOLERANCE, found
 
 
 def check(tensors, use_clc, **options):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import NO_PAGE, Paged, accurate, attend, check, int32
+from paged_cases import NO_PAGE, Paged, accurate, attend, check, int32, queries
 
 import sm100_sim
 from fa4_hd256 import flash_attn_with_kvcache
@@ -33,10 +33,6 @@ def poisoned(paged):
     spare = {*range(len(paged.k))} - {*paged.table[is_page].tolist()}
     paged.table[~is_page] = min(spare)
     return paged
-
-
-def queries(*shape, device="cpu", dtype=torch.bfloat16):
-    return torch.randn(*shape, 256).to(device, dtype)
 
 
 # Sequences without queries, without keys, that end with a step, and inside one; KV splits.

@@ -14,7 +14,7 @@ import e4m3_cases
 import pytest
 import torch
 from operator_calls import forward_arguments
-from paged_cases import NO_PAGE, NOT_OF_MATHS, Paged, accurate, int32, offsets
+from paged_cases import NO_PAGE, NOT_OF_MATHS, Paged, accurate, int32, offsets, queries
 from replays import forget, simulated
 
 from fa4_hd256 import flash_attn_with_kvcache, get_scheduler_metadata
@@ -25,10 +25,6 @@ from fa4_hd256.score_mods import alibi
 #: a page's end; within one page, with rows of it before and behind; all but a row; all; no rows.
 LENGTHS, LEFTPAD = (300, 261, 290, 150, 93, 40, 23, 0), (0, 5, 203, 32, 66, 39, 23, 0)
 SLOPES = (0.05, 0.4, 0.011, 0.2)
-
-
-def queries(*shape, device="cpu", dtype=torch.bfloat16):
-    return torch.randn(*shape, 256).to(device, dtype)
 
 
 def padded(page_size, device="cpu", heads=1, lengths=LENGTHS, leftpad=LEFTPAD, **kinds):

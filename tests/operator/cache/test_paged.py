@@ -10,15 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 from operator_calls import forward_arguments
-from paged_cases import Paged, accurate, attend, check, int32
+from paged_cases import Paged, accurate, attend, check, int32, queries
 
 from fa4_hd256 import flash_attn_varlen_func
 
 SIZES = (16, 32, 48, 64, 128, 256, 784)
-
-
-def queries(*shape, device="cpu", dtype=torch.bfloat16):
-    return torch.randn(*shape, 256).to(device, dtype)
 
 
 # Packed queries, two heads sharing tiles; sequences without queries, without keys, that end with a

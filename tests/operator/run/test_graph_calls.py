@@ -7,7 +7,7 @@ import pytest
 import torch
 from operator_calls import backward_arguments, forward_arguments
 from paged_cases import int32, offsets
-from replays import forget, simulated
+from replays import forget
 
 from fa4_hd256 import (
     flash_attn_func,
@@ -18,12 +18,6 @@ from fa4_hd256 import (
 )
 
 pytestmark = pytest.mark.simulator
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    yield simulated(monkeypatch)
-    forget()
 
 
 @pytest.fixture(autouse=True)

@@ -10,19 +10,13 @@ from functools import partial
 
 import pytest
 import torch
-from replays import as_on_a_gpu, forget, simulated
+from replays import as_on_a_gpu, forget
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, interface, masks, plans
 from fa4_hd256.call.operator_arguments import ForwardTensors
 from fa4_hd256.score_mods import ScoreMod, alibi
 
 pytestmark = pytest.mark.simulator
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    yield simulated(monkeypatch)
-    forget()
 
 
 def tensors(*shapes, dtype=torch.bfloat16):

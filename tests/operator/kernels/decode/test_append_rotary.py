@@ -10,7 +10,7 @@ import torch
 from appended_rows import AppendTensors, run_append
 from e4m3_cases import E4M3
 from paged_cases import int32, offsets
-from replays import copied, forget, simulated
+from replays import copied, forget
 
 from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.architectures import named
@@ -216,12 +216,6 @@ def given_call(**changed):
         "rotary_seqlens": int32([5, 2]), "causal": True,
     }  # fmt: skip
     return arguments | changed
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    yield simulated(monkeypatch)
-    forget()
 
 
 @pytest.mark.simulator

@@ -8,7 +8,7 @@ import torch
 from appended_rows import AppendTensors, run_append
 from e4m3_cases import E4M3, codes, scales
 from paged_cases import int32, offsets
-from replays import copied, forget, simulated
+from replays import copied, forget
 
 from fa4_hd256 import flash_attn_with_kvcache
 from fa4_hd256.architectures import named
@@ -193,12 +193,6 @@ def given_call(**changed):
         "page_table": int32([[3, 0], [1, 2]]), "causal": True,
     }  # fmt: skip
     return arguments | changed
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    yield simulated(monkeypatch)
-    forget()
 
 
 @pytest.mark.simulator

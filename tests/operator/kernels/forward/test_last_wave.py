@@ -7,8 +7,9 @@ import torch
 from backward_cases import accurate as accurate_gradients
 from backward_cases import gradients, inputs
 from gpus import gpu
+from paged_cases import accurate
 from replays import forget, simulated
-from test_split_keys import accurate, describe
+from test_split_keys import describe
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func

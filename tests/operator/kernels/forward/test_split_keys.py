@@ -15,7 +15,7 @@ import torch
 from backward_cases import accurate as accurate_gradients
 from backward_cases import gradients, inputs
 from gpus import gpu
-from paged_cases import offsets
+from paged_cases import accurate, offsets
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.architectures import named
@@ -41,12 +41,6 @@ THREE = (3, 1)
 
 def ints(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def accurate(out, lse, tensors, **options):
-    found = reference.compare(out, lse, tensors, **options)
-    assert found.max_error <= found.tolerance, found
-    assert found.lse_max_error <= LSE_TOLERANCE, found
 
 
 def check(tensors, num_splits, use_clc=False, **options):
