@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .kv_cache import flash_attn_with_kvcache
     from .metadata import get_backward_metadata, get_scheduler_metadata
     from .models import AttentionModel, Mask
-    from .run.needs import Needs
-    from .run.prebuilt import use_prebuilt
+    from .run.ahead.needs import Needs
+    from .run.ahead.prebuilt import use_prebuilt
     from .warm import warm_up
 
 __version__ = "0.1.0"
@@ -35,8 +35,8 @@ __all__ = [
 _HOMES = {
     "AttentionModel": "models",
     "Mask": "models",
-    "Needs": "run.needs",
-    "use_prebuilt": "run.prebuilt",
+    "Needs": "run.ahead.needs",
+    "use_prebuilt": "run.ahead.prebuilt",
     "warm_up": "warm",
     "BackwardConfig": "kernels.blackwell.backward.config",
     "ForwardConfig": "kernels.blackwell.forward.config",

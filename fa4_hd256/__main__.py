@@ -46,7 +46,7 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _build_options(parser: argparse.ArgumentParser) -> None:
-    from . import build_options
+    from .run.ahead import options as build_options
 
     build_options.add_arguments(parser)
     parser.set_defaults(main=_build)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from .build_options import OF_Q
 from .gpus.family import architecture_of
 from .models import AttentionModel, Mask, model_named
-from .run.build import TARGETS, build, unique
+from .run.ahead.build import TARGETS, build, unique
+from .run.ahead.needs import FLAGS, Needs, specs_of
+from .run.ahead.options import OF_Q
 from .run.catalogue import KernelSpec
 from .run.compile import compile_kernel, counters
 from .run.kernel_names import kernel_named
 from .run.launch import gpu_of, prepare
-from .run.needs import FLAGS, Needs, specs_of
 from .words import shown
 
 __all__ = ["WarmUp", "main", "warm_up"]

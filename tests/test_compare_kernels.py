@@ -162,7 +162,7 @@ def test_a_revision_has_what_its_links_point_to(tmp_path):
 
 
 def test_options_cover_what_build_offers():
-    from fa4_hd256.run.needs import FORMS, USES
+    from fa4_hd256.run.ahead.needs import FORMS, USES
 
     assert set(compare_kernels.USES) == set(USES) and set(compare_kernels.FORMS) == set(FORMS)
     arguments = compare_kernels._parser().parse_args(["old", "--form", "dense", "--model", "a"])

@@ -8,8 +8,8 @@ from ..kernels.functions.kernel_functions import ALIBI
 from ..kernels.functions.user_functions import FunctionClass
 from ..kernels.problem_class import OF_SEQUENCES, ProblemClass
 from ..models import AttentionModel
+from ..run.ahead.needs import Needs
 from ..run.catalogue import KernelSpec
-from ..run.needs import Needs
 from ..warm import kernels_of
 
 __all__ = ["engine_kernels"]

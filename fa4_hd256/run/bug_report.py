@@ -70,7 +70,7 @@ def has_driver() -> bool:
 def _prebuilt_state() -> str:
     if environment.prebuilt_directory() is None:
         return "no prebuilt kernels in use"
-    from . import prebuilt
+    from .ahead import prebuilt
 
     try:
         place = prebuilt.active()

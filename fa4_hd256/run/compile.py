@@ -28,7 +28,7 @@ import torch
 
 from .. import environment, progress
 from ..gpus import family
-from . import prebuilt
+from .ahead import prebuilt
 from .catalogue import KernelSpec
 from .kernel_names import described, name_of
 from .keys import cache_key, disk_cache, lasts, prebuilt_key

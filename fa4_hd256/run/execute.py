@@ -23,7 +23,8 @@ from cutlass.cute.runtime import from_dlpack
 from ..call.memory import View
 from ..gpus.devices import is_captured
 from ..private_torch import current_device, current_stream
-from . import launch, prebuilt
+from . import launch
+from .ahead import prebuilt
 from .arguments import COUNTER, STREAM, Number, Slot, leaves, mapped
 from .compile import CompiledKernel, compile_kernel, is_capturing
 from .kept_tensors import made_to_keep

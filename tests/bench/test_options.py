@@ -10,8 +10,9 @@ from bench import options
 from bench.__main__ import COMMANDS, GROUPS
 from bench.commands import throughput
 from bench.measure import mask_providers, nsight, providers, training
-from fa4_hd256 import build_options, warm
-from fa4_hd256.run import needs
+from fa4_hd256 import warm
+from fa4_hd256.run.ahead import needs
+from fa4_hd256.run.ahead import options as build_options
 from sm100_sim.timing import machines
 
 

@@ -10,8 +10,8 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.runtime_context import get_exec, get_spec
 
 from ...models import AttentionModel, Mask
+from ...run.ahead.needs import Needs
 from ...run.catalogue import KernelSpec
-from ...run.needs import Needs
 from ...warm import load
 from ..engine_kernels import engine_kernels
 from .checks import OURS, dims_of, layers_of

@@ -13,8 +13,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from ...models import AttentionModel, Mask
+from ...run.ahead.needs import Needs
 from ...run.catalogue import KernelSpec
-from ...run.needs import Needs
 from ...warm import load
 from ..engine_kernels import engine_kernels
 

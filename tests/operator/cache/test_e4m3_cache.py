@@ -23,9 +23,9 @@ from fa4_hd256.check import reference
 from fa4_hd256.integrations import sglang, vllm
 from fa4_hd256.kernels.problem_class import OF_PAGES
 from fa4_hd256.run import execute
+from fa4_hd256.run.ahead.needs import Needs, specs_of
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.keys import cache_key
-from fa4_hd256.run.needs import Needs, specs_of
 
 pytestmark = pytest.mark.simulator
 

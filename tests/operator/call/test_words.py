@@ -31,7 +31,7 @@ from fa4_hd256.integrations.context_parallel.spans import spans_by_rank
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.models import MODELS
-from fa4_hd256.run.build import build
+from fa4_hd256.run.ahead.build import build
 from fa4_hd256.schedulers import clc_requested
 from fa4_hd256.score_mods import ScoreMod, alibi
 from fa4_hd256.softmax_emu import Ex2Pattern

@@ -19,9 +19,10 @@ from checkout import ROOT
 from fa4_hd256 import __version__, flash_attn_func, use_prebuilt
 from fa4_hd256.__main__ import main
 from fa4_hd256.architectures import ARCHITECTURES
-from fa4_hd256.run import build as builder
-from fa4_hd256.run import compile, keys, prebuilt
-from fa4_hd256.run.build import TARGETS, build
+from fa4_hd256.run import compile, keys
+from fa4_hd256.run.ahead import build as builder
+from fa4_hd256.run.ahead import prebuilt
+from fa4_hd256.run.ahead.build import TARGETS, build
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 
@@ -527,7 +528,7 @@ def test_a_kernel_of_another_architecture_is_no_kernel_of_this(spec, tmp_path, c
     assert "--arch sm_90a: none of the kernels given is sm_90a's" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("planted", ["os:system", "fa4_hd256.run.build:build", "torch.save"])
+@pytest.mark.parametrize("planted", ["os:system", "fa4_hd256.run.ahead.build:build", "torch.save"])
 def test_a_name_makes_nothing_but_configurations(spec, planted):
     """A name comes from a command line, and goes to `importlib`."""
     read = json.loads(name_of(spec))

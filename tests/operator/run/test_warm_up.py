@@ -39,10 +39,10 @@ from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.small.append_rows import AppendClass, RotaryClass
 from fa4_hd256.models import MODELS
 from fa4_hd256.run import backward, compile, forward, launch
-from fa4_hd256.run.build import TARGETS
+from fa4_hd256.run.ahead.build import TARGETS
+from fa4_hd256.run.ahead.needs import FORMS, Needs, _options, specs_of
 from fa4_hd256.run.catalogue import backward_specs, combine_spec, forward_spec, tail_spec
 from fa4_hd256.run.kernel_names import kernel_named, name_of
-from fa4_hd256.run.needs import FORMS, Needs, _options, specs_of
 from fa4_hd256.run.tail import class_of, sides_of
 
 pytestmark = pytest.mark.simulator

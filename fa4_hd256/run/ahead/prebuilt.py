@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import environment
-from ..architectures import named
-from ..package_name import package_version
-from ..words import shown
-from .keys import COMPILER, content_digest, cpu_features
-from .native_cache import NativeCache, writable_by_others
+from ... import environment
+from ...architectures import named
+from ...package_name import package_version
+from ...words import shown
+from ..keys import COMPILER, content_digest, cpu_features
+from ..native_cache import NativeCache, writable_by_others
 
 __all__ = [
     "MANIFEST", "Prebuilt", "active", "build_into", "forget", "identity", "instruction_sets",

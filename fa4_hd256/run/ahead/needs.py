@@ -17,44 +17,44 @@ from typing import Any
 
 import torch
 
-from ..architectures import Architecture
-from ..call.backward_problem import BackwardProblem
-from ..call.checks import DTYPES, PAGE_TABLE
-from ..call.chunks import Chunk, Division
-from ..call.forward_problem import (
+from ...architectures import Architecture
+from ...call.backward_problem import BackwardProblem
+from ...call.checks import DTYPES, PAGE_TABLE
+from ...call.chunks import Chunk, Division
+from ...call.forward_problem import (
     Problem,
     choose_tiles,
     is_masked,
     tiles_for_masks,
     tiles_for_max_logits,
 )
-from ..call.memory import View
-from ..call.operator_arguments import RAGGED
-from ..call.options import Options, check_options
-from ..call.tree_mask import WORD_NODES
-from ..gpus.gpu import Gpu
-from ..kernels.functions.kernel_functions import ALIBI
-from ..kernels.functions.user_functions import FunctionClass
-from ..kernels.kernel_set import kernels_of
-from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
-from ..kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
-from ..kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
-from ..kernels.rows.sequences import (
+from ...call.memory import View
+from ...call.operator_arguments import RAGGED
+from ...call.options import Options, check_options
+from ...call.tree_mask import WORD_NODES
+from ...gpus.gpu import Gpu
+from ...kernels.functions.kernel_functions import ALIBI
+from ...kernels.functions.user_functions import FunctionClass
+from ...kernels.kernel_set import kernels_of
+from ...kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ...kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
+from ...kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
+from ...kernels.rows.sequences import (
     CACHE_BATCH_IDX,
     CACHE_LEFTPAD,
     DS_BEGINS,
     PART_LIST,
     TREE_WORDS,
 )
-from ..kernels.small.append_rows import AppendClass, RotaryClass
-from ..kernels.small.combine_config import MOST_PARTS
-from ..models import FULL, AttentionModel, Mask
-from ..words import shown
-from .arguments import table_rank
-from .backward import Wanted, add_division
-from .catalogue import KernelSpec, TuningKey, append_spec, tuning_key
-from .forward import add_combine, add_launches
-from .plan import PlanBuilder
+from ...kernels.small.append_rows import AppendClass, RotaryClass
+from ...kernels.small.combine_config import MOST_PARTS
+from ...models import FULL, AttentionModel, Mask
+from ...words import shown
+from ..arguments import table_rank
+from ..backward import Wanted, add_division
+from ..catalogue import KernelSpec, TuningKey, append_spec, tuning_key
+from ..forward import add_combine, add_launches
+from ..plan import PlanBuilder
 
 __all__ = ["FORMS", "USES", "Needs", "specs_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..architectures import ARCHITECTURES, Architecture
+from ...architectures import ARCHITECTURES, Architecture
 
 __all__ = ["TARGETS", "BuildTarget"]
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..gpus import family
-from ..interrupt import end_with_parent, starting_workers
-from ..progress import be_quiet, counted, say
-from ..words import shown
-from .catalogue import KernelSpec
-from .compile import jit_entry
-from .kernel_names import kernel_named, name_of
-from .keys import cpu_features, direction_of, prebuilt_key
-from .native_cache import NativeCache
+from ...gpus import family
+from ...interrupt import end_with_parent, starting_workers
+from ...progress import be_quiet, counted, say
+from ...words import shown
+from ..catalogue import KernelSpec
+from ..compile import jit_entry
+from ..kernel_names import kernel_named, name_of
+from ..keys import cpu_features, direction_of, prebuilt_key
+from ..native_cache import NativeCache
 from .prebuilt import (
     MANIFEST,
     Prebuilt,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 
-from .models import MODELS
-from .run.targets import TARGETS
+from ...models import MODELS
+from .targets import TARGETS
 
 __all__ = ["OF_Q", "add_arguments"]
 
-#: Names of `run.needs.USES` and `FORMS`, and of `warm`'s dtypes; a test compares them.
+#: Names of `needs.USES` and `FORMS`, and of `warm`'s dtypes; a test compares them.
 USES = ("decode", "prefill", "training")
 FORMS = (
     "block-mask",
