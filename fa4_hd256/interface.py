@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from . import plans
-from .autograd import attend_with_gradients, listed_tiles_of
 from .call import process
 from .call.autocast import autocast, is_autocasting
 from .call.checks import are_differentiated, check_kinds, check_lists, check_mask_of
@@ -36,7 +35,6 @@ from .call.process import (
 from .call.tile_mask import TileMask
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
-from .functional import attend_under_transforms
 from .gpus.family import architecture_of
 from .kernels.kernel_set import kernels_of
 from .kernels.mask.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
@@ -45,7 +43,9 @@ from .kernels.rows.sequences import DS_BEGINS, TREE_WORDS
 from .mask_mods import MaskMod
 from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask
-from .operators import OUT, forward, forward_max_logits, forward_out
+from .ops.autograd import attend_with_gradients, listed_tiles_of
+from .ops.functional import attend_under_transforms
+from .ops.operators import OUT, forward, forward_max_logits, forward_out
 from .packed_row import packed_row
 from .run.forward import plan_call
 from .score_mods import ScoreMod, read_by

@@ -30,7 +30,7 @@ from .interface import NO_TENSORS, attend_sequences, read_options
 from .kernels.functions.kernel_functions import SCORE_MOD
 from .kernels.problem_class import DESCALES
 from .kernels.rows.sequences import CACHE_BATCH_IDX, CACHE_LEFTPAD, PART_LIST, TREE_WORDS
-from .operators import WRITTEN, forward_kvcache
+from .ops.operators import WRITTEN, forward_kvcache
 from .run.append import plan_cache
 from .score_mods import ScoreMod
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ..autograd import call_backward, listed_tiles_of
 from ..call import named_configs
 from ..call.operator_arguments import BackwardTensors, BackwardValues
 from ..call.options import Options
@@ -15,6 +14,7 @@ from ..call.tile_mask import TileMask
 from ..kernels.mask.block_mask import MASK_BLOCKS, MASK_KEY_BITS
 from ..mask_mods import MaskMod
 from ..mask_mods import read_by as read_by_mask
+from ..ops.autograd import call_backward, listed_tiles_of
 from ..score_mods import ScoreMod
 from ..score_mods import read_by as read_by_score
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from fa4_hd256 import autograd
 from fa4_hd256.integrations import context_parallel
 from fa4_hd256.integrations.context_parallel import gathered, heads, local, ring
 from fa4_hd256.integrations.context_parallel.exchange import Ranks
+from fa4_hd256.ops import autograd
 
 #: Seconds for which ranks wait for one another; and for which GPUs do, over NCCL.
 PATIENCE, GPU_PATIENCE = 300.0, 20.0

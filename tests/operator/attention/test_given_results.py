@@ -11,7 +11,7 @@ from operator_calls import forward_arguments
 
 from bench.measure import host
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, plans
-from fa4_hd256.operators import forward, forward_out
+from fa4_hd256.ops.operators import forward, forward_out
 from fa4_hd256.run import compile
 
 BAD = 7.0

@@ -14,10 +14,10 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import _fa4 as adapter
 
 from fa4_hd256 import flash_attn_func
-from fa4_hd256.autograd import call_backward
 from fa4_hd256.call.options import MOST_SPLITS
 from fa4_hd256.integrations import given_results, warnings_once
 from fa4_hd256.integrations import sdpa as integration
+from fa4_hd256.ops.autograd import call_backward
 
 MODULE = integration.__name__
 

@@ -12,11 +12,11 @@ from torch._subclasses import FakeTensorMode
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, masks
-from fa4_hd256.autograd import listed_tiles_of
 from fa4_hd256.call import tile_mask
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.backward import block_mask as backward_block_mask
 from fa4_hd256.kernels.backward.ds_tiles import DS_TILE_BYTES
+from fa4_hd256.ops.autograd import listed_tiles_of
 
 
 def gradients(tensors, mask, dout, dlse=None, sink=None, **options):

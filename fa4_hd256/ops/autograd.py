@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from . import plans
-from .call.forward_problem import check_differentiable
-from .call.operator_arguments import (
+from .. import plans
+from ..call.forward_problem import check_differentiable
+from ..call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
     ForwardTensors,
@@ -19,13 +19,13 @@ from .call.operator_arguments import (
     forward_arguments,
     schema_of,
 )
-from .call.process import is_intercepted
-from .call.tile_mask import TileMask
-from .gpus.devices import is_captured
-from .package_name import NAMESPACE
-from .private_torch import is_batch_of_gradients, nesting_of_batches
-from .run.backward import or_empty, plan_call, smaller_plan
-from .run.execute import Execution
+from ..call.process import is_intercepted
+from ..call.tile_mask import TileMask
+from ..gpus.devices import is_captured
+from ..package_name import NAMESPACE
+from ..private_torch import is_batch_of_gradients, nesting_of_batches
+from ..run.backward import or_empty, plan_call, smaller_plan
+from ..run.execute import Execution
 
 __all__ = [
     "DIFFERENTIABLE",

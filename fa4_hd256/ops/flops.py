@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from .call.cache_checks import counted
-from .call.operator_arguments import (
+from ..call.cache_checks import counted
+from ..call.operator_arguments import (
     ForwardTensors,
     backward_arguments,
     cache_arguments,
     forward_arguments,
 )
-from .call.options import UNBOUNDED
-from .call.process import without_modes
-from .kernels.backward.ds_tiles import count_blocks
-from .kernels.mask.block_mask import FULL, MASK_TILE, NOTHING
-from .package_name import NAMESPACE
+from ..call.options import UNBOUNDED
+from ..call.process import without_modes
+from ..kernels.backward.ds_tiles import count_blocks
+from ..kernels.mask.block_mask import FULL, MASK_TILE, NOTHING
+from ..package_name import NAMESPACE
 
 __all__ = ["register_when_counted"]
 

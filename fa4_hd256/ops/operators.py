@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from . import plans
-from .autograd import gradients, save_for_backward
-from .call.autocast import autocast
-from .call.cache_checks import check_cache_tensors, check_memory
-from .call.forward_problem import check_operator
-from .call.memory import check_writable
-from .call.operator_arguments import (
+from .. import plans
+from ..call.autocast import autocast
+from ..call.cache_checks import check_cache_tensors, check_memory
+from ..call.forward_problem import check_operator
+from ..call.memory import check_writable
+from ..call.operator_arguments import (
     CacheTensors,
     CacheValues,
     ForwardTensors,
@@ -24,10 +23,11 @@ from .call.operator_arguments import (
     forward_arguments,
     schema_of,
 )
-from .package_name import NAMESPACE
-from .private_torch import DispatchKey, excluding
-from .run.append import plan_cache
-from .run.forward import plan_call
+from ..package_name import NAMESPACE
+from ..private_torch import DispatchKey, excluding
+from ..run.append import plan_cache
+from ..run.forward import plan_call
+from .autograd import gradients, save_for_backward
 
 __all__ = ["OUT", "WRITTEN", "forward", "forward_kvcache", "forward_max_logits", "forward_out"]
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from .autograd import DIFFERENTIABLE, gradients_of, refuse_second_order, save
-from .autograd import backward as backward_operator
-from .call.forward_problem import check_differentiable
-from .call.operator_arguments import (
+from ..call.forward_problem import check_differentiable
+from ..call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
     ForwardTensors,
     ForwardValues,
 )
+from ..private_torch import TransformType, transforms
+from .autograd import DIFFERENTIABLE, gradients_of, refuse_second_order, save
+from .autograd import backward as backward_operator
 from .flops import register_when_counted
 from .operators import forward as forward_operator
-from .private_torch import TransformType, transforms
 
 __all__ = ["attend_under_transforms"]
 

@@ -1,0 +1,1 @@
+"""The torch operators behind the public functions, and their gradients."""
