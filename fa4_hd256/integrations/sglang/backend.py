@@ -389,7 +389,8 @@ class SGLangDraft:
         self.forward_metadata: EngineStep | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        self._share(self.attn_backends[0].draft(forward_batch))
+        if forward_batch.batch_size:
+            self._share(self.attn_backends[0].draft(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.attn_backends[0].init_cuda_graph_state(max_bs, max_num_tokens)

@@ -215,6 +215,8 @@ def test_branches_of_a_draft(engine, captured):
     server.runner.is_draft_worker = True
     draft = SGLangDraft(server.runner, branches, steps)
     assert len(draft.attn_backends) == steps - 1
+    # An idle rank has no request.
+    draft.init_forward_metadata(SimpleNamespace(batch_size=0))
     slots = torch.empty(2, branches, steps, dtype=torch.int64)
     table = server.runner.req_to_token_pool.req_to_token.cpu().long()
     caches = server.pool.get_kv_buffer(0)
