@@ -31,7 +31,7 @@ from ...kernels.limits import HEAD_DIM
 from ...kv_cache import flash_attn_with_kvcache
 from ...masks import tree_words
 from ..given_out import written_to
-from .checks import check_layer, check_runner
+from .checks import OURS, check_layer, check_runner, head_dims
 from .metadata import EngineStep, GraphBuffers, ImageRows, Tables, draft_steps, node_tables, tree_of
 
 __all__ = ["SGLangBackend", "SGLangDraft"]
@@ -380,6 +380,13 @@ class SGLangDraft:
     needs_cpu_seq_lens = False
 
     def __init__(self, runner: Any, topk: int, speculative_num_steps: int) -> None:
+        """Raises ValueError for a draft that has layers of another head_dim."""
+        dims = head_dims(runner)
+        if dims != {OURS}:
+            raise ValueError(
+                f"the draft's layers have head_dim {sorted(dims)} (of q and k, of v); accepted by "
+                f"fa4_hd256: {OURS}; use another --speculative-draft-attention-backend"
+            )
         self.topk, self.speculative_num_steps = topk, speculative_num_steps
         self.kv_index_translator = runner.kv_index_translator
         self.attn_backends = [

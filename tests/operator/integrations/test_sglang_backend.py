@@ -538,6 +538,9 @@ def test_drafts_have_the_backend(engine):
     assert type(steps) is SGLangDraft and type(rows) is SGLangBackend
     assert rows.prefill_attention_backend_str == plugin.NAME
     assert {one.decode_attention_backend_str for one in steps.attn_backends} == {plugin.NAME}
+    server.runner.model.full = server.layer(head_dim=128)
+    with pytest.raises(ValueError, match=r"the draft's layers have head_dim \[\(128, 128\)\]"):
+        factory.create_decode_backend()
     server.runner.draft_attention_backend = "no such name"
     with pytest.raises(ValueError, match="EAGLE is not supported"):
         DraftBackendFactory(server.runner, 2, 3).create_decode_backend()
