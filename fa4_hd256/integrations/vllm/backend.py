@@ -214,6 +214,7 @@ class Impl(AttentionImpl[Metadata]):
         }
         if self.is_encoder:
             options["cu_seqlens_k"] = requests.starts
+            options["max_seqlen_k"] = requests.longest_q
         else:
             options["page_table"] = requests.block_table
             options["seqused_k"] = requests.seq_lens

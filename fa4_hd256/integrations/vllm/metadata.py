@@ -13,6 +13,10 @@ NOTE [images].  Rows of an image see all of its rows, those behind them too (vLL
 are computed with all rows, then again: each image is a request of its own that ends where the image
 ends, and is not causal. The second result replaces the first.
 
+NOTE [bounds].  A call's plan is found again by its bounds, among other things. The longest request
+grows with every step, and a new plan takes the host longer than a step. So the bound of keys is
+rounded up, to four values between a power of two and the next. It is a bound and no length.
+
 NOTE [batch invariance].  A row's bits depend on the kernel and on the KV splits, which follow from
 the bounds of a call. So these bounds are fixed: by the model, not by the batch. Rows of prompts
 always take the kernel for many rows, where a row's bits do not depend on its place in a tile.
@@ -41,6 +45,8 @@ from .kernels import warm_up
 
 __all__ = ["Builder", "Images", "Metadata", "Requests"]
 
+#: Requests up to this long have eight bounds.
+_FEWEST_KEYS = 2048
 #: More queries than a tile has: NOTE [batch invariance].
 _MANY_QUERIES = 257
 
@@ -157,10 +163,13 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         )
 
     def _longest_k(self, common: CommonAttentionMetadata) -> int:
-        """NOTE [batch invariance]"""
+        """NOTE [batch invariance], NOTE [bounds]"""
         if self.is_invariant:
             return int(self.vllm_config.model_config.max_model_len)
-        return common.max_seq_len
+        if self.kv_cache_spec is None:  # of encoders
+            return common.max_seq_len
+        room = common.block_table_tensor.shape[1] * self.kv_cache_spec.block_size
+        return max(min(_rounded_up(common.max_seq_len), room), common.max_seq_len)
 
     def _longest_q(self, longest: int, is_prompt: bool) -> int:
         """NOTE [batch invariance]"""
@@ -270,6 +279,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
+
+
+def _rounded_up(keys: int) -> int:
+    """NOTE [bounds]"""
+    step = max(_FEWEST_KEYS, 1 << keys.bit_length()) // 8
+    return -(-keys // step) * step
 
 
 @dataclass(frozen=True)

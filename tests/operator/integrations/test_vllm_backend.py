@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm_steps import (
+    BLOCK,
     HEADS,
     HEADS_KV,
     NAME,
@@ -187,6 +188,23 @@ def test_graphs_keep_their_tensors(config):
     object.__setattr__(config, "model_config", model_of(is_mm_prefix_lm=True))
     alone = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     assert Builder.get_cudagraph_support(config, spec) is alone
+
+
+def test_bounds_of_keys_are_few(config):
+    """A request grows with every step: each bound is a plan, and none may be too small."""
+    builder, step = builder_of(config, layer_of(config)), Step([1], [1000])
+    room = step.table.shape[1] * BLOCK
+    found = {}
+    for longest in range(1, room + 1):
+        (requests,) = builder.build(0, step.common(max_seq_len=longest)).requests
+        assert longest <= requests.longest_k <= room
+        found.setdefault(requests.longest_k, longest)
+    assert found == {256: 1, 512: 257, 768: 513, 1024: 769, room: 1025}
+    step.table = step.table.new_zeros(1, 1 << 14)
+    bounds = [(4096, 4096), (4097, 5120), (5121, 6144), (7169, 8192), (130_000, 131_072)]
+    for longest, bound in bounds:
+        (requests,) = builder.build(0, step.common(max_seq_len=longest)).requests
+        assert requests.longest_k == bound
 
 
 # ---------------------------------------------------------------- what is compiled before a step
