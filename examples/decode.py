@@ -129,7 +129,7 @@ def parsed() -> argparse.Namespace:
     for name, default, what in (
         ("batch", 3, "sequences"), ("prompt", 40, "rows of the longest one before the first step"),
         ("steps", 2, "steps that are timed"), ("heads", 4, "of queries"),
-        ("kv-heads", 2, "of keys and values"), ("page-size", 16, "rows; a multiple of 16"),
+        ("kv-heads", 2, "of keys and values"), ("page-size", 16, "rows"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
     return parser.parse_args()

@@ -217,7 +217,7 @@ def flash_attn_varlen_func(
         is an error on the CPU; on a GPU, where nobody reads them, all its rows.
     page_table: (batch, pages) int32, any row stride: the pages of k and v that hold each sequence's
         keys, in order; all rows of them are in use without seqused_k. Refuses cu_seqlens_k.
-        page_size: any multiple of 16; pages of any strides that TMA takes, never copied. No
+        page_size: 1 or more; pages of any strides that TMA takes, never copied. No
         gradients. See docs/serving.md.
     scheduler_metadata: of `get_scheduler_metadata`, in place of num_splits. No gradients.
     backward_metadata: of `get_backward_metadata`, for sequences packed on both sides: their dS then

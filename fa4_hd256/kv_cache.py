@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
     q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q and max_seqlen_q,
         which may be a tensor as of `flash_attn_varlen_func`.
     k_cache, v_cache: (batch, rows, heads_kv, 256), or with page_table (pages, page_size, heads_kv,
-        256), page_size a multiple of 16; any strides that `flash_attn_func` reads in place.
+        256), page_size 1 or more; any strides that `flash_attn_func` reads in place.
     k, v: (batch, seqlen_new, heads_kv, 256), or (total_new, heads_kv, 256) with cu_seqlens_k_new:
         rows written behind those in use, and attended to. The cache must have room for them, and no
         two sequences may be given the same rows. cache_seqlens stays as it is.

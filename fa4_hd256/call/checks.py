@@ -18,8 +18,7 @@ from ..gpus.devices import is_captured
 from ..kernels.backward.ds_tiles import DS_BLOCK
 from ..kernels.forward.tiles import ForwardTiles
 from ..kernels.functions.kernel_functions import FUNCTION_TENSORS
-from ..kernels.kernel_set import KernelSet
-from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ..kernels.limits import HEAD_DIM
 from ..kernels.mask.block_mask import (
     BIT_WORDS,
     MASK_BITS,
@@ -211,16 +210,6 @@ def check_pages(k: Sequence[int]) -> None:
         raise ValueError(
             f"k and v have pages of {page_size} rows, shape {tuple(k)}; accepted with page_table: "
             f"(pages, page_size, heads_kv, {HEAD_DIM}) with a page_size of 1 or more"
-        )
-
-
-def check_page_size(page_size: int, kernels: KernelSet, tiles: Sequence[ForwardTiles]) -> None:
-    """Raise ValueError for pages that not all kernels of these tiles gather rows of."""
-    if page_size % PAGE_MULTIPLE and any(one.kind not in kernels.gathers for one in tiles):
-        of_dtype = "" if tiles[0].kv_dtype is None else f" of {tiles[0].kv_dtype}"
-        raise ValueError(
-            f"k and v{of_dtype} have pages of {page_size} rows; accepted on "
-            f"{kernels.architecture.name}: a page_size that is a multiple of {PAGE_MULTIPLE}"
         )
 
 

@@ -200,7 +200,8 @@ class Problem:
         architecture = architecture_of(q.device)
         kv_dtype, paged = k.dtype if k.dtype in KV_DTYPES else None, PAGE_TABLE in ragged
         known = _usable_tiles(architecture, config, kv_dtype, ragged, options)
-        _check_for_kernels(q, k, ragged, architecture, known)
+        if is_masked(ragged):
+            checks.check_mask(q, k, ragged, known[0])
         descale = descales.descale_of(ragged, k, sequences, paged)
         _check_contents(tensors, ragged, options, descale)
         longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
@@ -370,20 +371,6 @@ def _usable_tiles(
     if is_masked(ragged):
         known = tiles_for_masks(known, architecture)
     return tiles_for_max_logits(known, architecture) if options.max_logits else known
-
-
-def _check_for_kernels(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    ragged: dict[str, torch.Tensor],
-    architecture: Architecture,
-    known: tuple[ForwardTiles, ...],
-) -> None:
-    """Check a block mask and the size of pages, by the tiles of kernels that the call may take."""
-    if is_masked(ragged):
-        checks.check_mask(q, k, ragged, known[0])
-    if PAGE_TABLE in ragged:
-        checks.check_page_size(k.shape[1], kernels_of(architecture), known)
 
 
 def tiles_for_masks(

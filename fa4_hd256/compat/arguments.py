@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ..kernels.limits import HEAD_DIM
 
 __all__ = [
     "FLASH_ATTN_2",
@@ -90,17 +90,6 @@ class Library:
             raise NotImplementedError(
                 f"{name} of {self.name}'s {function} is {what}; accepted at head_dim {HEAD_DIM}: "
                 f"{shown}. {argument.note}"
-            )
-
-    def refuse_pages(self, name: str, page_table: Any, pages: torch.Tensor) -> None:
-        """Raise NotImplementedError for a page size that kernels cannot read.
-
-        name: of the argument page_table. pages: (pages, page_size, heads_kv, 256).
-        """
-        if page_table is not None and pages.ndim == 4 and pages.shape[1] % PAGE_MULTIPLE:
-            raise NotImplementedError(
-                f"{name} is given with pages of {pages.shape[1]} rows; accepted: multiples of "
-                f"{PAGE_MULTIPLE}"
             )
 
     def original(self, function: str, head_dim: int) -> Callable[..., Any]:
@@ -188,7 +177,7 @@ _COMBINED = {
 
 FLASH_ATTN_4 = Library("flash-attn-4", "flash_attn.cute.interface", {
     "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, **_SEQUENCES,
-    "page_table": honoured("page sizes that are multiples of 16"),
+    "page_table": honoured("pages of any number of rows"),
     "softmax_scale": honoured(),
     "causal": honoured("ignored with mask_mod, as there"),
     "window_size": honoured(
@@ -227,7 +216,7 @@ FLASH_ATTN_4 = Library("flash-attn-4", "flash_attn.cute.interface", {
 FLASH_ATTN_3 = Library("flash-attn-3", "flash_attn_interface", {
     "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, "qkv": _TENSORS, **_SEQUENCES, **_CACHE,
     "cu_seqlens_k_new": honoured(), "rotary_seqlens": honoured("ignored without rotary tables"),
-    "page_table": honoured("page sizes that are multiples of 16"),
+    "page_table": honoured("pages of any number of rows"),
     "softmax_scale": honoured(), "causal": honoured(), "window_size": _WINDOW,
     "softcap": honoured(),
     "q_descale": honoured("with q in e4m3, which is read as bfloat16; part of k_descale"),
@@ -250,7 +239,7 @@ FLASH_ATTN_2 = Library("flash-attn", "flash_attn", {
     "q": _TENSORS, "k": _TENSORS, "v": _TENSORS, "kv": _TENSORS, "qkv": _TENSORS,
     **{name: note for name, note in _SEQUENCES.items() if not name.startswith("seqused")},
     "cu_seqlens": honoured(), "max_seqlen": honoured(), **_CACHE,
-    "block_table": honoured("page sizes that are multiples of 16"),
+    "block_table": honoured("pages of any number of rows"),
     "dropout_p": refused("There is no dropout; apply it to the result of the layer", 0.0),
     "softmax_scale": honoured(), "causal": honoured(), "window_size": _WINDOW,
     "softcap": honoured("0 and below: none"),

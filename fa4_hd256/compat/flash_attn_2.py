@@ -175,7 +175,6 @@ def flash_attn_varlen_func(
     original = FLASH_ATTN_2.checked("flash_attn_varlen_func", arguments, q, k, v)
     if original is not None:
         return original(**arguments)
-    FLASH_ATTN_2.refuse_pages("block_table", block_table, k)
     lengths = {name: arguments[name] for name in ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")}
     if block_table is None:
         lengths["cu_seqlens_k"] = cu_seqlens_k
@@ -217,7 +216,6 @@ def flash_attn_with_kvcache(
     original = FLASH_ATTN_2.checked("flash_attn_with_kvcache", arguments, q, k_cache, v_cache)
     if original is not None:
         return original(**arguments)
-    FLASH_ATTN_2.refuse_pages("block_table", block_table, k_cache)
     cache = {name: arguments[name] for name in _OF_CACHE if arguments[name] is not None}
     return kv_cache.flash_attn_with_kvcache(
         q,

@@ -187,7 +187,6 @@ def flash_attn_with_kvcache(
     original = FLASH_ATTN_3.checked("flash_attn_with_kvcache", arguments, q, k_cache, v_cache)
     if original is not None:
         return original(**arguments)
-    FLASH_ATTN_3.refuse_pages("page_table", page_table, k_cache)
     cache = {name: arguments[name] for name in _OF_CACHE if arguments[name] is not None}
     return kv_cache.flash_attn_with_kvcache(
         _queries(q),

@@ -109,7 +109,6 @@ def flash_attn_varlen_func(
     original = FLASH_ATTN_4.checked("flash_attn_varlen_func", arguments, q, k, v)
     if original is not None:
         return original(**arguments)
-    FLASH_ATTN_4.refuse_pages("page_table", page_table, k)
     options = _options(arguments, (cu_seqlens_q, cu_seqlens_k))
     lengths = {name: arguments[name] for name in _LENGTHS if arguments[name] is not None}
     if mask_mod is not None or block_sparse_tensors is not None:

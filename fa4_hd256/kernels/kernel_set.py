@@ -101,8 +101,9 @@ class KernelSet:
     pages. forwards: what the host must know of the tiles that calls may get of the forward, for
     every dtype of K and V, in the order in which they are preferred; none likewise. backward: the
     same of the backward, None likewise. counts_tiles: the dynamic scheduler takes a counter in
-    global memory. combine: which configurations the combining kernel gets. gathers: kinds of
-    kernels that take pages of any size, whose configurations have a method `gathering`.
+    global memory. combine: which configurations the combining kernel gets. gathering: a
+    function that returns a forward's configuration for pages of any size, from another; None where
+    every configuration takes them.
     """
 
     architecture: Architecture
@@ -115,7 +116,7 @@ class KernelSet:
     backward: BackwardSet | None = None
     counts_tiles: bool = False
     combine: CombineRule = CombineRule()
-    gathers: tuple[str, ...] = ()
+    gathering: Any = None
 
     def kernel(self, kind: str) -> Any:
         """The class of a kernel. Raises NotImplementedError where it is not written."""

@@ -105,8 +105,9 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
 
 def configured(problem: Problem, config: Any) -> KernelSpec:
     """The forward's kernel in a configuration."""
-    if problem.problem_class.gathers:
-        config = config.gathering()
+    gathering = problem.kernels.gathering
+    if problem.problem_class.gathers and gathering is not None:
+        config = gathering(config)
     return KernelSpec(
         problem.tiles.kind, config, problem.problem_class, problem.kernels.architecture
     )

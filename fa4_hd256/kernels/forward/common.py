@@ -30,7 +30,15 @@ from ..mask.block_mask import MASK_TILE, StepList
 from ..operands import LoadTarget, TmaTensor, load_tile, smem_layout
 from ..plan.edges import RingState
 from ..problem_class import DESCALES, CallScalars, query_rows
-from ..rows.gathered import GatheredKeys, GatheredTile, KeyRange, gather
+from ..rows.gathered import (
+    GatheredKeys,
+    GatheredTile,
+    KeyRange,
+    copy_rows,
+    gather_tensor,
+    load_rows,
+    page_sizes,
+)
 from ..rows.pages import PagedKeys, box_rows, load_pages
 from ..rows.sequences import (
     TilePlace,
@@ -56,6 +64,8 @@ class ForwardCommon:
     """
 
     kv_bytes = ELEMENT_BYTES
+    #: Whether TMA gathers rows, or warps that copy.
+    gathers_by_tma = False
 
     problem_class: Any
     config: Any
@@ -216,9 +226,15 @@ class ForwardCommon:
         return TmaTensor(info[0], info[1], from_start)
 
     def loaded_tensor(self, name: str, view: cute.Tensor, copy: tuple[Any, int, int]) -> Any:
-        """q, k or v as the kernel loads it: its TMA tensor, but K and V as they are where rows are
-        gathered."""
-        return view if self.gathers and name in "kv" else self.tma_tensor(name, view, copy)
+        """q, k or v as the kernel loads it: its TMA tensor; where rows are gathered K and V as a
+        `GatherTensor`, or as they are."""
+        if not self.gathers or name == "q":
+            return self.tma_tensor(name, view, copy)
+        return gather_tensor(self.gathering_operation(), view) if self.gathers_by_tma else view
+
+    def gathering_operation(self) -> Any:
+        """Return the operation by which TMA gathers rows."""
+        raise NotImplementedError
 
     def prefetch_descriptors(self, tensors: ForwardKernelTensors) -> None:
         """Prefetch the TMA descriptors of the loads."""
@@ -266,10 +282,11 @@ class ForwardCommon:
             keys = KeyRange(
                 visibility.first(first_row), visibility.seqlen_k, context.key(work).offset
             )
-            share = self._gathering_warp(), len(self.warps.gather)
-            return GatheredKeys(table, context.tensors.k, keys, self.config.block_kv, share).at(
-                last
+            share = (
+                (0, 1) if self.gathers_by_tma else (self._gathering_warp(), len(self.warps.gather))
             )
+            block, sizes = self.config.block_kv, page_sizes(context.tensors.k)
+            return GatheredKeys(table, sizes, keys, block, share).at(last)
         sizes = self.problem_class.page_size, self.page_box, self.config.block_kv
         first_key, first_page = visibility.first(first_row), context.first_page(batch)
         return PagedKeys(table, visibility.seqlen_k, first_key, sizes, first_page).at(last)
@@ -308,7 +325,9 @@ class ForwardCommon:
     ) -> None:
         """One load of K or V.  place: (`keys`, first row in them, column block, head); target:
         (barrier, buffer); multicast: see `load_tile`."""
-        if self.is_paged:
+        if self.gathers:
+            load_rows(source, smem, place, target)
+        elif self.is_paged:
             load_pages(source, smem, place, target, multicast)
         else:
             load_tile(source, smem, place, *target, multicast=multicast)
@@ -328,7 +347,7 @@ class ForwardCommon:
         head = work.head // context.heads_per_kv
         rows = cute.size(buffer, mode=[0])
         place = buffer[None, None, state.index].iterator
-        gather(source, place, tile, head, rows)
+        copy_rows(source, place, tile, head, rows)
         context.barriers[f"{ring}_loaded"].arrive_copies(state)
 
     def sink_log2(self, context: ForwardContext, work: Any, head: Int32) -> Any:

@@ -35,6 +35,7 @@ from ..operands import ATOM_ROWS, load_tile
 from ..plan.edges import RingState, SharedByReference
 from ..problem_class import OF_PAGES, ProblemClass
 from ..ranges import traced
+from ..rows.gathered import page_sizes
 from ..rows.sequences import lane_columns
 from .context import ForwardContext
 from .decode_rows import TileRows
@@ -261,7 +262,7 @@ class KeyScales(SharedByReference):
         visibility = context.visibility(work, block)
         size, first_page = self.problem_class.page_size, context.first_page(context.batch(work))
         if self.problem_class.gathers:
-            size, first_row = cute.size(context.tensors.k, mode=[0]), context.key(work).offset
+            size, first_row = page_sizes(context.tensors.k)[0], context.key(work).offset
 
         def page_of(key: Any) -> Any:
             if self.problem_class.gathers:

@@ -75,5 +75,5 @@ KERNELS = KernelSet(
         cluster=BACKWARD_CTAS,
     ),
     counts_tiles=True,
-    gathers=("forward", "forward_decode_e4m3"),
+    gathering=lambda config: config.gathering(),
 )

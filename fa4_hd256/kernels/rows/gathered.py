@@ -1,16 +1,15 @@
 """Keys and values in pages of any size: rows gathered one by one.
 
 NOTE [gathered rows].  TMA loads a box of rows that follow each other; a page of one row has none.
-So the rows of a KV tile are copied by cp.async, 16 bytes per lane, by a few warps.  Eight lanes
-copy the 128 bytes that a row has in a block of 64 columns, thus a warp four rows at once; each
-piece goes where the 128-byte swizzle puts it, so that the MMAs read the layout that TMA writes
-(`operands`).  cp.async writes through the generic proxy: who multiplies waits for the copies, and
-fences for the async proxy.
+So the rows of a KV tile are gathered, and lie in shared memory as TMA's boxes do (`operands`).  On
+Blackwell TMA takes four rows by their numbers.  On Hopper a few warps copy them by cp.async, 16
+bytes per lane: eight lanes copy the 128 bytes that a row has in a block of 64 columns, thus a warp
+four rows at once.  cp.async writes through the generic proxy: who multiplies waits for the copies,
+and fences for the async proxy.
 
-Each lane finds the page of one row of its warp's, and hands the row's address over by a shuffle.
-The pages of the next tile are looked up while this one is copied, so that nobody waits for a page's
-number but at the first step of a query tile.  The size of a page is an argument: one kernel serves
-all sizes.
+Each lane finds the pages of some rows, and hands over where these lie by a shuffle.  The pages of
+the next tile are looked up while this one is loaded, so that nobody waits for a page's number but
+at the first step of a query tile.  The size of a page is an argument: one kernel serves all sizes.
 
 A row that no query of the tile sees, before the first key or past the last one, is filled with
 zeros: neither it nor its page's entry in the table is read.  So keys count from the first key of a
@@ -21,24 +20,38 @@ TMA has outside a tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 
-from ..limits import ELEMENT_BYTES, WARP_SIZE
+from ..limits import ELEMENT_BYTES, TMA_ALIGNMENT, WARP_SIZE
+from ..operands import BLOCK_COLUMNS, LoadTarget
 from ..plan.edges import SharedByReference
 from .pages import PlacedTile
 
-__all__ = ["GatheredKeys", "GatheredTile", "KeyRange", "gather"]
+__all__ = [
+    "GatherTensor",
+    "GatheredKeys",
+    "GatheredTile",
+    "KeyRange",
+    "copy_rows",
+    "gather_tensor",
+    "load_rows",
+    "page_sizes",
+]
 
 PIECE_BYTES = 16  # of a lane's copy
 BLOCK_BYTES = 128  # of a row in a block of columns
 BLOCK_LANES = BLOCK_BYTES // PIECE_BYTES
 #: Rows of a warp's copy.
 ROWS_AT_ONCE = WARP_SIZE // BLOCK_LANES
-#: Page of a row that is not read.
+#: Page of a row that is not read, and its number.
 NO_PAGE = -1
+#: Rows that TMA gathers at once.
+TMA_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -52,27 +65,27 @@ class KeyRange:
 
 
 class GatheredKeys(SharedByReference):
-    """The keys of one batch entry, for the steps of one query tile, as one of several warps gathers
+    """The keys of one batch entry, for the steps of one query tile, as one of some warps gathers
     them.
 
-    table: (pages,) of the entry.  source: K or V, (page_size, columns, heads, pages).  keys: see
-    `KeyRange`.  tile: rows of a KV tile.  share: (number of this warp, number of all).
+    table: (pages,) of the entry.  sizes: of `page_sizes`.  keys: see `KeyRange`.  tile: rows of a
+    KV tile.  share: (number of this warp, number of all).
     """
 
     def __init__(
         self,
         table: cute.Tensor,
-        source: cute.Tensor,
+        sizes: tuple[Int32, Int32],
         keys: KeyRange,
         tile: int,
-        share: tuple[Int32, int],
+        share: tuple[Int32 | int, int],
     ) -> None:
         warp, warps = share
         self.rows = tile // warps
         assert self.rows * warps == tile and self.rows % WARP_SIZE == 0
         self.first_row = warp * self.rows
         self._table, self._keys, self._tile = table, keys, tile
-        self._page_size, self._pages = (cute.size(source, mode=[mode]) for mode in (0, 3))
+        self._page_size, self._pages = sizes
 
     def places(self, kv_tile: Int32) -> tuple[Int32, ...]:
         """Return (page, row in it) of each row of a KV tile that is this lane's."""
@@ -97,10 +110,10 @@ class GatheredKeys(SharedByReference):
 
 
 class GatheredTile(PlacedTile):
-    """The rows of a KV tile that one warp copies, some of each lane's finding."""
+    """The rows of a KV tile that one warp gathers; each lane has found some."""
 
     @property
-    def first_row(self) -> Int32:
+    def first_row(self) -> Int32 | int:
         return self._keys.first_row
 
     @property
@@ -109,7 +122,7 @@ class GatheredTile(PlacedTile):
         return list(zip(self._places[::2], self._places[1::2], strict=True))
 
 
-def gather(
+def copy_rows(
     source: cute.Tensor, buffer: cute.Pointer, tile: GatheredTile, head: Int32, rows: int
 ) -> None:
     """Copy a warp's rows of a KV tile to a buffer with the layout of `operands`.
@@ -150,3 +163,120 @@ def copy_row(to: Int32, origin: Int64, size: Int32, blocks: int, stride: int) ->
             f"[{{$r1}}+{block * BLOCK_BYTES}], {PIECE_BYTES}, {{$r2}};",
             read_only_args=[to, origin, size],
         )
+
+
+class GatherTensor(NamedTuple):
+    """K or V as TMA gathers rows of it: a copy atom and the coordinates of (rows, columns), where
+    the rows are as far apart as every stride allows.
+
+    strides: rows of that tensor between heads, between rows of a page, and between pages.
+    page_size, pages: of K or V.
+    """
+
+    atom: Any
+    tensor: Any
+    strides: tuple[Int32, Int32, Int32]
+    page_size: Int32
+    pages: Int32
+
+
+def page_sizes(source: GatherTensor | cute.Tensor) -> tuple[Int32, Int32]:
+    """Return (rows of a page, pages) of K or V as kernels get it."""
+    if isinstance(source, GatherTensor):
+        return source.page_size, source.pages
+    return cute.size(source, mode=[0]), cute.size(source, mode=[3])
+
+
+@cute.jit
+def _common_divisor(first: Int64, second: Int64) -> Int64:
+    while second != 0:
+        first, second = second, first % second
+    return first
+
+
+def gather_tensor(operation: Any, view: cute.Tensor) -> GatherTensor:
+    """Make it of (page_size, columns, heads, pages), on the host.  operation: of the loads."""
+    page_size, columns, heads, pages = view.shape
+    row, _, head, page = (Int64(stride) for stride in view.stride)
+    apart = cute.assume(
+        _common_divisor(_common_divisor(row, head), page), divby=TMA_ALIGNMENT // ELEMENT_BYTES
+    )
+    strides = head // apart, row // apart, page // apart
+    last = sum((size - 1) * stride for size, stride in zip((heads, page_size, pages), strides))
+    shape = Int32(last + 1), columns
+    flat = cute.make_tensor(view.iterator, cute.make_layout(shape, stride=(apart, 1)))
+    # Only the layout of the numbers counts.
+    numbers = cute.make_tensor(
+        cute.recast_ptr(view.iterator, dtype=Int32), cute.make_layout(shape, stride=(1, 0))
+    )
+    of_box = cute.make_layout((TMA_ROWS, BLOCK_COLUMNS), stride=(BLOCK_COLUMNS, 1))
+    layout = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, of_box)
+    info = cpasync.make_tiled_tma_atom(
+        operation, flat, layout, (TMA_ROWS, BLOCK_COLUMNS), gmem_coord_tensor=numbers
+    )
+    of_rows = tuple(Int32(stride) for stride in strides)
+    return GatherTensor(info[0], info[1], of_rows, Int32(page_size), Int32(pages))
+
+
+def load_rows(
+    source: GatherTensor,
+    smem: cute.Tensor,
+    place: tuple[GatheredTile, Any, Any, Int32],
+    target: LoadTarget,
+) -> None:
+    """Load rows of a KV tile by TMA, four at a time (cp.async.bulk.tensor, .tile::gather4, PTX ISA
+    9.7.9.27.1.2).  place: (tile, first row in it, column block, head); target: (barrier, stage)."""
+    tile, first_row, column_block, head = place
+    barrier, stage = target
+    rows, columns, stages = (cute.size(smem, mode=[mode]) for mode in range(3))
+    blocks = columns // BLOCK_COLUMNS
+    boxes = cute.zipped_divide(source.tensor, (TMA_ROWS, BLOCK_COLUMNS))
+    for run, own in enumerate(_row_numbers(source, tile, first_row, rows, head)):
+        for lane in range(0, WARP_SIZE, TMA_ROWS):
+            numbers = cute.make_rmem_tensor(TMA_ROWS, Int32)
+            for i in range(TMA_ROWS):
+                numbers[i] = cute.arch.shuffle_sync(own, lane + i)
+            wanted = cute.make_tensor(
+                numbers.iterator,
+                cute.make_layout(((TMA_ROWS, BLOCK_COLUMNS), (1, 1)), stride=((1, 0), (0, 0))),
+            )
+            row = (run * WARP_SIZE + lane) // TMA_ROWS
+            for block in range(blocks):
+                to = cute.local_tile(smem, (TMA_ROWS, BLOCK_COLUMNS, stages), (row, block, 0))
+                to_smem, coordinates, of_rows = cpasync.tma_partition(
+                    source.atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(to, 0, 2),
+                    [boxes, wanted],
+                )
+                column = column_block * blocks + block
+                cute.copy(
+                    source.atom,
+                    [coordinates[None, (0, column)], of_rows[None, (0, 0)]],
+                    to_smem[None, stage],
+                    tma_bar_ptr=barrier,
+                )
+
+
+def _row_numbers(
+    source: GatherTensor, tile: GatheredTile, first_row: Any, rows: int, head: Int32
+) -> list[Int32]:
+    """Return the numbers of this lane's rows among `rows` from `first_row` on, a multiple of
+    them."""
+    of_head, of_row, of_page = source.strides
+    numbers = [
+        cutlass.select_(
+            page == NO_PAGE, Int32(NO_PAGE), page * of_page + row * of_row + head * of_head
+        )
+        for page, row in tile.pairs
+    ]
+    runs = rows // WARP_SIZE
+    wanted = numbers[:runs]
+    if not isinstance(first_row, int):
+        for start in range(runs, len(numbers), runs):
+            is_here = first_row == start * WARP_SIZE
+            wanted = [
+                cutlass.select_(is_here, numbers[start + run], wanted[run]) for run in range(runs)
+            ]
+    return wanted

@@ -36,7 +36,7 @@ from ...gpus.gpu import Gpu
 from ...kernels.functions.kernel_functions import ALIBI
 from ...kernels.functions.user_functions import FunctionClass
 from ...kernels.kernel_set import kernels_of
-from ...kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from ...kernels.limits import HEAD_DIM
 from ...kernels.mask.block_mask import MASK_BITS, MASK_GRADIENTS, MASK_STEPS
 from ...kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
 from ...kernels.rows.sequences import (
@@ -173,10 +173,8 @@ class Needs:
                     raise ValueError(f"{what} is {shown(one)}; accepted: {listed}")
         for size in self.page_sizes:
             whole = isinstance(size, int) and not isinstance(size, bool)
-            if not whole or size < 1 or size % PAGE_MULTIPLE:
-                raise ValueError(
-                    f"page size is {shown(size)}; accepted: multiples of {PAGE_MULTIPLE}"
-                )
+            if not whole or size < 1:
+                raise ValueError(f"page size is {shown(size)}; accepted: an int of 1 or more")
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {shown(getattr(self, name))}; accepted: True or False")

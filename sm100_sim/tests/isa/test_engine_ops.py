@@ -170,6 +170,52 @@ def test_negative_coordinates_are_signed():
     assert not tile[:3].any() and np.array_equal(tile[3:], tensor[:5])
 
 
+GATHER = (
+    "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes{} "
+    "[%r1], [%rd1, {{%r3, %r4, %r5, %r6, %r7}}], [%r2];"
+)
+
+
+def test_four_rows_are_gathered():
+    """Rows in any order, one of them twice, and none outside the tensor: zeros."""
+    rig, tensor = tensor_rig(box=(64, 1))
+    warp = rig.warps[0]
+    # In the upper half of an atom of the swizzle.
+    warp.r32[1], warp.r32[2] = 2048 + 512, 0x100
+    for register, row in zip((4, 5, 6, 7), (30, 3, 2**32 - 1, 3), strict=True):
+        warp.r32[register] = row
+    barrier = rig.barrier(0x100)
+    barrier.expect_tx(512)
+    barrier.arrive(1)
+    rig.run(GATHER.format(""))
+    rig.perform()
+    assert barrier.parity_complete(0)
+    found = tile_at(rig, 0, 2048, 8)[4:]
+    for row, expected in zip(found, (tensor[30], tensor[3], 0 * tensor[0], tensor[3]), strict=True):
+        assert np.array_equal(row, expected)
+
+
+def test_rows_are_gathered_by_boxes_of_one():
+    rig, _ = tensor_rig()
+    rig.barrier(0x100)
+    rig.warps[0].r32[1], rig.warps[0].r32[2] = 2048, 0x100
+    with pytest.raises(SimulationError, match=r"box of \(64, 8\); its second dimension must be 1"):
+        rig.run(GATHER.format(""))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GATHER.format("").replace("2d", "3d"),
+        LOAD.format("", "").replace("tile", "tile::gather4"),
+        GATHER.format("").replace("gather4", "scatter4"),
+    ],
+)
+def test_other_forms_of_gathers_are_unknown(text):
+    with pytest.raises(UnknownInstruction):
+        bind(text)
+
+
 def test_cta_group_2_may_signal_the_peer_and_group_1_may_not():
     rig, _ = tensor_rig()
     even = rig.barrier(0x100)

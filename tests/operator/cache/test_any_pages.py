@@ -21,12 +21,6 @@ from fa4_hd256.kernels.rows.pages import PlacedTile
 SIZES = (1, 2, 4, 8, 3, 24, 100)
 
 
-@pytest.fixture(autouse=True)
-def gathering(architecture):
-    if architecture != "sm_90a":
-        pytest.skip("Blackwell's kernels gather no rows")
-
-
 def poisoned(paged):
     """Let entries that must not be read number a page of NaN: a page that is none has zeros."""
     is_page = (paged.table >= 0) & (paged.table < len(paged.k))
@@ -155,7 +149,7 @@ def test_new_rows(device):
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.sampled("static-None-1")
 def test_no_findings(seqlen_q, seed, use_clc, sanitize):
-    sanitize(seed, clusters=2, device="h200:2")
+    sanitize(seed, clusters=2)
     paged = Paged.of((300, 9), 1)
     check(queries(2, seqlen_q, 2), paged, causal=True, num_splits=1, use_clc=use_clc)
     assert sm100_sim.last_reports()[-1].findings == []
@@ -163,8 +157,9 @@ def test_no_findings(seqlen_q, seed, use_clc, sanitize):
 
 @pytest.mark.simulator
 @pytest.mark.sampled
-def test_a_missing_fence_is_found(sanitize, planted):
+def test_a_missing_fence_is_found(sanitize, planted, monkeypatch):
     """wgmma reads through the async proxy what cp.async wrote through the generic one."""
+    monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
     sanitize(None)
     planted.setattr(
         HopperForward, "_wait_for",
@@ -193,20 +188,29 @@ def _unswizzled(to, origin, size, blocks, stride):
     COPY(to & ~0x70, origin, size, blocks, stride)
 
 
+def _reversed(*arguments):
+    return NUMBERS(*arguments)[::-1]
+
+
 NEXT, INIT, COPY = PlacedTile.next, gathered.GatheredKeys.__init__, gathered.copy_row
+NUMBERS = gathered._row_numbers
 BUGS = {
     "the pages of the tile before": (PlacedTile, "next", _stale),
     "entries left of the window": (gathered.GatheredKeys, "__init__", _in_range),
     "entries past the end": (gathered.GatheredKeys, "__init__", _past_the_end),
-    "pieces in one place": (gathered, "copy_row", _unswizzled),
+}
+#: By architecture, whose kernels gather in ways of their own.
+OWN_BUGS = {
+    "sm_90a": (gathered, "copy_row", _unswizzled),
+    "sm_100a": (gathered, "_row_numbers", _reversed),
 }
 
 
 @pytest.mark.simulator
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [*BUGS, None])
 @pytest.mark.sampled
-def test_a_planted_bug_is_refused(bug, planted):
-    owner, name, wrong = BUGS[bug]
+def test_a_planted_bug_is_refused(bug, planted, architecture):
+    owner, name, wrong = OWN_BUGS[architecture] if bug is None else BUGS[bug]
     planted.setattr(owner, name, wrong)
     paged = Paged.of((300, 9), 1)
     before = paged.copy()

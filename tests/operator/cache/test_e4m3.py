@@ -156,9 +156,7 @@ def test_pages(page_size, options, of_pages):
 )  # fmt: skip
 @pytest.mark.parametrize("of_pages", [False, True], ids=["sequences", "pages"])
 @pytest.mark.sampled("sequences-1-{'num_splits': 2}")
-def test_pages_of_any_size(page_size, options, of_pages, architecture):
-    if architecture != "sm_90a":
-        pytest.skip("Blackwell's kernels gather no rows")
+def test_pages_of_any_size(page_size, options, of_pages):
     check_scaled_pages(page_size, options, of_pages)
 
 

@@ -379,9 +379,9 @@ WRONG = {
         {"page_table": int32([[0], [2]], "cpu"), "window_size": (0, 0), "causal": True},
         ValueError, "2; accepted: 0 to 1",
     ),
-    "pages of 8": (
-        {"k_cache": randn(4, 8, 1, 256), "v_cache": randn(4, 8, 1, 256),
-         "page_table": int32([[0, 1], [2, 3]], "cpu")}, ValueError, "multiple of 16",
+    "pages of 0": (
+        {"k_cache": randn(4, 0, 1, 256), "v_cache": randn(4, 0, 1, 256),
+         "page_table": int32([[0, 1], [2, 3]], "cpu")}, ValueError, "a page_size of 1 or more",
     ),
     "offsets past the end": (
         {"cu_seqlens_k_new": int32([0, 1, 3], "cpu"), "k": randn(2, 1, 256),

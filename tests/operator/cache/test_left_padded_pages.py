@@ -167,7 +167,7 @@ def test_a_list_of_parts(device):
 
 
 @pytest.mark.parametrize("of_pages", [False, True], ids=["sequences", "pages"])
-@pytest.mark.parametrize("page_size", [32, 784])
+@pytest.mark.parametrize("page_size", [32, 784, 5])
 @pytest.mark.sampled
 def test_keys_in_e4m3(of_pages, page_size):
     paged, keys = padded(page_size, dtype=e4m3_cases.E4M3)

@@ -332,10 +332,6 @@ FEW_ENTRIES = ints((0,), (2,))
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        *(
-            ({"page_size": n}, ValueError, f"pages of {n} rows; .* a multiple of 16")
-            for n in (1, 8, 24, 100)
-        ),
         ({"page_size": 0}, ValueError, "pages of 0 rows, .* a page_size of 1 or more"),
         ({"pages": 0}, ValueError, r"k and v have no pages, shape \(0, 16, 1, 256\)"),
         ({"page_table": ints((0, 3, 9))}, ValueError, "batch sizes disagree"),
@@ -443,7 +439,7 @@ def test_every_check_comes_once(monkeypatch):
     others = {
         "bounds_of", "check_gradients", "check_leftpad", "check_lists", "check_mask",
         "check_mask_of", "check_mask_options", "check_max_seqlen", "check_page_numbers",
-        "check_page_size", "check_pages",
+        "check_pages",
     }  # fmt: skip
     assert set(names) - set(seen) == others
     assert set(seen.values()) == {1}

@@ -107,6 +107,7 @@ class DecodeKernel(ForwardCommon, PairKernel):
 
     context_class: type[BlackwellDecodeContext] = BlackwellDecodeContext
     ctas = 1
+    gathers_by_tma = True
 
     def __init__(self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any) -> None:
         super().__init__(config, problem_class, scheduler)
@@ -134,9 +135,12 @@ class DecodeKernel(ForwardCommon, PairKernel):
     ) -> ForwardKernelTensors:
         load, (q, k, v, out) = cpasync.CopyBulkTensorTileG2SOp(), operands
         q = self.tma_tensor("q", q, (load, self.config.rows, HEAD_DIM))
-        k = self.tma_tensor("k", k, (load, BLOCK_KV, HALF))
-        v = self.tma_tensor("v", v, (load, BLOCK_KV, HALF))
+        k = self.loaded_tensor("k", k, (load, BLOCK_KV, HALF))
+        v = self.loaded_tensor("v", v, (load, BLOCK_KV, HALF))
         return ForwardKernelTensors(q, k, v, None, out, lse, optional)
+
+    def gathering_operation(self) -> Any:
+        return cpasync.CopyBulkTensor2DGather4G2SOp()
 
     def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
         return tensors.q, tensors.k, tensors.v

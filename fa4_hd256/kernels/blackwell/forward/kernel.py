@@ -88,6 +88,7 @@ class ForwardKernel(ForwardCommon, PairKernel):
     """
 
     context_class = BlackwellForwardContext
+    gathers_by_tma = True
 
     def __init__(self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any) -> None:
         super().__init__(config, problem_class, scheduler)
@@ -119,12 +120,15 @@ class ForwardKernel(ForwardCommon, PairKernel):
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
         q = self.tma_tensor("q", q, (load, config.block_q, HEAD_DIM))
-        k = self.tma_tensor("k", k, (load, config.block_kv // 2, HEAD_DIM))
-        v = self.tma_tensor("v", v, (load, config.block_kv, HEAD_DIM // 2))
+        k = self.loaded_tensor("k", k, (load, config.block_kv // 2, HEAD_DIM))
+        v = self.loaded_tensor("v", v, (load, config.block_kv, HEAD_DIM // 2))
         o = None
         if not self.problem_class.split:
             o = self.tma_tensor("o", out, (store, config.block_q, config.o_slice))
         return ForwardKernelTensors(q, k, v, o, out, lse, optional)
+
+    def gathering_operation(self) -> Any:
+        return cpasync.CopyBulkTensor2DGather4G2SOp(tcgen05.CtaGroup.TWO)
 
     def descriptors(self, tensors: ForwardKernelTensors) -> tuple[TmaTensor, ...]:
         loads = tensors.q, tensors.k, tensors.v

@@ -28,8 +28,8 @@ def default_plans(architecture):
         kernels.forwards, (False, True), LENGTHS, (False, True)
     ):
         configs.append(config := kernels.tuned(tiles, causal, length, "", paged))
-        if paged and tiles.kind in kernels.gathers:
-            configs.append(config.gathering())
+        if paged and kernels.gathering is not None:
+            configs.append(kernels.gathering(config))
     return dict.fromkeys(plan for config in configs for plan in kernels.plans_of(config))
 
 

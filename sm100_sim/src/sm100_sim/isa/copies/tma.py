@@ -29,6 +29,8 @@ from ..table import effect_of, machine_op, unknown
 from . import tiles
 
 _HINTS = {"L2::cache_hint"}
+#: Mode of loads of rows that need not follow each other, and how many.
+_GATHER, _GATHERED_ROWS = "tile::gather4", 4
 _OFFSET = 0xFFFFFF
 #: Elements of a dimension (measured on an H200).
 MAX_SIZE = 1 << 31
@@ -77,12 +79,18 @@ def read_descriptor(machine, pointer: int) -> TensorMap:
 
 
 def _tensor_operand(instruction, operand) -> Callable[[Any, int], tuple[int, tuple[int, ...]]]:
-    """[tensorMap, {coordinates}] -> (descriptor address, signed coordinates, dimension 0 first)."""
+    """[tensorMap, {coordinates}] -> (descriptor address, signed coordinates, dimension 0 first).
+
+    With .tile::gather4 these are a column and four rows.
+    """
     rank = instruction.modifiers[0]
+    count = rank[:-1]
+    if _GATHER in instruction.modifiers:
+        count = str(1 + _GATHERED_ROWS) if rank == "2d" else ""
     pointer = address(operand, 64)
     coordinates = operand.items[0] if operand.items else None
     values = coordinates.items if coordinates is not None and coordinates.kind == "vec" else ()
-    if len(rank) != 2 or rank[1] != "d" or rank[0] not in "12345" or len(values) != int(rank[0]):
+    if len(rank) != 2 or rank[1] != "d" or rank[0] not in "12345" or str(len(values)) != count:
         raise unknown(instruction, "dimension and number of coordinates of a tensor copy")
     reads = [uniform(value, 32) for value in values]
 
@@ -207,12 +215,14 @@ def _by_target(to_shared: Any, to_global: Any, otherwise: Any) -> ByModifier:
     effect=_by_target(Effect.TMA_LOAD, Effect.TMA_STORE, Effect.NONE),
 )
 def bind_tensor_copy(instruction, kernel):
-    """cp.async.bulk.tensor.dim.dst.src{.tile}... : loads and stores in tile mode."""
+    """cp.async.bulk.tensor.dim.dst.src{.tile}... : loads and stores in tile mode, and loads of four
+    rows (.tile::gather4)."""
     direction = instruction.modifiers[1:3]
     modes = [m for m in instruction.modifiers if m.startswith(("tile", "im2col"))]
-    if any(mode != "tile" for mode in modes):
+    is_store = direction == ("global", "shared::cta")
+    if any(mode != "tile" and (is_store or mode != _GATHER) for mode in modes):
         raise unknown(instruction, f"TMA load mode .{modes[0]} is not modelled")
-    if direction == ("global", "shared::cta"):
+    if is_store:
         return _bind_tensor_store(instruction, 3, None)
     if direction in (("shared::cluster", "global"), ("shared::cta", "global")):
         return _bind_tensor_load(instruction)
@@ -220,7 +230,8 @@ def bind_tensor_copy(instruction, kernel):
 
 
 def _bind_tensor_load(instruction):
-    rest = [m for m in instruction.modifiers[3:] if m != "tile"]
+    rest = [m for m in instruction.modifiers[3:] if m not in ("tile", _GATHER)]
+    gathers = _GATHER in instruction.modifiers
     form = _completion(instruction, rest)
     target_op, tensor_op, barrier_op, *extra = instruction.operands
     if len(extra) != form.multicast + form.hint:
@@ -234,15 +245,33 @@ def _bind_tensor_load(instruction):
         cluster = warp.cta.cluster
         for lane in split(warp, lanes):
             pointer, coordinates = tensor(warp, lane)
-            tensor_map, coordinates = _tensor_map(cluster.machine, pointer, coordinates)
             ranks = mask(warp, lane) & 0xFFFF if mask else None
             places = _destinations(
                 cluster, target(warp, lane), barrier(warp, lane), ranks, form.group
             )
             issue = functools.partial(submit, warp, instruction, effect)
-            _submit_load(issue, warp, (tensor_map, coordinates), places, pointer)
+            if gathers:
+                _submit_gather(issue, warp, coordinates, places, pointer)
+            else:
+                tile = _tensor_map(cluster.machine, pointer, coordinates)
+                _submit_load(issue, warp, tile, places, pointer)
 
     return execute
+
+
+def _submit_gather(issue: Callable, warp, coordinates, places, pointer: int) -> None:
+    """Load a row of the box for each of four rows, one after the other in shared memory."""
+    column, *rows = coordinates
+    for number, row in enumerate(rows):
+        tile = _tensor_map(warp.cta.cluster.machine, pointer, (column, row))
+        tensor_map = tile[0]
+        if tensor_map.box[1] != 1:
+            raise SimulationError(
+                f"a copy of {_GATHERED_ROWS} rows with a descriptor of a box of {tensor_map.box}; "
+                "its second dimension must be 1"
+            )
+        of_row = [(cta, at + number * tensor_map.row_bytes, signal) for cta, at, signal in places]
+        _submit_load(issue, warp, tile, of_row, pointer)
 
 
 def _submit_load(issue: Callable, warp, tile, places, pointer: int) -> None:
